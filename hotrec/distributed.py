@@ -1,0 +1,152 @@
+"""Ranks, device, process group, and the few collectives that also mean something for one process.
+
+Nothing else asks whether the process group exists: each function here has a one-process meaning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands. ``local_rank`` chooses a device, never "am I the first"."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.world_size // self.local_world_size)
+
+
+def _environment_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"environment {name}: expected an integer, got {text!r}. Start with torchrun."
+        ) from None
+
+
+@contextmanager
+def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator[Ranks]:
+    """Join the process group that torchrun describes, or form one of a single process.
+
+    Args:
+        device: "cpu", "cuda", or "auto" (cuda where there is one).
+        timeout_s: how long a collective may wait for the slowest rank.
+
+    Raises:
+        RuntimeError: if cuda is asked for and there is none.
+    """
+    rank = _environment_int("RANK", 0)
+    world_size = _environment_int("WORLD_SIZE", 1)
+    local_rank = _environment_int("LOCAL_RANK", 0)
+    local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            "trainer.device: expected a CUDA device, got none visible to torch "
+            f"{torch.__version__}. Set trainer.device=cpu, or run `hotrec doctor`."
+        )
+    if device == "cuda":
+        chosen = torch.device("cuda", local_rank)
+        torch.cuda.set_device(chosen)
+    else:
+        chosen = torch.device("cpu")
+    backend = "nccl" if device == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if world_size > 1 or "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    try:
+        yield Ranks(rank, world_size, local_rank, local_world_size, chosen)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Ranks of the process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process in the group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def all_gather_object(value: T) -> list[T]:
+    """The value of every rank, in rank order."""
+    if world_size() == 1:
+        return [value]
+    values: list[T | None] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    if world_size() == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+class RankError(RuntimeError):
+    """What another rank raised; every rank of the group ends with the same message."""
+
+
+def same_verdict(action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank; if any rank raises, all ranks raise, with the first one's text.
+
+    Use around whatever may fail on one rank alone (reading a file, checking an input) before a
+    collective, which the failing rank would never reach.
+
+    Raises:
+        RankError: on the ranks whose own action succeeded; the others raise their own exception.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except Exception as caught:  # every kind: the verdict must reach the other ranks
+        error = caught
+    texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    failed = [(index, text) for index, text in enumerate(texts) if text is not None]
+    if not failed:
+        return result  # type: ignore[return-value]
+    if error is not None:
+        raise error
+    index, text = failed[0]
+    raise RankError(f"[rank {index}] {text}")
