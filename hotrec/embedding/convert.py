@@ -1,0 +1,88 @@
+"""Library use: swap the collections of a TorchRec model, and shard it, in one call each."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.hot_exchange import HotReplicas
+from hotrec.embedding.initialize import copy_weights
+from hotrec.embedding.optimizers import hot_replicas
+from hotrec.types import Partition
+
+
+def use_hot_cold(model: nn.Module, partition: Partition) -> nn.Module:
+    """Replace every ``EmbeddingBagCollection`` of a model by a hot/cold one, in place.
+
+    Weights are kept: the model computes what it computed before.
+
+    Args:
+        model: not sharded yet.
+        partition: names every table of the collections.
+
+    Returns:
+        The model (the new collection, if the model itself was one).
+
+    Raises:
+        ValueError: if the model holds no collection, or the partition is of other tables.
+    """
+    if isinstance(model, EmbeddingBagCollection):
+        return _convert(model, partition)
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, EmbeddingBagCollection)
+    ]
+    if not found:
+        raise ValueError(
+            f"model {type(model).__name__}: expected an EmbeddingBagCollection in it, got none. "
+            "Pass the model before it is sharded."
+        )
+    for parent, name, child in found:
+        setattr(parent, name, _convert(child, partition))
+    return model
+
+
+def _convert(
+    collection: EmbeddingBagCollection, partition: Partition
+) -> HotColdEmbeddingBagCollection:
+    converted = HotColdEmbeddingBagCollection(
+        collection.embedding_bag_configs(),
+        partition,
+        is_weighted=collection.is_weighted(),
+        device=collection.device,
+    )
+    if torch.device(collection.device).type != "meta":
+        copy_weights(collection.embedding_bags, converted)
+    return converted
+
+
+def shard(
+    model: nn.Module,
+    plan: ShardingPlan,
+    sharders: list[ModuleSharder[nn.Module]],
+    device: torch.device,
+) -> DistributedModelParallel:
+    """Shard a model by a plan and make the hot replicas of all ranks equal to rank 0's."""
+    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+    for replica in hot_replicas(sharded).values():
+        replica.broadcast()
+    return sharded
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Compare the hot replicas of all ranks by checksum.
+
+    Raises:
+        RuntimeError: on every rank, if one differs.
+    """
+    replicas: list[HotReplicas] = list(hot_replicas(model).values())
+    if dist.is_initialized():
+        for replica in replicas:
+            replica.check_equal()

@@ -1,0 +1,152 @@
+"""Row lookups on CPU in place of FBGEMM's.
+
+FBGEMM's CPU kernel for unpooled rows is a scalar loop: 30,000 rows of 64 floats take 36 to 83 ms
+forward and backward, where its pooled kernel takes 4 to 30 ms (benchmarks/cpu_rows.py). These
+functions keep FBGEMM's module as the owner of weights and optimizer state (so sharding, checkpoints
+and ``fused_optimizer`` are TorchRec's), and replace just the lookup and the update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
+
+
+def flat_rows(features: KeyedJaggedTensor, begins_T: torch.Tensor) -> torch.Tensor:
+    """Rows of tables laid one after the other.
+
+    Args:
+        features: (T, S) one feature per table, values are rows of the table.
+        begins_T: int64 (T,), where each table begins.
+
+    Returns:
+        int64 (K,), rows of the concatenated tables.
+    """
+    rows_K = features.values().long()
+    lengths_T = features.lengths().view(len(features.keys()), -1).sum(1)
+    return rows_K + torch.repeat_interleave(begins_T, lengths_T, output_size=rows_K.numel())
+
+
+def table_begins(num_rows: list[int]) -> torch.Tensor:
+    """Where each of the tables begins when they are laid one after the other; int64 (T,)."""
+    rows_T = torch.tensor(num_rows)
+    return rows_T.cumsum(0) - rows_T
+
+
+def _flat_view(flat: torch.Tensor, parts: list[torch.Tensor], what: str) -> torch.Tensor:
+    """FBGEMM's flat buffer, checked to be its per-table parts one after the other."""
+    first = flat.data_ptr()
+    for part in parts:
+        if part.numel() == 0:  # a rank without rows of a small table
+            continue
+        if part.data_ptr() != first or not part.is_contiguous():
+            raise RuntimeError(
+                f"fbgemm {what}: expected tables one after the other in memory, got a table at "
+                f"{part.data_ptr() - first} bytes from its place. This version of fbgemm-gpu lays "
+                "tables out otherwise; use the pinned one (see `hotrec doctor`)."
+            )
+        first += part.numel() * part.element_size()
+    shape = (-1, *parts[0].shape[1:])
+    return flat.detach().view(shape)
+
+
+class _ReadAndUpdate(torch.autograd.Function):
+    """Reads rows; backward updates them. ``anchor`` ties the node into the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, lookup: ColdRowsOnCpu, rows_K: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.lookup, ctx.rows_K = lookup, rows_K
+        return lookup.weights_RD.index_select(0, rows_K)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        ctx.lookup.update(ctx.rows_K, grads[0])
+        return None, None, None
+
+
+class ColdRowsOnCpu:
+    """Lookup and update of the cold rows of a fused FBGEMM module on CPU.
+
+    Args:
+        module: holds the weights and the optimizer state of the rank's shards.
+        optimizer: TorchRec's optimizer of the module; its param group says the learning rate.
+        spec: the update rule.
+    """
+
+    def __init__(
+        self,
+        module: SplitTableBatchedEmbeddingBagsCodegen,
+        optimizer: torch.optim.Optimizer,
+        spec: OptimizerSpec,
+    ) -> None:
+        parts = module.split_embedding_weights()
+        self.weights_RD = _flat_view(module.weights_host, parts, "weights_host")
+        self.states: dict[str, torch.Tensor] = {}
+        for index, name in enumerate(spec.state_names):
+            state_parts = [states[index] for states in module.split_optimizer_states()]
+            self.states[name] = _flat_view(
+                getattr(module, f"{name}_host"), state_parts, f"{name}_host"
+            )
+        self._begins_T = table_begins([part.shape[0] for part in parts])
+        self._optimizer = optimizer
+        self._spec = spec
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        rows_K = flat_rows(features, self._begins_T)
+        out: torch.Tensor = _ReadAndUpdate.apply(self._anchor, self, rows_K)
+        return out
+
+    def update(self, rows_K: torch.Tensor, grad_KD: torch.Tensor) -> None:
+        rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous())
+        update_rows(
+            self._spec,
+            self.weights_RD,
+            self.states,
+            rows_U,
+            grad_UD,
+            learning_rate=self._optimizer.param_groups[0]["lr"],
+            num_updates=1,  # for Adam alone, which FBGEMM refuses to build on CPU
+        )
+
+
+class HotRowsOnCpu:
+    """Lookup of the hot rows of a dense FBGEMM module on CPU; the gradient is the module's."""
+
+    def __init__(self, module: DenseTableBatchedEmbeddingBagsCodegen) -> None:
+        parts = module.split_embedding_weights()
+        _flat_view(module.weights, parts, "weights")
+        self._module = module
+        self._dim = parts[0].shape[1]
+        self._begins_T = table_begins([part.shape[0] for part in parts])
+
+    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        slots_K = flat_rows(features, self._begins_T)
+        return self._module.weights.view(-1, self._dim).index_select(0, slots_K)
+
+
+def use_cpu_rows(lookup: nn.Module, spec: OptimizerSpec) -> None:
+    """Replace the CPU kernels of a TorchRec sequence lookup, in place.
+
+    Args:
+        lookup: TorchRec's ``GroupedEmbeddingsLookup``.
+        spec: the update rule its fused modules were built with.
+    """
+    kernels: Any = lookup._emb_modules
+    for kernel in kernels:
+        module = kernel.emb_module
+        if isinstance(module, DenseTableBatchedEmbeddingBagsCodegen):
+            kernel.forward = HotRowsOnCpu(module)
+        else:
+            kernel.forward = ColdRowsOnCpu(module, kernel.fused_optimizer, spec)

@@ -1,0 +1,132 @@
+"""Initial weights of embedding rows as a function of (seed, table, row), and nothing else.
+
+So every partition, plan, world size and device starts from the same model, and a rank makes just
+the rows it holds. Counter-based: each value hashes its own coordinates, with the 32-bit mixing
+function "lowbias32" (C. Wellons, "Prospecting for Hash Functions", 2018).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.optimizers import hot_replicas, sharded_collections
+from hotrec.routing import hot_name
+from hotrec.types import Partition
+
+_CHUNK_VALUES = 1 << 18  # values made at a time: small enough for the cache
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """lowbias32, in place, on int32 tensors taken as bit patterns."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= -2073254261  # 0x846CA68B
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def initial_rows(
+    seed: int, table: str, rows: torch.Tensor, dim: int, num_rows: int
+) -> torch.Tensor:
+    """Uniform in +-1 / sqrt(num_rows), as TorchRec's default.
+
+    Args:
+        seed: of the run.
+        table: name of the table, which seeds it apart from the others.
+        rows: int64 (R,), which rows.
+        dim: D.
+        num_rows: rows of the whole table.
+
+    Returns:
+        float32 (R, D).
+    """
+    table_key = zlib.crc32(f"{seed}/{table}".encode())
+    key_R = _mix(_mix((rows >> 31).int() ^ _as_int32(table_key)) ^ (rows & 0x7FFFFFFF).int())
+    columns_D = torch.arange(dim, dtype=torch.int32, device=rows.device) * -1640531527  # 2^32 / phi
+    bound = 1.0 / math.sqrt(num_rows)
+    out = torch.empty(rows.numel(), dim, device=rows.device)
+    step = max(1, _CHUNK_VALUES // dim)
+    for begin in range(0, rows.numel(), step):
+        bits = _mix(key_R[begin : begin + step, None] + columns_D)
+        # 24 bits, as many as a float32 holds exactly.
+        out[begin : begin + step] = ((bits >> 8) & 0xFFFFFF).float()
+    return out.mul_(2 * bound / (1 << 24)).sub_(bound)
+
+
+def _as_int32(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _fill(
+    target: torch.Tensor, seed: int, table: str, num_rows: int, first_row: int, first_column: int
+) -> None:
+    """Fill a shard in place, a few rows at a time."""
+    dim = first_column + target.shape[1]
+    step = max(1, (1 << 24) // dim)
+    for begin in range(0, target.shape[0], step):
+        end = min(begin + step, target.shape[0])
+        rows = torch.arange(first_row + begin, first_row + end, device=target.device)
+        target[begin:end] = initial_rows(seed, table, rows, dim, num_rows)[:, first_column:]
+
+
+@torch.no_grad()
+def initialize_embeddings(model: nn.Module, seed: int) -> None:
+    """Set the initial weights of all embedding rows of a sharded model, in place.
+
+    Args:
+        model: under ``DistributedModelParallel``, with hot/cold collections or with TorchRec's
+            ``EmbeddingBagCollection``; hot replicas become the same rows that cold slots hold.
+        seed: of the run, equal on all ranks.
+    """
+    hot_tables = _hot_tables(model)
+    for name, value in model.state_dict().items():
+        parts = name.split(".")
+        if len(parts) < 3 or parts[-3] not in ("embeddings", "embedding_bags"):
+            continue
+        table = parts[-2]
+        if name in hot_tables:
+            original, partition = hot_tables[name]
+            rows = torch.from_numpy(partition.hot(original)).to(value.device)
+            num_rows = partition.num_rows[original]
+            value.copy_(initial_rows(seed, original, rows, value.shape[1], num_rows))
+        elif isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                first_row, first_column = shard.metadata.shard_offsets
+                _fill(shard.tensor, seed, table, value.size(0), first_row, first_column)
+        else:
+            _fill(value, seed, table, value.shape[0], 0, 0)
+    for replica in hot_replicas(model).values():
+        replica.broadcast()
+
+
+def _hot_tables(model: nn.Module) -> dict[str, tuple[str, Partition]]:
+    """State-dict name of each hot table -> (original table, partition)."""
+    found = {}
+    for path, module in sharded_collections(model):
+        for dim, group in module.router.groups.items():
+            for table in group.hot_tables:
+                key = f"{path}.rows.dim{dim}.embeddings.{hot_name(table)}.weight"
+                found[key] = (table, module.partition)
+    return found
+
+
+@torch.no_grad()
+def copy_weights(source: nn.ModuleDict, target: HotColdEmbeddingBagCollection) -> None:
+    """Copy the weights of unsplit embedding bags, by table, into an unsharded collection."""
+    for dim, group in target.router.groups.items():
+        embeddings: Any = target.rows[f"dim{dim}"].embeddings
+        for table in group.cold_tables:
+            weight: Any = source[table].weight
+            embeddings[table].weight.copy_(weight)
+        for table in group.hot_tables:
+            hot = torch.from_numpy(target.partition.hot(table))
+            weight = source[table].weight
+            embeddings[hot_name(table)].weight.copy_(weight[hot.to(weight.device)])

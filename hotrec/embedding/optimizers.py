@@ -1,0 +1,117 @@
+"""One optimizer for the whole model: cold rows (fused), hot rows, dense layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from hotrec.embedding.hot_exchange import HotReplicas
+from hotrec.embedding.hot_optimizer import HotOptimizer
+from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.routing import hot_name
+
+
+def sharded_collections(
+    model: nn.Module,
+) -> Iterator[tuple[str, ShardedHotColdEmbeddingBagCollection]]:
+    """The sharded hot/cold collections of a model, by the path TorchRec gives their parameters."""
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedHotColdEmbeddingBagCollection):
+            # DistributedModelParallel and DDP wrap the model; their names are not in the paths.
+            parts = name.removeprefix("_dmp_wrapped_module.").split(".")
+            yield ".".join(part for part in parts if part != "module"), module
+
+
+def hot_replicas(model: nn.Module) -> dict[str, HotReplicas]:
+    """All hot replicas of a sharded model, by the prefix of their parameters' names."""
+    return {
+        f"{path}.{prefix}": replica
+        for path, module in sharded_collections(model)
+        for prefix, replica in module.hot_replicas()
+    }
+
+
+def make_hot_optimizer(model: nn.Module, spec: OptimizerSpec) -> HotOptimizer | None:
+    """The optimizer of the hot replicas, or None if no row is hot."""
+    replicas = hot_replicas(model)
+    names: dict[str, list[str]] = {}
+    for path, module in sharded_collections(model):
+        for dim, group in module.router.groups.items():
+            prefix = f"{path}.rows.dim{dim}.embeddings."
+            names[prefix] = [f"{prefix}{hot_name(table)}.weight" for table in group.hot_tables]
+    return HotOptimizer(replicas, names, spec) if replicas else None
+
+
+def _make_dense(spec: OptimizerSpec, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    match spec.kind:
+        case OptimizerKind.SGD:
+            return torch.optim.SGD(params, lr=spec.learning_rate)
+        case OptimizerKind.ADAGRAD | OptimizerKind.ROWWISE_ADAGRAD:
+            return torch.optim.Adagrad(params, lr=spec.learning_rate, eps=spec.eps)
+        case OptimizerKind.ADAM:
+            return torch.optim.Adam(
+                params, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.eps
+            )
+
+
+def _make_replicated_tables(
+    spec: OptimizerSpec, params: list[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """For tables that a TorchRec plan makes data-parallel: the same rule over all their rows."""
+    if spec.kind is OptimizerKind.ROWWISE_ADAGRAD:
+        return RowWiseAdagrad(params, lr=spec.learning_rate, eps=spec.eps)
+    if spec.kind is OptimizerKind.ADAM:
+        raise ValueError(
+            "optimizer.kind: expected sgd, adagrad or rowwise_adagrad for data-parallel tables of "
+            "a TorchRec plan (its dense Adam also moves rows that no sample touched), got adam. "
+            "Choose one of these, or a plan without data-parallel tables."
+        )
+    return _make_dense(spec, params)
+
+
+def make_optimizer(
+    model: DistributedModelParallel, embedding: OptimizerSpec, dense: OptimizerSpec
+) -> CombinedOptimizer:
+    """Combine the fused, hot and dense optimizers of a sharded model.
+
+    Args:
+        model: sharded with ``HotColdSharder``, or by a TorchRec plan.
+        embedding: rule of the embedding rows, hot and cold.
+        dense: rule of the dense layers. Row-wise Adagrad means Adagrad there.
+
+    Raises:
+        ValueError: if a data-parallel TorchRec table cannot follow the rule exactly.
+    """
+    parts: list[tuple[str, KeyedOptimizer]] = [("fused", model.fused_optimizer)]
+    hot = make_hot_optimizer(model, embedding)
+    if hot is not None:
+        parts.append(("hot", hot))
+    hot_names = set() if hot is None else set(hot.params)
+    rest = {
+        name: parameter
+        for name, parameter in in_backward_optimizer_filter(model.named_parameters())
+        if name not in hot_names
+    }
+    tables = {name: p for name, p in rest.items() if ".embedding_bags." in f".{name}"}
+    layers = {name: p for name, p in rest.items() if name not in tables}
+    if tables:
+        parts.append(
+            (
+                "tables",
+                KeyedOptimizerWrapper(
+                    tables, lambda params: _make_replicated_tables(embedding, params)
+                ),
+            )
+        )
+    if layers:
+        parts.append(
+            ("dense", KeyedOptimizerWrapper(layers, lambda params: _make_dense(dense, params)))
+        )
+    return CombinedOptimizer(parts)

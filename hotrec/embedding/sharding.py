@@ -1,0 +1,400 @@
+"""The sharded hot/cold collection, and the sharder that makes it.
+
+One TorchRec ``ShardedEmbeddingCollection`` per embedding dimension holds both halves: the hot
+tables data-parallel, the cold tables row-wise. This module routes in ``input_dist``, so TorchRec's
+pipelines overlap routing and the exchange of ids with the previous step, also when the loader hands
+over a plain ``KeyedJaggedTensor``; it pools after ``output_dist``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    ShardedEmbeddingCollection,
+)
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import (
+    BaseEmbeddingSharder,
+    EmbeddingComputeKernel,
+    KJTList,
+    ShardedEmbeddingModule,
+)
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection, PooledLayout, route
+from hotrec.embedding.cpu_rows import flat_rows, table_begins, use_cpu_rows
+from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
+from hotrec.embedding.pooling import pool_rows
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.routing import RoutedFeatures
+
+_FBGEMM_OPTIMIZER = {
+    OptimizerKind.SGD: EmbOptimType.EXACT_SGD,
+    OptimizerKind.ADAGRAD: EmbOptimType.EXACT_ADAGRAD,
+    OptimizerKind.ROWWISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    OptimizerKind.ADAM: EmbOptimType.ADAM,
+}
+
+
+def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
+    """FBGEMM's arguments for the same rule; a new dict each time, since TorchRec writes into it."""
+    params: dict[str, Any] = {
+        "optimizer": _FBGEMM_OPTIMIZER[spec.kind],
+        "learning_rate": spec.learning_rate,
+    }
+    if spec.kind is not OptimizerKind.SGD:
+        params["eps"] = spec.eps
+    if spec.kind is OptimizerKind.ADAM:
+        params |= {"beta1": spec.beta1, "beta2": spec.beta2}
+    return params
+
+
+@dataclass
+class HotColdContext(EmbeddingCollectionContext):
+    """What ``input_dist`` leaves for the later stages of the same batch."""
+
+    routed: RoutedFeatures | None = None
+    num_shardings: list[int] = field(default_factory=list)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        super().record_stream(stream)
+        if self.routed is not None:
+            self.routed.record_stream(stream)
+
+
+class ShardedRows(ShardedEmbeddingCollection):
+    """The rows of one embedding dimension, hot and cold, exchanged unpooled.
+
+    Args:
+        module: the unsharded collection; hot tables first.
+        sharding: TorchRec's sharding of each of its tables.
+        env: ranks.
+        device: of the shards.
+        spec: update rule of the cold rows.
+        exchange: of the hot gradients.
+
+    Raises:
+        ValueError: if a cold table is not sharded row-wise or a hot one is not data-parallel.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device,
+        spec: OptimizerSpec,
+        exchange: HotExchange,
+        hot_tables: list[str],
+        module_fqn: str | None,
+    ) -> None:
+        for config in module.embedding_configs():
+            wanted = (
+                ShardingType.DATA_PARALLEL if config.name in hot_tables else ShardingType.ROW_WISE
+            )
+            found = sharding[config.name].sharding_type
+            if found != wanted.value:
+                raise ValueError(
+                    f"plan table {config.name}: expected sharding type {wanted.value!r}, got "
+                    f"{found!r}. Constrain the planner with hotrec.planner.hot_cold_constraints."
+                )
+        super().__init__(module, sharding, env, fused_params(spec), device, module_fqn=module_fqn)
+        self.hot: HotReplicas | None = None
+        self._dim = module.embedding_dim()
+        keys = [config.name for config in module.embedding_configs()]
+        order = [name for names in self._embedding_names_per_sharding for name in names]
+        if order != keys:
+            raise RuntimeError(
+                f"torchrec grouped tables: expected the order {keys}, got {order}. Use the pinned "
+                "torchrec (see `hotrec doctor`)."
+            )
+        for lookup in self._lookups:
+            plain = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            if device.type == "cpu":
+                use_cpu_rows(plain, spec)
+            if isinstance(lookup, DistributedDataParallel):
+                self._hook_up(lookup, env, exchange, hot_tables)
+
+    def _hook_up(
+        self,
+        lookup: DistributedDataParallel,
+        env: ShardingEnv,
+        exchange: HotExchange,
+        hot_tables: list[str],
+    ) -> None:
+        kernels = list(lookup.module._emb_modules)
+        if len(kernels) != 1:
+            raise RuntimeError(
+                f"torchrec data-parallel lookup: expected 1 group of tables, got {len(kernels)}. "
+                "Use the pinned torchrec (see `hotrec doctor`)."
+            )
+        num_rows_T = [
+            config.num_embeddings for config in self._embedding_configs if config.name in hot_tables
+        ]
+        self.hot = HotReplicas(
+            kernels[0].emb_module.weights,
+            num_rows_T,
+            self._dim,
+            env.process_group,
+            exchange,
+        )
+        self._hot_begins_T = table_begins(num_rows_T).to(self.hot.weight.device)
+        lookup.register_comm_hook(None, self.hot.reduce_gradient)
+
+    def start_lookups(
+        self, ctx: HotColdContext, features: list[KeyedJaggedTensor], contexts: list[Any]
+    ) -> list[Awaitable[torch.Tensor]]:
+        """Look up this rank's rows and start sending them to the ranks that asked.
+
+        Args:
+            ctx: of the batch.
+            features: the ids that arrived, one per sharding.
+            contexts: TorchRec's sharding contexts, one per sharding.
+
+        Returns:
+            One awaitable per sharding, of float (U_sharding, D), hot first.
+        """
+        awaitables = []
+        for lookup, output_dist, ids, sharding_ctx in zip(
+            self._lookups, self._output_dists, features, contexts, strict=True
+        ):
+            sharding_ctx.lengths_after_input_dist = ids.lengths().view(-1, ids.stride())
+            if isinstance(lookup, DistributedDataParallel):
+                assert self.hot is not None
+                if torch.is_grad_enabled():
+                    self.hot.note_touched(flat_rows(ids, self._hot_begins_T))
+                rows = lookup(ids)
+            else:
+                rows = self._look_up_fused(lookup, ids)
+            awaitables.append(output_dist(rows.view(-1, self._dim), sharding_ctx))
+        return awaitables
+
+    def _look_up_fused(self, lookup: nn.Module, ids: KeyedJaggedTensor) -> torch.Tensor:
+        """Look up, without counting a forward pass that has no backward as an update.
+
+        FBGEMM advances Adam's update count in forward, also in evaluation.
+        """
+        rows: torch.Tensor = lookup(ids)
+        if not torch.is_grad_enabled():
+            kernels: Any = lookup._emb_modules
+            for kernel in kernels:
+                for counter in ("iter", "iter_cpu"):
+                    count = getattr(kernel.emb_module, counter, None)
+                    if count is not None and int(count) > 0:
+                        count.sub_(1)
+        return rows
+
+
+class _PooledAwaitable(LazyAwaitable[KeyedTensor]):
+    def __init__(
+        self,
+        rows: list[list[Awaitable[torch.Tensor]]],
+        routed: RoutedFeatures,
+        layout: PooledLayout,
+    ) -> None:
+        super().__init__()
+        self._rows, self._routed, self._layout = rows, routed, layout
+
+    def _wait_impl(self) -> KeyedTensor:
+        pooled = []
+        for awaitables, group, columns in zip(
+            self._rows, self._routed.groups, self._layout.groups.values(), strict=True
+        ):
+            parts = [awaitable.wait() for awaitable in awaitables]
+            rows_UD = parts[0] if len(parts) == 1 else torch.cat(parts)
+            pooled.append(pool_rows(rows_UD, group, len(columns)))
+        return self._layout.assemble(pooled)
+
+
+class ShardedHotColdEmbeddingBagCollection(
+    ShardedEmbeddingModule[KJTList, list[Any], KeyedTensor, HotColdContext],
+    FusedOptimizerModule,
+):
+    """See the module docstring; made by ``HotColdSharder``."""
+
+    def __init__(
+        self,
+        module: HotColdEmbeddingBagCollection,
+        sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device,
+        spec: OptimizerSpec,
+        exchange: HotExchange,
+        module_fqn: str | None,
+    ) -> None:
+        super().__init__()
+        self._tables = module.embedding_bag_configs()
+        self._is_weighted = module.is_weighted()
+        self.partition = module.partition
+        self.layout = module.layout
+        # Pickled into loader workers; the maps used here live on the device.
+        self.router = module.router
+        self._device_router = module.router if device.type == "cpu" else None
+        self._device = device
+        self.rows = nn.ModuleDict()
+        for (name, collection), group in zip(
+            module.rows.items(), module.router.groups.values(), strict=True
+        ):
+            hot_tables = group.keys[: len(group.hot_tables)]
+            self.rows[name] = ShardedRows(
+                collection,
+                {key: sharding[key] for key in group.keys},
+                env,
+                device,
+                spec,
+                exchange,
+                hot_tables,
+                module_fqn,
+            )
+
+    def embedding_bag_configs(self) -> list[Any]:
+        return self._tables
+
+    def hot_replicas(self) -> Iterator[tuple[str, HotReplicas]]:
+        """The replicas of each dimension, with the prefix of their parameters' names."""
+        for name, rows in self._rows().items():
+            if rows.hot is not None:
+                yield f"rows.{name}.embeddings.", rows.hot
+
+    def _rows(self) -> dict[str, ShardedRows]:
+        return dict(self.rows.items())  # type: ignore[arg-type]
+
+    def create_context(self) -> HotColdContext:
+        return HotColdContext()
+
+    def input_dist(
+        self, ctx: HotColdContext, features: KeyedJaggedTensor | RoutedFeatures
+    ) -> Awaitable[Awaitable[KJTList]]:
+        ctx.routed = route(self._router_here(), features, is_weighted=self._is_weighted)
+        awaitables: list[Any] = []
+        for rows, group in zip(self._rows().values(), ctx.routed.groups, strict=True):
+            splits = rows.input_dist(ctx, group.rows)
+            ctx.num_shardings.append(len(splits.awaitables))
+            awaitables += splits.awaitables
+        return KJTListSplitsAwaitable(awaitables, ctx)
+
+    def _router_here(self) -> Any:
+        if self._device_router is None:
+            self._device_router = type(self.router)(self.layout.groups, self.partition).to(
+                self._device
+            )
+        return self._device_router
+
+    def compute(self, ctx: HotColdContext, dist_input: KJTList) -> list[Any]:
+        features, contexts = list(dist_input), list(ctx.sharding_contexts)
+        started = []
+        for rows, num in zip(self._rows().values(), ctx.num_shardings, strict=True):
+            started.append(rows.start_lookups(ctx, features[:num], contexts[:num]))
+            features, contexts = features[num:], contexts[num:]
+        return started
+
+    def output_dist(self, ctx: HotColdContext, output: list[Any]) -> LazyAwaitable[KeyedTensor]:
+        assert ctx.routed is not None
+        return _PooledAwaitable(output, ctx.routed, self.layout)
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        return CombinedOptimizer(
+            [(f"rows.{name}", rows.fused_optimizer) for name, rows in self._rows().items()]
+        )
+
+    @property
+    def unsharded_module_type(self) -> type[HotColdEmbeddingBagCollection]:
+        return HotColdEmbeddingBagCollection
+
+
+class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
+    """Shards ``HotColdEmbeddingBagCollection`` under ``DistributedModelParallel``.
+
+    Args:
+        spec: update rule of both halves.
+        exchange: how gradients of hot rows travel.
+    """
+
+    def __init__(
+        self, spec: OptimizerSpec, exchange: HotExchange = HotExchange.TOUCHED_ROWS
+    ) -> None:
+        super().__init__(fused_params(spec))
+        self._spec = spec
+        self._exchange = exchange
+
+    def shard(
+        self,
+        module: HotColdEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedHotColdEmbeddingBagCollection:
+        """Shard by a plan.
+
+        Raises:
+            ValueError: if the device has no exact kernel for the optimizer, or the plan shards a
+                table otherwise than its half demands.
+        """
+        device = device or torch.device("cpu")
+        check_optimizer(self._spec, device, has_cold=_has_cold(module))
+        return ShardedHotColdEmbeddingBagCollection(
+            module, params, env, device, self._spec, self._exchange, module_fqn
+        )
+
+    def shardable_parameters(
+        self, module: HotColdEmbeddingBagCollection
+    ) -> dict[str, nn.Parameter]:
+        return {
+            name.split(".")[-2]: parameter for name, parameter in module.rows.named_parameters()
+        }
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        if sharding_type == ShardingType.DATA_PARALLEL.value:
+            return [EmbeddingComputeKernel.DENSE.value]
+        kernels = [EmbeddingComputeKernel.FUSED]
+        if compute_device_type == "cuda":
+            kernels += [
+                EmbeddingComputeKernel.FUSED_UVM,
+                EmbeddingComputeKernel.FUSED_UVM_CACHING,
+            ]
+        return [kernel.value for kernel in kernels]
+
+    @property
+    def module_type(self) -> type[HotColdEmbeddingBagCollection]:
+        return HotColdEmbeddingBagCollection
+
+
+def _has_cold(module: HotColdEmbeddingBagCollection) -> bool:
+    return any(group.cold_tables for group in module.router.groups.values())
+
+
+def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_cold: bool) -> None:
+    """Refuse an optimizer that a half cannot follow exactly.
+
+    Raises:
+        ValueError: for Adam with cold rows on CPU, where FBGEMM has no Adam.
+    """
+    if spec.kind is OptimizerKind.ADAM and device.type == "cpu" and has_cold:
+        raise ValueError(
+            "optimizer.kind: expected sgd, adagrad or rowwise_adagrad for cold rows on CPU (FBGEMM "
+            "has no Adam there), got adam. Choose one of these, make all rows hot "
+            "(placement=all_hot), or train on CUDA."
+        )

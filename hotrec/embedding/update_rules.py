@@ -1,0 +1,148 @@
+"""Optimizer update rules on the rows that a step touched.
+
+The same rules serve the hot replicas (on every device) and the cold shards on CPU; on CUDA the cold
+shards use FBGEMM's fused kernels, whose arithmetic these follow. A row that is not touched does not
+move and its state does not change. Symbols: w weight, g gradient of the global batch's mean loss, m
+and v state, t update count starting at 1, D embedding dim.
+
+    sgd               w -= lr g
+    adagrad           v += g^2;          w -= lr g / (sqrt(v) + eps)
+    rowwise_adagrad   v += mean_D(g^2);  w -= lr g / (sqrt(v) + eps)
+    adam              m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
+                      w -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+Sources: Duchi et al. 2011 (Adagrad); FBGEMM's EXACT_ROWWISE_ADAGRAD; Kingma, Ba 2015 (Adam; lazy
+here, as in FBGEMM: a row's moments decay in the steps that touch it, t counts all steps).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class OptimizerKind(Enum):
+    """The optimizers whose hot and cold halves follow the same rule."""
+
+    SGD = "sgd"
+    ADAGRAD = "adagrad"
+    ROWWISE_ADAGRAD = "rowwise_adagrad"
+    ADAM = "adam"
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer and its constants.
+
+    Args:
+        kind: update rule.
+        learning_rate: base rate; a schedule multiplies it.
+        eps: added to the root (Adagrad, row-wise Adagrad, Adam).
+        beta1: decay of the first moment (Adam).
+        beta2: decay of the second moment (Adam).
+    """
+
+    kind: OptimizerKind
+    learning_rate: float
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps"):
+            value = getattr(self, name)
+            if not 0.0 <= value < float("inf"):
+                raise ValueError(f"optimizer.{name}: expected a number >= 0, got {value}.")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"optimizer.{name}: expected 0 <= {name} < 1, got {value}.")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The state tensors of a row, as FBGEMM counts its momenta."""
+        return {
+            OptimizerKind.SGD: (),
+            OptimizerKind.ADAGRAD: ("momentum1",),
+            OptimizerKind.ROWWISE_ADAGRAD: ("momentum1",),
+            OptimizerKind.ADAM: ("momentum1", "momentum2"),
+        }[self.kind]
+
+    def state_shape(self, num_rows: int, dim: int) -> tuple[int, ...]:
+        """Shape of a state tensor of a table."""
+        return (num_rows,) if self.kind is OptimizerKind.ROWWISE_ADAGRAD else (num_rows, dim)
+
+    def state_bytes_per_row(self, dim: int) -> int:
+        """Bytes of fp32 optimizer state per row."""
+        num_values = 1 if self.kind is OptimizerKind.ROWWISE_ADAGRAD else dim
+        return 4 * num_values * len(self.state_names)
+
+
+@torch.no_grad()
+def update_rows(
+    spec: OptimizerSpec,
+    weights_RD: torch.Tensor,
+    states: Mapping[str, torch.Tensor],
+    rows_U: torch.Tensor,
+    grad_UD: torch.Tensor,
+    *,
+    learning_rate: float,
+    num_updates: int,
+) -> None:
+    """Apply one update to the named rows, in place.
+
+    Args:
+        spec: the rule and its constants.
+        weights_RD: float (R, D).
+        states: by ``spec.state_names``, shapes ``spec.state_shape(R, D)``.
+        rows_U: int64 (U,), distinct.
+        grad_UD: float (U, D), gradient of each row.
+        learning_rate: the rate of this step.
+        num_updates: t of the rules, 1 at the first update.
+    """
+    if rows_U.numel() == 0:
+        return
+    match spec.kind:
+        case OptimizerKind.SGD:
+            direction_UD = grad_UD
+        case OptimizerKind.ADAGRAD:
+            sum_UD = states["momentum1"].index_select(0, rows_U).addcmul_(grad_UD, grad_UD)
+            states["momentum1"].index_copy_(0, rows_U, sum_UD)
+            direction_UD = grad_UD / sum_UD.sqrt_().add_(spec.eps)
+        case OptimizerKind.ROWWISE_ADAGRAD:
+            sum_U = states["momentum1"].index_select(0, rows_U)
+            sum_U += grad_UD.square().mean(1)
+            states["momentum1"].index_copy_(0, rows_U, sum_U)
+            direction_UD = grad_UD / sum_U.sqrt_().add_(spec.eps)[:, None]
+        case OptimizerKind.ADAM:
+            first_UD = states["momentum1"].index_select(0, rows_U)
+            first_UD.mul_(spec.beta1).add_(grad_UD, alpha=1 - spec.beta1)
+            states["momentum1"].index_copy_(0, rows_U, first_UD)
+            second_UD = states["momentum2"].index_select(0, rows_U)
+            second_UD.mul_(spec.beta2).addcmul_(grad_UD, grad_UD, value=1 - spec.beta2)
+            states["momentum2"].index_copy_(0, rows_U, second_UD)
+            second_UD.div_(1 - spec.beta2**num_updates).sqrt_().add_(spec.eps)
+            direction_UD = first_UD.div_(1 - spec.beta1**num_updates).div_(second_UD)
+    weights_RD.index_add_(0, rows_U, direction_UD, alpha=-learning_rate)
+
+
+def sum_by_row(rows_K: torch.Tensor, grad_KD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up the gradients of the same row.
+
+    Args:
+        rows_K: int64 (K,), rows, in any order, with repetition.
+        grad_KD: float (K, D).
+
+    Returns:
+        The distinct rows int64 (U,), ascending, and their sums float (U, D); contributions are
+        added in the order of K, so the result is bitwise reproducible.
+    """
+    if rows_K.numel() == 0:
+        return rows_K, grad_KD
+    sorted_K, order_K = torch.sort(rows_K, stable=True)
+    rows_U, counts_U = torch.unique_consecutive(sorted_K, return_counts=True)
+    offsets_U = counts_U.cumsum(0) - counts_U
+    return rows_U, torch.nn.functional.embedding_bag(order_K, grad_KD, offsets_U, mode="sum")

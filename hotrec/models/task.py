@@ -1,0 +1,34 @@
+"""The training task around a model: logits -> loss, in the form TorchRec's pipelines expect."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hotrec.batch import Batch
+
+
+class ClickTask(nn.Module):
+    """Binary cross entropy of a click model.
+
+    Args:
+        model: (dense (B, N), sparse) -> logits (B, 1).
+        world_size: W. The loss of a rank is W / num_global_samples times the sum over its samples,
+            so that DDP's mean over the ranks is the gradient of the mean over the global batch,
+            also in the last step of an epoch, where ranks hold unequal shares.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        super().__init__()
+        self.model = model
+        self.world_size = world_size
+
+    def forward(
+        self, batch: Batch
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Loss (), then (detached loss (), logits (B,), labels (B,))."""
+        logits_B = self.model(batch.dense, batch.sparse).squeeze(-1)
+        loss_B = F.binary_cross_entropy_with_logits(logits_B, batch.labels, reduction="none")
+        loss = (loss_B * batch.weights).sum() * (self.world_size / batch.num_global_samples)
+        return loss, (loss.detach(), logits_B.detach(), batch.labels)

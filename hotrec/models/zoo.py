@@ -1,0 +1,88 @@
+"""Click models, from TorchRec's own arches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+from torchrec.models.dlrm import DLRM, DLRM_DCN
+
+
+class ModelKind(Enum):
+    """DLRM with dot interaction (Naumov et al. 2019), or DCNv2 cross layers (Wang et al. 2021)."""
+
+    DLRM = "dlrm"
+    DCNV2 = "dcnv2"
+
+
+def build_model(
+    kind: ModelKind,
+    embeddings: nn.Module,
+    *,
+    num_dense: int,
+    dense_layer_sizes: Sequence[int],
+    over_layer_sizes: Sequence[int],
+    cross_num_layers: int = 3,
+    cross_low_rank_dim: int = 512,
+    seed: int,
+    device: torch.device,
+) -> nn.Module:
+    """A model that maps (dense (B, N), sparse) to logits (B, 1).
+
+    Args:
+        kind: which model.
+        embeddings: ``EmbeddingBagCollection`` or ``HotColdEmbeddingBagCollection``; all tables of
+            the same dimension D.
+        num_dense: N; at least 1.
+        dense_layer_sizes: of the bottom MLP; the last must be D.
+        over_layer_sizes: of the top MLP; the last must be 1.
+        cross_num_layers: of DCNv2.
+        cross_low_rank_dim: rank of DCNv2's cross matrices.
+        seed: of the dense layers' initial weights, the same whatever holds the embeddings.
+        device: of the dense layers.
+
+    Raises:
+        ValueError: if the sizes do not fit together.
+    """
+    configs = embeddings.embedding_bag_configs()  # type: ignore[operator]
+    dims = {table.embedding_dim for table in configs}
+    if len(dims) != 1:
+        raise ValueError(
+            f"model.embedding_dim: expected one dimension for all tables, got {sorted(dims)}. "
+            f"{kind.value} needs equal dimensions."
+        )
+    dim = dims.pop()
+    if num_dense < 1:
+        raise ValueError(
+            f"data dense features: expected at least 1 for {kind.value}, got {num_dense}. "
+            "Add a dense column."
+        )
+    if list(dense_layer_sizes)[-1] != dim:
+        raise ValueError(
+            f"model.dense_layer_sizes: expected the last to be the embedding dimension {dim}, "
+            f"got {list(dense_layer_sizes)[-1]}."
+        )
+    if list(over_layer_sizes)[-1] != 1:
+        raise ValueError(
+            f"model.over_layer_sizes: expected the last to be 1, got {list(over_layer_sizes)[-1]}."
+        )
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        if kind is ModelKind.DLRM:
+            return DLRM(
+                embeddings, num_dense, list(dense_layer_sizes), list(over_layer_sizes), device
+            )
+        return DLRM_DCN(
+            embeddings,
+            num_dense,
+            list(dense_layer_sizes),
+            list(over_layer_sizes),
+            cross_num_layers,
+            cross_low_rank_dim,
+            device,
+        )
+    finally:
+        torch.set_rng_state(generator_state)

@@ -1,0 +1,343 @@
+"""Generated parity cases, run on real ranks against the one-process reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.batch import Batch
+from hotrec.embedding import (
+    HotColdEmbeddingBagCollection,
+    HotColdSharder,
+    HotExchange,
+    OptimizerKind,
+    OptimizerSpec,
+    check_replicas,
+    gather_tables,
+    initialize_embeddings,
+    make_optimizer,
+    shard,
+)
+from hotrec.embedding.initialize import initial_rows
+from hotrec.models import ClickTask
+from hotrec.planner import ColdTier, Machine, hot_cold_constraints, make_plan
+from hotrec.types import Partition
+from tests.helpers.reference import (
+    Bags,
+    PlainBags,
+    PlainLazyAdam,
+    PlainRowWiseAdagrad,
+    PlainTable,
+    TinyClickModel,
+    mean_loss,
+)
+
+NUM_DENSE = 3
+NUM_STEPS = 4
+SEED = 5
+TOLERANCE = 1e-5
+PARTITIONS = ("all_hot", "all_cold", "half", "random", "one_table_hot", "one_row")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, partition and optimizer; ``seed`` draws the tables and the batches."""
+
+    seed: int
+    partition: str
+    optimizer: OptimizerKind
+    is_weighted: bool
+    is_uniform_dim: bool
+    exchange: HotExchange
+    route_in_loader: bool
+    device: str = "cpu"
+    cold_tier: ColdTier = ColdTier.FUSED
+    tables: tuple[PlainTable, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", make_tables(self))
+
+    def rng(self, *salt: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, *salt))
+
+
+def make_cases(num_cases: int, seed: int = 0) -> list[Case]:
+    """A seeded grid: every partition with every optimizer, the rest drawn."""
+    rng = np.random.default_rng(seed)
+    kinds = [OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD]
+    cases = []
+    for index in range(num_cases):
+        partition = PARTITIONS[index % len(PARTITIONS)]
+        kind = kinds[(index // len(PARTITIONS)) % len(kinds)]
+        if partition == "all_hot" and index % 4 == 0:
+            kind = OptimizerKind.ADAM
+        cases.append(
+            Case(
+                seed=int(rng.integers(1 << 30)),
+                partition=partition,
+                optimizer=kind,
+                is_weighted=bool(rng.integers(2)),
+                is_uniform_dim=bool(rng.integers(2)),
+                exchange=HotExchange.DENSE if index % 5 == 4 else HotExchange.TOUCHED_ROWS,
+                route_in_loader=bool(rng.integers(2)),
+            )
+        )
+    return cases
+
+
+def make_tables(case: Case) -> tuple[PlainTable, ...]:
+    rng = case.rng(1)
+    tables = []
+    for index in range(int(rng.integers(1, 5))):
+        features = tuple(f"f{index}_{k}" for k in range(int(rng.integers(1, 3))))
+        if index == 1 and rng.integers(2):
+            features += ("f0_0",)  # a feature that two tables read
+        tables.append(
+            PlainTable(
+                name=f"t{index}",
+                # From fewer rows than ranks, to more than a batch can touch.
+                num_rows=int(rng.choice([1, 2, 7, 40, 300])) if index else 40,
+                dim=8 if case.is_uniform_dim else int(rng.choice([4, 8])),
+                features=features,
+                is_mean=bool(rng.integers(2)),
+            )
+        )
+    return tuple(tables)
+
+
+def make_partition(case: Case) -> Partition:
+    rng = case.rng(2)
+    num_rows = {table.name: table.num_rows for table in case.tables}
+    hot: dict[str, np.ndarray] = {}
+    for index, (name, rows) in enumerate(num_rows.items()):
+        match case.partition:
+            case "all_hot":
+                num_hot = rows
+            case "all_cold":
+                num_hot = 0
+            case "half":
+                num_hot = (rows + 1) // 2
+            case "one_row":
+                num_hot = 1
+            case "one_table_hot":
+                num_hot = rows if index == 0 else 0
+            case _:
+                num_hot = int(rng.integers(rows + 1))
+        hot[name] = rng.permutation(rows)[:num_hot].astype(np.int64)
+    return Partition(num_rows, hot, case.partition)
+
+
+def make_global_batch(
+    case: Case, step: int, world_size: int
+) -> tuple[torch.Tensor, list[Bags], torch.Tensor]:
+    """Dense features and labels of the global batch, and the bags of each rank.
+
+    Ranks hold unequal shares, and one may hold a single padding sample.
+    """
+    rng = case.rng(3, step)
+    shares = [int(rng.integers(1, 9)) for _ in range(world_size)]
+    limits: dict[str, int] = {}
+    for table in case.tables:
+        for feature in table.features:
+            limits[feature] = min(limits.get(feature, 1 << 60), table.num_rows)
+    most = 1 if rng.integers(4) == 0 else 4  # sometimes one-hot
+    ranks: list[Bags] = []
+    for share in shares:
+        bags: dict[str, list[tuple[list[int], list[float] | None]]] = {}
+        for feature, limit in limits.items():
+            samples: list[tuple[list[int], list[float] | None]] = []
+            for _ in range(share):
+                length = 1 if most == 1 else int(rng.integers(0, most + 1))
+                # Squared: low rows are read often, so ranks and steps conflict.
+                ids = (rng.random(length) ** 2 * limit).astype(int).tolist()
+                weights = rng.uniform(0.5, 2.0, length).astype(np.float32).tolist()
+                samples.append((ids, weights if case.is_weighted else None))
+            bags[feature] = samples
+        ranks.append(bags)
+    total = sum(shares)
+    dense = torch.from_numpy(rng.standard_normal((total, NUM_DENSE)).astype(np.float32))
+    labels = torch.from_numpy(rng.integers(0, 2, total).astype(np.float32))
+    return dense, ranks, labels
+
+
+def to_kjt(case: Case, bags: Bags) -> KeyedJaggedTensor:
+    ids, lengths, weights = [], [], []
+    for samples in bags.values():
+        for sample_ids, sample_weights in samples:
+            ids += sample_ids
+            lengths.append(len(sample_ids))
+            weights += sample_weights or []
+    return KeyedJaggedTensor(
+        keys=list(bags),
+        values=torch.tensor(ids, dtype=torch.int64),
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        weights=torch.tensor(weights) if case.is_weighted else None,
+    )
+
+
+def padding_batch(case: Case) -> Batch:
+    """What a rank without samples holds."""
+    features = {feature: None for table in case.tables for feature in table.features}
+    empty: Bags = {feature: [([], [] if case.is_weighted else None)] for feature in features}
+    return Batch(torch.zeros(1, NUM_DENSE), to_kjt(case, empty), torch.zeros(1), torch.zeros(1), 0)
+
+
+def rank_batch(case: Case, step: int, rank: int, world_size: int) -> Batch:
+    """A rank's share. On step 1 of several ranks, rank 0 is without samples."""
+    dense, ranks, labels = make_global_batch(case, step, world_size)
+    shares = [len(next(iter(bags.values()))) for bags in ranks]
+    begin = sum(shares[:rank])
+    total = len(labels)
+    if step == 1 and world_size > 1:
+        total -= shares[0]
+        if rank == 0:
+            batch = padding_batch(case)
+            batch.num_global_samples = total
+            return batch
+    return Batch(
+        dense[begin : begin + shares[rank]],
+        to_kjt(case, ranks[rank]),
+        labels[begin : begin + shares[rank]],
+        torch.ones(shares[rank]),
+        total,
+    )
+
+
+def spec_of(case: Case) -> OptimizerSpec:
+    return OptimizerSpec(case.optimizer, learning_rate=0.3, eps=1e-4)
+
+
+def initial_tables(case: Case) -> dict[str, torch.Tensor]:
+    return {
+        table.name: initial_rows(
+            SEED, table.name, torch.arange(table.num_rows), table.dim, table.num_rows
+        )
+        for table in case.tables
+    }
+
+
+def run_reference(case: Case, world_size: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights of the unsplit model on the concatenated batches."""
+    embeddings = PlainBags(case.tables, initial_tables(case))
+    width = sum(table.dim * len(table.features) for table in case.tables)
+    model = TinyClickModel(embeddings, NUM_DENSE, width)
+    tables = list(embeddings.bags.parameters())
+    layers = [*model.hidden.parameters(), *model.out.parameters()]
+    spec = spec_of(case)
+    lr, eps = spec.learning_rate, spec.eps
+    lazy: PlainLazyAdam | None = None
+    match case.optimizer:
+        case OptimizerKind.SGD:
+            optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(tables, lr=lr)]
+        case OptimizerKind.ADAGRAD:
+            optimizers = [torch.optim.Adagrad(tables, lr=lr, eps=eps)]
+        case OptimizerKind.ROWWISE_ADAGRAD:
+            optimizers = [PlainRowWiseAdagrad(tables, lr=lr, eps=eps)]
+        case OptimizerKind.ADAM:
+            lazy = PlainLazyAdam(tables, lr, (spec.beta1, spec.beta2), eps)
+            optimizers = [lazy]
+    optimizers.append(torch.optim.SGD(layers, lr=0.1))
+    losses = []
+    for step in range(NUM_STEPS):
+        dense, ranks, labels = make_global_batch(case, step, world_size)
+        if step == 1 and world_size > 1:
+            skipped = len(next(iter(ranks[0].values())))
+            dense, labels, ranks = dense[skipped:], labels[skipped:], ranks[1:]
+        bags = {
+            feature: [sample for rank in ranks for sample in rank[feature]] for feature in ranks[0]
+        }
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        loss = mean_loss(model(dense, bags), labels)
+        loss.backward()
+        if lazy is not None:
+            for table in case.tables:
+                ids = [i for f in table.features for s, _ in bags[f] for i in s]
+                weight = embeddings.bags[table.name].weight
+                lazy.touched[weight] = torch.tensor(sorted(set(ids)), dtype=torch.int64)
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(float(loss.detach()))
+    weights = {name: bag.weight.detach() for name, bag in embeddings.bags.items()}
+    weights["hidden"] = model.hidden.weight.detach()
+    return losses, weights
+
+
+def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same with hotrec, on the ranks of the default process group."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device(case.device)
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_rows,
+            embedding_dim=table.dim,
+            feature_names=list(table.features),
+            pooling=PoolingType.MEAN if table.is_mean else PoolingType.SUM,
+        )
+        for table in case.tables
+    ]
+    partition = make_partition(case)
+    embeddings = HotColdEmbeddingBagCollection(
+        configs, partition, is_weighted=case.is_weighted, device=torch.device("meta")
+    )
+    width = sum(table.dim * len(table.features) for table in case.tables)
+    router = embeddings.router
+    task = ClickTask(TinyClickModel(embeddings, NUM_DENSE, width), world_size)
+    task.model.hidden.to(device)
+    task.model.out.to(device)
+    spec = spec_of(case)
+    sharders = [HotColdSharder(spec, case.exchange)]
+    machine = Machine(world_size, world_size, device.type, 1 << 30, 1 << 33, 8)
+    constraints = hot_cold_constraints(
+        configs, partition, cold_tier=case.cold_tier, cache_load_factor=0.2
+    )
+    plan = make_plan(task, sharders, machine, constraints)
+    model = shard(task, plan, sharders, device)
+    initialize_embeddings(model, SEED)
+    optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1))
+    losses = []
+    for step in range(NUM_STEPS):
+        batch = rank_batch(case, step, rank, world_size)
+        if case.route_in_loader:
+            batch.sparse = router(batch.sparse)  # type: ignore[assignment]
+        batch = batch.to(device)
+        optimizer.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / world_size)
+    check_replicas(model)
+    weights = gather_tables(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("hidden.weight"):
+            weights["hidden"] = parameter.detach().cpu()
+    return losses, weights
+
+
+def compare(case: Case) -> str | None:
+    """None if hotrec and the reference agree, else what differs."""
+    losses, weights = run_hot_cold(case)
+    expected_losses, expected_weights = run_reference(case, dist.get_world_size())
+    worst = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
+    if not worst <= TOLERANCE:
+        return f"{case}: losses {losses}, expected {expected_losses}"
+    if set(weights) != set(expected_weights):
+        return f"{case}: tables {sorted(weights)}, expected {sorted(expected_weights)}"
+    for name, expected in expected_weights.items():
+        difference = float((weights[name] - expected).abs().max())
+        if not difference <= TOLERANCE:
+            return f"{case}: table {name} differs by {difference}"
+    return None
+
+
+def run_cases(cases: list[Case]) -> list[str]:
+    """The failures among the cases, on this rank."""
+    return [failure for case in cases if (failure := compare(case)) is not None]
