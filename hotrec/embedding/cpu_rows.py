@@ -1,4 +1,4 @@
-"""Row lookups on CPU in place of FBGEMM's.
+"""Lookup and update of cold rows on CPU in place of FBGEMM's.
 
 FBGEMM's CPU kernel for unpooled rows is a scalar loop: 30,000 rows of 64 floats take 36 to 83 ms
 forward and backward, where its pooled kernel takes 4 to 30 ms (benchmarks/cpu_rows.py). These
@@ -12,34 +12,13 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    DenseTableBatchedEmbeddingBagsCodegen,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
-
-
-def flat_rows(features: KeyedJaggedTensor, begins_T: torch.Tensor) -> torch.Tensor:
-    """Rows of tables laid one after the other.
-
-    Args:
-        features: (T, S) one feature per table, values are rows of the table.
-        begins_T: int64 (T,), where each table begins.
-
-    Returns:
-        int64 (K,), rows of the concatenated tables.
-    """
-    rows_K = features.values().long()
-    lengths_T = features.lengths().view(len(features.keys()), -1).sum(1)
-    return rows_K + torch.repeat_interleave(begins_T, lengths_T, output_size=rows_K.numel())
-
-
-def table_begins(num_rows: list[int]) -> torch.Tensor:
-    """Where each of the tables begins when they are laid one after the other; int64 (T,)."""
-    rows_T = torch.tensor(num_rows)
-    return rows_T.cumsum(0) - rows_T
 
 
 def _flat_view(flat: torch.Tensor, parts: list[torch.Tensor], what: str) -> torch.Tensor:
@@ -121,21 +100,6 @@ class ColdRowsOnCpu:
         )
 
 
-class HotRowsOnCpu:
-    """Lookup of the hot rows of a dense FBGEMM module on CPU; the gradient is the module's."""
-
-    def __init__(self, module: DenseTableBatchedEmbeddingBagsCodegen) -> None:
-        parts = module.split_embedding_weights()
-        _flat_view(module.weights, parts, "weights")
-        self._module = module
-        self._dim = parts[0].shape[1]
-        self._begins_T = table_begins([part.shape[0] for part in parts])
-
-    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        slots_K = flat_rows(features, self._begins_T)
-        return self._module.weights.view(-1, self._dim).index_select(0, slots_K)
-
-
 def use_cpu_rows(lookup: nn.Module, spec: OptimizerSpec) -> None:
     """Replace the CPU kernels of a TorchRec sequence lookup, in place.
 
@@ -145,8 +109,4 @@ def use_cpu_rows(lookup: nn.Module, spec: OptimizerSpec) -> None:
     """
     kernels: Any = lookup._emb_modules
     for kernel in kernels:
-        module = kernel.emb_module
-        if isinstance(module, DenseTableBatchedEmbeddingBagsCodegen):
-            kernel.forward = HotRowsOnCpu(module)
-        else:
-            kernel.forward = ColdRowsOnCpu(module, kernel.fused_optimizer, spec)
+        kernel.forward = ColdRowsOnCpu(kernel.emb_module, kernel.fused_optimizer, spec)

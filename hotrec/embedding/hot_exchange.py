@@ -11,10 +11,14 @@ Sent per rank: (W - 1) x U x (D + 1) x 4 bytes, U the touched hot rows of the la
 # No `from __future__ import annotations`: DDP reads the hook's annotations as objects.
 
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.embedding.flat import flat_rows, table_begins
 
 
 class HotExchange(Enum):
@@ -22,6 +26,30 @@ class HotExchange(Enum):
 
     TOUCHED_ROWS = "touched_rows"
     DENSE = "dense"
+
+
+class _ReadHot(torch.autograd.Function):
+    """Reads hot rows; backward adds their gradients to ``weight.grad`` in place.
+
+    Autograd's own backward makes a zero gradient of all H rows and adds it to ``weight.grad``: two
+    passes over H x D values for the few rows that a batch touches. Returning no gradient still runs
+    the parameter's accumulation node, which is what tells DDP that the gradient is there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, replicas: "HotReplicas", slots_U: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.replicas, ctx.slots_U = replicas, slots_U
+        return replicas.rows.index_select(0, slots_U)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        weight = ctx.replicas.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.view(-1, ctx.replicas.dim).index_add_(0, ctx.slots_U, grads[0])
+        return None, None, None
 
 
 class HotReplicas:
@@ -48,6 +76,7 @@ class HotReplicas:
         self.dim = dim
         self._group = group
         self._exchange = exchange
+        self._begins_T = table_begins(num_rows_T).to(weight.device)
         self._touched: list[torch.Tensor] = []
         self._updated: list[torch.Tensor] = []
 
@@ -56,9 +85,20 @@ class HotReplicas:
         """The replicated rows, float (H, D), sharing the parameter's memory."""
         return self.weight.detach().view(-1, self.dim)
 
-    def note_touched(self, slots_U: torch.Tensor) -> None:
-        """Remember the distinct flat slots that a forward pass reads, until backward has run."""
-        self._touched.append(slots_U)
+    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Read rows of the replica, in place of FBGEMM's dense lookup.
+
+        Args:
+            features: (T, 1) one feature per hot table; values are distinct slots of the table.
+
+        Returns:
+            float (U, D). A pass with gradients is remembered until its backward has run.
+        """
+        slots_U = flat_rows(features, self._begins_T)
+        if torch.is_grad_enabled():
+            self._touched.append(slots_U)
+        out: torch.Tensor = _ReadHot.apply(self.weight, self, slots_U)
+        return out
 
     def take_updated(self) -> torch.Tensor:
         """The slots, over all ranks, whose gradients are in ``weight.grad``; int64, ascending.

@@ -40,7 +40,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection, PooledLayout, route
-from hotrec.embedding.cpu_rows import flat_rows, table_begins, use_cpu_rows
+from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
@@ -127,11 +127,10 @@ class ShardedRows(ShardedEmbeddingCollection):
                 "torchrec (see `hotrec doctor`)."
             )
         for lookup in self._lookups:
-            plain = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
-            if device.type == "cpu":
-                use_cpu_rows(plain, spec)
             if isinstance(lookup, DistributedDataParallel):
                 self._hook_up(lookup, env, exchange, hot_tables)
+            elif device.type == "cpu":
+                use_cpu_rows(lookup, spec)
 
     def _hook_up(
         self,
@@ -156,7 +155,7 @@ class ShardedRows(ShardedEmbeddingCollection):
             env.process_group,
             exchange,
         )
-        self._hot_begins_T = table_begins(num_rows_T).to(self.hot.weight.device)
+        kernels[0].forward = self.hot
         lookup.register_comm_hook(None, self.hot.reduce_gradient)
 
     def start_lookups(
@@ -177,13 +176,8 @@ class ShardedRows(ShardedEmbeddingCollection):
             self._lookups, self._output_dists, features, contexts, strict=True
         ):
             sharding_ctx.lengths_after_input_dist = ids.lengths().view(-1, ids.stride())
-            if isinstance(lookup, DistributedDataParallel):
-                assert self.hot is not None
-                if torch.is_grad_enabled():
-                    self.hot.note_touched(flat_rows(ids, self._hot_begins_T))
-                rows = lookup(ids)
-            else:
-                rows = self._look_up_fused(lookup, ids)
+            is_hot = isinstance(lookup, DistributedDataParallel)
+            rows = lookup(ids) if is_hot else self._look_up_fused(lookup, ids)
             awaitables.append(output_dist(rows.view(-1, self._dim), sharding_ctx))
         return awaitables
 
