@@ -1,0 +1,163 @@
+"""Blocks: what the placement stage reads from a dataset, a run of consecutive samples at a time.
+
+The caller makes them from whatever it stores (chunks, a live stream), so that this package knows
+nothing of files. Samples are told apart by their position in the stream, never by block, hence the
+same stream gives the same sample and the same held-out part however it is cut into blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotrec.types import Schema
+
+IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive samples, column by column.
+
+    Args:
+        num_samples: samples in the block.
+        rows: int32 or int64 (K,) per feature: the rows that the samples look up, in sample order,
+            bags laid end to end.
+        lengths: integer (num_samples,) per multi-hot feature: the ids in each bag, 0 for an empty
+            one. A feature that is not in the mapping has exactly one id per sample.
+    """
+
+    num_samples: int
+    rows: Mapping[str, IntArray]
+    lengths: Mapping[str, npt.NDArray[np.integer[Any]]] = field(default_factory=dict)
+
+    def take(self, keep: Mask) -> Block:
+        """The block of those samples only that ``keep``, bool (num_samples,), marks."""
+        rows: dict[str, IntArray] = {}
+        for name, values in self.rows.items():
+            lengths = self.lengths.get(name)
+            rows[name] = values[keep if lengths is None else np.repeat(keep, lengths)]
+        return Block(
+            num_samples=int(np.count_nonzero(keep)),
+            rows=rows,
+            lengths={name: lengths[keep] for name, lengths in self.lengths.items()},
+        )
+
+    def split(self, num_first: int) -> tuple[Block, Block]:
+        """The first ``num_first`` samples and the others; no id is copied."""
+        first_rows: dict[str, IntArray] = {}
+        other_rows: dict[str, IntArray] = {}
+        for name, values in self.rows.items():
+            lengths = self.lengths.get(name)
+            cut = num_first if lengths is None else int(lengths[:num_first].sum())
+            first_rows[name], other_rows[name] = values[:cut], values[cut:]
+        return (
+            Block(num_first, first_rows, {n: v[:num_first] for n, v in self.lengths.items()}),
+            Block(
+                self.num_samples - num_first,
+                other_rows,
+                {n: v[num_first:] for n, v in self.lengths.items()},
+            ),
+        )
+
+
+def check_block(block: Block, schema: Schema, *, position: int) -> None:
+    """Check the columns of a block and that every row lies in its table.
+
+    Args:
+        position: stream position of the block's first sample, for the message.
+
+    Raises:
+        ValueError: if a feature is missing or unknown, lengths do not add up, ids are not int32 or
+            int64, or a row lies outside its table.
+    """
+    known = set(schema.feature_names)
+    if set(block.rows) != known:
+        raise ValueError(
+            f"block at sample {position}: expected the features {sorted(known)}, got "
+            f"{sorted(set(block.rows) - known)} too many and {sorted(known - set(block.rows))} "
+            f"missing. Read the dataset with its own schema."
+        )
+    for feature in schema.features:
+        where = f"feature {feature.name} at sample {position}"
+        values = block.rows[feature.name]
+        lengths = block.lengths.get(feature.name)
+        _check_lengths(values, lengths, block.num_samples, where)
+        # Seen as unsigned, a negative row is a huge one: one pass finds both kinds of stranger.
+        num_rows = schema.table(feature.table).num_rows
+        unsigned: npt.NDArray[np.unsignedinteger[Any]]
+        unsigned = values.view(np.uint32 if values.dtype == np.int32 else np.uint64)
+        if values.size and int(unsigned.max()) >= num_rows:
+            at = int(np.argmax(unsigned >= num_rows))
+            sample = (
+                at if lengths is None else int(np.searchsorted(np.cumsum(lengths), at, "right"))
+            )
+            raise ValueError(
+                f"feature {feature.name} at sample {position + sample}: expected a row of table "
+                f"{feature.table} in 0..{num_rows - 1}, got {values[at]}. "
+                f"Prepare the dataset again."
+            )
+
+
+def _check_lengths(
+    values: IntArray,
+    lengths: npt.NDArray[np.integer[Any]] | None,
+    num_samples: int,
+    where: str,
+) -> None:
+    if values.ndim != 1 or values.dtype not in (np.int32, np.int64):
+        raise ValueError(
+            f"{where}: expected an int32 or int64 vector of rows, got {values.dtype} of shape "
+            f"{values.shape}. Floats lose rows above 2**24: pass integers."
+        )
+    if lengths is None:
+        if values.size != num_samples:
+            raise ValueError(
+                f"{where}: expected one id for each of {num_samples} samples, got {values.size}. "
+                f"Pass lengths for a multi-hot feature."
+            )
+        return
+    if lengths.shape != (num_samples,) or lengths.min(initial=0) < 0:
+        raise ValueError(
+            f"{where}: expected {num_samples} lengths of at least 0, got shape {lengths.shape} "
+            f"with minimum {lengths.min(initial=0)}."
+        )
+    if int(lengths.sum()) != values.size:
+        raise ValueError(
+            f"{where}: expected lengths that add up to {values.size} ids, got {lengths.sum()}."
+        )
+
+
+def sample_mask(position: int, num_samples: int, *, frac: float, seed: int) -> Mask:
+    """Which samples of a stretch of the stream belong to a seeded sample without replacement.
+
+    A sample is drawn when the 64-bit mix of (seed, its position) falls under ``frac`` of the range,
+    so that the draw depends neither on block sizes nor on who reads which part.
+
+    Args:
+        position: stream position of the first sample.
+
+    Returns:
+        bool (num_samples,).
+    """
+    if frac >= 1.0:
+        return np.ones(num_samples, np.bool_)
+    offset = np.uint64((seed * 0x9E3779B97F4A7C15) % 2**64)
+    positions = np.arange(position, position + num_samples, dtype=np.uint64)
+    # The seed is mixed before the position comes in: seeds that differ by one do not give
+    # shifted copies of one draw.
+    mixed = _mix_bits(positions + _mix_bits(np.array([offset], np.uint64)))
+    return mixed < np.uint64(int(frac * 2**64))
+
+
+def _mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); wraps modulo 2**64."""
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

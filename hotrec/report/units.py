@@ -1,0 +1,60 @@
+"""Numbers as a reader wants them, always with their unit."""
+
+from __future__ import annotations
+
+import math
+
+NOT_RECORDED = "not recorded"
+_BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def show_bytes(num_bytes: float) -> str:
+    """Decimal units: 1 MB is 10^6 bytes, as networks count."""
+    for size, unit in _BYTE_UNITS:
+        if abs(num_bytes) >= size:
+            return f"{_three_digits(num_bytes / size)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """Milliseconds below one second, else seconds."""
+    if abs(seconds) < 1:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds)} s"
+
+
+def show_frac(frac: float) -> str:
+    """A percentage; small ones keep two significant digits."""
+    percent = frac * 100
+    if percent == 0 or abs(percent) >= 0.1:
+        return f"{percent:.1f}%"
+    return f"{percent:.2g}%"
+
+
+def show_count(number: float) -> str:
+    """A whole number with thousands set apart."""
+    return f"{number:,.0f}"
+
+
+def show_rate(per_s: float) -> str:
+    """Whole events per second."""
+    return f"{per_s:,.0f} /s"
+
+
+def show_quality(value: float) -> str:
+    """AUC, log loss and the like: four digits, so that 1e-4 shows."""
+    return "nan" if math.isnan(value) else f"{value:.4f}"
+
+
+def show_ratio(value: float, baseline: float) -> str:
+    """Such as ``0.33x``; empty where a ratio means nothing."""
+    if baseline == 0 or math.isnan(value) or math.isnan(baseline):
+        return ""
+    return f"{value / baseline:.2f}x"
+
+
+def _three_digits(value: float) -> str:
+    magnitude = abs(value)
+    if magnitude >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"

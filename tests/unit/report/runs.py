@@ -1,0 +1,166 @@
+"""Run directories, profiles and partitions made by hand, with numbers that a test can check."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hotrec.artifact import commit_artifact, scratch_directory
+
+SUMMARY: dict[str, Any] = {
+    "name": "hot_cold",
+    "placement": "hot_cold",
+    "model": "dlrm",
+    "world_size": 2,
+    "batch_size": 2048,
+    "num_steps": 300,
+    "auc": 0.78125,
+    "log_loss": 0.4571,
+    "normalized_entropy": 0.79,
+    "samples_per_s": 33000.0,
+    "step_p50_s": 0.124,
+    "step_p90_s": 0.139,
+    "data_wait_frac": 0.0125,
+    "sent_bytes": {"cold_all_to_all": 2.5e6, "hot_gradients": 2.0e6},
+    "sent_bytes_total": 4.5e6,
+    "bound_bytes": 4.0e6,
+    "hot_rows": 62840,
+    "total_rows": 4_950_000,
+    "hot_rows_frac": 62840 / 4_950_000,
+    "hot_lookup_frac": 0.9123,
+    "finished": True,
+}
+TORCHREC = {
+    **SUMMARY,
+    "name": "planner",
+    "placement": "torchrec_planner",
+    "auc": 0.78115,
+    "step_p50_s": 0.248,
+    "samples_per_s": 16500.0,
+    "sent_bytes": {"embedding_all_to_all": 15.0e6},
+    "sent_bytes_total": 15.0e6,
+    "hot_rows": 0,
+    "hot_rows_frac": 0.0,
+    "hot_lookup_frac": 0.0,
+}
+
+
+def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "num_samples": step * 4096,
+        "loss": 0.7 - step / 1000,
+        "lr": 0.01,
+        "samples_per_s": 32000.0,
+        "step_p50_s": 0.125,
+        "step_p90_s": 0.14,
+        "data_wait_s": 0.002,
+        "sent_bytes": {"cold_all_to_all": 2.6e6, "hot_gradients": 1.9e6},
+        "bound_bytes": 4.1e6,
+        "hot_lookup_frac": 0.9,
+        "elapsed_s": step * 0.125,
+        "stage_s": {"forward": 0.03, "backward": 0.05},
+        **changes,
+    }
+
+
+def eval_line(step: int, auc: float, split: str = "valid") -> dict[str, Any]:
+    return {
+        "step": step,
+        "split": split,
+        "auc": auc,
+        "log_loss": 0.46,
+        "normalized_entropy": 0.8,
+        "num_samples": 60000,
+        "elapsed_s": 2.0,
+    }
+
+
+def write_run(
+    path: Path,
+    *,
+    summary: dict[str, Any] | None = None,
+    metrics: list[dict[str, Any]] | None = None,
+    evals: list[dict[str, Any]] | None = None,
+    files: dict[str, str] | None = None,
+) -> Path:
+    path.mkdir(parents=True)
+    if summary is not None:
+        (path / "summary.json").write_text(json.dumps(summary))
+    for name, lines in (("metrics.jsonl", metrics), ("eval.jsonl", evals)):
+        if lines is not None:
+            (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, text in (files or {}).items():
+        (path / name).write_text(text)
+    return path
+
+
+def write_whole_run(path: Path, summary: dict[str, Any] = SUMMARY) -> Path:
+    return write_run(
+        path,
+        summary=summary,
+        metrics=[metrics_line(step) for step in (100, 200, 300)],
+        evals=[eval_line(150, 0.75), eval_line(300, 0.78), eval_line(300, 0.77, "test")],
+        files={
+            "config.yaml": "model: dlrm\n",
+            "plan.txt": "t_user_hot  data_parallel <x>\n",
+            "environment.json": '{"torch": "2.13.0"}',
+        },
+    )
+
+
+def coverage(train: list[float], heldout: list[float] | None) -> dict[str, Any]:
+    return {"rows_frac": [0.0, 0.01, 0.1, 1.0], "train": train, "heldout": heldout}
+
+
+def profile_content(*, heldout: bool = True) -> dict[str, Any]:
+    curve = coverage([0.0, 0.5, 0.8, 1.0], [0.0, 0.4, 0.7, 1.0] if heldout else None)
+    table = {
+        "num_lookups": 1000,
+        "num_distinct": 60,
+        "num_heldout_lookups": 100 if heldout else 0,
+        "heldout_unseen_frac": 0.05 if heldout else None,
+        "coverage": curve,
+    }
+    return {
+        "num_samples": 1000,
+        "num_heldout_samples": 100 if heldout else 0,
+        "num_total_samples": 1100,
+        "sampling": {"frac": 1.0, "seed": 0, "min_count": 1, "confidence": 0.95},
+        "tables": {"user": {"num_rows": 80, **table}, "<item>": {"num_rows": 20, **table}},
+        "coverage": curve,
+        "landmarks": [],
+    }
+
+
+def partition_content(*, hot: bool = True) -> dict[str, Any]:
+    def summary(num_rows: int, num_hot: int) -> dict[str, Any]:
+        return {
+            "num_rows": num_rows,
+            "hot_rows": num_hot,
+            "hot_rows_frac": num_hot / num_rows,
+            "hot_bytes": num_hot * 260,
+            "coverage_train": 0.8125 if num_hot else 0.0,
+            "coverage_heldout": 0.7 if num_hot else 0.0,
+        }
+
+    return {
+        "policy": "budget < 2,600 bytes",
+        "parameters": {"budget_bytes": 2600},
+        "num_rows": {"user": 80, "<item>": 20},
+        "tables": {
+            "user": {**summary(80, 8 if hot else 0), "row_bytes": 260},
+            "<item>": {**summary(20, 2 if hot else 0), "row_bytes": 260, "coverage_heldout": None},
+        },
+        "total": summary(100, 10 if hot else 0),
+    }
+
+
+def write_artifact(
+    path: Path, kind: str, content: dict[str, Any], made_from: dict[str, str]
+) -> str:
+    """Commit an artifact and return its content hash."""
+    with scratch_directory(path) as scratch:
+        artifact = commit_artifact(scratch, path, kind=kind, content=content, made_from=made_from)
+    return artifact.content_hash
