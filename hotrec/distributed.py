@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from hotrec.memory import keep_freed_memory
+
 T = TypeVar("T")
 
 
@@ -74,6 +76,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
         torch.cuda.set_device(chosen)
     else:
         chosen = torch.device("cpu")
+        keep_freed_memory()
     backend = "nccl" if device == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if world_size > 1 or "MASTER_ADDR" in os.environ:
