@@ -1,8 +1,8 @@
 """Run a function on several real ranks over gloo, from inside a test.
 
 Every rank is a spawned process with one thread, joined by a FileStore (no ports, so tests can run
-side by side). Whatever goes wrong on a rank (an exception, a hang, a sudden death) comes back to the
-test as one error that names the rank; no process and no file outlives the call.
+side by side). Whatever goes wrong on a rank (an exception, a hang, a sudden death) comes back to
+the test as one error that names the rank; no process and no file outlives the call.
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def _collect(
             failures.append(f"[rank {rank}] died with exit code {process.exitcode}.")
     if failures:
         raise RanksError("\n".join(failures))
-    return [
-        pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(len(processes))
-    ]
+    return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(len(processes))]
 
 
 def _run_rank(call: bytes, rank: int, world_size: int, timeout_s: float, folder: Path) -> None:
@@ -147,9 +145,7 @@ def _run_rank(call: bytes, rank: int, world_size: int, timeout_s: float, folder:
         partial.rename(_error_file(folder, rank))
 
 
-def _call_in_group(
-    call: bytes, rank: int, world_size: int, timeout_s: float, folder: Path
-) -> Any:
+def _call_in_group(call: bytes, rank: int, world_size: int, timeout_s: float, folder: Path) -> Any:
     import torch
     import torch.distributed as dist
 

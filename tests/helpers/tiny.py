@@ -1,4 +1,4 @@
-"""A small TorchRec model with tables of all three kinds, and a loader in memory, for train's tests."""
+"""A small TorchRec model with tables of all three kinds, and a loader in memory."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _build(
 def tiny_batch(
     seed: int, batch_size: int, *, num_padding: int = 0, num_global_samples: int | None = None
 ) -> Batch:
-    """A random batch whose labels depend on the ids; the last ``num_padding`` samples are padding."""
+    """A random batch; labels depend on the ids, the last ``num_padding`` samples are padding."""
     rng = torch.Generator().manual_seed(seed)
     ids = {
         name: torch.randint(0, num_rows, (batch_size,), generator=rng)
@@ -141,9 +141,7 @@ def tiny_batch(
         labels=((ids["table_wise"] + ids["row_wise"]) % 2).float() * weights,
         weights=weights,
         num_global_samples=(
-            batch_size * dist.get_world_size()
-            if num_global_samples is None
-            else num_global_samples
+            batch_size * dist.get_world_size() if num_global_samples is None else num_global_samples
         ),
     )
 
@@ -163,6 +161,9 @@ class TinyLoader:
     def __iter__(self) -> Iterator[Batch]:
         # As torch's DataLoader does when it starts; a resumed run must not be misled by it.
         torch.empty((), dtype=torch.int64).random_()
+        return self._batches()
+
+    def _batches(self) -> Iterator[Batch]:
         while self.position < self.num_batches:
             self.position += 1
             yield self.batch(self.position - 1)

@@ -1,0 +1,341 @@
+"""Checkpoints: everything that a run needs to go on bit for bit.
+
+``step-00000100/`` holds model and optimizer (torch.distributed.checkpoint, written by all ranks in
+parallel), one file per rank with the loader's position and the random generators, and a manifest
+with the step, the facts that must match, and every file's size. It is written under a hidden name
+and renamed when all ranks are done; the file ``latest`` names the newest. All ranks write under one
+directory, so with several hosts it has to be on a shared file system.
+
+Loading is in place and strict: same facts, same world size, same tensors, all files whole.
+Files are unpickled, so load only checkpoints that you would run as code.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+from hotrec.artifact import (
+    ArtifactError,
+    commit_artifact,
+    read_artifact,
+    scratch_directory,
+)
+from hotrec.distributed import (
+    all_gather_object,
+    broadcast_object,
+    rank,
+    same_verdict,
+    world_size,
+)
+from hotrec.train.run_log import replace_text
+
+KIND = "checkpoint"
+LATEST = "latest"
+
+
+class StatefulLoader(Protocol):
+    """A loader whose position can be taken and set, such as torchdata's StatefulDataLoader."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: updates made, and samples seen over all ranks."""
+
+    step: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a run keeps its checkpoints, and what they have to agree with.
+
+    Args:
+        directory: holds the checkpoints of one run and nothing else; shared by all ranks.
+        facts: what must match at loading, by name, JSON values: dataset, partition, model.
+        keep_last: how many of the newest to keep, 1 or more.
+        resume_from: the one to go on from.
+
+    Raises:
+        ValueError: if none would be kept.
+    """
+
+    directory: Path
+    facts: Mapping[str, Any]
+    keep_last: int = 2
+    resume_from: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(f"checkpoint keep_last: expected 1 or more, got {self.keep_last}.")
+
+
+def save_checkpoint(
+    checkpoints: Checkpoints,
+    position: Position,
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    loader: StatefulLoader,
+) -> Path:
+    """Write a checkpoint from all ranks, and drop the oldest.
+
+    To be called on every rank, with the pipeline drained. If any rank fails (a full disk), all
+    ranks raise, and the directory is as before.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        RankError: on the ranks that did not fail themselves.
+        RuntimeError: if torch.distributed.checkpoint fails on any rank.
+    """
+    target = checkpoints.directory / f"step-{position.step:08d}"
+    # Before the scratch directory exists: what this raises, it raises on all ranks.
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with _shared_scratch(target) as scratch:
+        same_verdict(lambda: _save_rank(scratch, loader))
+        with _plain_errors(target):
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(scratch / "tensors"))
+        content = {
+            "step": position.step,
+            "num_samples": position.num_samples,
+            "facts": {**checkpoints.facts, "world_size": world_size()},
+            "tensors": _shapes_of_all_ranks(state),
+        }
+        same_verdict(lambda: _commit(scratch, target, content, checkpoints.keep_last))
+    return target
+
+
+def find_latest(directory: Path) -> Path | None:
+    """The newest whole checkpoint of a run's directory, None if it has none yet.
+
+    Raises:
+        ArtifactError: if ``latest`` names a checkpoint that is not there.
+    """
+    pointer = directory / LATEST
+    if not pointer.exists():
+        return None
+    path = directory / pointer.read_text().strip()
+    if not path.is_dir():
+        raise ArtifactError(
+            f"{pointer}: expected the name of a checkpoint beside it, got {path.name!r}. "
+            "Name another checkpoint to resume from."
+        )
+    return path
+
+
+def load_checkpoint(
+    path: Path,
+    *,
+    model: nn.Module,
+    facts: Mapping[str, Any],
+    optimizer: KeyedOptimizer | None = None,
+    loader: StatefulLoader | None = None,
+) -> Position:
+    """Load a checkpoint into a model that has not computed anything yet, on every rank.
+
+    Args:
+        path: one ``step-...`` directory.
+        facts: as at saving.
+        optimizer: left out to evaluate only.
+        loader: left out to evaluate only. Iterate it only after this; then call
+            ``restore_random_state``.
+
+    Raises:
+        ArtifactError: if it is cut short or altered, or any fact or tensor differs; RankError on
+            the ranks that saw no fault themselves.
+    """
+    content = same_verdict(lambda: _read(path, facts))
+    if optimizer is not None:
+        same_verdict(lambda: _fill_optimizer_state(optimizer))
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+    expected = _shapes_of_all_ranks(state)
+    same_verdict(lambda: _check_tensors(path, content["tensors"], expected, parts=set(state)))
+    with _plain_errors(path):
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path / "tensors"))
+    model.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    if loader is not None:
+        saved = same_verdict(lambda: _load_rank(path))
+        loader.load_state_dict(saved["loader"])
+    return Position(step=content["step"], num_samples=content["num_samples"])
+
+
+def restore_random_state(path: Path) -> None:
+    """Set this rank's random generators as they were when the checkpoint was taken.
+
+    To be called last before the next step: starting a loader draws a number, which the run that
+    was not interrupted did not draw at this point.
+    """
+    state = same_verdict(lambda: _load_rank(path))["random"]
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 (the generator that libraries draw from)
+        "python": random.getstate(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+@contextmanager
+def _plain_errors(path: Path) -> Iterator[None]:
+    """DCP tells all ranks of a failure, but with a BaseException, which passes every handler."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {f"rank {index}": repr(cause) for index, (cause, _) in error.failures.items()}
+        raise RuntimeError(
+            f"{path}: expected to write or read its tensors, got {causes}. "
+            "Check space and permissions of the run directory."
+        ) from error
+
+
+@contextmanager
+def _shared_scratch(target: Path) -> Iterator[Path]:
+    """A hidden directory beside ``target``, made by rank 0 and seen by all ranks."""
+    with scratch_directory(target) if rank() == 0 else nullcontext() as made:
+        scratch = broadcast_object(made)
+        assert scratch is not None
+        same_verdict(lambda: _check_shared(scratch))
+        yield scratch
+
+
+def _check_shared(scratch: Path) -> None:
+    if not scratch.is_dir():
+        raise ArtifactError(
+            f"{scratch}: expected the directory that rank 0 made, got none on rank {rank()}. "
+            "Put the run directory on a file system that all hosts share."
+        )
+
+
+def _rank_file(path: Path) -> Path:
+    return path / f"rank-{rank():05d}.pt"
+
+
+def _save_rank(scratch: Path, loader: StatefulLoader) -> None:
+    torch.save({"loader": loader.state_dict(), "random": _random_state()}, _rank_file(scratch))
+
+
+def _load_rank(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(_rank_file(path), weights_only=False)
+    return loaded
+
+
+def _commit(scratch: Path, target: Path, content: Mapping[str, Any], keep_last: int) -> None:
+    if rank() != 0:
+        return
+    commit_artifact(scratch, target, kind=KIND, content=content)
+    replace_text(target.parent / LATEST, f"{target.name}\n")
+    for old in sorted(target.parent.glob("step-*"))[:-keep_last]:
+        # Renamed first: a removal that is cut short must not leave half a checkpoint in sight.
+        old.rename(old.with_name(f".{old.name}.old"))
+    # With what runs that were killed while saving have left: the directory has one writer.
+    for stale in target.parent.glob(".step-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def _read(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = read_artifact(path, kind=KIND, verify="size").content
+    saved = content["facts"]
+    expected = {**facts, "world_size": world_size()}
+    for name in sorted(saved.keys() | expected.keys()):
+        if saved.get(name) != expected.get(name):
+            raise ArtifactError(
+                f"{path}: expected {name} {expected.get(name)!r} (of this run), got "
+                f"{saved.get(name)!r} (of the checkpoint). Resume with the settings of the "
+                "checkpoint, or start a new run."
+            )
+    return content
+
+
+def _shapes(state: Mapping[str, Any], prefix: str = "") -> dict[str, list[int]]:
+    """Global shape of every tensor by its full name."""
+    shapes: dict[str, list[int]] = {}
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            shapes.update(_shapes(value, f"{name}/"))
+        elif isinstance(value, ShardedTensor):
+            shapes[name] = list(value.metadata().size)
+        elif isinstance(value, torch.Tensor):
+            shapes[name] = list(value.shape)
+    return shapes
+
+
+def _shapes_of_all_ranks(state: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The shapes that any rank knows: a table's optimizer state is only where its shards are."""
+    together: dict[str, list[int]] = {}
+    for shapes in all_gather_object(_shapes(state)):
+        together.update(shapes)
+    return together
+
+
+def _check_tensors(
+    path: Path,
+    saved: Mapping[str, list[int]],
+    expected: Mapping[str, list[int]],
+    *,
+    parts: set[str],
+) -> None:
+    of_parts = {name: shape for name, shape in saved.items() if name.split("/")[0] in parts}
+    differing = sorted(
+        name
+        for name in of_parts.keys() | expected.keys()
+        if of_parts.get(name) != expected.get(name)
+    )
+    if differing:
+        name = differing[0]
+        raise ArtifactError(
+            f"{path}: expected tensor {name} of shape {expected.get(name)} (of this model), got "
+            f"{of_parts.get(name)} (of the checkpoint), and {len(differing) - 1} more that differ. "
+            "Resume with the model and optimizer of the checkpoint."
+        )
+
+
+def _fill_optimizer_state(optimizer: KeyedOptimizer) -> None:
+    """Let lazy optimizers make their state, which is then overwritten by the loaded one.
+
+    TorchRec's fused optimizers have theirs from the start, and a dummy step would give their whole
+    tables gradients; so only the parts that lack state take one. Weights that it moves (by
+    weight decay) are loaded afterwards.
+    """
+    parts = (
+        [part for _, part in optimizer.optimizers]
+        if isinstance(optimizer, CombinedOptimizer)
+        else [optimizer]
+    )
+    for part in parts:
+        if isinstance(part, CombinedOptimizer):
+            _fill_optimizer_state(part)
+        elif len(part.state) < len(part.params):
+            part.init_state()
+            part.zero_grad(set_to_none=True)

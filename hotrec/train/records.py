@@ -1,0 +1,152 @@
+"""The records of a run, step by step: times, losses, traffic -> metrics.jsonl and eval.jsonl."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from hotrec.distributed import Ranks
+from hotrec.train.checkpoint import Position
+from hotrec.train.meter import Meter, SegmentBatches
+from hotrec.train.metrics import Quality
+from hotrec.train.run_log import RunLog
+from hotrec.train.schedule import Cadence
+from hotrec.train.watch import Checkup, TrafficMeter, check_up
+
+
+class Records:
+    """Adds up what happens in the steps, and writes it down when it is due.
+
+    Args:
+        bar: the progress bar to move.
+        start: where the run stands before the first step.
+    """
+
+    def __init__(
+        self,
+        run_log: RunLog,
+        bar: tqdm,
+        traffic: TrafficMeter,
+        ranks: Ranks,
+        cadence: Cadence,
+        start: Position,
+    ) -> None:
+        self.position = start
+        self.meter = Meter(warmup_steps=cadence.warmup_steps)
+        self._checkup: Checkup | None = None
+        self._quality: Quality | None = None
+        self._run_log = run_log
+        self._bar = bar
+        self._traffic = traffic
+        self._ranks = ranks
+        self._cadence = cadence
+        self._losses: dict[int, torch.Tensor] = {}
+        self._wait_s = 0.0  # since the last checkup
+        self._line_wait_s = 0.0  # since the last line, mean over the ranks
+        self._line_steps = 0
+        self._start_s = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    @contextmanager
+    def step(self, step: int, batches: SegmentBatches) -> Iterator[None]:
+        """Measure the step made inside the block."""
+        wait_s = batches.wait_s
+        is_counted = self._traffic.is_due(step - batches.first_step, batches.num_steps)
+        with self._traffic.counting(batches) if is_counted else nullcontext():
+            yield
+        wait_s = batches.wait_s - wait_s
+        num_samples = batches.num_samples(step)
+        self.meter.end_step(num_samples=num_samples, wait_s=wait_s, is_slowed=is_counted)
+        self._wait_s += wait_s
+        self.position = Position(step, self.position.num_samples + num_samples)
+        self._bar.update()
+
+    def add_loss(self, step: int, loss: torch.Tensor) -> None:
+        """Keep a loss () on its device until the next checkup."""
+        self._losses[step] = loss.detach()
+
+    def must_check(self, step: int, batches: SegmentBatches) -> bool:
+        """Whether the ranks check up after ``step``: every so often, and before each drain ends."""
+        is_last = step == batches.first_step + batches.num_steps - 1
+        cadence = self._cadence
+        return is_last or step % cadence.check_every == 0 or step % cadence.log_every == 0
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the ranks have agreed to stop, because one was asked to."""
+        return self._checkup is not None and self._checkup.must_stop
+
+    def check_up(self, step: int, *, lr: float, must_stop: bool) -> None:
+        """Exchange with the other ranks; write a line of metrics.jsonl if one is due.
+
+        Raises:
+            RuntimeError: on every rank, if a loss since the last checkup is not finite.
+        """
+        checkup = check_up(
+            self._losses,
+            must_stop=must_stop,
+            wait_s=self._wait_s,
+            traffic=self._traffic,
+            ranks=self._ranks,
+        )
+        self._line_steps += len(self._losses)
+        self._line_wait_s += checkup.wait_s
+        self._losses.clear()
+        self._wait_s = 0.0
+        self._checkup = checkup
+        self._bar.set_postfix(loss=f"{checkup.loss:.4f}", refresh=False)
+        if step % self._cadence.log_every == 0:
+            self._run_log.write_metrics(self._metrics_line(step, lr, checkup))
+
+    def _metrics_line(self, step: int, lr: float, checkup: Checkup) -> dict[str, Any]:
+        traffic = checkup.traffic
+        line = {
+            "step": step,
+            "num_samples": self.position.num_samples,
+            "loss": checkup.loss,
+            "lr": lr,
+            **asdict(self.meter.end_interval()),
+            "data_wait_s": self._line_wait_s / self._line_steps,
+            "sent_bytes": traffic.sent_bytes if traffic else None,
+            "bound_bytes": traffic.bound_bytes if traffic else None,
+            "hot_lookup_frac": traffic.hot_lookup_frac if traffic else None,
+            "elapsed_s": self.elapsed_s,
+        }
+        self._line_wait_s, self._line_steps = 0.0, 0
+        return line
+
+    def add_quality(self, split: str, quality: Quality) -> None:
+        """Write a line of eval.jsonl."""
+        self._quality = quality
+        line = {"step": self.position.step, "split": split, **asdict(quality)}
+        self._run_log.write_eval({**line, "elapsed_s": self.elapsed_s})
+
+    def summary(self) -> dict[str, Any]:
+        """The loop's part of summary.json; what was not measured is None."""
+        quality, checkup = self._quality, self._checkup
+        traffic = checkup.traffic if checkup else None
+        return {
+            "num_steps": self.position.step,
+            "num_samples": self.position.num_samples,
+            "loss": checkup.loss if checkup else None,
+            "auc": quality.auc if quality else None,
+            "log_loss": quality.log_loss if quality else None,
+            "normalized_entropy": quality.normalized_entropy if quality else None,
+            **asdict(self.meter.total()),
+            "data_wait_frac": self.meter.data_wait_frac,
+            "sent_bytes": traffic.sent_bytes if traffic else None,
+            "sent_bytes_total": traffic.total_bytes if traffic else None,
+            "bound_bytes": traffic.bound_bytes if traffic else None,
+            "hot_lookup_frac": traffic.hot_lookup_frac if traffic else None,
+            "elapsed_s": self.elapsed_s,
+            "finished": not self.must_stop,
+        }

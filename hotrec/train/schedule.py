@@ -1,0 +1,196 @@
+"""Which updates come when, and with which learning rate: pure functions of the step.
+
+A step is numbered by the update it makes, from 1; "after step s" means that s updates are done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+DECAYS = ("constant", "linear", "cosine", "polynomial")
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often things happen, in steps; 0 for never where that makes sense.
+
+    Args:
+        eval_every: evaluations on the way; the end of the run evaluates in any case.
+        save_every: checkpoints on the way; the last step saves in any case.
+        log_every: lines of metrics.jsonl.
+        check_every: looks at losses and SIGTERM, one small all-reduce each.
+        check_replicas_every: comparisons of the replicas of all ranks, where there are any.
+        warmup_steps: steps at the start of the process that are in no rate.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    eval_every: int = 0
+    save_every: int = 0
+    log_every: int = 100
+    check_every: int = 10
+    check_replicas_every: int = 1000
+    warmup_steps: int = 10
+
+    def __post_init__(self) -> None:
+        least = {"log_every": 1, "check_every": 1}
+        for name, value in vars(self).items():
+            if value < least.get(name, 0):
+                raise ValueError(
+                    f"trainer {name}: expected {least.get(name, 0)} or more, got {value}."
+                )
+
+
+    def is_replica_check(self, step: int, num_steps: int) -> bool:
+        """Whether replicas are compared after ``step``: every so often, and after the last."""
+        every = self.check_replicas_every
+        return every > 0 and (step % every == 0 or step == num_steps)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps ``first_step`` to ``last_step``, both included, run without draining the pipeline.
+
+    Args:
+        evaluate: whether to evaluate after the last step.
+        save: whether to save a checkpoint after the last step.
+    """
+
+    first_step: int
+    last_step: int
+    evaluate: bool
+    save: bool
+
+    @property
+    def num_steps(self) -> int:
+        return self.last_step - self.first_step + 1
+
+
+def segments(start_step: int, num_steps: int, cadence: Cadence) -> Iterator[Segment]:
+    """Cut the updates ``start_step + 1 .. num_steps`` where the pipeline has to be drained.
+
+    The pipeline holds batches ahead of the update, so weights and loader position agree only at
+    the end of a segment. Every multiple of ``eval_every`` or ``save_every`` ends one (0: never).
+    The last step saves in any case; it does not evaluate, since the end of the run does.
+    """
+    eval_every, save_every = cadence.eval_every, cadence.save_every
+    step = start_step
+    while step < num_steps:
+        ends = [num_steps]
+        ends += [step - step % every + every for every in (eval_every, save_every) if every]
+        last = min(ends)
+        is_final = last == num_steps
+        yield Segment(
+            first_step=step + 1,
+            last_step=last,
+            evaluate=not is_final and bool(eval_every and last % eval_every == 0),
+            save=is_final or bool(save_every and last % save_every == 0),
+        )
+        step = last
+
+
+def count_steps(steps_per_epoch: int, *, epochs: int, max_steps: int | None = None) -> int:
+    """Updates of a run: whole epochs, cut at ``max_steps`` where that is less.
+
+    Raises:
+        ValueError: if nothing would be trained.
+    """
+    num_steps = steps_per_epoch * epochs
+    if max_steps is not None:
+        num_steps = min(num_steps, max_steps)
+    if num_steps < 1:
+        raise ValueError(
+            f"trainer: expected at least 1 step, got {steps_per_epoch} steps per epoch, "
+            f"epochs={epochs} and max_steps={max_steps}. Give more data or more epochs."
+        )
+    return num_steps
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, a plateau, then a decay, as a factor on each part's own learning rate.
+
+    With f the ``end_factor`` and p = (step - decay_start_step) / num_decay_steps, clipped to 0..1:
+    constant: 1; linear: f + (1-f)(1-p); cosine: f + (1-f)(1 + cos(pi p))/2; polynomial:
+    f + (1-f)(1-p)^power. MLPerf's DLRM is polynomial with power 2 and f = 0.
+
+    Args:
+        decay: one of DECAYS.
+        warmup_steps: the factor of step s is s / warmup_steps before this step; 0 for none.
+        decay_start_step: the last step with factor 1.
+        num_decay_steps: steps from there to ``end_factor``, where it stays.
+        end_factor: fraction of the learning rate at the end, 0..1.
+        power: exponent of the polynomial.
+
+    Raises:
+        ValueError: if a value is out of range.
+    """
+
+    decay: str = "constant"
+    warmup_steps: int = 0
+    decay_start_step: int = 0
+    num_decay_steps: int = 0
+    end_factor: float = 0.0
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.decay not in DECAYS:
+            raise ValueError(f"schedule decay: expected one of {DECAYS}, got {self.decay!r}.")
+        if self.warmup_steps < 0:
+            raise ValueError(f"schedule warmup_steps: expected 0 or more, got {self.warmup_steps}.")
+        if not 0.0 <= self.end_factor <= 1.0:
+            raise ValueError(f"schedule end_factor: expected 0..1, got {self.end_factor}.")
+        if self.decay == "constant":
+            return
+        if self.num_decay_steps < 1:
+            raise ValueError(
+                f"schedule num_decay_steps: expected 1 or more for {self.decay} decay, "
+                f"got {self.num_decay_steps}."
+            )
+        if self.decay_start_step < self.warmup_steps:
+            raise ValueError(
+                f"schedule decay_start_step: expected at least warmup_steps={self.warmup_steps}, "
+                f"got {self.decay_start_step}. Let the decay start after the warm-up."
+            )
+        if self.decay == "polynomial" and self.power <= 0:
+            raise ValueError(f"schedule power: expected more than 0, got {self.power}.")
+
+    def __call__(self, step: int) -> float:
+        """The factor of update ``step``, counted from 1."""
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        if self.decay == "constant" or step <= self.decay_start_step:
+            return 1.0
+        progress = min((step - self.decay_start_step) / self.num_decay_steps, 1.0)
+        if self.decay == "linear":
+            shape = 1.0 - progress
+        elif self.decay == "cosine":
+            shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+        else:
+            shape = (1.0 - progress) ** self.power
+        return self.end_factor + (1.0 - self.end_factor) * shape
+
+
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, lr_factor: Callable[[int], float], step: int
+) -> float:
+    """Give every part of the optimizer the learning rate of update ``step``.
+
+    To be called before the pipeline makes the update: TorchRec's fused optimizer hands the value to
+    the kernel in ``zero_grad`` (batched_embedding_kernel.py), before forward and the backward
+    that applies it. Each group's own rate is remembered in the group as ``initial_lr``, as
+    torch's schedulers do.
+
+    Returns:
+        The learning rate of the first group.
+    """
+    factor = lr_factor(step)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = group["initial_lr"] * factor
+    return float(optimizer.param_groups[0]["lr"])

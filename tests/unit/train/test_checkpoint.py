@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotrec.artifact import ArtifactError
+from hotrec.distributed import Ranks
+from hotrec.train import checkpoint as checkpoint_module
+from hotrec.train.checkpoint import (
+    Checkpoints,
+    Position,
+    find_latest,
+    load_checkpoint,
+    restore_random_state,
+    save_checkpoint,
+)
+from hotrec.train.pipeline import make_pipeline
+from tests.helpers.tiny import TinyLoader, build_tiny
+
+FACTS = {"dataset": "3f2a91", "partition": None, "model": {"name": "dlrm", "dim": 4}}
+
+
+class Run:
+    """A tiny model that can train, be saved and be loaded."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.model, self.optimizer = build_tiny(**kwargs)
+        self.loader = TinyLoader(num_batches=40)
+        self.pipeline = make_pipeline(
+            "sparse_dist", self.model, self.optimizer, torch.device("cpu")
+        )
+        self.iterator: Any = None
+        self.step = 0
+
+    def train(self, num_steps: int) -> list[float]:
+        if self.iterator is None:
+            self.iterator = iter(self.loader)
+        batches = iter([next(self.iterator) for _ in range(num_steps)])
+        self.step += num_steps
+        return [float(self.pipeline.progress(batches)[0]) for _ in range(num_steps)]
+
+    def save(self, directory: Path, keep_last: int = 3, facts: dict[str, Any] = FACTS) -> Path:
+        return save_checkpoint(
+            Checkpoints(directory, facts, keep_last),
+            Position(self.step, self.step * 8),
+            self.model,
+            self.optimizer,
+            self.loader,
+        )
+
+    def load(self, path: Path, facts: dict[str, Any] = FACTS) -> Position:
+        position = load_checkpoint(
+            path, model=self.model, optimizer=self.optimizer, loader=self.loader, facts=facts
+        )
+        self.step = position.step
+        return position
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in run.model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_resumed_run_equals_the_uninterrupted_one(
+    optimizer: type[torch.optim.Optimizer], one_rank: Ranks, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    whole = Run(optimizer=optimizer, dropout=0.4)
+    whole.train(4)
+    path = whole.save(tmp_path)
+    expected = whole.train(6)
+    expected_draws = (torch.rand(2).tolist(), np.random.rand(), random.random())  # noqa: NPY002
+
+    torch.manual_seed(99)
+    resumed = Run(optimizer=optimizer, dropout=0.4)
+    resumed.train(2)
+    resumed.iterator = None
+    assert resumed.load(path) == Position(step=4, num_samples=32)
+    assert resumed.loader.position == 4
+    resumed.iterator = iter(resumed.loader)
+    restore_random_state(path)
+    assert resumed.train(6) == expected
+    for name, value in weights_of(whole).items():
+        torch.testing.assert_close(weights_of(resumed)[name], value, rtol=0, atol=0)
+    assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == expected_draws  # noqa: NPY002
+
+
+def test_model_alone_can_be_loaded(one_rank: Ranks, tmp_path: Path) -> None:
+    trained = Run()
+    trained.train(3)
+    path = trained.save(tmp_path)
+    other = Run()
+    load_checkpoint(path, model=other.model, facts=FACTS)
+    for name, value in weights_of(trained).items():
+        torch.testing.assert_close(weights_of(other)[name], value, rtol=0, atol=0)
+
+
+def test_latest_and_keep_last(one_rank: Ranks, tmp_path: Path) -> None:
+    assert find_latest(tmp_path) is None
+    (tmp_path / ".step-00000001.0a1b2c3d.tmp" / "tensors").mkdir(
+        parents=True
+    )  # killed while saving
+    run = Run()
+    for _ in range(4):
+        run.train(1)
+        path = run.save(tmp_path, keep_last=2)
+        assert find_latest(tmp_path) == path
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step-00000003",
+        "step-00000004",
+    ]
+    shutil.rmtree(tmp_path / "step-00000004")
+    with pytest.raises(ArtifactError, match="got 'step-00000004'"):
+        find_latest(tmp_path)
+    with pytest.raises(ValueError, match="keep_last: expected 1 or more, got 0"):
+        run.save(tmp_path, keep_last=0)
+
+
+@pytest.fixture
+def saved(one_rank: Ranks, tmp_path: Path) -> Path:
+    run = Run()
+    run.train(2)
+    return run.save(tmp_path / "checkpoints")
+
+
+def test_other_facts_are_refused(saved: Path) -> None:
+    for name, value in (
+        ("dataset", "77b0c4"),
+        ("partition", "0011aa"),
+        ("model", {"name": "dcnv2", "dim": 4}),
+        ("embedding_dim", 8),
+    ):
+        with pytest.raises(ArtifactError, match=f"expected {name} ") as caught:
+            Run().load(saved, facts={**FACTS, name: value})
+        assert repr(value) in str(caught.value)
+
+
+def test_other_model_and_other_optimizer_are_refused(saved: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"tensor model/.*over_arch.*got \[8"):
+        Run(num_over=9).load(saved)
+    with pytest.raises(ArtifactError, match=r"tensor optimizer/.* of shape None"):
+        Run(optimizer=torch.optim.SGD).load(saved)
+
+
+def test_cut_short_missing_or_edited_files_are_refused(saved: Path, tmp_path: Path) -> None:
+    files = [path for path in saved.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert len(files) == 3
+    for file in files:
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ArtifactError, match=rf"{len(whole)} bytes, got {len(whole) // 2}"):
+            Run().load(saved)
+        file.unlink()
+        with pytest.raises(ArtifactError, match="got none"):
+            Run().load(saved)
+        file.write_bytes(whole)
+    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest["content"]["step"] = 1000
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match="it was edited"):
+        Run().load(saved)
+    with pytest.raises(ArtifactError, match="got no such file"):
+        Run().load(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files of this process cannot grow beyond 1000 bytes: writes fail as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, previous)
+
+
+def test_full_disk_leaves_what_was_there(saved: Path, request: pytest.FixtureRequest) -> None:
+    before = sorted(saved.parent.rglob("*"))
+    run = Run()
+    run.train(3)
+    request.getfixturevalue("full_disk")
+    with pytest.raises(Exception, match="File too large|rank 0|unexpected pos|write"):
+        run.save(saved.parent)
+    assert sorted(saved.parent.rglob("*")) == before
+    assert find_latest(saved.parent) == saved
+
+
+def test_failure_while_writing_tensors_is_an_ordinary_error(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(saved.parent.rglob("*"))
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = Run()
+    run.train(3)
+    monkeypatch.setattr(checkpoint_module.dcp.FileSystemWriter, "write_data", fail)
+    with pytest.raises(RuntimeError, match=r"rank 0.*No space left on device"):
+        run.save(saved.parent)
+    assert sorted(saved.parent.rglob("*")) == before
+
+
+def test_loading_makes_no_gradients_for_tables(saved: Path) -> None:
+    run = Run()
+    run.load(saved)
+    assert [name for name, value in run.model.named_parameters() if value.grad is not None] == []

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotrec.train.schedule import Cadence, Schedule, count_steps, segments, set_learning_rates
+
+
+@given(
+    start=st.integers(0, 60),
+    length=st.integers(0, 60),
+    eval_every=st.integers(0, 17),
+    save_every=st.integers(0, 17),
+)
+def test_segments_cover_every_step_once_and_end_where_due(
+    start: int, length: int, eval_every: int, save_every: int
+) -> None:
+    num_steps = start + length
+    cut = list(segments(start, num_steps, Cadence(eval_every=eval_every, save_every=save_every)))
+    steps = [step for part in cut for step in range(part.first_step, part.last_step + 1)]
+    assert steps == list(range(start + 1, num_steps + 1))
+    assert sum(part.num_steps for part in cut) == length
+    for due, every in (("evaluate", eval_every), ("save", save_every)):
+        expected = {step for step in steps if every and step % every == 0}
+        found = {part.last_step for part in cut if getattr(part, due)}
+        if due == "save" and steps:
+            expected |= {num_steps}
+        else:
+            expected -= {num_steps}
+        assert found == expected
+
+
+def test_segments_are_no_shorter_than_needed() -> None:
+    cut = list(segments(0, 10, Cadence(eval_every=4)))
+    assert [(part.first_step, part.last_step) for part in cut] == [(1, 4), (5, 8), (9, 10)]
+
+
+def test_bad_cadence_is_refused() -> None:
+    with pytest.raises(ValueError, match="log_every: expected 1 or more, got 0"):
+        Cadence(log_every=0)
+    with pytest.raises(ValueError, match="eval_every: expected 0 or more, got -1"):
+        Cadence(eval_every=-1)
+
+
+def test_count_steps() -> None:
+    assert count_steps(7, epochs=3) == 21
+    assert count_steps(7, epochs=3, max_steps=10) == 10
+    assert count_steps(7, epochs=1, max_steps=10) == 7
+    with pytest.raises(ValueError, match="expected at least 1 step, got 0 steps per epoch"):
+        count_steps(0, epochs=3)
+
+
+def test_warm_up_reaches_one_and_stays_when_constant() -> None:
+    schedule = Schedule(warmup_steps=4)
+    assert [schedule(step) for step in range(1, 7)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert Schedule()(1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("decay", "middle"),
+    [("linear", 0.55), ("cosine", 0.55), ("polynomial", 0.1 + 0.9 * 0.25)],
+)
+def test_decay_starts_at_one_and_ends_at_the_end_factor(decay: str, middle: float) -> None:
+    schedule = Schedule(
+        decay=decay, warmup_steps=2, decay_start_step=10, num_decay_steps=20, end_factor=0.1
+    )
+    assert schedule(10) == 1.0
+    assert schedule(20) == pytest.approx(middle)
+    assert schedule(30) == pytest.approx(0.1)
+    assert schedule(1000) == pytest.approx(0.1)
+    factors = [schedule(step) for step in range(10, 31)]
+    assert factors == sorted(factors, reverse=True)
+
+
+def test_polynomial_is_that_of_mlperf_dlrm() -> None:
+    """MLPerf: ((decay_end - step) / num_decay_steps) ** 2 between decay start and end."""
+    schedule = Schedule(
+        decay="polynomial", warmup_steps=2750, decay_start_step=49315, num_decay_steps=27772
+    )
+    step = 60000
+    assert schedule(step) == pytest.approx(((49315 + 27772 - step) / 27772) ** 2)
+    assert schedule(1375) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"decay": "step"}, "expected one of .* got 'step'"),
+        ({"warmup_steps": -1}, "got -1"),
+        ({"end_factor": 1.5}, "expected 0..1, got 1.5"),
+        ({"decay": "linear"}, "num_decay_steps: expected 1 or more for linear decay, got 0"),
+        (
+            {"decay": "linear", "warmup_steps": 5, "decay_start_step": 3, "num_decay_steps": 1},
+            "at least warmup_steps=5, got 3",
+        ),
+        ({"decay": "polynomial", "num_decay_steps": 1, "power": 0.0}, "got 0.0"),
+    ],
+)
+def test_bad_schedules_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule(**values)  # type: ignore[arg-type]
+
+
+def test_every_group_keeps_its_own_base_rate() -> None:
+    first, second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.SGD(
+        [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.01}], lr=1.0
+    )
+    schedule = Schedule(warmup_steps=10)
+    # Twice, as in two calls of train: the base must not become the rate of the last step.
+    for step in (5, 7):
+        assert set_learning_rates(optimizer, schedule, step) == 0.5 * schedule(step)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == [0.5 * schedule(step), 0.01 * schedule(step)]
+
+
+def test_cosine_is_symmetric() -> None:
+    schedule = Schedule(decay="cosine", num_decay_steps=8)
+    for offset in range(5):
+        assert schedule(4 - offset) + schedule(4 + offset) == pytest.approx(1.0)
+    assert schedule(2) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
