@@ -1,0 +1,188 @@
+"""From raw columns to the columns of a chunk: derivations, rows of ids, dense values.
+
+Everything works on whole blocks, and on different texts rather than on samples where it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hotrec.data.chunks import Block, Floats, Integers, Jagged
+from hotrec.data.columns import (
+    Float64s,
+    Lists,
+    RawBlock,
+    Texts,
+    cut_lists,
+    derive_numbers,
+    lists_from_texts,
+    texts_from_numbers,
+)
+from hotrec.data.gather import gather_bags
+from hotrec.data.readers import numbers_of
+from hotrec.data.spec import ColumnKind, ColumnSpec, DenseTransform, Derive
+from hotrec.data.vocabulary import RowEncoder
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, sum and sum of squares of the dense columns, float64 (N,) each."""
+
+    num_samples: int
+    sums: Float64s
+    squares: Float64s
+
+    @staticmethod
+    def of(dense: Float64s) -> Moments:
+        return Moments(dense.shape[0], dense.sum(axis=0), np.square(dense).sum(axis=0))
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(
+            self.num_samples + other.num_samples,
+            self.sums + other.sums,
+            self.squares + other.squares,
+        )
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Per dense column, subtract ``means`` and divide by ``deviations``; float64 (N,) each."""
+
+    means: Float64s
+    deviations: Float64s
+
+    @staticmethod
+    def none(num_dense: int) -> Scaling:
+        return Scaling(np.zeros(num_dense), np.ones(num_dense))
+
+
+def scaling_of(columns: Mapping[str, ColumnSpec], moments: Moments) -> Scaling:
+    """How to standardise the columns that ask for it; the others stay as they are."""
+    dense = dense_columns(columns)
+    is_scaled = np.array([column.standardize for column in dense.values()], bool)
+    count = max(moments.num_samples, 1)
+    means = moments.sums / count
+    variances = np.maximum(moments.squares / count - np.square(means), 0.0)
+    # A constant column becomes 0; what is left of its variance is rounding.
+    is_constant = variances <= 1e-12 * np.maximum(np.square(means), 1.0)
+    deviations = np.where(is_constant, 1.0, np.sqrt(variances))
+    return Scaling(np.where(is_scaled, means, 0.0), np.where(is_scaled, deviations, 1.0))
+
+
+def dense_columns(columns: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
+    """The columns of kind dense, in order."""
+    return {name: column for name, column in columns.items() if column.kind is ColumnKind.dense}
+
+
+def feature_columns(columns: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
+    """The categorical columns, in order."""
+    kinds = (ColumnKind.categorical, ColumnKind.categorical_list)
+    return {name: column for name, column in columns.items() if column.kind in kinds}
+
+
+def label_source(columns: Mapping[str, ColumnSpec]) -> str:
+    """The log's column that holds the label."""
+    return next(
+        column.source or name for name, column in columns.items() if column.kind is ColumnKind.label
+    )
+
+
+def needs_numbers(column: ColumnSpec) -> bool:
+    """Whether the column is read as numbers; else it is read as text."""
+    return column.kind in (ColumnKind.label, ColumnKind.dense) or column.derive is not Derive.none
+
+
+def raw_feature(block: RawBlock, name: str, column: ColumnSpec) -> Texts | Lists:
+    """The raw ids of a categorical column."""
+    source = column.source or name
+    if column.derive is not Derive.none:
+        numbers = derive_numbers(column.derive, numbers_of(block, source), column.utc_offset_h)
+        return texts_from_numbers(numbers)
+    raw = block.columns[source]
+    if column.kind is ColumnKind.categorical_list:
+        lists = lists_from_texts(raw, column.separator) if isinstance(raw, Texts) else raw
+        assert isinstance(lists, Lists), f"column {source}: asked for ids, holds {type(raw)}"
+        return cut_lists(lists, column.max_length)
+    if not isinstance(raw, Texts):
+        raise ValueError(
+            f"columns.{name}: expected one id per sample in column {source}, got lists. "
+            "Set its kind to categorical_list."
+        )
+    return raw
+
+
+def dense_values(block: RawBlock, columns: Mapping[str, ColumnSpec]) -> Float64s:
+    """The dense columns before standardising, float64 (n, N)."""
+    dense = dense_columns(columns)
+    values = np.empty((len(dense), len(block)))
+    for index, (name, column) in enumerate(dense.items()):
+        numbers = numbers_of(block, column.source or name)
+        raw = derive_numbers(column.derive, numbers, column.utc_offset_h).values
+        filled = np.where(np.isnan(raw), column.fill, raw)
+        if column.transform is DenseTransform.log1p:
+            filled = np.copysign(np.log1p(np.abs(filled)), filled)
+        values[index] = filled
+    return values.T
+
+
+def encode_feature(raw: Texts | Lists, encoder: RowEncoder) -> Integers | Jagged:
+    """The rows of a raw column: each different text is looked up once."""
+    if isinstance(raw, Texts):
+        return _rows_of(raw, encoder)
+    items = _rows_of(raw.items, encoder)
+    # One empty bag at the end is what the code -1 of a missing list leads to.
+    bags = Jagged(items, np.append(raw.offsets, raw.offsets[-1]))
+    samples = np.where(raw.codes < 0, raw.offsets.size - 1, raw.codes)
+    values, lengths = gather_bags(bags, samples)
+    return Jagged(values, np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _rows_of(texts: Texts, encoder: RowEncoder) -> Integers:
+    # The last entry, row 0, is where the code -1 of a missing value leads. As narrow as the chunk
+    # will be, which makes the gather twice as fast.
+    rows = np.append(encoder.rows(texts.values), 0)
+    if encoder.num_rows < 2**31:
+        rows = rows.astype(np.int32)
+    return rows[texts.codes]
+
+
+def encode_block(
+    block: RawBlock,
+    columns: Mapping[str, ColumnSpec],
+    encoders: Mapping[str, RowEncoder],
+    scaling: Scaling,
+) -> Block:
+    """A block as it is written.
+
+    Args:
+        block: the samples.
+        columns: the columns of the specification.
+        encoders: by feature name.
+        scaling: of the dense columns.
+    """
+    dense = (dense_values(block, columns) - scaling.means) / scaling.deviations
+    label: Floats = numbers_of(block, label_source(columns)).values.astype(np.float32)
+    return Block(
+        label=label,
+        dense=dense.astype(np.float32),
+        features={
+            name: encode_feature(raw_feature(block, name, column), encoders[name])
+            for name, column in feature_columns(columns).items()
+        },
+    )
+
+
+def select_samples(block: Block, samples: npt.NDArray[np.int64]) -> Block:
+    """Some samples of an encoded block, in the given order."""
+    features: dict[str, Integers | Jagged] = {}
+    for name, ids in block.features.items():
+        if isinstance(ids, Jagged):
+            values, lengths = gather_bags(ids, samples)
+            features[name] = Jagged(values, np.concatenate([[0], np.cumsum(lengths)]))
+        else:
+            features[name] = ids[samples]
+    return Block(block.label[samples], block.dense[samples], features)

@@ -1,0 +1,188 @@
+"""From mapped chunks to the arrays of one batch: vectorised gathers and the checks of ids.
+
+What is read is checked here, at the border: an id outside its table would otherwise read another
+table's memory or stop one rank alone in the middle of a collective. Numpy only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hotrec.data.chunks import Block, Dataset, Floats, Integers, Jagged
+from hotrec.data.order import Piece
+from hotrec.types import Feature, Rows
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+# Batches span few chunks at a time; mapping one again costs a millisecond.
+_OPEN_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The arrays of one batch.
+
+    Args:
+        label: float32 (B,).
+        dense: float32 (B, N).
+        values: int64 (K,), feature-major: all bags of the first feature, then the second, ...
+        lengths: int32 (F * B,), feature-major.
+    """
+
+    label: Floats
+    dense: Floats
+    values: Rows
+    lengths: npt.NDArray[np.int32]
+
+
+class Gatherer:
+    """Reads batches of one split of a dataset.
+
+    Args:
+        dataset: the dataset.
+        split: "train", "valid" or "test".
+    """
+
+    def __init__(self, dataset: Dataset, split: str) -> None:
+        self._dataset = dataset
+        self._split = split
+        self._features = dataset.schema.features
+        self._num_rows = np.array(
+            [dataset.schema.table(feature.table).num_rows for feature in self._features], np.int64
+        )
+        self._is_one_hot = not any(feature.is_multi_hot for feature in self._features)
+        self._open: OrderedDict[int, Block] = OrderedDict()
+
+    def read(self, pieces: Sequence[Piece]) -> Gathered:
+        """The samples of the pieces, in order.
+
+        Raises:
+            ValueError: if an id is outside its table, a label is not 0 or 1, or a dense value is
+                not finite; the message names the chunk and the sample.
+            ArtifactError: if a chunk is missing or damaged.
+        """
+        blocks = [self._block(piece.chunk) for piece in pieces]
+        # Plain indexing beats numpy.take on these sizes, and concatenating one piece is a copy.
+        label = _join(
+            [block.label[piece.rows] for block, piece in zip(blocks, pieces, strict=True)]
+        )
+        dense = _join(
+            [block.dense[piece.rows] for block, piece in zip(blocks, pieces, strict=True)]
+        )
+        self._check_numbers(label, dense, pieces)
+        if self._is_one_hot:
+            values, lengths = self._one_hot(blocks, pieces, label.size)
+        else:
+            values, lengths = self._jagged(blocks, pieces)
+        return Gathered(label, dense, values, lengths)
+
+    def _block(self, chunk: int) -> Block:
+        if chunk not in self._open:
+            self._open[chunk] = self._dataset.block(self._split, chunk)
+            if len(self._open) > _OPEN_CHUNKS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(chunk)
+        return self._open[chunk]
+
+    def _one_hot(
+        self, blocks: Sequence[Block], pieces: Sequence[Piece], num_samples: int
+    ) -> tuple[Rows, npt.NDArray[np.int32]]:
+        values_FB = np.empty((len(self._features), num_samples), np.int64)
+        for index, feature in enumerate(self._features):
+            start = 0
+            for block, piece in zip(blocks, pieces, strict=True):
+                ids = block.features[feature.name]
+                assert not isinstance(ids, Jagged)
+                values_FB[index, start : start + piece.rows.size] = ids[piece.rows]
+                start += piece.rows.size
+        # Seen as unsigned, a negative id is a huge one: one comparison checks both ends.
+        largest = values_FB.view(np.uint64).max(axis=1, initial=0)
+        for position in np.nonzero(largest >= self._num_rows.view(np.uint64))[0].tolist():
+            lengths = np.ones(num_samples, np.int64)
+            self._refuse_id(self._features[position], values_FB[position], lengths, pieces)
+        return values_FB.reshape(-1), np.ones(values_FB.size, np.int32)
+
+    def _jagged(
+        self, blocks: Sequence[Block], pieces: Sequence[Piece]
+    ) -> tuple[Rows, npt.NDArray[np.int32]]:
+        all_values = []
+        all_lengths = []
+        for feature, num_rows in zip(self._features, self._num_rows, strict=True):
+            bags = [
+                gather_bags(block.features[feature.name], piece.rows)
+                for block, piece in zip(blocks, pieces, strict=True)
+            ]
+            values = _join([values for values, _ in bags])
+            lengths = _join([lengths for _, lengths in bags])
+            if values.size and int(values.view(np.uint64).max()) >= num_rows:
+                self._refuse_id(feature, values, lengths, pieces)
+            all_values.append(values)
+            all_lengths.append(lengths)
+        return np.concatenate(all_values), np.concatenate(all_lengths).astype(np.int32)
+
+    def _refuse_id(
+        self, feature: Feature, values: Rows, lengths: Rows, pieces: Sequence[Piece]
+    ) -> None:
+        num_rows = self._dataset.schema.table(feature.table).num_rows
+        at = int(np.nonzero((values < 0) | (values >= num_rows))[0][0])
+        sample = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        raise ValueError(
+            f"table {feature.table}: expected rows in 0..{num_rows - 1}, got row {values[at]} in "
+            f"feature {feature.name} ({self._place(sample, pieces)}). Prepare the dataset again."
+        )
+
+    def _check_numbers(self, label: Floats, dense: Floats, pieces: Sequence[Piece]) -> None:
+        bad = np.nonzero((label != 0) & (label != 1))[0]
+        if bad.size:
+            raise ValueError(
+                f"label: expected 0 or 1, got {label[bad[0]]} "
+                f"({self._place(int(bad[0]), pieces)}). Prepare the dataset again."
+            )
+        # The sum is finite only if all terms are, but may overflow: then look at each.
+        if not np.isfinite(dense.sum(dtype=np.float64)):
+            sample, column = np.argwhere(~np.isfinite(dense))[0]
+            raise ValueError(
+                f"dense column {self._dataset.schema.dense[column]}: expected a finite number, got "
+                f"{dense[sample, column]} ({self._place(int(sample), pieces)}). "
+                "Prepare the dataset again."
+            )
+
+    def _place(self, sample: int, pieces: Sequence[Piece]) -> str:
+        for piece in pieces:
+            if sample < piece.rows.size:
+                file = self._dataset.chunks(self._split)[piece.chunk].file
+                return f"chunk {file}, sample {piece.rows[sample]}"
+            sample -= piece.rows.size
+        raise AssertionError(f"sample {sample} is in none of {len(pieces)} pieces")
+
+
+def _join(parts: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def gather_bags(ids: Integers | Jagged, samples: Rows) -> tuple[Rows, Rows]:
+    """The bags of some samples, laid end to end.
+
+    Args:
+        ids: all ids of one feature; one-hot ids are bags of one.
+        samples: int64 (B,).
+
+    Returns:
+        values int64 (K,) and lengths int64 (B,).
+    """
+    if not isinstance(ids, Jagged):
+        return ids[samples].astype(np.int64), np.ones(samples.size, np.int64)
+    starts = ids.offsets[samples].astype(np.int64)
+    lengths = ids.offsets[samples + 1].astype(np.int64) - starts
+    ends = np.cumsum(lengths)
+    # Position k of the output lies (k - start of its bag) into a bag that starts at `starts`.
+    positions = np.arange(int(ends[-1]) if ends.size else 0) + np.repeat(
+        starts - (ends - lengths), lengths
+    )
+    return ids.values[positions].astype(np.int64), lengths

@@ -1,0 +1,262 @@
+"""The loader: prepared chunks -> ``hotrec.batch.Batch``, per rank, in worker processes.
+
+Every rank takes the same number of steps; nothing is lost or seen twice in an epoch. Worker k of n
+makes steps k, k + n, ..., and the loader takes them in turn, so the order of batches does not
+depend on the number of workers. The position is one integer per worker; restoring it jumps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.batch import Batch
+from hotrec.data.chunks import Dataset
+from hotrec.data.gather import Gathered, Gatherer
+from hotrec.data.order import SampleOrder, num_steps_of
+
+# What becomes of the ids before they leave the worker, e.g. hotrec.routing's routing.
+Transform = Callable[[KeyedJaggedTensor], Any]
+
+
+def num_steps(
+    dataset: Dataset, split: str, batch_size: int, world_size: int, *, drop_last: bool = False
+) -> int:
+    """Steps of one epoch of a split, the same on every rank."""
+    return num_steps_of(dataset.num_samples(split), batch_size, world_size, drop_last=drop_last)
+
+
+def make_loader(
+    dataset_path: str | Path,
+    split: str,
+    *,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    seed: int = 0,
+    epochs: int | None = None,
+    shuffle: bool = True,
+    num_workers: int = 0,
+    transform: Transform | None = None,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    verify: str = "size",
+) -> StatefulDataLoader:
+    """Make one rank's loader of a split.
+
+    Args:
+        dataset_path: a prepared dataset.
+        split: "train", "valid" or "test".
+        batch_size: samples per rank and step.
+        rank: this rank.
+        world_size: number of ranks.
+        seed: of the shuffle; must be the same on all ranks.
+        epochs: passes over the split; None for no end.
+        shuffle: chunk order, and rows within a chunk, by (seed, epoch). Evaluate without.
+        num_workers: worker processes; 0 reads in this process.
+        transform: applied to the ids in the worker; picklable.
+        drop_last: leave out the last step of an epoch if it is not full.
+        pin_memory: copy batches into page-locked memory, for a GPU.
+        verify: "size", or "hash" to read every byte of the dataset first.
+
+    Returns:
+        a loader of ``Batch``; ``state_dict`` and ``load_state_dict`` give exact continuation with
+        the same number of workers.
+
+    Raises:
+        ValueError: if the split is empty or, with ``shuffle`` or ``drop_last``, holds fewer samples
+            than one global batch.
+        ArtifactError: if there is no whole dataset.
+    """
+    if batch_size < 1 or world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"loader: expected batch_size >= 1 and 0 <= rank < world_size, got "
+            f"batch_size {batch_size}, rank {rank}, world_size {world_size}."
+        )
+    dataset = Dataset.open(dataset_path, verify)
+    num_samples = dataset.num_samples(split)
+    # An evaluation may be smaller than a batch; training on less than one is a mistake.
+    needed = batch_size * world_size if shuffle or drop_last else 1
+    if num_samples < needed:
+        raise ValueError(
+            f"dataset {dataset_path} split {split}: expected at least {needed} samples "
+            f"(batch size {batch_size} on {world_size} ranks), got {num_samples}. "
+            "Choose a smaller batch, fewer ranks or more data."
+        )
+    batches = Batches(
+        dataset,
+        split,
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        epochs=epochs,
+        shuffle=shuffle,
+        transform=transform,
+        drop_last=drop_last,
+    )
+    return StatefulDataLoader(
+        batches,
+        batch_size=None,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=False,
+        worker_init_fn=_leave_sigterm_to_rank,
+    )
+
+
+def _leave_sigterm_to_rank(worker: int) -> None:
+    """End a worker on its rank's SIGTERM and on nobody else's.
+
+    torchrun sends SIGTERM to a rank's whole process group, and the rank still needs batches to stop
+    in order. But multiprocessing ends the workers that are left at exit by SIGTERM and waits for
+    them, so they must not simply ignore it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    rank = os.getppid()
+
+    def wait_for_rank() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait_for_rank, name="sigterm", daemon=True).start()
+
+
+class Batches(IterableDataset[Batch]):
+    """The batches of one rank; arguments as in ``make_loader``."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: str,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        epochs: int | None,
+        shuffle: bool,
+        transform: Transform | None,
+        drop_last: bool,
+    ) -> None:
+        self.dataset = dataset
+        self.split = split
+        self.transform = transform
+        self.steps_per_epoch = num_steps(
+            dataset, split, batch_size, world_size, drop_last=drop_last
+        )
+        self.num_steps = None if epochs is None else epochs * self.steps_per_epoch
+        self.order = SampleOrder(
+            [chunk.num_samples for chunk in dataset.chunks(split)],
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            shuffle=shuffle,
+        )
+        # What a checkpoint's position means; continuing under another one would lose samples.
+        self.identity = {
+            "dataset": dataset.artifact.content_hash,
+            "split": split,
+            "batch_size": batch_size,
+            "world_size": world_size,
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+        }
+
+    def __iter__(self) -> BatchIterator:
+        info = get_worker_info()
+        if info is None:
+            return BatchIterator(self, first_step=0, stride=1)
+        return BatchIterator(self, first_step=info.id, stride=info.num_workers)
+
+
+class BatchIterator(Iterator[Batch]):
+    """One worker's batches: ``first_step``, ``first_step + stride``, and so on."""
+
+    def __init__(self, batches: Batches, *, first_step: int, stride: int) -> None:
+        self._batches = batches
+        self._gatherer = Gatherer(batches.dataset, batches.split)
+        self._next_step = first_step
+        self._stride = stride
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches.num_steps is not None and self._next_step >= self._batches.num_steps:
+            raise StopIteration
+        batch = self._build(self._next_step)
+        self._next_step += self._stride
+        return batch
+
+    def _build(self, step: int) -> Batch:
+        epoch, step_in_epoch = divmod(step, self._batches.steps_per_epoch)
+        order = self._batches.order
+        pieces = order.pieces(epoch, step_in_epoch)
+        schema = self._batches.dataset.schema
+        if pieces:
+            gathered = self._gatherer.read(pieces)
+            weights = np.ones(gathered.label.size, np.float32)
+        else:
+            gathered = _padding_sample(len(schema.dense), len(schema.features))
+            weights = np.zeros(1, np.float32)
+        sparse = KeyedJaggedTensor(
+            keys=list(schema.feature_names),
+            values=torch.from_numpy(gathered.values),
+            lengths=torch.from_numpy(gathered.lengths),
+            stride=gathered.label.size,
+        )
+        return Batch(
+            dense=torch.from_numpy(gathered.dense),
+            sparse=self._batches.transform(sparse) if self._batches.transform else sparse,
+            labels=torch.from_numpy(gathered.label),
+            weights=torch.from_numpy(weights),
+            num_global_samples=order.num_global_samples(step_in_epoch),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "next_step": self._next_step,
+            "stride": self._stride,
+            "identity": self._batches.identity,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Jump to a saved position.
+
+        Raises:
+            ValueError: if the position belongs to another dataset, batch size, number of ranks or
+                workers, or seed.
+        """
+        mine = {**self._batches.identity, "num_workers": self._stride}
+        theirs = {**state["identity"], "num_workers": state["stride"]}
+        for key, value in mine.items():
+            if theirs[key] != value:
+                raise ValueError(
+                    f"loader state {key}: expected {value!r}, got {theirs[key]!r}. Resume with the "
+                    "settings of the run that saved it, or start anew."
+                )
+        self._next_step = int(state["next_step"])
+
+
+def _padding_sample(num_dense: int, num_features: int) -> Gathered:
+    """One sample with empty bags, for a rank without samples in the last step of an epoch."""
+    return Gathered(
+        label=np.zeros(1, np.float32),
+        dense=np.zeros((1, num_dense), np.float32),
+        values=np.empty(0, np.int64),
+        lengths=np.zeros(num_features, np.int32),
+    )

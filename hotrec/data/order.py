@@ -1,0 +1,124 @@
+"""The order of samples: a pure function of (seed, epoch, chunk sizes).
+
+An epoch is the chunks in a shuffled order, each with its rows shuffled. Step s of the epoch covers
+samples [s * G, (s + 1) * G) of that order, G = batch_size * world_size, and rank r takes the r-th
+slice of it; so the number of ranks does not change the global batches. The last step holds what is
+left, split as evenly as possible. No state: any step can be asked for directly. Numpy only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotrec.types import Rows
+
+# A batch spans few chunks; the permutations of those it left are not needed again.
+_CACHED_PERMUTATIONS = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a batch: rows of one chunk, int64, in the order they are to be read."""
+
+    chunk: int
+    rows: Rows
+
+
+def num_steps_of(
+    num_samples: int, batch_size: int, world_size: int, *, drop_last: bool = False
+) -> int:
+    """Steps of one epoch, the same on every rank."""
+    global_batch = batch_size * world_size
+    return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
+
+
+class SampleOrder:
+    """Which samples a rank reads in which step.
+
+    Args:
+        chunk_sizes: samples of each chunk.
+        batch_size: samples per rank and step.
+        rank: this rank.
+        world_size: number of ranks.
+        seed: another seed, another order.
+        shuffle: without it, samples come in the order of the files.
+    """
+
+    def __init__(
+        self,
+        chunk_sizes: Sequence[int],
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self._sizes = np.asarray(chunk_sizes, np.int64)
+        self.num_samples = int(self._sizes.sum())
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._chunk_order = np.arange(self._sizes.size)
+        self._bounds = np.zeros(1, np.int64)
+        self._permutations: OrderedDict[tuple[int, int], Rows] = OrderedDict()
+
+    def num_global_samples(self, step: int) -> int:
+        """Samples of a step over all ranks."""
+        global_batch = self._batch_size * self._world_size
+        return min(global_batch, self.num_samples - step * global_batch)
+
+    def pieces(self, epoch: int, step: int) -> list[Piece]:
+        """What this rank reads in a step; empty if the epoch's last step has nothing for it."""
+        self._enter_epoch(epoch)
+        global_batch = self._batch_size * self._world_size
+        start = step * global_batch
+        size = self.num_global_samples(step)
+        # Equal shares in full steps; in the last one the first ranks hold one sample more.
+        share, extra = divmod(size, self._world_size)
+        first = start + self._rank * share + min(self._rank, extra)
+        last = first + share + (1 if self._rank < extra else 0)
+        return self._pieces_between(epoch, first, last)
+
+    def _pieces_between(self, epoch: int, first: int, last: int) -> list[Piece]:
+        pieces = []
+        position = int(np.searchsorted(self._bounds, first, side="right")) - 1
+        while first < last:
+            begin, end = int(self._bounds[position]), int(self._bounds[position + 1])
+            until = min(last, end)
+            if until > first:
+                chunk = int(self._chunk_order[position])
+                rows = self._rows_of(epoch, chunk)[first - begin : until - begin]
+                pieces.append(Piece(chunk, rows))
+            first = until
+            position += 1
+        return pieces
+
+    def _enter_epoch(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        if self._shuffle:
+            rng = np.random.default_rng([self._seed, epoch])
+            self._chunk_order = rng.permutation(self._sizes.size)
+        sizes = self._sizes[self._chunk_order]
+        self._bounds = np.concatenate([[0], np.cumsum(sizes)])
+        self._epoch = epoch
+
+    def _rows_of(self, epoch: int, chunk: int) -> Rows:
+        size = int(self._sizes[chunk])
+        if not self._shuffle:
+            return np.arange(size)
+        key = (epoch, chunk)
+        if key not in self._permutations:
+            rng = np.random.default_rng([self._seed, epoch, chunk + 1])
+            self._permutations[key] = rng.permutation(size)
+            if len(self._permutations) > _CACHED_PERMUTATIONS:
+                self._permutations.popitem(last=False)
+        return self._permutations[key]

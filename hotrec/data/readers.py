@@ -1,0 +1,330 @@
+"""Readers: the files of a log -> blocks of raw columns, checked, whatever the format.
+
+A sample that cannot be read is an error that names the file and the line, or is left out and
+counted, as the specification says. Memory is bounded by the block, not by the file.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hotrec.data import text
+from hotrec.data.columns import (
+    Numbers,
+    RawBlock,
+    RawColumn,
+    Texts,
+    lists_from_arrow,
+    numbers_from_arrow,
+    numbers_from_texts,
+    texts_from_arrow,
+)
+from hotrec.data.spec import CRITEO_COLUMNS, OnBadLine, SourceFormat
+from hotrec.types import Rows
+
+_SUFFIXES = {
+    SourceFormat.parquet: (".parquet", ".pq"),
+    SourceFormat.arrow: (".arrow", ".feather", ".ipc"),
+}
+_ROWS_PER_BLOCK = 131_072
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be read of the log.
+
+    Args:
+        texts: columns whose values are ids (lists, if the file has lists there).
+        numbers: columns whose values are numbers. A column may be in both; its numbers are then
+            ``numbers_name(column)`` in the block.
+        label: the number column that must be 0 or 1.
+        required: number columns that must not be missing, besides the label.
+    """
+
+    texts: tuple[str, ...]
+    numbers: tuple[str, ...]
+    label: str | None = None
+    required: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LogFormat:
+    """How the files of a log or a side table are stored; see ``hotrec.data.spec.SourceSpec``."""
+
+    format: SourceFormat
+    separator: str = "\t"
+    null_values: tuple[str, ...] = ("",)
+    on_bad_line: OnBadLine = OnBadLine.error
+    block_bytes: int = 8 << 20
+
+
+def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "files") -> list[Path]:
+    """The files that paths, directories and patterns stand for, in order.
+
+    Raises:
+        ValueError: if one of them stands for no file.
+    """
+    files: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            suffixes = _SUFFIXES.get(log_format)
+            found = [
+                file
+                for file in sorted(path.iterdir())
+                if file.is_file()
+                and not file.name.startswith((".", "_"))
+                and (suffixes is None or file.suffix in suffixes)
+            ]
+        elif path.exists():
+            found = [path]
+        else:
+            found = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+            found = [file for file in found if file.is_file()]
+        if not found:
+            raise ValueError(
+                f"{key}: expected files of format {log_format.name} at {pattern!r} "
+                f"(current directory {Path.cwd()}), got none."
+            )
+        files += found
+    return files
+
+
+def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
+    """The columns that a file has.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    match log_format.format:
+        case SourceFormat.criteo:
+            return CRITEO_COLUMNS
+        case SourceFormat.delimited:
+            return text.read_header(path, log_format.separator)
+        case SourceFormat.parquet:
+            return tuple(_open_parquet(path).schema_arrow.names)
+        case SourceFormat.arrow:
+            return tuple(_open_arrow(path).schema.names)
+
+
+def count_samples(path: Path, log_format: LogFormat) -> int:
+    """Lines or rows of a file, bad ones included, without parsing it."""
+    match log_format.format:
+        case SourceFormat.criteo:
+            return text.count_lines(path)
+        case SourceFormat.delimited:
+            return text.count_lines(path) - 1
+        case SourceFormat.parquet:
+            return int(_open_parquet(path).metadata.num_rows)
+        case SourceFormat.arrow:
+            return sum(batch.num_rows for batch in _arrow_batches(path))
+
+
+def read_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[RawBlock]:
+    """The samples of one file, in order, in blocks.
+
+    Raises:
+        ValueError: for a file that is empty, damaged or lacks a column, and, unless bad lines are
+            skipped, for a sample that cannot be read; the message names the file and the line.
+    """
+    names = column_names(path, log_format)
+    missing = [name for name in (*wanted.texts, *wanted.numbers) if name not in names]
+    if missing:
+        raise ValueError(
+            f"{path}: expected the columns {missing}, got {list(names)}. "
+            "Correct the columns of the specification."
+        )
+    if log_format.format in (SourceFormat.criteo, SourceFormat.delimited):
+        blocks = _text_blocks(path, log_format, wanted, names)
+    else:
+        blocks = _table_blocks(path, log_format, wanted)
+    for block in blocks:
+        yield _checked(block, path, wanted, log_format.on_bad_line)
+
+
+def numbers_name(column: str) -> str:
+    """The name under which a block holds the numbers of a column that is also read as text."""
+    return f"{column}@number"
+
+
+def numbers_of(block: RawBlock, column: str) -> Numbers:
+    """The numbers of a column that was asked for as numbers."""
+    found = block.columns.get(numbers_name(column), block.columns.get(column))
+    if not isinstance(found, Numbers):
+        raise AssertionError(f"column {column}: asked for numbers, holds {type(found)}")
+    return found
+
+
+def _text_blocks(
+    path: Path, log_format: LogFormat, wanted: Wanted, names: tuple[str, ...]
+) -> Iterator[RawBlock]:
+    is_delimited = log_format.format is SourceFormat.delimited
+    types = {name: text.NUMBER for name in wanted.numbers}
+    types.update({name: text.TEXT for name in wanted.texts})
+    layout = text.Layout(
+        names, log_format.separator, is_delimited, tuple(log_format.null_values), types
+    )
+    for lines in text.read_lines(path, log_format.block_bytes, has_header=is_delimited):
+        table = text.parse(lines, layout)
+        numbers = np.arange(lines.first_line, lines.first_line + lines.num_lines)
+        num_skipped = 0
+        if table is None:
+            table, numbers = _parse_around_bad_lines(path, lines, layout, log_format.on_bad_line)
+            num_skipped = lines.num_lines - numbers.size
+        yield RawBlock(numbers, _columns(table, wanted, path, numbers), num_skipped)
+
+
+def _parse_around_bad_lines(
+    path: Path, lines: text.Lines, layout: text.Layout, on_bad_line: OnBadLine
+) -> tuple[pa.Table, Rows]:
+    bad = text.find_bad_lines(lines, layout)
+    if bad and on_bad_line is OnBadLine.error:
+        raise _bad_line_error(path, bad[0].number, bad[0].expected, bad[0].got)
+    kept, numbers = text.without_lines(lines, bad)
+    if not numbers:
+        empty = {name: pa.array([], kind) for name, kind in layout.wanted.items()}
+        return pa.table(empty), np.empty(0, np.int64)
+    table = text.parse(kept, layout)
+    if table is None:
+        raise ValueError(
+            f"{path} lines {numbers[0]} to {numbers[-1]}: expected {len(layout.names)} columns "
+            f"separated by {layout.separator!r}, got lines that pyarrow cannot parse. "
+            "Look for stray quotes and carriage returns."
+        )
+    return table, np.array(numbers, np.int64)
+
+
+def _open_parquet(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: expected a Parquet file, got {error}.") from error
+
+
+def _open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
+    try:
+        source = pa.memory_map(str(path))
+        try:
+            return pa.ipc.open_file(source)
+        except pa.ArrowInvalid:
+            source.seek(0)
+            return pa.ipc.open_stream(source)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: expected an Arrow IPC file or stream, got {error}.") from error
+
+
+def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    reader = _open_arrow(path)
+    if isinstance(reader, pa.RecordBatchFileReader):
+        yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+    else:
+        yield from reader
+
+
+def _batches(path: Path, log_format: LogFormat, names: list[str]) -> Iterator[pa.RecordBatch]:
+    if log_format.format is SourceFormat.parquet:
+        yield from _open_parquet(path).iter_batches(_ROWS_PER_BLOCK, columns=names)
+        return
+    for batch in _arrow_batches(path):
+        for start in range(0, batch.num_rows, _ROWS_PER_BLOCK):
+            yield batch.select(names).slice(start, _ROWS_PER_BLOCK)
+
+
+def _table_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[RawBlock]:
+    names = list(dict.fromkeys((*wanted.texts, *wanted.numbers)))
+    number = 1
+    try:
+        for batch in _batches(path, log_format, names):
+            if batch.num_rows == 0:
+                continue
+            numbers = np.arange(number, number + batch.num_rows)
+            yield RawBlock(numbers, _columns(batch, wanted, path, numbers), 0)
+            number += batch.num_rows
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: expected a whole file, got {error}. Fetch it again.") from error
+    if number == 1:
+        raise ValueError(f"{path}: expected rows, got none. Remove the empty file from the list.")
+
+
+def _columns(
+    table: pa.Table | pa.RecordBatch,
+    wanted: Wanted,
+    path: Path,
+    numbers: Rows,
+) -> dict[str, RawColumn]:
+    columns: dict[str, RawColumn] = {}
+    for name in dict.fromkeys((*wanted.texts, *wanted.numbers)):
+        column = table.column(name)
+        try:
+            columns.update(_column(name, column, wanted))
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise ValueError(
+                f"{path} lines {numbers[0]} to {numbers[-1]}: expected "
+                f"{'numbers' if name in wanted.numbers else 'ids'} in column {name}, "
+                f"got {error}."
+            ) from error
+    return columns
+
+
+def _column(name: str, column: pa.ChunkedArray | pa.Array, wanted: Wanted) -> dict[str, RawColumn]:
+    if name not in wanted.texts:
+        return {name: numbers_from_arrow(column)}
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return {name: lists_from_arrow(column)}
+    texts = texts_from_arrow(column)
+    if name in wanted.numbers:
+        return {name: texts, numbers_name(name): numbers_from_texts(texts)}
+    return {name: texts}
+
+
+def _bad_line_error(path: Path, number: int, expected: str, got: str) -> ValueError:
+    return ValueError(
+        f"{path} line {number}: expected {expected}, got {got}. "
+        "Mend the line, or set on_bad_line=skip to leave such lines out."
+    )
+
+
+def _checked(block: RawBlock, path: Path, wanted: Wanted, on_bad_line: OnBadLine) -> RawBlock:
+    """Refuse or leave out samples with a label or number that cannot be used."""
+    is_bad = np.zeros(len(block), bool)
+    for name in wanted.numbers:
+        values = numbers_of(block, name).values
+        if name == wanted.label:
+            is_bad_here = (values != 0) & (values != 1)
+            expected = "a label of 0 or 1"
+        elif name in wanted.required:
+            is_bad_here = ~(np.abs(values) <= _LARGEST)
+            expected = "a finite number"
+        else:
+            is_bad_here = np.abs(values) > _LARGEST
+            expected = "a finite number or nothing"
+        if is_bad_here.any() and on_bad_line is OnBadLine.error:
+            at = int(np.argmax(is_bad_here))
+            got = "nothing or NaN" if np.isnan(values[at]) else f"{values[at]}"
+            texts = block.columns[name]
+            if isinstance(texts, Texts) and texts.codes[at] >= 0:
+                got = repr(texts.values[int(texts.codes[at])].as_py())
+            expected = f"{expected} in column {name}"
+            raise _bad_line_error(path, int(block.numbers[at]), expected, got)
+        is_bad |= is_bad_here
+    if not is_bad.any():
+        return block
+    return keep_samples(block, ~is_bad)
+
+
+def keep_samples(block: RawBlock, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> RawBlock:
+    """The block without the samples that are not kept; they count as skipped."""
+    columns: dict[str, RawColumn] = {
+        name: column.keep(kept) for name, column in block.columns.items()
+    }
+    num_skipped = block.num_skipped + int((~kept).sum())
+    return RawBlock(block.numbers[kept], columns, num_skipped)

@@ -1,0 +1,256 @@
+"""Synthetic logs: Zipf popularity per table, multi-hot, drift, labels that can be learned.
+
+Which rows are popular is known in advance and stored with the dataset, so that a profile and a
+partition have exact expected answers. Everything is a pure function of the specification, drawn
+piece by piece: memory is a few numbers per row of the tables and one piece of samples. Numpy only.
+
+The model: in period p, table t is read by popularity rank k with probability ~ k ** -exponent, and
+``row_of_rank[t]`` says which row holds that rank (row 0, for out-of-vocabulary ids, none). Each row
+has a latent effect; the logit is a weighted sum of the bags' effects and of the dense columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from hotrec.artifact import Artifact, scratch_directory
+from hotrec.data.chunks import SPLITS, Block, ChunkWriter, Integers, Jagged, commit_dataset
+from hotrec.data.spec import SyntheticSpec, check_synthetic_spec
+from hotrec.types import Feature, Rows, Schema, Table
+
+# Samples drawn at once. Part of the definition of the data: another value, other samples.
+_PIECE = 65_536
+_DENSE_SHARE = 0.25  # of the logit's variance
+# Streams of random numbers that must not repeat each other.
+_EFFECTS, _PERMUTATIONS, _SAMPLES, _DENSE_WEIGHTS = range(4)
+
+Float64s = npt.NDArray[np.float64]
+
+
+class _ZipfTable:
+    """Draws rows of one table: Zipf over ranks, a permutation from rank to row."""
+
+    def __init__(self, spec: SyntheticSpec, index: int) -> None:
+        self._spec = spec
+        self._index = index
+        num_ranks = spec.num_rows[index] - 1
+        weights = np.arange(1, num_ranks + 1, dtype=np.float64) ** -spec.zipf_exponent
+        self._cumulative = np.cumsum(weights / weights.sum())
+        # Rounding must not leave a gap above the last rank.
+        self._cumulative[-1] = 1.0
+        self._permutation_rng = np.random.default_rng([spec.seed, _PERMUTATIONS, index])
+        if spec.rows_by_popularity:
+            ranks = np.arange(num_ranks)
+        else:
+            ranks = self._permutation_rng.permutation(num_ranks)
+        self.row_of_rank: Rows = ranks.astype(np.int64) + 1
+        rng = np.random.default_rng([spec.seed, _EFFECTS, index])
+        self.effects = rng.standard_normal(num_ranks + 1)
+        # One row may serve a fifth of the lookups: without this its effect alone would set the
+        # click rate. Mean 0 and variance 1 over lookups, not over rows.
+        share = np.diff(self._cumulative, prepend=0.0)
+        of_rank = self.effects[self.row_of_rank]
+        self.effects -= share @ of_rank
+        deviation = math.sqrt(share @ np.square(self.effects[self.row_of_rank]))
+        self.effects /= max(deviation, 1e-12)
+
+    def drift(self) -> None:
+        """Begin the next period: some ranks, popular and unpopular alike, swap their rows."""
+        num_ranks = self.row_of_rank.size
+        num_moved = round(self._spec.drift_frac * num_ranks)
+        if num_moved < 2:
+            return
+        moved = self._permutation_rng.choice(num_ranks, num_moved, replace=False)
+        # One cycle through the chosen ranks: every one of them really gets another row.
+        self.row_of_rank[moved] = self.row_of_rank[np.roll(moved, 1)]
+
+    def draw(self, rng: np.random.Generator, num_ids: int) -> Rows:
+        ranks = np.searchsorted(self._cumulative, rng.random(num_ids), side="right")
+        # random() < 1 and the last bound is 1, so a rank beyond the end cannot come up.
+        return self.row_of_rank[ranks]
+
+
+def synthetic_schema(spec: SyntheticSpec) -> Schema:
+    """Tables ``t0, t1, ...`` read by features ``c0, c1, ...``, dense columns ``d0, d1, ...``."""
+    lengths = _mean_lengths(spec)
+    return Schema(
+        dense=tuple(f"d{index}" for index in range(spec.num_dense)),
+        features=tuple(
+            Feature(f"c{index}", f"t{index}", is_multi_hot=length != 1.0)
+            for index, length in enumerate(lengths)
+        ),
+        tables=tuple(Table(f"t{index}", num_rows) for index, num_rows in enumerate(spec.num_rows)),
+    )
+
+
+def _mean_lengths(spec: SyntheticSpec) -> list[float]:
+    if len(spec.mean_lengths) == len(spec.num_rows):
+        return list(spec.mean_lengths)
+    return (spec.mean_lengths or [1.0]) * len(spec.num_rows)
+
+
+class SyntheticLog:
+    """The samples of a specification, in order of time.
+
+    Args:
+        spec: the specification.
+    """
+
+    def __init__(self, spec: SyntheticSpec) -> None:
+        check_synthetic_spec(spec)
+        self.spec = spec
+        self.num_samples = spec.num_train + spec.num_valid + spec.num_test
+        self._mean_lengths = _mean_lengths(spec)
+        self._tables = [_ZipfTable(spec, index) for index in range(len(spec.num_rows))]
+        rng = np.random.default_rng([spec.seed, _DENSE_WEIGHTS])
+        weights = rng.standard_normal(spec.num_dense)
+        self._dense_weights = weights / max(float(np.linalg.norm(weights)), 1e-12)
+        self._period = 0
+        self.hot_rows: list[list[Rows]] = []
+        self._record_hot_rows()
+
+    def _record_hot_rows(self) -> None:
+        top = self.spec.num_hot_recorded
+        self.hot_rows.append([table.row_of_rank[:top].copy() for table in self._tables])
+
+    def blocks(self) -> Iterator[Block]:
+        """All samples, once; ``hot_rows[p][t]`` is filled as the periods go by."""
+        for piece, (first, last, period) in enumerate(self._pieces()):
+            while self._period < period:
+                for table in self._tables:
+                    table.drift()
+                self._period += 1
+                self._record_hot_rows()
+            yield self._draw(np.random.default_rng([self.spec.seed, _SAMPLES, piece]), last - first)
+
+    def _pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(first sample, last sample, period): no piece crosses a period or a split."""
+        spec = self.spec
+        period_ends = [
+            (period + 1) * self.num_samples // spec.num_periods
+            for period in range(spec.num_periods)
+        ]
+        split_ends = [spec.num_train, spec.num_train + spec.num_valid, self.num_samples]
+        first, period = 0, 0
+        while first < self.num_samples:
+            while period_ends[period] <= first:
+                period += 1
+            bounds = [end for end in (*split_ends, period_ends[period]) if end > first]
+            last = min(first + _PIECE, *bounds)
+            yield first, last, period
+            first = last
+
+    def _draw(self, rng: np.random.Generator, num_samples: int) -> Block:
+        spec = self.spec
+        dense = rng.standard_normal((num_samples, spec.num_dense), np.float32)
+        features: dict[str, Integers | Jagged] = {}
+        effect = np.zeros(num_samples)
+        for index, (table, mean) in enumerate(zip(self._tables, self._mean_lengths, strict=True)):
+            if mean == 1.0:
+                rows = table.draw(rng, num_samples)
+                features[f"c{index}"] = rows
+                effect += table.effects[rows]
+            else:
+                bags = _draw_bags(rng, table, mean, num_samples)
+                features[f"c{index}"] = bags
+                effect += _mean_effects(table, bags)
+        dense_share = _DENSE_SHARE if spec.num_dense else 0.0
+        logit = effect * math.sqrt((1 - dense_share) / len(self._tables))
+        logit += (dense @ self._dense_weights) * math.sqrt(dense_share)
+        bias = _bias_for(spec.click_rate, spec.signal)
+        clicked = rng.random(num_samples) < 1 / (1 + np.exp(-(bias + spec.signal * logit)))
+        return Block(clicked.astype(np.float32), dense, features)
+
+
+def _draw_bags(
+    rng: np.random.Generator, table: _ZipfTable, mean: float, num_samples: int
+) -> Jagged:
+    lengths = rng.poisson(mean, num_samples)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Jagged(table.draw(rng, int(offsets[-1])), offsets)
+
+
+def _mean_effects(table: _ZipfTable, bags: Jagged) -> Float64s:
+    lengths = np.diff(bags.offsets)
+    owner = np.repeat(np.arange(lengths.size), lengths)
+    sums = np.bincount(owner, table.effects[bags.values], minlength=lengths.size)
+    # The root keeps the variance of a bag's effect at one, whatever its length.
+    scaled: Float64s = sums / np.sqrt(np.maximum(lengths, 1))
+    return scaled
+
+
+def _bias_for(click_rate: float, signal: float) -> float:
+    """The bias b with E[sigmoid(b + signal * z)] about ``click_rate``, z standard normal.
+
+    Uses sigmoid(x) ~ Phi(x / 1.702), whose mean over a normal x has a closed form.
+    """
+    return math.log(click_rate / (1 - click_rate)) * math.sqrt(1 + (signal / 1.702) ** 2)
+
+
+def write_synthetic(
+    spec: SyntheticSpec, output: str | Path, *, show_progress: bool | None = None
+) -> Artifact:
+    """Draw a synthetic log and write it as a dataset.
+
+    Besides the chunks it writes ``popularity/<table>.npy``: int64 (periods, top), the most popular
+    rows of each period in falling order; the manifest names the first ones of the first period.
+
+    Args:
+        spec: the specification.
+        output: directory of the dataset; replaced if one is there.
+        show_progress: True or False; None shows it on a terminal.
+
+    Returns:
+        the committed dataset.
+
+    Raises:
+        ValueError: if the specification is invalid.
+    """
+    log = SyntheticLog(spec)
+    schema = synthetic_schema(spec)
+    ends = {
+        "train": spec.num_train,
+        "valid": spec.num_train + spec.num_valid,
+        "test": log.num_samples,
+    }
+    with scratch_directory(Path(output)) as scratch:
+        writers = {
+            split: ChunkWriter(scratch, split, schema, spec.rows_per_chunk) for split in SPLITS
+        }
+        disable = None if show_progress is None else not show_progress
+        position = 0
+        with tqdm(
+            total=log.num_samples,
+            desc="synthetic",
+            unit=" samples",
+            unit_scale=True,
+            disable=disable,
+        ) as progress:
+            for block in log.blocks():
+                split = next(name for name in SPLITS if position < ends[name])
+                writers[split].write(block)
+                position += len(block)
+                progress.update(len(block))
+        splits = {split: writer.close() for split, writer in writers.items()}
+        _write_popularity(scratch, log)
+        source = {
+            "format": "synthetic",
+            "spec": vars(spec),
+            "hot_rows": {
+                f"t{index}": rows[:100].tolist() for index, rows in enumerate(log.hot_rows[0])
+            },
+        }
+        return commit_dataset(scratch, Path(output), schema, splits, source)
+
+
+def _write_popularity(scratch: Path, log: SyntheticLog) -> None:
+    directory = scratch / "popularity"
+    directory.mkdir()
+    for index in range(len(log.spec.num_rows)):
+        np.save(directory / f"t{index}.npy", np.stack([rows[index] for rows in log.hot_rows]))

@@ -1,0 +1,201 @@
+"""From texts to rows: exact counts merged over blocks and ranks, vocabularies, hashing.
+
+Counts are kept in arrays (24 bytes and the text per different value), never as Python objects. Rows
+are numbered by the hash of the value, not by frequency: a row-wise shard is a range of rows, and
+with popular values first one rank would serve nearly all lookups. The same order makes the
+vocabulary its own index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hotrec.data.chunks import write_arrow
+from hotrec.data.columns import Lists, Texts, one_array
+from hotrec.data.hashing import Hashes, HashIndex, hash_text
+from hotrec.types import Rows
+
+# Merging is worth its while only when enough has come together.
+_MIN_PENDING = 2_000_000
+
+_COUNTS_SCHEMA = pa.schema([("value", pa.large_string()), ("count", pa.int64())])
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Values with their counts.
+
+    Args:
+        hashes: uint64 (n,), hash of each value.
+        values: large_string array (n,).
+        counts: int64 (n,).
+    """
+
+    hashes: Hashes
+    values: pa.Array
+    counts: Rows
+
+    @staticmethod
+    def of(values: pa.Array, counts: Rows) -> Counted:
+        """Values with their counts; a value may come several times, no nulls."""
+        return Counted(hash_text(values), values.cast(pa.large_string()), counts)
+
+    @staticmethod
+    def from_table(table: pa.Table) -> Counted:
+        return Counted.of(one_array(table["value"]), table["count"].to_numpy())
+
+    def to_table(self) -> pa.Table:
+        return pa.table([self.values, pa.array(self.counts)], _COUNTS_SCHEMA)
+
+
+def _merged(parts: list[Counted]) -> Counted:
+    """Every hash once, rising, with the sum of its counts and one of its values."""
+    hashes = np.concatenate([part.hashes for part in parts])
+    order = np.argsort(hashes, kind="stable")
+    hashes = hashes[order]
+    starts = np.nonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]])[: hashes.size])[0]
+    counts = np.concatenate([part.counts for part in parts])[order]
+    values = pa.concat_arrays([part.values for part in parts]).take(pa.array(order[starts]))
+    totals = np.add.reduceat(counts, starts) if starts.size else counts
+    return Counted(hashes[starts], values, totals)
+
+
+class ValueCounter:
+    """Counts the values of one table; amortised O(log) per value added, memory O(values).
+
+    Values are told apart by their hash, as they are in a vocabulary.
+    """
+
+    def __init__(self) -> None:
+        self._merged = Counted.of(pa.array([], pa.large_string()), np.empty(0, np.int64))
+        self._pending: list[Counted] = []
+        self._num_pending = 0
+
+    def add(self, values: pa.Array, counts: npt.NDArray[np.int64]) -> None:
+        """Add counts; a value may come again and again, nulls and zeros are left out."""
+        is_counted = counts > 0
+        if values.null_count:
+            is_counted &= values.is_valid().to_numpy(zero_copy_only=False)
+        if not is_counted.all():
+            values, counts = values.filter(pa.array(is_counted)), counts[is_counted]
+        self.add_counted(Counted.of(values, counts))
+
+    def add_counted(self, part: Counted) -> None:
+        """Add the counts that another counter returned."""
+        self._pending.append(part)
+        self._num_pending += part.counts.size
+        # Geometric: each value takes part in O(log) merges.
+        if self._num_pending > max(_MIN_PENDING, self._merged.counts.size):
+            self._merge()
+
+    def counts(self) -> Counted:
+        """Each value once, by rising hash."""
+        self._merge()
+        return self._merged
+
+    def _merge(self) -> None:
+        if self._pending:
+            self._merged = _merged([self._merged, *self._pending])
+        self._pending = []
+        self._num_pending = 0
+
+
+def count_texts(texts: Texts, counter: ValueCounter) -> None:
+    """Count each sample's value."""
+    codes = texts.codes[texts.codes >= 0]
+    counter.add(texts.values, np.bincount(codes, minlength=len(texts.values)))
+
+
+def count_lists(lists: Lists, counter: ValueCounter) -> None:
+    """Count every item of each sample's list."""
+    times_read = np.bincount(lists.codes[lists.codes >= 0], minlength=lists.offsets.size - 1)
+    weights = np.repeat(times_read, np.diff(lists.offsets))
+    is_item = lists.items.codes >= 0
+    counts = np.bincount(
+        lists.items.codes[is_item], weights[is_item], minlength=len(lists.items.values)
+    )
+    counter.add(lists.items.values, counts.astype(np.int64))
+
+
+def build_vocabulary(counted: Counted, min_count: int) -> pa.Table:
+    """The values that get a row, in order of rows: the first one is row 1.
+
+    Args:
+        counted: each value once, by rising hash.
+        min_count: occurrences that earn a row.
+
+    Returns:
+        value and count, by rising hash. Should two values have the same hash, they share the row.
+    """
+    return counted.to_table().filter(pa.array(counted.counts >= min_count)).combine_chunks()
+
+
+def vocabulary_file(table: str) -> str:
+    """Where a dataset keeps the vocabulary of a table."""
+    return f"vocab/{table}.arrow"
+
+
+def write_vocabulary(directory: Path, table: str, vocabulary: pa.Table) -> None:
+    """Write a vocabulary as ``vocab/<table>.arrow``: row r holds the value of table row r + 1."""
+    path = directory / vocabulary_file(table)
+    path.parent.mkdir(exist_ok=True)
+    write_arrow(path, vocabulary)
+
+
+def read_vocabulary(directory: Path, table: str) -> pa.Table:
+    """Read what ``write_vocabulary`` wrote, memory-mapped."""
+    return pa.ipc.open_file(pa.memory_map(str(directory / vocabulary_file(table)))).read_all()
+
+
+class RowEncoder(Protocol):
+    """Turns texts into rows of one table."""
+
+    num_rows: int
+
+    def rows(self, values: pa.Array) -> Rows:
+        """int64 (n,): the row of each value, 0 for nulls."""
+        ...
+
+
+class VocabularyEncoder:
+    """Rows by vocabulary; what is not in it is row 0.
+
+    Args:
+        vocabulary: as ``build_vocabulary`` returns it.
+    """
+
+    def __init__(self, vocabulary: pa.Table) -> None:
+        self.num_rows = vocabulary.num_rows + 1
+        hashes = hash_text(one_array(vocabulary["value"]))
+        self._index = HashIndex(hashes)
+
+    def rows(self, values: pa.Array) -> Rows:
+        rows = self._index.positions(hash_text(values)) + 1
+        return _zero_nulls(rows, values)
+
+
+class HashEncoder:
+    """Rows by hashing: 1 + hash mod (num_rows - 1); no memory, and values may meet.
+
+    Args:
+        num_rows: rows of the table, row 0 for missing values included.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def rows(self, values: pa.Array) -> Rows:
+        rows = (hash_text(values) % np.uint64(self.num_rows - 1)).astype(np.int64) + 1
+        return _zero_nulls(rows, values)
+
+
+def _zero_nulls(rows: Rows, values: pa.Array) -> Rows:
+    if values.null_count:
+        rows[values.is_null().to_numpy(zero_copy_only=False)] = 0
+    return rows

@@ -1,0 +1,64 @@
+"""The click log that is shipped with the project, prepared as the quickstart does it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotrec.data.chunks import Dataset, Jagged
+from hotrec.data.prepare import prepare
+from tests.unit.data.test_conf_data import load
+
+ROOT = Path(__file__).parents[3]
+LOG = ROOT / "samples" / "kuairand_pure" / "log_standard_val_test.tsv.zst"
+
+pytestmark = pytest.mark.skipif(not LOG.exists(), reason=f"{LOG} is not there")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    source = load("kuairand").source
+    assert source is not None
+    source.files = [str(ROOT / file) for file in source.files]
+    for join in source.joins.values():
+        join.files = [str(ROOT / file) for file in join.files]
+    path = tmp_path_factory.mktemp("kuairand") / "dataset"
+    prepare(source, path, show_progress=False)
+    return Dataset.open(path)
+
+
+def test_split_by_day(dataset):
+    sizes = {split: dataset.num_samples(split) for split in ("train", "valid", "test")}
+    assert sizes == {"train": 198_895, "valid": 13_687, "test": 15_747}
+    assert sum(sizes.values()) == 228_329
+    clicks = dataset.artifact.content["source"]["num_clicks"]
+    assert sum(clicks.values()) / 228_329 == pytest.approx(0.442, abs=0.001)
+
+
+def test_history_and_video_share_a_table(dataset):
+    tables = {feature.name: feature.table for feature in dataset.schema.features}
+    assert tables["video_id"] == tables["watched"] == tables["watched_long"] == "video"
+    assert 6_000 < dataset.schema.table("video").num_rows < 7_584
+    block = dataset.block("train", 0)
+    watched = block.features["watched"]
+    assert isinstance(watched, Jagged)
+    lengths = np.diff(watched.offsets)
+    assert lengths.max() == 50
+    assert (lengths == 0).any()
+
+
+def test_values_are_sane(dataset):
+    for split in ("train", "valid", "test"):
+        for index in range(len(dataset.chunks(split))):
+            block = dataset.block(split, index)
+            assert np.isfinite(block.dense).all()
+            assert np.abs(block.dense).max() < 20
+    # No single column gives the label away.
+    block = dataset.block("valid", 0)
+    for name, ids in block.features.items():
+        if not isinstance(ids, Jagged):
+            num = np.bincount(ids)
+            clicks = np.bincount(ids, block.label)
+            popular = num > 200
+            rates = clicks[popular] / num[popular]
+            assert rates.size == 0 or rates.max() < 0.9, name

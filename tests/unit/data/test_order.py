@@ -1,0 +1,97 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotrec.data.order import SampleOrder, num_steps_of
+
+SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=6)
+
+
+def global_step(sizes, batch_size, world_size, epoch, step, *, seed=3, shuffle=True):
+    """The samples of a step over all ranks, as (chunk, row), rank by rank."""
+    ranks = []
+    for rank in range(world_size):
+        order = SampleOrder(
+            sizes,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            shuffle=shuffle,
+        )
+        pieces = order.pieces(epoch, step)
+        ranks.append([(piece.chunk, int(row)) for piece in pieces for row in piece.rows])
+    return ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.integers(1, 9), st.integers(1, 4), st.integers(0, 3))
+def test_an_epoch_holds_every_sample_once(sizes, batch_size, world_size, epoch):
+    steps = num_steps_of(sum(sizes), batch_size, world_size)
+    seen = []
+    for step in range(steps):
+        ranks = global_step(sizes, batch_size, world_size, epoch, step)
+        lengths = [len(samples) for samples in ranks]
+        assert max(lengths) - min(lengths) <= 1
+        assert max(lengths) <= batch_size
+        if step < steps - 1:
+            assert lengths == [batch_size] * world_size
+        seen += [sample for samples in ranks for sample in samples]
+    assert len(seen) == sum(sizes)
+    assert set(seen) == {(c, row) for c, size in enumerate(sizes) for row in range(size)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(SIZES, st.integers(1, 5))
+def test_global_batches_do_not_depend_on_the_number_of_ranks(sizes, batch_size):
+    for step in range(num_steps_of(sum(sizes), 2 * batch_size, 1)):
+        [one] = global_step(sizes, 2 * batch_size, 1, 0, step)
+        two = global_step(sizes, batch_size, 2, 0, step)
+        assert one == two[0] + two[1]
+
+
+def test_seed_and_epoch_change_the_order_and_nothing_else_does():
+    sizes = [20, 20, 20]
+    [first] = global_step(sizes, 60, 1, 0, 0)
+    assert first == global_step(sizes, 60, 1, 0, 0)[0]
+    assert first != global_step(sizes, 60, 1, 1, 0)[0]
+    assert first != global_step(sizes, 60, 1, 0, 0, seed=4)[0]
+    assert sorted(first) == sorted(global_step(sizes, 60, 1, 1, 0)[0])
+
+
+def test_rows_are_shuffled_within_chunks_and_chunks_among_each_other():
+    orders = [global_step([50] * 8, 400, 1, epoch, 0)[0] for epoch in range(4)]
+    for order in orders:
+        chunks = [chunk for chunk, _ in order]
+        # A chunk's samples stay together: that is the window of the shuffle.
+        assert all(len(set(chunks[i : i + 50])) == 1 for i in range(0, 400, 50))
+        rows = [row for _, row in order[:50]]
+        assert rows != sorted(rows)
+    assert len({tuple(chunk for chunk, _ in order) for order in orders}) == 4
+
+
+def test_without_shuffling_samples_come_in_the_order_of_the_files():
+    [samples] = global_step([3, 4], 7, 1, 5, 0, shuffle=False)
+    assert samples == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_the_last_step_is_divided_as_evenly_as_possible():
+    lengths = [len(samples) for samples in global_step([7], 3, 2, 0, 1)]
+    assert lengths == [1, 0]
+    order = SampleOrder([7], batch_size=3, rank=0, world_size=2, seed=0, shuffle=True)
+    assert order.num_global_samples(0) == 6
+    assert order.num_global_samples(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "drop_last", "expected"), [(6, False, 1), (7, False, 2), (7, True, 1)]
+)
+def test_number_of_steps(num_samples, drop_last, expected):
+    assert num_steps_of(num_samples, 3, 2, drop_last=drop_last) == expected
+
+
+def test_permutations_are_uniform_enough():
+    # The first row of the first chunk should be anything, over many seeds.
+    firsts = [global_step([4], 4, 1, 0, 0, seed=seed)[0][0][1] for seed in range(400)]
+    assert np.bincount(firsts, minlength=4).min() > 60

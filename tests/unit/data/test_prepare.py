@@ -1,0 +1,463 @@
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotrec.artifact import read_artifact
+from hotrec.data import prepare as module
+from hotrec.data.chunks import Dataset, Jagged
+from hotrec.data.prepare import prepare, read_ahead
+from hotrec.data.spec import (
+    ColumnKind,
+    ColumnSpec,
+    DenseTransform,
+    Derive,
+    Encoding,
+    JoinSpec,
+    OnBadLine,
+    SourceFormat,
+    SourceSpec,
+    SplitKind,
+    SplitSpec,
+    TableSpec,
+)
+from hotrec.data.vocabulary import read_vocabulary
+from tests.helpers.ranks import run_ranks
+from tests.unit.data.logs import HEADER, criteo_line, delimited_spec
+
+
+def run(spec: SourceSpec, path: Path) -> Dataset:
+    prepare(spec, path, show_progress=False)
+    return Dataset.open(path, verify="hash")
+
+
+def decoded(dataset: Dataset, split: str) -> list[dict]:
+    """The samples with rows turned back into values by the vocabulary; row 0 is None."""
+    schema = dataset.schema
+    values = {
+        table.name: [None, *read_vocabulary(dataset.artifact.path, table.name)["value"].to_pylist()]
+        for table in schema.tables
+    }
+    samples = []
+    for index in range(len(dataset.chunks(split))):
+        block = dataset.block(split, index)
+        for position in range(len(block)):
+            sample = {"label": float(block.label[position])}
+            sample.update(zip(schema.dense, block.dense[position].tolist(), strict=True))
+            for feature in schema.features:
+                ids = block.features[feature.name]
+                names = values[feature.table]
+                if isinstance(ids, Jagged):
+                    bag = ids.values[ids.offsets[position] : ids.offsets[position + 1]]
+                    sample[feature.name] = [names[row] for row in bag]
+                else:
+                    sample[feature.name] = names[ids[position]]
+            samples.append(sample)
+    return samples
+
+
+ITEM = st.sampled_from(["", "i1", "i2", "i3"])
+ROWS = st.lists(
+    st.tuples(st.sampled_from("01"), st.sampled_from(["", "0", "2.5", "-3"]), ITEM, ITEM,
+              st.lists(ITEM.filter(bool), max_size=4)),
+    min_size=1, max_size=40,
+)  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(ROWS, st.integers(1, 3), st.integers(1, 9))
+def test_what_is_prepared_is_what_was_read(tmp_path_factory, rows, min_count, rows_per_chunk):
+    directory = tmp_path_factory.mktemp("prepare")
+    files = []
+    for index, part in enumerate((rows[: len(rows) // 2], rows[len(rows) // 2 :])):
+        if part:
+            files.append(directory / f"log_{index}.csv")
+            lines = [",".join([*row[:4], " ".join(row[4])]) + "\n" for row in part]
+            files[-1].write_text(HEADER + "".join(lines))
+    spec = delimited_spec(
+        files, rows_per_chunk=rows_per_chunk, table_defaults=TableSpec(min_count=min_count)
+    )
+    found = decoded(run(spec, directory / "dataset"), "train")
+    users = [row[2] for row in rows]
+    items = [item for row in rows for item in (row[3], *row[4])]
+    expected = [
+        {
+            "label": float(label),
+            "price": float(price or 0),
+            "user": user if user and users.count(user) >= min_count else None,
+            "item": item if item and items.count(item) >= min_count else None,
+            "history": [i if items.count(i) >= min_count else None for i in history],
+        }
+        for label, price, user, item, history in rows
+    ]
+    assert found == expected
+
+
+def write_criteo(path: Path, num_lines: int, start: int = 0) -> Path:
+    lines = [criteo_line(str(n % 2), n % 50) for n in range(start, start + num_lines)]
+    with pa.output_stream(str(path), compression="detect") as stream:
+        stream.write("".join(lines).encode())
+    return path
+
+
+def criteo_spec(files: list[Path], **settings: object) -> SourceSpec:
+    defaults = {"split": SplitSpec(SplitKind.last, 0.2, 0.1), "rows_per_chunk": 100}
+    return SourceSpec(SourceFormat.criteo, [str(f) for f in files], **{**defaults, **settings})
+
+
+def test_criteo_from_several_compressed_files(tmp_path):
+    files = [
+        write_criteo(tmp_path / "day_0.gz", 300),
+        write_criteo(tmp_path / "day_1.zst", 450, start=300),
+        write_criteo(tmp_path / "day_2", 250, start=750),
+    ]
+    dataset = run(criteo_spec(files), tmp_path / "d")
+    assert {s: dataset.num_samples(s) for s in dataset.splits} == {
+        "train": 700, "valid": 200, "test": 100,
+    }  # fmt: skip
+    assert dataset.schema.dense == tuple(f"I{n}" for n in range(1, 14))
+    assert [table.num_rows for table in dataset.schema.tables] == [51] * 26
+    assert dataset.artifact.content["source"]["num_clicks"] == {
+        "train": 350, "valid": 100, "test": 50,
+    }  # fmt: skip
+    test = decoded(dataset, "test")
+    assert [sample["C1"] for sample in test] == [f"{n % 50:08x}" for n in range(900, 1000)]
+    assert test[7]["I3"] == pytest.approx(np.log1p(7 + 2))
+
+
+def test_hashing_and_vocabulary_per_table(tmp_path):
+    spec = criteo_spec(
+        [write_criteo(tmp_path / "day_0", 200)],
+        tables={"C2": TableSpec(Encoding.hashing, num_rows=7)},
+    )
+    dataset = run(spec, tmp_path / "d")
+    assert dataset.schema.table("C2").num_rows == 7
+    assert not (tmp_path / "d" / "vocab" / "C2.arrow").exists()
+    rows = dataset.block("train", 0).features["C2"]
+    assert rows.min() >= 1
+    assert rows.max() <= 6
+
+
+def test_the_vocabulary_is_that_of_the_training_split(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text(HEADER + "1,0,old,i,\n" * 8 + "1,0,new,j,\n" * 2)
+    split = SplitSpec(SplitKind.last, valid_frac=0.2, test_frac=0.0)
+    dataset = run(delimited_spec([path], split=split), tmp_path / "d")
+    assert dataset.schema.table("user").num_rows == 2
+    assert {sample["user"] for sample in decoded(dataset, "valid")} == {None}
+    assert read_vocabulary(tmp_path / "d", "user").to_pydict() == {"value": ["old"], "count": [8]}
+
+
+def test_dense_values_are_filled_transformed_and_standardised(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text(HEADER + "1,3,u,i,\n0,,u,i,\n1,-8,u,i,\n0,100,u,i,\n")
+    spec = delimited_spec([path], split=SplitSpec(SplitKind.last, valid_frac=0.25, test_frac=0))
+    spec.columns["price"] = ColumnSpec(
+        ColumnKind.dense, fill=1.0, transform=DenseTransform.log1p, standardize=True
+    )
+    spec.columns["plain"] = ColumnSpec(ColumnKind.dense, source="price")
+    dataset = run(spec, tmp_path / "d")
+    raw = np.array([np.log(4), np.log(2), -np.log(9), np.log(101)])
+    train = raw[:3]  # the validation sample has no say in the scale
+    expected = (raw - train.mean()) / train.std()
+    found = np.concatenate([dataset.block("train", 0).dense, dataset.block("valid", 0).dense])
+    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-5)
+    assert found[:, 1].tolist() == [3.0, 0.0, -8.0, 100.0]
+
+
+def test_split_by_time(tmp_path):
+    path = tmp_path / "log.csv"
+    lines = [f"{n % 2},{n},u,i,\n" for n in (5, 1, 9, 7, 3, 6)]
+    path.write_text(HEADER + "".join(lines))
+    split = SplitSpec(SplitKind.time, column="price", valid_from=6, test_from=9)
+    dataset = run(delimited_spec([path], split=split), tmp_path / "d")
+    prices = {s: [x["price"] for x in decoded(dataset, s)] for s in ("train", "valid", "test")}
+    assert prices == {"train": [5, 1, 3], "valid": [7, 6], "test": [9]}
+
+
+def test_split_by_fraction_is_random_but_always_the_same(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text(HEADER + "".join(f"1,{n},u,i,\n" for n in range(4000)))
+    spec = delimited_spec([path], split=SplitSpec(valid_frac=0.2, test_frac=0.1))
+    first = run(spec, tmp_path / "a")
+    spec.block_mib, spec.rows_per_chunk = 1, 900
+    second = run(spec, tmp_path / "b")
+    for split, fraction in (("train", 0.7), ("valid", 0.2), ("test", 0.1)):
+        prices = [sample["price"] for sample in decoded(first, split)]
+        assert prices == [sample["price"] for sample in decoded(second, split)]
+        assert len(prices) / 4000 == pytest.approx(fraction, abs=0.03)
+        assert np.mean(prices) == pytest.approx(2000, rel=0.15)
+    spec.split.seed = 1
+    assert run(spec, tmp_path / "c").num_samples("test") != first.num_samples("test")
+
+
+def test_joins_derivations_and_shared_tables(tmp_path):
+    log = tmp_path / "log.tsv"
+    log.write_text("click\tuser\tvideo\ttime_ms\n1\tu1\tv1\t0\n0\tu2\tv2\t7200000\n1\tu3\tv9\t\n")
+    (tmp_path / "users.tsv").write_text("user\tage\tseen\nu1\t20\tv2 v1 v2\nu2\t40\t\n")
+    (tmp_path / "videos.tsv").write_text("id\tauthor\nv1\ta1\nv2\ta1\n")
+    (tmp_path / "authors.tsv").write_text("author\tcountry\na1\tit\n")
+    categorical = ColumnKind.categorical
+    spec = SourceSpec(
+        SourceFormat.delimited,
+        [str(log)],
+        columns={
+            "label": ColumnSpec(ColumnKind.label, source="click"),
+            "age": ColumnSpec(ColumnKind.dense, fill=-1),
+            "video": ColumnSpec(categorical, table="videos"),
+            "author": ColumnSpec(categorical),
+            "country": ColumnSpec(categorical),
+            "hour": ColumnSpec(categorical, source="time_ms", derive=Derive.hour_of_day),
+            "seen": ColumnSpec(ColumnKind.categorical_list, table="videos", max_length=2),
+        },
+        joins={
+            "users": JoinSpec([str(tmp_path / "users.tsv")], on="user"),
+            "videos": JoinSpec([str(tmp_path / "videos.tsv")], on="video", key="id"),
+            "authors": JoinSpec([str(tmp_path / "authors.tsv")], on="author"),
+        },
+        split=SplitSpec(valid_frac=0, test_frac=0),
+    )
+    found = decoded(run(spec, tmp_path / "d"), "train")
+    common = {"author": "a1", "country": "it"}
+    assert found == [
+        {"label": 1, "age": 20, "video": "v1", "hour": "0", "seen": ["v1", "v2"], **common},
+        {"label": 0, "age": 40, "video": "v2", "hour": "2", "seen": [], **common},
+        {
+            "label": 1, "age": -1, "video": "v9", "author": None, "country": None, "hour": None,
+            "seen": [],
+        },
+    ]  # fmt: skip
+
+
+def test_parquet_directory_with_lists(tmp_path):
+    (tmp_path / "log").mkdir()
+    for part in range(2):
+        table = pa.table(
+            {
+                "click": pa.array([True, False]),
+                "user": pa.array([part, 5], pa.int32()),
+                "tags": pa.array([[1, 2], None], pa.list_(pa.int64())),
+            }
+        )
+        pq.write_table(table, tmp_path / "log" / f"part-{part}.parquet")
+    spec = SourceSpec(
+        SourceFormat.parquet,
+        [str(tmp_path / "log")],
+        columns={
+            "label": ColumnSpec(ColumnKind.label, source="click"),
+            "user": ColumnSpec(ColumnKind.categorical),
+            "tags": ColumnSpec(ColumnKind.categorical_list),
+        },
+        split=SplitSpec(valid_frac=0, test_frac=0),
+    )
+    dataset = run(spec, tmp_path / "d")
+    assert dataset.schema.dense == ()
+    assert decoded(dataset, "train") == [
+        {"label": 1, "user": "0", "tags": ["1", "2"]},
+        {"label": 0, "user": "5", "tags": []},
+        {"label": 1, "user": "1", "tags": ["1", "2"]},
+        {"label": 0, "user": "5", "tags": []},
+    ]
+    spec.columns["tags"].kind = ColumnKind.categorical
+    with pytest.raises(ValueError, match="columns.tags: expected one id per sample in column tags"):
+        run(spec, tmp_path / "e")
+
+
+def test_bad_lines_are_counted_when_skipped(tmp_path, caplog):
+    path = write_criteo(tmp_path / "day_0", 90)
+    path.write_text(path.read_text() + "cut\tshort\n" * 3)
+    with pytest.raises(ValueError, match="day_0 line 91: expected 40 columns, got 2"):
+        run(criteo_spec([path]), tmp_path / "d")
+    dataset = run(criteo_spec([path], on_bad_line=OnBadLine.skip), tmp_path / "d")
+    assert dataset.artifact.content["source"]["num_skipped"] == 3
+    assert sum(dataset.num_samples(split) for split in dataset.splits) == 90
+    assert "left out 3 samples" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": ["nowhere.csv"]}, "data.source.files: expected files of format delimited at"),
+        (
+            {"columns": {"label": ColumnSpec(ColumnKind.label, source="klick"),
+                         "user": ColumnSpec(ColumnKind.categorical)}},
+            r"data.source.columns.label.source: expected a column of \{'log': \['click'.*'klick'",
+        ),
+        (
+            {"split": SplitSpec(SplitKind.time, column="when")},
+            "data.source.split.column: expected one of the columns .*got 'when'",
+        ),
+        (
+            {"split": SplitSpec(SplitKind.time, column="price", valid_from=-5, test_from=9)},
+            r"data.source.split: expected samples in the training split, got \{'train': 0, 'valid",
+        ),
+        (
+            {"joins": {"users": JoinSpec(["log.csv"], on="usr", separator=",")}},
+            "data.source.joins.users.on: expected a column of .*got 'usr'",
+        ),
+        (
+            {"joins": {"users": JoinSpec(["log.csv"], on="user", key="id", separator=",")}},
+            "data.source.joins.users.key: expected one of the columns .*got 'id'",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_found_before_reading(tmp_path, monkeypatch, change, message):
+    monkeypatch.chdir(tmp_path)
+    Path("log.csv").write_text(HEADER + "1,0,u,i,\n")
+    spec = delimited_spec([Path("log.csv")])
+    for name, value in change.items():
+        setattr(spec, name, value)
+    with pytest.raises(ValueError, match=message):
+        run(spec, tmp_path / "d")
+    assert os.listdir(tmp_path) == ["log.csv"]
+
+
+def test_a_name_that_two_side_tables_have_is_ambiguous(tmp_path):
+    (tmp_path / "log").write_text("click,user\n1,u\n")
+    (tmp_path / "side").write_text("user,age\nu,1\n")
+    join = JoinSpec([str(tmp_path / "side")], on="user", separator=",")
+    spec = delimited_spec([tmp_path / "log"], joins={"a": join, "b": join})
+    spec.columns = {
+        "label": ColumnSpec(ColumnKind.label, source="click"),
+        "user": ColumnSpec(ColumnKind.categorical),
+        "age": ColumnSpec(ColumnKind.dense),
+    }
+    with pytest.raises(ValueError, match=r"got 'age', which \['a', 'b'\] have"):
+        run(spec, tmp_path / "d")
+
+
+def test_an_empty_file_among_others_is_named(tmp_path):
+    files = [write_criteo(tmp_path / "day_0", 10), tmp_path / "day_1"]
+    files[1].touch()
+    with pytest.raises(ValueError, match="day_1: expected lines, got none"):
+        run(criteo_spec(files), tmp_path / "d")
+    assert sorted(os.listdir(tmp_path)) == ["day_0", "day_1"]
+
+
+def test_a_failed_prepare_leaves_the_old_dataset(tmp_path, monkeypatch):
+    spec = criteo_spec([write_criteo(tmp_path / "day_0", 300)])
+    before = run(spec, tmp_path / "d").artifact.content_hash
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for place in ("hotrec.data.vocabulary.write_arrow", "hotrec.data.chunks.pa.OSFile"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, fail)
+            with pytest.raises(OSError, match="No space left on device"):
+                run(spec, tmp_path / "d")
+        assert sorted(os.listdir(tmp_path)) == ["d", "day_0"]
+    assert read_artifact(tmp_path / "d", kind="dataset", verify="hash").content_hash == before
+
+
+def prepare_with_a_small_disk(source: str, output: str) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    prepare(criteo_spec([Path(source)]), output, show_progress=False)
+
+
+def child(code: str, *arguments: object) -> subprocess.Popen[str]:
+    header = "import sys; from tests.unit.data.test_prepare import *\n"
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", header + code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
+    source = write_criteo(tmp_path / "day_0", 2000)
+    process = child("prepare_with_a_small_disk(*sys.argv[1:])", source, tmp_path / "d")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Free disk space or choose another output directory" in errors
+    assert "OSError" in errors
+    assert os.listdir(tmp_path) == ["day_0"]
+
+
+def prepare_slowly(source: str, output: str) -> None:
+    """Stops for a minute once the chunks of the new dataset are written."""
+
+    def wait(*arguments: object) -> None:
+        print("written", flush=True)
+        time.sleep(60)
+
+    module._commit = wait
+    prepare(criteo_spec([Path(source)]), output, show_progress=False)
+
+
+@pytest.mark.parametrize("has_old", [False, True])
+def test_a_killed_prepare_leaves_the_old_dataset_or_none(tmp_path, has_old):
+    before = None
+    if has_old:
+        spec = criteo_spec([write_criteo(tmp_path / "day_0", 100)])
+        before = run(spec, tmp_path / "d").artifact.content_hash
+    source = write_criteo(tmp_path / "day_1", 500)
+    process = child("prepare_slowly(*sys.argv[1:])", source, tmp_path / "d")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "written\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert (tmp_path / "d").exists() == has_old
+    if has_old:
+        found = read_artifact(tmp_path / "d", kind="dataset", verify="hash")
+        assert found.content_hash == before
+    # And the next one is not disturbed by what the killed one left.
+    dataset = run(criteo_spec([source]), tmp_path / "d")
+    assert sum(dataset.num_samples(split) for split in dataset.splits) == 500
+
+
+def prepare_on_ranks(directory: str) -> dict[str, str]:
+    """All the cases that need ranks, in one spawn."""
+    place = Path(directory)
+    files = sorted(place.glob("day_*"))
+    answers = {"three files": prepare(criteo_spec(files), place / "two_ranks").content_hash}
+    answers["one file"] = prepare(criteo_spec(files[:1]), place / "one_file").content_hash
+    for name, log in (("bad", [files[0], place / "bad"]), ("absent", [place / "absent"])):
+        try:
+            prepare(criteo_spec(log), place / "none")
+        except (ValueError, RuntimeError) as error:
+            answers[name] = str(error)
+    return answers
+
+
+def test_ranks_make_the_same_dataset_and_reach_the_same_verdict(tmp_path):
+    for index in range(3):
+        write_criteo(tmp_path / f"day_{index}", 100 + index, start=1000 * index)
+    (tmp_path / "bad").write_text(criteo_line() + "1\t2\n")
+    first, second = run_ranks(prepare_on_ranks, directory=str(tmp_path))
+    files = sorted(tmp_path.glob("day_*"))
+    one = run(criteo_spec(files), tmp_path / "one_rank").artifact.content_hash
+    assert first["three files"] == second["three files"] == one
+    alone = run(criteo_spec(files[:1]), tmp_path / "alone").artifact.content_hash
+    assert first["one file"] == second["one file"] == alone
+    for answers in (first, second):
+        assert "bad line 2: expected 40 columns, got 2" in answers["bad"]
+        assert "expected files of format criteo" in answers["absent"]
+    left = {path.name for path in tmp_path.iterdir()} - {path.name for path in files}
+    assert left == {"bad", "two_ranks", "one_file", "one_rank", "alone"}
+
+
+def test_reading_ahead_keeps_order_and_passes_errors_on():
+    def numbers():
+        yield 1
+        yield 2
+        raise ValueError("line 3")
+
+    found = []
+    with pytest.raises(ValueError, match="line 3"):
+        found.extend(read_ahead(numbers()))
+    assert found == [1, 2]
+    assert list(read_ahead(iter([]))) == []

@@ -1,0 +1,237 @@
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hotrec.data.columns import Lists, Numbers, RawBlock, Texts
+from hotrec.data.readers import (
+    LogFormat,
+    Wanted,
+    column_names,
+    count_samples,
+    find_files,
+    numbers_of,
+    read_blocks,
+)
+from hotrec.data.spec import CRITEO_COLUMNS, CRITEO_DENSE, CRITEO_FEATURES, OnBadLine, SourceFormat
+from tests.unit.data.logs import criteo_line
+from tests.unit.data.test_columns import plain
+
+CRITEO = Wanted(texts=CRITEO_FEATURES, numbers=("label", *CRITEO_DENSE), label="label")
+CSV = Wanted(texts=("user",), numbers=("click", "price"), label="click")
+CSV_FORMAT = LogFormat(SourceFormat.delimited, separator=",")
+SKIP = {"on_bad_line": OnBadLine.skip}
+
+
+def values(blocks: list[RawBlock], name: str) -> list:
+    found = []
+    for block in blocks:
+        column = block.columns[name]
+        found += column.values.tolist() if isinstance(column, Numbers) else plain(column)
+    return found
+
+
+def write_criteo(path: Path, lines: list[str]) -> Path:
+    with pa.output_stream(str(path), compression="detect") as stream:
+        stream.write("".join(lines).encode())
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_criteo_lines(tmp_path, suffix):
+    rows = [criteo_line(str(number % 2), number) for number in range(1000)]
+    rows[3] = "0" + "\t" * 39 + "\n"  # everything missing
+    path = write_criteo(tmp_path / f"day_0{suffix}", rows)
+    log_format = LogFormat(SourceFormat.criteo, block_bytes=20_000)
+    blocks = list(read_blocks(path, log_format, CRITEO))
+    assert len(blocks) > 5
+    assert count_samples(path, log_format) == 1000
+    assert np.concatenate([block.numbers for block in blocks]).tolist() == list(range(1, 1001))
+    labels = values(blocks, "label")
+    assert labels[:6] == [0, 1, 0, 0, 0, 1]
+    assert values(blocks, "I2")[999] == 1000.0
+    assert np.isnan(values(blocks, "I2")[3])
+    assert values(blocks, "C26")[999] == f"{999 + 25:08x}"
+    assert values(blocks, "C26")[3] is None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1\t2\t3\n", r"day_0 line 8: expected 40 columns, got 3\. Mend the line, or set on_bad"),
+        (criteo_line().replace("\t5\t", "\tfive\t"), "line 8: expected a number in column I6, got"),
+        (criteo_line("2"), "line 8: expected a label of 0 or 1 in column label, got 2.0"),
+        (criteo_line("nan"), "line 8: expected a label of 0 or 1 in column label, got nothing or"),
+        (criteo_line(""), "line 8: expected a label of 0 or 1 in column label, got nothing or NaN"),
+        (criteo_line("-1"), "line 8: expected a label of 0 or 1 in column label, got -1.0"),
+        ("\n", "line 8: expected a label of 0 or 1 in column label, got nothing"),
+        (
+            criteo_line().replace("\t5\t", "\t1e999\t"),
+            "line 8: expected a finite number or nothing in column I6, got inf",
+        ),
+    ],
+)
+def test_a_bad_criteo_line_is_named_or_skipped(tmp_path, line, message):
+    rows = [criteo_line("1", number) for number in range(20)]
+    rows[7] = line
+    path = write_criteo(tmp_path / "day_0", rows)
+    with pytest.raises(ValueError, match=message):
+        list(read_blocks(path, LogFormat(SourceFormat.criteo), CRITEO))
+    [block] = read_blocks(path, LogFormat(SourceFormat.criteo, **SKIP), CRITEO)
+    assert block.num_skipped == 1
+    assert block.numbers.tolist() == [n for n in range(1, 21) if n != 8]
+    assert values([block], "I1") == [float(n) for n in range(20) if n != 7]
+
+
+def test_a_truncated_last_line_is_named_and_a_whole_one_without_its_end_is_read(tmp_path):
+    whole = criteo_line().rstrip("\n")
+    path = write_criteo(tmp_path / "day_0", [criteo_line(), whole])
+    assert sum(len(b) for b in read_blocks(path, LogFormat(SourceFormat.criteo), CRITEO)) == 2
+    path = write_criteo(tmp_path / "day_1", [criteo_line(), whole[:150]])
+    with pytest.raises(ValueError, match="day_1 line 2: expected 40 columns"):
+        list(read_blocks(path, LogFormat(SourceFormat.criteo), CRITEO))
+
+
+def test_all_lines_bad(tmp_path):
+    path = write_criteo(tmp_path / "day_0", ["x\n"] * 5)
+    [block] = read_blocks(path, LogFormat(SourceFormat.criteo, **SKIP), CRITEO)
+    assert len(block) == 0
+    assert block.num_skipped == 5
+
+
+def test_delimited_columns_may_come_in_any_order_and_be_more(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text('other,user,click,price\n"x,y",u1,1,2.5\n,u2,0,\n')
+    [block] = read_blocks(path, CSV_FORMAT, CSV)
+    assert block.numbers.tolist() == [2, 3]
+    assert values([block], "user") == ["u1", "u2"]
+    assert values([block], "click") == [1.0, 0.0]
+    assert values([block], "price")[0] == 2.5
+    assert set(block.columns) == {"user", "click", "price"}
+    assert count_samples(path, CSV_FORMAT) == 2
+
+
+def test_null_values_can_be_named(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("click,price,user\n1,NA,NA\n")
+    log_format = LogFormat(SourceFormat.delimited, ",", null_values=("", "NA"))
+    [block] = read_blocks(path, log_format, CSV)
+    assert np.isnan(values([block], "price")[0])
+    assert values([block], "user") == [None]
+
+
+def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("click,user\n1,u\n")
+    with pytest.raises(ValueError, match=r"expected the columns \['price'\], got \['click', 'user"):
+        list(read_blocks(path, CSV_FORMAT, CSV))
+
+
+def test_a_column_may_be_read_as_text_and_as_numbers(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("click,date\n1,20220425\n0,20220426\n1,soon\n")
+    wanted = Wanted(texts=("date",), numbers=("click", "date"), label="click", required=("date",))
+    with pytest.raises(ValueError, match="line 4: expected a finite number in column date, got 's"):
+        list(read_blocks(path, CSV_FORMAT, wanted))
+    [block] = read_blocks(path, LogFormat(SourceFormat.delimited, ",", **SKIP), wanted)
+    assert values([block], "date") == ["20220425", "20220426"]
+    assert numbers_of(block, "date").values.tolist() == [20220425.0, 20220426.0]
+
+
+@pytest.fixture(params=["parquet", "arrow_file", "arrow_stream"])
+def table_log(request, tmp_path):
+    """The same table in three formats, several row groups each."""
+    table = pa.table(
+        {
+            "click": pa.array([1, 0, 1, 0], pa.int8()),
+            "price": pa.array([1.5, None, 3.0, float("nan")]),
+            "user": pa.array([7, None, 9, 7], pa.int64()),
+            "tags": pa.array([["a", "b"], [], None, ["c"]], pa.large_list(pa.string())),
+        }
+    )
+    path = tmp_path / f"log.{request.param.partition('_')[0]}"
+    if request.param == "parquet":
+        pq.write_table(table, path, row_group_size=3)
+        return path, LogFormat(SourceFormat.parquet)
+    new = pa.ipc.new_file if request.param == "arrow_file" else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return path, LogFormat(SourceFormat.arrow)
+
+
+TABLE = Wanted(texts=("user", "tags"), numbers=("click", "price"), label="click")
+
+
+def test_parquet_and_arrow_with_list_columns(table_log):
+    path, log_format = table_log
+    blocks = list(read_blocks(path, log_format, TABLE))
+    assert column_names(path, log_format) == ("click", "price", "user", "tags")
+    assert count_samples(path, log_format) == 4
+    assert np.concatenate([block.numbers for block in blocks]).tolist() == [1, 2, 3, 4]
+    assert values(blocks, "user") == ["7", None, "9", "7"]
+    assert isinstance(blocks[0].columns["user"], Texts)
+    assert isinstance(blocks[0].columns["tags"], Lists)
+    assert values(blocks, "tags") == [["a", "b"], [], None, ["c"]]
+    assert values(blocks, "price")[::2] == [1.5, 3.0]
+    assert np.isnan(values(blocks, "price")[1::2]).all()
+
+
+def test_bad_rows_of_parquet_are_named_or_skipped(tmp_path):
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"click": [1.0, 0.5, 0.0], "user": ["a", "b", "c"]}), path)
+    wanted = Wanted(texts=("user",), numbers=("click",), label="click")
+    with pytest.raises(ValueError, match=r"log\.parquet line 2: expected a label of 0 or 1"):
+        list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
+    [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), wanted)
+    assert values([block], "user") == ["a", "c"]
+    assert block.num_skipped == 1
+
+
+@pytest.mark.parametrize("log_format", [SourceFormat.parquet, SourceFormat.arrow])
+def test_damaged_and_empty_table_files_are_refused(tmp_path, log_format):
+    path = tmp_path / "log"
+    path.write_bytes(b"not a table" * 10)
+    with pytest.raises(ValueError, match="log: expected a[n]? (Parquet|Arrow IPC) file"):
+        list(read_blocks(path, LogFormat(log_format), TABLE))
+    empty = pa.table({"click": pa.array([], pa.int8())})
+    if log_format is SourceFormat.parquet:
+        pq.write_table(empty, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, empty.schema) as writer:
+            writer.write_table(empty)
+    wanted = Wanted(texts=(), numbers=("click",), label="click")
+    with pytest.raises(ValueError, match="log: expected rows, got none"):
+        list(read_blocks(path, LogFormat(log_format), wanted))
+
+
+def test_files_are_found_by_path_pattern_and_directory(tmp_path):
+    for name in ("b.parquet", "a.parquet", "_SUCCESS", ".hidden.parquet", "notes.txt"):
+        (tmp_path / name).write_text("x")
+
+    def names(pattern: str, log_format: SourceFormat = SourceFormat.parquet) -> list[str]:
+        return [path.name for path in find_files([pattern], log_format)]
+
+    assert names(str(tmp_path)) == ["a.parquet", "b.parquet"]
+    assert names(str(tmp_path / "b.*")) == ["b.parquet"]
+    assert names(str(tmp_path / "notes.txt"), SourceFormat.delimited) == ["notes.txt"]
+    with pytest.raises(ValueError, match="files: expected files of format arrow at .*got none"):
+        names(str(tmp_path), SourceFormat.arrow)
+
+
+SAMPLE = Path(__file__).parents[2] / "data" / "criteo_1tb_day0" / "criteo1tb_day0_first10k.tsv.gz"
+
+
+@pytest.mark.skipif(not SAMPLE.exists(), reason=f"{SAMPLE} is not there (non-commercial licence)")
+def test_ten_thousand_real_criteo_lines():
+    blocks = list(read_blocks(SAMPLE, LogFormat(SourceFormat.criteo, block_bytes=1 << 20), CRITEO))
+    assert sum(len(block) for block in blocks) == 10_000
+    assert column_names(SAMPLE, LogFormat(SourceFormat.criteo)) == CRITEO_COLUMNS
+    assert values(blocks, "I1")[:2] == [5.0, 32.0]
+    assert values(blocks, "C1")[:2] == ["62770d79", "e5f3fd8d"]
+    assert sum(values(blocks, "label")) == 265
+    for name in CRITEO_FEATURES:
+        for value in {value for value in values(blocks, name) if value is not None}:
+            assert len(value) == 8
+            int(value, 16)

@@ -1,0 +1,105 @@
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotrec.data import vocabulary as module
+from hotrec.data.columns import lists_from_arrow, texts_from_arrow
+from hotrec.data.vocabulary import (
+    Counted,
+    HashEncoder,
+    ValueCounter,
+    VocabularyEncoder,
+    build_vocabulary,
+    count_lists,
+    count_texts,
+    read_vocabulary,
+    write_vocabulary,
+)
+
+VALUES = st.lists(st.one_of(st.none(), st.sampled_from("abcdefgh")), max_size=30)
+
+
+def counts_of(counter: ValueCounter) -> dict:
+    counted = counter.counts()
+    return dict(zip(counted.values.to_pylist(), counted.counts.tolist(), strict=True))
+
+
+@settings(deadline=None)
+@given(st.lists(VALUES, max_size=8), st.booleans())
+def test_counts_are_exact_however_they_come(blocks, merges_often):
+    counter = ValueCounter()
+    pending = module._MIN_PENDING
+    module._MIN_PENDING = 0 if merges_often else pending
+    try:
+        for block in blocks:
+            count_texts(texts_from_arrow(pa.array(block, pa.string())), counter)
+    finally:
+        module._MIN_PENDING = pending
+    expected = Counter(value for block in blocks for value in block if value is not None)
+    assert counts_of(counter) == expected
+
+
+def test_items_of_lists_count_once_per_sample():
+    lists = lists_from_arrow(pa.array([["a", "b", "a"], None, [], ["b", None]]))
+    # The same list may stand for several samples.
+    lists = type(lists)(lists.items, lists.offsets, np.array([0, 0, 3, -1]))
+    counter = ValueCounter()
+    count_lists(lists, counter)
+    assert counts_of(counter) == {"a": 4, "b": 3}
+
+
+def vocabulary_of(counts: dict[str, int], min_count: int) -> pa.Table:
+    counter = ValueCounter()
+    counter.add(pa.array(list(counts)), np.array(list(counts.values()), np.int64))
+    return build_vocabulary(counter.counts(), min_count)
+
+
+def test_rare_values_and_nulls_are_row_0():
+    counts = {f"v{number}": number for number in range(1, 10)}
+    vocabulary = vocabulary_of(counts, min_count=4)
+    assert sorted(vocabulary["value"].to_pylist()) == [f"v{number}" for number in range(4, 10)]
+    encoder = VocabularyEncoder(vocabulary)
+    assert encoder.num_rows == 7
+    rows = encoder.rows(pa.array([*counts, None, "never seen"]))
+    assert rows[:3].tolist() == [0, 0, 0]
+    assert rows[-2:].tolist() == [0, 0]
+    assert sorted(rows[3:9].tolist()) == [1, 2, 3, 4, 5, 6]
+    values = vocabulary["value"].to_pylist()
+    assert [values[row - 1] for row in rows[3:9]] == [f"v{number}" for number in range(4, 10)]
+
+
+def test_rows_do_not_follow_frequency_or_order_of_counting():
+    counts = {f"v{number}": 1000 - number for number in range(1000)}
+    one = vocabulary_of(counts, 1)
+    other = vocabulary_of(dict(reversed(counts.items())), 1)
+    assert one.equals(other)
+    correlation = np.corrcoef(one["count"].to_numpy(), np.arange(1000))[0, 1]
+    assert abs(correlation) < 0.1
+
+
+def test_a_vocabulary_may_be_empty_and_survives_the_disk(tmp_path):
+    empty = vocabulary_of({"a": 1}, min_count=2)
+    assert VocabularyEncoder(empty).num_rows == 1
+    assert VocabularyEncoder(empty).rows(pa.array(["a"])).tolist() == [0]
+    written = vocabulary_of({"a": 1, "b": 2}, min_count=1)
+    write_vocabulary(tmp_path, "t", written)
+    assert read_vocabulary(tmp_path, "t").equals(written)
+    assert Counted.from_table(written).counts.sum() == 3
+
+
+@given(st.lists(st.text(max_size=10), max_size=30), st.integers(2, 1000))
+def test_hashed_rows_stay_inside_the_table(values, num_rows):
+    rows = HashEncoder(num_rows).rows(pa.array([*values, None], pa.string()))
+    assert rows[-1] == 0
+    assert all(1 <= row < num_rows for row in rows[:-1])
+    assert len({(v, r) for v, r in zip(values, rows, strict=False)}) == len(set(values))
+
+
+def test_hashing_spreads_values():
+    rows = HashEncoder(101).rows(pa.array([str(number) for number in range(20_000)]))
+    counts = np.bincount(rows, minlength=101)
+    assert counts[0] == 0
+    assert np.abs(counts[1:] - 200).max() < 5 * np.sqrt(200)
