@@ -1,0 +1,104 @@
+"""The images and the compose file: from the locks, non-root, checked, and two hosts that agree."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launch.conftest import Place
+from tests.policy.source import REPOSITORY
+
+DOCKER = REPOSITORY / "docker"
+
+
+def instructions(device: str) -> list[tuple[str, str]]:
+    """Instruction and arguments, lines joined, comments dropped."""
+    text = (DOCKER / f"{device}.Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    pairs = (line.split(maxsplit=1) for line in joined.splitlines() if line.strip())
+    return [(first, rest) for first, rest in pairs]
+
+
+def final_stage(device: str) -> list[tuple[str, str]]:
+    found = instructions(device)
+    last = max(index for index, (name, _) in enumerate(found) if name == "FROM")
+    return found[last:]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_image_is_made_from_the_lock(device: str) -> None:
+    runs = [rest for name, rest in instructions(device) if name == "RUN"]
+    assert any(f"requirements/make_venv.sh /opt/venv {device} pins" in run for run in runs)
+    # Nothing else may bring packages that no lock names.
+    installs = [run for run in runs if "pip install" in run]
+    assert len(installs) == 1
+    assert installs[0].endswith("--no-deps .")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_image_is_not_roots_and_is_checked(device: str) -> None:
+    stage = final_stage(device)
+    users = [rest for name, rest in stage if name == "USER"]
+    assert users == ["hotrec"]
+    names = [name for name, _ in stage]
+    assert names.index("USER") < names.index("ENTRYPOINT")
+    [health] = [rest for name, rest in stage if name == "HEALTHCHECK"]
+    assert "import torchrec" in health
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    assert ("ARG", f"VERSION={version}") in stage
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_copied_is_there_and_not_ignored(device: str) -> None:
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    sources = {
+        source
+        for name, rest in instructions(device)
+        if name == "COPY" and not rest.startswith("--from")
+        for source in rest.split()[:-1]
+    }
+    assert sources >= {"requirements", "hotrec", "conf", "launch"}
+    for source in sources:
+        assert (REPOSITORY / source).exists(), source
+        assert f"!{source}" in ignored, source
+
+
+def compose() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    return document
+
+
+def test_trainers_share_data_runs_and_directory() -> None:
+    services = compose()["services"]
+    first, second = services["trainer-0"], services["trainer-1"]
+    for shared in ("image", "build", "volumes", "environment", "entrypoint"):
+        assert first[shared] == second[shared]
+    assert "HOTREC_RUN_DIR" in first["environment"]
+    assert {volume.split(":")[0] for volume in first["volumes"]} == set(compose()["volumes"])
+    differing = set(first["command"]) ^ set(second["command"])
+    assert differing == {"--node-rank=0", "--node-rank=1"}
+    assert first["hostname"] == "trainer-0"
+    assert "--rdzv-endpoint=trainer-0:29500" in second["command"]
+
+
+def test_the_trainers_commands_find_each_other(place: Place, free_port: int) -> None:
+    """The very command lines, with this host in the place of both."""
+    hosts: list[subprocess.Popen[str]] = []
+    for service in ("trainer-0", "trainer-1"):
+        words = compose()["services"][service]["command"]
+        words = [word.replace("trainer-0:29500", f"localhost:{free_port}") for word in words]
+        command = place.torchrun("--local-addr", "localhost", *words)
+        hosts.append(place.start(command, HOTREC_RUN_DIR="runs/compose/first"))
+    errors = [host.communicate(timeout=90)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], errors
+    assert place.seen_variable("RANK") == ["0", "1", "2", "3"]
+    assert place.seen_variable("LOCAL_RANK") == ["0", "1", "0", "1"]
+    assert [facts["arguments"] for facts in place.seen()] == [
+        ["train", "experiment=quickstart"]
+    ] * 4

@@ -1,0 +1,106 @@
+"""requirements/make_venv.sh: which interpreter it takes, and what it says when it takes none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import REPOSITORY
+
+SCRIPT = REPOSITORY / "requirements" / "make_venv.sh"
+# What pyenv leaves on PATH for a version that is installed but not chosen.
+DEAD_SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
+# Answers the question of the script, then records how it is asked to make the environment.
+RECORDER = """#!/bin/sh
+case "$1" in
+    -) exit 0 ;;
+    --version) echo "Python 3.11.9" ;;
+    *) echo "$0 $*" >> "$RECORD"; exit 9 ;;
+esac
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A directory to be the whole PATH, with what a shell script needs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "sh", "dirname", "head"):
+        found = shutil.which(name)
+        assert found is not None
+        (folder / name).symlink_to(found)
+    return folder
+
+
+def add(programs: Path, name: str, text: str) -> str:
+    (programs / name).write_text(text)
+    (programs / name).chmod(0o755)
+    return str(programs / name)
+
+
+def run(programs: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    venv = programs.parent / "venv"
+    return subprocess.run(
+        [str(programs / "bash"), str(SCRIPT), str(venv), *arguments],
+        env={"PATH": str(programs), "RECORD": str(programs.parent / "record"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_shim_without_a_python_behind_it_is_passed_over(programs: Path) -> None:
+    add(programs, "python3.12", DEAD_SHIM)
+    add(programs, "python3.11", RECORDER)
+    done = run(programs)
+    assert done.returncode == 9
+    assert done.stderr.endswith(f"making {programs.parent / 'venv'} with Python 3.11.9\n")
+    record = (programs.parent / "record").read_text()
+    assert record == f"{programs / 'python3.11'} -m venv {programs.parent / 'venv'}\n"
+
+
+def test_the_named_interpreter_is_taken(programs: Path) -> None:
+    add(programs, "python3.12", RECORDER)
+    named = add(programs, "mine", RECORDER)
+    done = run(programs, PYTHON=named)
+    assert done.returncode == 9
+    assert (programs.parent / "record").read_text().startswith(named)
+
+
+def test_no_python(programs: Path) -> None:
+    add(programs, "python3.12", DEAD_SHIM)
+    done = run(programs)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "python: expected 3.11, 3.12 or 3.13 with venv and ensurepip on PATH, got none that runs"
+    )
+
+
+def test_a_named_interpreter_that_does_not_do(programs: Path) -> None:
+    done = run(programs, PYTHON=add(programs, "old", "#!/bin/sh\necho 'Python 3.9.2'\nexit 1\n"))
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "PYTHON: expected Python 3.11 to 3.13 with venv and ensurepip, "
+        f"got '{programs / 'old'}' (Python 3.9.2)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tpu"], "DEVICE: expected auto, cpu or cuda, got 'tpu'.\n"),
+        (["cpu", "all"], "purpose: expected run, dev or pins, got 'all'.\n"),
+    ],
+)
+def test_unknown_arguments(programs: Path, arguments: list[str], message: str) -> None:
+    done = run(programs, *arguments)
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_it_can_be_run() -> None:
+    assert os.access(SCRIPT, os.X_OK)
+    assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)

@@ -1,0 +1,90 @@
+"""launch/slurm.sbatch with stand-ins for srun and scontrol that run the tasks on this host."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.launch.conftest import Place
+
+SRUN = """#!/usr/bin/env bash
+set -euo pipefail
+while [[ $1 == --* ]]; do
+    case $1 in --ntasks=*) tasks=${1#*=} ;; esac
+    shift
+done
+for ((task = 0; task < tasks; task++)); do
+    SLURM_NODEID=$task SLURM_PROCID=$task "$@" &
+    pids+=($!)
+done
+for pid in "${pids[@]}"; do wait "$pid"; done
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$*" = "show hostnames node[1-2]" ] && printf 'localhost\\nnode2\\n'
+"""
+
+
+def cluster(place: Place, job: int) -> dict[str, str]:
+    """The environment of a batch job on two nodes."""
+    programs = place.path / "bin"
+    programs.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    return {
+        "PATH": f"{programs}:{place.environment()['PATH']}",
+        "SLURM_SUBMIT_DIR": str(place.path),
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
+
+
+def spooled(place: Place) -> str:
+    """sbatch runs a copy of the script from elsewhere."""
+    copy = place.path / "spool" / "slurm_script"
+    copy.parent.mkdir()
+    shutil.copy(place.path / "launch" / "slurm.sbatch", copy)
+    return str(copy)
+
+
+def test_two_nodes(place: Place, free_port: int) -> None:
+    # The script's port is 20000 + job % 10000.
+    job = 70000 + free_port % 10000
+    environment = cluster(place, job)
+    done = place.run(["bash", spooled(place), "train", "names=[a, b]"], **environment)
+    assert done.returncode == 0, done.stderr
+    assert [facts["arguments"] for facts in place.seen()] == [["train", "names=[a, b]"]] * 2
+    assert place.seen_variable("WORLD_SIZE") == ["2", "2"]
+    assert place.seen_variable("LOCAL_WORLD_SIZE") == ["1", "1"]
+    assert place.seen_variable("HOTREC_RUN_DIR") == [f"runs/slurm/{job}"] * 2
+    assert f"rendezvous localhost:{20000 + job % 10000}, directory runs/slurm/{job}" in done.stdout
+
+
+def test_ranks_per_node_are_its_gpus_and_a_given_directory_stays(
+    place: Place, free_port: int
+) -> None:
+    environment = cluster(place, 80000 + free_port % 10000)
+    environment |= {"SLURM_GPUS_ON_NODE": "2", "HOTREC_RUN_DIR": "runs/resumed"}
+    done = place.run(["bash", spooled(place), "train"], **environment)
+    assert done.returncode == 0, done.stderr
+    assert place.seen_variable("RANK") == ["0", "1", "2", "3"]
+    assert place.seen_variable("LOCAL_RANK") == ["0", "1", "0", "1"]
+    assert place.seen_variable("HOTREC_RUN_DIR") == ["runs/resumed"] * 4
+
+
+def test_without_a_command(place: Place) -> None:
+    done = place.run(["bash", spooled(place)], **cluster(place, 1))
+    assert done.returncode == 2
+    assert done.stderr == (
+        "launch/slurm.sbatch: expected a hotrec command such as train, got nothing.\n"
+    )
+
+
+def test_not_from_the_checkout(place: Place, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = cluster(place, 1) | {"SLURM_SUBMIT_DIR": str(elsewhere)}
+    done = place.run(["bash", spooled(place), "train"], **environment)
+    assert done.returncode == 2
+    assert f"expected to be submitted from the checkout, got {elsewhere}" in done.stderr

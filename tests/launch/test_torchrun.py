@@ -1,0 +1,120 @@
+"""launch/torchrun.sh, run for real with a stand-in for hotrec."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+
+import pytest
+
+from tests.launch.conftest import Place
+
+AWKWARD = ["experiment=quickstart", "names=[a, b]", 'text="$HOME"', "empty=", "--multirun"]
+
+
+def test_one_host(place: Place) -> None:
+    done = place.run(place.torchrun("--nproc-per-node", "2", "train", *AWKWARD))
+    assert done.returncode == 0, done.stderr
+    assert [facts["arguments"] for facts in place.seen()] == [["train", *AWKWARD]] * 2
+    assert place.seen_variable("RANK") == ["0", "1"]
+    assert place.seen_variable("WORLD_SIZE") == ["2", "2"]
+    first, second = place.seen_variable("HOTREC_RUN_DIR")
+    assert first == second
+    assert re.fullmatch(r"runs/quickstart/\d{8}-\d{6}", first or "")
+    # Not the host's own name, which need not have an address.
+    assert place.seen_variable("MASTER_ADDR") == ["localhost", "localhost"]
+    # Set, so that torchrun does not warn and ranks do not fight for cores.
+    assert None not in place.seen_variable("OMP_NUM_THREADS")
+    assert "OMP_NUM_THREADS" not in done.stderr
+
+
+def test_the_directory_of_the_environment_or_the_option_wins(place: Place) -> None:
+    done = place.run(place.torchrun("train"), HOTREC_RUN_DIR="runs/mine")
+    assert done.returncode == 0, done.stderr
+    assert place.seen_variable("HOTREC_RUN_DIR") == ["runs/mine"]
+
+    done = place.run(place.torchrun("--run-dir=runs/option", "train"), HOTREC_RUN_DIR="runs/mine")
+    assert done.returncode == 0, done.stderr
+    assert place.seen_variable("HOTREC_RUN_DIR") == ["runs/option"]
+
+
+@pytest.mark.parametrize(
+    ("run_id", "directory"), [("first-try", "runs/train/first-try"), ("", None)]
+)
+def test_two_hosts(place: Place, free_port: int, run_id: str, directory: str | None) -> None:
+    options = ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port}"]
+    # Both hosts are this one, whose name torchrun cannot match to one of them.
+    options += ["--local-addr", "localhost"]
+    options += ["--rdzv-id", run_id] if run_id else []
+    hosts = [
+        place.start(place.torchrun(*options, "--node-rank", str(host), "train", "a=1"))
+        for host in range(2)
+    ]
+    errors = [host.communicate(timeout=90)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], errors
+    assert place.seen_variable("RANK") == ["0", "1"]
+    assert place.seen_variable("WORLD_SIZE") == ["2", "2"]
+    assert place.seen_variable("LOCAL_WORLD_SIZE") == ["1", "1"]
+    # Without an id hosts would choose different times, so rank 0 chooses later.
+    assert place.seen_variable("HOTREC_RUN_DIR") == [directory, directory]
+
+
+def test_sigterm_reaches_the_ranks(place: Place) -> None:
+    launcher = place.start(place.torchrun("--nproc-per-node", "2", "wait"))
+    place.wait_for("0.ready", "1.ready")
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert {file.name for file in (place.path / "seen").glob("*.saved")} == {"0.saved", "1.saved"}
+
+
+def test_a_failing_rank_is_a_failing_launcher(place: Place) -> None:
+    done = place.run(place.torchrun("--nproc-per-node", "2", "fail", "3"))
+    assert done.returncode == 3
+    assert re.search(r"^error: rank [01] ended first, with exit code 3", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND: expected a hotrec command such as train, got nothing. See --help."),
+        (["--nnodes"], "--nnodes: expected a value, got nothing. See --help."),
+        (
+            ["--nproc", "2", "train"],
+            "option: expected one of those that --help lists, got '--nproc'.",
+        ),
+        (
+            ["--nproc-per-node", "two", "train"],
+            "--nproc-per-node: expected a number of at least 1, got 'two'.",
+        ),
+        (
+            ["--nproc-per-node=0", "train"],
+            "--nproc-per-node: expected a number of at least 1, got '0'.",
+        ),
+        (
+            ["--nnodes", "2", "train"],
+            "--rdzv-endpoint: expected host:port of host 0 for 2 hosts, got nothing.",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "2", "train"],
+            "--node-rank: expected less than --nnodes=2, got 2.",
+        ),
+        (
+            ["--python", "no-such-python", "train"],
+            "--python: expected an interpreter, got 'no-such-python'.",
+        ),
+    ],
+)
+def test_bad_options(place: Place, arguments: list[str], message: str) -> None:
+    done = place.run([str(place.path / "launch" / "torchrun.sh"), *arguments])
+    assert (done.returncode, done.stderr) == (2, f"launch/torchrun.sh: {message}\n")
+    assert place.seen() == []
+
+
+def test_help_names_every_option(place: Place) -> None:
+    script = place.path / "launch" / "torchrun.sh"
+    options = set(re.findall(r"^        (--[a-z-]+)\) \w+=\$2", script.read_text(), re.MULTILINE))
+    shown = subprocess.run([str(script), "--help"], capture_output=True, text=True, check=True)
+    assert len(options) == 10
+    assert [option for option in options if option not in shown.stdout] == []

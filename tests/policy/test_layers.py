@@ -1,0 +1,152 @@
+"""Who may import whom: the layers, and the walls around third-party packages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.policy.source import Import, imports, imports_of, loaded_by, modules
+
+# A module imports its own layer's row and the rows above; packages of SIBLINGS not one another.
+VALUES = {"types", "artifact"}
+RUNTIME = {"distributed", "batch", "routing", "traffic", "memory", "doctor"}
+SIBLINGS = {
+    "data",
+    "placement",
+    "calibrate",
+    "embedding",
+    "planner",
+    "models",
+    "train",
+    "report",
+}
+WIRING = {"cli", "__main__", ""}
+
+# Third-party package -> the only parts of hotrec that may import it.
+WALLS = {
+    "hydra": {"hotrec.cli"},
+    "omegaconf": {"hotrec.cli"},
+    "torchx": set(),
+    "fbgemm_gpu": {"hotrec.calibrate", "hotrec.embedding"},
+    "polars": {"hotrec.data"},
+    "torchdata": {"hotrec.data"},
+    "tensorboard": {"hotrec.train"},
+    "matplotlib": {"hotrec.report"},
+}
+
+# Start in a tenth of a second and are tested without torch; ".*" is the package with all it holds.
+WITHOUT_TORCH = [
+    "hotrec",
+    "hotrec.types",
+    "hotrec.artifact",
+    "hotrec.doctor.*",
+    "hotrec.cli",
+    "hotrec.placement.*",
+    "hotrec.report.*",
+    "hotrec.data.chunks",
+    "hotrec.data.readers",
+    "hotrec.data.spec",
+    "hotrec.data.synthetic",
+]
+HEAVY = {"torch", "torchrec", "fbgemm_gpu", "torchdata", "tensordict"}
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def allowed_parts(part: str) -> set[str]:
+    if part in VALUES:
+        return VALUES
+    if part in RUNTIME:
+        return VALUES | RUNTIME
+    if part in SIBLINGS:
+        return VALUES | RUNTIME | {part}
+    return VALUES | RUNTIME | SIBLINGS | WIRING
+
+
+def is_within(module: str, parents: set[str]) -> bool:
+    return any(module == parent or module.startswith(parent + ".") for parent in parents)
+
+
+def told(found: Import) -> str:
+    return f"{modules()[found.importer]}:{found.line}: {found.importer} imports {found.imported}"
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {part_of(module) for module in modules()}
+    assert parts - (VALUES | RUNTIME | SIBLINGS | WIRING) == set()
+
+
+def test_layers() -> None:
+    own = [i for i in imports() if i.imported.split(".")[0] == "hotrec"]
+    wrong = [i for i in own if part_of(i.imported) not in allowed_parts(part_of(i.importer))]
+    assert own, "the reader of imports found none"
+    assert [told(i) for i in wrong] == []
+
+
+def test_values_need_numpy_alone() -> None:
+    foreign = {
+        i.imported.split(".")[0]: told(i)
+        for i in imports()
+        if part_of(i.importer) in VALUES and i.imported.split(".")[0] not in {"hotrec", "numpy"}
+    }
+    assert {
+        name: told for name, told in foreign.items() if name not in sys.stdlib_module_names
+    } == {}
+
+
+@pytest.mark.parametrize("package", sorted(WALLS))
+def test_walls(package: str) -> None:
+    wrong = [
+        told(i)
+        for i in imports()
+        if i.imported.split(".")[0] == package and not is_within(i.importer, WALLS[package])
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("listed", WITHOUT_TORCH)
+def test_starts_without_torch(listed: str) -> None:
+    package = listed.removesuffix(".*")
+    starts = [name for name in modules() if is_within(name, {package})]
+    starts = starts if listed.endswith(".*") else [package]
+    assert package in modules(), f"{package} is gone; mend the list"
+    for start in starts:
+        loaded = loaded_by(start)
+        heavy = {name: via for name, via in loaded.items() if name.split(".")[0] in HEAVY}
+        assert heavy == {}, f"importing {start} loads {heavy}"
+
+
+def test_only_prepare_loads_polars() -> None:
+    loading = {name for name in modules() if "polars" in loaded_by(name)}
+    others = {name for name in loading if not is_within(name, {"hotrec.data"})}
+    assert others == set()
+    assert "hotrec.data.loader" not in loading
+    assert "hotrec.data.synthetic" not in loading
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import numpy.linalg, torch as t\n"
+        "from typing import TYPE_CHECKING\n"
+        "from hotrec import artifact\n"
+        "from .chunks import Dataset\n"
+        "if TYPE_CHECKING:\n    import polars\n"
+        "try:\n    import hydra\nexcept ImportError:\n    hydra = None\n"
+        "def read():\n    import torchrec\n"
+    )
+    seen = {(i.imported, i.is_eager) for i in imports_of("hotrec.data.module", path)}
+    assert seen == {
+        ("numpy.linalg", True),
+        ("torch", True),
+        ("typing", True),
+        ("hotrec.artifact", True),
+        ("hotrec.data.chunks", True),
+        ("polars", False),
+        ("hydra", True),
+        ("torchrec", False),
+    }

@@ -1,0 +1,101 @@
+"""The locks: exact, closed, alike for CPU and CUDA, and in step with pyproject.toml."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from hotrec.doctor.packages import RELEASES
+from tests.policy.source import REPOSITORY
+
+REQUIREMENTS = REPOSITORY / "requirements"
+# Asked for by metadata and left out on purpose; the locks say why.
+LEFT_OUT = {("torchrec", "fbgemm-gpu"), ("torchx", "urllib3")}
+
+
+def read_lock(path: Path) -> dict[str, str]:
+    """Version by name, included files too."""
+    pins: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        if text.startswith("-r "):
+            added = read_lock(path.parent / text.removeprefix("-r "))
+        else:
+            matched = re.fullmatch(r"([\w.-]+)==([\w.]+)", text)
+            assert matched, f"{path}: expected name==version, got {line!r}"
+            added = {canonicalize_name(matched[1]): matched[2]}
+        twice = pins.keys() & added.keys()
+        assert not twice, f"{path}: pinned twice: {twice}"
+        pins |= added
+    return pins
+
+
+CPU = read_lock(REQUIREMENTS / "cpu.lock")
+CUDA = read_lock(REQUIREMENTS / "cuda.lock")
+LIBRARIES = read_lock(REQUIREMENTS / "cuda-libs.lock")
+DEV = read_lock(REQUIREMENTS / "dev.lock")
+
+
+def test_cpu_and_cuda_differ_by_fbgemm_and_cuda_libraries() -> None:
+    shared = CPU.keys() & CUDA.keys()
+    assert {name: CPU[name] for name in shared} == {name: CUDA[name] for name in shared}
+    assert CPU.keys() - shared == {"fbgemm-gpu-cpu"}
+    assert CUDA.keys() - shared == {"fbgemm-gpu"} | LIBRARIES.keys()
+    assert CPU["fbgemm-gpu-cpu"] == CUDA["fbgemm-gpu"]
+
+
+def test_dev_adds_and_does_not_change() -> None:
+    assert DEV.keys() & CPU.keys() == set()
+
+
+def test_pinned_pair_is_the_doctors() -> None:
+    newest = max(RELEASES)
+    assert CPU["torch"] == f"2.{newest}.0"
+    assert (CPU["torchrec"], CPU["fbgemm-gpu-cpu"]) == RELEASES[newest]
+
+
+@pytest.mark.parametrize("extra", ["", "torchx", "dev"])
+def test_pyproject_accepts_the_pins(extra: str) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    needs = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    pins = CPU | DEV
+    for need in map(Requirement, needs):
+        name = canonicalize_name(need.name)
+        assert name in pins, f"pyproject.toml needs {need}, the locks do not have it"
+        assert need.specifier.contains(pins[name]), f"{need}, but the lock has {pins[name]}"
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return Version(importlib.metadata.version(name)).public
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def test_locks_are_closed() -> None:
+    """Every need of every locked package is locked, in a version that it accepts."""
+    pins = CPU | DEV
+    installed = {name: installed_version(name) for name in pins}
+    others = {name: found for name, found in installed.items() if found != pins[name]}
+    if others:
+        pytest.skip(f"this environment was not made from the locks: {others}")
+    missing = []
+    for name in pins:
+        for need in map(Requirement, importlib.metadata.requires(name) or []):
+            wanted = canonicalize_name(need.name)
+            if (need.marker and not need.marker.evaluate({"extra": ""})) or (
+                (name, wanted) in LEFT_OUT or wanted in LIBRARIES
+            ):
+                continue
+            if wanted not in pins or not need.specifier.contains(pins[wanted]):
+                missing.append(f"{name} needs {need}, locked: {pins.get(wanted)}")
+    assert missing == []
