@@ -1,0 +1,38 @@
+"""hotrec: recommendation models on TorchRec, hot embedding rows replicated, cold rows sharded.
+
+Library use: ``use_hot_cold(model, partition)`` swaps the collections of a TorchRec model,
+``make_plan`` plans, ``shard`` shards; see examples/dlrm_library_use.py. The names below are
+imported when they are first used, so that ``import hotrec`` needs no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Partition": "hotrec.types",
+    "ColdTier": "hotrec.planner",
+    "Machine": "hotrec.planner",
+    "hot_cold_constraints": "hotrec.planner",
+    "make_plan": "hotrec.planner",
+    "plan_document": "hotrec.planner",
+    "plan_text": "hotrec.planner",
+    "HotColdEmbeddingBagCollection": "hotrec.embedding",
+    "HotColdSharder": "hotrec.embedding",
+    "HotExchange": "hotrec.embedding",
+    "OptimizerKind": "hotrec.embedding",
+    "OptimizerSpec": "hotrec.embedding",
+    "check_replicas": "hotrec.embedding",
+    "gather_tables": "hotrec.embedding",
+    "initialize_embeddings": "hotrec.embedding",
+    "make_optimizer": "hotrec.embedding",
+    "shard": "hotrec.embedding",
+    "use_hot_cold": "hotrec.embedding",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hotrec' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

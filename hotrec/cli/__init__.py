@@ -1,0 +1,77 @@
+"""The program ``hotrec <command> [overrides]``: finds the command and leaves the rest to it.
+
+Nothing heavy is imported here: ``hotrec``, ``hotrec --help`` and ``hotrec --version`` answer at
+once, and a misspelt command or key is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from hotrec.cli.commands import COMMANDS
+
+FLAGS_OF_HELP = ("-h", "--help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the command line after the program's name; by default ``sys.argv[1:]``.
+
+    Returns:
+        The exit code: 0, 1 when the command failed, 2 when there is no such command.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in FLAGS_OF_HELP or words == ["help"]:
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        print(f"hotrec {_version()}")
+        return 0
+    if words[0] == "help":
+        words = [words[1], "--help"]
+    name, *overrides = words
+    if name not in COMMANDS:
+        print(_unknown_command(name), file=sys.stderr)
+        return 2
+    if any(word in FLAGS_OF_HELP for word in overrides):
+        from hotrec.cli.help_text import print_help
+
+        return print_help(name, [word for word in overrides if word not in FLAGS_OF_HELP])
+    from hotrec.cli.app import run_command
+
+    return run_command(name, overrides)
+
+
+def _version() -> str:
+    try:
+        return version("hotrec")
+    except PackageNotFoundError:
+        return "(not installed; run from a checkout)"
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "hotrec: train recommendation models with hot rows replicated and cold rows sharded.",
+            "",
+            "usage: hotrec <command> [key=value ...]",
+            "",
+            *lines,
+            "",
+            "`hotrec <command> --help` lists a command's keys, with their meaning and defaults.",
+            "Start here: hotrec prepare experiment=quickstart",
+        ]
+    )
+
+
+def _unknown_command(name: str) -> str:
+    close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    advice = f"Did you mean `hotrec {close[0]}`?" if close else "Run `hotrec` for the list."
+    return f"command: expected one of {', '.join(COMMANDS)}, got {name!r}. {advice}"

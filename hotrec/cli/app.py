@@ -1,0 +1,249 @@
+"""One command from words to exit code: versions, run directory, Hydra, the command, its figures.
+
+Hydra composes and sweeps; everything else is decided here: one directory per run, logging on
+stderr, one JSON line on stdout, one clear message for an error, ranks started where they are asked
+for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from hotrec.cli.commands import COMMANDS
+from hotrec.cli.environment import (
+    RUN_DIR,
+    environment_rank,
+    environment_world_size,
+    is_under_torchrun,
+    rank_prefix,
+)
+from hotrec.cli.errors import FULL_TRACE, CommandFailed, EndedEarly, print_error
+from hotrec.cli.logs import log_trace, quiet_torch, start_logging, stop_logging
+from hotrec.cli.run_dir import decide_run_dir
+from hotrec.cli.store import VERSION_BASE, build_config, conf_dir, register_schemas
+from hotrec.cli.torchrun import run_under_torchrun
+from hotrec.doctor import check_versions
+
+FLAGS_OF_CONFIG_DIR = ("--config-dir", "-cd")
+FLAGS_WITH_VALUE = (
+    *FLAGS_OF_CONFIG_DIR,
+    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
+    *("--info", "-i", "--experimental-rerun"),
+)
+FLAGS_OF_MULTIRUN = ("-m", "--multirun")
+EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
+EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
+CONFIG_FILE = "config.yaml"
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What the user typed, and the environment in which.
+
+    Args:
+        name: the command.
+        words: overrides and Hydra's flags.
+        environment: as it was before anything was set in it for Hydra.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    @property
+    def wants_trace(self) -> bool:
+        return self.environment.get(FULL_TRACE) == "1"
+
+    @property
+    def is_multirun(self) -> bool:
+        return any(word in FLAGS_OF_MULTIRUN for word in self.words)
+
+
+def run_command(name: str, overrides: Sequence[str]) -> int:
+    """Run one command; the exit code."""
+    invocation = Invocation(name, tuple(overrides), dict(os.environ))
+    try:
+        if name != "doctor":
+            check_versions()
+        _check_processes(invocation)
+        with _prepared_process(invocation):
+            return _run_hydra(invocation)
+    except KeyboardInterrupt:
+        print(f"{rank_prefix()}interrupted", file=sys.stderr)
+        return EXIT_CODE_OF_SIGINT
+    except Exception as error:
+        print_error(error, wants_trace=invocation.wants_trace)
+        return 1
+
+
+def _check_processes(invocation: Invocation) -> None:
+    world_size = environment_world_size()
+    if world_size > 1 and not COMMANDS[invocation.name].is_parallel:
+        raise ValueError(
+            f"hotrec {invocation.name}: expected one process, got {world_size} ranks. "
+            "Start it without torchrun."
+        )
+    if invocation.is_multirun and is_under_torchrun():
+        raise ValueError(
+            "--multirun: expected to start without torchrun, got RANK in the environment. Start "
+            "the sweep by itself and set launch.num_ranks, so that each job gets its ranks."
+        )
+
+
+@contextmanager
+def _prepared_process(invocation: Invocation) -> Iterator[None]:
+    """What Hydra reads from the process: its words, the run directory; and SIGTERM as an exit."""
+    saved_words, saved_handler = sys.argv, signal.getsignal(signal.SIGTERM)
+    try:
+        decide_run_dir(invocation.name, invocation.words, is_multirun=invocation.is_multirun)
+        # Hydra prints errors in its own way unless it is told to leave them alone.
+        os.environ[FULL_TRACE] = "1"
+        sys.argv = [f"hotrec {invocation.name}", *_flags_first(invocation.words)]
+        # An exit unwinds, so that half-written artifacts are removed.
+        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, saved_handler)
+        sys.argv = saved_words
+        for key in (RUN_DIR, FULL_TRACE):
+            os.environ.pop(key, None)
+            if key in invocation.environment:
+                os.environ[key] = invocation.environment[key]
+
+
+def _flags_first(words: Sequence[str]) -> list[str]:
+    """The same words in the order that Hydra's parser needs: it takes overrides in one run only."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for previous, word in zip(["", *words], words, strict=False):
+        is_flag = word.startswith("-") or previous in FLAGS_WITH_VALUE
+        (flags if is_flag else overrides).append(word)
+    return [*flags, *overrides]
+
+
+def _exit_on_sigterm(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(EXIT_CODE_OF_SIGTERM)
+
+
+def _run_hydra(invocation: Invocation) -> int:
+    """Run the job, or all jobs of a sweep; the exit code of the last that failed, else 0."""
+    register_schemas()
+    exit_codes: list[int] = []
+
+    def job(composed: DictConfig) -> None:
+        exit_codes.append(_run_job(invocation, composed))
+
+    hydra.main(
+        version_base=VERSION_BASE,
+        config_path=str(conf_dir()),
+        config_name=COMMANDS[invocation.name].config_name,
+    )(job)()
+    return next((code for code in reversed(exit_codes) if code != 0), 0)
+
+
+def _run_job(invocation: Invocation, composed: DictConfig) -> int:
+    """One job of a sweep, or the only one. A job that fails does not stop the others."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        figures = _record_for_torchrun(lambda: _run_composed(invocation, composed, run_dir))()
+    except EndedEarly as ended:
+        _print_figures(ended.figures)
+        if ended.exit_code == EXIT_CODE_OF_SIGTERM:
+            raise SystemExit(ended.exit_code) from ended  # which does stop the others
+        return ended.exit_code
+    except CommandFailed as failure:
+        return failure.exit_code
+    except Exception as error:
+        log_trace(error)
+        print_error(error, wants_trace=invocation.wants_trace)
+        _remove_if_empty(run_dir)
+        return 1
+    finally:
+        stop_logging()
+    if figures is not None:
+        _print_figures(figures)
+    return 0
+
+
+def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -> Figures | None:
+    name = invocation.name
+    config = build_config(composed)
+    num_ranks = config.launch.num_ranks if COMMANDS[name].is_parallel else 1
+    if num_ranks > 1 and not is_under_torchrun():
+        exit_code = run_under_torchrun(
+            name,
+            [*_places_of_configuration(invocation.words), *HydraConfig.get().overrides.task],
+            num_ranks=num_ranks,
+            run_dir=str(run_dir),
+            environment=invocation.environment,
+        )
+        if exit_code != 0:
+            raise CommandFailed(exit_code)
+        return None
+    start_logging(run_dir)
+    if environment_rank() == 0:
+        (run_dir / CONFIG_FILE).write_text(OmegaConf.to_yaml(composed, resolve=True))
+    command = importlib.import_module(f"hotrec.cli.{name}")
+    quiet_torch()
+    # Whatever a library prints must not come between the reader and the one line of figures.
+    with redirect_stdout(sys.stderr):
+        figures: Figures = command.run(config, run_dir)
+    return figures
+
+
+def _places_of_configuration(words: Sequence[str]) -> list[str]:
+    """Hydra's flags that a child needs too: where to look for groups."""
+    kept = []
+    for flag, value in zip(words, [*words[1:], ""], strict=True):
+        if flag in FLAGS_OF_CONFIG_DIR:
+            kept += [flag, value]
+        elif flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR:
+            kept.append(flag)
+    return kept
+
+
+def _record_for_torchrun(action: Callable[[], Figures | None]) -> Callable[[], Figures | None]:
+    """Let torchrun name the error in its own summary."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return action
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(action)
+
+
+def _remove_if_empty(run_dir: Path) -> None:
+    if run_dir.is_dir() and not any(run_dir.iterdir()):
+        run_dir.rmdir()
+
+
+def _print_figures(figures: Figures) -> None:
+    if environment_rank() == 0:
+        print(json.dumps(_plain(figures), allow_nan=False), flush=True)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: a figure that does not exist is null. Paths are text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

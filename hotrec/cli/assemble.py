@@ -1,0 +1,314 @@
+"""From configuration and partition to the sharded model: tables, plan, shards, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer
+
+from hotrec.batch import Batch
+from hotrec.cli.schema import (
+    ColdTier,
+    Config,
+    Dcnv2Config,
+    Device,
+    HotColdConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerKind,
+    PlannerConfig,
+    Routing,
+    TorchrecPlacement,
+)
+from hotrec.doctor.machine import read_memory
+from hotrec.embedding import (
+    HotColdEmbeddingBagCollection,
+    HotColdSharder,
+    HotExchange,
+    OptimizerSpec,
+    fused_params,
+    initialize_embeddings,
+    make_optimizer,
+    shard,
+)
+from hotrec.embedding import OptimizerKind as Rule
+from hotrec.embedding.sharding import check_optimizer
+from hotrec.models import ClickTask, build_model
+from hotrec.models import ModelKind as Arch
+from hotrec.planner import ColdTier as Tier
+from hotrec.planner import (
+    Machine,
+    TorchRecPlan,
+    cold_tier_for,
+    hot_cold_constraints,
+    make_plan,
+    torchrec_constraints,
+)
+from hotrec.routing import RoutedFeatures
+from hotrec.traffic import BatchFacts, count_distinct_rows
+from hotrec.types import Partition, Schema
+
+GIB = 1 << 30
+# What `hotrec plan` plans for where no GPU can be asked: an H100's memory.
+ASSUMED_DEVICE_GIB = 80.0
+
+
+def chosen_device(device: Device) -> str:
+    """The device's type: "cpu" or "cuda"."""
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.name
+
+
+def optimizer_specs(optimizer: OptimizerConfig) -> tuple[OptimizerSpec, OptimizerSpec]:
+    """The rules of the embedding rows and of the dense layers."""
+    constants = {
+        name: getattr(optimizer, name)
+        for name in ("eps", "beta1", "beta2")
+        if hasattr(optimizer, name)
+    }
+    embedding = OptimizerSpec(Rule(optimizer.kind.name), optimizer.learning_rate, **constants)
+    kind = optimizer.dense_kind or optimizer.kind
+    if kind is OptimizerKind.rowwise_adagrad:
+        kind = OptimizerKind.adagrad  # a dense layer has no rows
+    rate = optimizer.dense_learning_rate
+    dense = OptimizerSpec(
+        Rule(kind.name), optimizer.learning_rate if rate is None else rate, **constants
+    )
+    return embedding, dense
+
+
+def table_configs(schema: Schema, model: ModelConfig) -> list[EmbeddingBagConfig]:
+    """TorchRec's description of the dataset's tables."""
+    return [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_rows,
+            embedding_dim=model.embedding_dim,
+            feature_names=[feature.name for feature in schema.features_of(table.name)],
+            pooling=PoolingType[model.pooling.name.upper()],
+        )
+        for table in schema.tables
+    ]
+
+
+def row_bytes(schema: Schema, config: Config) -> dict[str, int]:
+    """Bytes of one row with its optimizer state, by table."""
+    dim = config.model.embedding_dim
+    embedding, _ = optimizer_specs(config.optimizer)
+    num_bytes = 4 * dim + embedding.state_bytes_per_row(dim)
+    return {table.name: num_bytes for table in schema.tables}
+
+
+def make_machine(
+    planner: PlannerConfig, *, world_size: int, ranks_per_host: int, device: str, batch_size: int
+) -> Machine:
+    """The machine to plan for: as configured, else as found."""
+    device_gib = planner.hbm_gib
+    if device_gib is None and device == "cuda" and torch.cuda.is_available():
+        device_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    host_bytes = read_memory()[0]
+    if planner.host_gib is not None:
+        host_bytes = int(planner.host_gib * GIB)
+    return Machine(
+        world_size=world_size,
+        local_world_size=ranks_per_host,
+        device=device,
+        device_bytes=int((device_gib or ASSUMED_DEVICE_GIB) * GIB),
+        host_bytes=host_bytes,
+        batch_size=batch_size,
+    )
+
+
+def replica_memory_bytes(machine: Machine) -> int:
+    """Memory that a rank's hot rows must fit into."""
+    if machine.device == "cuda":
+        return machine.device_bytes
+    return machine.host_bytes // machine.local_world_size
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """The model before sharding, on no device yet, and how it is to be sharded.
+
+    Args:
+        task: model and loss.
+        embeddings: the collection in it.
+        sharders: TorchRec's word for who shards which module.
+        constraints: for the planner.
+    """
+
+    task: nn.Module
+    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
+    sharders: list[ModuleSharder[nn.Module]]
+    constraints: dict[str, ParameterConstraints] | None
+
+    def plan(self, machine: Machine) -> ShardingPlan:
+        return make_plan(self.task, self.sharders, machine, self.constraints)
+
+
+def build_unsharded(
+    config: Config,
+    schema: Schema,
+    partition: Partition | None,
+    *,
+    world_size: int,
+    compute_device: str,
+    dense_device: torch.device,
+) -> Unsharded:
+    """Build the model and say how to shard it.
+
+    Args:
+        partition: None for TorchRec's plans on unsplit tables.
+        compute_device: "cpu" or "cuda", where the shards will be; need not be there to plan.
+        dense_device: of the dense layers; "meta" to plan only.
+
+    Raises:
+        ValueError: if the device has no exact kernel for the optimizer, or no such memory tier.
+    """
+    tables = table_configs(schema, config.model)
+    meta = torch.device("meta")
+    spec, _ = optimizer_specs(config.optimizer)
+    placement = config.placement
+    has_sharded = partition is None or partition.total_hot < partition.total_rows
+    check_optimizer(spec, torch.device(compute_device), has_cold=has_sharded)
+    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
+    sharders: list[ModuleSharder[nn.Module]]
+    constraints: dict[str, ParameterConstraints] | None
+    if isinstance(placement, TorchrecPlacement):
+        embeddings = EmbeddingBagCollection(tables=tables, device=meta)
+        sharders = [EmbeddingBagCollectionSharder(fused_params=fused_params(spec))]
+        constraints = torchrec_constraints(
+            tables,
+            TorchRecPlan(placement.plan.name),
+            batch_size=config.trainer.batch_size,
+            tier=_tier(placement.tier, compute_device, Tier.FUSED),
+            cache_load_factor=placement.cache_load_frac,
+        )
+    else:
+        assert isinstance(placement, HotColdConfig)
+        assert partition is not None
+        embeddings = HotColdEmbeddingBagCollection(tables, partition, device=meta)
+        exchange = HotExchange(placement.hot_exchange.name)
+        sharders = [HotColdSharder(spec, exchange)]
+        constraints = hot_cold_constraints(
+            tables,
+            partition,
+            cold_tier=_tier(placement.cold_tier, compute_device, Tier.UVM_CACHING),
+            cache_load_factor=placement.cache_load_frac,
+        )
+    model = _build_model(config, embeddings, num_dense=len(schema.dense), device=dense_device)
+    return Unsharded(ClickTask(model, world_size), embeddings, sharders, constraints)
+
+
+def _tier(tier: ColdTier, device: str, on_cuda: Tier) -> Tier:
+    if tier is ColdTier.auto:
+        return on_cuda if device == "cuda" else Tier.FUSED
+    return cold_tier_for(device, Tier(tier.name))
+
+
+def _build_model(
+    config: Config, embeddings: nn.Module, *, num_dense: int, device: torch.device
+) -> nn.Module:
+    model = config.model
+    cross: dict[str, int] = {}
+    if isinstance(model, Dcnv2Config):
+        cross = {
+            "cross_num_layers": model.cross_num_layers,
+            "cross_low_rank_dim": model.cross_low_rank_dim,
+        }
+    return build_model(
+        Arch(model.kind.name),
+        embeddings,
+        num_dense=num_dense,
+        dense_layer_sizes=model.dense_layer_sizes,
+        over_layer_sizes=model.over_layer_sizes,
+        seed=config.trainer.seed,
+        device=device,
+        **cross,
+    )
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The model that a rank trains, and what goes with it.
+
+    Args:
+        transform: for the loader's workers; None where ids are routed on the device.
+        inspect_batch: what a batch reads, for the traffic bound.
+    """
+
+    model: DistributedModelParallel
+    optimizer: CombinedOptimizer
+    plan: ShardingPlan
+    transform: Callable[[Any], Any] | None
+    inspect_batch: Callable[[Batch], BatchFacts]
+
+
+def build_sharded(
+    config: Config,
+    schema: Schema,
+    partition: Partition | None,
+    machine: Machine,
+    device: torch.device,
+) -> Sharded:
+    """Build, plan and shard the model on every rank of the process group; collective."""
+    unsharded = build_unsharded(
+        config,
+        schema,
+        partition,
+        world_size=machine.world_size,
+        compute_device=device.type,
+        dense_device=device,
+    )
+    plan = unsharded.plan(machine)
+    embedding, dense = optimizer_specs(config.optimizer)
+    model = shard(unsharded.task, plan, unsharded.sharders, device)
+    initialize_embeddings(model, config.trainer.seed)
+    optimizer = make_optimizer(model, embedding, dense)
+    placement, embeddings = config.placement, unsharded.embeddings
+    transform = None
+    if isinstance(embeddings, HotColdEmbeddingBagCollection):
+        assert isinstance(placement, HotColdConfig)
+        if placement.routing is Routing.loader:
+            transform = embeddings.router
+    return Sharded(model, optimizer, plan, transform, _inspector(embeddings))
+
+
+def _inspector(
+    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection,
+) -> Callable[[Batch], BatchFacts]:
+    if isinstance(embeddings, HotColdEmbeddingBagCollection):
+        router = embeddings.router
+
+        def inspect_routed(batch: Batch) -> BatchFacts:
+            sparse: Any = batch.sparse
+            routed = sparse if isinstance(sparse, RoutedFeatures) else router(sparse.to("cpu"))
+            return BatchFacts(
+                num_distinct=dict(zip(router.groups, routed.num_distinct, strict=True)),
+                num_lookups=routed.num_lookups,
+                num_hot_lookups=routed.num_hot_lookups(),
+            )
+
+        return inspect_routed
+    tables = {
+        feature: (table.name, table.embedding_dim)
+        for table in embeddings.embedding_bag_configs()
+        for feature in table.feature_names
+    }
+
+    def inspect_unrouted(batch: Batch) -> BatchFacts:
+        num_distinct = count_distinct_rows(batch.sparse, tables)
+        return BatchFacts(num_distinct, int(batch.sparse.values().numel()), 0)
+
+    return inspect_unrouted

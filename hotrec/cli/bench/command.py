@@ -1,0 +1,161 @@
+"""The command: configuration -> samples and cases -> measurement -> bench.json and the page."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hotrec.cli.bench.cases import Case, build_runner, make_cases
+from hotrec.cli.bench.figures import BASELINES, gather_measured, losses_apart, summarize
+from hotrec.cli.bench.machine import load_average, machine_facts
+from hotrec.cli.bench.measure import run_counted, run_timed, run_warmup
+from hotrec.cli.bench.page import COLUMNS, plain_table, render_page, result_rows
+from hotrec.cli.bench.samples import ZipfTables
+from hotrec.cli.bench.stages import is_profilable, run_profiled
+from hotrec.cli.schema import BenchConfig, BenchRootConfig
+from hotrec.distributed import Ranks, process_group
+from hotrec.types import Rows
+
+logger = logging.getLogger("hotrec.bench")
+
+RESULT, PAGE, CONFIG_FILE = "bench.json", "bench.md", "config.yaml"
+# Batches that TorchRec's pipeline holds beside the one it computes.
+NUM_AHEAD = 2
+
+CaseChooser = Callable[[BenchConfig, Mapping[str, Rows], int], list[Case]]
+
+
+def run(config: BenchRootConfig, run_dir: Path) -> dict[str, Any]:
+    """Measure the configured cases; the figures of bench.json.
+
+    Raises:
+        RuntimeError: on every rank, after the results are written, if losses of two cases differ.
+    """
+    warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
+    with process_group(device=config.bench.device.name, timeout_s=config.bench.timeout_s) as ranks:
+        document = measure(config, ranks, make_cases)
+        if ranks.is_first:
+            _write(config, document, run_dir)
+    if document["losses_apart"]:
+        tolerance = config.bench.loss_tolerance
+        apart = {
+            name: document["cases"][name]["largest_loss_difference"]
+            for name in document["losses_apart"]
+        }
+        raise RuntimeError(
+            f"bench losses: expected all cases within {tolerance} of "
+            f"{next(iter(document['cases']))}, got {apart}. The cases do not train the same model; "
+            f"do not use these results."
+        )
+    return document
+
+
+def measure(
+    config: BenchRootConfig,
+    ranks: Ranks,
+    choose_cases: CaseChooser,
+    baselines: Sequence[str] = BASELINES,
+) -> dict[str, Any]:
+    """Build the cases, run them in turn, and sum up; the same document on every rank.
+
+    Args:
+        choose_cases: (configuration, lookups per row by table, W) -> what is measured.
+        baselines: names of cases that the others are compared with.
+    """
+    bench = config.bench
+    machine = machine_facts()
+    samples = ZipfTables(
+        bench.table_rows,
+        exponent=bench.zipf_exponent,
+        num_dense=bench.num_dense,
+        seed=bench.seed,
+    )
+    cases = choose_cases(bench, samples.count(bench.profile_samples), ranks.world_size)
+    num_profiled = bench.profile_steps if bench.profile and is_profilable(ranks.device) else 0
+    num_steps = bench.warmup_rounds + bench.rounds + bench.counted_steps + num_profiled
+    batches = samples.batches(
+        num_steps + NUM_AHEAD,
+        batch_size=bench.batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    runners = [build_runner(config, case, samples.schema, batches, ranks) for case in cases]
+    run_warmup(runners, bench.warmup_rounds)
+    run_timed(runners, rounds=bench.rounds, rounds_of=bench.rounds_of, ranks=ranks)
+    run_counted(runners, num_steps=bench.counted_steps, interface=bench.interface, ranks=ranks)
+    stages_s = {}
+    if num_profiled:
+        stages_s = {r.case.name: run_profiled(r, num_profiled, ranks) for r in runners}
+    measured = gather_measured(runners, batches, ranks)
+    figures = summarize(
+        measured,
+        global_batch_size=bench.batch_size * ranks.world_size,
+        dim=config.model.embedding_dim,
+        baselines=baselines,
+    )
+    machine["load_average_after"] = load_average()
+    return {
+        "name": bench.name,
+        "world_size": ranks.world_size,
+        "num_hosts": ranks.num_hosts,
+        "network": bench.network,
+        "interface": bench.interface,
+        "device": ranks.device.type,
+        "optimizer": config.optimizer.kind.name,
+        "pipeline": bench.pipeline.name,
+        "routing": bench.routing.name,
+        "hot_exchange": bench.hot_exchange.name,
+        "rounds": bench.rounds,
+        "warmup_rounds": bench.warmup_rounds,
+        "counted_steps": bench.counted_steps,
+        "loss_tolerance": bench.loss_tolerance,
+        "data": {
+            "num_tables": len(bench.table_rows),
+            "num_rows": sum(bench.table_rows),
+            "zipf_exponent": bench.zipf_exponent,
+            "embedding_dim": config.model.embedding_dim,
+            "batch_size": bench.batch_size,
+            "num_dense_values": next(iter(measured.values()))[0].num_dense_values,
+        },
+        "partition": _partition_facts(cases, config),
+        "cases": figures,
+        "losses_apart": losses_apart(figures, bench.loss_tolerance),
+        "stages_s": stages_s,
+        "machine": machine,
+    }
+
+
+def _partition_facts(cases: Sequence[Case], config: BenchRootConfig) -> dict[str, Any] | None:
+    """What is hot in hot_cold, if it is among the cases."""
+    for case in cases:
+        if case.name == "hot_cold" and case.partition is not None:
+            num_hot = case.partition.total_hot
+            return {
+                "policy": case.partition.policy,
+                "num_hot_rows": num_hot,
+                "hot_frac": num_hot / case.partition.total_rows,
+                "hot_bytes": 4 * config.model.embedding_dim * num_hot,
+            }
+    return None
+
+
+def _write(config: BenchRootConfig, document: dict[str, Any], run_dir: Path) -> None:
+    print(plain_table(COLUMNS, result_rows(document["cases"])), file=sys.stderr)
+    (run_dir / RESULT).write_text(json.dumps(document, indent=2) + "\n")
+    page = render_page(
+        document,
+        command=" ".join(["hotrec bench", *map(shlex.quote, sys.argv[1:])]),
+        configuration=(run_dir / CONFIG_FILE).read_text(),
+    )
+    (run_dir / PAGE).write_text(page)
+    if config.bench.page is not None:
+        target = Path(config.bench.page)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page)
+    logger.info("page: %s", config.bench.page or run_dir / PAGE)

@@ -1,0 +1,87 @@
+"""``hotrec profile``: count the lookups of every row of a dataset, and draw what they cover."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hotrec.cli.schema import Config, ProfileConfig, ProfileMode
+from hotrec.data.chunks import Dataset, Jagged
+from hotrec.placement.blocks import Block
+from hotrec.placement.profile import Sampling, write_profile
+from hotrec.report import plot_coverage
+
+logger = logging.getLogger(__name__)
+
+COVERAGE_PICTURE = "coverage.png"
+
+
+def run(config: Config, run_dir: Path) -> dict[str, Any]:
+    """Write paths.profile, and the coverage picture into the run directory."""
+    dataset = Dataset.open(config.paths.dataset)
+    output = Path(config.paths.profile)
+    start_s = time.perf_counter()
+    holds_out_validation = config.profile.heldout_frac == 0 and dataset.num_samples("valid") > 0
+    num_samples = dataset.num_samples("train") + (
+        dataset.num_samples("valid") if holds_out_validation else 0
+    )
+    with tqdm(
+        total=num_samples, desc="profile", unit=" samples", unit_scale=True, disable=None
+    ) as bar:
+        profile, artifact = write_profile(
+            blocks_of(dataset, "train", bar),
+            dataset.schema,
+            output,
+            dataset_hash=dataset.artifact.content_hash,
+            num_samples=dataset.num_samples("train"),
+            heldout_frac=config.profile.heldout_frac,
+            heldout_blocks=blocks_of(dataset, "valid", bar) if holds_out_validation else None,
+            sampling=_sampling(config.profile),
+        )
+    elapsed_s = time.perf_counter() - start_s
+    picture = run_dir / COVERAGE_PICTURE
+    plot_coverage(output, picture)
+    content = artifact.content
+    num_lookups = sum(table["num_lookups"] for table in content["tables"].values())
+    logger.info("%s: %d lookups counted in %.1f s", output, num_lookups, elapsed_s)
+    return {
+        "command": "profile",
+        "profile": output,
+        "content_hash": artifact.content_hash,
+        "picture": picture,
+        "num_samples": profile.num_samples,
+        "num_heldout_samples": profile.num_heldout_samples,
+        "num_lookups": num_lookups,
+        "num_distinct": sum(table["num_distinct"] for table in content["tables"].values()),
+        "num_rows": sum(profile.num_rows.values()),
+        "landmarks": content["landmarks"],
+        "lookups_per_s": num_lookups / elapsed_s,
+        "elapsed_s": elapsed_s,
+    }
+
+
+def _sampling(profile: ProfileConfig) -> Sampling:
+    frac = profile.sample_frac if profile.mode is ProfileMode.sample else 1.0
+    return Sampling(frac, profile.seed, profile.min_count, profile.confidence)
+
+
+def blocks_of(dataset: Dataset, split: str, bar: tqdm[Any] | None = None) -> Iterator[Block]:
+    """The chunks of a split as the placement stage reads them."""
+    for index in range(len(dataset.chunks(split))):
+        chunk = dataset.block(split, index)
+        rows: dict[str, Any] = {}
+        lengths: dict[str, Any] = {}
+        for name, ids in chunk.features.items():
+            if isinstance(ids, Jagged):
+                rows[name] = ids.values[ids.offsets[0] : ids.offsets[-1]]
+                lengths[name] = ids.offsets[1:] - ids.offsets[:-1]
+            else:
+                rows[name] = ids
+        yield Block(num_samples=len(chunk), rows=rows, lengths=lengths)
+        if bar is not None:
+            bar.update(len(chunk))

@@ -1,0 +1,89 @@
+"""The configuration of bench."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hotrec.cli.schema.choices import HotExchange, ModelConfig, OptimizerConfig
+from hotrec.cli.schema.fields import key, section
+from hotrec.cli.schema.sections import Device, LaunchConfig, PipelineKind, PlannerConfig
+
+
+class BenchCase(Enum):
+    """What `hotrec bench` runs in turn."""
+
+    hot_cold = "hot_cold"
+    all_cold = "all_cold"
+    all_hot = "all_hot"
+    table_wise = "table_wise"
+    planner = "planner"
+    hand_tuned = "hand_tuned"
+
+
+class HotRowsRule(Enum):
+    """How `hotrec bench` chooses the hot rows of hot_cold."""
+
+    top = "top"
+    break_even = "break_even"
+
+
+class BenchRouting(Enum):
+    """Whether routing is inside the timed step."""
+
+    main = "main"
+    loader = "loader"
+
+
+@dataclass
+class BenchConfig:
+    """What is measured; a choice of bench= sets it."""
+
+    name: str = key("title of the page; by default the bench= choice")
+    cases: list[BenchCase] = key("what is run in turn, step by step", list(BenchCase))
+    table_rows: list[int] = key("rows of each table; one feature reads each")
+    zipf_exponent: float = key("popularity of the k-th row ~ k^-exponent", 1.05, at_least=0)
+    num_dense: int = key("dense columns", 13, at_least=1)
+    batch_size: int = key("samples per rank and step", 2048, at_least=1)
+    rounds: int = key("timed steps of each case", 40, at_least=1)
+    rounds_of: dict[str, int] = key("timed steps of single cases, if fewer", {})
+    warmup_rounds: int = key("steps of each case before the clock", 4, at_least=1)
+    counted_steps: int = key("steps whose bytes are counted, not timed", 2, at_least=1)
+    hot_rows: HotRowsRule = key(
+        "top (num_hot_rows most looked-up rows) or break_even (min_accesses_per_step)",
+        HotRowsRule.top,
+    )
+    num_hot_rows: int = key("hot rows of hot_rows=top", 20000, at_least=0)
+    min_accesses_per_step: float = key(
+        "expected lookups per global batch from which hot_rows=break_even makes a row hot",
+        1.0,
+        above=0,
+    )
+    profile_samples: int = key("samples that the hot rows are chosen from", 1000000, at_least=1)
+    hot_exchange: HotExchange = key(
+        "gradients of hot rows: touched_rows or dense", HotExchange.touched_rows
+    )
+    routing: BenchRouting = key(
+        "main (inside the timed step) or loader (before the clock)", BenchRouting.main
+    )
+    pipeline: PipelineKind = key("TorchRec pipeline of all cases", PipelineKind.sparse_dist)
+    seed: int = key("of weights, popularity and samples", 0, at_least=0)
+    device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)
+    loss_tolerance: float = key("largest difference of losses between cases", 1e-4, above=0)
+    profile: bool = key("also measure where the time of a step goes, by stage", False)
+    profile_steps: int = key("steps of each case under the profiler", 4, at_least=1)
+    interface: str | None = key("network interface whose sent bytes are read as well", None)
+    network: str = key("what joins the ranks, for the page", "loopback of one host")
+    page: str | None = key("write the result page here too; null: to the run directory", None)
+    timeout_s: float = key("how long a collective waits for the slowest rank", 600.0, above=0)
+
+
+@dataclass
+class BenchRootConfig:
+    """The configuration of bench."""
+
+    bench: BenchConfig = section("what is measured", BenchConfig)
+    model: ModelConfig = section("the model", ModelConfig)
+    optimizer: OptimizerConfig = section("the update rule of all parameters", OptimizerConfig)
+    planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
+    launch: LaunchConfig = section("processes on this host", LaunchConfig)

@@ -1,0 +1,123 @@
+"""The sections that have one form only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hotrec.cli.schema.fields import key
+
+
+class PipelineKind(Enum):
+    """TorchRec's train pipelines."""
+
+    sparse_dist = "sparse_dist"
+    base = "base"
+
+
+@dataclass
+class PipelineConfig:
+    """How steps overlap."""
+
+    kind: PipelineKind = key(
+        "sparse_dist (the next batch's ids travel during this step) or base; pipeline=",
+        PipelineKind.sparse_dist,
+    )
+
+
+class Device(Enum):
+    """Where to compute."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass
+class TrainerConfig:
+    """The training run."""
+
+    batch_size: int = key("samples per rank and step", 2048, at_least=1)
+    num_epochs: int = key("passes over the training split", 1, at_least=1)
+    max_steps: int | None = key(
+        "stop after so many steps, if earlier; null: never", None, at_least=1
+    )
+    seed: int = key("of weights and of the order of samples", 0, at_least=0)
+    device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)
+    num_workers: int = key("loader processes per rank; 0: none", 1, at_least=0)
+    eval_splits: list[str] = key(
+        "splits to evaluate; the last gives the summary", ["valid", "test"]
+    )
+    eval_batch_size: int = key("samples per rank and step of evaluation", 4096, at_least=1)
+    eval_every_steps: int = key(
+        "steps between evaluations of the first split; 0: at the end", 0, at_least=0
+    )
+    save_every_steps: int = key("steps between checkpoints; 0: at the end", 0, at_least=0)
+    keep_checkpoints: int = key("newest checkpoints to keep", 2, at_least=1)
+    log_every_steps: int = key("steps between lines of metrics.jsonl", 100, at_least=1)
+    check_every_steps: int = key("steps between looks at losses and signals", 10, at_least=1)
+    check_replicas_every_steps: int = key(
+        "steps between checksum comparisons of the ranks' hot rows; 0: never", 1000, at_least=0
+    )
+    warmup_steps: int = key("first steps, left out of all rates", 10, at_least=0)
+    resume: str = key("latest (of this run directory, if any), none, or a checkpoint", "latest")
+    timeout_s: float = key("how long a collective waits for the slowest rank", 600.0, above=0)
+
+
+@dataclass
+class LaunchConfig:
+    """Processes on this host."""
+
+    num_ranks: int = key(
+        "start so many ranks here, unless torchrun already has", 1, at_least=1, at_most=1024
+    )
+
+
+@dataclass
+class PathsConfig:
+    """Where the stages read and write."""
+
+    dataset: str = key("dataset directory", "data/${dataset_name}/dataset")
+    profile: str = key("profile directory", "data/${dataset_name}/profile")
+    partition: str = key("partition directory that plan writes", "data/${dataset_name}/partition")
+
+
+class ProfileMode(Enum):
+    """Whether all samples are counted."""
+
+    exact = "exact"
+    sample = "sample"
+
+
+@dataclass
+class ProfileConfig:
+    """What is counted."""
+
+    mode: ProfileMode = key("exact, or sample (then see sample_frac)", ProfileMode.exact)
+    sample_frac: float = key("share of the samples to count", 0.05, above=0, at_most=1)
+    seed: int = key("of the sample", 0, at_least=0)
+    min_count: int = key("lookups below which a row is never hot", 1, at_least=1)
+    confidence: float = key("of the intervals of a sampled profile", 0.95, above=0, below=1)
+    heldout_frac: float = key(
+        "hold out the last share of the training split; 0: hold out the validation split",
+        0.0,
+        at_least=0,
+        below=1,
+    )
+
+
+@dataclass
+class PlannerConfig:
+    """The machine that the plan is for."""
+
+    hbm_gib: float | None = key("GPU memory per device; null: as found, or 80", None, above=0)
+    host_gib: float | None = key("host memory per host; null: as found", None, above=0)
+
+
+@dataclass
+class PlanConfig:
+    """What ``hotrec plan`` plans for."""
+
+    world_size: int = key("ranks", 2, at_least=1)
+    ranks_per_host: int | None = key("ranks on a host; null: all", None, at_least=1)
+    device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)

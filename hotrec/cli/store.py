@@ -1,0 +1,117 @@
+"""Hydra's side of the configuration: where ``conf/`` is, its schemas, what it composes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from hotrec.cli.errors import describe_unknown_field
+from hotrec.cli.schema import ROOTS, VARIANTS
+from hotrec.cli.validate import validate
+
+PACKAGE = Path(__file__).resolve().parents[1]
+VERSION_BASE = "1.3"
+
+
+def conf_dir() -> Path:
+    """The directory of YAML files: inside the package in a wheel, beside it in a checkout.
+
+    Raises:
+        RuntimeError: if neither is there.
+    """
+    places = [PACKAGE / "conf", PACKAGE.parent / "conf"]
+    for place in places:
+        if (place / "config.yaml").exists():
+            return place
+    raise RuntimeError(
+        f"conf: expected config.yaml in one of {[str(place) for place in places]}, got none. "
+        "Install hotrec again."
+    )
+
+
+def options_of(group: str) -> list[str]:
+    """The choices of a configuration group."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def register_schemas() -> None:
+    """Make the dataclasses known to Hydra, under the names that the YAML files use."""
+    store = ConfigStore.instance()
+    for name, root in ROOTS.items():
+        store.store(name=f"{name}_schema", node=root)
+    for group, variants in VARIANTS.items():
+        for name, variant in variants.items():
+            store.store(group=f"schema/{group}", name=name, node=variant)
+
+
+def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """Compose without starting a run: for help texts and tests. Not validated."""
+    register_schemas()
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        composed = compose(config_name, overrides=list(overrides), return_hydra_config=True)
+        # `${hydra:...}` reads the choices from here.
+        HydraConfig.instance().set_config(composed)
+        with open_dict(composed):
+            del composed["hydra"]
+        OmegaConf.resolve(composed)
+    return composed
+
+
+def build_config(composed: DictConfig) -> Any:
+    """The composed configuration as a validated dataclass.
+
+    Raises:
+        ValueError: if a value is out of range.
+        MissingMandatoryValue: if a required value is not given.
+    """
+    _check_known_keys(composed, "")
+    config = OmegaConf.to_object(composed)
+    validate(config)
+    return config
+
+
+def _check_known_keys(node: DictConfig, parent: str) -> None:
+    """Refuse keys that Hydra's ``+key=value`` forced into a dataclass."""
+    kind = OmegaConf.get_type(node)
+    known = {item.name for item in dataclasses.fields(kind)} if is_dataclass(kind) else None
+    for name in map(str, node):
+        if known is not None and name not in known:
+            raise ValueError(describe_unknown_field(parent, name, kind))
+        child = None if OmegaConf.is_missing(node, name) else node[name]
+        if isinstance(child, DictConfig):
+            _check_known_keys(child, f"{parent}.{name}" if parent else name)
+
+
+def read_config(path: Path, root: type) -> Any:
+    """Read the config.yaml that a run recorded, as the dataclasses it was made from.
+
+    Raises:
+        ValueError: if it is missing or was not written by this version's schema.
+    """
+    if not path.exists():
+        raise ValueError(
+            f"{path}: expected the configuration that a run recorded, got no such file. "
+            "Pass a directory that `hotrec train` wrote."
+        )
+    try:
+        recorded: Any = OmegaConf.load(path)
+        schema = OmegaConf.structured(root)
+        for group, variants in VARIANTS.items():
+            if group in schema:
+                schema[group] = OmegaConf.structured(variants[recorded[group].kind])
+        merged = OmegaConf.merge(schema, recorded)
+        assert isinstance(merged, DictConfig)
+        return build_config(merged)
+    except Exception as error:
+        raise ValueError(
+            f"{path}: expected the configuration of a run of this version, got {error}. "
+            "Train again, or use the version that wrote it."
+        ) from error

@@ -1,0 +1,258 @@
+"""``hotrec train``: dataset, partition, model, plan, shards, loop; all in one run directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrec.artifact import Artifact
+from hotrec.batch import Batch
+from hotrec.cli.assemble import (
+    Sharded,
+    build_sharded,
+    chosen_device,
+    make_machine,
+    replica_memory_bytes,
+    row_bytes,
+)
+from hotrec.cli.choose import Terms, obtain_partition
+from hotrec.cli.errors import EndedEarly
+from hotrec.cli.record import CHECKPOINTS, PARTITION, write_environment, write_plan
+from hotrec.cli.schema import (
+    Config,
+    HotColdConfig,
+    ScheduleConfig,
+    TorchrecPlacement,
+    TrainerConfig,
+)
+from hotrec.data.chunks import Dataset
+from hotrec.data.loader import make_loader, num_steps
+from hotrec.distributed import Ranks, broadcast_object, process_group, same_verdict
+from hotrec.embedding import check_replicas
+from hotrec.planner import Machine
+from hotrec.train.checkpoint import Checkpoints, find_latest
+from hotrec.train.loop import train
+from hotrec.train.schedule import Cadence, Schedule, count_steps
+from hotrec.train.watch import STOPPED_EXIT_CODE
+from hotrec.types import Partition
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config, run_dir: Path) -> dict[str, Any]:
+    """Train; the figures are those of summary.json."""
+    trainer = config.trainer
+    device = chosen_device(trainer.device)
+    with process_group(device=device, timeout_s=trainer.timeout_s) as ranks:
+        dataset = same_verdict(lambda: Dataset.open(config.paths.dataset))
+        steps = same_verdict(lambda: _count_steps(config, dataset, ranks))
+        machine = make_run_machine(config, ranks)
+        partition, artifact = _agree_on_partition(config, dataset, machine, run_dir, ranks)
+        torch.manual_seed(trainer.seed)
+        sharded = build_sharded(config, dataset.schema, partition, machine, ranks.device)
+        if ranks.is_first:
+            write_plan(sharded.plan, run_dir)
+            write_environment(
+                run_dir,
+                world_size=ranks.world_size,
+                num_hosts=ranks.num_hosts,
+                device=ranks.device.type,
+            )
+        result = train(
+            sharded.model,
+            sharded.optimizer,
+            same_verdict(lambda: _train_loader(config, sharded, ranks)),
+            ranks,
+            num_steps=steps,
+            cadence=_cadence(trainer),
+            check_replicas=lambda: check_replicas(sharded.model),
+            lr_factor=_schedule(config.optimizer.schedule),
+            pipeline_kind=config.pipeline.kind.name,
+            eval_batches=_eval_batches(config, dataset, sharded, ranks),
+            checkpoints=Checkpoints(
+                directory=run_dir / CHECKPOINTS,
+                facts=checkpoint_facts(config, dataset, artifact),
+                keep_last=trainer.keep_checkpoints,
+                resume_from=same_verdict(lambda: _resume_from(trainer.resume, run_dir)),
+            ),
+            run_dir=run_dir,
+            inspect_batch=sharded.inspect_batch,
+            description=_description(config, partition, dataset),
+        )
+    figures = {"command": "train", "run_dir": run_dir, **result.summary}
+    if not result.is_finished:
+        raise EndedEarly(figures, STOPPED_EXIT_CODE)
+    return figures
+
+
+def make_run_machine(config: Config, ranks: Ranks) -> Machine:
+    """The machine of these ranks, as rank 0 sees it, so that all of them plan alike."""
+    machine = make_machine(
+        config.planner,
+        world_size=ranks.world_size,
+        ranks_per_host=ranks.local_world_size,
+        device=ranks.device.type,
+        batch_size=config.trainer.batch_size,
+    )
+    return broadcast_object(machine)
+
+
+def checkpoint_facts(
+    config: Config, dataset: Dataset, partition: Artifact | None
+) -> dict[str, Any]:
+    """What must be the same in the run that saved a checkpoint and the one that loads it."""
+    model = {
+        name: getattr(value, "name", value) for name, value in sorted(vars(config.model).items())
+    }
+    placement = config.placement
+    if isinstance(placement, TorchrecPlacement):
+        split = f"torchrec {placement.plan.name}"
+    else:
+        assert partition is not None
+        split = partition.content_hash
+    return {
+        "dataset": dataset.artifact.content_hash,
+        "partition": split,
+        "model": model,
+        "optimizer": config.optimizer.kind.name,
+    }
+
+
+def placement_name(config: Config) -> str:
+    """The placement for reports: its kind, and which of TorchRec's plans."""
+    placement = config.placement
+    if isinstance(placement, TorchrecPlacement):
+        return f"torchrec {placement.plan.name}"
+    return placement.kind.name
+
+
+def _agree_on_partition(
+    config: Config, dataset: Dataset, machine: Machine, run_dir: Path, ranks: Ranks
+) -> tuple[Partition | None, Artifact | None]:
+    """Rank 0 chooses; the others take what it chose."""
+    placement = config.placement
+    if not isinstance(placement, HotColdConfig):
+        return None, None
+    terms = Terms(
+        row_bytes=row_bytes(dataset.schema, config),
+        global_batch_size=config.trainer.batch_size * ranks.world_size,
+        memory_bytes=replica_memory_bytes(machine),
+    )
+    profile, output = Path(config.paths.profile), run_dir / PARTITION
+
+    def choose() -> tuple[Partition, Artifact] | None:
+        if not ranks.is_first:
+            return None
+        return obtain_partition(placement, dataset, profile, output, terms)
+
+    partition, artifact = broadcast_object(same_verdict(choose))  # type: ignore[misc]
+    total = artifact.content["total"]
+    logger.info("%s: %d of %d rows hot", partition.policy, total["hot_rows"], total["num_rows"])
+    return partition, artifact
+
+
+def _count_steps(config: Config, dataset: Dataset, ranks: Ranks) -> int:
+    trainer = config.trainer
+    per_epoch = num_steps(dataset, "train", trainer.batch_size, ranks.world_size)
+    return count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
+
+
+def _train_loader(config: Config, sharded: Sharded, ranks: Ranks) -> Any:
+    trainer = config.trainer
+    return make_loader(
+        config.paths.dataset,
+        "train",
+        batch_size=trainer.batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        seed=trainer.seed,
+        epochs=trainer.num_epochs,
+        shuffle=True,
+        num_workers=trainer.num_workers,
+        transform=sharded.transform,
+        pin_memory=ranks.device.type == "cuda",
+    )
+
+
+def _eval_batches(
+    config: Config, dataset: Dataset, sharded: Sharded, ranks: Ranks
+) -> dict[str, Callable[[], Iterable[Batch]]]:
+    trainer = config.trainer
+    present = [split for split in dataset.splits if dataset.num_samples(split)]
+    missing = [split for split in trainer.eval_splits if split not in present]
+    if missing:
+        raise ValueError(
+            f"trainer.eval_splits: expected splits with samples, of {present}, got {missing}. "
+            f"Set 'trainer.eval_splits=[]', or prepare the data with these splits."
+        )
+
+    def make(split: str) -> Callable[[], Iterable[Batch]]:
+        return lambda: make_loader(
+            config.paths.dataset,
+            split,
+            batch_size=trainer.eval_batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            epochs=1,
+            shuffle=False,
+            num_workers=trainer.num_workers,
+            transform=sharded.transform,
+            pin_memory=ranks.device.type == "cuda",
+        )
+
+    return {split: make(split) for split in trainer.eval_splits}
+
+
+def _cadence(trainer: TrainerConfig) -> Cadence:
+    return Cadence(
+        eval_every=trainer.eval_every_steps,
+        save_every=trainer.save_every_steps,
+        log_every=trainer.log_every_steps,
+        check_every=trainer.check_every_steps,
+        check_replicas_every=trainer.check_replicas_every_steps,
+        warmup_steps=trainer.warmup_steps,
+    )
+
+
+def _schedule(schedule: ScheduleConfig) -> Schedule:
+    return Schedule(
+        decay=schedule.decay.name,
+        warmup_steps=schedule.warmup_steps,
+        decay_start_step=schedule.decay_start_step,
+        num_decay_steps=schedule.num_decay_steps,
+        end_factor=schedule.end_factor,
+        power=schedule.power,
+    )
+
+
+def _resume_from(resume: str, run_dir: Path) -> Path | None:
+    if resume == "none":
+        return None
+    if resume == "latest":
+        return find_latest(run_dir / CHECKPOINTS)
+    path = Path(resume)
+    if not path.is_dir():
+        raise ValueError(
+            f"trainer.resume: expected latest, none or a checkpoint's directory, got {resume!r}."
+        )
+    return path
+
+
+def _description(config: Config, partition: Partition | None, dataset: Dataset) -> dict[str, Any]:
+    hot_rows = 0 if partition is None else partition.total_hot
+    total_rows = sum(table.num_rows for table in dataset.schema.tables)
+    return {
+        "name": config.run_name,
+        "placement": placement_name(config),
+        "policy": None if partition is None else partition.policy,
+        "model": config.model.kind.name,
+        "optimizer": config.optimizer.kind.name,
+        "batch_size": config.trainer.batch_size,
+        "hot_rows": hot_rows,
+        "total_rows": total_rows,
+        "hot_rows_frac": hot_rows / total_rows,
+    }

@@ -1,0 +1,132 @@
+"""Checks of the finished configuration: limits of single values, and what must fit together.
+
+They run on the object that OmegaConf makes: Hydra builds schemas with ``'???'`` in them, which a
+``__post_init__`` would meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any
+
+from hotrec.cli.schema import (
+    VARIANTS,
+    BenchCase,
+    BenchConfig,
+    BenchRootConfig,
+    Config,
+    ModelConfig,
+    PolicyConfig,
+)
+from hotrec.data.spec import DataSpec, check_data_spec
+
+
+def validate(config: Any) -> None:
+    """Check the values of a finished configuration object.
+
+    Raises:
+        ValueError: beginning with the full key, and naming what is expected and what was found.
+    """
+    for full_key, value, item in walk(config):
+        _check_limits(full_key, value, item.metadata.get("limits", {}))
+    if isinstance(config, BenchRootConfig):
+        _check_model(config.model)
+        _check_bench(config.bench)
+    if isinstance(config, Config):
+        check_data_spec(config.data, key="data")
+        _check_kinds(config)
+        _check_model(config.model)
+        _check_names(config)
+
+
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+    """Every field that is no section, with its full key; the data specification checks itself."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        full_key = f"{prefix}{item.name}"
+        if isinstance(value, DataSpec):
+            continue
+        if is_dataclass(value):
+            yield from walk(value, f"{full_key}.")
+        else:
+            yield full_key, value, item
+
+
+def _check_limits(full_key: str, value: Any, limits: dict[str, float]) -> None:
+    if value is None:
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{full_key}: expected a finite number, got {value}.")
+    tests = {
+        "at_least": lambda limit: value >= limit,
+        "above": lambda limit: value > limit,
+        "at_most": lambda limit: value <= limit,
+        "below": lambda limit: value < limit,
+    }
+    if not all(tests[name](limit) for name, limit in limits.items()):
+        wanted = " and ".join(
+            f"{name.replace('_', ' ')} {limit:g}" for name, limit in limits.items()
+        )
+        raise ValueError(f"{full_key}: expected a value {wanted}, got {value}.")
+
+
+def _check_kinds(config: Config) -> None:
+    for group, variants in VARIANTS.items():
+        chosen = getattr(config, group)
+        expected = next(name for name, kind in variants.items() if type(chosen) is kind)
+        if chosen.kind.name != expected:
+            raise ValueError(
+                f"{group}.kind: expected {expected}, which {group}={expected} chose, got "
+                f"{chosen.kind.name}. Choose with {group}={chosen.kind.name}."
+            )
+
+
+def _check_model(model: ModelConfig) -> None:
+    for name in ("dense_layer_sizes", "over_layer_sizes"):
+        sizes = getattr(model, name)
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"model.{name}: expected sizes of at least 1, got {sizes}.")
+    if model.dense_layer_sizes[-1] != model.embedding_dim:
+        raise ValueError(
+            f"model.dense_layer_sizes: expected the last to be model.embedding_dim, "
+            f"{model.embedding_dim}, got {model.dense_layer_sizes}."
+        )
+    if model.over_layer_sizes[-1] != 1:
+        raise ValueError(
+            f"model.over_layer_sizes: expected the last to be 1, got {model.over_layer_sizes}."
+        )
+
+
+def _check_bench(bench: BenchConfig) -> None:
+    if not bench.cases or len(set(bench.cases)) != len(bench.cases):
+        raise ValueError(
+            f"bench.cases: expected each at most once, and at least one, got "
+            f"{[case.name for case in bench.cases]}."
+        )
+    if not bench.table_rows or min(bench.table_rows) < 1:
+        raise ValueError(f"bench.table_rows: expected rows >= 1, got {bench.table_rows}.")
+    known = [case.name for case in BenchCase]
+    for case, rounds in bench.rounds_of.items():
+        if case not in known:
+            raise ValueError(f"bench.rounds_of: expected one of {known}, got {case!r}.")
+        if rounds < 1:
+            raise ValueError(f"bench.rounds_of.{case}: expected at least 1, got {rounds}.")
+
+
+def _check_names(config: Config) -> None:
+    known = ["train", "valid", "test"]
+    unknown = [split for split in config.trainer.eval_splits if split not in known]
+    if unknown:
+        raise ValueError(f"trainer.eval_splits: expected some of {known}, got {unknown}.")
+    if isinstance(config.placement, PolicyConfig):
+        for table, override in config.placement.overrides.items():
+            if isinstance(override, bool) or (
+                isinstance(override, str) and override not in ("hot", "cold")
+            ):
+                raise ValueError(
+                    f"placement.overrides.{table}: expected hot, cold, a number of rows or a "
+                    f"fraction, got {override!r}."
+                )

@@ -1,0 +1,104 @@
+"""Whatever conf/ offers composes, and is valid."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from hotrec.cli.commands import COMMANDS
+from hotrec.cli.schema import ROOTS, VARIANTS, Config, SavedPlacement
+from hotrec.cli.store import build_config, compose_config, conf_dir, options_of, read_config
+
+GROUPS = ("data", "model", "placement", "optimizer", "pipeline", "trainer", "experiment")
+
+
+def test_groups_are_there() -> None:
+    for group in GROUPS:
+        assert options_of(group), group
+
+
+@pytest.mark.parametrize("experiment", options_of("experiment"))
+def test_experiment(experiment: str) -> None:
+    config = build_config(compose_config("config", [f"experiment={experiment}"]))
+    assert isinstance(config, Config)
+    assert config.paths.dataset == f"data/{config.dataset_name}/dataset"
+
+
+@pytest.mark.parametrize("experiment", options_of("experiment"))
+def test_experiment_takes_other_choices(experiment: str) -> None:
+    """So an experiment can be swept over placements and optimizers."""
+    for group in ("placement", "optimizer", "pipeline"):
+        for choice in options_of(group):
+            words = [f"experiment={experiment}", f"{group}={choice}"]
+            config = build_config(compose_config("config", words))
+            assert getattr(config, group).kind.name == choice
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"), [(group, choice) for group in GROUPS for choice in options_of(group)]
+)
+def test_choice(group: str, choice: str) -> None:
+    config = build_config(compose_config("config", [f"{group}={choice}"]))
+    if group in VARIANTS:
+        assert type(getattr(config, group)) is VARIANTS[group][choice]
+
+
+@pytest.mark.parametrize("choice", options_of("bench"))
+def test_bench_choice(choice: str) -> None:
+    config = build_config(compose_config("bench", [f"bench={choice}"]))
+    assert config.bench.name == choice
+
+
+@pytest.mark.parametrize("group", VARIANTS)
+def test_every_variant_has_a_file(group: str) -> None:
+    assert set(options_of(group)) == set(VARIANTS[group])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_root(name: str) -> None:
+    config_name = COMMANDS[name].config_name
+    config = build_config(compose_config(config_name, []))
+    assert type(config) is ROOTS[config_name]
+
+
+def test_every_file_is_a_choice() -> None:
+    folders = {path.parent.name for path in conf_dir().rglob("*.yaml")}
+    assert folders - {"conf", "hydra", "bench"} == set(GROUPS)
+
+
+def test_saved_placement_follows_the_partition_path() -> None:
+    composed = compose_config("config", ["placement=saved", "paths.partition=elsewhere"])
+    placement = build_config(composed).placement
+    assert isinstance(placement, SavedPlacement)
+    assert placement.partition_dir == "elsewhere"
+
+
+def test_paths_follow_the_data_choice() -> None:
+    config = build_config(compose_config("config", ["data=synthetic"]))
+    assert config.paths.profile == "data/synthetic/profile"
+    assert config.run_name == "coverage"
+
+
+def test_overrides_of_tables_take_every_form() -> None:
+    words = ["+placement.overrides={a: hot, b: cold, c: 12, d: 0.25}"]
+    overrides = build_config(compose_config("config", words)).placement.overrides
+    assert overrides == {"a": "hot", "b": "cold", "c": 12, "d": 0.25}
+    assert [type(value) for value in overrides.values()] == [str, str, int, float]
+
+
+@pytest.mark.parametrize("experiment", options_of("experiment"))
+def test_recorded_configuration_reads_back(experiment: str, tmp_path) -> None:
+    composed = compose_config("config", [f"experiment={experiment}"])
+    path = tmp_path / "config.yaml"
+    path.write_text(OmegaConf.to_yaml(composed, resolve=True))
+    assert read_config(path, Config) == build_config(composed)
+
+
+def test_recorded_configuration_of_another_version_is_refused(tmp_path) -> None:
+    path = tmp_path / "config.yaml"
+    text = OmegaConf.to_yaml(compose_config("config", []), resolve=True)
+    path.write_text(text.replace("num_epochs:", "num_eras:"))
+    with pytest.raises(ValueError, match="config.yaml: expected the configuration of a run"):
+        read_config(path, Config)
+    with pytest.raises(ValueError, match="got no such file"):
+        read_config(tmp_path / "absent.yaml", Config)

@@ -1,0 +1,62 @@
+"""The program's first words: fast, without torch, clear when misspelt."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hotrec.cli import main
+from hotrec.cli.app import _flags_first, _plain
+from hotrec.cli.commands import COMMANDS
+
+
+def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        for name, command in COMMANDS.items():
+            assert f"  {name:<8}  {command.summary}" in lines
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [("trian", "`hotrec train`"), ("profiel", "`hotrec profile`"), ("xyz", "Run `hotrec`")],
+)
+def test_unknown_command(word: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("command: expected one of prepare, profile, plan, ")
+    assert f"got {word!r}" in err
+    assert advice in err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("hotrec ")
+
+
+@pytest.mark.parametrize("words", [[], ["--version"], ["train", "--help"], ["trian"]])
+def test_torch_is_not_loaded(words: list[str]) -> None:
+    program = (
+        f"import sys; from hotrec.cli import main; main({words!r}); "
+        "sys.exit('torch' in sys.modules or 'polars' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_flags_may_stand_anywhere() -> None:
+    words = ["a=1", "--multirun", "b=2", "--config-dir", "d", "c=3", "--cfg", "job"]
+    assert _flags_first(words) == ["--multirun", "--config-dir", "d", "--cfg", "job"] + [
+        "a=1",
+        "b=2",
+        "c=3",
+    ]
+
+
+def test_figures_are_json() -> None:
+    figures = {"a": float("nan"), "b": [float("inf"), 1.5, (2, None)], "c": {"d": "x"}}
+    assert _plain(figures) == {"a": None, "b": [None, 1.5, [2, None]], "c": {"d": "x"}}

@@ -1,0 +1,130 @@
+"""One run, one directory: for one process, for a sweep, for ranks that real torchrun started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hotrec.cli.app import run_command
+from hotrec.cli.run_dir import decide_run_dir
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMALL = [
+    "data=synthetic",
+    "data.synthetic.num_rows=[50]",
+    "data.synthetic.mean_lengths=[1]",
+    "data.synthetic.num_train=200",
+    "data.synthetic.num_valid=0",
+    "data.synthetic.num_test=0",
+]
+# Each rank thinks it starts at another time, as ranks on several hosts do.
+DECIDE = """
+import os, sys, time
+from hotrec.cli import run_dir
+rank = int(os.environ["RANK"])
+if "--apart" in sys.argv:
+    run_dir._start_time_s = lambda: 1.7e9 + 1000 * rank
+chosen = run_dir.decide_run_dir("train", [], is_multirun=False)
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+open(f"attempt-{attempt}-rank-{rank}", "w").write(chosen)
+if "--fail-once" in sys.argv and attempt == "0":
+    time.sleep(1.5)
+    sys.exit(1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_run_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HOTREC_RUN_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def torchrun(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*launcher, "--nproc-per-node", "2", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_name_of_the_command_or_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for command, words, start in (
+        ("prepare", ["experiment=quickstart"], "runs/prepare/"),
+        ("train", [], "runs/train/"),
+        ("train", ["experiment=quickstart"], "runs/quickstart/"),
+        ("train", ["experiment=a,b"], "runs/train/"),
+    ):
+        monkeypatch.delenv("HOTREC_RUN_DIR", raising=False)
+        assert decide_run_dir(command, words, is_multirun=False).startswith(start)
+    monkeypatch.delenv("HOTREC_RUN_DIR")
+    assert decide_run_dir("train", [], is_multirun=True).startswith("runs/sweep/train/")
+
+
+def test_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTREC_RUN_DIR", "somewhere/else")
+    assert decide_run_dir("train", [], is_multirun=False) == "somewhere/else"
+
+
+def test_two_runs_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrec.cli.run_dir._start_time_s", lambda: 1.7e9)
+    first = decide_run_dir("train", [], is_multirun=False)
+    Path(first).mkdir(parents=True)
+    monkeypatch.delenv("HOTREC_RUN_DIR")
+    assert decide_run_dir("train", [], is_multirun=False) == f"{first}-1"
+
+
+def test_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "paths.dataset=made-${data.synthetic.seed}", "data.synthetic.seed=3,4"]
+    assert run_command("prepare", ["--multirun", *words]) == 0
+    figures = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [figure["dataset"] for figure in figures] == ["made-3", "made-4"]
+    (sweep,) = (tmp_path / "runs/sweep/prepare").iterdir()
+    for job, seed in (("0", 3), ("1", 4)):
+        recorded = yaml.safe_load((sweep / job / "config.yaml").read_text())
+        assert recorded["data"]["synthetic"]["seed"] == seed
+        assert recorded["paths"]["dataset"] == f"made-{seed}"
+        assert f"made-{seed}: 200 samples" in (sweep / job / "log.txt").read_text()
+    assert "HOTREC_RUN_DIR" not in os.environ
+
+
+@pytest.mark.timeout(200)
+def test_ranks_agree(tmp_path: Path) -> None:
+    script = tmp_path / "decide.py"
+    script.write_text(DECIDE)
+    done = torchrun(str(script), "--apart", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    chosen = [(tmp_path / f"attempt-0-rank-{rank}").read_text() for rank in (0, 1)]
+    assert chosen[0] == chosen[1]
+
+
+@pytest.mark.timeout(200)
+def test_restart_keeps_the_directory(tmp_path: Path) -> None:
+    script = tmp_path / "decide.py"
+    script.write_text(DECIDE)
+    done = torchrun("--max-restarts", "1", str(script), "--fail-once", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = sorted(tmp_path.glob("attempt-*"))
+    assert [path.name for path in files] == [
+        f"attempt-{attempt}-rank-{rank}" for attempt in (0, 1) for rank in (0, 1)
+    ]
+    assert len({path.read_text() for path in files}) == 1
+
+
+@pytest.mark.timeout(200)
+def test_command_under_torchrun(tmp_path: Path) -> None:
+    done = torchrun("-m", "hotrec", "prepare", *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["world_size"] == 2
+    (run_dir,) = (tmp_path / "runs/prepare").iterdir()
+    assert sorted(path.name for path in run_dir.iterdir()) == ["config.yaml", "log.txt"]

@@ -1,0 +1,69 @@
+"""Every key of the configuration says what it means, and somebody reads it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hotrec.cli import schema
+from hotrec.cli.schema import ROOTS, VARIANTS
+from hotrec.cli.store import conf_dir
+
+CLI = Path(schema.__file__).parents[1]
+# Constants of the update rules, which optimizer_specs takes by name from those that have them.
+READ_BY_NAME = {"eps", "beta1", "beta2"}
+
+
+def config_classes() -> Iterator[type]:
+    for thing in vars(schema).values():
+        if dataclasses.is_dataclass(thing) and isinstance(thing, type):
+            yield thing
+
+
+def attributes_read() -> set[str]:
+    """Names of attributes that the commands read, the schema and its checks left out."""
+    names = set()
+    for path in CLI.rglob("*.py"):
+        if "schema" in path.parts or path.name == "validate.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                names.add(node.attr)
+    return names
+
+
+def keys_interpolated() -> set[str]:
+    """Keys that other keys are made of: ``${dataset_name}``."""
+    files = [*CLI.glob("schema/*.py"), *conf_dir().rglob("*.yaml")]
+    return {name for path in files for name in re.findall(r"\$\{(\w+)\}", path.read_text())}
+
+
+def test_all_classes_are_looked_at() -> None:
+    classes = set(config_classes())
+    assert set(ROOTS.values()) <= classes
+    for variants in VARIANTS.values():
+        assert set(variants.values()) <= classes
+
+
+@pytest.mark.parametrize("kind", list(config_classes()), ids=lambda kind: kind.__name__)
+def test_keys(kind: type) -> None:
+    read = attributes_read() | keys_interpolated() | READ_BY_NAME
+    for item in dataclasses.fields(kind):
+        assert item.metadata.get("meaning"), f"{kind.__name__}.{item.name} says nothing"
+        assert item.name in read, f"{kind.__name__}.{item.name} is read by nobody"
+
+
+def test_a_key_that_nobody_reads_is_found() -> None:
+    assert "no_command_reads_this" not in attributes_read()
+    assert "batch_size" in attributes_read()
+
+
+def test_mutable_defaults_are_not_shared() -> None:
+    first, second = schema.TrainerConfig(), schema.TrainerConfig()
+    first.eval_splits.append("train")
+    assert second.eval_splits == ["valid", "test"]

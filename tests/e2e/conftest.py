@@ -1,0 +1,77 @@
+"""Runs the program as a user does: words in, exit code, one JSON line and files out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMOKE = "experiment=synthetic_smoke"
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "HOTREC_RUN_DIR"}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: exit code, the last line of standard output, standard error."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        assert self.exit_code == 0, self.stderr
+        (line,) = self.stdout.splitlines()
+        return json.loads(line)
+
+
+def hotrec(*words: str, cwd: Path, timeout_s: float = 150, **variables: str) -> Outcome:
+    done = subprocess.run(
+        [sys.executable, "-m", "hotrec", *words],
+        cwd=cwd,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A directory in which the dataset, its profile and a plan have been made."""
+
+    folder: Path
+    prepared: dict[str, Any]
+    profiled: dict[str, Any]
+    planned: dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    folder = tmp_path_factory.mktemp("workspace")
+    return Workspace(
+        folder,
+        hotrec("prepare", SMOKE, cwd=folder).figures,
+        hotrec("profile", SMOKE, cwd=folder).figures,
+        hotrec("plan", SMOKE, "plan.world_size=2", cwd=folder).figures,
+    )
+
+
+@pytest.fixture(scope="session")
+def trained(workspace: Workspace) -> dict[str, Any]:
+    """A hot/cold run of two ranks, with the partition that plan wrote."""
+    words = [SMOKE, "placement=saved", "launch.num_ranks=2"]
+    outcome = hotrec("train", *words, cwd=workspace.folder, HOTREC_RUN_DIR="runs/hotcold")
+    return outcome.figures

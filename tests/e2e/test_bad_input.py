@@ -1,0 +1,270 @@
+"""Bad input: one clear message, exit code 1, nothing half-written.
+
+In this process, so that torch is imported once; the cases that need ranks are at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrec.cli.app import run_command
+from tests.e2e.conftest import SMOKE, Workspace, hotrec
+
+LINE = "\t".join(["1", *["3"] * 13, *["68fd1e64"] * 26])
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Refuse:
+    """Runs a command that must fail with one message; gives the message."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOTREC_RUN_DIR", raising=False)
+
+    def run(*words: str) -> str:
+        capfd.readouterr()
+        assert run_command(words[0], words[1:]) == 1
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert "Traceback" not in err
+        errors = [line for line in err.splitlines() if "error: " in line]
+        assert len(errors) == 1, err
+        return errors[0]
+
+    return run
+
+
+@pytest.fixture
+def copied(workspace: Workspace, tmp_path: Path) -> Path:
+    """The workspace's dataset, profile and partition, to be damaged."""
+    shutil.copytree(workspace.folder / "data", tmp_path / "data")
+    return tmp_path / "data" / "synthetic_smoke"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{LINE}\n{LINE[:20]}\n", "log.tsv"),
+        (f"{LINE}\n{LINE}\textra\n", "log.tsv"),
+        (LINE.replace("3", "x", 1) + "\n", "log.tsv"),
+        ("2" + LINE[1:] + "\n", "log.tsv"),
+        ("nan" + LINE[1:] + "\n", "log.tsv"),
+        ("", "log.tsv"),
+    ],
+    ids=["truncated", "too-many-columns", "not-a-number", "label-2", "label-nan", "empty"],
+)
+def test_prepare_refuses(text: str, message: str, refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "log.tsv").write_text(text)
+    said = refuse("prepare", "data=criteo_kaggle", "data.source.files=[log.tsv]")
+    assert message in said
+    assert "expected" in said
+    assert "got" in said
+    assert not (tmp_path / "data").exists() or list((tmp_path / "data").rglob("*.*")) == []
+
+
+def test_prepare_without_the_log(refuse: Refuse, tmp_path: Path) -> None:
+    said = refuse("prepare", "data=criteo_kaggle")
+    assert "data/criteo_kaggle/train.txt" in said
+    assert not (tmp_path / "data").exists()
+
+
+def test_bad_lines_are_skipped_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.tsv").write_text(f"{LINE}\n" * 40 + f"{LINE[:20]}\n")
+    words = ["data=criteo_kaggle", "data.source.files=[log.tsv]"]
+    assert run_command("prepare", [*words, "data.source.on_bad_line=skip"]) == 0
+    figures = json.loads(capfd.readouterr().out)
+    assert figures["num_skipped"] == 1
+    assert sum(figures["num_samples"].values()) == 40
+
+
+def test_profile_without_a_dataset(refuse: Refuse, tmp_path: Path) -> None:
+    said = refuse("profile", "paths.dataset=absent")
+    assert "absent/manifest.json: expected the manifest of a dataset" in said
+    assert not (tmp_path / "data").exists()
+
+
+def test_plan_without_a_profile(refuse: Refuse, copied: Path) -> None:
+    shutil.rmtree(copied / "profile")
+    shutil.rmtree(copied / "partition")
+    said = refuse("plan", SMOKE)
+    assert "profile/manifest.json: expected the manifest of a profile" in said
+    assert not (copied / "partition").exists()
+
+
+def test_profile_of_another_dataset(refuse: Refuse, copied: Path) -> None:
+    assert run_command("prepare", [SMOKE, "data.synthetic.seed=5"]) == 0
+    assert "expected a profile made from the dataset" in refuse("plan", SMOKE)
+
+
+def test_partition_of_another_dataset(refuse: Refuse, copied: Path) -> None:
+    assert run_command("prepare", [SMOKE, "data.synthetic.seed=5"]) == 0
+    said = refuse("train", SMOKE, "placement=saved")
+    assert "expected a partition made from dataset" in said
+
+
+def test_partition_of_other_tables(refuse: Refuse, copied: Path) -> None:
+    words = [SMOKE, "data.synthetic.num_rows=[2000,500,100,999]"]
+    assert run_command("prepare", words) == 0
+    said = refuse("train", SMOKE, "placement=saved")
+    assert "table t3: expected 999 rows" in said
+
+
+def test_budget_larger_than_memory(refuse: Refuse, copied: Path) -> None:
+    shutil.rmtree(copied / "partition")
+    words = [SMOKE, "placement=budget", "placement.hot_budget_mib=2000", "planner.host_gib=1"]
+    assert "budget_bytes: expected at most" in refuse("plan", *words)
+    assert not (copied / "partition").exists()
+
+
+def test_hot_rows_larger_than_memory(refuse: Refuse, copied: Path) -> None:
+    words = [SMOKE, "placement=all_hot", "planner.host_gib=0.0001"]
+    assert "expected hot rows of at most" in refuse("plan", *words)
+
+
+def test_override_of_an_unknown_table(refuse: Refuse, copied: Path) -> None:
+    said = refuse("plan", SMOKE, "+placement.overrides.t9=hot")
+    assert "overrides: expected tables of" in said
+    assert "t9" in said
+
+
+def test_adam_with_cold_rows_on_cpu(refuse: Refuse, copied: Path) -> None:
+    for command in ("plan", "train"):
+        assert "optimizer.kind: expected sgd" in refuse(command, SMOKE, "optimizer=adam")
+
+
+def test_uvm_on_cpu(refuse: Refuse, copied: Path) -> None:
+    said = refuse("plan", SMOKE, "placement.cold_tier=fused_uvm")
+    assert "placement.cold_tier: expected fused on CPU" in said
+
+
+def test_chunk_is_missing(refuse: Refuse, copied: Path) -> None:
+    chunk = sorted((copied / "dataset" / "chunks").glob("train*"))[0]
+    chunk.unlink()
+    assert chunk.name in refuse("train", SMOKE)
+    assert chunk.name in refuse("profile", SMOKE)
+
+
+def test_chunk_is_cut_short(refuse: Refuse, copied: Path) -> None:
+    chunk = sorted((copied / "dataset" / "chunks").glob("train*"))[0]
+    chunk.write_bytes(chunk.read_bytes()[:-100])
+    said = refuse("train", SMOKE)
+    assert chunk.name in said
+    assert "bytes, got" in said
+
+
+def test_manifest_is_edited(refuse: Refuse, copied: Path) -> None:
+    manifest = copied / "dataset" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    document["content"]["schema"]["tables"][0]["num_rows"] = 5
+    manifest.write_text(json.dumps(document))
+    assert "it was edited" in refuse("train", SMOKE)
+
+
+def test_batch_larger_than_the_data(refuse: Refuse, copied: Path) -> None:
+    said = refuse("train", SMOKE, "trainer.batch_size=20000")
+    assert "expected at least 20000 samples" in said
+    assert "got 16384" in said
+
+
+def test_split_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
+    words = [SMOKE, "data.synthetic.num_valid=0", "placement=torchrec"]
+    assert run_command("prepare", words) == 0
+    assert "trainer.eval_splits: expected splits with samples" in refuse("train", *words)
+
+
+def test_resume_from_nothing(refuse: Refuse, copied: Path) -> None:
+    said = refuse("train", SMOKE, "trainer.resume=absent")
+    assert "trainer.resume: expected latest, none or a checkpoint" in said
+
+
+def test_runs_that_are_not_there(refuse: Refuse) -> None:
+    assert "run_dir: expected a run with checkpoints/latest" in refuse("evaluate")
+    assert "runs: expected a run directory with summary.json" in refuse("report", "runs=[absent]")
+
+
+@pytest.mark.slow
+class TestCheckpoint:
+    """One run of one rank; its checkpoint is damaged."""
+
+    @pytest.fixture
+    def run_dir(self, copied: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOTREC_RUN_DIR", "runs/one")
+        assert run_command("train", [SMOKE, "trainer.max_steps=4"]) == 0
+        monkeypatch.delenv("HOTREC_RUN_DIR")
+        return tmp_path / "runs" / "one"
+
+    def test_cut_short(self, run_dir: Path, refuse: Refuse) -> None:
+        (tensors,) = (run_dir / "checkpoints" / "step-00000004").rglob("*.distcp")
+        tensors.write_bytes(tensors.read_bytes()[: tensors.stat().st_size // 2])
+        said = refuse("evaluate", "run_dir=runs/one")
+        assert tensors.name in said
+        assert "bytes, got" in said
+
+    def test_of_other_settings(
+        self, run_dir: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOTREC_RUN_DIR", "runs/two")
+        checkpoint = f"trainer.resume={run_dir}/checkpoints/step-00000004"
+        for word, fact in (
+            ("placement.coverage_frac=0.5", "partition"),
+            ("optimizer=sgd", "optimizer"),
+            ("model.over_layer_sizes=[16,1]", "model"),
+        ):
+            assert f"expected {fact} " in refuse("train", SMOKE, checkpoint, word)
+
+    def test_name(self, run_dir: Path, refuse: Refuse) -> None:
+        said = refuse("evaluate", "run_dir=runs/one", "checkpoint=step-9")
+        assert "expected latest or one of ['step-00000004'], got 'step-9'" in said
+
+    def test_split(self, run_dir: Path, refuse: Refuse) -> None:
+        assert "split dev" in refuse("evaluate", "run_dir=runs/one", "split=dev")
+
+    @pytest.mark.timeout(200)
+    def test_number_of_ranks(self, run_dir: Path) -> None:
+        words = ["run_dir=runs/one", "launch.num_ranks=2"]
+        outcome = hotrec("evaluate", *words, cwd=run_dir.parents[1])
+        assert outcome.exit_code == 1
+        for rank in (0, 1):
+            expected = f"[rank {rank}] error: launch.num_ranks: expected 1"
+            assert outcome.stderr.count(expected) == 1, outcome.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_rank_says_it(workspace: Workspace, tmp_path: Path) -> None:
+    cases: list[tuple[list[str], str]] = [
+        (["placement=saved", "paths.partition=absent"], "absent/manifest.json: expected"),
+        (["trainer.batch_size=9000"], "expected at least 18000 samples"),
+    ]
+    for words, message in cases:
+        run_dir = tmp_path / words[0]
+        outcome = hotrec(
+            "train",
+            SMOKE,
+            "launch.num_ranks=2",
+            *words,
+            cwd=workspace.folder,
+            HOTREC_RUN_DIR=str(run_dir),
+        )
+        assert outcome.exit_code == 1, outcome.stderr
+        assert outcome.stdout == ""
+        assert "Traceback" not in outcome.stderr
+        for rank in (0, 1):
+            said: list[Any] = [
+                line
+                for line in outcome.stderr.splitlines()
+                if line.startswith(f"[rank {rank}] error: ") and message in line
+            ]
+            assert len(said) == 1, outcome.stderr
+        assert not (run_dir / "checkpoints").exists()

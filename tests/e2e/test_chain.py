@@ -1,0 +1,179 @@
+"""prepare, profile, plan, train, evaluate, report in sequence, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotrec.placement.partition import read_partition
+from hotrec.train.watch import STOPPED_EXIT_CODE
+from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+NUM_TRAIN, NUM_VALID, NUM_TEST = 16384, 2048, 2048
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def test_prepare(workspace: Workspace) -> None:
+    assert workspace.prepared["num_samples"] == {
+        "train": NUM_TRAIN,
+        "valid": NUM_VALID,
+        "test": NUM_TEST,
+    }
+    assert workspace.prepared["num_rows"] == {"t0": 2000, "t1": 500, "t2": 100, "t3": 1000}
+
+
+def test_profile_finds_what_is_popular(workspace: Workspace) -> None:
+    dataset, profile = (
+        workspace.folder / workspace.prepared["dataset"],
+        workspace.folder / workspace.profiled["profile"],
+    )
+    assert workspace.profiled["num_samples"] == NUM_TRAIN
+    assert workspace.profiled["num_heldout_samples"] == NUM_VALID
+    for table in ("t0", "t1", "t2"):
+        counts = np.load(profile / "counts" / f"{table}.npy")
+        assert counts.sum() == NUM_TRAIN  # one id per sample
+        popular = np.load(dataset / "popularity" / f"{table}.npy")[0]
+        assert np.argmax(counts) == popular[0]
+        assert set(np.argsort(-counts)[:5]) <= set(popular[:8])
+    assert Path(workspace.profiled["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan(workspace: Workspace) -> None:
+    planned = workspace.planned
+    assert 0.8 <= planned["coverage_train"] < 0.81
+    assert 0 < planned["hot_rows_frac"] < 0.2
+    partition, artifact = read_partition(workspace.folder / planned["partition"])
+    assert artifact.content_hash == planned["content_hash"]
+    assert partition.total_hot == planned["hot_rows"]
+    ((_, tables),) = json.loads(Path(planned["plan_json"]).read_text()).items()
+    for table in ("t0", "t1", "t2", "t3"):
+        assert tables[f"{table}_hot"]["sharding_type"] == "data_parallel"
+        assert tables[table]["sharding_type"] == "row_wise"
+        assert len(tables[table]["shards"]) == 2
+    assert "t0_hot" in Path(planned["plan_text"]).read_text()
+
+
+def test_train_fills_its_directory(workspace: Workspace, trained: dict[str, Any]) -> None:
+    run_dir = workspace.folder / "runs" / "hotcold"
+    assert trained["run_dir"] == str(run_dir)
+    names = {path.name for path in run_dir.iterdir()}
+    assert names >= {"config.yaml", "plan.json", "plan.txt", "metrics.jsonl", "eval.jsonl"}
+    assert names >= {"summary.json", "environment.json", "checkpoints", "tensorboard", "log.txt"}
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert {key: trained[key] for key in summary} == summary
+    assert json.loads((run_dir / "environment.json").read_text())["world_size"] == 2
+
+
+def test_train_figures(workspace: Workspace, trained: dict[str, Any]) -> None:
+    assert trained["finished"] is True
+    assert trained["world_size"] == 2
+    assert trained["num_steps"] == 20
+    assert trained["num_samples"] == 20 * 2 * 256
+    assert trained["hot_rows"] == workspace.planned["hot_rows"]
+    # The saved partition covers 80% of the lookups, so about that share is hot in a batch.
+    assert trained["hot_lookup_frac"] == pytest.approx(0.8, abs=0.05)
+    assert 0.5 < trained["auc"] < 1
+    assert trained["sent_bytes"]["all_to_all"] > 0
+
+
+def test_torchrec_learns_the_same(workspace: Workspace, trained: dict[str, Any]) -> None:
+    words = [SMOKE, "placement=torchrec", "launch.num_ranks=2"]
+    run_dir = workspace.folder / "runs" / "torchrec"
+    figures = hotrec("train", *words, cwd=workspace.folder, HOTREC_RUN_DIR=str(run_dir)).figures
+    assert figures["placement"] == "torchrec planner"
+    assert figures["auc"] == pytest.approx(trained["auc"], abs=1e-4)
+    ours, theirs = losses(workspace.folder / "runs" / "hotcold"), losses(run_dir)
+    assert sorted(ours) == sorted(theirs)
+    assert list(ours.values()) == pytest.approx(list(theirs.values()), abs=1e-5)
+
+    report = hotrec("report", "runs=[runs/hotcold,runs/torchrec]", cwd=workspace.folder).figures
+    assert [run["placement"] for run in report["runs"]] == ["saved", "torchrec planner"]
+    page = Path(report["page"]).read_text()
+    assert "torchrec planner" in page
+    assert "<svg" in page
+
+
+def test_evaluate_repeats_the_last_evaluation(
+    workspace: Workspace, trained: dict[str, Any]
+) -> None:
+    words = ["run_dir=runs/hotcold", "launch.num_ranks=2", "split=test"]
+    figures = hotrec("evaluate", *words, cwd=workspace.folder).figures
+    assert figures["num_samples"] == NUM_TEST
+    assert figures["step"] == trained["num_steps"]
+    assert figures["auc"] == trained["auc"]
+    assert figures["log_loss"] == trained["log_loss"]
+
+
+def test_resume_is_bitwise(workspace: Workspace, trained: dict[str, Any]) -> None:
+    words = [SMOKE, "placement=saved", "launch.num_ranks=2"]
+    folder, run_dir = workspace.folder, workspace.folder / "runs" / "resumed"
+    first = hotrec(
+        "train", *words, "trainer.max_steps=10", cwd=folder, HOTREC_RUN_DIR=str(run_dir)
+    ).figures
+    assert first["num_steps"] == 10
+    second = hotrec("train", *words, cwd=folder, HOTREC_RUN_DIR=str(run_dir)).figures
+    assert second["num_steps"] == 20
+    uninterrupted = losses(folder / "runs" / "hotcold")
+    assert losses(run_dir) == uninterrupted
+    assert second["auc"] == trained["auc"]
+
+
+def test_sweep_starts_ranks_for_each_job(workspace: Workspace) -> None:
+    words = ["--multirun", SMOKE, "placement=all_hot,all_cold", "launch.num_ranks=2"]
+    outcome = hotrec("train", *words, "trainer.max_steps=3", cwd=workspace.folder)
+    assert outcome.exit_code == 0, outcome.stderr
+    hot, cold = map(json.loads, outcome.stdout.splitlines())
+    assert (hot["placement"], cold["placement"]) == ("all_hot", "all_cold")
+    assert hot["world_size"] == cold["world_size"] == 2
+    assert hot["hot_rows_frac"] == 1
+    assert cold["hot_rows_frac"] == 0
+    assert hot["auc"] == pytest.approx(cold["auc"], abs=1e-4)
+    sweep = Path(hot["run_dir"]).parent
+    assert sweep == Path(cold["run_dir"]).parent
+    assert sweep.parent == workspace.folder / "runs" / "sweep" / "synthetic_smoke"
+    for job in ("0", "1"):
+        assert (sweep / job / "summary.json").exists()
+
+
+def test_sigterm_saves_and_exits(workspace: Workspace) -> None:
+    run_dir = workspace.folder / "runs" / "stopped"
+    words = [SMOKE, "placement=saved", "launch.num_ranks=2", "trainer.num_workers=1"]
+    words += ["trainer.max_steps=null", "trainer.num_epochs=200", "trainer.log_every_steps=1"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "hotrec", "train", *words],
+        cwd=workspace.folder,
+        env=environment(HOTREC_RUN_DIR=str(run_dir)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        metrics = run_dir / "metrics.jsonl"
+        while time.monotonic() < deadline and running.poll() is None:
+            if metrics.exists() and metrics.stat().st_size:
+                break
+            time.sleep(0.2)
+        running.send_signal(signal.SIGTERM)
+        out, err = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == STOPPED_EXIT_CODE, err
+    figures = json.loads(out)
+    assert figures["finished"] is False
+    saved = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    assert saved.name == f"step-{figures['num_steps']:08d}"
+    assert (saved / "manifest.json").exists()
