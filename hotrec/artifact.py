@@ -107,6 +107,8 @@ def commit_artifact(
         "made_from": dict(made_from or {}),
         "files": files,
     }
+    # As it will be read: JSON makes every key a string.
+    document = json.loads(json.dumps(document))
     document["content_hash"] = _hash_document(document)
     manifest = scratch / MANIFEST
     manifest.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
@@ -151,7 +153,13 @@ def read_artifact(path: Path, *, kind: str, verify: str = "size") -> Artifact:
         claimed = document.pop("content_hash")
         files = document["files"]
         found_kind, version = document["kind"], document["format_version"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (
+        json.JSONDecodeError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        UnicodeDecodeError,
+    ) as error:
         raise ArtifactError(
             f"{manifest}: expected a hotrec manifest, got {error!r}. Make the {kind} again."
         ) from error

@@ -23,7 +23,7 @@ def _whole(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
         [] for _ in range(dist.get_world_size())
     ]
     dist.all_gather_object(gathered, shards)
-    whole = torch.empty(tuple(value.size()))
+    whole = torch.empty(tuple(value.metadata().size))
     for (first_row, first_column), part in (shard for rank in gathered for shard in rank):
         rows, columns = part.shape
         whole[first_row : first_row + rows, first_column : first_column + columns] = part

@@ -100,7 +100,8 @@ def initialize_embeddings(model: nn.Module, seed: int) -> None:
         elif isinstance(value, ShardedTensor):
             for shard in value.local_shards():
                 first_row, first_column = shard.metadata.shard_offsets
-                _fill(shard.tensor, seed, table, value.size(0), first_row, first_column)
+                num_rows = value.metadata().size[0]
+                _fill(shard.tensor, seed, table, num_rows, first_row, first_column)
         else:
             _fill(value, seed, table, value.shape[0], 0, 0)
     for replica in hot_replicas(model).values():

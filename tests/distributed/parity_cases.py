@@ -42,6 +42,9 @@ NUM_STEPS = 4
 SEED = 5
 TOLERANCE = 1e-5
 PARTITIONS = ("all_hot", "all_cold", "half", "random", "one_table_hot", "one_row")
+# What the batches of a case are like: drawn; the same few rows on all ranks in every step; no ids
+# at all on any rank in some steps; one sample per rank.
+BATCHES = ("drawn", "same_rows", "no_ids", "one_sample")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Case:
     route_in_loader: bool
     device: str = "cpu"
     cold_tier: ColdTier = ColdTier.FUSED
+    batches: str = "drawn"
     tables: tuple[PlainTable, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +89,8 @@ def make_cases(num_cases: int, seed: int = 0) -> list[Case]:
                 is_uniform_dim=bool(rng.integers(2)),
                 exchange=HotExchange.DENSE if index % 5 == 4 else HotExchange.TOUCHED_ROWS,
                 route_in_loader=bool(rng.integers(2)),
+                # Every partition meets every kind of batch, with different optimizers.
+                batches=BATCHES[(index // 2) % len(BATCHES)],
             )
         )
     return cases
@@ -140,12 +146,17 @@ def make_global_batch(
     Ranks hold unequal shares, and one may hold a single padding sample.
     """
     rng = case.rng(3, step)
-    shares = [int(rng.integers(1, 9)) for _ in range(world_size)]
+    most_samples = 1 if case.batches == "one_sample" else 8
+    shares = [int(rng.integers(1, most_samples + 1)) for _ in range(world_size)]
     limits: dict[str, int] = {}
     for table in case.tables:
         for feature in table.features:
             limits[feature] = min(limits.get(feature, 1 << 60), table.num_rows)
     most = 1 if rng.integers(4) == 0 else 4  # sometimes one-hot
+    if case.batches == "no_ids" and step % 2 == 0:
+        limits = dict.fromkeys(limits, 0)
+    if case.batches == "same_rows":
+        limits = {feature: min(limit, 2) for feature, limit in limits.items()}
     ranks: list[Bags] = []
     for share in shares:
         bags: dict[str, list[tuple[list[int], list[float] | None]]] = {}
@@ -153,6 +164,7 @@ def make_global_batch(
             samples: list[tuple[list[int], list[float] | None]] = []
             for _ in range(share):
                 length = 1 if most == 1 else int(rng.integers(0, most + 1))
+                length = length if limit > 0 else 0
                 # Squared: low rows are read often, so ranks and steps conflict.
                 ids = (rng.random(length) ** 2 * limit).astype(int).tolist()
                 weights = rng.uniform(0.5, 2.0, length).astype(np.float32).tolist()

@@ -1,0 +1,205 @@
+"""Small sharded models for the tests of real ranks: named tables, skewed batches, any partition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.batch import Batch
+from hotrec.embedding import (
+    HotColdEmbeddingBagCollection,
+    HotColdSharder,
+    HotExchange,
+    OptimizerKind,
+    OptimizerSpec,
+    fused_params,
+    initialize_embeddings,
+    make_optimizer,
+    shard,
+)
+from hotrec.models import ClickTask
+from hotrec.planner import (
+    ColdTier,
+    Machine,
+    TorchRecPlan,
+    hot_cold_constraints,
+    make_plan,
+    torchrec_constraints,
+)
+from hotrec.types import Partition
+
+NUM_DENSE = 3
+NUM_ROWS = {"t0": 40, "t1": 12, "t2": 7, "t3": 90}
+DIMS = {"t0": 8, "t1": 8, "t2": 4, "t3": 8}
+FEATURES = {"t0": ["a", "b"], "t1": ["c"], "t2": ["d"], "t3": ["e"]}
+LIMITS = {"a": 40, "b": 40, "c": 12, "d": 7, "e": 90}
+GLOBAL_BATCH = 24
+
+
+def hot_rows(num: int) -> dict[str, np.ndarray]:
+    """The first rows, which the batches read most, in an order of their own."""
+    rng = np.random.default_rng(3)
+    return {table: rng.permutation(min(num, rows)) for table, rows in NUM_ROWS.items()}
+
+
+PARTITIONS = {
+    "all_cold": Partition(NUM_ROWS),
+    "all_hot": Partition(NUM_ROWS, hot_rows(1000)),
+    "mixed": Partition(NUM_ROWS, hot_rows(10)),
+}
+
+
+def spec_of(kind: OptimizerKind, *, learning_rate: float = 0.2) -> OptimizerSpec:
+    return OptimizerSpec(kind, learning_rate=learning_rate, eps=1e-4)
+
+
+def configs(tables: Sequence[str] = tuple(NUM_ROWS)) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=table,
+            num_embeddings=NUM_ROWS[table],
+            embedding_dim=DIMS[table],
+            feature_names=FEATURES[table],
+            pooling=PoolingType.MEAN if table == "t1" else PoolingType.SUM,
+        )
+        for table in tables
+    ]
+
+
+class ClickModel(nn.Module):
+    """(dense, sparse) -> logits over one collection or two.
+
+    Columns are taken by name: TorchRec's sharded collections order them by sharding.
+    """
+
+    def __init__(self, collections: Sequence[nn.Module], width: int, dropout: float) -> None:
+        super().__init__()
+        self.first = collections[0]
+        self.second = collections[1] if len(collections) > 1 else None
+        tables: Any = collections[0].embedding_bag_configs()  # type: ignore[operator]
+        self.of_first = {feature for table in tables for feature in table.feature_names}
+        self.hidden = nn.Linear(NUM_DENSE + width, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(8, 1)
+        generator = torch.Generator().manual_seed(11)
+        with torch.no_grad():
+            for layer in (self.hidden, self.out):
+                layer.weight.uniform_(-0.5, 0.5, generator=generator)
+                layer.bias.uniform_(-0.5, 0.5, generator=generator)
+
+    def forward(self, dense: torch.Tensor, sparse: Any) -> torch.Tensor:
+        first = self.first(sparse).to_dict()
+        second = self.second(sparse).to_dict() if self.second is not None else first
+        pooled = [(first if name in self.of_first else second)[name] for name in LIMITS]
+        return self.out(self.dropout(torch.tanh(self.hidden(torch.cat([dense, *pooled], dim=1)))))
+
+
+@dataclass
+class Setup:
+    """A sharded model and what trains it."""
+
+    model: DistributedModelParallel
+    optimizer: CombinedOptimizer
+    route: Callable[[KeyedJaggedTensor], Any] | None
+
+    def step(self, batch: Batch) -> float:
+        """One update; the global mean loss."""
+        self.optimizer.zero_grad()
+        loss, _ = self.model(batch)
+        loss.backward()
+        self.optimizer.step()
+        return mean_over_ranks(loss)
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def build(
+    kind: OptimizerKind,
+    partition: Partition | TorchRecPlan,
+    *,
+    exchange: HotExchange = HotExchange.TOUCHED_ROWS,
+    splits: Sequence[Sequence[str]] = (tuple(NUM_ROWS),),
+    device: str = "cpu",
+    tier: ColdTier = ColdTier.FUSED,
+    dropout: float = 0.0,
+    seed: int = 5,
+) -> Setup:
+    """A model over ``splits`` collections of tables, by a partition or by a TorchRec plan."""
+    world_size, spec = dist.get_world_size(), spec_of(kind)
+    target, meta = torch.device(device), torch.device("meta")
+    width = sum(DIMS[table] * len(FEATURES[table]) for split in splits for table in split)
+    collections: list[nn.Module]
+    sharders: list[Any]
+    if isinstance(partition, Partition):
+        collections = [
+            HotColdEmbeddingBagCollection(configs(split), partition, device=meta)
+            for split in splits
+        ]
+        sharders = [HotColdSharder(spec, exchange)]
+        constraints = hot_cold_constraints(
+            configs(), partition, cold_tier=tier, cache_load_factor=0.2
+        )
+    else:
+        collections = [EmbeddingBagCollection(tables=configs(s), device=meta) for s in splits]
+        sharders = [EmbeddingBagCollectionSharder(fused_params(spec))]
+        # The batch decides what an expert replicates: tables below 20 rows here.
+        constraints = torchrec_constraints(configs(), partition, batch_size=20, tier=tier)  # type: ignore[assignment]
+    route = getattr(collections[0], "router", None) if len(splits) == 1 else None
+    click = ClickModel(collections, width, dropout)
+    for layer in (click.hidden, click.out):
+        layer.to(target)
+    task = ClickTask(click, world_size)
+    machine = Machine(world_size, world_size, target.type, 1 << 30, 1 << 33, 8)
+    plan = make_plan(task, sharders, machine, constraints)
+    model = shard(task, plan, sharders, target)
+    initialize_embeddings(model, seed)
+    dense = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
+    return Setup(model, make_optimizer(model, spec, dense), route)
+
+
+def make_batch(step: int, *, route: Callable[[KeyedJaggedTensor], Any] | None = None) -> Batch:
+    """This rank's slice of the step's global batch, which is the same at any world size."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rng = np.random.default_rng((77, step))
+    size = GLOBAL_BATCH // world_size
+    mine = slice(rank * size, (rank + 1) * size)
+    ids, lengths = [], []
+    for limit in LIMITS.values():
+        counts = rng.integers(0, 4, GLOBAL_BATCH)
+        bags = [(rng.random(n) ** 3 * limit).astype(np.int64) for n in counts]  # low rows often
+        ids += bags[mine]
+        lengths.append(counts[mine])
+    sparse = KeyedJaggedTensor(
+        keys=list(LIMITS),
+        values=torch.from_numpy(np.concatenate(ids)),
+        lengths=torch.from_numpy(np.concatenate(lengths)),
+    )
+    dense = torch.from_numpy(rng.standard_normal((GLOBAL_BATCH, NUM_DENSE)).astype(np.float32))
+    labels = torch.from_numpy(rng.integers(0, 2, GLOBAL_BATCH).astype(np.float32))
+    return Batch(
+        dense[mine],
+        sparse if route is None else route(sparse),
+        labels[mine],
+        torch.ones(size),
+        GLOBAL_BATCH,
+    )
+
+
+def batches(begin: int, end: int, **kwargs: Any) -> Iterator[Batch]:
+    return (make_batch(step, **kwargs) for step in range(begin, end))

@@ -1,0 +1,133 @@
+"""`hotrec bench` on two real ranks: every case, every figure, the page; and two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrec.traffic import COLLECTIVES
+
+REPOSITORY = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+
+
+def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words,
+        cwd=REPOSITORY,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def hotrec_bench(*words: str, run_dir: Path) -> subprocess.CompletedProcess[str]:
+    return run(
+        [sys.executable, "-m", "hotrec", "bench", "bench=smoke", "launch.num_ranks=2", *words],
+        HOTREC_RUN_DIR=str(run_dir),
+    )
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    run_dir = tmp_path_factory.mktemp("bench")
+    done = hotrec_bench("bench.profile=true", f"bench.page={run_dir}/out/page.md", run_dir=run_dir)
+    assert done.returncode == 0, done.stderr
+    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert printed == json.loads((run_dir / "bench.json").read_text())
+    page = (run_dir / "out" / "page.md").read_text()
+    assert page == (run_dir / "bench.md").read_text()
+    for name in printed["cases"]:
+        assert f"| {name} |" in page
+        assert f"\n{name} " in done.stderr  # the table on the terminal
+    return printed
+
+
+def test_every_case_trains_the_same_model(figures: dict[str, Any]) -> None:
+    cases = figures["cases"]
+    assert list(cases) == [
+        "hot_cold", "all_cold", "all_hot", "table_wise", "planner", "hand_tuned"
+    ]  # fmt: skip
+    assert figures["losses_apart"] == []
+    assert max(case["largest_loss_difference"] for case in cases.values()) < 1e-5
+    # warm-up 2, rounds 4 (all_hot 2), counted 2, profiled 4
+    assert {name: case["num_steps"] for name, case in cases.items()} == {
+        name: 10 if name == "all_hot" else 12 for name in cases
+    }
+    assert cases["all_hot"]["num_timed_steps"] == 2
+
+
+def test_bytes_add_up_and_keep_to_the_bound(figures: dict[str, Any]) -> None:
+    dense = 2 * 4 * figures["data"]["num_dense_values"] / 2
+    for name, case in figures["cases"].items():
+        by_collective = case["sent_bytes_by_collective"]
+        assert set(by_collective) == set(COLLECTIVES)
+        assert sum(by_collective.values()) == pytest.approx(case["sent_bytes"])
+        assert case["bound_with_dense_bytes"] == case["bound_bytes"] + dense
+        # Replicas that every rank reads can save up to half of an exchange; nothing saves more.
+        assert case["embedding_bytes_over_bound"] > 0.5, name
+        # The dense layers' gradients are all-reduced in every case.
+        assert by_collective["all_reduce"] >= dense
+    cases = figures["cases"]
+    assert cases["all_cold"]["sent_bytes_by_collective"]["all_gather"] == 0
+    assert cases["all_hot"]["sent_bytes_by_collective"]["all_to_all"] == 0
+    assert cases["table_wise"]["sent_bytes_by_collective"]["all_reduce"] == dense
+    # The full gradients of the replicated tables (40, 7 and 3 rows of 64 floats) are counted too.
+    replicated = 2 * 4 * 64 * (40 + 7 + 3) / 2
+    assert cases["hand_tuned"]["sent_bytes_by_collective"]["all_reduce"] == dense + replicated
+
+
+def test_the_hot_cold_case_is_hot_and_cold(figures: dict[str, Any]) -> None:
+    cases = figures["cases"]
+    assert figures["partition"]["num_hot_rows"] == 60
+    assert 0.5 < cases["hot_cold"]["hot_lookups_frac"] < 1
+    assert cases["all_cold"]["hot_lookups_frac"] == 0
+    assert cases["all_hot"]["hot_lookups_frac"] == 1
+    assert 1 <= cases["hot_cold"]["served_most_over_mean"] < 2
+    assert set(figures["stages_s"]) == set(cases)
+    assert figures["stages_s"]["hot_cold"]["pooling"] > 0
+    assert figures["stages_s"]["planner"]["pooling"] == 0
+
+
+def test_models_that_differ_fail_the_run_loudly(tmp_path: Path) -> None:
+    # At this rate rounding grows within a few steps into what no sum in another order can avoid.
+    done = hotrec_bench(
+        "bench.cases=[hot_cold,table_wise]",
+        "bench.loss_tolerance=1e-30",
+        "optimizer.learning_rate=0.2",
+        "bench.rounds=12",
+        "bench.routing=loader",
+        run_dir=tmp_path,
+    )
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "bench losses: expected all cases within 1e-30 of hot_cold" in done.stderr
+    assert "Losses differ by more than 1e-30: table_wise" in (tmp_path / "bench.md").read_text()
+
+
+def test_two_hosts(tmp_path: Path) -> None:
+    done = run(["benchmarks/two_hosts.sh", "-c", "smoke", "-o", str(tmp_path), "-r", "500mbit"])
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])["smoke"]
+    assert (figures["num_hosts"], figures["world_size"]) == (2, 2)
+    for name, case in figures["cases"].items():
+        # The kernel's count of the same steps: headers and acknowledgements come on top.
+        assert 1.0 <= case["wire_bytes"] / case["sent_bytes"] < 1.1, name
+    assert "shaped to 500mbit" in (tmp_path / "smoke.md").read_text()
+    hosts = re.findall(r"hotrec-\d+-[01]", done.stderr)
+    assert len(hosts) == 2
+    left = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    assert [host for host in hosts if host in left] == []

@@ -1,0 +1,241 @@
+"""TorchRec's pipelines over real ranks, resume in memory, and TorchRec's own plans as reference."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.types import ShardedModule
+
+from hotrec.batch import Batch
+from hotrec.embedding import OptimizerKind, gather_tables
+from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
+from hotrec.planner import TorchRecPlan
+from tests.distributed.setups import (
+    PARTITIONS,
+    Setup,
+    batches,
+    build,
+    make_batch,
+    mean_over_ranks,
+)
+from tests.helpers.ranks import run_ranks
+
+CPU = torch.device("cpu")
+NUM_STEPS = 6
+TWO_COLLECTIONS = (("t0", "t2"), ("t1", "t3"))
+ON_CPU = (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
+
+
+def run_pipeline(pipeline: Any, iterator: Iterator[Batch]) -> list[float]:
+    losses = []
+    while True:
+        try:
+            loss, _, _ = pipeline.progress(iterator)
+        except StopIteration:
+            return losses
+        losses.append(mean_over_ranks(loss))
+
+
+def sparse_dist(setup: Setup) -> TrainPipelineSparseDist[Batch, Any]:
+    return TrainPipelineSparseDist(setup.model, setup.optimizer, CPU)
+
+
+def outermost_sharded(setup: Setup) -> set[int]:
+    modules = [m for m in setup.model.modules() if isinstance(m, ShardedModule)]
+    inner = {id(child) for m in modules for child in m.modules() if child is not m}
+    return {id(module) for module in modules} - inner
+
+
+def assert_all_pipelined(pipeline: Any, setup: Setup, num_modules: int) -> None:
+    pipelined = {id(module) for module in pipeline._pipelined_modules}
+    assert len(pipelined) == num_modules
+    assert pipelined == outermost_sharded(setup)
+    assert all(
+        isinstance(module, ShardedHotColdEmbeddingBagCollection)
+        for module in pipeline._pipelined_modules
+    )
+
+
+def assert_same_weights(first: Setup, second: Setup, tolerance: float = 0.0) -> None:
+    one, two = gather_tables(first.model), gather_tables(second.model)
+    assert one.keys() == two.keys()
+    for table, weight in one.items():
+        assert float((weight - two[table]).abs().max()) <= tolerance, table
+
+
+def pipelines_give_the_same_losses() -> None:
+    """Plain loop, base pipeline, sparse_dist with ids, sparse_dist with routed ids: bit for bit."""
+    for kind in ON_CPU:
+        plain = build(kind, PARTITIONS["mixed"])
+        expected = [plain.step(make_batch(step)) for step in range(NUM_STEPS)]
+
+        base = build(kind, PARTITIONS["mixed"])
+        pipeline: Any = TrainPipelineBase(base.model, base.optimizer, CPU)
+        assert run_pipeline(pipeline, batches(0, NUM_STEPS)) == expected
+        assert_same_weights(base, plain)
+
+        for is_routed in (False, True):
+            setup = build(kind, PARTITIONS["mixed"])
+            pipeline = sparse_dist(setup)
+            route = setup.route if is_routed else None
+            assert run_pipeline(pipeline, batches(0, NUM_STEPS, route=route)) == expected
+            assert_all_pipelined(pipeline, setup, 1)
+            assert_same_weights(setup, plain)
+
+
+def every_partition_is_pipelined() -> None:
+    for name in ("all_cold", "all_hot"):
+        kind = OptimizerKind.ADAM if name == "all_hot" else OptimizerKind.ROWWISE_ADAGRAD
+        plain, setup = build(kind, PARTITIONS[name]), build(kind, PARTITIONS[name])
+        expected = [plain.step(make_batch(step)) for step in range(NUM_STEPS)]
+        pipeline = sparse_dist(setup)
+        assert run_pipeline(pipeline, batches(0, NUM_STEPS)) == expected
+        assert_all_pipelined(pipeline, setup, 1)
+        assert_same_weights(setup, plain)
+
+
+def segments_drain_and_go_on() -> None:
+    """Bounded segments of one iterator, with an evaluation between, as the loop does it."""
+    plain = build(OptimizerKind.ADAGRAD, PARTITIONS["mixed"])
+    expected = [plain.step(make_batch(step)) for step in range(7)]
+    setup = build(OptimizerKind.ADAGRAD, PARTITIONS["mixed"])
+    pipeline = sparse_dist(setup)
+    stream = batches(0, 7)
+    losses = []
+    for length in (1, 2, 4):
+        losses += run_pipeline(pipeline, islice(stream, length))
+        assert not pipeline.batches
+        before = gather_tables(setup.model)
+        setup.model.eval()
+        with torch.no_grad():
+            assert len(run_pipeline(pipeline, batches(50, 52))) == 2
+        setup.model.train()
+        after = gather_tables(setup.model)
+        assert all(torch.equal(before[table], after[table]) for table in before)
+    assert losses == expected
+    assert_same_weights(setup, plain)
+
+
+def two_collections() -> None:
+    whole = build(OptimizerKind.ROWWISE_ADAGRAD, PARTITIONS["mixed"])
+    expected = [whole.step(make_batch(step)) for step in range(NUM_STEPS)]
+    setup = build(OptimizerKind.ROWWISE_ADAGRAD, PARTITIONS["mixed"], splits=TWO_COLLECTIONS)
+    plain = build(OptimizerKind.ROWWISE_ADAGRAD, PARTITIONS["mixed"], splits=TWO_COLLECTIONS)
+    pipeline = sparse_dist(setup)
+    losses = run_pipeline(pipeline, batches(0, NUM_STEPS))
+    assert_all_pipelined(pipeline, setup, 2)
+    assert losses == [plain.step(make_batch(step)) for step in range(NUM_STEPS)]
+    assert_same_weights(setup, plain)
+    assert losses == pytest.approx(expected, abs=1e-6)
+    assert_same_weights(setup, whole, 1e-6)
+
+
+def state_goes_on_bitwise() -> None:
+    """Model and optimizer saved in memory and loaded into fresh ones, on the same ranks."""
+    kinds = [(kind, "mixed") for kind in ON_CPU] + [(OptimizerKind.ADAM, "all_hot")]
+    for kind, name in kinds:
+        first = build(kind, PARTITIONS[name])
+        for step in range(3):
+            first.step(make_batch(step))
+        model_state = first.model.state_dict()
+        optimizer_state = first.optimizer.state_dict()
+        second = build(kind, PARTITIONS[name], seed=99)
+        second.step(make_batch(9))  # another history, which loading must wipe out
+        second.model.load_state_dict(model_state)
+        second.optimizer.load_state_dict(optimizer_state)
+        assert_same_weights(first, second)
+        for step in range(3, NUM_STEPS):
+            assert first.step(make_batch(step)) == second.step(make_batch(step)), (kind, step)
+        assert_same_weights(first, second)
+
+
+def every_parameter_has_one_optimizer() -> None:
+    for partition in (*PARTITIONS.values(), *TorchRecPlan):
+        setup = build(OptimizerKind.ROWWISE_ADAGRAD, partition)
+        names = [name.split(".", 1)[1] for name in setup.optimizer.params]
+        assert len(names) == len(set(names))
+        # A table-wise table is in the optimizer of the rank that holds it.
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, names)
+        assert set().union(*of_ranks) == set(setup.model.state_dict()), partition
+
+
+def torchrec_plans_reach_the_same_losses() -> None:
+    for kind in ON_CPU:
+        hot_cold = build(kind, PARTITIONS["mixed"])
+        expected = [hot_cold.step(make_batch(step)) for step in range(NUM_STEPS)]
+        for plan in TorchRecPlan:
+            setup = build(kind, plan)
+            losses = [setup.step(make_batch(step)) for step in range(NUM_STEPS)]
+            assert losses == pytest.approx(expected, abs=1e-5), (kind, plan)
+            assert_same_weights(setup, hot_cold, 1e-5)
+
+
+def learning_rates_change_at_the_same_step() -> None:
+    """A rate set between two steps holds for the next one on hot, cold and dense parameters."""
+    for partition in (PARTITIONS["mixed"], TorchRecPlan.HAND_TUNED):
+        setup = build(OptimizerKind.SGD, partition)
+        reference = build(OptimizerKind.SGD, partition)
+        setup.step(make_batch(0))
+        reference.step(make_batch(0))
+        start, layers = gather_tables(setup.model), dense_weights(setup)
+        for group in setup.optimizer.param_groups:
+            group["lr"] *= 0.5
+        setup.step(make_batch(1))
+        reference.step(make_batch(1))
+        after, expected = gather_tables(setup.model), gather_tables(reference.model)
+        for table, weight in after.items():  # SGD moves in proportion to the rate
+            half = (start[table] + expected[table]) / 2
+            assert float((weight - half).abs().max()) < 1e-6, (partition, table)
+            assert not torch.equal(weight, start[table])
+        half = (layers + dense_weights(reference)) / 2
+        assert float((dense_weights(setup) - half).abs().max()) < 1e-6
+
+
+def dense_weights(setup: Setup) -> torch.Tensor:
+    parameters = dict(setup.model.named_parameters())
+    return parameters["model.hidden.weight"].detach().clone()
+
+
+CHECKS: list[Callable[[], None]] = [
+    pipelines_give_the_same_losses,
+    every_partition_is_pipelined,
+    segments_drain_and_go_on,
+    two_collections,
+    state_goes_on_bitwise,
+    every_parameter_has_one_optimizer,
+    torchrec_plans_reach_the_same_losses,
+    learning_rates_change_at_the_same_step,
+]
+
+
+def run_checks() -> dict[str, str | None]:
+    """Every check in one spawn."""
+    found: dict[str, str | None] = {}
+    for check in CHECKS:
+        try:
+            check()
+            verdict = None
+        except Exception:
+            verdict = traceback.format_exc()
+        verdicts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(verdicts, verdict)
+        found[check.__name__] = "\n".join(filter(None, verdicts)) or None
+    return found
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, str | None]:
+    return run_ranks(run_checks, 2, timeout_s=150)[0]
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_pipelines(verdicts: dict[str, str | None], check: str) -> None:
+    assert verdicts[check] is None, verdicts[check]

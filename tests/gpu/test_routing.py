@@ -1,0 +1,98 @@
+"""Routing on the device, and routed features on their way there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.distributed import Ranks
+from hotrec.embedding.collection import columns_by_dim
+from hotrec.embedding.initialize import initial_rows
+from hotrec.routing import RoutedFeatures, Router
+from tests.distributed.parity_cases import Case, make_cases, make_global_batch, make_partition
+from tests.distributed.parity_cases import to_kjt as to_features
+
+pytestmark = pytest.mark.gpu
+TENSORS = (
+    "positions_K", "bag_offsets", "bags_K", "row_offsets_U", "scales_K", "row_scales_K",
+    "num_hot_lookups",
+)  # fmt: skip
+
+
+def make_router(case: Case) -> Router:
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_rows,
+            embedding_dim=table.dim,
+            feature_names=list(table.features),
+            pooling=PoolingType.MEAN if table.is_mean else PoolingType.SUM,
+        )
+        for table in case.tables
+    ]
+    return Router(columns_by_dim(configs), make_partition(case))
+
+
+def features_of(case: Case) -> KeyedJaggedTensor:
+    return to_features(case, make_global_batch(case, 0, 1)[1][0])
+
+
+def assert_same(first: RoutedFeatures, second: RoutedFeatures) -> None:
+    assert first.num_hot_lookups() == second.num_hot_lookups()
+    for one, two in zip(first.groups, second.groups, strict=True):
+        assert one.rows.keys() == two.rows.keys()
+        assert torch.equal(one.rows.values().cpu(), two.rows.values().cpu())
+        assert torch.equal(one.rows.lengths().cpu(), two.rows.lengths().cpu())
+        for name in TENSORS:
+            mine, other = getattr(one, name), getattr(two, name)
+            assert (mine is None) == (other is None)
+            if mine is not None and name in ("positions_K", "bag_offsets", "row_offsets_U"):
+                assert torch.equal(mine.cpu(), other.cpu()), name
+
+
+def test_routing_on_the_device_equals_routing_in_a_worker(gpu: Ranks) -> None:
+    for case in make_cases(24, seed=23):
+        on_cpu = make_router(case)(features_of(case))
+        routed = make_router(case).to(gpu.device)(features_of(case).to(gpu.device))
+        for group in routed.groups:
+            assert group.rows.values().device == gpu.device
+            assert all(
+                getattr(group, name).device == gpu.device
+                for name in TENSORS
+                if getattr(group, name) is not None
+            )
+        assert_same(routed, on_cpu)
+
+
+def test_an_id_outside_its_table_is_refused_on_the_device(gpu: Ranks) -> None:
+    case = make_cases(1, seed=2)[0]
+    features = features_of(case)
+    wrong = KeyedJaggedTensor(
+        keys=features.keys(), values=features.values() + 1000, lengths=features.lengths(),
+        weights=features.weights_or_none(),
+    ).to(gpu.device)  # fmt: skip
+    with pytest.raises(ValueError, match=r"^table t\d feature .*: expected rows in 0\.\."):
+        make_router(case).to(gpu.device)(wrong)
+
+
+def test_routed_features_are_pinned_and_copied(gpu: Ranks) -> None:
+    for case in make_cases(12, seed=29):
+        routed = make_router(case)(features_of(case))
+        pinned = routed.pin_memory()
+        for group in pinned.groups:
+            assert group.rows.values().is_pinned()
+            assert group.positions_K.is_pinned()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            copied = pinned.to(gpu.device, non_blocking=True)
+            copied.record_stream(torch.cuda.current_stream())
+        stream.synchronize()
+        assert_same(copied, routed)
+
+
+def test_initial_rows_are_the_same_on_the_device(gpu: Ranks) -> None:
+    rows = torch.tensor([0, 1, 5, (1 << 31) + 3, 1 << 33])
+    expected = initial_rows(3, "t", rows, 64, 1 << 34)
+    assert torch.equal(initial_rows(3, "t", rows.to(gpu.device), 64, 1 << 34).cpu(), expected)

@@ -1,0 +1,140 @@
+"""The CPU lookups against FBGEMM's own kernels, on the same ids and gradients."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.embedding.cpu_rows import ColdRowsOnCpu
+from hotrec.embedding.flat import flat_rows, table_begins
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+
+NUM_ROWS = [7, 1, 30]
+DIM = 8
+KINDS = {
+    OptimizerKind.SGD: EmbOptimType.EXACT_SGD,
+    OptimizerKind.ADAGRAD: EmbOptimType.EXACT_ADAGRAD,
+    OptimizerKind.ROWWISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+def make_module(kind: OptimizerKind, num_rows: list[int]) -> Any:
+    constants = {} if kind is OptimizerKind.SGD else {"eps": 1e-3}
+    module = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in num_rows],
+        optimizer=KINDS[kind],
+        learning_rate=0.2,
+        pooling_mode=PoolingMode.NONE,
+        **constants,
+    )
+    fill(module.split_embedding_weights())
+    return module
+
+
+def fill(parts: list[torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for part in parts:
+        part.copy_(torch.randn(part.shape, generator=generator))
+
+
+def ids_of(step: int, *, is_empty: bool = False) -> KeyedJaggedTensor:
+    """Two "samples" (ranks) per table, with rows repeated within and across them."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(0, 6, (len(NUM_ROWS), 2), generator=generator)
+    if is_empty:
+        lengths.zero_()
+    values = [
+        torch.randint(0, rows, (int(count),), generator=generator)
+        for rows, count in zip(NUM_ROWS, lengths.sum(1).tolist(), strict=True)
+    ]
+    keys = [f"t{index}" for index in range(len(NUM_ROWS))]
+    return KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=lengths.view(-1))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_lookup_and_update_equal_fbgemm(kind: OptimizerKind) -> None:
+    module, reference = make_module(kind, NUM_ROWS), make_module(kind, NUM_ROWS)
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.2}])
+    spec = OptimizerSpec(kind, learning_rate=123.0, eps=1e-3)  # the rate is the optimizer's
+    cold: Any = ColdRowsOnCpu(module, optimizer, spec)  # type: ignore[arg-type]
+    for step in range(6):
+        if step == 3:
+            optimizer.param_groups[0]["lr"] = 0.05
+            reference.set_learning_rate(0.05)
+        ids = ids_of(step, is_empty=step == 2)
+        rows = cold(ids)
+        expected = reference(ids.values(), ids.offsets())
+        torch.testing.assert_close(rows, expected, rtol=1e-6, atol=1e-6)
+        grad = torch.randn(rows.shape, generator=torch.Generator().manual_seed(step))
+        rows.backward(grad)
+        if step != 2:  # FBGEMM is not given an empty batch
+            expected.backward(grad)
+        pairs = zip(
+            module.split_embedding_weights(), reference.split_embedding_weights(), strict=True
+        )
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    if kind is not OptimizerKind.SGD:
+        for ours, theirs in zip(
+            module.split_optimizer_states(), reference.split_optimizer_states(), strict=True
+        ):
+            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
+
+
+def test_a_rank_without_rows_of_some_tables() -> None:
+    spec = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, learning_rate=0.2)
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
+    module = make_module(OptimizerKind.ROWWISE_ADAGRAD, [0, 4, 0])
+    cold = ColdRowsOnCpu(module, optimizer, spec)
+    ids = KeyedJaggedTensor(
+        keys=["t0", "t1", "t2"], values=torch.tensor([3, 0, 3]), lengths=torch.tensor([0, 3, 0])
+    )
+    before = module.split_embedding_weights()[1].clone()
+    rows = cold(ids)
+    assert torch.equal(rows, before[[3, 0, 3]])
+    rows.sum().backward()
+    assert (module.split_embedding_weights()[1] != before).any(1).tolist() == [
+        True, False, False, True,
+    ]  # fmt: skip
+
+
+def test_no_gradient_no_update() -> None:
+    spec = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.2)
+    module = make_module(OptimizerKind.SGD, NUM_ROWS)
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
+    cold = ColdRowsOnCpu(module, optimizer, spec)
+    before = [part.clone() for part in module.split_embedding_weights()]
+    with torch.no_grad():
+        assert not cold(ids_of(0)).requires_grad
+    for ours, theirs in zip(module.split_embedding_weights(), before, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_flat_rows() -> None:
+    begins = table_begins([5, 3, 9])
+    assert begins.tolist() == [0, 5, 8]
+    ids = KeyedJaggedTensor(
+        keys=["a", "b", "c"],
+        values=torch.tensor([4, 0, 2, 8], dtype=torch.int32),
+        lengths=torch.tensor([1, 1, 0, 1, 1, 0], dtype=torch.int32),
+    )
+    assert flat_rows(ids, begins).tolist() == [4, 0, 7, 16]
+
+
+def test_another_memory_layout_is_refused() -> None:
+    module = make_module(OptimizerKind.SGD, NUM_ROWS)
+    parts = module.split_embedding_weights()
+    module.split_embedding_weights = lambda: [parts[0], parts[2], parts[1]]
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
+    with pytest.raises(RuntimeError, match=r"^fbgemm weights_host: expected tables one after"):
+        ColdRowsOnCpu(module, optimizer, OptimizerSpec(OptimizerKind.SGD, 0.1))

@@ -1,0 +1,142 @@
+"""The models and the task: sizes, seeds, and a loss whose mean over ranks is the global mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.batch import Batch
+from hotrec.embedding import HotColdEmbeddingBagCollection
+from hotrec.embedding.initialize import copy_weights
+from hotrec.models import ClickTask, ModelKind, build_model
+from hotrec.types import Partition
+
+DIM = 4
+CPU = torch.device("cpu")
+PARTITION = Partition({"t": 9, "u": 5}, {"t": np.array([3, 1])})
+
+
+def tables(*dims: int) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[name])
+        for (name, rows), dim in zip(PARTITION.num_rows.items(), dims or (DIM, DIM), strict=True)
+    ]
+
+
+def build(kind: ModelKind, embeddings: nn.Module, **kwargs: Any) -> nn.Module:
+    arguments: dict[str, Any] = {
+        "num_dense": 3,
+        "dense_layer_sizes": [8, DIM],
+        "over_layer_sizes": [8, 1],
+        "cross_num_layers": 2,
+        "cross_low_rank_dim": 4,
+        "seed": 1,
+        "device": CPU,
+    }
+    return build_model(kind, embeddings, **{**arguments, **kwargs})
+
+
+def make_batch(weights: list[float], num_global_samples: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    size = len(weights)
+    ids = torch.randint(0, 5, (2 * size,), generator=generator)
+    sparse = KeyedJaggedTensor(["t", "u"], ids, lengths=torch.ones(2 * size, dtype=torch.int64))
+    return Batch(
+        dense=torch.rand(size, 3, generator=generator),
+        sparse=sparse,
+        labels=torch.randint(0, 2, (size,), generator=generator).float(),
+        weights=torch.tensor(weights),
+        num_global_samples=num_global_samples,
+    )
+
+
+@pytest.mark.parametrize("kind", list(ModelKind))
+def test_same_model_whatever_holds_the_embeddings(kind: ModelKind) -> None:
+    plain = EmbeddingBagCollection(tables=tables())
+    split = HotColdEmbeddingBagCollection(tables(), PARTITION)
+    with torch.no_grad():
+        copy_weights(plain.embedding_bags, split)
+    batch = make_batch([1.0] * 6, 6)
+    first, second = build(kind, plain), build(kind, split)
+    logits = first(batch.dense, batch.sparse)
+    assert logits.shape == (6, 1)
+    torch.testing.assert_close(logits, second(batch.dense, batch.sparse), rtol=1e-5, atol=1e-6)
+    routed = split.router(batch.sparse)
+    torch.testing.assert_close(logits, second(batch.dense, routed), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", list(ModelKind))
+def test_seed_decides_the_layers_and_the_callers_generator_goes_on(kind: ModelKind) -> None:
+    def layers(seed: int) -> torch.Tensor:
+        collection = EmbeddingBagCollection(tables=tables(), device=torch.device("meta"))
+        model = build(kind, collection, seed=seed)
+        return torch.cat([p.flatten() for p in model.parameters() if p.device == CPU])
+
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first = layers(1)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(layers(1), first)
+    assert not torch.equal(layers(2), first)
+
+
+@pytest.mark.parametrize(
+    ("dims", "arguments", "message"),
+    [
+        ((4, 8), {}, r"^model\.embedding_dim: expected one dimension for all tables, got \[4, 8\]"),
+        ((4, 4), {"num_dense": 0}, r"^data dense features: expected at least 1 .*, got 0\."),
+        ((4, 4), {"dense_layer_sizes": [8, 5]}, r"^model\.dense_layer_sizes: .* 4, got 5\."),
+        ((4, 4), {"over_layer_sizes": [8, 2]}, r"^model\.over_layer_sizes: .* to be 1, got 2\."),
+        ((4, 4), {"dense_layer_sizes": []}, r"^model\.dense_layer_sizes: "),
+        ((4, 4), {"over_layer_sizes": []}, r"^model\.over_layer_sizes: "),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    dims: tuple[int, int], arguments: dict[str, Any], message: str
+) -> None:
+    embeddings = EmbeddingBagCollection(tables=tables(*dims))
+    for kind in ModelKind:
+        with pytest.raises(ValueError, match=message):
+            build(kind, embeddings, **arguments)
+
+
+def test_loss_of_unequal_shares_is_the_global_mean() -> None:
+    """Ranks with 3, 1 and 0 samples (the last with padding): the mean over ranks is the mean."""
+    model = build(ModelKind.DLRM, EmbeddingBagCollection(tables=tables()))
+    task = ClickTask(model, world_size=3)
+    shares = [make_batch([1.0] * 3, 4, 0), make_batch([1.0], 4, 1), make_batch([0.0], 4, 2)]
+    losses, logits, labels = [], [], []
+    for batch in shares:
+        loss, (detached, logits_B, labels_B) = task(batch)
+        assert torch.equal(loss.detach(), detached)
+        assert not logits_B.requires_grad
+        assert logits_B.shape == labels_B.shape == batch.labels.shape
+        losses.append(loss)
+        if batch.weights.any():
+            logits.append(logits_B)
+            labels.append(labels_B)
+    expected = F.binary_cross_entropy_with_logits(torch.cat(logits), torch.cat(labels))
+    torch.testing.assert_close(torch.stack(losses).detach().mean(), expected)
+    losses[2].backward()  # padding updates nothing
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_batch_moves_whole() -> None:
+    split = HotColdEmbeddingBagCollection(tables(), PARTITION)
+    batch = make_batch([1.0, 0.0], 7)
+    for sparse in (batch.sparse, split.router(batch.sparse)):
+        batch.sparse = sparse
+        moved = batch.to(CPU, non_blocking=True)
+        assert type(moved.sparse) is type(sparse)
+        assert moved.num_global_samples == 7
+        for name in ("dense", "labels", "weights"):
+            assert torch.equal(getattr(moved, name), getattr(batch, name))

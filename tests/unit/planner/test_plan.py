@@ -1,0 +1,222 @@
+"""Placement -> constraints -> TorchRec's plan -> text and JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from hotrec.distributed import Ranks
+from hotrec.embedding import (
+    HotColdEmbeddingBagCollection,
+    HotColdSharder,
+    OptimizerKind,
+    OptimizerSpec,
+    fused_params,
+)
+from hotrec.planner import (
+    ColdTier,
+    Machine,
+    TorchRecPlan,
+    cold_tier_for,
+    hot_cold_constraints,
+    make_plan,
+    plan_document,
+    plan_text,
+    torchrec_constraints,
+)
+from hotrec.types import Partition
+
+SGD = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
+META = torch.device("meta")
+NUM_ROWS = {"small": 10, "big": 1000, "cold": 700}
+PARTITION = Partition(NUM_ROWS, {"small": np.arange(10), "big": np.arange(50)})
+
+
+def tables(dim: int = 8) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f_{name}"]
+        )
+        for name, rows in NUM_ROWS.items()
+    ]
+
+
+def machine(
+    world_size: int = 2,
+    *,
+    device: str = "cpu",
+    device_bytes: int = 1 << 30,
+    host_bytes: int = 1 << 33,
+) -> Machine:
+    return Machine(world_size, world_size, device, device_bytes, host_bytes, batch_size=64)
+
+
+class Model(nn.Module):
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.e = collection
+
+
+def hot_cold_model() -> nn.Module:
+    return Model(HotColdEmbeddingBagCollection(tables(), PARTITION, device=META))
+
+
+def plain_model() -> nn.Module:
+    return Model(EmbeddingBagCollection(tables=tables(), device=META))
+
+
+def plan_of(
+    variant: TorchRecPlan | None, on: Machine, tier: ColdTier = ColdTier.FUSED
+) -> dict[str, Any]:
+    if variant is None:
+        sharders: Any = [HotColdSharder(SGD)]
+        constraints: Any = hot_cold_constraints(
+            tables(), PARTITION, cold_tier=tier, cache_load_factor=0.1
+        )
+        return plan_document(make_plan(hot_cold_model(), sharders, on, constraints))["e"]
+    sharders = [EmbeddingBagCollectionSharder(fused_params(SGD))]
+    constraints = torchrec_constraints(tables(), variant, batch_size=64, tier=tier)
+    return plan_document(make_plan(plain_model(), sharders, on, constraints))["e"]
+
+
+def summary(tables: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    return {name: (t["sharding_type"], t["compute_kernel"]) for name, t in tables.items()}
+
+
+def test_constraints_name_the_halves() -> None:
+    constraints = hot_cold_constraints(tables(), PARTITION)
+    assert {
+        name: (found.sharding_types, found.compute_kernels) for name, found in constraints.items()
+    } == {
+        "small_hot": (["data_parallel"], ["dense"]),  # wholly hot: no cold half
+        "big_hot": (["data_parallel"], ["dense"]),
+        "big": (["row_wise"], ["fused"]),
+        "cold": (["row_wise"], ["fused"]),
+    }
+    cached = hot_cold_constraints(
+        tables(), PARTITION, cold_tier=ColdTier.UVM_CACHING, cache_load_factor=0.3
+    )
+    assert cached["cold"].compute_kernels == ["fused_uvm_caching"]
+    assert cached["cold"].cache_params.load_factor == 0.3  # type: ignore[union-attr]
+    assert cached["big_hot"].cache_params is None
+
+
+def test_hot_cold_plan() -> None:
+    document = plan_of(None, machine(3))
+    assert summary(document) == {
+        "small_hot": ("data_parallel", "dense"),
+        "big_hot": ("data_parallel", "dense"),
+        "big": ("row_wise", "fused"),
+        "cold": ("row_wise", "fused"),
+    }
+    # All rows, in original ids, whatever is hot.
+    assert [shard["sizes"] for shard in document["big"]["shards"]] == [[334, 8], [334, 8], [332, 8]]
+    assert document["small_hot"]["shards"] == []
+    assert document["small_hot"]["ranks"] == [0, 1, 2]
+
+
+def test_hot_cold_plan_of_cuda_can_be_made_anywhere() -> None:
+    for tier in ColdTier:
+        document = plan_of(None, machine(2, device="cuda"), tier)
+        assert summary(document)["big"] == ("row_wise", tier.value)
+        assert "cuda" in document["big"]["shards"][0]["placement"]
+
+
+@pytest.mark.parametrize("variant", list(TorchRecPlan))
+def test_torchrec_plans(one_rank: Ranks, variant: TorchRecPlan) -> None:
+    found = summary(plan_of(variant, machine(2)))
+    assert set(found) == set(NUM_ROWS)
+    types = {name: sharding for name, (sharding, _) in found.items()}
+    if variant is TorchRecPlan.TABLE_WISE:
+        assert set(types.values()) == {"table_wise"}
+    if variant is TorchRecPlan.HAND_TUNED:  # fewer rows than the batch of 64
+        assert types == {"small": "data_parallel", "big": "table_wise", "cold": "table_wise"}
+
+
+def test_torchrec_constraints() -> None:
+    assert torchrec_constraints(tables(), TorchRecPlan.PLANNER, batch_size=64) is None
+    tiered = torchrec_constraints(
+        tables(), TorchRecPlan.PLANNER, batch_size=64, tier=ColdTier.UVM_CACHING,
+        cache_load_factor=0.2,
+    )  # fmt: skip
+    assert tiered is not None
+    assert {c.compute_kernels[0] for c in tiered.values() if c.compute_kernels} == {
+        "fused_uvm_caching"
+    }
+    assert {c.sharding_types is None for c in tiered.values()} == {True}
+
+
+def test_a_plan_depends_on_its_inputs_alone(one_rank: Ranks) -> None:
+    """Every rank makes its own, and they must agree."""
+    assert plan_of(None, machine(3)) == plan_of(None, machine(3))
+    assert plan_of(TorchRecPlan.PLANNER, machine(3)) == plan_of(TorchRecPlan.PLANNER, machine(3))
+
+
+def test_document_is_json_and_the_text_says_the_same() -> None:
+    sharders: Any = [HotColdSharder(SGD)]
+    constraints = hot_cold_constraints(tables(), PARTITION)
+    plan = make_plan(hot_cold_model(), sharders, machine(2), constraints)
+    document = plan_document(plan)
+    assert json.loads(json.dumps(document)) == document
+    text = plan_text(plan)
+    lines = {line.split()[0]: line.split() for line in text.splitlines()}
+    assert lines["module"] == ["module", "e"]
+    assert lines["big"] == ["big", "row_wise", "fused", "500,", "500"]
+    assert lines["small_hot"] == ["small_hot", "data_parallel", "dense", "all"]
+    assert text.endswith("\n")
+
+
+def test_a_model_that_is_itself_the_collection() -> None:
+    collection = HotColdEmbeddingBagCollection(tables(), PARTITION, device=META)
+    sharders: Any = [HotColdSharder(SGD)]
+    plan = make_plan(collection, sharders, machine(1), hot_cold_constraints(tables(), PARTITION))
+    assert list(plan_document(plan)) == [""]
+    assert plan_text(plan).startswith("module (root)\n")
+
+
+@pytest.mark.parametrize(
+    ("on", "tier"),
+    [
+        (machine(2, host_bytes=10_000), ColdTier.FUSED),
+        (machine(2, device="cuda", device_bytes=10_000), ColdTier.FUSED),
+        (machine(2, device="cuda", host_bytes=10_000), ColdTier.UVM),
+    ],
+)
+def test_tables_that_do_not_fit(on: Machine, tier: ColdTier) -> None:
+    with pytest.raises(ValueError, match=r"^plan for 2 ranks on .*: expected the tables to fit"):
+        plan_of(None, on, tier)
+
+
+def test_replicas_count_against_the_memory_of_each_rank() -> None:
+    """10 + 50 hot rows on each rank; the cold rows are shared out."""
+    num_bytes = 4 * 8 * (1000 + 700)
+    assert plan_of(None, machine(4, host_bytes=4 * num_bytes))
+    all_hot = Partition(NUM_ROWS, {t: np.arange(r) for t, r in NUM_ROWS.items()})
+    model = Model(HotColdEmbeddingBagCollection(tables(), all_hot, device=META))
+    sharders: Any = [HotColdSharder(SGD)]
+    with pytest.raises(ValueError, match="expected the tables to fit"):
+        make_plan(
+            model, sharders, machine(4, host_bytes=4 * num_bytes),
+            hot_cold_constraints(tables(), all_hot),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("tier", [ColdTier.UVM, ColdTier.UVM_CACHING])
+def test_uvm_on_cpu_is_refused(tier: ColdTier) -> None:
+    with pytest.raises(ValueError, match=rf"^placement\.cold_tier: .*on CPU.* got {tier.value}\."):
+        cold_tier_for("cpu", tier)
+    assert cold_tier_for("cuda", tier) is tier
+    with pytest.raises(ValueError, match="expected"):  # also without asking first
+        plan_of(None, machine(2), tier)
+
+
+def test_fused_on_cpu_is_fine() -> None:
+    assert cold_tier_for("cpu", ColdTier.FUSED) is ColdTier.FUSED

@@ -1,0 +1,223 @@
+"""Artifacts are whole or absent, whatever happens while they are written or after."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrec import artifact as module
+from hotrec.artifact import (
+    MANIFEST,
+    Artifact,
+    ArtifactError,
+    check_made_from,
+    commit_artifact,
+    hash_file,
+    read_artifact,
+    scratch_directory,
+)
+
+CONTENT = {"num_rows": {"t": 3}, "fraction": 0.1}
+
+
+def write(target: Path, text: str = "old", *, kind: str = "profile", **kwargs: Any) -> Artifact:
+    with scratch_directory(target) as scratch:
+        (scratch / "counts").mkdir()
+        (scratch / "counts" / "t.npy").write_text(text)
+        (scratch / "b.txt").write_text("b")
+        return commit_artifact(scratch, target, kind=kind, content=CONTENT, **kwargs)
+
+
+def left_over(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_write_and_read_back(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "profile"
+    written = write(target, made_from={"dataset": "abc"})
+    read = read_artifact(target, kind="profile", verify="hash")
+    assert read == written
+    assert read.content == CONTENT
+    assert read.made_from == {"dataset": "abc"}
+    assert (target / "counts" / "t.npy").read_text() == "old"
+    assert left_over(target.parent) == ["profile"]
+
+
+def test_the_hash_depends_on_every_part(tmp_path: Path) -> None:
+    hashes = {
+        write(tmp_path / "a").content_hash,
+        write(tmp_path / "b", "new").content_hash,
+        write(tmp_path / "c", kind="partition").content_hash,
+        write(tmp_path / "d", made_from={"dataset": "x"}).content_hash,
+    }
+    assert len(hashes) == 4
+    assert write(tmp_path / "e").content_hash in hashes  # and on nothing else: not time or place
+
+
+def test_replacing(tmp_path: Path) -> None:
+    first = write(tmp_path / "a")
+    second = write(tmp_path / "a", "new")
+    assert second.content_hash != first.content_hash
+    assert (tmp_path / "a" / "counts" / "t.npy").read_text() == "new"
+    assert left_over(tmp_path) == ["a"]
+
+
+def test_a_failure_before_the_commit_leaves_the_old_one(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+
+    def fail() -> None:
+        with scratch_directory(tmp_path / "a") as scratch:
+            (scratch / "half.npy").write_text("half")
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        fail()
+    assert read_artifact(tmp_path / "a", kind="profile", verify="hash").content == CONTENT
+    assert left_over(tmp_path) == ["a"]
+
+
+def test_content_that_json_cannot_hold_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+
+    def fail() -> None:
+        with scratch_directory(tmp_path / "a") as scratch:
+            commit_artifact(scratch, tmp_path / "a", kind="profile", content={"x": object()})
+
+    with pytest.raises(TypeError):
+        fail()
+    assert read_artifact(tmp_path / "a", kind="profile").content == CONTENT
+    assert left_over(tmp_path) == ["a"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from hotrec import artifact
+calls = 0
+def counted(self, *args, _rename=Path.rename):
+    global calls
+    calls += 1
+    if calls == int(sys.argv[2]):
+        os._exit(9)
+    return _rename(self, *args)
+Path.rename = counted
+target = Path(sys.argv[1])
+with artifact.scratch_directory(target) as scratch:
+    (scratch / "x.txt").write_text("new")
+    artifact.commit_artifact(scratch, target, kind="profile", content={"version": "new"})
+"""
+
+
+@pytest.mark.parametrize("at_rename", [1, 2])
+def test_killed_while_replacing_leaves_the_old_or_the_new(tmp_path: Path, at_rename: int) -> None:
+    target = tmp_path / "a"
+    write(target)
+    died = subprocess.run(
+        [sys.executable, "-c", KILLED, str(target), str(at_rename)],
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[1])},
+    )
+    assert died.returncode in (0, 9)
+    found = read_artifact(target, kind="profile", verify="hash")
+    assert found.content in (CONTENT, {"version": "new"})
+
+
+def test_what_is_no_artifact_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years")
+    with pytest.raises(ArtifactError, match=r"home: expected a hotrec artifact or an empty dir"):
+        write(tmp_path / "home")
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years"
+    (tmp_path / "file").write_text("years")
+    with pytest.raises(ArtifactError, match=r"file: expected a hotrec artifact or an empty dir"):
+        write(tmp_path / "file")
+    assert left_over(tmp_path) == ["file", "home"]
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty")
+
+
+def edit_manifest(target: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    document = json.loads((target / MANIFEST).read_text())
+    change(document)
+    (target / MANIFEST).write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda a: (a / "b.txt").unlink(), r"b\.txt: expected a file of 1 bytes, got none\."),
+        (lambda a: (a / "b.txt").write_text("bb"), r"b\.txt: expected 1 bytes, got 2\."),
+        (lambda a: (a / MANIFEST).unlink(), r"manifest\.json: expected the manifest of a profile"),
+        (lambda a: (a / MANIFEST).write_text(""), r"manifest\.json: expected a hotrec manifest"),
+        (lambda a: (a / MANIFEST).write_text("[]"), r"manifest\.json: expected a hotrec manifest"),
+        (lambda a: (a / MANIFEST).write_text("3"), r"manifest\.json: expected a hotrec manifest"),
+        (lambda a: (a / MANIFEST).write_text("{}"), r"manifest\.json: expected a hotrec manifest"),
+        (lambda a: (a / MANIFEST).write_bytes(b"\xff\xfe"), r"expected a hotrec manifest"),
+        (
+            lambda a: (a / MANIFEST).write_text((a / MANIFEST).read_text()[:-40]),
+            r"manifest\.json: expected a hotrec manifest",
+        ),
+        (
+            lambda a: edit_manifest(a, lambda d: d["content"].update(fraction=0.2)),
+            r"manifest\.json: expected content hash \w{12}, got \w{12}: it was edited\.",
+        ),
+        (
+            lambda a: edit_manifest(a, lambda d: d["files"].pop("b.txt")),
+            r"manifest\.json: expected content hash",
+        ),
+        (
+            lambda a: edit_manifest(a, lambda d: d.update(format_version=99)),
+            r"manifest\.json: expected format version 1, got 99\.",
+        ),
+    ],
+)
+def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    write(tmp_path / "a")
+    damage(tmp_path / "a")
+    with pytest.raises(ArtifactError, match=message):
+        read_artifact(tmp_path / "a", kind="profile")
+
+
+def test_an_edit_of_equal_size_is_found_by_hash(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    (tmp_path / "a" / "b.txt").write_text("c")
+    read_artifact(tmp_path / "a", kind="profile", verify="size")
+    with pytest.raises(ArtifactError, match=r"b\.txt: expected sha256 .* edited"):
+        read_artifact(tmp_path / "a", kind="profile", verify="hash")
+
+
+def test_another_kind_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    with pytest.raises(ArtifactError, match=r"expected kind 'dataset', got 'profile'\."):
+        read_artifact(tmp_path / "a", kind="dataset")
+
+
+@pytest.mark.parametrize("content", [{"by_dim": {2: 1, 10: 2}}, {"pair": (1, 2)}, {"x": 0.1 + 0.2}])
+def test_content_is_hashed_as_it_will_be_read(tmp_path: Path, content: dict[str, Any]) -> None:
+    with scratch_directory(tmp_path / "a") as scratch:
+        commit_artifact(scratch, tmp_path / "a", kind="profile", content=content)
+    read = read_artifact(tmp_path / "a", kind="profile")
+    assert read.content == json.loads(json.dumps(content))
+
+
+def test_made_from(tmp_path: Path) -> None:
+    dataset = write(tmp_path / "data", kind="dataset")
+    profile = write(tmp_path / "profile", made_from={"dataset": dataset.content_hash})
+    check_made_from(profile, dataset)
+    other = write(tmp_path / "other", "other", kind="dataset")
+    with pytest.raises(ArtifactError, match=r"expected a profile made from the dataset .* Make"):
+        check_made_from(profile, other)
+    with pytest.raises(ArtifactError, match=r"got one made from None\."):
+        check_made_from(write(tmp_path / "free"), dataset)
+
+
+def test_hash_file(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    assert hash_file(tmp_path / "x").startswith("ba7816bf8f01cfea414140de5dae2223")

@@ -1,0 +1,335 @@
+"""The parts of `hotrec bench` and of the benchmark scripts that need no ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import cpu_rows, one_gpu, routing_speed
+from hotrec.cli.bench.balance import imbalance
+from hotrec.cli.bench.cases import choose_hot_rows, make_cases
+from hotrec.cli.bench.figures import Measured, losses_apart, step_ratio, summarize
+from hotrec.cli.bench.machine import interface_sent_bytes
+from hotrec.cli.bench.measure import takes_part
+from hotrec.cli.bench.page import render_page
+from hotrec.cli.bench.samples import ZipfTables
+from hotrec.cli.bench.stages import OTHER, stage_of
+from hotrec.cli.schema import BenchCase, BenchConfig, HotRowsRule
+from hotrec.cli.store import build_config, compose_config
+from hotrec.embedding.update_rules import OptimizerKind
+from hotrec.traffic import COLLECTIVES
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def bench_config(*words: str) -> BenchConfig:
+    config: BenchConfig = build_config(compose_config("bench", ["bench=smoke", *words])).bench
+    return config
+
+
+def zipf_tables(rows: list[int] | None = None, seed: int = 0) -> ZipfTables:
+    return ZipfTables(rows or [1000, 10], exponent=1.05, num_dense=2, seed=seed)
+
+
+# The configuration.
+
+
+def test_criteo_like_has_the_design_s_tables() -> None:
+    bench = build_config(compose_config("bench", ["bench=criteo_like_b8192"])).bench
+    assert len(bench.table_rows) == 26
+    assert 4.9e6 < sum(bench.table_rows) < 5.0e6
+    assert bench.batch_size == 8192
+    assert bench.name == "criteo_like_b8192"
+    assert bench.cases == list(BenchCase)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("bench.cases=[]", "bench.cases: expected each at most once"),
+        ("bench.cases=[planner,planner]", "got \\['planner', 'planner'\\]"),
+        ("bench.table_rows=[3,0]", "bench.table_rows: expected rows >= 1, got \\[3, 0\\]"),
+        ("+bench.rounds_of.warm=3", "bench.rounds_of: expected one of .*, got 'warm'"),
+        ("bench.rounds_of.all_hot=0", "bench.rounds_of.all_hot: expected at least 1, got 0"),
+        ("bench.rounds=0", "bench.rounds: expected a value at least 1, got 0"),
+        ("model.dense_layer_sizes=[8]", "model.dense_layer_sizes: expected the last"),
+    ],
+)
+def test_bad_values_are_refused_with_their_key(word: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench_config(word)
+
+
+# Samples and hot rows.
+
+
+def test_samples_depend_on_seed_and_rank_alone() -> None:
+    def draw(seed: int, rank: int) -> torch.Tensor:
+        (batch,) = zipf_tables(seed=seed).batches(1, batch_size=50, rank=rank, world_size=2)
+        return torch.cat([batch.sparse.values(), batch.dense.flatten(), batch.labels])
+
+    assert torch.equal(draw(0, 0), draw(0, 0))
+    assert not torch.equal(draw(0, 0), draw(0, 1))
+    assert not torch.equal(draw(0, 0), draw(1, 0))
+
+
+def test_counts_foretell_the_samples() -> None:
+    tables = zipf_tables([500])
+    counts = tables.count(1_000_000)["C1"]
+    assert counts.sum() == 1_000_000
+    (batch,) = tables.batches(1, batch_size=100_000, rank=0, world_size=1)
+    found = np.bincount(batch.sparse.values().numpy(), minlength=500)
+    top = np.argsort(-counts)[:20]
+    # k^-1.05 normalized: the most popular of 500 rows takes about 16% of the lookups.
+    expected = np.arange(1, 501) ** -1.05
+    assert counts[top[0]] / 1e6 == pytest.approx(1 / expected.sum(), rel=0.02)
+    assert found[top] / 1e5 == pytest.approx(counts[top] / 1e6, rel=0.15)
+    # Rows are numbered without regard to popularity: no half of the table has all popular rows.
+    assert 2 < (top < 250).sum() < 18
+
+
+def test_hot_rows_are_the_most_looked_up() -> None:
+    counts = {"a": np.array([5, 9, 0, 7]), "b": np.array([8, 1])}
+    bench = bench_config("bench.table_rows=[4,2]", "bench.num_hot_rows=3")
+    partition = choose_hot_rows(bench, counts, world_size=2)
+    assert partition.hot("a").tolist() == [1, 3]
+    assert partition.hot("b").tolist() == [0]
+
+
+def test_break_even_takes_rows_that_a_global_batch_reads_often_enough() -> None:
+    counts = {"a": np.array([10, 9, 20])}
+    bench = bench_config(
+        "bench.hot_rows=break_even",
+        "bench.min_accesses_per_step=2",
+        "bench.batch_size=10",
+        "bench.profile_samples=100",
+        "bench.table_rows=[3]",
+    )
+    assert bench.hot_rows is HotRowsRule.break_even
+    # 20 samples of 100 a step: 10 lookups in the profile are 2 a step.
+    partition = choose_hot_rows(bench, counts, world_size=2)
+    assert partition.hot("a").tolist() == [2, 0]
+
+
+def test_more_hot_rows_than_rows_are_refused() -> None:
+    bench = bench_config("bench.table_rows=[2]", "bench.num_hot_rows=3")
+    with pytest.raises(ValueError, match="at most the tables' 2 rows, got 3"):
+        choose_hot_rows(bench, {"a": np.array([1, 1])}, world_size=1)
+
+
+def test_cases_are_configurations_of_train() -> None:
+    bench = bench_config("bench.num_hot_rows=1")
+    counts = zipf_tables(list(bench.table_rows)).count(1000)
+    cases = {case.name: case for case in make_cases(bench, counts, world_size=2)}
+    assert list(cases) == [case.name for case in BenchCase]
+    total = sum(bench.table_rows)
+    hot = {name: c.partition.total_hot for name, c in cases.items() if c.partition is not None}
+    assert hot == {"hot_cold": 1, "all_cold": 0, "all_hot": total}
+
+
+# Measuring and adding up.
+
+
+def test_rounds_of_a_slow_case_are_spread_evenly() -> None:
+    assert [r for r in range(12) if takes_part(r, 12, 3)] == [3, 7, 11]
+    assert all(takes_part(r, 12, 12) for r in range(12))
+
+
+def sent(**num_bytes: int) -> dict[str, int]:
+    return dict.fromkeys(COLLECTIVES, 0) | num_bytes
+
+
+def measured(**changes: Any) -> Measured:
+    fields: dict[str, Any] = {
+        "step_s": {0: 1.0, 1: 3.0},
+        "losses": [0.5, 0.4],
+        "sent_bytes": [sent(all_to_all=100, all_reduce=20)],
+        "wire_bytes": [],
+        "num_distinct": [10],
+        "num_lookups": [40],
+        "num_hot_lookups": [30],
+        "served": [4, 2],
+        "memory_bytes": 7,
+        "num_dense_values": 3,
+    }
+    return Measured(**{**fields, **changes})
+
+
+def test_summary() -> None:
+    figures = summarize(
+        {
+            "hot_cold": [measured(), measured(step_s={0: 2.0, 1: 1.0}, losses=[0.7, 0.6])],
+            "planner": [
+                measured(
+                    step_s={0: 4.0, 1: 12.0},
+                    losses=[0.6, 0.50005],
+                    sent_bytes=[sent(all_to_all=480)],
+                )
+            ]
+            * 2,
+        },
+        global_batch_size=50,
+        dim=2,
+    )
+    ours = figures["hot_cold"]
+    # The slowest rank needs 2 s and 3 s.
+    assert ours["step_p50_s"] == 2.5
+    assert ours["samples_per_s"] == 20
+    assert ours["sent_bytes"] == 120
+    # 2 U D 4 / 2 = 80; the dense layers' 3 values add 12.
+    assert (ours["bound_bytes"], ours["bound_with_dense_bytes"]) == (80, 92)
+    assert ours["bytes_over_bound"] == pytest.approx(120 / 92)
+    assert ours["embedding_bytes_over_bound"] == pytest.approx(108 / 80)
+    assert ours["hot_lookups_frac"] == 0.75
+    assert ours["served_most_over_mean"] == pytest.approx(8 / 6)
+    assert ours["final_loss"] == pytest.approx(0.5)
+    against = ours["against"]["planner"]
+    assert against["step_ratio"] == pytest.approx((2 / 4 + 3 / 12) / 2)
+    assert against["bytes_ratio"] == 0.25
+    assert figures["planner"]["largest_loss_difference"] == pytest.approx(5e-5)
+    assert losses_apart(figures, 1e-4) == []
+    assert losses_apart(figures, 1e-5) == ["planner"]
+
+
+def test_a_loss_that_is_no_number_agrees_with_none() -> None:
+    nan = float("nan")
+    figures = {"a": {"largest_loss_difference": nan}, "b": {"largest_loss_difference": 0.0}}
+    assert losses_apart(figures, 1e-4) == ["a"]
+
+
+def test_ratios_are_of_rounds_that_both_made() -> None:
+    assert step_ratio({3: 2.0}, {0: 100.0, 3: 1.0})["step_ratio"] == 2.0
+    assert step_ratio({1: 2.0}, {0: 1.0}) == {}
+
+
+def test_imbalance() -> None:
+    assert imbalance([30, 10]) == 1.5
+    assert imbalance([0, 0]) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "stage"),
+    [
+        (("aten::sort", "## start_sparse_data_dist 3 ##"), "routing"),
+        (("c10d::alltoall_base_", "## start_sparse_data_dist 3 ##"), "waiting and exchange"),
+        (("aten::copy_", "aten::embedding_bag", "_PoolRowsBackward"), "pooling"),
+        (("aten::index_add_", "_ReadAndUpdateBackward"), "row update"),
+        (("aten::mm", "AddmmBackward0"), "dense layers"),
+        (("aten::cat",), OTHER),
+    ],
+)
+def test_stages(names: tuple[str, ...], stage: str) -> None:
+    assert stage_of(names) == stage
+
+
+def test_interface_counter_names_what_there_is() -> None:
+    with pytest.raises(ValueError, match="bench.interface: expected one of .*, got 'none0'"):
+        interface_sent_bytes("none0")
+    assert interface_sent_bytes("lo") >= 0
+
+
+def test_the_page_says_what_happened() -> None:
+    case = summarize({"all_hot": [measured(wire_bytes=[130])]}, global_batch_size=1, dim=2)
+    document = {
+        "name": "n", "world_size": 1, "num_hosts": 1, "network": "wet string", "interface": "e0",
+        "optimizer": "sgd", "pipeline": "sparse_dist", "routing": "main", "rounds": 9,
+        "warmup_rounds": 1, "counted_steps": 1, "loss_tolerance": 1e-4, "partition": None,
+        "data": {"num_tables": 1, "num_rows": 5, "zipf_exponent": 1.0, "embedding_dim": 2,
+                 "batch_size": 3, "num_dense_values": 4},
+        "cases": case, "losses_apart": ["all_hot"], "stages_s": {"all_hot": {"routing": 0.25}},
+        "machine": {"processor": "P", "num_cores": 2, "memory_bytes": 1, "gpu": None, "kernel": "k",
+                    "python": "3", "packages": {"torch": "2"}, "threads_per_rank": 1, "malloc": {},
+                    "code": "c", "load_average": 0.0, "load_average_after": 0.0},
+    }  # fmt: skip
+    page = render_page(document, command="hotrec bench x=1", configuration="a: b\n")
+    for text in ("wet string", "`hotrec bench x=1`", "a: b", "all_hot (2)", "Losses differ",
+                 "inside the timed step", "130 B", "250 ms"):  # fmt: skip
+        assert text in page, text
+
+
+# The scripts.
+
+
+def test_one_gpu_refuses_a_budget_that_holds_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        one_gpu.parse(["--table-gib", "1", "--budget-gib", "2"])
+    assert "below --table-gib 1, got 2" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_one_gpu_says_that_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_gpu.main([]) == 77
+    assert "expected a CUDA device" in capsys.readouterr().err
+
+
+def test_one_gpu_cases_cost_the_same_gpu_memory() -> None:
+    options = one_gpu.parse(["--table-gib", "0.01", "--budget-gib", "0.002"])
+    config = one_gpu.make_config(options)
+    dim, budget = config.model.embedding_dim, 0.002 * one_gpu.GIB
+    num_bytes = 4 * dim * sum(config.bench.table_rows)
+    assert num_bytes == pytest.approx(0.01 * one_gpu.GIB, rel=0.01)
+    counts = {
+        f"C{i}": np.arange(1, rows + 1) for i, rows in enumerate(config.bench.table_rows, start=1)
+    }
+    choose = one_gpu.case_chooser(budget, dim)
+    cases = {case.name: case for case in choose(config.bench, counts, 1)}
+
+    def cost(name: str) -> float:
+        placement: Any = cases[name].placement
+        partition = cases[name].partition
+        hot = 0 if partition is None else partition.total_hot * one_gpu.hot_row_bytes(dim)
+        tier = getattr(placement, "cold_tier", None) or placement.tier
+        cached = placement.cache_load_frac if tier.name == "fused_uvm_caching" else 0.0
+        return hot + cached * num_bytes
+
+    assert cost("uvm") == 0
+    for name in ("uvm_cache", "hot_cold_uvm", "hot_cold_cache"):
+        assert cost(name) == pytest.approx(budget, rel=1e-3), name
+
+
+def test_one_gpu_keeps_managed_memory_below_the_free_memory() -> None:
+    one_gpu.check_device(8.0, 100 * one_gpu.GIB)
+    with pytest.raises(ValueError, match="--table-gib: expected .* got 8"):
+        one_gpu.check_device(8.0, 40 * one_gpu.GIB)
+
+
+def test_cpu_rows_measures_every_kernel() -> None:
+    times = cpu_rows.measure(
+        OptimizerKind.SGD, num_rows=40, num_tables=2, table_rows=100, dim=8, repeats=1
+    )
+    assert set(times) == {"fbgemm_unpooled", "fbgemm_pooled", "hotrec"}
+    assert all(0 < t["forward_s"] < 1 for t in times.values())
+
+
+def test_routing_speed_counts_every_id(capsys: pytest.CaptureFixture[str]) -> None:
+    routing_speed.main(
+        ["--bench", "smoke", "--batch-size", "30", "--multi-hot", "2", "--repeats", "1"]
+    )
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["num_ids"] == 5 * 30 * 2
+    assert result["ids_per_core_s"] > 0
+
+
+def test_two_hosts_says_why_it_is_skipped(tmp_path: Path) -> None:
+    script = REPOSITORY / "benchmarks" / "two_hosts.sh"
+    (tmp_path / "bin").mkdir()
+    for name in ("ip", "tc"):
+        program = tmp_path / "bin" / name
+        program.write_text('#!/bin/sh\necho "Operation not permitted" >&2\nexit 1\n')
+        program.chmod(0o755)
+    done = subprocess.run(
+        [script],
+        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 77
+    assert "skipped: network namespaces cannot be made here" in done.stderr
+    assert "Operation not permitted" in done.stderr
