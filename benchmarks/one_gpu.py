@@ -1,0 +1,221 @@
+"""Measures one GPU whose row budget is smaller than the tables.
+
+    python benchmarks/one_gpu.py [--table-gib 8] [--budget-gib 1] [--batch-size 8192] [--rounds 50]
+                                 [--page benchmarks/results/one_gpu.md]
+
+Cases, in turn and interleaved as `hotrec bench` runs them (same code), NCCL with one rank:
+
+    all_hbm         TorchRec, all rows in GPU memory: what no budget would give
+    uvm             TorchRec, rows in host memory, read by the GPU over the bus
+    uvm_cache       TorchRec, rows in host memory, the budget as FBGEMM's cache
+    hot_cold_uvm    the budget as hot rows in GPU memory, cold rows in host memory
+    hot_cold_cache  half of the budget as hot rows, half as a cache of the cold rows
+
+The budget counts what a row costs in GPU memory: a cached row its weights, a hot row its weights,
+gradient and optimizer state. The tables must also fit the GPU's free memory: managed memory beyond
+it is known to hang devices. The last line on stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrec.cli.bench.cases import Case
+from hotrec.cli.bench.command import CaseChooser, measure
+from hotrec.cli.bench.page import markdown_table, plain_table
+from hotrec.cli.schema import (
+    BenchConfig,
+    BenchRootConfig,
+    ColdTier,
+    FractionPlacement,
+    Routing,
+    TorchrecPlacement,
+    TorchrecPlan,
+)
+from hotrec.cli.store import build_config, compose_config
+from hotrec.distributed import process_group
+from hotrec.placement.policies import choose_fraction
+from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
+from hotrec.types import Partition, Rows
+
+GIB = 1 << 30
+# Free memory that is left to activations, batches and the libraries.
+SPARE_GIB = 6.0
+BASELINE = "uvm_cache"
+COLUMNS = ("case", "step p50", "p10", "p90", "samples/s", f"step / {BASELINE}", "GPU memory", "hot")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table-gib", type=float, default=8.0, help="weights of all tables")
+    parser.add_argument("--budget-gib", type=float, default=1.0, help="GPU memory for rows")
+    parser.add_argument("--batch-size", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--page", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    if not 0 < options.budget_gib < options.table_gib:
+        parser.error(
+            f"--budget-gib: expected above 0 and below --table-gib {options.table_gib:g}, got "
+            f"{options.budget_gib:g}"
+        )
+    return options
+
+
+def scale_rows(table_rows: Sequence[int], num_bytes: float, row_bytes: int) -> list[int]:
+    """Tables in the same proportion whose weights take about ``num_bytes``."""
+    factor = num_bytes / (row_bytes * sum(table_rows))
+    return [max(1, round(rows * factor)) for rows in table_rows]
+
+
+def make_config(options: argparse.Namespace) -> BenchRootConfig:
+    """The configuration of ``hotrec bench`` that this script measures with."""
+    words = [
+        "bench=criteo_like_b8192",
+        "bench.device=cuda",
+        f"bench.batch_size={options.batch_size}",
+        f"bench.rounds={options.rounds}",
+        "bench.profile_samples=10000000",
+    ]
+    config: BenchRootConfig = build_config(compose_config("bench", words))
+    row_bytes = 4 * config.model.embedding_dim
+    config.bench.table_rows = scale_rows(
+        config.bench.table_rows, options.table_gib * GIB, row_bytes
+    )
+    return config
+
+
+def hot_row_bytes(dim: int) -> int:
+    """GPU memory of a hot row: weights, gradient, and row-wise Adagrad's sum."""
+    return 4 * (2 * dim + 1)
+
+
+def hottest_rows(counts: Mapping[str, Rows], num_bytes: float, dim: int) -> Partition:
+    total_rows = sum(rows.size for rows in counts.values())
+    num_hot = int(num_bytes / hot_row_bytes(dim))
+    return choose_fraction(counts, hot_frac=min(1.0, num_hot / total_rows))
+
+
+def case_chooser(budget_bytes: float, dim: int) -> CaseChooser:
+    """The cases of the module docstring, for a budget."""
+
+    def choose(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> list[Case]:
+        cached_frac = budget_bytes / (4 * dim * sum(bench.table_rows))
+        plan = TorchrecPlan.table_wise
+        on_device: dict[str, Any] = {"routing": Routing.device}
+        return [
+            Case("all_hbm", TorchrecPlacement(plan=plan, tier=ColdTier.fused), None),
+            Case("uvm", TorchrecPlacement(plan=plan, tier=ColdTier.fused_uvm), None),
+            Case(
+                "uvm_cache",
+                TorchrecPlacement(
+                    plan=plan, tier=ColdTier.fused_uvm_caching, cache_load_frac=cached_frac
+                ),
+                None,
+            ),
+            Case(
+                "hot_cold_uvm",
+                FractionPlacement(cold_tier=ColdTier.fused_uvm, **on_device),
+                hottest_rows(counts, budget_bytes, dim),
+            ),
+            Case(
+                "hot_cold_cache",
+                FractionPlacement(
+                    cold_tier=ColdTier.fused_uvm_caching,
+                    cache_load_frac=cached_frac / 2,
+                    **on_device,
+                ),
+                hottest_rows(counts, budget_bytes / 2, dim),
+            ),
+        ]
+
+    return choose
+
+
+def check_device(table_gib: float, free_bytes: int) -> None:
+    """Refuse tables that the GPU's free memory could not hold.
+
+    Raises:
+        ValueError: if they are too large.
+    """
+    # all_hbm lives beside three managed copies, of which the GPU may hold what it touched.
+    if table_gib * 5 + SPARE_GIB > free_bytes / GIB:
+        raise ValueError(
+            f"--table-gib: expected five times the tables and {SPARE_GIB:g} GiB to fit the "
+            f"{free_bytes / GIB:.1f} GiB of free GPU memory (five cases live side by side), got "
+            f"{table_gib:g}. Make the tables smaller."
+        )
+
+
+def result_rows(document: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            name,
+            show_seconds(case["step_p50_s"]),
+            show_seconds(case["step_p10_s"]),
+            show_seconds(case["step_p90_s"]),
+            show_count(case["samples_per_s"]),
+            _times(case["against"].get(BASELINE, {}).get("step_ratio")),
+            show_bytes(case["memory_bytes"]),
+            show_frac(case["hot_lookups_frac"]),
+        ]
+        for name, case in document["cases"].items()
+    ]
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def render(document: Mapping[str, Any], options: argparse.Namespace) -> str:
+    machine, data = document["machine"], document["data"]
+    packages = ", ".join(f"{name} {found}" for name, found in machine["packages"].items())
+    apart = document["losses_apart"]
+    agreement = f"**Losses differ: {', '.join(apart)}.**" if apart else "Losses of all cases agree."
+    return "\n\n".join(
+        [
+            "# One GPU, tables larger than its row budget",
+            f"{machine['gpu']}. Tables of {show_bytes(options.table_gib * GIB)} "
+            f"({show_count(data['num_rows'])} rows, D = {data['embedding_dim']}), budget "
+            f"{show_bytes(options.budget_gib * GIB)}, batch {show_count(options.batch_size)}, "
+            f"{document['optimizer']}. NCCL, one rank.",
+            markdown_table(COLUMNS, result_rows(document)),
+            f"{agreement} Steps interleaved over {options.rounds} rounds; the ratio is the median "
+            "over the rounds. GPU memory: growth of what torch's allocator holds; managed memory "
+            "(UVM) is not in it. Hot: share of the lookups.",
+            f"{machine['processor']}, {machine['num_cores']} cores; Python {machine['python']}, "
+            f"{packages}; code {machine['code']}.",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        print(
+            f"one_gpu: expected a CUDA device, got none visible to torch {torch.__version__}. "
+            "Run it on a machine with a GPU; `hotrec doctor` says what is missing.",
+            file=sys.stderr,
+        )
+        return 77
+    check_device(options.table_gib, torch.cuda.mem_get_info()[0])
+    config = make_config(options)
+    choose = case_chooser(options.budget_gib * GIB, config.model.embedding_dim)
+    with process_group(device="cuda") as ranks:
+        document = measure(config, ranks, choose, baselines=(BASELINE,))
+    print(plain_table(COLUMNS, result_rows(document)), file=sys.stderr)
+    if options.page is not None:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(render(document, options) + "\n")
+    print(json.dumps(document))
+    return 1 if document["losses_apart"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
