@@ -21,7 +21,8 @@ from hotrec.cli.schema import (
     ModelConfig,
     PolicyConfig,
 )
-from hotrec.data.spec import DataSpec, check_data_spec
+from hotrec.data.check import check_data_spec
+from hotrec.data.spec import DataSpec
 
 
 def validate(config: Any) -> None:

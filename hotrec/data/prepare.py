@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from hotrec import distributed
 from hotrec.artifact import Artifact, read_artifact, scratch_directory
+from hotrec.data.check import check_source_spec
 from hotrec.data.chunks import SPLITS, ChunkInfo, ChunkWriter, commit_dataset, write_arrow
 from hotrec.data.columns import RawBlock, Texts
 from hotrec.data.encode import (
@@ -44,7 +45,6 @@ from hotrec.data.spec import (
     Encoding,
     SourceSpec,
     SplitKind,
-    check_source_spec,
     tables_of,
 )
 from hotrec.data.splits import TRAIN, Splitter

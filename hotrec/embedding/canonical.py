@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from hotrec.embedding.optimizers import sharded_collections
-from hotrec.routing import hot_name
+from hotrec.embedding.tables import table_parts
 
 
 def _whole(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
@@ -39,19 +38,17 @@ def gather_tables(model: nn.Module) -> dict[str, torch.Tensor]:
     Returns:
         float (R, D) per table, hot rows from their replica, cold rows from their shard.
     """
-    parts: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict().items():
-        names = name.split(".")
-        if len(names) >= 3 and names[-3] in ("embeddings", "embedding_bags"):
-            parts[names[-2]] = _whole(value).cpu()
-    for _, module in sharded_collections(model):
-        partition = module.partition
-        for config in module.embedding_bag_configs():
-            hot = torch.from_numpy(partition.hot(config.name))
-            if hot.numel() == 0:
-                continue
-            replica = parts.pop(hot_name(config.name))
-            if config.name not in parts:
-                parts[config.name] = torch.empty(config.num_embeddings, config.embedding_dim)
-            parts[config.name][hot] = replica
-    return parts
+    tables: dict[str, torch.Tensor] = {}
+    for part in table_parts(model):
+        value = _whole(part.value).cpu()
+        if part.hot_rows is None:
+            if part.table in tables:
+                raise ValueError(
+                    f"table {part.table}: expected one table of this name in the model, got two. "
+                    "Rename one of them."
+                )
+            tables[part.table] = value
+        else:
+            whole = tables.setdefault(part.table, torch.empty(part.num_rows, value.shape[1]))
+            whole[part.hot_rows] = value
+    return tables

@@ -125,7 +125,7 @@ class HotColdEmbeddingBagCollection(nn.Module):
         self._partition = partition
         self._device = device or torch.device("cpu")
         self._layout = PooledLayout(tables)
-        self.router = Router(self._layout.groups, partition)
+        self.router = Router(self._layout.groups, partition, is_weighted)
         by_name = {table.name: table for table in tables}
         self.rows = nn.ModuleDict()
         for dim, group in self.router.groups.items():
@@ -176,7 +176,7 @@ class HotColdEmbeddingBagCollection(nn.Module):
         Returns:
             Values float (B, sum over columns of D), keys as ``EmbeddingBagCollection`` names them.
         """
-        routed = route(self.router, features, is_weighted=self._is_weighted)
+        routed = route(self.router, features)
         pooled = []
         for collection, group, router in zip(
             self.rows.values(), routed.groups, self.router.groups.values(), strict=True
@@ -187,27 +187,18 @@ class HotColdEmbeddingBagCollection(nn.Module):
         return self._layout.assemble(pooled)
 
 
-def route(
-    router: Router, features: KeyedJaggedTensor | RoutedFeatures, *, is_weighted: bool
-) -> RoutedFeatures:
+def route(router: Router, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
     """Route features unless a loader worker has done it.
 
     Raises:
-        ValueError: if per-sample weights are missing where the collection is weighted.
+        ValueError: if they were routed for another collection or partition.
     """
-    if isinstance(features, RoutedFeatures):
-        return features
-    if is_weighted and features.weights_or_none() is None:
+    if not isinstance(features, RoutedFeatures):
+        return router(features)
+    if features.fingerprint != router.fingerprint:
         raise ValueError(
-            "features weights: expected per-sample weights since is_weighted=True, got none. "
-            "Give the KeyedJaggedTensor weights, or build the collection with is_weighted=False."
+            f"features: expected them routed by this collection's router "
+            f"{router.fingerprint:08x}, got {features.fingerprint:08x}. Give the loader the "
+            "router of the collection that is trained."
         )
-    if not is_weighted and features.weights_or_none() is not None:
-        # As EmbeddingBagCollection does: weights that the collection was not built for are unused.
-        features = KeyedJaggedTensor(
-            keys=features.keys(),
-            values=features.values(),
-            lengths=features.lengths(),
-            stride=features.stride(),
-        )
-    return router(features)
+    return features

@@ -36,7 +36,7 @@ def use_hot_cold(model: nn.Module, partition: Partition) -> nn.Module:
     found = [
         (parent, name, child)
         for parent in model.modules()
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()  # named_children skips repeated modules
         if isinstance(child, EmbeddingBagCollection)
     ]
     if not found:
@@ -44,8 +44,12 @@ def use_hot_cold(model: nn.Module, partition: Partition) -> nn.Module:
             f"model {type(model).__name__}: expected an EmbeddingBagCollection in it, got none. "
             "Pass the model before it is sharded."
         )
+    # A collection that stands in several places stays one collection.
+    converted: dict[nn.Module, nn.Module] = {}
     for parent, name, child in found:
-        setattr(parent, name, _convert(child, partition))
+        if child not in converted:
+            converted[child] = _convert(child, partition)
+        setattr(parent, name, converted[child])
     return model
 
 
@@ -60,7 +64,7 @@ def _convert(
     )
     if torch.device(collection.device).type != "meta":
         copy_weights(collection.embedding_bags, converted)
-    return converted
+    return converted.train(collection.training)
 
 
 def shard(

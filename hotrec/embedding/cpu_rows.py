@@ -88,7 +88,7 @@ class ColdRowsOnCpu:
         return out
 
     def update(self, rows_K: torch.Tensor, grad_KD: torch.Tensor) -> None:
-        rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous())
+        rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous(), self.weights_RD.shape[0])
         update_rows(
             self._spec,
             self.weights_RD,

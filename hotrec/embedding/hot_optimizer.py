@@ -76,4 +76,6 @@ class HotOptimizer(KeyedOptimizer):
             replica.clear_gradient(slots_U)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing to do: ``step`` zeroes the rows it used, and rows not touched hold zeros."""
+        """Drop gradients that no ``step`` used; after a ``step`` all rows hold zeros already."""
+        for replica in self._replicas.values():
+            replica.clear_gradient(replica.take_updated())

@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.optimizers import hot_replicas, sharded_collections
-from hotrec.routing import hot_name
-from hotrec.types import Partition
+from hotrec.embedding.tables import table_parts
+from hotrec.routing import hot_name, hot_rows
 
 _CHUNK_VALUES = 1 << 18  # values made at a time: small enough for the cache
 
@@ -86,37 +85,17 @@ def initialize_embeddings(model: nn.Module, seed: int) -> None:
             ``EmbeddingBagCollection``; hot replicas become the same rows that cold slots hold.
         seed: of the run, equal on all ranks.
     """
-    hot_tables = _hot_tables(model)
-    for name, value in model.state_dict().items():
-        parts = name.split(".")
-        if len(parts) < 3 or parts[-3] not in ("embeddings", "embedding_bags"):
-            continue
-        table = parts[-2]
-        if name in hot_tables:
-            original, partition = hot_tables[name]
-            rows = torch.from_numpy(partition.hot(original)).to(value.device)
-            num_rows = partition.num_rows[original]
-            value.copy_(initial_rows(seed, original, rows, value.shape[1], num_rows))
+    for part in table_parts(model):
+        value, num_rows = part.value, part.num_rows
+        if part.hot_rows is not None:
+            rows = part.hot_rows.to(value.device)
+            value.copy_(initial_rows(seed, part.table, rows, value.shape[1], num_rows))
         elif isinstance(value, ShardedTensor):
             for shard in value.local_shards():
                 first_row, first_column = shard.metadata.shard_offsets
-                num_rows = value.metadata().size[0]
-                _fill(shard.tensor, seed, table, num_rows, first_row, first_column)
+                _fill(shard.tensor, seed, part.table, num_rows, first_row, first_column)
         else:
-            _fill(value, seed, table, value.shape[0], 0, 0)
-    for replica in hot_replicas(model).values():
-        replica.broadcast()
-
-
-def _hot_tables(model: nn.Module) -> dict[str, tuple[str, Partition]]:
-    """State-dict name of each hot table -> (original table, partition)."""
-    found = {}
-    for path, module in sharded_collections(model):
-        for dim, group in module.router.groups.items():
-            for table in group.hot_tables:
-                key = f"{path}.rows.dim{dim}.embeddings.{hot_name(table)}.weight"
-                found[key] = (table, module.partition)
-    return found
+            _fill(value, seed, part.table, num_rows, 0, 0)
 
 
 @torch.no_grad()
@@ -128,6 +107,6 @@ def copy_weights(source: nn.ModuleDict, target: HotColdEmbeddingBagCollection) -
             weight: Any = source[table].weight
             embeddings[table].weight.copy_(weight)
         for table in group.hot_tables:
-            hot = torch.from_numpy(target.partition.hot(table))
+            hot = hot_rows(target.partition, table)
             weight = source[table].weight
             embeddings[hot_name(table)].weight.copy_(weight[hot.to(weight.device)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -13,26 +11,15 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from hotrec.embedding.hot_exchange import HotReplicas
 from hotrec.embedding.hot_optimizer import HotOptimizer
-from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
+from hotrec.embedding.tables import sharded_collections, torchrec_collections
 from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
 from hotrec.routing import hot_name
-
-
-def sharded_collections(
-    model: nn.Module,
-) -> Iterator[tuple[str, ShardedHotColdEmbeddingBagCollection]]:
-    """The sharded hot/cold collections of a model, by the path TorchRec gives their parameters."""
-    for name, module in model.named_modules():
-        if isinstance(module, ShardedHotColdEmbeddingBagCollection):
-            # DistributedModelParallel and DDP wrap the model; their names are not in the paths.
-            parts = name.removeprefix("_dmp_wrapped_module.").split(".")
-            yield ".".join(part for part in parts if part != "module"), module
 
 
 def hot_replicas(model: nn.Module) -> dict[str, HotReplicas]:
     """All hot replicas of a sharded model, by the prefix of their parameters' names."""
     return {
-        f"{path}.{prefix}": replica
+        f"{path}{prefix}": replica
         for path, module in sharded_collections(model)
         for prefix, replica in module.hot_replicas()
     }
@@ -44,7 +31,7 @@ def make_hot_optimizer(model: nn.Module, spec: OptimizerSpec) -> HotOptimizer | 
     names: dict[str, list[str]] = {}
     for path, module in sharded_collections(model):
         for dim, group in module.router.groups.items():
-            prefix = f"{path}.rows.dim{dim}.embeddings."
+            prefix = f"{path}rows.dim{dim}.embeddings."
             names[prefix] = [f"{prefix}{hot_name(table)}.weight" for table in group.hot_tables]
     return HotOptimizer(replicas, names, spec) if replicas else None
 
@@ -99,7 +86,8 @@ def make_optimizer(
         for name, parameter in in_backward_optimizer_filter(model.named_parameters())
         if name not in hot_names
     }
-    tables = {name: p for name, p in rest.items() if ".embedding_bags." in f".{name}"}
+    prefixes = tuple(f"{path}embedding_bags." for path, _ in torchrec_collections(model))
+    tables = {name: p for name, p in rest.items() if name.startswith(prefixes)}
     layers = {name: p for name, p in rest.items() if name not in tables}
     if tables:
         parts.append(

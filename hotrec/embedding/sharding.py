@@ -277,7 +277,7 @@ class ShardedHotColdEmbeddingBagCollection(
     def input_dist(
         self, ctx: HotColdContext, features: KeyedJaggedTensor | RoutedFeatures
     ) -> Awaitable[Awaitable[KJTList]]:
-        ctx.routed = route(self._router_here(), features, is_weighted=self._is_weighted)
+        ctx.routed = route(self._router_here(), features)
         awaitables: list[Any] = []
         for rows, group in zip(self._rows().values(), ctx.routed.groups, strict=True):
             splits = rows.input_dist(ctx, group.rows)
@@ -287,9 +287,9 @@ class ShardedHotColdEmbeddingBagCollection(
 
     def _router_here(self) -> Any:
         if self._device_router is None:
-            self._device_router = type(self.router)(self.layout.groups, self.partition).to(
-                self._device
-            )
+            self._device_router = type(self.router)(
+                self.layout.groups, self.partition, self._is_weighted
+            ).to(self._device)
         return self._device_router
 
     def compute(self, ctx: HotColdContext, dist_input: KJTList) -> list[Any]:

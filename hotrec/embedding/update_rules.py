@@ -23,6 +23,8 @@ from enum import Enum
 
 import torch
 
+from hotrec.routing import sort_keys
+
 
 class OptimizerKind(Enum):
     """The optimizers whose hot and cold halves follow the same rule."""
@@ -129,12 +131,15 @@ def update_rows(
     weights_RD.index_add_(0, rows_U, direction_UD, alpha=-learning_rate)
 
 
-def sum_by_row(rows_K: torch.Tensor, grad_KD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_by_row(
+    rows_K: torch.Tensor, grad_KD: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Add up the gradients of the same row.
 
     Args:
         rows_K: int64 (K,), rows, in any order, with repetition.
         grad_KD: float (K, D).
+        num_rows: R, above every row.
 
     Returns:
         The distinct rows int64 (U,), ascending, and their sums float (U, D); contributions are
@@ -142,7 +147,7 @@ def sum_by_row(rows_K: torch.Tensor, grad_KD: torch.Tensor) -> tuple[torch.Tenso
     """
     if rows_K.numel() == 0:
         return rows_K, grad_KD
-    sorted_K, order_K = torch.sort(rows_K, stable=True)
+    sorted_K, order_K = sort_keys(rows_K, num_rows)
     rows_U, counts_U = torch.unique_consecutive(sorted_K, return_counts=True)
     offsets_U = counts_U.cumsum(0) - counts_U
     return rows_U, torch.nn.functional.embedding_bag(order_K, grad_KD, offsets_U, mode="sum")

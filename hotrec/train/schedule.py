@@ -45,7 +45,6 @@ class Cadence:
                     f"trainer {name}: expected {least.get(name, 0)} or more, got {value}."
                 )
 
-
     def is_replica_check(self, step: int, num_steps: int) -> bool:
         """Whether replicas are compared after ``step``: every so often, and after the last."""
         every = self.check_replicas_every

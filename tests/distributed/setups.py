@@ -138,11 +138,15 @@ def build(
     device: str = "cpu",
     tier: ColdTier = ColdTier.FUSED,
     dropout: float = 0.0,
-    seed: int = 5,
+    seed: int | None = 5,
 ) -> Setup:
-    """A model over ``splits`` collections of tables, by a partition or by a TorchRec plan."""
+    """A model over ``splits`` collections of tables, by a partition or by a TorchRec plan.
+
+    Without a seed the tables keep the weights that they were built with on this rank.
+    """
     world_size, spec = dist.get_world_size(), spec_of(kind)
-    target, meta = torch.device(device), torch.device("meta")
+    target = torch.device(device)
+    meta = torch.device("meta" if seed is not None else "cpu")
     width = sum(DIMS[table] * len(FEATURES[table]) for split in splits for table in split)
     collections: list[nn.Module]
     sharders: list[Any]
@@ -168,7 +172,8 @@ def build(
     machine = Machine(world_size, world_size, target.type, 1 << 30, 1 << 33, 8)
     plan = make_plan(task, sharders, machine, constraints)
     model = shard(task, plan, sharders, target)
-    initialize_embeddings(model, seed)
+    if seed is not None:
+        initialize_embeddings(model, seed)
     dense = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
     return Setup(model, make_optimizer(model, spec, dense), route)
 

@@ -34,10 +34,15 @@ def replica_bits(setup: Setup) -> list[torch.Tensor]:
 
 def assert_replicas_equal(setup: Setup) -> None:
     """Bit for bit against rank 0's, without the checksum that is under test elsewhere."""
+    differing = []
     for rows in replica_bits(setup):
         first = rows.clone()
         dist.broadcast(first, src=0)
-        assert torch.equal(first, rows)
+        differing.append(not torch.equal(first, rows))
+    # All ranks reach the same verdict, or the next collective would hang.
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, differing)
+    assert not any(any(flags) for flags in of_ranks), of_ranks
 
 
 def assert_tables_close(
@@ -158,6 +163,14 @@ def corruption_is_found_on_all_ranks() -> None:
             assert_replicas_equal(setup)
 
 
+def sharding_makes_replicas_equal() -> None:
+    """Each rank builds the model with weights of its own; rank 0's replicas are everybody's."""
+    torch.manual_seed(dist.get_rank())
+    setup = build(SGD, PARTITIONS["mixed"], seed=None)
+    assert_replicas_equal(setup)
+    assert all(rows.any() for rows in replica_bits(setup))
+
+
 def untouched_rows_stay() -> None:
     """No rank reads the last rows in these batches; Adam and Adagrad must leave them bitwise."""
     for kind, name in ((ADAM, "all_hot"), (ROWWISE, "mixed"), (ADAGRAD, "all_cold")):
@@ -194,6 +207,7 @@ CHECKS: list[Callable[[], None]] = [
     accumulation_equals_one_large_batch,
     skipped_step_leaves_nothing_behind,
     corruption_is_found_on_all_ranks,
+    sharding_makes_replicas_equal,
     untouched_rows_stay,
     slots_travel_as_bits,
 ]

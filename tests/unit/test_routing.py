@@ -19,6 +19,7 @@ from hotrec.routing import (
     Router,
     hot_name,
     select_features,
+    sort_keys,
 )
 from hotrec.types import Partition
 
@@ -412,3 +413,14 @@ def test_hot_rows_come_in_any_memory_layout(form: str) -> None:
     router = Router({DIM: columns}, Partition({"t": 20}, {"t": rows}))
     routed = router(two_features([7, 3], [3, 19], [1, 1, 1, 1]))
     assert sorted(routed.groups[0].rows["t_hot"].values().tolist()) == [0, 2]
+
+
+@given(st.lists(st.integers(0, 40), max_size=60), st.booleans())
+def test_sort_keys_is_a_stable_sort(keys: list[int], fits: bool) -> None:
+    # The larger limit leaves no bits for the position, so torch's sort is used.
+    limit = 41 if fits else 1 << 62
+    given_keys = torch.tensor(keys, dtype=torch.int64)
+    sorted_keys, order = sort_keys(given_keys, limit)
+    expected = sorted(range(len(keys)), key=lambda position: keys[position])
+    assert order.tolist() == expected
+    assert sorted_keys.tolist() == sorted(keys)

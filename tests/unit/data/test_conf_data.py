@@ -6,7 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
-from hotrec.data.spec import DataSpec, SourceSpec, check_data_spec, tables_of
+from hotrec.data.check import check_data_spec
+from hotrec.data.spec import DataSpec, SourceSpec, tables_of
 
 CONF = Path(__file__).parents[3] / "conf" / "data"
 OUTCOMES = {

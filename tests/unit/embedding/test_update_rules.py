@@ -150,12 +150,12 @@ def test_sum_by_row() -> None:
     generator = torch.Generator().manual_seed(4)
     rows = torch.randint(0, 9, (50,), generator=generator) * 3
     grad = torch.randn(50, DIM, generator=generator)
-    distinct, sums = sum_by_row(rows, grad)
+    distinct, sums = sum_by_row(rows, grad, 100)
     assert distinct.tolist() == sorted(set(rows.tolist()))
     dense = torch.zeros(30, DIM).index_add(0, rows, grad)
     torch.testing.assert_close(sums, dense[distinct], rtol=1e-6, atol=1e-6)
-    assert torch.equal(sum_by_row(rows, grad)[1], sums)
-    empty_rows, empty_sums = sum_by_row(rows[:0], grad[:0])
+    assert torch.equal(sum_by_row(rows, grad, 100)[1], sums)
+    empty_rows, empty_sums = sum_by_row(rows[:0], grad[:0], 100)
     assert empty_rows.shape == (0,)
     assert empty_sums.shape == (0, DIM)
 

@@ -154,6 +154,18 @@ def test_torchrec_constraints() -> None:
     assert {c.sharding_types is None for c in tiered.values()} == {True}
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "replicated"), [(10, []), (11, ["small"]), (701, ["small", "cold"])]
+)
+def test_hand_tuned_replicates_tables_with_fewer_rows_than_the_batch(
+    batch_size: int, replicated: list[str]
+) -> None:
+    constraints = torchrec_constraints(tables(), TorchRecPlan.HAND_TUNED, batch_size=batch_size)
+    assert constraints is not None
+    found = [t for t, c in constraints.items() if c.sharding_types == ["data_parallel"]]
+    assert found == replicated
+
+
 def test_a_plan_depends_on_its_inputs_alone(one_rank: Ranks) -> None:
     """Every rank makes its own, and they must agree."""
     assert plan_of(None, machine(3)) == plan_of(None, machine(3))

@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,23 +175,28 @@ def test_cut_short_missing_or_edited_files_are_refused(saved: Path, tmp_path: Pa
         Run().load(tmp_path / "nowhere")
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """Files of this process cannot grow beyond 1000 bytes: writes fail as on a full disk."""
+    """Files of this process cannot grow beyond 1000 bytes: writes fail as on a full disk.
+
+    A context, not a fixture: pytest's own output may be a file.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, previous)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
 
 
-def test_full_disk_leaves_what_was_there(saved: Path, request: pytest.FixtureRequest) -> None:
+def test_full_disk_leaves_what_was_there(saved: Path) -> None:
     before = sorted(saved.parent.rglob("*"))
     run = Run()
     run.train(3)
-    request.getfixturevalue("full_disk")
-    with pytest.raises(Exception, match="File too large|rank 0|unexpected pos|write"):
+    failing = pytest.raises(Exception, match="File too large|rank 0|unexpected pos|write")
+    with failing, full_disk():
         run.save(saved.parent)
     assert sorted(saved.parent.rglob("*")) == before
     assert find_latest(saved.parent) == saved

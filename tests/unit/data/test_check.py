@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from hotrec.data.check import check_data_spec
 from hotrec.data.spec import (
     CRITEO_FEATURES,
     ColumnKind,
@@ -16,7 +17,6 @@ from hotrec.data.spec import (
     SplitSpec,
     SyntheticSpec,
     TableSpec,
-    check_data_spec,
     columns_of,
     tables_of,
 )

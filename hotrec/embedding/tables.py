@@ -1,0 +1,79 @@
+"""The embedding tables of a sharded model, wherever in it they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
+from hotrec.routing import hot_name, hot_rows
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules, with the prefix of their parameters' names in the sharded model's state dict."""
+    root = model.module if isinstance(model, DistributedModelParallel) else model
+    assert isinstance(root, nn.Module), type(root)
+    for path, module in root.named_modules():
+        yield f"{path}." if path else "", module
+
+
+def sharded_collections(
+    model: nn.Module,
+) -> Iterator[tuple[str, ShardedHotColdEmbeddingBagCollection]]:
+    """The hot/cold collections of a sharded model, with the prefix of their parameters' names."""
+    for prefix, module in _named_modules(model):
+        if isinstance(module, ShardedHotColdEmbeddingBagCollection):
+            yield prefix, module
+
+
+def torchrec_collections(
+    model: nn.Module,
+) -> Iterator[tuple[str, ShardedEmbeddingBagCollection]]:
+    """TorchRec's own collections, likewise."""
+    for prefix, module in _named_modules(model):
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            yield prefix, module
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """A table, or the replica of its hot rows.
+
+    Args:
+        table: name of the table.
+        num_rows: rows of the whole table.
+        hot_rows: int64 (H,), rows that the replica holds, in its order; None for a table.
+        value: float (R, D) or (H, D), sharded or whole on every rank.
+    """
+
+    table: str
+    num_rows: int
+    hot_rows: torch.Tensor | None
+    value: torch.Tensor | ShardedTensor
+
+
+def table_parts(model: nn.Module) -> Iterator[TablePart]:
+    """Every embedding table of a sharded model; a table's replica comes after the table."""
+    for _, collection in torchrec_collections(model):
+        for name, value in collection.state_dict().items():
+            is_sharded = isinstance(value, ShardedTensor)
+            num_rows = value.metadata().size[0] if is_sharded else value.shape[0]
+            table = name.removeprefix("embedding_bags.").removesuffix(".weight")
+            yield TablePart(table, num_rows, None, value)
+    for _, hot_cold in sharded_collections(model):
+        state = hot_cold.state_dict()
+        num_rows = hot_cold.partition.num_rows
+        for dim, group in hot_cold.router.groups.items():
+            prefix = f"rows.dim{dim}.embeddings."
+            for table in group.cold_tables:
+                yield TablePart(table, num_rows[table], None, state[f"{prefix}{table}.weight"])
+            for table in group.hot_tables:
+                rows = hot_rows(hot_cold.partition, table)
+                value = state[f"{prefix}{hot_name(table)}.weight"]
+                yield TablePart(table, num_rows[table], rows, value)
