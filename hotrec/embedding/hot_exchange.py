@@ -10,6 +10,7 @@ Sent per rank: (W - 1) x U x (D + 1) x 4 bytes, U the touched hot rows of the la
 
 # No `from __future__ import annotations`: DDP reads the hook's annotations as objects.
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -28,6 +29,30 @@ class HotExchange(Enum):
     DENSE = "dense"
 
 
+class _Counts:
+    """How many rows each rank has touched; on its way while forward goes on.
+
+    Asked for in forward, so that backward need not wait for a small message behind large ones.
+    """
+
+    def __init__(self, num_rows: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._mine = torch.tensor([num_rows], device=device)
+        self._all = self._mine.new_empty(dist.get_world_size(group))
+        self._work = dist.all_gather_into_tensor(self._all, self._mine, group, async_op=True)
+
+    def wait(self) -> list[int]:
+        self._work.wait()
+        return self._all.tolist()
+
+
+@dataclass(frozen=True)
+class _Touched:
+    """Flat slots, distinct, int64 (U,); ``counts`` is None where no gradient will follow."""
+
+    slots_U: torch.Tensor
+    counts: _Counts | None
+
+
 class _ReadHot(torch.autograd.Function):
     """Reads hot rows; backward adds their gradients to ``weight.grad`` in place.
 
@@ -38,18 +63,18 @@ class _ReadHot(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: torch.Tensor, replicas: "HotReplicas", slots_U: torch.Tensor
+        ctx: Any, weight: torch.Tensor, replicas: "HotReplicas", touched: "_Touched"
     ) -> torch.Tensor:
-        ctx.replicas, ctx.slots_U = replicas, slots_U
-        return replicas.rows.index_select(0, slots_U)
+        ctx.replicas, ctx.touched = replicas, touched
+        return replicas.rows.index_select(0, touched.slots_U)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
         weight = ctx.replicas.weight
-        ctx.replicas.note_touched(ctx.slots_U)
+        ctx.replicas.note_touched(ctx.touched)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        weight.grad.view(-1, ctx.replicas.dim).index_add_(0, ctx.slots_U, grads[0])
+        weight.grad.view(-1, ctx.replicas.dim).index_add_(0, ctx.touched.slots_U, grads[0])
         return None, None, None
 
 
@@ -76,9 +101,10 @@ class HotReplicas:
         self.num_rows_T = num_rows_T
         self.dim = dim
         self._group = group
+        self._world_size = dist.get_world_size(group)
         self._exchange = exchange
         self._begins_T = table_begins(num_rows_T).to(weight.device)
-        self._touched: list[torch.Tensor] = []
+        self._touched: list[_Touched] = []
         self._updated: list[torch.Tensor] = []
 
     @property
@@ -96,12 +122,17 @@ class HotReplicas:
             float (U, D).
         """
         slots_U = flat_rows(features, self._begins_T)
-        out: torch.Tensor = _ReadHot.apply(self.weight, self, slots_U)
+        is_training = torch.is_grad_enabled() and self._world_size > 1
+        counts = self._ask_counts(slots_U) if is_training else None
+        out: torch.Tensor = _ReadHot.apply(self.weight, self, _Touched(slots_U, counts))
         return out
 
-    def note_touched(self, slots_U: torch.Tensor) -> None:
+    def note_touched(self, touched: _Touched) -> None:
         """Remember the slots whose gradients a backward pass adds, until they are reduced."""
-        self._touched.append(slots_U)
+        self._touched.append(touched)
+
+    def _ask_counts(self, slots_U: torch.Tensor) -> _Counts:
+        return _Counts(slots_U.numel(), self._group, slots_U.device)
 
     def take_updated(self) -> torch.Tensor:
         """The slots, over all ranks, whose gradients are in ``weight.grad``; int64, ascending.
@@ -122,59 +153,70 @@ class HotReplicas:
                 f"of one hot parameter, got {buffer.numel()}. Report this with the versions that "
                 "`hotrec doctor` prints."
             )
+        slots_U, counts = self._take_touched()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        if counts is None:
+            self._updated = [slots_U]
+            future.set_result(buffer)
+            return future
+        num_rows = counts.wait()
+        if self._exchange is HotExchange.DENSE:
+            slots = slots_U.new_zeros(max(num_rows))
+            slots[: slots_U.numel()] = slots_U
+            gathered = slots.new_empty(self._world_size * slots.numel())
+            dist.all_gather_into_tensor(gathered, slots, group=self._group)
+            dist.all_reduce(buffer, group=self._group)
+            buffer.div_(self._world_size)
+            self._updated = [torch.cat(self._parts(gathered, num_rows)).unique()]
+            future.set_result(buffer)
+            return future
+        return self._exchange_touched(buffer, slots_U, num_rows)
+
+    def _take_touched(self) -> tuple[torch.Tensor, _Counts | None]:
+        """The slots to reduce, and the ranks' numbers of them; None for one rank."""
+        touched, self._touched = self._touched, []
+        if len(touched) == 1 and not self._updated:
+            return touched[0].slots_U, touched[0].counts
         # Rows that an earlier backward reduced may still wait for their update (gradient
         # accumulation): every rank sends those too, or the mean would count them once per rank
         # that touched them again.
-        touched = self._touched + self._updated
-        self._touched = []
-        slots_U = touched[0] if len(touched) == 1 else torch.cat(touched).unique()
-        grad_HD = buffer.view(-1, self.dim)
-        if self._exchange is HotExchange.DENSE:
-            union = self._all_slots(slots_U)
-            dist.all_reduce(buffer, group=self._group)
-            buffer.div_(dist.get_world_size(self._group))
-        else:
-            union = self._add_touched(grad_HD, slots_U)
-        self._updated = [union]
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(buffer)
-        return future
+        slots_U = torch.cat([part.slots_U for part in touched] + self._updated).unique()
+        return slots_U, self._ask_counts(slots_U) if self._world_size > 1 else None
 
-    def _gather(self, values_UX: torch.Tensor) -> list[torch.Tensor]:
-        """Rows of every rank, in rank order; ranks may hold different numbers of them."""
-        world_size = dist.get_world_size(self._group)
-        count = torch.tensor([values_UX.shape[0]], device=values_UX.device)
-        counts = torch.empty(world_size, dtype=count.dtype, device=count.device)
-        dist.all_gather_into_tensor(counts, count, group=self._group)
-        num_rows = counts.tolist()
+    def _parts(self, gathered: torch.Tensor, num_rows: list[int]) -> list[torch.Tensor]:
+        """What each rank sent, without the padding to the largest."""
         most = max(num_rows)
-        sent = values_UX.new_zeros(most, *values_UX.shape[1:])
-        sent[: values_UX.shape[0]] = values_UX
-        received = values_UX.new_empty(world_size * most, *values_UX.shape[1:])
-        dist.all_gather_into_tensor(received, sent, group=self._group)
-        return [received[r * most : r * most + num] for r, num in enumerate(num_rows)]
+        return [gathered[r * most : r * most + num] for r, num in enumerate(num_rows)]
 
-    def _all_slots(self, slots_U: torch.Tensor) -> torch.Tensor:
-        if dist.get_world_size(self._group) == 1:
-            return slots_U
-        return torch.cat(self._gather(slots_U.int())).long().unique()
-
-    def _add_touched(self, grad_HD: torch.Tensor, slots_U: torch.Tensor) -> torch.Tensor:
-        world_size = dist.get_world_size(self._group)
-        if world_size == 1:
-            return slots_U
+    def _exchange_touched(
+        self, buffer: torch.Tensor, slots_U: torch.Tensor, num_rows: list[int]
+    ) -> torch.futures.Future[torch.Tensor]:
+        grad_HD = buffer.view(-1, self.dim)
         # One message: the slot travels as the bits of a leading float.
-        message = grad_HD.new_empty(slots_U.numel(), self.dim + 1)
-        message[:, 0] = slots_U.int().view(torch.float32)
-        torch.index_select(grad_HD, 0, slots_U, out=message[:, 1:])
-        message[:, 1:] /= world_size
-        gathered = self._gather(message)
-        slots = [part[:, 0].contiguous().view(torch.int32).long() for part in gathered]
-        grad_HD.index_fill_(0, slots_U, 0.0)
-        for slots_of_rank, part in zip(slots, gathered, strict=True):
-            # Contiguous: index_add_ of a strided source takes three times as long on CPU.
-            grad_HD.index_add_(0, slots_of_rank, part[:, 1:].contiguous())
-        return torch.cat(slots).unique()
+        message = grad_HD.new_zeros(max(num_rows), self.dim + 1)
+        message[: slots_U.numel(), 0] = slots_U.int().view(torch.float32)
+        message[: slots_U.numel(), 1:] = grad_HD.index_select(0, slots_U).div_(self._world_size)
+        gathered = message.new_empty(self._world_size * message.shape[0], self.dim + 1)
+
+        @torch.no_grad()
+        def add_up() -> torch.Tensor:
+            parts = self._parts(gathered, num_rows)
+            slots = [part[:, 0].contiguous().view(torch.int32).long() for part in parts]
+            grad_HD.index_fill_(0, slots_U, 0.0)
+            for slots_of_rank, part in zip(slots, parts, strict=True):
+                # Contiguous: index_add_ of a strided source takes three times as long on CPU.
+                grad_HD.index_add_(0, slots_of_rank, part[:, 1:].contiguous())
+            self._updated = [torch.cat(slots).unique()]
+            return buffer
+
+        work = dist.all_gather_into_tensor(gathered, message, self._group, async_op=True)
+        if not buffer.is_cuda:
+            # Backward goes on, with the update of the cold rows; DDP waits at its end.
+            return work.get_future().then(lambda _: add_up())
+        work.wait()  # holds up the stream, not the host
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(add_up())
+        return future
 
     @torch.no_grad()
     def clear_gradient(self, slots_U: torch.Tensor) -> None:
@@ -190,7 +232,7 @@ class HotReplicas:
 
     def broadcast(self) -> None:
         """Make all replicas equal to rank 0's."""
-        if dist.get_world_size(self._group) > 1:
+        if self._world_size > 1:
             dist.broadcast(self.weight.detach(), group=self._group, group_src=0)
 
     def check_equal(self) -> None:
@@ -199,9 +241,8 @@ class HotReplicas:
         Raises:
             RuntimeError: on every rank, if one differs.
         """
-        world_size = dist.get_world_size(self._group)
         mine = self.checksum().view(1)
-        sums = torch.empty(world_size, dtype=mine.dtype, device=mine.device)
+        sums = torch.empty(self._world_size, dtype=mine.dtype, device=mine.device)
         dist.all_gather_into_tensor(sums, mine, group=self._group)
         if (sums != sums[0]).any():
             raise RuntimeError(

@@ -172,14 +172,15 @@ class ShardedRows(ShardedEmbeddingCollection):
             One awaitable per sharding, of float (U_sharding, D), hot first.
         """
         awaitables = []
-        for lookup, output_dist, ids, sharding_ctx in zip(
-            self._lookups, self._output_dists, features, contexts, strict=True
-        ):
+        stages = list(zip(self._lookups, self._output_dists, features, contexts, strict=True))
+        # Cold rows first: they travel while the hot ones are read, and backward, which goes the
+        # other way round, sends the hot gradients before it updates the cold rows.
+        for lookup, output_dist, ids, sharding_ctx in reversed(stages):
             sharding_ctx.lengths_after_input_dist = ids.lengths().view(-1, ids.stride())
             is_hot = isinstance(lookup, DistributedDataParallel)
             rows = lookup(ids) if is_hot else self._look_up_fused(lookup, ids)
             awaitables.append(output_dist(rows.view(-1, self._dim), sharding_ctx))
-        return awaitables
+        return awaitables[::-1]
 
     def _look_up_fused(self, lookup: nn.Module, ids: KeyedJaggedTensor) -> torch.Tensor:
         """Look up, without counting a forward pass that has no backward as an update.
