@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ def sync_path(path: Path) -> None:
 def scratch_directory(target: Path) -> Iterator[Path]:
     """A hidden sibling of ``target`` to write into; removed if the block fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    _finish_replacement(target)
     scratch = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     scratch.mkdir()
     try:
@@ -115,12 +116,14 @@ def commit_artifact(
     sync_path(manifest)
     sync_path(scratch)
     if target.exists():
-        if any(target.iterdir()) and not (target / MANIFEST).exists():
+        others = [target] if not target.is_dir() else list(target.iterdir())
+        if others and not (target / MANIFEST).exists():
             raise ArtifactError(
                 f"{target}: expected a hotrec artifact or an empty directory to replace, "
-                f"got {len(list(target.iterdir()))} other files. Choose another directory."
+                f"got {len(others)} other files. Choose another directory."
             )
-        # Two renames: a reader meets the old artifact, none, or the new one, never a mixture.
+        # Two renames; a run killed between them left the old artifact under its retired name, and
+        # whoever reads or writes next puts it back.
         retired = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.old"
         target.rename(retired)
         scratch.rename(target)
@@ -129,6 +132,17 @@ def commit_artifact(
         scratch.rename(target)
     sync_path(target.parent)
     return read_artifact(target, kind=kind, verify="size")
+
+
+def _finish_replacement(target: Path) -> None:
+    """Put back what a run killed between the two renames of a replacement left."""
+    if target.exists() or not target.parent.is_dir():
+        return
+    for retired in sorted(target.parent.glob(f".{target.name}.*.old")):
+        if (retired / MANIFEST).exists():
+            with suppress(FileNotFoundError):  # another rank was faster
+                retired.rename(target)
+            return
 
 
 def read_artifact(path: Path, *, kind: str, verify: str = "size") -> Artifact:
@@ -142,6 +156,7 @@ def read_artifact(path: Path, *, kind: str, verify: str = "size") -> Artifact:
     Raises:
         ArtifactError: if it is missing, of another kind, incomplete or altered.
     """
+    _finish_replacement(path)
     manifest = path / MANIFEST
     if not manifest.exists():
         raise ArtifactError(

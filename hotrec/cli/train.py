@@ -25,6 +25,7 @@ from hotrec.cli.record import CHECKPOINTS, PARTITION, write_environment, write_p
 from hotrec.cli.schema import (
     Config,
     HotColdConfig,
+    OptimizerKind,
     ScheduleConfig,
     TorchrecPlacement,
     TrainerConfig,
@@ -77,7 +78,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
                 directory=run_dir / CHECKPOINTS,
                 facts=checkpoint_facts(config, dataset, artifact),
                 keep_last=trainer.keep_checkpoints,
-                resume_from=same_verdict(lambda: _resume_from(trainer.resume, run_dir)),
+                resume_from=same_verdict(lambda: _resume_from(config, run_dir, device)),
             ),
             run_dir=run_dir,
             inspect_batch=sharded.inspect_batch,
@@ -229,15 +230,24 @@ def _schedule(schedule: ScheduleConfig) -> Schedule:
     )
 
 
-def _resume_from(resume: str, run_dir: Path) -> Path | None:
+def _resume_from(config: Config, run_dir: Path, device: str) -> Path | None:
+    resume = config.trainer.resume
     if resume == "none":
         return None
     if resume == "latest":
-        return find_latest(run_dir / CHECKPOINTS)
-    path = Path(resume)
-    if not path.is_dir():
+        path = find_latest(run_dir / CHECKPOINTS)
+    else:
+        path = Path(resume)
+        if not path.is_dir():
+            raise ValueError(
+                "trainer.resume: expected latest, none or a checkpoint's directory, "
+                f"got {resume!r}."
+            )
+    if path is not None and device == "cuda" and config.optimizer.kind is OptimizerKind.adam:
         raise ValueError(
-            f"trainer.resume: expected latest, none or a checkpoint's directory, got {resume!r}."
+            f"trainer.resume: expected sgd, adagrad or rowwise_adagrad to resume on CUDA, got adam "
+            f"for {path}: TorchRec does not save FBGEMM's update count, so cold rows would start "
+            "their bias correction anew. Start a new run with trainer.resume=none."
         )
     return path
 

@@ -9,7 +9,7 @@ must be on a file system that all hosts share). The result does not depend on th
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -64,6 +64,7 @@ from hotrec.types import Feature, Schema, Table
 
 _LOGGER = logging.getLogger(__name__)
 _COUNTS_DIR = "counts"
+_BLOCKS_AHEAD = 2
 T = TypeVar("T")
 
 
@@ -164,15 +165,16 @@ def _start_job(source: SourceSpec, log: Log, scratch: Path, show_progress: bool 
 
 
 def read_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, the next one made in a thread while this one is used."""
+    """The same items, the next ones made in a thread while this one is used."""
     end = object()
+    # One thread, so the calls of next() come one after the other.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read_ahead") as reader:
-        pending = reader.submit(next, items, end)
+        pending = deque(reader.submit(next, items, end) for _ in range(_BLOCKS_AHEAD))
         while True:
-            item = pending.result()
+            item = pending.popleft().result()
             if item is end:
                 return
-            pending = reader.submit(next, items, end)
+            pending.append(reader.submit(next, items, end))
             yield item  # type: ignore[misc]
 
 

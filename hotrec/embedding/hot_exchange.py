@@ -29,6 +29,11 @@ class HotExchange(Enum):
     DENSE = "dense"
 
 
+def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """A future that, on CUDA, also waits for what the stream still has to do."""
+    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+
+
 class _Counts:
     """How many rows each rank has touched; on its way while forward goes on.
 
@@ -154,7 +159,7 @@ class HotReplicas:
                 "`hotrec doctor` prints."
             )
         slots_U, counts = self._take_touched()
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future = _future(buffer)
         if counts is None:
             self._updated = [slots_U]
             future.set_result(buffer)
@@ -214,7 +219,7 @@ class HotReplicas:
             # Backward goes on, with the update of the cold rows; DDP waits at its end.
             return work.get_future().then(lambda _: add_up())
         work.wait()  # holds up the stream, not the host
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future = _future(buffer)
         future.set_result(add_up())
         return future
 
@@ -227,8 +232,14 @@ class HotReplicas:
     @torch.no_grad()
     def checksum(self) -> torch.Tensor:
         """int64 (): a sum over the bits of the replica, the same on ranks with equal replicas."""
-        bits = self.weight.detach().view(torch.int32).long()
-        return (bits * (torch.arange(bits.numel(), device=bits.device) % 65521 + 1)).sum()
+        total = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+        # Piece by piece: the sums of a replica of gigabytes need no memory of that size.
+        for part in self.weight.detach().view(torch.int32).split(1 << 22):
+            total = total * 31 + (part.long() * self._checksum_factors(part.numel())).sum()
+        return total
+
+    def _checksum_factors(self, num_values: int) -> torch.Tensor:
+        return torch.arange(num_values, device=self.weight.device) % 65521 + 1
 
     def broadcast(self) -> None:
         """Make all replicas equal to rank 0's."""

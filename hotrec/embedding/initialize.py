@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.tables import table_parts
+from hotrec.embedding.tables import sharded_collections, table_parts
 from hotrec.routing import hot_name, hot_rows
 
 _CHUNK_VALUES = 1 << 18  # values made at a time: small enough for the cache
@@ -96,6 +96,8 @@ def initialize_embeddings(model: nn.Module, seed: int) -> None:
                 _fill(shard.tensor, seed, part.table, num_rows, first_row, first_column)
         else:
             _fill(value, seed, part.table, num_rows, 0, 0)
+    for _, collection in sharded_collections(model):
+        collection.drop_cached_rows()
 
 
 @torch.no_grad()

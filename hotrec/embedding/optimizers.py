@@ -68,6 +68,9 @@ def make_optimizer(
 ) -> CombinedOptimizer:
     """Combine the fused, hot and dense optimizers of a sharded model.
 
+    Take one backward pass per step: fused kernels update cold rows in every backward pass, so over
+    several of them (gradient accumulation) cold rows would follow another algorithm than the rest.
+
     Args:
         model: sharded with ``HotColdSharder``, or by a TorchRec plan.
         embedding: rule of the embedding rows, hot and cold.

@@ -156,7 +156,15 @@ class ShardedRows(ShardedEmbeddingCollection):
             exchange,
         )
         kernels[0].forward = self.hot
+        # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
+        lookup.broadcast_buffers = False
         lookup.register_comm_hook(None, self.hot.reduce_gradient)
+
+    def drop_cached_rows(self) -> None:
+        """Forget what a UVM cache holds, after the rows behind it were written directly."""
+        for lookup in self._lookups:
+            if not isinstance(lookup, DistributedDataParallel):
+                lookup.purge()
 
     def start_lookups(
         self, ctx: HotColdContext, features: list[KeyedJaggedTensor], contexts: list[Any]
@@ -271,6 +279,11 @@ class ShardedHotColdEmbeddingBagCollection(
 
     def _rows(self) -> dict[str, ShardedRows]:
         return dict(self.rows.items())  # type: ignore[arg-type]
+
+    def drop_cached_rows(self) -> None:
+        """Forget what UVM caches hold, after the rows behind them were written directly."""
+        for rows in self._rows().values():
+            rows.drop_cached_rows()
 
     def create_context(self) -> HotColdContext:
         return HotColdContext()

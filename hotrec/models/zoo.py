@@ -59,30 +59,38 @@ def build_model(
             f"data dense features: expected at least 1 for {kind.value}, got {num_dense}. "
             "Add a dense column."
         )
-    if list(dense_layer_sizes)[-1] != dim:
+    if _last(dense_layer_sizes) != dim:
         raise ValueError(
             f"model.dense_layer_sizes: expected the last to be the embedding dimension {dim}, "
-            f"got {list(dense_layer_sizes)[-1]}."
+            f"got {_last(dense_layer_sizes)}."
         )
-    if list(over_layer_sizes)[-1] != 1:
+    if _last(over_layer_sizes) != 1:
         raise ValueError(
-            f"model.over_layer_sizes: expected the last to be 1, got {list(over_layer_sizes)[-1]}."
+            f"model.over_layer_sizes: expected the last to be 1, got {_last(over_layer_sizes)}."
         )
-    generator_state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    try:
+    # Made on CPU, whose generator gives the same weights whatever the device; then moved.
+    made_on = device if device.type == "meta" else torch.device("cpu")
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
         if kind is ModelKind.DLRM:
-            return DLRM(
-                embeddings, num_dense, list(dense_layer_sizes), list(over_layer_sizes), device
+            model: nn.Module = DLRM(
+                embeddings, num_dense, list(dense_layer_sizes), list(over_layer_sizes), made_on
             )
-        return DLRM_DCN(
-            embeddings,
-            num_dense,
-            list(dense_layer_sizes),
-            list(over_layer_sizes),
-            cross_num_layers,
-            cross_low_rank_dim,
-            device,
-        )
-    finally:
-        torch.set_rng_state(generator_state)
+        else:
+            model = DLRM_DCN(
+                embeddings,
+                num_dense,
+                list(dense_layer_sizes),
+                list(over_layer_sizes),
+                cross_num_layers,
+                cross_low_rank_dim,
+                made_on,
+            )
+    for name, part in model.named_children():
+        if name != "sparse_arch":
+            part.to(device)
+    return model
+
+
+def _last(layer_sizes: Sequence[int]) -> int | None:
+    return layer_sizes[-1] if len(layer_sizes) else None

@@ -169,6 +169,10 @@ def make_plan(
     Raises:
         ValueError: if the tables do not fit the machine under the constraints.
     """
+    for constraint in (constraints or {}).values():
+        for kernel in constraint.compute_kernels or []:
+            if kernel in {tier.value for tier in ColdTier}:
+                cold_tier_for(machine.device, ColdTier(kernel))
     planner = EmbeddingShardingPlanner(
         topology=machine.topology(),
         batch_size=machine.batch_size,

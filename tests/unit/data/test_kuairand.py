@@ -29,7 +29,7 @@ def dataset(tmp_path_factory):
 
 def test_split_by_day(dataset):
     sizes = {split: dataset.num_samples(split) for split in ("train", "valid", "test")}
-    assert sizes == {"train": 198_895, "valid": 13_687, "test": 15_747}
+    assert sizes == {"train": 199_011, "valid": 13_737, "test": 15_581}
     assert sum(sizes.values()) == 228_329
     clicks = dataset.artifact.content["source"]["num_clicks"]
     assert sum(clicks.values()) / 228_329 == pytest.approx(0.442, abs=0.001)
