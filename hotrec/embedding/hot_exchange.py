@@ -20,6 +20,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
+from hotrec.routing import sort_keys
 
 
 class HotExchange(Enum):
@@ -211,7 +212,8 @@ class HotReplicas:
             for slots_of_rank, part in zip(slots, parts, strict=True):
                 # Contiguous: index_add_ of a strided source takes three times as long on CPU.
                 grad_HD.index_add_(0, slots_of_rank, part[:, 1:].contiguous())
-            self._updated = [torch.cat(slots).unique()]
+            union, _ = sort_keys(torch.cat(slots), grad_HD.shape[0])
+            self._updated = [torch.unique_consecutive(union)]
             return buffer
 
         work = dist.all_gather_into_tensor(gathered, message, self._group, async_op=True)

@@ -101,7 +101,7 @@ def update_rows(
         weights_RD: float (R, D).
         states: by ``spec.state_names``, shapes ``spec.state_shape(R, D)``.
         rows_U: int64 (U,), distinct.
-        grad_UD: float (U, D), gradient of each row.
+        grad_UD: float (U, D), gradient of each row; overwritten.
         learning_rate: the rate of this step.
         num_updates: t of the rules, 1 at the first update.
     """
@@ -113,12 +113,13 @@ def update_rows(
         case OptimizerKind.ADAGRAD:
             sum_UD = states["momentum1"].index_select(0, rows_U).addcmul_(grad_UD, grad_UD)
             states["momentum1"].index_copy_(0, rows_U, sum_UD)
-            direction_UD = grad_UD / sum_UD.sqrt_().add_(spec.eps)
+            direction_UD = grad_UD.div_(sum_UD.sqrt_().add_(spec.eps))
         case OptimizerKind.ROWWISE_ADAGRAD:
             sum_U = states["momentum1"].index_select(0, rows_U)
-            sum_U += grad_UD.square().mean(1)
+            # The norm reads the gradient once; squaring first would write and read a copy.
+            sum_U += torch.linalg.vector_norm(grad_UD, dim=1).square_().div_(grad_UD.shape[1])
             states["momentum1"].index_copy_(0, rows_U, sum_U)
-            direction_UD = grad_UD / sum_U.sqrt_().add_(spec.eps)[:, None]
+            direction_UD = grad_UD.div_(sum_U.sqrt_().add_(spec.eps)[:, None])
         case OptimizerKind.ADAM:
             first_UD = states["momentum1"].index_select(0, rows_U)
             first_UD.mul_(spec.beta1).add_(grad_UD, alpha=1 - spec.beta1)
