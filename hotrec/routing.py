@@ -21,6 +21,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from hotrec.bags import find_bags
+from hotrec.sorting import sort_keys
 from hotrec.types import Partition
 
 COLD = -1
@@ -202,7 +204,7 @@ class GroupRouter:
         rows_K = features.values().long()
         num_ids = rows_K.numel()
         lengths_F = lengths_FB.sum(1)
-        bags = _bags(lengths_FB, num_ids)
+        bags = find_bags(lengths_FB, num_ids)
         limit_K = bags.per_column(self._num_rows_F)
         is_outside = (rows_K < 0) | (rows_K >= limit_K)
         if is_outside.any():
@@ -281,79 +283,6 @@ class GroupRouter:
             f"0..{int(self._num_rows_F[position]) - 1}, got {int(rows_K[first])}. "
             "Prepare the data again, or raise the table's num_rows."
         )
-
-
-@dataclass(frozen=True)
-class _Bags:
-    """Where the ids of a batch belong: bag ``b * F + f`` is sample b of column f.
-
-    Args:
-        shape: F, B.
-        lengths_F: int64 (F,), ids of each column.
-        bag_K: int64, the bag of each id, ids in the features' order (feature-major).
-        offsets: int64 (B * F,), where each bag starts when the ids are ordered by bag.
-        order_K: int64, the ids in the order of their bags; None if every bag holds one id, where
-            a transposition does.
-    """
-
-    shape: tuple[int, int]
-    lengths_F: torch.Tensor
-    bag_K: torch.Tensor
-    offsets: torch.Tensor
-    order_K: torch.Tensor | None
-
-    def per_column(self, values_F: torch.Tensor) -> torch.Tensor:
-        """The value of its column for each id, in the features' order."""
-        if self.order_K is None:
-            return values_F[:, None].expand(self.shape).reshape(-1)
-        return torch.repeat_interleave(values_F, self.lengths_F, output_size=self.bag_K.numel())
-
-    def by_bag(self, values_K: torch.Tensor) -> torch.Tensor:
-        """Values in the features' order -> in the order of the bags."""
-        if self.order_K is None:
-            return values_K.view(self.shape).t().reshape(-1)
-        return values_K.index_select(0, self.order_K)
-
-
-def _bags(lengths_FB: torch.Tensor, num_ids: int) -> _Bags:
-    num_columns, batch_size = lengths_FB.shape
-    device = lengths_FB.device
-    lengths_F = lengths_FB.sum(1)
-    bags = torch.arange(num_columns * batch_size, device=device)
-    bag_of_cell = bags.view(batch_size, num_columns).t().reshape(-1)
-    if num_ids == bags.numel() and bool((lengths_FB == 1).all()):
-        return _Bags((num_columns, batch_size), lengths_F, bag_of_cell, bags, None)
-    lengths_cell = lengths_FB.reshape(-1)
-    begins_cell = lengths_cell.cumsum(0) - lengths_cell
-    bag_K = torch.repeat_interleave(bag_of_cell, lengths_cell, output_size=num_ids)
-    begins_bag = begins_cell.view(num_columns, batch_size).t().reshape(-1)
-    lengths_bag = lengths_FB.t().reshape(-1)
-    offsets = lengths_bag.cumsum(0) - lengths_bag
-    shift_K = torch.repeat_interleave(begins_bag - offsets, lengths_bag, output_size=num_ids)
-    order_K = torch.arange(num_ids, device=device) + shift_K
-    return _Bags((num_columns, batch_size), lengths_F, bag_K, offsets, order_K)
-
-
-def sort_keys(keys_K: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort keys, and say where each came from; equal keys keep their order.
-
-    On CPU key and position are packed into one integer and sorted by numpy, whose vectorised sort
-    of plain integers takes a third of the time of torch's sort of pairs.
-
-    Args:
-        keys_K: int64 (K,), in 0..limit - 1.
-        limit: bound of the keys.
-
-    Returns:
-        The keys in rising order, and the position of each before, both int64 (K,).
-    """
-    position_bits = max(keys_K.numel() - 1, 0).bit_length()
-    if keys_K.is_cuda or position_bits + limit.bit_length() > 63:
-        sorted_K, order_K = torch.sort(keys_K, stable=True)
-        return sorted_K, order_K
-    packed_K = (keys_K << position_bits) | torch.arange(keys_K.numel())
-    packed_K.numpy().sort()
-    return packed_K >> position_bits, packed_K & ((1 << position_bits) - 1)
 
 
 class Router:

@@ -42,7 +42,7 @@ from hotrec.embedding import (
     shard,
 )
 from hotrec.embedding import OptimizerKind as Rule
-from hotrec.embedding.sharding import check_optimizer
+from hotrec.embedding.fused import check_optimizer
 from hotrec.models import ClickTask, build_model
 from hotrec.models import ModelKind as Arch
 from hotrec.planner import ColdTier as Tier

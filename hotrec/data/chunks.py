@@ -3,7 +3,7 @@
 ``ChunkWriter`` cuts a stream of blocks into chunks, each one record batch; ``commit_dataset`` makes
 them a dataset, manifest last; ``Dataset`` reads it back. A chunk has the columns ``label`` float32,
 ``dense`` fixed-size list of float32 (absent when the schema has no dense column), and one column
-per feature: integers, or lists of integers when the feature is multi-hot. No torch, no polars.
+per feature: integers, or lists of integers when the feature is multi-hot. No torch.
 """
 
 from __future__ import annotations

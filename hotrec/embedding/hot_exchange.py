@@ -20,7 +20,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
-from hotrec.routing import sort_keys
+from hotrec.sorting import sort_keys
 
 
 class HotExchange(Enum):

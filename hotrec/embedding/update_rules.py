@@ -23,7 +23,7 @@ from enum import Enum
 
 import torch
 
-from hotrec.routing import sort_keys
+from hotrec.sorting import sort_keys
 
 
 class OptimizerKind(Enum):

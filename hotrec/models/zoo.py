@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import torch
+import torch.fx
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 
 class ModelKind(Enum):
@@ -15,6 +18,41 @@ class ModelKind(Enum):
 
     DLRM = "dlrm"
     DCNV2 = "dcnv2"
+
+
+def _stack_columns(pooled: KeyedTensor, names: list[str], dim: int) -> torch.Tensor:
+    """Pooled columns in the order of ``names``; (B, F, D)."""
+    if list(pooled.keys()) == names:
+        return pooled.values().view(-1, len(names), dim)  # no copy
+    columns = pooled.to_dict()
+    return torch.cat([columns[name] for name in names], dim=1).view(-1, len(names), dim)
+
+
+# A leaf for the tracer of TorchRec's pipelines, which cannot follow the comparison of the keys.
+torch.fx.wrap("_stack_columns")
+
+
+class _LookupsFirst(DLRM):
+    """TorchRec's model with its parts called in another order; the results are the same.
+
+    Lookups are started before the bottom layers and used after them, so the rows travel while the
+    bottom layers compute, and their gradients while those compute backward.
+    """
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
+        """Dense (B, N) and ids -> logits (B, 1)."""
+        pooled = self.sparse_arch.embedding_bag_collection(sparse_features)
+        dense_BD = self.dense_arch(dense_features)
+        sparse_BFD = _stack_columns(
+            pooled, self.sparse_arch.sparse_feature_names, self.sparse_arch.D
+        )
+        interactions = self.inter_arch(dense_features=dense_BD, sparse_features=sparse_BFD)
+        logits: torch.Tensor = self.over_arch(interactions)
+        return logits
+
+
+class _Dcnv2(_LookupsFirst, DLRM_DCN):
+    """DCNv2 in that order."""
 
 
 def build_model(
@@ -73,11 +111,11 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         if kind is ModelKind.DLRM:
-            model: nn.Module = DLRM(
+            model: DLRM = _LookupsFirst(
                 embeddings, num_dense, list(dense_layer_sizes), list(over_layer_sizes), made_on
             )
         else:
-            model = DLRM_DCN(
+            model = _Dcnv2(
                 embeddings,
                 num_dense,
                 list(dense_layer_sizes),

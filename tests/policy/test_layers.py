@@ -11,7 +11,7 @@ from tests.policy.source import Import, imports, imports_of, loaded_by, modules
 
 # A module imports its own layer's row and the rows above; packages of SIBLINGS not one another.
 VALUES = {"types", "artifact"}
-RUNTIME = {"distributed", "batch", "routing", "traffic", "memory", "doctor"}
+RUNTIME = {"distributed", "batch", "bags", "routing", "sorting", "traffic", "memory", "doctor"}
 SIBLINGS = {
     "data",
     "placement",
@@ -30,7 +30,6 @@ WALLS = {
     "omegaconf": {"hotrec.cli"},
     "torchx": set(),
     "fbgemm_gpu": {"hotrec.calibrate", "hotrec.embedding"},
-    "polars": {"hotrec.data"},
     "torchdata": {"hotrec.data"},
     "tensorboard": {"hotrec.train"},
     "matplotlib": {"hotrec.report"},
@@ -120,14 +119,6 @@ def test_starts_without_torch(listed: str) -> None:
         assert heavy == {}, f"importing {start} loads {heavy}"
 
 
-def test_only_prepare_loads_polars() -> None:
-    loading = {name for name in modules() if "polars" in loaded_by(name)}
-    others = {name for name in loading if not is_within(name, {"hotrec.data"})}
-    assert others == set()
-    assert "hotrec.data.loader" not in loading
-    assert "hotrec.data.synthetic" not in loading
-
-
 def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(
@@ -135,7 +126,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\n"
         "from hotrec import artifact\n"
         "from .chunks import Dataset\n"
-        "if TYPE_CHECKING:\n    import polars\n"
+        "if TYPE_CHECKING:\n    import pyarrow\n"
         "try:\n    import hydra\nexcept ImportError:\n    hydra = None\n"
         "def read():\n    import torchrec\n"
     )
@@ -146,7 +137,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
         ("typing", True),
         ("hotrec.artifact", True),
         ("hotrec.data.chunks", True),
-        ("polars", False),
+        ("pyarrow", False),
         ("hydra", True),
         ("torchrec", False),
     }

@@ -19,8 +19,8 @@ from hotrec.routing import (
     Router,
     hot_name,
     select_features,
-    sort_keys,
 )
+from hotrec.sorting import sort_keys
 from hotrec.types import Partition
 
 DIM = 4

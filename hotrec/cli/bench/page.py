@@ -237,12 +237,13 @@ def _method(document: Mapping[str, Any]) -> str:
 
 def _machine(facts: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{name} {found}" for name, found in facts["packages"].items())
-    malloc = ", ".join(f"{k}={v}" for k, v in facts["malloc"].items()) or "defaults"
+    malloc = ", ".join(f"{k}={v}" for k, v in facts["malloc"].items()) or "no variables set"
     return "\n".join(
         [
             f"* {facts['processor']}, {facts['num_cores']} cores, "
             f"{show_bytes(facts['memory_bytes'])} memory, {facts['gpu'] or 'no GPU used'}",
-            f"* {facts['threads_per_rank']} thread(s) per rank; malloc: {malloc}",
+            f"* {facts['threads_per_rank']} thread(s) per rank; malloc: {malloc}; "
+            "on CPU freed memory is kept between steps (hotrec/memory.py)",
             f"* Linux {facts['kernel']}, Python {facts['python']}, {packages}",
             f"* code {facts['code']}; load average {facts['load_average']:.1f} before the run, "
             f"{facts['load_average_after']:.1f} after",

@@ -1,0 +1,44 @@
+"""The update rules as FBGEMM's fused kernels have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+
+_FBGEMM_OPTIMIZER = {
+    OptimizerKind.SGD: EmbOptimType.EXACT_SGD,
+    OptimizerKind.ADAGRAD: EmbOptimType.EXACT_ADAGRAD,
+    OptimizerKind.ROWWISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    OptimizerKind.ADAM: EmbOptimType.ADAM,
+}
+
+
+def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
+    """FBGEMM's arguments for the same rule; a new dict each time, since TorchRec writes into it."""
+    params: dict[str, Any] = {
+        "optimizer": _FBGEMM_OPTIMIZER[spec.kind],
+        "learning_rate": spec.learning_rate,
+    }
+    if spec.kind is not OptimizerKind.SGD:
+        params["eps"] = spec.eps
+    if spec.kind is OptimizerKind.ADAM:
+        params |= {"beta1": spec.beta1, "beta2": spec.beta2}
+    return params
+
+
+def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_cold: bool) -> None:
+    """Refuse an optimizer that a half cannot follow exactly.
+
+    Raises:
+        ValueError: for Adam with cold rows on CPU, where FBGEMM has no Adam.
+    """
+    if spec.kind is OptimizerKind.ADAM and device.type == "cpu" and has_cold:
+        raise ValueError(
+            "optimizer.kind: expected sgd, adagrad or rowwise_adagrad for cold rows on CPU (FBGEMM "
+            "has no Adam there), got adam. Choose one of these, make all rows hot "
+            "(placement=all_hot), or train on CUDA."
+        )
