@@ -232,7 +232,8 @@ def lower_bound_bytes(
 
     Every distinct row of the rank's batch comes from where it lives and its gradient goes back;
     with rows spread evenly over W ranks, (W-1)/W of them live elsewhere. The dense layers add the
-    ring all-reduce of their gradients, 2 n 4 (W-1)/W.
+    ring all-reduce of their gradients, 2 n 4 (W-1)/W. It bounds the exchange of rows; a pooled
+    exchange sends one vector per bag, and can stay under it where bags are long.
 
     Args:
         num_distinct_rows: U by embedding dim D, or pairs (D, U): distinct rows in the rank's batch.

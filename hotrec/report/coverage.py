@@ -172,9 +172,10 @@ def _draw_tables(
     axes.set_xlim(-0.02, 1.02)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("share of the table's lookups that its hot rows take")
-    left_out = f", the {len(shown)} most read of {num_tables}" if len(shown) < num_tables else ""
-    axes.set_title(f"Each table (hot rows){left_out}")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.75, 1.0), ncols=2, borderaxespad=0.2)
+    # Short: the legend stands to its right. What is left out are the least read tables.
+    left_out = f", {len(shown)} of {num_tables}" if len(shown) < num_tables else ""
+    axes.set_title(f"Each table{left_out}")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2)
     light_grid(axes, "both")
 
 

@@ -143,8 +143,10 @@ def _sections(
             "What a step sends",
             build_figure(
                 _svg(draw_traffic(runs), "Bytes sent per step and rank by collective"),
-                "The black line is the lower bound of exact synchronous training: each distinct "
-                "row of the rank's batch fetched once and its gradient returned once.",
+                "The black line is the lower bound of exact synchronous training that exchanges "
+                "rows: each distinct row of the rank's batch fetched once and its gradient "
+                "returned once. A plan that exchanges pooled bags can stay under it where bags "
+                "are long, since it sends one vector for a whole bag.",
                 "Bytes by collective: none were sent."
                 if any(run.sent_bytes for run in runs)
                 else "Bytes by collective: not recorded.",

@@ -132,7 +132,7 @@ def test_many_tables_show_the_most_read():
     labels = [label.get_text() for label in tables.get_yticklabels()]
     assert len(labels) == 30
     assert labels[:3] == ["user  (10.0%)", "<item>  (10.0%)", "t39  (10.0%)"]
-    assert tables.get_title(loc="left") == "Each table (hot rows), the 30 most read of 42"
+    assert tables.get_title(loc="left") == "Each table, 30 of 42"
 
 
 def test_svg_is_inline_scalable_and_the_same_each_time(runs):
