@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from hotrec.embedding import HotExchange, OptimizerKind, check_replicas, gather_tables
 from hotrec.embedding.optimizers import hot_replicas
 from tests.distributed.setups import PARTITIONS, Setup, build, make_batch
+from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
 NUM_STEPS = 4
@@ -213,24 +213,9 @@ CHECKS: list[Callable[[], None]] = [
 ]
 
 
-def run_checks() -> dict[str, str | None]:
-    """Every check in one spawn; a failure on one rank leaves the others at its next collective."""
-    found: dict[str, str | None] = {}
-    for check in CHECKS:
-        try:
-            check()
-            verdict = None
-        except Exception:
-            verdict = traceback.format_exc()
-        verdicts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(verdicts, verdict)
-        found[check.__name__] = "\n".join(filter(None, verdicts)) or None
-    return found
-
-
 @pytest.fixture(scope="module", params=[2, 3])
 def verdicts(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    return run_ranks(run_checks, request.param, timeout_s=120)[0]
+    return run_ranks(run_checks, request.param, timeout_s=120, checks=CHECKS)[0]
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -25,6 +24,7 @@ from tests.distributed.setups import (
     make_batch,
     mean_over_ranks,
 )
+from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -216,24 +216,9 @@ CHECKS: list[Callable[[], None]] = [
 ]
 
 
-def run_checks() -> dict[str, str | None]:
-    """Every check in one spawn."""
-    found: dict[str, str | None] = {}
-    for check in CHECKS:
-        try:
-            check()
-            verdict = None
-        except Exception:
-            verdict = traceback.format_exc()
-        verdicts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(verdicts, verdict)
-        found[check.__name__] = "\n".join(filter(None, verdicts)) or None
-    return found
-
-
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, str | None]:
-    return run_ranks(run_checks, 2, timeout_s=150)[0]
+    return run_ranks(run_checks, 2, timeout_s=150, checks=CHECKS)[0]
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
