@@ -10,10 +10,14 @@ from typing import Any
 
 _HOME = {
     "Partition": "hotrec.types",
+    "Placement": "hotrec.types",
+    "TablePlacement": "hotrec.types",
     "ColdTier": "hotrec.planner",
+    "HotColdPlanner": "hotrec.planner",
     "Machine": "hotrec.planner",
     "hot_cold_constraints": "hotrec.planner",
     "make_plan": "hotrec.planner",
+    "placement_constraints": "hotrec.planner",
     "plan_document": "hotrec.planner",
     "plan_text": "hotrec.planner",
     "HotColdEmbeddingBagCollection": "hotrec.embedding",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -136,3 +137,86 @@ class Partition:
     @property
     def total_rows(self) -> int:
         return sum(self.num_rows.values())
+
+
+class Exchange(Enum):
+    """How what a batch reads of a table travels: its distinct rows, or one pooled vector a bag."""
+
+    ROWS = "rows"
+    POOLED = "pooled"
+
+
+class Sharding(Enum):
+    """Where the sharded rows of a table live: all ranks in equal shares, or one rank."""
+
+    ROW_WISE = "row_wise"
+    TABLE_WISE = "table_wise"
+
+
+class Tier(Enum):
+    """Memory of sharded rows: the device's, the host's, or the host's behind a device cache."""
+
+    DEVICE = "device"
+    HOST = "host"
+    HOST_CACHED = "host_cached"
+
+
+@dataclass(frozen=True)
+class TablePlacement:
+    """Where and how the rows of one table that are not hot are served.
+
+    Args:
+        exchange: POOLED only for tables without hot rows: the pooled volume does not depend on how
+            many rows are hot, so splitting such a table would save nothing.
+        sharding: of the rows.
+        tier: on CPU always DEVICE, the only memory there is.
+        cache_load_frac: of HOST_CACHED, the cached share of the table's rows, in 0..1; else None.
+    """
+
+    exchange: Exchange = Exchange.ROWS
+    sharding: Sharding = Sharding.ROW_WISE
+    tier: Tier = Tier.DEVICE
+    cache_load_frac: float | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A partition and what goes with it.
+
+    Args:
+        partition: which rows are hot.
+        tables: of every table.
+        is_hot_dense: gradients of hot rows travel as one dense all-reduce of all of them, instead
+            of the touched rows.
+    """
+
+    partition: Partition
+    tables: Mapping[str, TablePlacement]
+    is_hot_dense: bool = False
+
+    @staticmethod
+    def alike(
+        partition: Partition,
+        tier: Tier = Tier.DEVICE,
+        cache_load_frac: float | None = None,
+        *,
+        is_hot_dense: bool = False,
+    ) -> Placement:
+        """All tables alike: cold rows exchanged as rows, row-wise, in one tier."""
+        table = TablePlacement(
+            tier=tier, cache_load_frac=cache_load_frac if tier is Tier.HOST_CACHED else None
+        )
+        return Placement(partition, dict.fromkeys(partition.num_rows, table), is_hot_dense)
+
+    def __post_init__(self) -> None:
+        if set(self.tables) != set(self.partition.num_rows):
+            raise ValueError(
+                f"placement: expected the tables {sorted(self.partition.num_rows)}, "
+                f"got {sorted(self.tables)}."
+            )
+        for name, table in self.tables.items():
+            if table.exchange is Exchange.POOLED and self.partition.num_hot(name):
+                raise ValueError(
+                    f"placement table {name}: expected no hot rows in a table whose exchange is "
+                    f"pooled, got {self.partition.num_hot(name)}."
+                )

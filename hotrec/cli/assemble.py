@@ -28,8 +28,10 @@ from hotrec.cli.schema import (
     OptimizerKind,
     PlannerConfig,
     Routing,
+    TieredConfig,
     TorchrecPlacement,
 )
+from hotrec.cli.schema import HotExchange as Exchange
 from hotrec.doctor.machine import read_memory
 from hotrec.embedding import (
     HotColdEmbeddingBagCollection,
@@ -50,15 +52,21 @@ from hotrec.planner import (
     Machine,
     TorchRecPlan,
     cold_tier_for,
-    hot_cold_constraints,
     make_plan,
+    placement_constraints,
     torchrec_constraints,
 )
 from hotrec.routing import RoutedFeatures
 from hotrec.traffic import BatchFacts, count_distinct_rows
-from hotrec.types import Partition, Schema
+from hotrec.types import Partition, Placement, Schema
+from hotrec.types import Tier as PlacedTier
 
 GIB = 1 << 30
+PLACED_TIERS = {
+    Tier.FUSED: PlacedTier.DEVICE,
+    Tier.UVM: PlacedTier.HOST,
+    Tier.UVM_CACHING: PlacedTier.HOST_CACHED,
+}
 # What `hotrec plan` plans for where no GPU can be asked: an H100's memory.
 ASSUMED_DEVICE_GIB = 80.0
 
@@ -160,7 +168,7 @@ class Unsharded:
 def build_unsharded(
     config: Config,
     schema: Schema,
-    partition: Partition | None,
+    placed: Placement | None,
     *,
     world_size: int,
     compute_device: str,
@@ -169,7 +177,7 @@ def build_unsharded(
     """Build the model and say how to shard it.
 
     Args:
-        partition: None for TorchRec's plans on unsplit tables.
+        placed: None for TorchRec's plans on unsplit tables.
         compute_device: "cpu" or "cuda", where the shards will be; need not be there to plan.
         dense_device: of the dense layers; "meta" to plan only.
 
@@ -180,7 +188,7 @@ def build_unsharded(
     meta = torch.device("meta")
     spec, _ = optimizer_specs(config.optimizer)
     placement = config.placement
-    has_sharded = partition is None or partition.total_hot < partition.total_rows
+    has_sharded = placed is None or placed.partition.total_hot < placed.partition.total_rows
     check_optimizer(spec, torch.device(compute_device), has_cold=has_sharded)
     embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
     sharders: list[ModuleSharder[nn.Module]]
@@ -196,19 +204,28 @@ def build_unsharded(
             cache_load_factor=placement.cache_load_frac,
         )
     else:
-        assert isinstance(placement, HotColdConfig)
-        assert partition is not None
-        embeddings = HotColdEmbeddingBagCollection(tables, partition, device=meta)
-        exchange = HotExchange(placement.hot_exchange.name)
+        assert placed is not None
+        embeddings = HotColdEmbeddingBagCollection(tables, placed, device=meta)
+        exchange = HotExchange.DENSE if placed.is_hot_dense else HotExchange.TOUCHED_ROWS
         sharders = [HotColdSharder(spec, exchange)]
-        constraints = hot_cold_constraints(
-            tables,
-            partition,
-            cold_tier=_tier(placement.cold_tier, compute_device, Tier.UVM_CACHING),
-            cache_load_factor=placement.cache_load_frac,
-        )
+        constraints = placement_constraints(placed)
     model = _build_model(config, embeddings, num_dense=len(schema.dense), device=dense_device)
     return Unsharded(ClickTask(model, world_size), embeddings, sharders, constraints)
+
+
+def as_placement(placement: HotColdConfig, partition: Partition, device: str) -> Placement:
+    """The placement of a partition, with the exchange and tier that the configuration says.
+
+    Raises:
+        ValueError: if the device has no such memory tier.
+    """
+    assert isinstance(placement, TieredConfig), placement
+    return Placement.alike(
+        partition,
+        PLACED_TIERS[_tier(placement.cold_tier, device, Tier.UVM_CACHING)],
+        placement.cache_load_frac,
+        is_hot_dense=placement.hot_exchange is Exchange.dense,
+    )
 
 
 def _tier(tier: ColdTier, device: str, on_cuda: Tier) -> Tier:
@@ -258,7 +275,7 @@ class Sharded:
 def build_sharded(
     config: Config,
     schema: Schema,
-    partition: Partition | None,
+    placed: Placement | None,
     machine: Machine,
     device: torch.device,
 ) -> Sharded:
@@ -266,7 +283,7 @@ def build_sharded(
     unsharded = build_unsharded(
         config,
         schema,
-        partition,
+        placed,
         world_size=machine.world_size,
         compute_device=device.type,
         dense_device=device,
@@ -295,7 +312,7 @@ def _inspector(
             sparse: Any = batch.sparse
             routed = sparse if isinstance(sparse, RoutedFeatures) else router(sparse.to("cpu"))
             return BatchFacts(
-                num_distinct=dict(zip(router.groups, routed.num_distinct, strict=True)),
+                num_distinct=router.count_distinct(routed),
                 num_lookups=routed.num_lookups,
                 num_hot_lookups=routed.num_hot_lookups(),
             )

@@ -1,29 +1,24 @@
-"""Which rows are hot: the placement's policy on a profile, or a saved partition."""
+"""Which rows are hot: the placement's policy on a profile."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from hotrec.artifact import Artifact, check_made_from
 from hotrec.cli.schema import (
     AllColdPlacement,
     AllHotPlacement,
     BreakEvenPlacement,
     BudgetPlacement,
     CoveragePlacement,
+    FaePlacement,
     FractionPlacement,
+    FreqCachePlacement,
     HotColdConfig,
+    HugectrPlacement,
     PolicyConfig,
-    SavedPlacement,
-)
-from hotrec.data.chunks import Dataset
-from hotrec.placement.partition import (
-    check_partition,
-    read_partition,
-    summarize_partition,
-    write_partition,
+    ScarsPlacement,
+    TieredConfig,
 )
 from hotrec.placement.policies import (
     check_hot_bytes,
@@ -35,8 +30,16 @@ from hotrec.placement.policies import (
     choose_min_accesses,
     fix_tables,
 )
-from hotrec.placement.profile import Profile, read_profile
-from hotrec.types import Partition
+from hotrec.placement.profile import Profile
+from hotrec.placement.rivals import (
+    HugectrLink,
+    choose_fae,
+    choose_freq_cache,
+    choose_hugectr,
+    choose_scars,
+    hugectr_threshold,
+)
+from hotrec.types import Partition, Rows
 
 MIB = 1 << 20
 
@@ -49,43 +52,20 @@ class Terms:
         row_bytes: bytes of one row with its optimizer state, by table.
         global_batch_size: samples per step over all ranks.
         memory_bytes: of a device, for replicas.
+        num_ranks: W.
+        num_hosts: that they are on.
+        dims: D by table.
+        row_seconds: seconds of a cold row, both ways, and of a hot row in a dense all-reduce; asked
+            for by SCARS alone.
     """
 
     row_bytes: Mapping[str, int]
     global_batch_size: int
     memory_bytes: int
-
-
-def obtain_partition(
-    placement: HotColdConfig, dataset: Dataset, profile_dir: Path, output: Path, terms: Terms
-) -> tuple[Partition, Artifact]:
-    """The partition that a placement asks for, as an artifact.
-
-    Args:
-        output: where a newly chosen partition is written; a saved one stays where it is.
-
-    Raises:
-        ArtifactError: if the profile or the saved partition is missing, or of another dataset.
-        ValueError: if the policy cannot be followed, or the hot rows exceed the device's memory.
-    """
-    num_rows = {table.name: table.num_rows for table in dataset.schema.tables}
-    if isinstance(placement, SavedPlacement):
-        partition, artifact = read_partition(Path(placement.partition_dir))
-        dataset_hash = dataset.artifact.content_hash
-        check_partition(artifact, dataset_hash=dataset_hash, num_rows=num_rows)
-    else:
-        profile, profile_artifact = read_profile(profile_dir)
-        check_made_from(profile_artifact, dataset.artifact)
-        partition = choose_partition(placement, profile, terms)
-        artifact = write_partition(
-            partition,
-            output,
-            parameters=_parameters(placement),
-            summary=summarize_partition(partition, profile, terms.row_bytes),
-            dataset_hash=dataset.artifact.content_hash,
-            profile_hash=profile_artifact.content_hash,
-        )
-    return partition, artifact
+    num_ranks: int
+    num_hosts: int
+    dims: Mapping[str, int]
+    row_seconds: Callable[[], tuple[float, float]]
 
 
 def choose_partition(placement: HotColdConfig, profile: Profile, terms: Terms) -> Partition:
@@ -101,7 +81,7 @@ def choose_partition(placement: HotColdConfig, profile: Profile, terms: Terms) -
 
 def _follow_policy(placement: HotColdConfig, profile: Profile, terms: Terms) -> Partition:
     counts, min_count = profile.counts, profile.sampling.min_count
-    fixed = {}
+    fixed: dict[str, Rows] = {}
     if isinstance(placement, PolicyConfig):
         fixed = fix_tables(
             counts,
@@ -144,6 +124,8 @@ def _follow_policy(placement: HotColdConfig, profile: Profile, terms: Terms) -> 
                 fixed=fixed,
                 min_count=min_count,
             )
+        case HugectrPlacement() | FaePlacement() | FreqCachePlacement() | ScarsPlacement():
+            return _follow_rival(placement, profile, terms, fixed)
         case AllHotPlacement():
             return choose_all_hot(counts)
         case AllColdPlacement():
@@ -151,9 +133,68 @@ def _follow_policy(placement: HotColdConfig, profile: Profile, terms: Terms) -> 
     raise AssertionError(placement)
 
 
-def _parameters(placement: HotColdConfig) -> dict[str, object]:
+def _follow_rival(
+    placement: PolicyConfig, profile: Profile, terms: Terms, fixed: Mapping[str, Rows]
+) -> Partition:
+    """The policies of other systems."""
+    counts, min_count = profile.counts, profile.sampling.min_count
+    match placement:
+        case HugectrPlacement():
+            threshold = hugectr_threshold(
+                HugectrLink[placement.link.name.upper()],
+                num_ranks=terms.num_ranks,
+                num_hosts=terms.num_hosts,
+                global_batch_size=terms.global_batch_size,
+                all_to_all_bytes_per_s=placement.all_to_all_bytes_per_s,
+                all_reduce_bytes_per_s=placement.all_reduce_bytes_per_s,
+                efficiency=placement.efficiency,
+                max_duplicate_prob=placement.max_duplicate_prob,
+            )
+            return choose_hugectr(
+                counts,
+                min_accesses_per_step=threshold,
+                num_ranks=terms.num_ranks,
+                global_batch_size=terms.global_batch_size,
+                num_samples=profile.num_samples,
+                fixed=fixed,
+                min_count=min_count,
+            )
+        case FaePlacement():
+            return choose_fae(
+                counts,
+                budget_bytes=int(placement.hot_budget_mib * MIB),
+                row_bytes=terms.row_bytes,
+                small_table_bytes=int(placement.small_table_mib * MIB),
+                fixed=fixed,
+                min_count=min_count,
+            )
+        case FreqCachePlacement():
+            return choose_freq_cache(
+                counts,
+                dims=terms.dims,
+                cached_frac=placement.cached_frac,
+                fixed=fixed,
+                min_count=min_count,
+            )
+        case ScarsPlacement():
+            budget, (cold_row_s, hot_row_s) = placement.hot_budget_mib, terms.row_seconds()
+            return choose_scars(
+                counts,
+                memory_bytes=terms.memory_bytes if budget is None else int(budget * MIB),
+                row_bytes=terms.row_bytes,
+                num_samples=profile.num_samples,
+                global_batch_size=terms.global_batch_size,
+                cold_row_s=cold_row_s,
+                hot_row_s=hot_row_s,
+                fixed=fixed,
+                min_count=min_count,
+            )
+    raise AssertionError(placement)
+
+
+def policy_parameters(placement: HotColdConfig) -> dict[str, object]:
     """The policy's own keys: what a report shows beside its name."""
-    shared = {item for item in HotColdConfig.__dataclass_fields__ if item != "kind"}
+    shared = {item for item in TieredConfig.__dataclass_fields__ if item != "kind"}
     return {
         name: getattr(value, "name", value)
         for name, value in vars(placement).items()

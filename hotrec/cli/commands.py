@@ -66,14 +66,41 @@ COMMANDS = {
             ("another dataset", "hotrec profile paths.dataset=/data/ds paths.profile=/data/prof"),
         ),
     ),
+    "calibrate": Command(
+        summary="measure what the machine takes for each part of a step",
+        config_name="config",
+        sections=("calibrate", "model", "optimizer", "trainer", "paths", "launch"),
+        description=(
+            "Times collectives over sizes, lookups and updates of rows, routing, and the dense "
+            "layers, on all ranks at once and with the functions that training uses; a minute or "
+            "two. Reads the tables' sizes from paths.dataset if it is there; writes the costs to "
+            "paths.costs, which placement=cost plans with. Run it with the ranks and on the "
+            "machines that will train."
+        ),
+        examples=(
+            ("two processes on this host", "hotrec calibrate launch.num_ranks=2"),
+            (
+                "under torchrun, for the model to be trained",
+                "torchrun --standalone --nproc-per-node 8 -m hotrec calibrate "
+                "experiment=criteo_kaggle",
+            ),
+            (
+                "correct the costs by what a run measured",
+                "hotrec calibrate calibrate.from_run=runs/quickstart/20260101-120000",
+            ),
+        ),
+        is_parallel=True,
+    ),
     "plan": Command(
         summary="choose the hot rows and the sharding plan for a number of ranks",
         config_name="config",
         sections=("placement", "plan", "planner", "model", "optimizer", "trainer", "paths"),
         description=(
             "Chooses the hot rows from the profile by the placement's policy, and makes TorchRec's "
-            "ShardingPlan for plan.world_size ranks. Needs no GPU and no other process. Writes the "
-            "partition to paths.partition, plan.json and plan.txt to the run directory."
+            "ShardingPlan for plan.world_size ranks; predicts the step, its bytes and memory, and "
+            "compares with TorchRec's own plans. Needs no GPU and no other process. Writes the "
+            "partition to paths.partition, plan.json, plan.txt, prediction.json and plan.html to "
+            "the run directory; a sweep also makes a page of its points."
         ),
         examples=(
             ("what the quickstart trains with", "hotrec plan experiment=quickstart"),
@@ -83,8 +110,9 @@ COMMANDS = {
                 "placement.hot_budget_mib=2048 plan.world_size=16 plan.device=cuda",
             ),
             (
-                "TorchRec's own choice on unsplit tables",
-                "hotrec plan experiment=quickstart placement=torchrec",
+                "what if: the cheapest machine that runs at 1 million samples/s",
+                "hotrec plan --multirun experiment=quickstart placement=cost plan.device=cuda "
+                "plan.world_size=2,4,8 trainer.batch_size=1024,4096 plan.min_samples_per_s=1e6",
             ),
         ),
     ),

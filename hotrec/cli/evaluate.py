@@ -8,21 +8,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hotrec.artifact import Artifact, read_artifact
+from hotrec.artifact import read_artifact
 from hotrec.cli.app import CONFIG_FILE
 from hotrec.cli.assemble import build_sharded, chosen_device
-from hotrec.cli.record import CHECKPOINTS, PARTITION, find_run
-from hotrec.cli.schema import Config, EvaluateConfig, HotColdConfig, SavedPlacement
+from hotrec.cli.record import CHECKPOINTS, find_run
+from hotrec.cli.schema import Config, EvaluateConfig
+from hotrec.cli.settle import settled_before
 from hotrec.cli.store import read_config
 from hotrec.cli.train import checkpoint_facts, make_run_machine, placement_name
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.distributed import broadcast_object, process_group, same_verdict
-from hotrec.placement.partition import read_partition
 from hotrec.train.checkpoint import find_latest, load_checkpoint
 from hotrec.train.evaluate import evaluate
 from hotrec.train.pipeline import make_pipeline
-from hotrec.types import Partition
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +39,11 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
             lambda: _checkpoint(trained_dir, config.checkpoint, ranks.world_size)
         )
         dataset = same_verdict(lambda: Dataset.open(trained.paths.dataset))
-        partition, artifact = same_verdict(lambda: _partition(trained, trained_dir))
+        settled = same_verdict(lambda: settled_before(trained, trained_dir))
+        trained = settled.config
         machine = make_run_machine(trained, ranks)
-        sharded = build_sharded(trained, dataset.schema, partition, machine, ranks.device)
-        facts = checkpoint_facts(trained, dataset, artifact)
+        sharded = build_sharded(trained, dataset.schema, settled.placement, machine, ranks.device)
+        facts = checkpoint_facts(trained, dataset, settled.artifact)
         position = load_checkpoint(checkpoint, model=sharded.model, facts=facts)
         batches = same_verdict(
             lambda: make_loader(
@@ -93,12 +93,3 @@ def _checkpoint(trained_dir: Path, name: str, world_size: int) -> Path:
             f"{world_size}. Set launch.num_ranks={saved}."
         )
     return path
-
-
-def _partition(trained: Config, trained_dir: Path) -> tuple[Partition | None, Artifact | None]:
-    placement = trained.placement
-    if isinstance(placement, SavedPlacement):
-        return read_partition(Path(placement.partition_dir))
-    if isinstance(placement, HotColdConfig):
-        return read_partition(trained_dir / PARTITION)
-    return None, None

@@ -1,48 +1,61 @@
-"""``hotrec plan``: the hot rows, and TorchRec's plan for a number of ranks, without any rank."""
+"""``hotrec plan``: what to train, its plan and its prediction, for any number of ranks."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
-from hotrec.artifact import Artifact
-from hotrec.cli.assemble import (
-    build_unsharded,
-    chosen_device,
-    make_machine,
-    replica_memory_bytes,
-    row_bytes,
-)
-from hotrec.cli.choose import Terms, obtain_partition
-from hotrec.cli.record import PLAN_JSON, PLAN_TEXT, write_plan
-from hotrec.cli.schema import Config, HotColdConfig
+from hotrec.cli.assemble import build_unsharded, chosen_device, make_machine
+from hotrec.cli.record import PARTITION, PLAN_JSON, PLAN_TEXT, PREDICTION, write_plan
+from hotrec.cli.schema import Config
+from hotrec.cli.settle import Settled, settle
 from hotrec.data.chunks import Dataset
-from hotrec.planner import Machine, plan_text
-from hotrec.types import Partition
+from hotrec.planner import Machine
+from hotrec.report.plan_page import write_plan_page
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Write paths.partition, and plan.json and plan.txt into the run directory."""
+    """Write paths.partition, and plan.json, plan.txt, prediction.json, plan.html to the run."""
+    try:
+        return _plan(config, run_dir)
+    except ValueError as error:
+        # In a sweep a point that does not fit is a result.
+        if not (config.plan.keep_going and _is_in_sweep()):
+            raise
+        logger.warning("this point does not fit: %s", error)
+        (run_dir / PREDICTION).write_text(json.dumps({"infeasible": str(error)}, indent=2) + "\n")
+        return {"command": "plan", "infeasible": str(error)}
+
+
+def _is_in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     dataset = Dataset.open(config.paths.dataset)
     machine = _machine(config)
-    partition, artifact = _partition(config, dataset, machine)
+    # The points of a sweep each keep their own partition.
+    output = run_dir / PARTITION if _is_in_sweep() else Path(config.paths.partition)
+    settled = settle(config, dataset, machine, output=output, is_plan=True)
     unsharded = build_unsharded(
-        config,
+        settled.config,
         dataset.schema,
-        partition,
+        settled.placement,
         world_size=machine.world_size,
         compute_device=machine.device,
         dense_device=torch.device("meta"),
     )
     plan = unsharded.plan(machine)
-    write_plan(plan, run_dir)
-    print(plan_text(plan), file=sys.stderr)
+    print(write_plan(plan, run_dir, settled.prediction), file=sys.stderr)
     figures: dict[str, Any] = {
         "command": "plan",
         "placement": config.placement.kind.name,
@@ -51,17 +64,45 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         "plan_json": run_dir / PLAN_JSON,
         "plan_text": run_dir / PLAN_TEXT,
     }
-    if artifact is not None:
-        total = artifact.content["total"]
-        logger.info("%s: %s; %d of %d rows hot", artifact.path, *_hot_words(artifact))
-        figures |= {
-            "partition": artifact.path,
-            "content_hash": artifact.content_hash,
-            "policy": artifact.content["policy"],
-            "total_rows": total["num_rows"],
-            **{key: value for key, value in total.items() if key != "num_rows"},
-        }
-    return figures
+    if settled.prediction is not None:
+        figures |= _predicted_figures(settled)
+        figures["page"] = write_plan_page(settled.prediction, run_dir)
+    return figures | _partition_figures(settled)
+
+
+def _predicted_figures(settled: Settled) -> dict[str, Any]:
+    document, entry = settled.prediction, settled.predicted
+    assert document is not None
+    assert entry is not None
+    return {
+        "chosen": document["chosen"],
+        "why": document["why"],
+        "costs": document["costs"]["name"],
+        "predicted_step_s": entry["step_s"],
+        "predicted_samples_per_s": entry["samples_per_s"],
+        "predicted_sent_bytes": entry["total_sent_bytes"],
+    }
+
+
+def _partition_figures(settled: Settled) -> dict[str, Any]:
+    artifact = settled.artifact
+    if artifact is None:
+        return {}
+    total = artifact.content["total"]
+    logger.info(
+        "%s: %s; %d of %d rows hot",
+        artifact.path,
+        artifact.content["policy"],
+        total["hot_rows"],
+        total["num_rows"],
+    )
+    return {
+        "partition": artifact.path,
+        "content_hash": artifact.content_hash,
+        "policy": artifact.content["policy"],
+        "total_rows": total["num_rows"],
+        **{key: value for key, value in total.items() if key != "num_rows"},
+    }
 
 
 def _machine(config: Config) -> Machine:
@@ -79,22 +120,3 @@ def _machine(config: Config) -> Machine:
         device=chosen_device(plan.device),
         batch_size=config.trainer.batch_size,
     )
-
-
-def _partition(
-    config: Config, dataset: Dataset, machine: Machine
-) -> tuple[Partition | None, Artifact | None]:
-    if not isinstance(config.placement, HotColdConfig):
-        return None, None  # TorchRec's plans split no table
-    terms = Terms(
-        row_bytes=row_bytes(dataset.schema, config),
-        global_batch_size=config.trainer.batch_size * machine.world_size,
-        memory_bytes=replica_memory_bytes(machine),
-    )
-    profile, output = Path(config.paths.profile), Path(config.paths.partition)
-    return obtain_partition(config.placement, dataset, profile, output, terms)
-
-
-def _hot_words(artifact: Artifact) -> tuple[str, int, int]:
-    total = artifact.content["total"]
-    return artifact.content["policy"], total["hot_rows"], total["num_rows"]

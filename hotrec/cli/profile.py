@@ -41,6 +41,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             num_samples=dataset.num_samples("train"),
             heldout_frac=config.profile.heldout_frac,
             heldout_blocks=blocks_of(dataset, "valid", bar) if holds_out_validation else None,
+            num_heldout_samples=dataset.num_samples("valid") if holds_out_validation else None,
             sampling=_sampling(config.profile),
         )
     elapsed_s = time.perf_counter() - start_s

@@ -7,25 +7,38 @@ import os
 import platform
 import socket
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.planner import plan_document, plan_text
+from hotrec.report.plan_page import plan_report_text
 
 PLAN_JSON, PLAN_TEXT, ENVIRONMENT = "plan.json", "plan.txt", "environment.json"
-CHECKPOINTS, PARTITION = "checkpoints", "partition"
+CHECKPOINTS, PARTITION, PREDICTION = "checkpoints", "partition", "prediction.json"
 RUNS = Path("runs")
 PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchdata", "numpy")
 
 
-def write_plan(plan: ShardingPlan, run_dir: Path) -> None:
-    """The plan for programs and for people."""
-    text = json.dumps(plan_document(plan), indent=2) + "\n"
-    (run_dir / PLAN_JSON).write_text(text)
-    (run_dir / PLAN_TEXT).write_text(plan_text(plan))
+def write_plan(
+    plan: ShardingPlan, run_dir: Path, prediction: Mapping[str, Any] | None = None
+) -> str:
+    """The plan for programs and for people, with what it is predicted to take; the latter's text.
+
+    Args:
+        prediction: document of ``hotrec.cli.prediction``.
+    """
+    (run_dir / PLAN_JSON).write_text(json.dumps(plan_document(plan), indent=2) + "\n")
+    text = plan_text(plan)
+    if prediction is not None:
+        (run_dir / PREDICTION).write_text(json.dumps(prediction, indent=2) + "\n")
+        text = f"{plan_report_text(prediction)}\n{text}"
+    (run_dir / PLAN_TEXT).write_text(text)
+    return text
 
 
 def write_environment(run_dir: Path, *, world_size: int, num_hosts: int, device: str) -> None:

@@ -16,20 +16,17 @@ from hotrec.cli.assemble import (
     build_sharded,
     chosen_device,
     make_machine,
-    replica_memory_bytes,
-    row_bytes,
 )
-from hotrec.cli.choose import Terms, obtain_partition
 from hotrec.cli.errors import EndedEarly
 from hotrec.cli.record import CHECKPOINTS, PARTITION, write_environment, write_plan
 from hotrec.cli.schema import (
     Config,
-    HotColdConfig,
     OptimizerKind,
     ScheduleConfig,
     TorchrecPlacement,
     TrainerConfig,
 )
+from hotrec.cli.settle import Settled, settle, settled_before
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader, num_steps
 from hotrec.distributed import Ranks, broadcast_object, process_group, same_verdict
@@ -52,11 +49,13 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         dataset = same_verdict(lambda: Dataset.open(config.paths.dataset))
         steps = same_verdict(lambda: _count_steps(config, dataset, ranks))
         machine = make_run_machine(config, ranks)
-        partition, artifact = _agree_on_partition(config, dataset, machine, run_dir, ranks)
+        resume_from = same_verdict(lambda: _resume_from(config, run_dir, device))
+        settled = _agree(config, dataset, machine, run_dir, ranks, resume_from)
+        config = settled.config
         torch.manual_seed(trainer.seed)
-        sharded = build_sharded(config, dataset.schema, partition, machine, ranks.device)
+        sharded = build_sharded(config, dataset.schema, settled.placement, machine, ranks.device)
         if ranks.is_first:
-            write_plan(sharded.plan, run_dir)
+            write_plan(sharded.plan, run_dir, settled.prediction)
             write_environment(
                 run_dir,
                 world_size=ranks.world_size,
@@ -76,13 +75,14 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             eval_batches=_eval_batches(config, dataset, sharded, ranks),
             checkpoints=Checkpoints(
                 directory=run_dir / CHECKPOINTS,
-                facts=checkpoint_facts(config, dataset, artifact),
+                facts=checkpoint_facts(config, dataset, settled.artifact),
                 keep_last=trainer.keep_checkpoints,
-                resume_from=same_verdict(lambda: _resume_from(config, run_dir, device)),
+                resume_from=resume_from,
             ),
             run_dir=run_dir,
             inspect_batch=sharded.inspect_batch,
-            description=_description(config, partition, dataset),
+            description=_description(config, settled.partition, dataset),
+            prediction=settled.predicted,
         )
     figures = {"command": "train", "run_dir": run_dir, **result.summary}
     if not result.is_finished:
@@ -131,29 +131,34 @@ def placement_name(config: Config) -> str:
     return placement.kind.name
 
 
-def _agree_on_partition(
-    config: Config, dataset: Dataset, machine: Machine, run_dir: Path, ranks: Ranks
-) -> tuple[Partition | None, Artifact | None]:
-    """Rank 0 chooses; the others take what it chose."""
-    placement = config.placement
-    if not isinstance(placement, HotColdConfig):
-        return None, None
-    terms = Terms(
-        row_bytes=row_bytes(dataset.schema, config),
-        global_batch_size=config.trainer.batch_size * ranks.world_size,
-        memory_bytes=replica_memory_bytes(machine),
-    )
-    profile, output = Path(config.paths.profile), run_dir / PARTITION
+def _agree(
+    config: Config,
+    dataset: Dataset,
+    machine: Machine,
+    run_dir: Path,
+    ranks: Ranks,
+    resume_from: Path | None,
+) -> Settled:
+    """Rank 0 settles what is trained; the others take what it settled.
 
-    def choose() -> tuple[Partition, Artifact] | None:
+    A run that resumes its own checkpoint goes on with what it chose, whatever was measured since.
+    """
+
+    def choose() -> Settled | None:
         if not ranks.is_first:
             return None
-        return obtain_partition(placement, dataset, profile, output, terms)
+        if resume_from is not None and resume_from.is_relative_to(run_dir):
+            return settled_before(config, run_dir)
+        return settle(config, dataset, machine, output=run_dir / PARTITION)
 
-    partition, artifact = broadcast_object(same_verdict(choose))  # type: ignore[misc]
-    total = artifact.content["total"]
-    logger.info("%s: %d of %d rows hot", partition.policy, total["hot_rows"], total["num_rows"])
-    return partition, artifact
+    settled = broadcast_object(same_verdict(choose))
+    assert settled is not None
+    if settled.artifact is not None and settled.partition is not None:
+        total = settled.artifact.content["total"]
+        logger.info(
+            "%s: %d of %d rows hot", settled.partition.policy, total["hot_rows"], total["num_rows"]
+        )
+    return settled
 
 
 def _count_steps(config: Config, dataset: Dataset, ranks: Ranks) -> int:

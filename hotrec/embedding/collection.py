@@ -3,12 +3,14 @@
 Takes the place of TorchRec's ``EmbeddingBagCollection``: same tables, same keys, same output. Each
 table becomes up to two tables of an ``EmbeddingCollection``: ``<table>_hot`` with the hot rows, by
 hot slot, and ``<table>`` with all rows, in original ids, of which the cold ones are live. Both are
-read by the distinct rows of the batch; pooling is local.
+read by the distinct rows of the batch; pooling is local. Tables that the placement exchanges pooled
+stay in an ordinary ``EmbeddingBagCollection`` inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -18,12 +20,16 @@ from torchrec.modules.embedding_configs import (
     EmbeddingConfig,
     PoolingType,
 )
-from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.pooling import pool_rows
 from hotrec.routing import Column, RoutedFeatures, Router, hot_name
-from hotrec.types import Partition
+from hotrec.types import Exchange, Partition, Placement
 
 
 def check_partition(tables: Sequence[EmbeddingBagConfig], partition: Partition) -> None:
@@ -53,10 +59,19 @@ def check_partition(tables: Sequence[EmbeddingBagConfig], partition: Partition) 
             )
 
 
-def columns_by_dim(tables: Sequence[EmbeddingBagConfig]) -> dict[int, list[Column]]:
-    """The pooled outputs of the tables, grouped by embedding dimension, in TorchRec's order."""
+def columns_by_dim(
+    tables: Sequence[EmbeddingBagConfig], chosen: Collection[str] | None = None
+) -> dict[int, list[Column]]:
+    """The pooled outputs of the tables, grouped by embedding dimension, in TorchRec's order.
+
+    Args:
+        tables: of the whole collection, which decides the columns' names.
+        chosen: names of the tables whose columns are wanted; None for all.
+    """
     groups: dict[int, list[Column]] = {}
     for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True):
+        if chosen is not None and table.name not in chosen:
+            continue
         for feature, name in zip(table.feature_names, names, strict=True):
             is_mean = table.pooling == PoolingType.MEAN
             groups.setdefault(table.embedding_dim, []).append(
@@ -70,24 +85,50 @@ class PooledLayout:
 
     Args:
         tables: the collection's tables, in its order.
+        pooled_tables: names of those that TorchRec pools where they live.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingBagConfig]) -> None:
-        self.groups = columns_by_dim(tables)
+    def __init__(
+        self, tables: Sequence[EmbeddingBagConfig], pooled_tables: Collection[str] = ()
+    ) -> None:
+        names = {table.name for table in tables}
+        self.groups = columns_by_dim(tables, names - set(pooled_tables))
+        self.pooled_groups = columns_by_dim(tables, set(pooled_tables))
         self.names = [
             name for names in get_embedding_names_by_table(list(tables)) for name in names
         ]
-        dims = {column.name: dim for dim, columns in self.groups.items() for column in columns}
+        dims = {
+            column.name: dim
+            for groups in (self.groups, self.pooled_groups)
+            for dim, columns in groups.items()
+            for column in columns
+        }
         self.lengths = [dims[name] for name in self.names]
 
-    def assemble(self, pooled: Sequence[torch.Tensor]) -> KeyedTensor:
-        """One (B, F_g * D_g) per group -> KeyedTensor of (B, sum of dims), keys in order."""
-        if len(pooled) == 1:
+    def assemble(
+        self, pooled: Sequence[torch.Tensor], from_torchrec: KeyedTensor | None = None
+    ) -> KeyedTensor:
+        """Put the columns of all sources side by side.
+
+        Args:
+            pooled: one (B, F_g * D_g) per group.
+            from_torchrec: the columns of the tables that TorchRec pools, by name, in any order.
+
+        Returns:
+            Values (B, sum of dims), keys in order.
+        """
+        if len(pooled) == 1 and from_torchrec is None:
             return KeyedTensor(self.names, self.lengths, pooled[0])
         parts: dict[str, torch.Tensor] = {}
         for (dim, columns), values in zip(self.groups.items(), pooled, strict=True):
             for column, part in zip(columns, values.split(dim, dim=1), strict=True):
                 parts[column.name] = part
+        if from_torchrec is not None:
+            values = from_torchrec.values()
+            if not parts and from_torchrec.keys() == self.names:
+                return KeyedTensor(self.names, self.lengths, values)
+            dims = from_torchrec.length_per_key()
+            parts |= zip(from_torchrec.keys(), values.split(dims, dim=1), strict=True)
         return KeyedTensor(
             self.names, self.lengths, torch.cat([parts[name] for name in self.names], dim=1)
         )
@@ -102,30 +143,41 @@ class HotColdEmbeddingBagCollection(nn.Module):
 
     Args:
         tables: as for ``EmbeddingBagCollection``; fp32, sum or mean pooling.
-        partition: which rows of each table are hot.
+        placement: which rows of each table are hot, and how the others are exchanged; a partition
+            alone means all of them as rows.
         is_weighted: whether the features carry per-sample weights.
         device: of the parameters; "meta" leaves them to be made by sharding.
 
     Raises:
-        ValueError: if the partition is of other tables, or a table is not fp32.
+        ValueError: if the placement is of other tables, or a table is not fp32.
     """
 
     def __init__(
         self,
         tables: Sequence[EmbeddingBagConfig],
-        partition: Partition,
+        placement: Placement | Partition,
         *,
         is_weighted: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(placement, Partition):
+            placement = Placement.alike(placement)
+        partition = placement.partition
         check_partition(tables, partition)
+        pooled_tables = {
+            table.name
+            for table in tables
+            if placement.tables[table.name].exchange is Exchange.POOLED
+        }
         self._tables = list(tables)
         self._is_weighted = is_weighted
-        self._partition = partition
+        self._placement = placement
         self._device = device or torch.device("cpu")
-        self._layout = PooledLayout(tables)
-        self.router = Router(self._layout.groups, partition, is_weighted)
+        self._layout = PooledLayout(tables, pooled_tables)
+        self.router = Router(
+            self._layout.groups, partition, is_weighted, self._layout.pooled_groups
+        )
         by_name = {table.name: table for table in tables}
         self.rows = nn.ModuleDict()
         for dim, group in self.router.groups.items():
@@ -148,6 +200,21 @@ class HotColdEmbeddingBagCollection(nn.Module):
                 for name in group.cold_tables
             ]
             self.rows[f"dim{dim}"] = EmbeddingCollection(tables=configs, device=self._device)
+        self.pooled: EmbeddingBagCollection | None = None
+        if self.router.pooled is not None:
+            columns = self.router.pooled.columns
+            configs = [
+                replace(
+                    by_name[name],
+                    # The router makes the mean part of the weights where there are any.
+                    pooling=PoolingType.SUM if is_weighted else by_name[name].pooling,
+                    feature_names=[column.name for column in columns if column.table == name],
+                )
+                for name in self.router.pooled.tables
+            ]
+            self.pooled = EmbeddingBagCollection(
+                tables=configs, is_weighted=is_weighted, device=self._device
+            )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return self._tables
@@ -160,8 +227,12 @@ class HotColdEmbeddingBagCollection(nn.Module):
         return self._device
 
     @property
+    def placement(self) -> Placement:
+        return self._placement
+
+    @property
     def partition(self) -> Partition:
-        return self._partition
+        return self._placement.partition
 
     @property
     def layout(self) -> PooledLayout:
@@ -184,7 +255,8 @@ class HotColdEmbeddingBagCollection(nn.Module):
             found: dict[str, JaggedTensor] = collection(group.rows)
             rows_UD = torch.cat([found[key].values() for key in router.keys])
             pooled.append(pool_rows(rows_UD, group, len(router.columns)))
-        return self._layout.assemble(pooled)
+        from_torchrec = None if self.pooled is None else self.pooled(routed.pooled)
+        return self._layout.assemble(pooled, from_torchrec)
 
 
 def route(router: Router, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:

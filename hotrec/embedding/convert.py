@@ -13,31 +13,32 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.hot_exchange import HotReplicas
 from hotrec.embedding.initialize import copy_weights
 from hotrec.embedding.optimizers import hot_replicas
-from hotrec.types import Partition
+from hotrec.types import Partition, Placement
 
 
-def use_hot_cold(model: nn.Module, partition: Partition) -> nn.Module:
+def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Module:
     """Replace every ``EmbeddingBagCollection`` of a model by a hot/cold one, in place.
 
     Weights are kept: the model computes what it computed before.
 
     Args:
         model: not sharded yet.
-        partition: names every table of the collections.
+        placement: of every table of the collections; a partition alone will do.
 
     Returns:
         The model (the new collection, if the model itself was one).
 
     Raises:
-        ValueError: if the model holds no collection, or the partition is of other tables.
+        ValueError: if the model holds no collection, or the placement is of other tables.
     """
     if isinstance(model, EmbeddingBagCollection):
-        return _convert(model, partition)
+        return _convert(model, placement)
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent._modules.items()  # named_children skips repeated modules
         if isinstance(child, EmbeddingBagCollection)
+        and not isinstance(parent, HotColdEmbeddingBagCollection)
     ]
     if not found:
         raise ValueError(
@@ -48,17 +49,17 @@ def use_hot_cold(model: nn.Module, partition: Partition) -> nn.Module:
     converted: dict[nn.Module, nn.Module] = {}
     for parent, name, child in found:
         if child not in converted:
-            converted[child] = _convert(child, partition)
+            converted[child] = _convert(child, placement)
         setattr(parent, name, converted[child])
     return model
 
 
 def _convert(
-    collection: EmbeddingBagCollection, partition: Partition
+    collection: EmbeddingBagCollection, placement: Placement | Partition
 ) -> HotColdEmbeddingBagCollection:
     converted = HotColdEmbeddingBagCollection(
         collection.embedding_bag_configs(),
-        partition,
+        placement,
         is_weighted=collection.is_weighted(),
         device=collection.device,
     )

@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
+from hotrec.stages import mark
 
 
 def _flat_view(flat: torch.Tensor, parts: list[torch.Tensor], what: str) -> torch.Tensor:
@@ -56,7 +57,9 @@ class _ReadAndUpdate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        mark("grads_exchange")
         ctx.lookup.update(ctx.rows_K, grads[0])
+        mark("row_update")
         return None, None, None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
 
 from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
 
@@ -42,3 +43,19 @@ def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_cold: bool
             "has no Adam there), got adam. Choose one of these, make all rows hot "
             "(placement=all_hot), or train on CUDA."
         )
+
+
+def undo_update_count(lookup: nn.Module) -> None:
+    """Take back what a forward pass without a backward has counted as an update.
+
+    FBGEMM advances Adam's update count in forward, also in evaluation.
+
+    Args:
+        lookup: TorchRec's lookup of a sharding, with fused kernels.
+    """
+    kernels: Any = lookup._emb_modules
+    for kernel in kernels:
+        for counter in ("iter", "iter_cpu"):
+            count = getattr(kernel.emb_module, counter, None)
+            if count is not None and int(count) > 0:
+                count.sub_(1)

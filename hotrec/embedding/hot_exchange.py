@@ -21,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.sorting import sort_keys
+from hotrec.stages import mark
 
 
 class HotExchange(Enum):
@@ -51,6 +52,49 @@ class _Counts:
         return self._all.tolist()
 
 
+def pack_rows(
+    grad_HD: torch.Tensor, slots_U: torch.Tensor, num_rows: int, world_size: int
+) -> torch.Tensor:
+    """The message of a rank: its touched rows' share of the mean gradient.
+
+    Args:
+        grad_HD: float (H, D), the rank's gradient.
+        slots_U: int64 (U,), the rows it touched.
+        num_rows: at least U; the message is padded to so many rows.
+        world_size: W, of the mean.
+
+    Returns:
+        float (num_rows, D + 1); the slot travels as the bits of a leading float.
+    """
+    num_touched = slots_U.numel()
+    message = grad_HD.new_zeros(num_rows, grad_HD.shape[1] + 1)
+    message[:num_touched, 0] = slots_U.int().view(torch.float32)
+    message[:num_touched, 1:] = grad_HD.index_select(0, slots_U).div_(world_size)
+    return message
+
+
+def add_rows(
+    grad_HD: torch.Tensor, slots_U: torch.Tensor, parts: list[torch.Tensor]
+) -> torch.Tensor:
+    """Replace the rank's own gradient rows by the sums over all ranks' messages, in rank order.
+
+    Args:
+        grad_HD: float (H, D), written in place.
+        slots_U: int64 (U,), the rank's own rows.
+        parts: of each rank, without padding, see ``pack_rows``.
+
+    Returns:
+        The slots of all ranks, int64, distinct, ascending.
+    """
+    slots = [part[:, 0].contiguous().view(torch.int32).long() for part in parts]
+    grad_HD.index_fill_(0, slots_U, 0.0)
+    for slots_of_rank, part in zip(slots, parts, strict=True):
+        # Contiguous: index_add_ of a strided source takes three times as long on CPU.
+        grad_HD.index_add_(0, slots_of_rank, part[:, 1:].contiguous())
+    union, _ = sort_keys(torch.cat(slots), grad_HD.shape[0])
+    return torch.unique_consecutive(union)
+
+
 @dataclass(frozen=True)
 class _Touched:
     """Flat slots, distinct, int64 (U,); ``counts`` is None where no gradient will follow."""
@@ -76,11 +120,13 @@ class _ReadHot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        mark("grads_exchange")
         weight = ctx.replicas.weight
         ctx.replicas.note_touched(ctx.touched)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         weight.grad.view(-1, ctx.replicas.dim).index_add_(0, ctx.touched.slots_U, grads[0])
+        mark("hot_exchange")
         return None, None, None
 
 
@@ -152,6 +198,11 @@ class HotReplicas:
         self, state: None, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         """The communication hook: the mean of the ranks' gradients, in the bucket's buffer."""
+        future = self._reduce(bucket)
+        mark("hot_exchange")
+        return future
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         if buffer.numel() != self.weight.numel():
             raise RuntimeError(
@@ -198,22 +249,13 @@ class HotReplicas:
         self, buffer: torch.Tensor, slots_U: torch.Tensor, num_rows: list[int]
     ) -> torch.futures.Future[torch.Tensor]:
         grad_HD = buffer.view(-1, self.dim)
-        # One message: the slot travels as the bits of a leading float.
-        message = grad_HD.new_zeros(max(num_rows), self.dim + 1)
-        message[: slots_U.numel(), 0] = slots_U.int().view(torch.float32)
-        message[: slots_U.numel(), 1:] = grad_HD.index_select(0, slots_U).div_(self._world_size)
+        message = pack_rows(grad_HD, slots_U, max(num_rows), self._world_size)
         gathered = message.new_empty(self._world_size * message.shape[0], self.dim + 1)
 
         @torch.no_grad()
         def add_up() -> torch.Tensor:
             parts = self._parts(gathered, num_rows)
-            slots = [part[:, 0].contiguous().view(torch.int32).long() for part in parts]
-            grad_HD.index_fill_(0, slots_U, 0.0)
-            for slots_of_rank, part in zip(slots, parts, strict=True):
-                # Contiguous: index_add_ of a strided source takes three times as long on CPU.
-                grad_HD.index_add_(0, slots_of_rank, part[:, 1:].contiguous())
-            union, _ = sort_keys(torch.cat(slots), grad_HD.shape[0])
-            self._updated = [torch.unique_consecutive(union)]
+            self._updated = [add_rows(grad_HD, slots_U, parts)]
             return buffer
 
         work = dist.all_gather_into_tensor(gathered, message, self._group, async_op=True)

@@ -112,3 +112,8 @@ def copy_weights(source: nn.ModuleDict, target: HotColdEmbeddingBagCollection) -
             hot = hot_rows(target.partition, table)
             weight = source[table].weight
             embeddings[hot_name(table)].weight.copy_(weight[hot.to(weight.device)])
+    if target.pooled is not None:
+        for table, bag in target.pooled.embedding_bags.items():
+            pooled: Any = bag
+            weight = source[table].weight
+            pooled.weight.copy_(weight)

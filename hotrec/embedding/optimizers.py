@@ -36,7 +36,8 @@ def make_hot_optimizer(model: nn.Module, spec: OptimizerSpec) -> HotOptimizer | 
     return HotOptimizer(replicas, names, spec) if replicas else None
 
 
-def _make_dense(spec: OptimizerSpec, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+def make_dense(spec: OptimizerSpec, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer of the dense layers."""
     match spec.kind:
         case OptimizerKind.SGD:
             return torch.optim.SGD(params, lr=spec.learning_rate)
@@ -48,7 +49,7 @@ def _make_dense(spec: OptimizerSpec, params: list[torch.Tensor]) -> torch.optim.
             )
 
 
-def _make_replicated_tables(
+def make_replicated_tables(
     spec: OptimizerSpec, params: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
     """For tables that a TorchRec plan makes data-parallel: the same rule over all their rows."""
@@ -60,7 +61,7 @@ def _make_replicated_tables(
             "a TorchRec plan (its dense Adam also moves rows that no sample touched), got adam. "
             "Choose one of these, or a plan without data-parallel tables."
         )
-    return _make_dense(spec, params)
+    return make_dense(spec, params)
 
 
 def make_optimizer(
@@ -97,12 +98,12 @@ def make_optimizer(
             (
                 "tables",
                 KeyedOptimizerWrapper(
-                    tables, lambda params: _make_replicated_tables(embedding, params)
+                    tables, lambda params: make_replicated_tables(embedding, params)
                 ),
             )
         )
     if layers:
         parts.append(
-            ("dense", KeyedOptimizerWrapper(layers, lambda params: _make_dense(dense, params)))
+            ("dense", KeyedOptimizerWrapper(layers, lambda params: make_dense(dense, params)))
         )
     return CombinedOptimizer(parts)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hotrec.routing import RoutedGroup
+from hotrec.stages import mark
 
 
 def _sum_segments(
@@ -36,12 +37,13 @@ class _PoolRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        mark("grads_exchange")  # of the group before
         routed = ctx.routed
-        grad_bags = grads[0].contiguous()
-        return (
-            _sum_segments(grad_bags, routed.bags_K, routed.row_offsets_U, routed.row_scales_K),
-            None,
+        grad_rows = _sum_segments(
+            grads[0].contiguous(), routed.bags_K, routed.row_offsets_U, routed.row_scales_K
         )
+        mark("pool")
+        return grad_rows, None
 
 
 def pool_rows(rows_UD: torch.Tensor, routed: RoutedGroup, num_columns: int) -> torch.Tensor:

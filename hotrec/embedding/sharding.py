@@ -1,24 +1,22 @@
 """The sharded hot/cold collection, and the sharder that makes it.
 
 One TorchRec ``ShardedEmbeddingCollection`` per embedding dimension holds both halves: the hot
-tables data-parallel, the cold tables row-wise. This module routes in ``input_dist``, so TorchRec's
-pipelines overlap routing and the exchange of ids with the previous step, also when the loader hands
-over a plain ``KeyedJaggedTensor``; it pools after ``output_dist``.
+tables data-parallel, the cold tables row-wise or table-wise. This module routes in ``input_dist``,
+so TorchRec's pipelines overlap routing and the exchange of ids with the previous step, also when
+the loader hands over a plain ``KeyedJaggedTensor``; it pools after ``output_dist``. Tables that are
+pooled where they live are in a ``ShardedEmbeddingBagCollection`` that takes the same turns.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding import (
-    EmbeddingCollectionContext,
-    ShardedEmbeddingCollection,
-)
+from torchrec.distributed.embedding import EmbeddingCollectionContext
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import (
     BaseEmbeddingSharder,
@@ -33,18 +31,19 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
-from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection, PooledLayout, route
-from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
+from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.pooling import pool_rows
+from hotrec.embedding.sharded_rows import COLD_SHARDINGS, HOT_SHARDINGS, ShardedRows
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing import RoutedFeatures
+from hotrec.stages import mark
 
 
 @dataclass
@@ -60,155 +59,54 @@ class HotColdContext(EmbeddingCollectionContext):
             self.routed.record_stream(stream)
 
 
-class ShardedRows(ShardedEmbeddingCollection):
-    """The rows of one embedding dimension, hot and cold, exchanged unpooled.
+@dataclass
+class Started:
+    """Lookups whose results are on their way.
 
     Args:
-        module: the unsharded collection; hot tables first.
-        sharding: TorchRec's sharding of each of its tables.
-        env: ranks.
-        device: of the shards.
-        spec: update rule of the cold rows.
-        exchange: of the hot gradients.
-
-    Raises:
-        ValueError: if a cold table is not sharded row-wise or a hot one is not data-parallel.
+        rows: by embedding dimension, see ``ShardedRows.start_lookups``.
+        pooled: the columns that TorchRec pools, None if there are none.
     """
 
-    def __init__(
-        self,
-        module: EmbeddingCollection,
-        sharding: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device,
-        spec: OptimizerSpec,
-        exchange: HotExchange,
-        hot_tables: list[str],
-        module_fqn: str | None,
-    ) -> None:
-        for config in module.embedding_configs():
-            wanted = (
-                ShardingType.DATA_PARALLEL if config.name in hot_tables else ShardingType.ROW_WISE
-            )
-            found = sharding[config.name].sharding_type
-            if found != wanted.value:
-                raise ValueError(
-                    f"plan table {config.name}: expected sharding type {wanted.value!r}, got "
-                    f"{found!r}. Constrain the planner with hotrec.planner.hot_cold_constraints."
-                )
-        super().__init__(module, sharding, env, fused_params(spec), device, module_fqn=module_fqn)
-        self.hot: HotReplicas | None = None
-        self._dim = module.embedding_dim()
-        keys = [config.name for config in module.embedding_configs()]
-        order = [name for names in self._embedding_names_per_sharding for name in names]
-        if order != keys:
-            raise RuntimeError(
-                f"torchrec grouped tables: expected the order {keys}, got {order}. Use the pinned "
-                "torchrec (see `hotrec doctor`)."
-            )
-        for lookup in self._lookups:
-            if isinstance(lookup, DistributedDataParallel):
-                self._hook_up(lookup, env, exchange, hot_tables)
-            elif device.type == "cpu":
-                use_cpu_rows(lookup, spec)
-
-    def _hook_up(
-        self,
-        lookup: DistributedDataParallel,
-        env: ShardingEnv,
-        exchange: HotExchange,
-        hot_tables: list[str],
-    ) -> None:
-        kernels = list(lookup.module._emb_modules)
-        if len(kernels) != 1:
-            raise RuntimeError(
-                f"torchrec data-parallel lookup: expected 1 group of tables, got {len(kernels)}. "
-                "Use the pinned torchrec (see `hotrec doctor`)."
-            )
-        num_rows_T = [
-            config.num_embeddings for config in self._embedding_configs if config.name in hot_tables
-        ]
-        self.hot = HotReplicas(
-            kernels[0].emb_module.weights,
-            num_rows_T,
-            self._dim,
-            env.process_group,
-            exchange,
-        )
-        kernels[0].forward = self.hot
-        # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
-        lookup.broadcast_buffers = False
-        lookup.register_comm_hook(None, self.hot.reduce_gradient)
-
-    def drop_cached_rows(self) -> None:
-        """Forget what a UVM cache holds, after the rows behind it were written directly."""
-        for lookup in self._lookups:
-            if not isinstance(lookup, DistributedDataParallel):
-                lookup.purge()
-
-    def start_lookups(
-        self, ctx: HotColdContext, features: list[KeyedJaggedTensor], contexts: list[Any]
-    ) -> list[Awaitable[torch.Tensor]]:
-        """Look up this rank's rows and start sending them to the ranks that asked.
-
-        Args:
-            ctx: of the batch.
-            features: the ids that arrived, one per sharding.
-            contexts: TorchRec's sharding contexts, one per sharding.
-
-        Returns:
-            One awaitable per sharding, of float (U_sharding, D), hot first.
-        """
-        awaitables = []
-        stages = list(zip(self._lookups, self._output_dists, features, contexts, strict=True))
-        # Cold rows first: they travel while the hot ones are read, and backward, which goes the
-        # other way round, sends the hot gradients before it updates the cold rows.
-        for lookup, output_dist, ids, sharding_ctx in reversed(stages):
-            sharding_ctx.lengths_after_input_dist = ids.lengths().view(-1, ids.stride())
-            is_hot = isinstance(lookup, DistributedDataParallel)
-            rows = lookup(ids) if is_hot else self._look_up_fused(lookup, ids)
-            awaitables.append(output_dist(rows.view(-1, self._dim), sharding_ctx))
-        return awaitables[::-1]
-
-    def _look_up_fused(self, lookup: nn.Module, ids: KeyedJaggedTensor) -> torch.Tensor:
-        """Look up, without counting a forward pass that has no backward as an update.
-
-        FBGEMM advances Adam's update count in forward, also in evaluation.
-        """
-        rows: torch.Tensor = lookup(ids)
-        if not torch.is_grad_enabled():
-            kernels: Any = lookup._emb_modules
-            for kernel in kernels:
-                for counter in ("iter", "iter_cpu"):
-                    count = getattr(kernel.emb_module, counter, None)
-                    if count is not None and int(count) > 0:
-                        count.sub_(1)
-        return rows
+    rows: list[list[Awaitable[torch.Tensor]]]
+    pooled: LazyAwaitable[KeyedTensor] | None
 
 
 class _PooledAwaitable(LazyAwaitable[KeyedTensor]):
     def __init__(
         self,
-        rows: list[list[Awaitable[torch.Tensor]]],
+        started: Started,
+        rows: list[ShardedRows],
         routed: RoutedFeatures,
         layout: PooledLayout,
     ) -> None:
         super().__init__()
-        self._rows, self._routed, self._layout = rows, routed, layout
+        self._started, self._rows = started, rows
+        self._routed, self._layout = routed, layout
 
     def _wait_impl(self) -> KeyedTensor:
+        mark("dense")
         pooled = []
-        for awaitables, group, columns in zip(
-            self._rows, self._routed.groups, self._layout.groups.values(), strict=True
+        for awaitables, rows, group, columns in zip(
+            self._started.rows,
+            self._rows,
+            self._routed.groups,
+            self._layout.groups.values(),
+            strict=True,
         ):
-            parts = [awaitable.wait() for awaitable in awaitables]
-            rows_UD = parts[0] if len(parts) == 1 else torch.cat(parts)
+            rows_UD = rows.join(awaitables, group.rows)
+            mark("rows_exchange")
             pooled.append(pool_rows(rows_UD, group, len(columns)))
-        return self._layout.assemble(pooled)
+            mark("pool")
+        from_torchrec = None if self._started.pooled is None else self._started.pooled.wait()
+        mark("rows_exchange")
+        assembled = self._layout.assemble(pooled, from_torchrec)
+        mark("pool")
+        return assembled
 
 
 class ShardedHotColdEmbeddingBagCollection(
-    ShardedEmbeddingModule[KJTList, list[Any], KeyedTensor, HotColdContext],
+    ShardedEmbeddingModule[KJTList, Started, KeyedTensor, HotColdContext],
     FusedOptimizerModule,
 ):
     """See the module docstring; made by ``HotColdSharder``."""
@@ -225,7 +123,7 @@ class ShardedHotColdEmbeddingBagCollection(
     ) -> None:
         super().__init__()
         self._tables = module.embedding_bag_configs()
-        self._is_weighted = module.is_weighted()
+        self.placement = module.placement
         self.partition = module.partition
         self.layout = module.layout
         # Pickled into loader workers; the maps used here live on the device.
@@ -247,6 +145,11 @@ class ShardedHotColdEmbeddingBagCollection(
                 hot_tables,
                 module_fqn,
             )
+        self.pooled: ShardedPooledBags | None = None
+        if module.pooled is not None:
+            tables = [config.name for config in module.pooled.embedding_bag_configs()]
+            of_pooled = {name: sharding[name] for name in tables}
+            self.pooled = ShardedPooledBags(module.pooled, of_pooled, env, device, spec, module_fqn)
 
     def embedding_bag_configs(self) -> list[Any]:
         return self._tables
@@ -264,6 +167,8 @@ class ShardedHotColdEmbeddingBagCollection(
         """Forget what UVM caches hold, after the rows behind them were written directly."""
         for rows in self._rows().values():
             rows.drop_cached_rows()
+        if self.pooled is not None:
+            self.pooled.drop_cached_rows()
 
     def create_context(self) -> HotColdContext:
         return HotColdContext()
@@ -271,38 +176,51 @@ class ShardedHotColdEmbeddingBagCollection(
     def input_dist(
         self, ctx: HotColdContext, features: KeyedJaggedTensor | RoutedFeatures
     ) -> Awaitable[Awaitable[KJTList]]:
+        mark("ids_exchange")
         ctx.routed = route(self._router_here(), features)
+        mark("route")
         awaitables: list[Any] = []
         for rows, group in zip(self._rows().values(), ctx.routed.groups, strict=True):
             splits = rows.input_dist(ctx, group.rows)
             ctx.num_shardings.append(len(splits.awaitables))
             awaitables += splits.awaitables
+        if self.pooled is not None:
+            pooled_ctx = self.pooled.create_context()
+            awaitables += self.pooled.input_dist(pooled_ctx, ctx.routed.pooled).awaitables
+            # With ours: what the exchange finds out is written to contexts by position.
+            ctx.sharding_contexts += pooled_ctx.sharding_contexts
+        mark("ids_exchange")
         return KJTListSplitsAwaitable(awaitables, ctx)
 
     def _router_here(self) -> Any:
         if self._device_router is None:
-            self._device_router = type(self.router)(
-                self.layout.groups, self.partition, self._is_weighted
-            ).to(self._device)
+            self._device_router = copy.deepcopy(self.router).to(self._device)
         return self._device_router
 
-    def compute(self, ctx: HotColdContext, dist_input: KJTList) -> list[Any]:
+    def compute(self, ctx: HotColdContext, dist_input: KJTList) -> Started:
+        mark("ids_exchange")
         features, contexts = list(dist_input), list(ctx.sharding_contexts)
+        # Pooled vectors first: they travel while rows are read, and backward, which goes the other
+        # way round, sends the hot gradients before it updates these tables.
+        pooled, num_rows = None, sum(ctx.num_shardings)
+        if self.pooled is not None:
+            pooled = self.pooled.start_lookups(features[num_rows:], contexts[num_rows:])
         started = []
         for rows, num in zip(self._rows().values(), ctx.num_shardings, strict=True):
-            started.append(rows.start_lookups(ctx, features[:num], contexts[:num]))
+            started.append(rows.start_lookups(features[:num], contexts[:num]))
             features, contexts = features[num:], contexts[num:]
-        return started
+        return Started(started, pooled)
 
-    def output_dist(self, ctx: HotColdContext, output: list[Any]) -> LazyAwaitable[KeyedTensor]:
+    def output_dist(self, ctx: HotColdContext, output: Started) -> LazyAwaitable[KeyedTensor]:
         assert ctx.routed is not None
-        return _PooledAwaitable(output, ctx.routed, self.layout)
+        return _PooledAwaitable(output, list(self._rows().values()), ctx.routed, self.layout)
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        return CombinedOptimizer(
-            [(f"rows.{name}", rows.fused_optimizer) for name, rows in self._rows().items()]
-        )
+        parts = [(f"rows.{name}", rows.fused_optimizer) for name, rows in self._rows().items()]
+        if self.pooled is not None:
+            parts.append(("pooled", self.pooled.fused_optimizer))
+        return CombinedOptimizer(parts)
 
     @property
     def unsharded_module_type(self) -> type[HotColdEmbeddingBagCollection]:
@@ -314,12 +232,10 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
 
     Args:
         spec: update rule of both halves.
-        exchange: how gradients of hot rows travel.
+        exchange: how gradients of hot rows travel; None: as the collection's placement says.
     """
 
-    def __init__(
-        self, spec: OptimizerSpec, exchange: HotExchange = HotExchange.TOUCHED_ROWS
-    ) -> None:
+    def __init__(self, spec: OptimizerSpec, exchange: HotExchange | None = None) -> None:
         super().__init__(fused_params(spec))
         self._spec = spec
         self._exchange = exchange
@@ -340,19 +256,24 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         """
         device = device or torch.device("cpu")
         check_optimizer(self._spec, device, has_cold=_has_cold(module))
+        exchange = self._exchange
+        if exchange is None:
+            is_dense = module.placement.is_hot_dense
+            exchange = HotExchange.DENSE if is_dense else HotExchange.TOUCHED_ROWS
         return ShardedHotColdEmbeddingBagCollection(
-            module, params, env, device, self._spec, self._exchange, module_fqn
+            module, params, env, device, self._spec, exchange, module_fqn
         )
 
     def shardable_parameters(
         self, module: HotColdEmbeddingBagCollection
     ) -> dict[str, nn.Parameter]:
-        return {
-            name.split(".")[-2]: parameter for name, parameter in module.rows.named_parameters()
-        }
+        named = list(module.rows.named_parameters())
+        if module.pooled is not None:
+            named += module.pooled.named_parameters()
+        return {name.split(".")[-2]: parameter for name, parameter in named}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value]
+        return [kind.value for kind in (*HOT_SHARDINGS, *COLD_SHARDINGS)]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         if sharding_type == ShardingType.DATA_PARALLEL.value:
@@ -371,4 +292,5 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
 
 
 def _has_cold(module: HotColdEmbeddingBagCollection) -> bool:
-    return any(group.cold_tables for group in module.router.groups.values())
+    has_cold_rows = any(group.cold_tables for group in module.router.groups.values())
+    return has_cold_rows or module.pooled is not None

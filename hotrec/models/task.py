@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import nn
 
 from hotrec.batch import Batch
+from hotrec.stages import mark, mark_backward
+
+# A leaf for the tracer of TorchRec's pipelines.
+torch.fx.wrap("mark_backward")
 
 
 class ClickTask(nn.Module):
@@ -31,4 +36,7 @@ class ClickTask(nn.Module):
         logits_B = self.model(batch.dense, batch.sparse).squeeze(-1)
         loss_B = F.binary_cross_entropy_with_logits(logits_B, batch.labels, reduction="none")
         loss = (loss_B * batch.weights).sum() * (self.world_size / batch.num_global_samples)
+        # Between forward and backward TorchRec's pipeline sends the ids of the next batch.
+        loss = mark_backward(loss, "ids_exchange")
+        mark("dense")
         return loss, (loss.detach(), logits_B.detach(), batch.labels)

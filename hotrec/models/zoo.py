@@ -12,6 +12,8 @@ from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from hotrec.stages import backward_point, mark, mark_backward
+
 
 class ModelKind(Enum):
     """DLRM with dot interaction (Naumov et al. 2019), or DCNv2 cross layers (Wang et al. 2021)."""
@@ -28,8 +30,10 @@ def _stack_columns(pooled: KeyedTensor, names: list[str], dim: int) -> torch.Ten
     return torch.cat([columns[name] for name in names], dim=1).view(-1, len(names), dim)
 
 
-# A leaf for the tracer of TorchRec's pipelines, which cannot follow the comparison of the keys.
+# Leaves for the tracer of TorchRec's pipelines, which cannot follow what is decided by a tensor.
 torch.fx.wrap("_stack_columns")
+torch.fx.wrap("backward_point")
+torch.fx.wrap("mark_backward")
 
 
 class _LookupsFirst(DLRM):
@@ -41,11 +45,18 @@ class _LookupsFirst(DLRM):
 
     def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
         """Dense (B, N) and ids -> logits (B, 1)."""
+        mark("ids_exchange")
         pooled = self.sparse_arch.embedding_bag_collection(sparse_features)
+        mark("row_lookup")
+        bottom_is_undone = backward_point("dense", dense_features)
         dense_BD = self.dense_arch(dense_features)
+        mark("dense")
+        rows_are_sent = backward_point("grads_exchange", dense_features)
         sparse_BFD = _stack_columns(
             pooled, self.sparse_arch.sparse_feature_names, self.sparse_arch.D
         )
+        mark("rows_exchange")
+        sparse_BFD = mark_backward(sparse_BFD, "dense", bottom_is_undone, rows_are_sent)
         interactions = self.inter_arch(dense_features=dense_BD, sparse_features=sparse_BFD)
         logits: torch.Tensor = self.over_arch(interactions)
         return logits

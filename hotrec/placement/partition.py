@@ -1,7 +1,8 @@
 """The partition artifact: hot rows on disk, tied to the dataset and the profile they came from.
 
 The manifest's content, which ``hotrec.report`` reads: ``policy``, ``parameters``, ``num_rows``
-{table: rows}, ``tables`` {table: summary}, ``total`` (the same over all tables). A summary holds
+{table: rows}, ``tables`` {table: summary}, ``total`` (the same over all tables), ``placement``
+(``is_hot_dense`` and, by table, exchange, sharding, tier and cache_load_frac). A summary holds
 num_rows, hot_rows, hot_rows_frac, row_bytes, hot_bytes, coverage_train, coverage_heldout (share of
 the lookups that hot rows take; None without lookups).
 """
@@ -25,7 +26,15 @@ from hotrec.artifact import (
 from hotrec.placement.coverage import predict_distinct
 from hotrec.placement.histogram import build_histogram
 from hotrec.placement.profile import Profile
-from hotrec.types import Partition, Rows
+from hotrec.types import (
+    Exchange,
+    Partition,
+    Placement,
+    Rows,
+    Sharding,
+    TablePlacement,
+    Tier,
+)
 
 KIND = "partition"
 HOT_ROWS = "hot_rows.npz"
@@ -92,7 +101,7 @@ def predict_split_rows(
 
 
 def write_partition(
-    partition: Partition,
+    placement: Placement,
     output: Path,
     *,
     parameters: Mapping[str, Any],
@@ -103,9 +112,11 @@ def write_partition(
     """Write a partition artifact.
 
     Args:
+        placement: the partition and what goes with it.
         parameters: what the policy was given, for reports.
         summary: of ``summarize_partition``.
     """
+    partition = placement.partition
     with scratch_directory(output) as scratch:
         _write_arrays(scratch / HOT_ROWS, {t: partition.hot(t) for t in partition.num_rows})
         return commit_artifact(
@@ -116,6 +127,7 @@ def write_partition(
                 "policy": partition.policy,
                 "parameters": dict(parameters),
                 "num_rows": {table: int(n) for table, n in partition.num_rows.items()},
+                "placement": _placement_facts(placement),
                 **summary,
             },
             made_from={"dataset": dataset_hash, "profile": profile_hash},
@@ -130,6 +142,46 @@ def _write_arrays(path: Path, arrays: Mapping[str, Rows]) -> None:
             member = zipfile.ZipInfo(f"{name}.npy")
             with archive.open(member, "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array, allow_pickle=False)
+
+
+def _placement_facts(placement: Placement) -> dict[str, Any]:
+    tables = {
+        name: {
+            "exchange": table.exchange.value,
+            "sharding": table.sharding.value,
+            "tier": table.tier.value,
+            "cache_load_frac": table.cache_load_frac,
+        }
+        for name, table in placement.tables.items()
+    }
+    return {"is_hot_dense": placement.is_hot_dense, "tables": tables}
+
+
+def read_placement(path: Path, *, verify: str = "hash") -> tuple[Placement, Artifact]:
+    """Read a partition back, with what goes with it.
+
+    Raises:
+        ArtifactError: as ``read_partition``, or if it says nothing of exchanges and tiers.
+    """
+    partition, artifact = read_partition(path, verify=verify)
+    try:
+        facts = artifact.content["placement"]
+        tables = {
+            name: TablePlacement(
+                exchange=Exchange(table["exchange"]),
+                sharding=Sharding(table["sharding"]),
+                tier=Tier(table["tier"]),
+                cache_load_frac=table["cache_load_frac"],
+            )
+            for name, table in facts["tables"].items()
+        }
+        placement = Placement(partition, tables, is_hot_dense=bool(facts["is_hot_dense"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{path}: expected exchange, sharding and tier of each table, got {error!r}. Make the "
+            f"partition again."
+        ) from error
+    return placement, artifact
 
 
 def read_partition(path: Path, *, verify: str = "hash") -> tuple[Partition, Artifact]:

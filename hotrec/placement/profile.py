@@ -5,16 +5,21 @@ live in memory or in the files of the artifact, so that tables of any size fit. 
 in place (70 to 800 M ids/s on one core, from 1e8 rows down to 1e3); ``np.bincount`` would make and
 add an array of the table's size for each block (40 M ids/s at 1e7 rows).
 
+The same pass draws batches and counts the distinct rows they read, see
+``hotrec.placement.locality``.
+
 The manifest's content, which ``hotrec.report`` reads:
 ``num_samples``, ``num_heldout_samples`` (counted ones), ``num_total_samples`` (met),
 ``sampling`` {frac, seed, min_count, confidence},
 ``tables`` {name: num_rows, num_lookups, num_distinct, num_heldout_lookups, heldout_unseen_frac,
-coverage}, and ``coverage``, ``landmarks`` over the rows of all tables together; a coverage is the
-three lists of ``coverage_curve``.
+coverage}, ``coverage``, ``landmarks`` over the rows of all tables together; a coverage is the
+three lists of ``coverage_curve``; and ``locality`` {train, heldout}, each null or {batch_sizes,
+num_batches, tables {name: lookups, mean, spread}}: what the drawn batches of each size read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +31,12 @@ from hotrec.artifact import Artifact, commit_artifact, read_artifact, scratch_di
 from hotrec.placement.blocks import Block, check_block, sample_mask
 from hotrec.placement.coverage import coverage_curve, coverage_landmarks
 from hotrec.placement.histogram import CountHistogram, build_histogram, merge_histograms
+from hotrec.placement.locality import (
+    LocalityMeter,
+    TableLocality,
+    localities_from_json,
+    localities_to_json,
+)
 from hotrec.types import Rows, Schema
 
 KIND = "profile"
@@ -80,6 +91,8 @@ class Profile:
         sampling: how they were drawn.
         counts: int64 (R,) per table, train accesses; read-only memory maps when read from disk.
         heldout: int64 (R,) per table, held-out accesses; empty when nothing was held out.
+        locality: distinct rows of train batches, per table; empty if that was not measured.
+        heldout_locality: the same of held-out batches.
     """
 
     num_samples: int
@@ -88,6 +101,8 @@ class Profile:
     sampling: Sampling
     counts: Mapping[str, Rows]
     heldout: Mapping[str, Rows] = field(default_factory=dict)
+    locality: Mapping[str, TableLocality] = field(default_factory=dict)
+    heldout_locality: Mapping[str, TableLocality] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -100,6 +115,10 @@ class Profile:
             for table, counts in self.counts.items()
         }
 
+    def build_heldout_histograms(self) -> dict[str, CountHistogram]:
+        """The held-out counts of each table alone; what ``heldout_locality`` goes with."""
+        return {table: build_histogram(counts) for table, counts in self.heldout.items()}
+
 
 def count_rows(
     blocks: Iterable[Block],
@@ -108,6 +127,7 @@ def count_rows(
     num_samples: int | None = None,
     heldout_frac: float = 0.0,
     heldout_blocks: Iterable[Block] | None = None,
+    num_heldout_samples: int | None = None,
     sampling: Sampling | None = None,
     directory: Path | None = None,
 ) -> Profile:
@@ -119,6 +139,8 @@ def count_rows(
         heldout_frac: share of the samples, the last ones, that is counted apart.
         heldout_blocks: a stream of its own to count as held-out data instead, such as a
             validation split.
+        num_heldout_samples: how many samples those hold, if known: the batches that are drawn for
+            the locality are then spread over all of them.
         directory: count in ``.npy`` files made there, so that the system may page them out; None
             counts in memory.
 
@@ -142,20 +164,38 @@ def count_rows(
     allocate = _allocator(schema, directory)
     counts = allocate(TRAIN_DIRECTORY)
     heldout = allocate(HELDOUT_DIRECTORY) if heldout_frac or heldout_blocks is not None else {}
+    seed = sampling.seed
+    if heldout_frac and num_samples is not None and boundary is not None:
+        num_heldout_samples = num_samples - boundary
+    meter, heldout_meter = (
+        LocalityMeter(schema, seed=seed, num_samples=size and math.ceil(size * sampling.frac))
+        for size in (boundary, num_heldout_samples)
+    )
     position = num_counted = num_heldout = 0
     for block, is_heldout in _label_parts(blocks, heldout_blocks, boundary, num_samples):
         check_block(block, schema, position=position)
         drawn = block
         if not sampling.is_exact:
-            frac, seed = sampling.frac, sampling.seed
-            drawn = block.take(sample_mask(position, block.num_samples, frac=frac, seed=seed))
+            keep = sample_mask(position, block.num_samples, frac=sampling.frac, seed=seed)
+            drawn = block.take(keep)
         for feature in schema.features:
             target = heldout if is_heldout else counts
             np.add.at(target[feature.table], drawn.rows[feature.name], 1)
+        # Batches are drawn from all samples: a sample of them would look less clustered.
+        (heldout_meter if is_heldout else meter).observe(block, num_counted=drawn.num_samples)
         position += block.num_samples
         num_heldout += drawn.num_samples if is_heldout else 0
         num_counted += 0 if is_heldout else drawn.num_samples
-    return Profile(num_counted, num_heldout, position, sampling, counts, heldout)
+    return Profile(
+        num_counted,
+        num_heldout,
+        position,
+        sampling,
+        counts,
+        heldout,
+        meter.localities(),
+        heldout_meter.localities(),
+    )
 
 
 def _allocator(schema: Schema, directory: Path | None) -> Callable[[str], dict[str, Rows]]:
@@ -220,6 +260,7 @@ def write_profile(
     num_samples: int | None = None,
     heldout_frac: float = 0.0,
     heldout_blocks: Iterable[Block] | None = None,
+    num_heldout_samples: int | None = None,
     sampling: Sampling | None = None,
 ) -> tuple[Profile, Artifact]:
     """Count into the files of a new profile artifact and commit it; see ``count_rows``.
@@ -234,6 +275,7 @@ def write_profile(
             num_samples=num_samples,
             heldout_frac=heldout_frac,
             heldout_blocks=heldout_blocks,
+            num_heldout_samples=num_heldout_samples,
             sampling=sampling,
             directory=scratch,
         )
@@ -261,6 +303,10 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
         "tables": {name: _summarize_table(histogram) for name, histogram in histograms.items()},
         "coverage": coverage_curve(together),
         "landmarks": coverage_landmarks(together, confidence=confidence),
+        "locality": {
+            "train": localities_to_json(profile.locality),
+            "heldout": localities_to_json(profile.heldout_locality),
+        },
     }
 
 
@@ -297,6 +343,7 @@ def read_profile(path: Path, *, verify: str = "size") -> tuple[Profile, Artifact
             table: np.load(_counts_path(path, part, table), mmap_mode="r")
             for table in content["tables"]
         }
+    locality = content.get("locality", {})  # profiles of older versions lack it
     profile = Profile(
         num_samples=content["num_samples"],
         num_heldout_samples=content["num_heldout_samples"],
@@ -304,5 +351,7 @@ def read_profile(path: Path, *, verify: str = "size") -> tuple[Profile, Artifact
         sampling=Sampling(**content["sampling"]),
         counts=arrays[TRAIN_DIRECTORY],
         heldout=arrays[HELDOUT_DIRECTORY],
+        locality=localities_from_json(locality.get("train")),
+        heldout_locality=localities_from_json(locality.get("heldout")),
     )
     return profile, artifact

@@ -1,23 +1,30 @@
 """Placement -> TorchRec constraints and sharding plan."""
 
-from hotrec.planner.describe import plan_document, plan_text
-from hotrec.planner.plan import (
+from hotrec.planner.cache_stats import MissCurve, offload_stats
+from hotrec.planner.constraints import (
     ColdTier,
-    Machine,
     TorchRecPlan,
     cold_tier_for,
     hot_cold_constraints,
-    make_plan,
+    placement_constraints,
     torchrec_constraints,
 )
+from hotrec.planner.describe import plan_document, plan_text
+from hotrec.planner.hot_cold_planner import HotColdPlanner
+from hotrec.planner.machine import Machine
+from hotrec.planner.plan import make_plan
 
 __all__ = [
     "ColdTier",
+    "HotColdPlanner",
     "Machine",
+    "MissCurve",
     "TorchRecPlan",
     "cold_tier_for",
     "hot_cold_constraints",
     "make_plan",
+    "offload_stats",
+    "placement_constraints",
     "plan_document",
     "plan_text",
     "torchrec_constraints",

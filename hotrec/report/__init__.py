@@ -17,7 +17,11 @@ of ``summary.json`` and ``metrics.jsonl`` optional; what is absent is said on th
     ``log_loss``, ``normalized_entropy``, ``samples_per_s``, ``step_p50_s``, ``step_p90_s``,
     ``data_wait_frac``, ``sent_bytes`` (as above), ``sent_bytes_total`` (their sum, per step and
     rank), ``bound_bytes``, ``hot_rows``, ``total_rows``, ``hot_rows_frac``, ``hot_lookup_frac``,
-    ``finished``, and ``stage_s`` as above.
+    ``finished``, and ``stage_s`` as above. Where the run was predicted or its stages measured:
+    ``predicted_step_s``, ``measured_step_s`` (median from ``compared_from_step`` on),
+    ``step_error_frac``, ``predicted_sent_bytes``, ``sent_bytes_error_frac``, and by stage
+    ``predicted_stage_s``, ``measured_stage_s``, ``slowest_rank_stage_s``. An error is
+    (predicted - measured) / measured.
 ``environment.json``, ``config.yaml``, ``plan.txt`` (else ``plan.json``)
     Shown as they are.
 

@@ -9,6 +9,7 @@ from hotrec.report.read import Run
 from hotrec.report.units import (
     show_bytes,
     show_count,
+    show_error,
     show_frac,
     show_quality,
     show_rate,
@@ -60,6 +61,15 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("step_p90_s", "Step time, 90th percentile", show_seconds, "ratio"),
             Figure("samples_per_s", "Samples, all ranks", show_rate, "ratio"),
             Figure("data_wait_frac", "Waiting for data, share of the time", show_frac),
+        ),
+    ),
+    (
+        "Prediction",
+        (
+            Figure("predicted_step_s", "Step time, predicted", show_seconds),
+            Figure("measured_step_s", "Step time, median of the steps compared", show_seconds),
+            Figure("step_error_frac", "Error of the step, of the measured", show_error),
+            Figure("sent_bytes_error_frac", "Error of the bytes sent, of the measured", show_error),
         ),
     ),
     (

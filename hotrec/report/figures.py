@@ -25,7 +25,8 @@ from hotrec.report.style import (
 )
 from hotrec.report.units import NOT_RECORDED, show_bytes, show_seconds
 
-# What a step's parts leave of its median time, drawn only when it is more than rounding.
+# The stage without a name of its own, with what the stages leave of the median step when that is
+# more than rounding.
 REST = "other"
 BOUND_LABEL = "lower bound"
 MIN_REST_FRAC = 0.02
@@ -101,7 +102,7 @@ def with_rest(stage_s: Mapping[str, float], step_s: float | None) -> dict[str, f
     if parts and step_s is not None and not math.isnan(step_s):
         rest = step_s - sum(parts.values())
         if rest > MIN_REST_FRAC * step_s:
-            parts[REST] = rest
+            parts[REST] = parts.get(REST, 0.0) + rest
     return parts
 
 

@@ -80,7 +80,14 @@ class Section:
     body: str
 
 
-def build_page(title: str, subtitle: str, tiles: str, sections: Sequence[Section]) -> str:
+def build_page(
+    title: str,
+    subtitle: str,
+    tiles: str,
+    sections: Sequence[Section],
+    *,
+    data_file: str = "report.json",
+) -> str:
     """The whole page.
 
     Args:
@@ -88,6 +95,7 @@ def build_page(title: str, subtitle: str, tiles: str, sections: Sequence[Section
         subtitle: plain text.
         tiles: HTML of ``build_tiles``.
         sections: in reading order.
+        data_file: where the numbers are, beside the page.
     """
     links = "".join(f'<a href="#{s.anchor}">{escape(s.title)}</a>' for s in sections)
     bodies = "\n".join(
@@ -108,7 +116,7 @@ def build_page(title: str, subtitle: str, tiles: str, sections: Sequence[Section
 <main>
 {bodies}
 <footer>Sizes are decimal: 1 MB is 10<sup>6</sup> bytes. Bytes are those that one rank sends in one
-step. Every number is in report.json beside this page.</footer>
+step. Every number is in {data_file} beside this page.</footer>
 </main>
 </body>
 </html>

@@ -16,7 +16,7 @@ SUMMARY, METRICS, EVAL = "summary.json", "metrics.jsonl", "eval.jsonl"
 ENVIRONMENT, CONFIG = "environment.json", "config.yaml"
 PLANS = ("plan.txt", "plan.json")
 STAGE_PREFIX = "stage_s."
-WAIT_STAGE, COARSE_STAGE = "data_wait", "compute_and_communicate"
+WAIT_STAGE, OTHER_STAGE, COARSE_STAGE = "data_wait", "other", "compute_and_communicate"
 # Fields of the summary that a missing or unfinished one takes from the last line of metrics.jsonl,
 # or for a quality figure from the last line of eval.jsonl.
 FROM_METRICS = ("samples_per_s", "step_p50_s", "step_p90_s", "bound_bytes", "hot_lookup_frac")
@@ -32,7 +32,14 @@ NUMERIC = (
     "hot_rows",
     "total_rows",
     "hot_rows_frac",
+    "predicted_step_s",
+    "measured_step_s",
+    "step_error_frac",
+    "predicted_sent_bytes",
+    "sent_bytes_error_frac",
+    "compared_from_step",
 )
+COMPARED = ("predicted_stage_s", "measured_stage_s", "slowest_rank_stage_s")
 LINE_NUMERIC = (*FROM_METRICS, *FROM_EVAL, "loss", "data_wait_s")
 
 
@@ -49,6 +56,9 @@ class Run:
         evals: lines of ``eval.jsonl``.
         sent_bytes: bytes per step and rank, by collective; empty when not recorded.
         stage_s: seconds per step, by stage, in the order recorded; empty when not recorded.
+        predicted_stage_s: the same, as predicted before the run.
+        measured_stage_s: the same, over the steps that are compared with the prediction.
+        slowest_rank_stage_s: the same, of the slowest rank in each stage.
         texts: contents of the files that the page shows as they are, by file name.
         notes: what the reader should know, such as files that are absent.
     """
@@ -60,6 +70,9 @@ class Run:
     evals: tuple[Line, ...] = ()
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
     stage_s: Mapping[str, float] = field(default_factory=dict)
+    predicted_stage_s: Mapping[str, float] = field(default_factory=dict)
+    measured_stage_s: Mapping[str, float] = field(default_factory=dict)
+    slowest_rank_stage_s: Mapping[str, float] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -140,6 +153,7 @@ def _read_run(path: Path) -> Run:
         evals=evals,
         sent_bytes=sent_bytes,
         stage_s=_read_stages(path, summary, metrics),
+        **{name: _named_numbers(str(path / SUMMARY), name, summary.get(name)) for name in COMPARED},
         texts=_read_texts(path, notes),
         notes=tuple(notes),
     )
@@ -248,11 +262,14 @@ def _named_numbers(where: str, name: str, value: object) -> dict[str, float]:
 
 
 def _read_stages(path: Path, summary: Line, metrics: tuple[Line, ...]) -> dict[str, float]:
-    """The breakdown of a step, waiting for data in front.
+    """The breakdown of a step, waiting for data in front: it is a part of the stage "other".
 
     Without stages the coarsest one: waiting for data, and the rest of the median step.
     """
-    stage_s = _stages(str(path / SUMMARY), summary)
+    where = str(path / SUMMARY)
+    stage_s = _stages(where, summary)
+    if not stage_s:
+        stage_s = _named_numbers(where, "measured_stage_s", summary.get("measured_stage_s"))
     if not stage_s:
         stage_s = _mean_by_key([_stages(str(path / METRICS), line) for line in metrics])
     waits = [float(line["data_wait_s"]) for line in metrics if line.get("data_wait_s") is not None]
@@ -260,6 +277,8 @@ def _read_stages(path: Path, summary: Line, metrics: tuple[Line, ...]) -> dict[s
         return stage_s
     wait_s = math.fsum(waits) / len(waits)
     step_s = summary.get("step_p50_s")
+    if OTHER_STAGE in stage_s:
+        stage_s[OTHER_STAGE] = max(stage_s[OTHER_STAGE] - wait_s, 0.0)
     if not stage_s and step_s is not None:
         stage_s = {COARSE_STAGE: max(float(step_s) - wait_s, 0.0)}
     return {WAIT_STAGE: wait_s, **stage_s} if stage_s else {}

@@ -27,6 +27,9 @@ PART_COLORS = (
     "#AA4499",
     "#999933",
     "#882255",
+    "#117733",
+    "#661100",
+    "#6699CC",
 )
 REST_COLOR = "#c9ced4"
 TRAIN_COLOR, HELDOUT_COLOR = "#0072B2", "#D55E00"

@@ -31,6 +31,11 @@ def show_frac(frac: float) -> str:
     return f"{percent:.2g}%"
 
 
+def show_error(frac: float) -> str:
+    """A percentage with its sign: predicted too much is positive."""
+    return f"{'-' if frac < 0 else '+'}{show_frac(abs(frac))}"
+
+
 def show_count(number: float) -> str:
     """A whole number with thousands set apart."""
     return f"{number:,.0f}"

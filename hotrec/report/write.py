@@ -26,7 +26,8 @@ from hotrec.report.page import (
     build_run_details,
     build_tiles,
 )
-from hotrec.report.read import NUMERIC, Run, read_runs
+from hotrec.report.predicted import build_predicted
+from hotrec.report.read import COMPARED, NUMERIC, Run, read_runs
 from hotrec.report.style import to_svg
 from hotrec.report.units import show_count, show_frac
 
@@ -133,11 +134,13 @@ def _sections(
             "Where a step's time goes",
             build_figure(
                 _svg(draw_steps(runs), "Time per step by stage"),
-                "Mean seconds of each stage over the logged steps, and what they leave of the "
-                "median step. Stages that overlap add up to more than the step takes.",
+                "Seconds of each stage: the median of the measured steps where the run sums it up, "
+                "else the mean over the logged lines. Grey is what has no stage of its own, with "
+                "what the stages leave of the median step.",
                 "Step breakdown: not recorded.",
             ),
         ),
+        Section("predicted", "Predicted and measured", build_predicted(runs)),
         Section(
             "traffic",
             "What a step sends",
@@ -216,6 +219,7 @@ def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
         **{name: run.summary.get(name) for name in NUMERIC},
         "sent_bytes": dict(run.sent_bytes),
         "stage_s": dict(run.stage_s),
+        **{name: run.summary.get(name) for name in COMPARED},
         "sent_over_bound": sent / bound if sent is not None and bound else None,
         "relative_to_baseline": relative,
         "loss": _pairs(run.series("loss")),

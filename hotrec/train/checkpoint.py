@@ -114,7 +114,7 @@ def save_checkpoint(
     with _shared_scratch(target) as scratch:
         same_verdict(lambda: _save_rank(scratch, loader))
         with _plain_errors(target):
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(scratch / "tensors"))
+            dcp.save(_as_dcp_takes_it(state), storage_writer=_writer(scratch))
         content = {
             "step": position.step,
             "num_samples": position.num_samples,
@@ -172,11 +172,12 @@ def load_checkpoint(
         state["optimizer"] = optimizer.state_dict()
     expected = _shapes_of_all_ranks(state)
     same_verdict(lambda: _check_tensors(path, content["tensors"], expected, parts=set(state)))
+    loaded = _as_dcp_takes_it(state)
     with _plain_errors(path):
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path / "tensors"))
-    model.load_state_dict(state["model"])
+        dcp.load(loaded, storage_reader=dcp.FileSystemReader(path / "tensors"))
+    model.load_state_dict(loaded["model"])
     if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(_filled(state["optimizer"], loaded.get("optimizer", {})))
     if loader is not None:
         saved = same_verdict(lambda: _load_rank(path))
         loader.load_state_dict(saved["loader"])
@@ -275,6 +276,38 @@ def _read(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
                 "checkpoint, or start a new run."
             )
     return content
+
+
+def _writer(scratch: Path) -> dcp.FileSystemWriter:
+    return dcp.FileSystemWriter(scratch / "tensors")
+
+
+def _as_dcp_takes_it(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state without what holds nothing in the optimizer's, such as that of rows under SGD.
+
+    DCP leaves empty mappings out when it saves, but looks for them when it loads on a rank that
+    holds no shard of some table (default_planner.py falls back to the names of torch 2.3 there).
+    """
+    taken = {"model": state["model"]}
+    optimizer = _without_empty(state.get("optimizer", {}))
+    return taken | {"optimizer": optimizer} if optimizer else taken
+
+
+def _without_empty(state: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for key, value in state.items():
+        inner = _without_empty(value) if isinstance(value, Mapping) else value
+        if not isinstance(inner, dict) or inner:
+            kept[key] = inner
+    return kept
+
+
+def _filled(state: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """The loaded values in the shape of the state, empty mappings included."""
+    return {
+        key: _filled(value, loaded.get(key, {})) if isinstance(value, Mapping) else loaded[key]
+        for key, value in state.items()
+    }
 
 
 def _shapes(state: Mapping[str, Any], prefix: str = "") -> dict[str, list[int]]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ from hotrec.train.checkpoint import (
 )
 from hotrec.train.evaluate import evaluate
 from hotrec.train.meter import SegmentBatches
-from hotrec.train.pipeline import make_pipeline
+from hotrec.train.pipeline import Pipeline, make_pipeline
 from hotrec.train.records import Records
 from hotrec.train.run_log import RunLog
 from hotrec.train.schedule import Cadence, segments, set_learning_rates
+from hotrec.train.stage_times import FIRST_COMPARED_STEP
 from hotrec.train.watch import TrafficMeter, sigterm_held_back, stop_on_sigterm
 
 EvalLoader = Callable[[], Iterable[Batch]]
@@ -75,6 +77,8 @@ def train(
     run_dir: Path | None = None,
     inspect_batch: Callable[[Batch], BatchFacts] | None = None,
     description: Mapping[str, Any] | None = None,
+    prediction: Mapping[str, Any] | None = None,
+    first_compared_step: int = FIRST_COMPARED_STEP,
 ) -> TrainResult:
     """Train a sharded model until ``num_steps`` updates are made, those before a resume included.
 
@@ -86,7 +90,6 @@ def train(
         optimizer: of all parts; its groups' rates are those that ``lr_factor`` scales.
         train_loader: holds the batches of all ``num_steps`` updates.
         lr_factor: update number, from 1 -> factor, e.g. a ``Schedule``.
-        pipeline_kind: "sparse_dist" or "base".
         eval_batches: makes a fresh loader, by name of the split. Only the first split is evaluated
             on the way, all of them after the last step; the last one gives the summary.
         checkpoints: where to save and what to resume from; None for neither.
@@ -94,6 +97,8 @@ def train(
         run_dir: where rank 0 writes its records; None for none.
         inspect_batch: what a batch reads, for the traffic bound and the hot-lookup fraction.
         description: added to summary.json as it is (name, placement, model, batch_size, ...).
+        prediction: "step_s", "stage_s" by stage, "total_sent_bytes"; the summary is set against it.
+        first_compared_step: from which on, counted from this start; those before warm up.
 
     Raises:
         ValueError: if nothing is left to train; ArtifactError if the checkpoint does not fit.
@@ -109,7 +114,7 @@ def train(
             _frozen_garbage() as freeze_garbage,
         ):
             traffic = TrafficMeter(ranks.world_size, count_dense_values(model), inspect_batch)
-            records = Records(run_log, bar, traffic, ranks, cadence, start)
+            records = Records(run_log, bar, traffic, ranks, cadence, start, first_compared_step)
             for segment in segments(start.step, num_steps, cadence):
                 batches = SegmentBatches(train_batches, segment)
                 pipeline.start()
@@ -126,18 +131,15 @@ def train(
                         records.check_up(step, lr=lr, must_stop=stop_request.is_set)
                         if records.must_stop:
                             batches.cut()  # what the pipeline holds is still computed
-                if segment.evaluate and splits and not records.must_stop:
-                    split, make_batches = next(iter(splits.items()))
-                    records.add_quality(split, evaluate(pipeline, make_batches()))
+                if segment.evaluate and not records.must_stop:
+                    _evaluate(pipeline, dict(islice(splits.items(), 1)), records)
                 if checkpoints is not None and (segment.save or records.must_stop):
                     save_checkpoint(checkpoints, records.position, model, optimizer, train_loader)
                 if records.must_stop:
                     break
             if not records.must_stop:
-                for split, make_batches in splits.items():
-                    records.add_quality(split, evaluate(pipeline, make_batches()))
-            summary = {"world_size": ranks.world_size, **(description or {}), **records.summary()}
-            run_log.write_summary(summary)
+                _evaluate(pipeline, splits, records)
+            summary = records.write_summary(description or {}, prediction)
     return TrainResult(records.position.step, not records.must_stop, summary)
 
 
@@ -169,6 +171,11 @@ def _start(
     if resume_from is not None:
         restore_random_state(resume_from)
     return position, train_batches
+
+
+def _evaluate(pipeline: Pipeline, splits: Mapping[str, EvalLoader], records: Records) -> None:
+    for split, make_batches in splits.items():
+        records.add_quality(split, evaluate(pipeline, make_batches()))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotrec.batch import Batch
+from hotrec.stages import mark
 from hotrec.train.schedule import Segment
 
 
@@ -36,9 +37,11 @@ class SegmentBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         if len(self._num_samples) >= self.num_steps:
             raise StopIteration
+        mark("ids_exchange")
         start = time.perf_counter()
         batch = next(self._source)
         self.wait_s += time.perf_counter() - start
+        mark("other")
         self.last_taken = batch
         self._num_samples.append(batch.num_global_samples)
         return batch
@@ -83,13 +86,16 @@ class Meter:
         """Leave out the time since the last step: evaluation, saving, starting."""
         self._last = time.perf_counter()
 
-    def end_step(self, *, num_samples: int, wait_s: float, is_slowed: bool = False) -> None:
+    def end_step(self, *, num_samples: int, wait_s: float, is_slowed: bool = False) -> float:
         """Take the time since the last step.
 
         Args:
             num_samples: of this step, over all ranks.
             wait_s: part of the time in which the loader was waited for.
             is_slowed: leave the step out of all rates.
+
+        Returns:
+            That time, in seconds.
         """
         now = time.perf_counter()
         step_s, self._last = now - self._last, now
@@ -99,6 +105,7 @@ class Meter:
             self._step_s.append(step_s)
             self._samples.append(num_samples)
             self._wait_s += wait_s
+        return step_s
 
     def end_interval(self) -> Rates:
         """Rates of the steps since the last call."""

@@ -20,6 +20,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.distributed.types import ShardedModule
 
 from hotrec.batch import Batch
+from hotrec.train.marks import MarkedOptimizer, mark_lookups
 
 PIPELINES = ("base", "sparse_dist")
 
@@ -46,12 +47,14 @@ class Pipeline:
         self.device = device
         self._is_checked = False
         self._pipeline: TrainPipelineBase[Batch, Output] | TrainPipelineSparseDist[Batch, Output]
+        marked: Any = MarkedOptimizer(optimizer)
         if kind == "sparse_dist":
-            self._pipeline = TrainPipelineSparseDist(model, optimizer, device)
+            self._pipeline = TrainPipelineSparseDist(model, marked, device)
         elif kind == "base":
-            self._pipeline = TrainPipelineBase(model, optimizer, device)
+            self._pipeline = TrainPipelineBase(model, marked, device)
         else:
             raise ValueError(f"pipeline: expected one of {PIPELINES}, got {kind!r}.")
+        mark_lookups(model)
 
     def start(self) -> None:
         """Get ready for a new iterator.

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from hotrec.costs import STAGES
 from hotrec.distributed import Ranks
 from hotrec.train.checkpoint import Position
 from hotrec.train.meter import Meter, SegmentBatches
 from hotrec.train.metrics import Quality
 from hotrec.train.run_log import RunLog
 from hotrec.train.schedule import Cadence
+from hotrec.train.stage_times import StageTimes, compare
 from hotrec.train.watch import Checkup, TrafficMeter, check_up
 
 
@@ -26,6 +29,7 @@ class Records:
     Args:
         bar: the progress bar to move.
         start: where the run stands before the first step.
+        first_compared_step: see ``train``.
     """
 
     def __init__(
@@ -36,8 +40,10 @@ class Records:
         ranks: Ranks,
         cadence: Cadence,
         start: Position,
+        first_compared_step: int,
     ) -> None:
         self.position = start
+        self._stages = StageTimes(ranks.device, start.step + first_compared_step)
         self.meter = Meter(warmup_steps=cadence.warmup_steps)
         self._checkup: Checkup | None = None
         self._quality: Quality | None = None
@@ -60,12 +66,21 @@ class Records:
     def step(self, step: int, batches: SegmentBatches) -> Iterator[None]:
         """Measure the step made inside the block."""
         wait_s = batches.wait_s
-        is_counted = self._traffic.is_due(step - batches.first_step, batches.num_steps)
-        with self._traffic.counting(batches) if is_counted else nullcontext():
+        index = step - batches.first_step
+        is_counted = self._traffic.is_due(index, batches.num_steps)
+        # The pipeline fills in the first step of a segment and drains in the last.
+        is_like_others = not is_counted and 0 < index < batches.num_steps - 1
+        with ExitStack() as stack:
+            if is_counted:
+                stack.enter_context(self._traffic.counting(batches))
+            if is_like_others:
+                stack.enter_context(self._stages.measuring())
             yield
         wait_s = batches.wait_s - wait_s
         num_samples = batches.num_samples(step)
-        self.meter.end_step(num_samples=num_samples, wait_s=wait_s, is_slowed=is_counted)
+        step_s = self.meter.end_step(num_samples=num_samples, wait_s=wait_s, is_slowed=is_counted)
+        if is_like_others:
+            self._stages.end_step(step, step_s)
         self._wait_s += wait_s
         self.position = Position(step, self.position.num_samples + num_samples)
         self._bar.update()
@@ -91,10 +106,12 @@ class Records:
         Raises:
             RuntimeError: on every rank, if a loss since the last checkup is not finite.
         """
+        is_line_due = step % self._cadence.log_every == 0
         checkup = check_up(
             self._losses,
             must_stop=must_stop,
             wait_s=self._wait_s,
+            stage_s=self._stages.end_line() if is_line_due else [],
             traffic=self._traffic,
             ranks=self._ranks,
         )
@@ -104,7 +121,7 @@ class Records:
         self._wait_s = 0.0
         self._checkup = checkup
         self._bar.set_postfix(loss=f"{checkup.loss:.4f}", refresh=False)
-        if step % self._cadence.log_every == 0:
+        if is_line_due:
             self._run_log.write_metrics(self._metrics_line(step, lr, checkup))
 
     def _metrics_line(self, step: int, lr: float, checkup: Checkup) -> dict[str, Any]:
@@ -115,6 +132,7 @@ class Records:
             "loss": checkup.loss,
             "lr": lr,
             **asdict(self.meter.end_interval()),
+            "stage_s": _by_stage(checkup.stage_s),
             "data_wait_s": self._line_wait_s / self._line_steps,
             "sent_bytes": traffic.sent_bytes if traffic else None,
             "bound_bytes": traffic.bound_bytes if traffic else None,
@@ -130,8 +148,26 @@ class Records:
         line = {"step": self.position.step, "split": split, **asdict(quality)}
         self._run_log.write_eval({**line, "elapsed_s": self.elapsed_s})
 
-    def summary(self) -> dict[str, Any]:
-        """The loop's part of summary.json; what was not measured is None."""
+    def write_summary(
+        self, description: Mapping[str, Any], prediction: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Write summary.json and return its content; a collective. What was not measured is None.
+
+        Args:
+            description: goes in as it is.
+            prediction: see ``compare``.
+        """
+        figures = {**self._figures(), **self._stages.summary()}
+        summary = {
+            "world_size": self._ranks.world_size,
+            **description,
+            **figures,
+            **compare(prediction, figures),
+        }
+        self._run_log.write_summary(summary)
+        return summary
+
+    def _figures(self) -> dict[str, Any]:
         quality, checkup = self._quality, self._checkup
         traffic = checkup.traffic if checkup else None
         return {
@@ -150,3 +186,9 @@ class Records:
             "elapsed_s": self.elapsed_s,
             "finished": not self.must_stop,
         }
+
+
+def _by_stage(seconds: Sequence[float]) -> dict[str, float] | None:
+    """None if a rank measured no step."""
+    is_measured = all(math.isfinite(value) for value in seconds)
+    return dict(zip(STAGES, seconds, strict=True)) if is_measured else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -154,12 +154,14 @@ class Checkup:
         loss: mean over the ranks in the last step, which is the mean loss of the global batch.
         must_stop: whether any rank was asked to stop.
         wait_s: time waited for data since the last checkup, mean over the ranks.
+        stage_s: mean over the ranks of what they told; NaN if one of them told so.
         traffic: means so far.
     """
 
     loss: float
     must_stop: bool
     wait_s: float
+    stage_s: list[float]
     traffic: TrafficMeans | None
 
 
@@ -168,6 +170,7 @@ def check_up(
     *,
     must_stop: bool,
     wait_s: float,
+    stage_s: Sequence[float],
     traffic: TrafficMeter,
     ranks: Ranks,
 ) -> Checkup:
@@ -175,11 +178,12 @@ def check_up(
 
     Args:
         losses: this rank's loss () of each step since the last checkup, by step.
+        stage_s: this rank's seconds by stage, or none; as many on every rank.
 
     Raises:
         RuntimeError: on every rank, if the loss of a step is not finite.
     """
-    told = torch.tensor([float(must_stop), wait_s, *traffic.sums()], dtype=torch.float64)
+    told = torch.tensor([float(must_stop), wait_s, *stage_s, *traffic.sums()], dtype=torch.float64)
     own = torch.stack([loss.double().reshape(()) for loss in losses.values()])
     values = torch.cat([own, told.to(own.device)])
     if ranks.world_size > 1:
@@ -193,9 +197,11 @@ def check_up(
                 "lengthen the warm-up, or look for extreme dense values in the data."
             )
     num_stops, sum_wait_s, *sums = added[len(losses) :]
+    stage_sums, traffic_sums = sums[: len(stage_s)], sums[len(stage_s) :]
     return Checkup(
         loss=mean_losses[-1],
         must_stop=num_stops > 0,
         wait_s=sum_wait_s / ranks.world_size,
-        traffic=traffic.means(sums),
+        stage_s=[total / ranks.world_size for total in stage_sums],
+        traffic=traffic.means(traffic_sums),
     )

@@ -17,7 +17,7 @@ def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         assert main(words) == 0
         lines = capsys.readouterr().out.splitlines()
         for name, command in COMMANDS.items():
-            assert f"  {name:<8}  {command.summary}" in lines
+            assert f"  {name:<9}  {command.summary}" in lines
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_unknown_command(word: str, advice: str, capsys: pytest.CaptureFixture[s
     assert main([word]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("command: expected one of prepare, profile, plan, ")
+    assert err.startswith("command: expected one of prepare, profile, calibrate, plan, ")
     assert f"got {word!r}" in err
     assert advice in err
 

@@ -25,8 +25,8 @@ from hotrec.embedding import (
 )
 from hotrec.embedding.initialize import initial_rows
 from hotrec.models import ClickTask
-from hotrec.planner import ColdTier, Machine, hot_cold_constraints, make_plan
-from hotrec.types import Partition
+from hotrec.planner import Machine, make_plan, placement_constraints
+from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
 from tests.helpers.reference import (
     Bags,
     PlainBags,
@@ -45,6 +45,9 @@ PARTITIONS = ("all_hot", "all_cold", "half", "random", "one_table_hot", "one_row
 # What the batches of a case are like: drawn; the same few rows on all ranks in every step; no ids
 # at all on any rank in some steps; one sample per rank.
 BATCHES = ("drawn", "same_rows", "no_ids", "one_sample")
+# Rows of all tables row-wise; table by table row-wise, table-wise or pooled; every table that a
+# coin chooses table-wise, the others row-wise; all tables pooled.
+PLACEMENTS = ("row_wise", "mixed", "table_wise", "pooled")
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,9 @@ class Case:
     exchange: HotExchange
     route_in_loader: bool
     device: str = "cpu"
-    cold_tier: ColdTier = ColdTier.FUSED
+    tier: Tier = Tier.DEVICE
     batches: str = "drawn"
+    placement: str = "row_wise"
     tables: tuple[PlainTable, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,8 +82,9 @@ def make_cases(num_cases: int, seed: int = 0) -> list[Case]:
     for index in range(num_cases):
         partition = PARTITIONS[index % len(PARTITIONS)]
         kind = kinds[(index // len(PARTITIONS)) % len(kinds)]
+        placement = str(rng.choice(PLACEMENTS, p=[0.25, 0.45, 0.2, 0.1]))
         if partition == "all_hot" and index % 4 == 0:
-            kind = OptimizerKind.ADAM
+            kind, placement = OptimizerKind.ADAM, "row_wise"
         cases.append(
             Case(
                 seed=int(rng.integers(1 << 30)),
@@ -91,6 +96,7 @@ def make_cases(num_cases: int, seed: int = 0) -> list[Case]:
                 route_in_loader=bool(rng.integers(2)),
                 # Every partition meets every kind of batch, with different optimizers.
                 batches=BATCHES[(index // 2) % len(BATCHES)],
+                placement=placement,
             )
         )
     return cases
@@ -136,6 +142,28 @@ def make_partition(case: Case) -> Partition:
                 num_hot = int(rng.integers(rows + 1))
         hot[name] = rng.permutation(rows)[:num_hot].astype(np.int64)
     return Partition(num_rows, hot, case.partition)
+
+
+def make_placement(case: Case) -> Placement:
+    """The case's partition, and how each table's other rows are served."""
+    rng = case.rng(4)
+    partition = make_partition(case)
+    hot = dict(partition.hot_rows)
+    placements = {}
+    for name in partition.num_rows:
+        is_pooled = case.placement == "pooled" or (
+            case.placement == "mixed" and bool(rng.random() < 0.4)
+        )
+        is_table_wise = case.placement != "row_wise" and bool(rng.random() < 0.6)
+        if is_pooled:
+            hot.pop(name)
+        placements[name] = TablePlacement(
+            exchange=Exchange.POOLED if is_pooled else Exchange.ROWS,
+            sharding=Sharding.TABLE_WISE if is_pooled or is_table_wise else Sharding.ROW_WISE,
+            tier=case.tier,
+            cache_load_frac=0.2 if case.tier is Tier.HOST_CACHED else None,
+        )
+    return Placement(Partition(partition.num_rows, hot, case.partition), placements)
 
 
 def make_global_batch(
@@ -294,9 +322,9 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
         )
         for table in case.tables
     ]
-    partition = make_partition(case)
+    placement = make_placement(case)
     embeddings = HotColdEmbeddingBagCollection(
-        configs, partition, is_weighted=case.is_weighted, device=torch.device("meta")
+        configs, placement, is_weighted=case.is_weighted, device=torch.device("meta")
     )
     width = sum(table.dim * len(table.features) for table in case.tables)
     router = embeddings.router
@@ -306,10 +334,7 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     spec = spec_of(case)
     sharders = [HotColdSharder(spec, case.exchange)]
     machine = Machine(world_size, world_size, device.type, 1 << 30, 1 << 33, 8)
-    constraints = hot_cold_constraints(
-        configs, partition, cold_tier=case.cold_tier, cache_load_factor=0.2
-    )
-    plan = make_plan(task, sharders, machine, constraints)
+    plan = make_plan(task, sharders, machine, placement_constraints(placement))
     model = shard(task, plan, sharders, device)
     initialize_embeddings(model, SEED)
     optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1))

@@ -36,9 +36,10 @@ from hotrec.planner import (
     TorchRecPlan,
     hot_cold_constraints,
     make_plan,
+    placement_constraints,
     torchrec_constraints,
 )
-from hotrec.types import Partition
+from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
 
 NUM_DENSE = 3
 NUM_ROWS = {"t0": 40, "t1": 12, "t2": 7, "t3": 90}
@@ -59,6 +60,21 @@ PARTITIONS = {
     "all_hot": Partition(NUM_ROWS, hot_rows(1000)),
     "mixed": Partition(NUM_ROWS, hot_rows(10)),
 }
+
+# Of every kind one: hot and row-wise, hot and table-wise, pooled, table-wise.
+PLACEMENT = Placement(
+    Partition(NUM_ROWS, {table: rows for table, rows in hot_rows(10).items() if table < "t2"}),
+    {
+        "t0": TablePlacement(),
+        "t1": TablePlacement(sharding=Sharding.TABLE_WISE),
+        "t2": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
+        "t3": TablePlacement(sharding=Sharding.TABLE_WISE),
+    },
+)
+ALL_POOLED = Placement(
+    Partition(NUM_ROWS),
+    dict.fromkeys(NUM_ROWS, TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)),
+)
 
 
 def spec_of(kind: OptimizerKind, *, learning_rate: float = 0.2) -> OptimizerSpec:
@@ -131,7 +147,7 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 def build(
     kind: OptimizerKind,
-    partition: Partition | TorchRecPlan,
+    partition: Partition | Placement | TorchRecPlan,
     *,
     exchange: HotExchange = HotExchange.TOUCHED_ROWS,
     splits: Sequence[Sequence[str]] = (tuple(NUM_ROWS),),
@@ -150,15 +166,18 @@ def build(
     width = sum(DIMS[table] * len(FEATURES[table]) for split in splits for table in split)
     collections: list[nn.Module]
     sharders: list[Any]
-    if isinstance(partition, Partition):
+    if isinstance(partition, Partition | Placement):
         collections = [
             HotColdEmbeddingBagCollection(configs(split), partition, device=meta)
             for split in splits
         ]
         sharders = [HotColdSharder(spec, exchange)]
-        constraints = hot_cold_constraints(
-            configs(), partition, cold_tier=tier, cache_load_factor=0.2
-        )
+        if isinstance(partition, Placement):
+            constraints = placement_constraints(partition)
+        else:
+            constraints = hot_cold_constraints(
+                configs(), partition, cold_tier=tier, cache_load_factor=0.2
+            )
     else:
         collections = [EmbeddingBagCollection(tables=configs(s), device=meta) for s in splits]
         sharders = [EmbeddingBagCollectionSharder(fused_params(spec))]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,15 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.distributed.types import ShardedModule
 
 from hotrec.batch import Batch
+from hotrec.distributed import broadcast_object
 from hotrec.embedding import OptimizerKind, gather_tables
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.planner import TorchRecPlan
+from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from tests.distributed.setups import (
+    ALL_POOLED,
     PARTITIONS,
+    PLACEMENT,
     Setup,
     batches,
     build,
@@ -72,17 +79,18 @@ def assert_same_weights(first: Setup, second: Setup, tolerance: float = 0.0) -> 
 
 def pipelines_give_the_same_losses() -> None:
     """Plain loop, base pipeline, sparse_dist with ids, sparse_dist with routed ids: bit for bit."""
-    for kind in ON_CPU:
-        plain = build(kind, PARTITIONS["mixed"])
+    cases = [(kind, PARTITIONS["mixed"]) for kind in ON_CPU]
+    for kind, placement in (*cases, (OptimizerKind.ROWWISE_ADAGRAD, PLACEMENT)):
+        plain = build(kind, placement)
         expected = [plain.step(make_batch(step)) for step in range(NUM_STEPS)]
 
-        base = build(kind, PARTITIONS["mixed"])
+        base = build(kind, placement)
         pipeline: Any = TrainPipelineBase(base.model, base.optimizer, CPU)
         assert run_pipeline(pipeline, batches(0, NUM_STEPS)) == expected
         assert_same_weights(base, plain)
 
         for is_routed in (False, True):
-            setup = build(kind, PARTITIONS["mixed"])
+            setup = build(kind, placement)
             pipeline = sparse_dist(setup)
             route = setup.route if is_routed else None
             assert run_pipeline(pipeline, batches(0, NUM_STEPS, route=route)) == expected
@@ -91,9 +99,10 @@ def pipelines_give_the_same_losses() -> None:
 
 
 def every_partition_is_pipelined() -> None:
-    for name in ("all_cold", "all_hot"):
-        kind = OptimizerKind.ADAM if name == "all_hot" else OptimizerKind.ROWWISE_ADAGRAD
-        plain, setup = build(kind, PARTITIONS[name]), build(kind, PARTITIONS[name])
+    for placement in (PARTITIONS["all_cold"], PARTITIONS["all_hot"], ALL_POOLED):
+        is_adam = placement is PARTITIONS["all_hot"]
+        kind = OptimizerKind.ADAM if is_adam else OptimizerKind.ROWWISE_ADAGRAD
+        plain, setup = build(kind, placement), build(kind, placement)
         expected = [plain.step(make_batch(step)) for step in range(NUM_STEPS)]
         pipeline = sparse_dist(setup)
         assert run_pipeline(pipeline, batches(0, NUM_STEPS)) == expected
@@ -103,9 +112,9 @@ def every_partition_is_pipelined() -> None:
 
 def segments_drain_and_go_on() -> None:
     """Bounded segments of one iterator, with an evaluation between, as the loop does it."""
-    plain = build(OptimizerKind.ADAGRAD, PARTITIONS["mixed"])
+    plain = build(OptimizerKind.ADAGRAD, PLACEMENT)
     expected = [plain.step(make_batch(step)) for step in range(7)]
-    setup = build(OptimizerKind.ADAGRAD, PARTITIONS["mixed"])
+    setup = build(OptimizerKind.ADAGRAD, PLACEMENT)
     pipeline = sparse_dist(setup)
     stream = batches(0, 7)
     losses = []
@@ -124,29 +133,34 @@ def segments_drain_and_go_on() -> None:
 
 
 def two_collections() -> None:
-    whole = build(OptimizerKind.ROWWISE_ADAGRAD, PARTITIONS["mixed"])
-    expected = [whole.step(make_batch(step)) for step in range(NUM_STEPS)]
-    setup = build(OptimizerKind.ROWWISE_ADAGRAD, PARTITIONS["mixed"], splits=TWO_COLLECTIONS)
-    plain = build(OptimizerKind.ROWWISE_ADAGRAD, PARTITIONS["mixed"], splits=TWO_COLLECTIONS)
-    pipeline = sparse_dist(setup)
-    losses = run_pipeline(pipeline, batches(0, NUM_STEPS))
-    assert_all_pipelined(pipeline, setup, 2)
-    assert losses == [plain.step(make_batch(step)) for step in range(NUM_STEPS)]
-    assert_same_weights(setup, plain)
-    assert losses == pytest.approx(expected, abs=1e-6)
-    assert_same_weights(setup, whole, 1e-6)
+    kind = OptimizerKind.ROWWISE_ADAGRAD
+    for placement in (PARTITIONS["mixed"], PLACEMENT):
+        whole = build(kind, placement)
+        expected = [whole.step(make_batch(step)) for step in range(NUM_STEPS)]
+        setup = build(kind, placement, splits=TWO_COLLECTIONS)
+        plain = build(kind, placement, splits=TWO_COLLECTIONS)
+        pipeline = sparse_dist(setup)
+        losses = run_pipeline(pipeline, batches(0, NUM_STEPS))
+        assert_all_pipelined(pipeline, setup, 2)
+        assert losses == [plain.step(make_batch(step)) for step in range(NUM_STEPS)]
+        assert_same_weights(setup, plain)
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert_same_weights(setup, whole, 1e-6)
 
 
 def state_goes_on_bitwise() -> None:
     """Model and optimizer saved in memory and loaded into fresh ones, on the same ranks."""
-    kinds = [(kind, "mixed") for kind in ON_CPU] + [(OptimizerKind.ADAM, "all_hot")]
-    for kind, name in kinds:
-        first = build(kind, PARTITIONS[name])
+    cases: list[tuple[OptimizerKind, Any]] = [(OptimizerKind.ADAM, PARTITIONS["all_hot"])]
+    cases += [
+        (kind, placement) for kind in ON_CPU for placement in (PARTITIONS["mixed"], PLACEMENT)
+    ]
+    for kind, placement in cases:
+        first = build(kind, placement)
         for step in range(3):
             first.step(make_batch(step))
         model_state = first.model.state_dict()
         optimizer_state = first.optimizer.state_dict()
-        second = build(kind, PARTITIONS[name], seed=99)
+        second = build(kind, placement, seed=99)
         second.step(make_batch(9))  # another history, which loading must wipe out
         second.model.load_state_dict(model_state)
         second.optimizer.load_state_dict(optimizer_state)
@@ -156,8 +170,41 @@ def state_goes_on_bitwise() -> None:
         assert_same_weights(first, second)
 
 
+class NoLoader(list[Batch]):
+    """What a checkpoint wants of a loader, without batches."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {}
+
+
+def checkpoint_goes_on_bitwise() -> None:
+    """Written by both ranks and read into a model that started otherwise."""
+    folder = Path(broadcast_object(tempfile.mkdtemp()))
+    for kind in ON_CPU:
+        first, second = build(kind, PLACEMENT), build(kind, PLACEMENT, seed=99)
+        for step in range(3):
+            first.step(make_batch(step))
+        checkpoints = Checkpoints(folder / kind.value, facts={})
+        path = save_checkpoint(
+            checkpoints, Position(3, 72), first.model, first.optimizer, NoLoader()
+        )
+        load_checkpoint(
+            path, model=second.model, optimizer=second.optimizer, loader=NoLoader(), facts={}
+        )
+        assert_same_weights(first, second)
+        for step in range(3, NUM_STEPS):
+            assert first.step(make_batch(step)) == second.step(make_batch(step)), (kind, step)
+        assert_same_weights(first, second)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
 def every_parameter_has_one_optimizer() -> None:
-    for partition in (*PARTITIONS.values(), *TorchRecPlan):
+    for partition in (*PARTITIONS.values(), PLACEMENT, ALL_POOLED, *TorchRecPlan):
         setup = build(OptimizerKind.ROWWISE_ADAGRAD, partition)
         names = [name.split(".", 1)[1] for name in setup.optimizer.params]
         assert len(names) == len(set(names))
@@ -171,7 +218,7 @@ def torchrec_plans_reach_the_same_losses() -> None:
     for kind in ON_CPU:
         hot_cold = build(kind, PARTITIONS["mixed"])
         expected = [hot_cold.step(make_batch(step)) for step in range(NUM_STEPS)]
-        for plan in TorchRecPlan:
+        for plan in (*TorchRecPlan, PLACEMENT, ALL_POOLED):
             setup = build(kind, plan)
             losses = [setup.step(make_batch(step)) for step in range(NUM_STEPS)]
             assert losses == pytest.approx(expected, abs=1e-5), (kind, plan)
@@ -180,7 +227,7 @@ def torchrec_plans_reach_the_same_losses() -> None:
 
 def learning_rates_change_at_the_same_step() -> None:
     """A rate set between two steps holds for the next one on hot, cold and dense parameters."""
-    for partition in (PARTITIONS["mixed"], TorchRecPlan.HAND_TUNED):
+    for partition in (PARTITIONS["mixed"], PLACEMENT, TorchRecPlan.HAND_TUNED):
         setup = build(OptimizerKind.SGD, partition)
         reference = build(OptimizerKind.SGD, partition)
         setup.step(make_batch(0))
@@ -210,6 +257,7 @@ CHECKS: list[Callable[[], None]] = [
     segments_drain_and_go_on,
     two_collections,
     state_goes_on_bitwise,
+    checkpoint_goes_on_bitwise,
     every_parameter_has_one_optimizer,
     torchrec_plans_reach_the_same_losses,
     learning_rates_change_at_the_same_step,

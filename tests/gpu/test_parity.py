@@ -8,20 +8,20 @@ import pytest
 
 from hotrec.distributed import Ranks
 from hotrec.embedding import OptimizerKind
-from hotrec.planner import ColdTier
-from tests.distributed.parity_cases import BATCHES, PARTITIONS, make_cases, run_cases
+from hotrec.types import Tier
+from tests.distributed.parity_cases import BATCHES, PARTITIONS, PLACEMENTS, make_cases, run_cases
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
-@pytest.mark.parametrize("tier", list(ColdTier), ids=lambda tier: tier.value)
-def test_hot_cold_equals_unsplit_reference(gpu: Ranks, tier: ColdTier, kind: OptimizerKind) -> None:
+@pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.value)
+def test_hot_cold_equals_unsplit_reference(gpu: Ranks, tier: Tier, kind: OptimizerKind) -> None:
     cases = [
-        replace(case, device="cuda", cold_tier=tier, optimizer=kind)
-        for case in make_cases(24, seed=17)
+        replace(case, device="cuda", tier=tier, optimizer=kind) for case in make_cases(24, seed=18)
     ]
     assert {case.partition for case in cases} == set(PARTITIONS)
     assert {case.batches for case in cases} == set(BATCHES)
+    assert {case.placement for case in cases} == set(PLACEMENTS)
     failures = run_cases(cases)
     assert not failures, "\n".join(failures)

@@ -10,8 +10,18 @@ import pytest
 from tests.policy.source import Import, imports, imports_of, loaded_by, modules
 
 # A module imports its own layer's row and the rows above; packages of SIBLINGS not one another.
-VALUES = {"types", "artifact"}
-RUNTIME = {"distributed", "batch", "bags", "routing", "sorting", "traffic", "memory", "doctor"}
+VALUES = {"types", "artifact", "costs"}
+RUNTIME = {
+    "distributed",
+    "batch",
+    "bags",
+    "routing",
+    "sorting",
+    "stages",
+    "traffic",
+    "memory",
+    "doctor",
+}
 SIBLINGS = {
     "data",
     "placement",
@@ -33,6 +43,7 @@ WALLS = {
     "torchdata": {"hotrec.data"},
     "tensorboard": {"hotrec.train"},
     "matplotlib": {"hotrec.report"},
+    "scipy": {"hotrec.placement"},
 }
 
 # Start in a tenth of a second and are tested without torch; ".*" is the package with all it holds.
@@ -40,6 +51,7 @@ WITHOUT_TORCH = [
     "hotrec",
     "hotrec.types",
     "hotrec.artifact",
+    "hotrec.costs.*",
     "hotrec.doctor.*",
     "hotrec.cli",
     "hotrec.placement.*",

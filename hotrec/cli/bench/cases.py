@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hotrec.batch import Batch
-from hotrec.cli.assemble import Sharded, build_sharded, make_machine
+from hotrec.cli.assemble import Sharded, as_placement, build_sharded, make_machine
 from hotrec.cli.bench.machine import resident_bytes
 from hotrec.cli.schema import (
     AllColdPlacement,
@@ -173,9 +173,11 @@ def build_runner(
         device=ranks.device.type,
         batch_size=config.bench.batch_size,
     )
-    sharded = build_sharded(
-        case_config(config, case), schema, case.partition, machine, ranks.device
-    )
+    placed = None
+    if case.partition is not None:
+        assert isinstance(case.placement, HotColdConfig)
+        placed = as_placement(case.placement, case.partition, ranks.device.type)
+    sharded = build_sharded(case_config(config, case), schema, placed, machine, ranks.device)
     pipeline = make_pipeline(
         config.bench.pipeline.name, sharded.model, sharded.optimizer, ranks.device
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from hotrec.cli.schema.choices import HotExchange, ModelConfig, OptimizerConfig
+from hotrec.cli.schema.choices import ModelConfig, OptimizerConfig
 from hotrec.cli.schema.fields import key, section
+from hotrec.cli.schema.placements import HotExchange
 from hotrec.cli.schema.sections import Device, LaunchConfig, PipelineKind, PlannerConfig
 
 

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Union
 
 from hotrec.cli.schema.fields import key, section
+from hotrec.cli.schema.placements import (
+    AllColdPlacement,
+    AllHotPlacement,
+    BreakEvenPlacement,
+    BudgetPlacement,
+    CostPlacement,
+    CoveragePlacement,
+    FaePlacement,
+    FractionPlacement,
+    FreqCachePlacement,
+    HugectrPlacement,
+    SavedPlacement,
+    ScarsPlacement,
+    TorchrecPlacement,
+)
 
 
 class ModelKind(Enum):
@@ -52,171 +66,6 @@ class Dcnv2Config(ModelConfig):
     kind: ModelKind = key("the model; choose it with model=", ModelKind.dcnv2)
     cross_num_layers: int = key("cross layers", 3, at_least=1)
     cross_low_rank_dim: int = key("rank of the cross layers' matrices", 64, at_least=1)
-
-
-class PlacementKind(Enum):
-    """How the hot rows are chosen."""
-
-    fraction = "fraction"
-    coverage = "coverage"
-    budget = "budget"
-    break_even = "break_even"
-    all_hot = "all_hot"
-    all_cold = "all_cold"
-    saved = "saved"
-    torchrec = "torchrec"
-
-
-class HotExchange(Enum):
-    """How gradients of hot rows travel."""
-
-    touched_rows = "touched_rows"
-    dense = "dense"
-
-
-class ColdTier(Enum):
-    """Where rows that are sharded live."""
-
-    auto = "auto"
-    fused = "fused"
-    fused_uvm = "fused_uvm"
-    fused_uvm_caching = "fused_uvm_caching"
-
-
-class Routing(Enum):
-    """Where ids are told apart into hot and cold."""
-
-    loader = "loader"
-    device = "device"
-
-
-@dataclass
-class PlacementConfig:
-    """What all placements share."""
-
-    kind: PlacementKind = key("the policy; choose it with placement=")
-
-
-@dataclass
-class HotColdConfig(PlacementConfig):
-    """What all placements with hot and cold rows share."""
-
-    hot_exchange: HotExchange = key(
-        "gradients of hot rows: touched_rows (those of this step) or dense (all)",
-        HotExchange.touched_rows,
-    )
-    cold_tier: ColdTier = key(
-        "cold rows in the device's memory (fused) or the host's (fused_uvm, fused_uvm_caching); "
-        "auto: fused on CPU, fused_uvm_caching on CUDA",
-        ColdTier.auto,
-    )
-    cache_load_frac: float = key(
-        "share of the cold rows that fused_uvm_caching keeps in GPU memory",
-        0.2,
-        above=0,
-        at_most=1,
-    )
-    routing: Routing = key(
-        "where hot and cold ids are told apart: loader (workers) or device", Routing.loader
-    )
-
-
-@dataclass
-class PolicyConfig(HotColdConfig):
-    """What all policies that read a profile share."""
-
-    small_table_rows: int = key("tables of at most so many rows are wholly hot", 0, at_least=0)
-    overrides: dict[str, Union[str, int, float]] = key(  # noqa: UP007 (OmegaConf reads Union)
-        "per table: hot, cold, a number of rows, or a fraction of its rows", {}
-    )
-
-
-@dataclass
-class FractionPlacement(PolicyConfig):
-    """A fixed share of the rows."""
-
-    kind: PlacementKind = key("the policy; choose it with placement=", PlacementKind.fraction)
-    hot_frac: float = key("share of the rows that is hot", 0.01, at_least=0, at_most=1)
-    per_table: bool = key("the share of each table, not of all rows together", False)
-
-
-@dataclass
-class CoveragePlacement(PolicyConfig):
-    """As few rows as take a share of the lookups."""
-
-    kind: PlacementKind = key("the policy; choose it with placement=", PlacementKind.coverage)
-    coverage_frac: float = key("share of the lookups that are hot", 0.8, at_least=0, at_most=1)
-    per_table: bool = key("the share of each table's lookups, not of all together", False)
-
-
-@dataclass
-class BudgetPlacement(PolicyConfig):
-    """As much as fits, by accesses per byte."""
-
-    kind: PlacementKind = key("the policy; choose it with placement=", PlacementKind.budget)
-    hot_budget_mib: float = key(
-        "memory for hot rows with optimizer state, MiB per device", at_least=0
-    )
-
-
-@dataclass
-class BreakEvenPlacement(PolicyConfig):
-    """Rows that a step reads often enough."""
-
-    kind: PlacementKind = key("the policy; choose it with placement=", PlacementKind.break_even)
-    min_accesses_per_step: float = key(
-        "expected lookups per global batch from which a row is hot", 1.0, above=0
-    )
-
-
-@dataclass
-class AllHotPlacement(HotColdConfig):
-    """Every row on every rank."""
-
-    kind: PlacementKind = key("the policy; choose it with placement=", PlacementKind.all_hot)
-
-
-@dataclass
-class AllColdPlacement(HotColdConfig):
-    """No row replicated."""
-
-    kind: PlacementKind = key("the policy; choose it with placement=", PlacementKind.all_cold)
-
-
-@dataclass
-class SavedPlacement(HotColdConfig):
-    """A partition made before."""
-
-    kind: PlacementKind = key("the policy; choose it with placement=", PlacementKind.saved)
-    partition_dir: str = key("partition to train with", "${paths.partition}")
-
-
-class TorchrecPlan(Enum):
-    """Plans on unsplit tables, the baselines."""
-
-    planner = "planner"
-    table_wise = "table_wise"
-    hand_tuned = "hand_tuned"
-
-
-@dataclass
-class TorchrecPlacement(PlacementConfig):
-    """TorchRec's own sharding of unsplit tables."""
-
-    kind: PlacementKind = key("the policy; choose it with placement=", PlacementKind.torchrec)
-    plan: TorchrecPlan = key(
-        "planner (TorchRec's choice), table_wise, or hand_tuned (tables with fewer rows than the "
-        "batch data-parallel, the rest table-wise)",
-        TorchrecPlan.planner,
-    )
-    tier: ColdTier = key(
-        "rows in the device's memory (fused) or the host's (fused_uvm, fused_uvm_caching); "
-        "auto: fused",
-        ColdTier.auto,
-    )
-    cache_load_frac: float = key(
-        "share of the rows that fused_uvm_caching keeps in GPU memory", 0.2, above=0, at_most=1
-    )
 
 
 class OptimizerKind(Enum):
@@ -302,10 +151,15 @@ class AdamConfig(OptimizerConfig):
 VARIANTS: dict[str, dict[str, type]] = {
     "model": {"dlrm": DlrmConfig, "dcnv2": Dcnv2Config},
     "placement": {
+        "cost": CostPlacement,
         "fraction": FractionPlacement,
         "coverage": CoveragePlacement,
         "budget": BudgetPlacement,
         "break_even": BreakEvenPlacement,
+        "hugectr": HugectrPlacement,
+        "fae": FaePlacement,
+        "freq_cache": FreqCachePlacement,
+        "scars": ScarsPlacement,
         "all_hot": AllHotPlacement,
         "all_cold": AllColdPlacement,
         "saved": SavedPlacement,

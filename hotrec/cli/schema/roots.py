@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hotrec.cli.schema.bench import BenchRootConfig
-from hotrec.cli.schema.choices import ModelConfig, OptimizerConfig, PlacementConfig
+from hotrec.cli.schema.choices import ModelConfig, OptimizerConfig
 from hotrec.cli.schema.fields import key, section
+from hotrec.cli.schema.placements import PlacementConfig
 from hotrec.cli.schema.sections import (
+    CalibrateConfig,
     Device,
     LaunchConfig,
     PathsConfig,
@@ -35,6 +37,7 @@ class Config:
     trainer: TrainerConfig = section("the training run", TrainerConfig)
     planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
     plan: PlanConfig = section("what `hotrec plan` plans for", PlanConfig)
+    calibrate: CalibrateConfig = section("what `hotrec calibrate` measures", CalibrateConfig)
     launch: LaunchConfig = section("processes on this host", LaunchConfig)
     paths: PathsConfig = section("where the stages read and write", PathsConfig)
 

@@ -80,6 +80,7 @@ class PathsConfig:
     dataset: str = key("dataset directory", "data/${dataset_name}/dataset")
     profile: str = key("profile directory", "data/${dataset_name}/profile")
     partition: str = key("partition directory that plan writes", "data/${dataset_name}/partition")
+    costs: str = key("measured costs, of calibrate; of the machine, not of a dataset", "data/costs")
 
 
 class ProfileMode(Enum):
@@ -112,6 +113,11 @@ class PlannerConfig:
 
     hbm_gib: float | None = key("GPU memory per device; null: as found, or 80", None, above=0)
     host_gib: float | None = key("host memory per host; null: as found", None, above=0)
+    costs: str = key(
+        "measured (at paths.costs), the name of a built-in set, or auto: measured if there and of "
+        "this kind of device, else the nearest built-in set",
+        "auto",
+    )
 
 
 @dataclass
@@ -121,3 +127,21 @@ class PlanConfig:
     world_size: int = key("ranks", 2, at_least=1)
     ranks_per_host: int | None = key("ranks on a host; null: all", None, at_least=1)
     device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)
+    sensitivity: bool = key("also predict with half and twice the budget, batch and ranks", True)
+    min_samples_per_s: float | None = key(
+        "of a sweep's cheapest machine; null: any that fits", None, above=0
+    )
+    keep_going: bool = key("in a sweep, write down what does not fit and go on", True)
+
+
+@dataclass
+class CalibrateConfig:
+    """What ``hotrec calibrate`` measures."""
+
+    name: str | None = key("name of the costs; null: device and host", None)
+    max_bytes: float = key("largest message that a rank sends", 16777216.0, at_least=4096)
+    repeats: int = key("timed calls of each size, at most; 3 at least", 7, at_least=3)
+    cap_mib: int = key("memory per rank for the rows that lookups are timed on", 256, at_least=1)
+    from_run: str | None = key(
+        "do not measure: correct the costs by the stages that this run directory measured", None
+    )

@@ -11,7 +11,7 @@ from hotrec.placement.partition import (
 )
 from hotrec.placement.policies import choose_budget, choose_fraction
 from hotrec.placement.profile import Profile, Sampling
-from hotrec.types import Partition
+from hotrec.types import Partition, Placement
 
 # A table may be called "file", which np.savez cannot take as a name.
 COUNTS = {"file": np.array([5, 0, 3, 2]), "t/x": np.array([0, 0]), "big": np.arange(10)}
@@ -27,7 +27,7 @@ PARTITION = Partition(
 
 def write(path, partition=PARTITION, dataset_hash="d1"):
     return write_partition(
-        partition,
+        Placement.alike(partition),
         path,
         parameters={"budget_bytes": 5},
         summary=summarize_partition(partition, PROFILE, ROW_BYTES),
@@ -89,7 +89,12 @@ def test_large_partition_survives(tmp_path):
     counts = {"t": np.random.default_rng(0).integers(0, 1000, 300_000)}
     partition = choose_budget(counts, budget_bytes=100_000 * 68, row_bytes={"t": 68})
     write_partition(
-        partition, tmp_path / "p", parameters={}, summary={}, dataset_hash="d", profile_hash="p"
+        Placement.alike(partition),
+        tmp_path / "p",
+        parameters={},
+        summary={},
+        dataset_hash="d",
+        profile_hash="p",
     )
     assert np.array_equal(read_partition(tmp_path / "p")[0].hot("t"), partition.hot("t"))
     assert partition.num_hot("t") == 100_000

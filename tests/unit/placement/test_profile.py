@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from hotrec.artifact import ArtifactError
 from hotrec.placement.blocks import Block, sample_mask
-from hotrec.placement.profile import Profile, Sampling, count_rows, read_profile, write_profile
+from hotrec.placement.profile import (
+    Profile,
+    Sampling,
+    count_rows,
+    read_profile,
+    summarize_profile,
+    write_profile,
+)
 from hotrec.types import Feature, Schema, Table
 from tests.unit.placement.samples import SCHEMA, as_lists, count_slowly, cut, make_samples
 
@@ -129,6 +136,38 @@ def test_artifact_round_trip_is_mapped_and_read_only(tmp_path):
         "users.npy",
         "words.npy",
     ]
+
+
+def test_locality_is_read_back(tmp_path):
+    blocks = [make_samples(300, seed=seed) for seed in range(4)]
+    options = {"num_samples": 1200, "heldout_frac": 0.25}
+    written, artifact = write_profile(
+        blocks, SCHEMA, tmp_path / "profile", dataset_hash="d", **options
+    )
+    in_memory = count_rows(blocks, SCHEMA, **options)
+    profile = read_profile(tmp_path / "profile")[0]
+    for found in (written, profile):
+        assert found.locality == in_memory.locality
+        assert found.heldout_locality == in_memory.heldout_locality
+    assert set(profile.locality) == set(profile.heldout_locality) == {"users", "words", "tags"}
+    in_manifest = artifact.content["locality"]["train"]
+    assert in_manifest["batch_sizes"] == [64, 128, 256]
+    assert in_manifest["tables"]["users"]["lookups"] == [64, 128, 256]
+    assert in_manifest["tables"]["words"]["lookups"] == [128, 256, 512]
+
+
+def test_profiles_of_older_versions_have_no_locality(tmp_path, monkeypatch):
+    def summarize_as_once(profile):
+        content = summarize_profile(profile)
+        del content["locality"]
+        return content
+
+    monkeypatch.setattr("hotrec.placement.profile.summarize_profile", summarize_as_once)
+    write_profile([make_samples(300)], SCHEMA, tmp_path / "profile", dataset_hash="d")
+    profile, artifact = read_profile(tmp_path / "profile")
+    assert "locality" not in artifact.content
+    assert profile.locality == profile.heldout_locality == {}
+    assert profile.num_samples == 300
 
 
 def test_content_of_the_manifest(tmp_path):

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hotrec.batch import Batch
+from hotrec.costs import STAGES
 from hotrec.distributed import Ranks
 from hotrec.traffic import BatchFacts, count_distinct_rows
 from hotrec.train.checkpoint import Checkpoints, StatefulLoader, find_latest
@@ -72,6 +73,7 @@ def test_records_of_a_run(one_rank: Ranks, tmp_path: Path) -> None:
         "samples_per_s",
         "step_p50_s",
         "step_p90_s",
+        "stage_s",
         "data_wait_s",
         "sent_bytes",
         "bound_bytes",
@@ -96,6 +98,55 @@ def test_records_of_a_run(one_rank: Ranks, tmp_path: Path) -> None:
     assert (summary["name"], summary["hot_rows"], summary["world_size"]) == ("tiny", 3, 1)
     assert result.step == 20
     assert result.is_finished
+
+
+PREDICTION = {"step_s": 1e6, "stage_s": {"dense": 1e6, "other": 0.0}, "total_sent_bytes": 0.0}
+
+
+def test_stages_are_measured_and_set_against_the_prediction(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    result = run(
+        one_rank,
+        TinyLoader(num_batches=20),
+        Cadence(log_every=5, eval_every=10),
+        num_steps=20,
+        run_dir=tmp_path,
+        prediction=PREDICTION,
+        first_compared_step=12,
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == result.summary
+    assert list(summary["measured_stage_s"]) == list(STAGES)
+    assert summary["slowest_rank_stage_s"] == summary["measured_stage_s"]  # one rank
+    assert summary["compared_from_step"] == 12
+    assert summary["predicted_stage_s"] == PREDICTION["stage_s"]
+    measured_s = summary["measured_step_s"]
+    assert 0 < summary["measured_stage_s"]["optimizer"] < measured_s
+    assert summary["step_error_frac"] == pytest.approx((1e6 - measured_s) / measured_s)
+    assert summary["predicted_sent_bytes"] == 0.0
+    for line in read_lines(tmp_path / "metrics.jsonl"):
+        assert list(line["stage_s"]) == list(STAGES)
+        assert sum(line["stage_s"].values()) > 0
+
+
+def test_a_short_run_says_that_it_was_not_compared(one_rank: Ranks, tmp_path: Path) -> None:
+    loader = TinyLoader(num_batches=6)
+    result = run(one_rank, loader, num_steps=6, run_dir=tmp_path, prediction=PREDICTION)
+    summary = result.summary
+    assert summary["compared_from_step"] == 50
+    assert summary["predicted_step_s"] == 1e6
+    for name in ("measured_stage_s", "slowest_rank_stage_s", "measured_step_s", "step_error_frac"):
+        assert summary[name] is None
+    # The first step fills the pipeline, the third is counted, the last drains it.
+    stages = {line["step"]: line["stage_s"] for line in read_lines(tmp_path / "metrics.jsonl")}
+    assert [step for step, stage_s in stages.items() if stage_s is None] == [1, 3, 6]
+
+
+def test_without_a_prediction_the_stages_are_still_there(one_rank: Ranks) -> None:
+    result = run(one_rank, TinyLoader(num_batches=6), num_steps=6, first_compared_step=1)
+    assert result.summary["measured_step_s"] > 0
+    assert not any(name.startswith("predicted") for name in result.summary)
 
 
 def test_logged_loss_is_that_of_the_step(one_rank: Ranks, tmp_path: Path) -> None:

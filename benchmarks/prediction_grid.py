@@ -1,0 +1,288 @@
+"""Predicted against measured steps: calibrates the machine, then runs a grid of cells.
+
+    benchmarks/prediction_grid.sh         makes the networks and runs this in each of them
+    torchrun ... benchmarks/prediction_grid.py --network NAME --output FILE
+    python benchmarks/prediction_grid.py --page DIRECTORY
+
+A cell is a Zipf exponent and a batch size. In each, the plans that prediction compares are run in
+turn, in blocks of steps of which the first is not timed: hot/cold as the cost model chooses it,
+with 1,000 and 20,000 hot rows, all cold, TorchRec's planner's choice, and TorchRec tuned by hand.
+Costs come from `hotrec calibrate`'s own code, run in the same process group just before; nothing is fitted to the
+cells. One JSON file per network and number of ranks; --page makes the page and the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hotrec.cli.assemble import make_machine
+from hotrec.cli.bench.cases import Case, Runner, build_runner, case_config
+from hotrec.cli.bench.figures import gather_measured, summarize
+from hotrec.cli.bench.machine import machine_facts
+from hotrec.cli.bench.measure import rotated, run_counted, run_warmup
+from hotrec.cli.bench.samples import ZipfTables
+from hotrec.cli.calibrate import measure_costs
+from hotrec.cli.logs import quiet_torch
+from hotrec.cli.predict import (
+    HOT_COLD,
+    Predicted,
+    make_placement,
+    optimise_placement,
+    predict_placement,
+    predict_plan,
+)
+from hotrec.cli.probes import Subject
+from hotrec.cli.schema import (
+    BenchRootConfig,
+    CostPlacement,
+    FractionPlacement,
+    Routing,
+    TorchrecPlacement,
+    TorchrecPlan,
+)
+from hotrec.cli.situation import Situation, describe_situation
+from hotrec.cli.store import build_config, compose_config
+from hotrec.distributed import Ranks, barrier, broadcast_object, process_group
+from hotrec.placement.histogram import CountHistogram, build_histogram
+from hotrec.placement.policies import choose_all_cold, choose_fraction
+from hotrec.stages import StageClock
+from hotrec.types import Partition, TablePlacement
+
+logger = logging.getLogger("prediction_grid")
+EXPONENTS = (0.8, 1.05, 1.2)
+BATCH_SIZES = (512, 2048)
+# Those of conf/bench/criteo_like_b2048.yaml, the largest cut so that six plans fit side by side.
+LARGEST_TABLE = 200_000
+HOT_ROWS = (1_000, 20_000)
+PROFILE_SAMPLES = 1_000_000
+NUM_AHEAD = 2
+# Timed steps of a plan in a row, as in training, which finds its own rows in the cache.
+BLOCK_STEPS = 4
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--network", help="what joins the ranks, for the page")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each plan")
+    parser.add_argument("--exponents", type=float, nargs="+", default=EXPONENTS)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=BATCH_SIZES)
+    parser.add_argument("--page", type=Path, help="directory of such files: make the page of them")
+    return parser.parse_args()
+
+
+def compose(rounds: int) -> BenchRootConfig:
+    composed = compose_config(
+        "bench", [f"bench.rounds={rounds}", "bench.counted_steps=1", "bench.warmup_rounds=2"]
+    )
+    config: BenchRootConfig = build_config(composed)
+    config.bench.table_rows = [min(rows, LARGEST_TABLE) for rows in config.bench.table_rows]
+    return config
+
+
+def run_grid(arguments: argparse.Namespace) -> None:
+    config = compose(arguments.rounds)
+    with process_group(device="cpu", timeout_s=600) as ranks:
+        start = time.perf_counter()
+        subject = Subject(
+            table_rows=config.bench.table_rows,
+            model=config.model,
+            optimizer=config.optimizer,
+            num_dense=config.bench.num_dense,
+            batch_size=max(arguments.batch_sizes),
+            cap_bytes=256 << 20,
+            seed=1,
+        )
+        costs = measure_costs(ranks, subject)
+        calibrated_s = time.perf_counter() - start
+        say(ranks, f"calibrated in {calibrated_s:.0f} s")
+        cells = []
+        for exponent in arguments.exponents:
+            for batch_size in arguments.batch_sizes:
+                config.bench.zipf_exponent, config.bench.batch_size = exponent, batch_size
+                cells.append(run_cell(config, costs, ranks))
+                if ranks.is_first:
+                    write(arguments, ranks, costs, cells, calibrated_s)
+
+
+def write(
+    arguments: argparse.Namespace, ranks: Ranks, costs: Any, cells: Any, seconds: float
+) -> None:
+    document = {
+        "network": arguments.network,
+        "num_ranks": ranks.world_size,
+        "ranks_per_host": ranks.local_world_size,
+        "rounds": arguments.rounds,
+        "calibrated_s": seconds,
+        "costs": costs.to_json(),
+        "machine": machine_facts(),
+        "cells": cells,
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def say(ranks: Ranks, text: str) -> None:
+    if ranks.is_first:
+        print(text, file=sys.stderr, flush=True)
+
+
+def run_cell(config: BenchRootConfig, costs: Any, ranks: Ranks) -> dict[str, Any]:
+    bench = config.bench
+    samples = ZipfTables(
+        bench.table_rows, exponent=bench.zipf_exponent, num_dense=bench.num_dense, seed=bench.seed
+    )
+    counts = samples.count(PROFILE_SAMPLES)
+    histograms = {table: build_histogram(c) for table, c in counts.items()}
+    situation = situate(config, costs, samples, histograms, ranks)
+    cases, predicted = make_cases(config, situation, counts, histograms)
+    num_blocks = -(-bench.rounds // BLOCK_STEPS)
+    num_steps = bench.warmup_rounds + bench.rounds + num_blocks + bench.counted_steps + NUM_AHEAD
+    batches = samples.batches(
+        num_steps, batch_size=bench.batch_size, rank=ranks.rank, world_size=ranks.world_size
+    )
+    runners = [build_runner(config, case, samples.schema, batches, ranks) for case in cases]
+    for runner in runners:
+        if runner.case.name not in predicted:
+            plan = broadcast_object(runner.sharded.plan)
+            predicted[runner.case.name] = predict_plan(situation, plan)
+    run_warmup(runners, bench.warmup_rounds)
+    clocks = {runner.case.name: StageClock(ranks.device) for runner in runners}
+    run_blocks(runners, clocks, bench.rounds, ranks)
+    stages = {name: clock.medians() for name, clock in clocks.items()}
+    run_counted(runners, num_steps=bench.counted_steps, interface=None, ranks=ranks)
+    measured = summarize(
+        gather_measured(runners, batches, ranks),
+        global_batch_size=bench.batch_size * ranks.world_size,
+        dim=config.model.embedding_dim,
+        baselines=(),
+    )
+    cell = {
+        "zipf_exponent": bench.zipf_exponent,
+        "batch_size": bench.batch_size,
+        "plans": {
+            name: compare(predicted[name], measured[name], stages[name]) for name in measured
+        },
+    }
+    del runners, batches
+    gc.collect()
+    report(ranks, cell)
+    return cell
+
+
+def run_blocks(
+    runners: list[Runner], clocks: Mapping[str, StageClock], rounds: int, ranks: Ranks
+) -> None:
+    """Time the steps; the plans take turns in blocks, in a rotating order."""
+    for number in range(-(-rounds // BLOCK_STEPS)):
+        for runner in rotated(runners, number):
+            runner.step()
+            for index in range(number * BLOCK_STEPS, min(rounds, (number + 1) * BLOCK_STEPS)):
+                barrier()
+                start = time.perf_counter()
+                with clocks[runner.case.name].step():
+                    runner.step()
+                runner.step_s[index] = time.perf_counter() - start
+
+
+def situate(
+    config: BenchRootConfig,
+    costs: Any,
+    samples: ZipfTables,
+    histograms: Mapping[str, CountHistogram],
+    ranks: Ranks,
+) -> Situation:
+    machine = make_machine(
+        config.planner,
+        world_size=ranks.world_size,
+        ranks_per_host=ranks.local_world_size,
+        device="cpu",
+        batch_size=config.bench.batch_size,
+    )
+    case = Case(HOT_COLD, CostPlacement(routing=Routing.device), None)
+    return describe_situation(
+        case_config(config, case), samples.schema, histograms, PROFILE_SAMPLES, machine, costs, None
+    )
+
+
+def make_cases(
+    config: BenchRootConfig,
+    situation: Situation,
+    counts: Mapping[str, Any],
+    histograms: Mapping[str, CountHistogram],
+) -> tuple[list[Case], dict[str, Predicted]]:
+    """The plans to run, and the predictions of those that are known before they are built."""
+    total_rows = sum(config.bench.table_rows)
+    chosen, _ = optimise_placement(CostPlacement(routing=Routing.device, may_pool=False), situation)
+    placement = make_placement(chosen, counts, histograms, "cost")
+    cases = [case_of(HOT_COLD, placement.partition)]
+    predicted = {HOT_COLD: chosen}
+    for name, partition in {
+        **{f"hot_{rows}": choose_fraction(counts, hot_frac=rows / total_rows) for rows in HOT_ROWS},
+        "all_cold": choose_all_cold(counts),
+    }.items():
+        cases.append(case_of(name, partition))
+        predicted[name] = predict_placement(
+            situation,
+            {table: partition.num_hot(table) for table in counts},
+            dict.fromkeys(counts, TablePlacement()),
+        )
+    for plan in (TorchrecPlan.planner, TorchrecPlan.hand_tuned):
+        cases.append(Case(plan.name, TorchrecPlacement(plan=plan), None))
+    return cases, predicted
+
+
+def case_of(name: str, partition: Partition) -> Case:
+    return Case(name, FractionPlacement(routing=Routing.device), partition)
+
+
+def compare(
+    predicted: Predicted, measured: Mapping[str, Any], stages: Mapping[str, float]
+) -> dict[str, Any]:
+    step = predicted.step
+    return {
+        "predicted_s": step.step_s,
+        "measured_s": measured["step_p50_s"],
+        "error_frac": step.step_s / measured["step_p50_s"] - 1,
+        "predicted_bytes": step.total_sent_bytes,
+        "measured_bytes": measured["sent_bytes"],
+        "bytes_error_frac": step.total_sent_bytes / measured["sent_bytes"] - 1,
+        "predicted_stage_s": dict(step.stage_s),
+        "measured_stage_s": dict(stages),
+        "hot_rows": sum(predicted.num_hot.values()),
+    }
+
+
+def report(ranks: Ranks, cell: Mapping[str, Any]) -> None:
+    plans = cell["plans"]
+    words = [
+        f"{name} {1e3 * p['predicted_s']:.0f}/{1e3 * p['measured_s']:.0f} ms "
+        f"({p['error_frac']:+.0%}, bytes {p['bytes_error_frac']:+.1%})"
+        for name, p in plans.items()
+    ]
+    say(ranks, f"zipf {cell['zipf_exponent']} B {cell['batch_size']}: " + "; ".join(words))
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
+    arguments = parse()
+    if arguments.page is not None:
+        from benchmarks.prediction_page import write_page
+
+        write_page(arguments.page)
+        return
+    quiet_torch()
+    run_grid(arguments)
+
+
+if __name__ == "__main__":
+    main()

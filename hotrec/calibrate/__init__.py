@@ -1,0 +1,1 @@
+"""The machine measured: collectives, kernels, memory; and costs corrected by runs."""

@@ -1,0 +1,105 @@
+"""Costs from a run: what its stages took against what was predicted for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hotrec.costs import STAGES, Costs, CostsError
+
+# Joins the names of stages that were measured together, as in "row_update+hot_exchange".
+JOINT = "+"
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One run, or one part of it.
+
+    Args:
+        predicted_s: by stage, with the costs that are to be corrected.
+        measured_s: by stage, or by stages measured together, their names joined with ``+``.
+    """
+
+    predicted_s: Mapping[str, float]
+    measured_s: Mapping[str, float]
+
+
+def fit_corrections(costs: Costs, runs: Sequence[StageTimes], facts: Mapping[str, Any]) -> Costs:
+    """Correct costs by what runs measured.
+
+    The factor of a stage is the median over the runs of measured / predicted, times the factor that
+    the prediction already had; stages measured together share one. What the costs cannot scale,
+    time of stages for which nothing is predicted and the stage "other", becomes the overhead of a
+    step.
+
+    Args:
+        costs: those that the runs were predicted with.
+        runs: one or more.
+        facts: what to note in the new costs about the runs.
+
+    Raises:
+        CostsError: if a predicted stage was not measured, or a time is impossible.
+    """
+    if not runs:
+        raise CostsError("costs fit: expected the stages of at least one run, got none.")
+    ratios: dict[str, list[float]] = {}
+    overheads = []
+    for run in runs:
+        _check_stages(run)
+        overhead_s = 0.0
+        for names, measured_s in run.measured_s.items():
+            stages = [stage for stage in names.split(JOINT) if stage != "other"]
+            predicted_s = sum(run.predicted_s.get(stage, 0.0) for stage in stages)
+            if predicted_s <= 0:
+                overhead_s += measured_s
+                continue
+            for stage in stages:
+                ratios.setdefault(stage, []).append(measured_s / predicted_s)
+        overheads.append(overhead_s)
+    corrections = dict(costs.corrections)
+    for stage, found in ratios.items():
+        corrections[stage] = costs.correction(stage) * float(np.median(found))
+    corrections.pop("other", None)  # its time is set, not scaled
+    num_fits = int(costs.facts.get("num_fits", 0)) + 1
+    base = str(costs.facts.get("fitted_name", costs.name))
+    return replace(
+        costs,
+        # Another name each time, so that no run is held against costs it was not planned with.
+        name=f"{base}-fitted-{num_fits}",
+        origin="fitted",
+        overhead_s=float(np.median(overheads)),
+        corrections=corrections,
+        facts={**costs.facts, **facts, "fitted_name": base, "num_fits": num_fits},
+    )
+
+
+def _check_stages(run: StageTimes) -> None:
+    measured = [stage for names in run.measured_s for stage in names.split(JOINT)]
+    strange = sorted(set(measured + list(run.predicted_s)) - set(STAGES))
+    if strange:
+        raise CostsError(f"run stages: expected some of {list(STAGES)}, got {strange}.")
+    twice = sorted({stage for stage in measured if measured.count(stage) > 1})
+    if twice:
+        raise CostsError(f"run measured_stage_s: expected each stage once, got {twice} twice.")
+    missing = [stage for stage in STAGES if stage not in measured]
+    if missing:
+        raise CostsError(
+            f"run measured_stage_s: expected all of {list(STAGES)}, got none for {missing}. "
+            "Train with this version for more than 50 steps, then fit from that run."
+        )
+    if not run.predicted_s:
+        raise CostsError(
+            "run predicted_stage_s: expected a predicted time for each stage, got none. "
+            "Make a plan with costs (placement=cost) and train with it."
+        )
+    for what, times in (("predicted", run.predicted_s), ("measured", run.measured_s)):
+        for names, seconds in times.items():
+            is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+            if not is_number or not math.isfinite(seconds) or seconds < 0:
+                raise CostsError(
+                    f"run {what}_stage_s {names}: expected seconds of at least 0, got {seconds!r}."
+                )

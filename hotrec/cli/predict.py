@@ -1,0 +1,322 @@
+"""Predictions: of a placement with hot rows, of TorchRec's plans, and the choice among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.distributed.types import ShardingPlan
+
+from hotrec.cli.assemble import build_unsharded
+from hotrec.cli.schema import Config, CostPlacement, TorchrecPlacement, TorchrecPlan
+from hotrec.cli.situation import Situation
+from hotrec.placement.demand import TableDemand
+from hotrec.placement.histogram import CountHistogram, order_all_rows, top_rows
+from hotrec.placement.memory import memory_by_rank
+from hotrec.placement.optimise import Choice, Limits, compare, optimise
+from hotrec.placement.quantities import (
+    TableSharding,
+    hot_cold_quantities,
+    predict_torchrec,
+    torchrec_quantities,
+)
+from hotrec.placement.step import StepPrediction
+from hotrec.planner import plan_document
+from hotrec.types import Exchange, Partition, Placement, Rows, Schema, TablePlacement, Tier
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+HOT_COLD = "hot_cold"
+NUM_LINEARISATIONS = 3
+# TorchRec's plans that a placement is compared with; the first is what is trained where none pays.
+RIVALS = (TorchrecPlan.planner, TorchrecPlan.hand_tuned)
+TIER_OF_KERNEL = {
+    "dense": Tier.DEVICE,
+    "fused": Tier.DEVICE,
+    "fused_uvm": Tier.HOST,
+    "fused_uvm_caching": Tier.HOST_CACHED,
+}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One way to train, and what it is predicted to take.
+
+    Args:
+        step: seconds and bytes.
+        memory: bytes by tier of each rank.
+        num_hot: hot rows by table; empty for TorchRec's plans.
+        tables: placement of each table; empty for TorchRec's plans.
+        shardings: TorchRec's plan of each table; empty for hot/cold.
+        quantities: what the mean rank does; empty for TorchRec's plans.
+    """
+
+    step: StepPrediction
+    memory: list[dict[str, float]]
+    num_hot: Mapping[str, int] = field(default_factory=dict)
+    tables: Mapping[str, TablePlacement] = field(default_factory=dict)
+    shardings: Mapping[str, TableSharding] = field(default_factory=dict)
+    quantities: Mapping[str, float] = field(default_factory=dict)
+    is_hot_dense: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is predicted to be fastest.
+
+    Args:
+        chosen: name of the fastest: HOT_COLD, or "torchrec <plan>".
+        why: in words.
+        bound_s: no placement with hot rows can be predicted to be faster than this.
+        predicted: what was compared, by name.
+    """
+
+    chosen: str
+    why: str
+    bound_s: float | None
+    predicted: Mapping[str, Predicted]
+
+
+def rival_name(plan: TorchrecPlan) -> str:
+    """How a TorchRec plan is named in a prediction."""
+    return f"torchrec {plan.name}"
+
+
+def read_shardings(plan: ShardingPlan) -> dict[str, TableSharding]:
+    """What TorchRec's plan does with each table, in the cost model's terms."""
+    shardings = {}
+    for tables in plan_document(plan).values():
+        for name, facts in tables.items():
+            tier = TIER_OF_KERNEL.get(facts["compute_kernel"])
+            if tier is None:
+                raise ValueError(
+                    f"plan table {name} kernel: expected one of {sorted(TIER_OF_KERNEL)}, got "
+                    f"{facts['compute_kernel']!r}, which has no cost model."
+                )
+            shardings[name] = TableSharding(
+                kind=facts["sharding_type"],
+                ranks=tuple(facts["ranks"] or ()),
+                tier=tier,
+                cache_load_frac=None,
+            )
+    return shardings
+
+
+def predict_plan(
+    situation: Situation, plan: ShardingPlan, cache_load_frac: float | None = None
+) -> Predicted:
+    """Predict a TorchRec plan on unsplit tables."""
+    shardings = {
+        name: dataclasses.replace(
+            sharding,
+            cache_load_frac=cache_load_frac if sharding.tier is Tier.HOST_CACHED else None,
+        )
+        for name, sharding in read_shardings(plan).items()
+    }
+    world, demands = situation.world, list(situation.demands)
+    per_rank = torchrec_quantities(
+        demands, shardings, world, batch_size=situation.workload.batch_size
+    )
+    return Predicted(
+        step=predict_torchrec(situation.model(_mean(per_rank)), per_rank),
+        memory=memory_by_rank(
+            demands,
+            {},
+            shardings,
+            world,
+            device=situation.machine.device,
+            is_routed_on_device=not situation.workload.is_routed_by_loader,
+        ),
+        shardings=shardings,
+    )
+
+
+def _mean(per_rank: list[dict[str, float]]) -> dict[str, float]:
+    names = {name for quantities in per_rank for name in quantities}
+    return {name: sum(q.get(name, 0.0) for q in per_rank) / len(per_rank) for name in names}
+
+
+def predict_placement(
+    situation: Situation,
+    num_hot: Mapping[str, int],
+    tables: Mapping[str, TablePlacement],
+    *,
+    is_hot_dense: bool = False,
+) -> Predicted:
+    """Predict a placement with hot and cold rows."""
+    world, demands = situation.world, list(situation.demands)
+    quantities = hot_cold_quantities(
+        demands, num_hot, tables, world, batch_size=situation.workload.batch_size
+    )
+    return Predicted(
+        step=situation.model(quantities, is_hot_dense=is_hot_dense).predict(quantities),
+        memory=memory_by_rank(
+            demands,
+            num_hot,
+            tables,
+            world,
+            device=situation.machine.device,
+            is_routed_on_device=not situation.workload.is_routed_by_loader,
+        ),
+        num_hot=num_hot,
+        tables=tables,
+        quantities=quantities,
+        is_hot_dense=is_hot_dense,
+    )
+
+
+def predict_rivals(config: Config, schema: Schema, situation: Situation) -> dict[str, Predicted]:
+    """Predict TorchRec's own plans for these tables; those that do not fit are left out."""
+    predicted = {}
+    for plan in RIVALS:
+        placement = TorchrecPlacement(plan=plan)
+        unsharded = build_unsharded(
+            dataclasses.replace(config, placement=placement),
+            schema,
+            None,
+            world_size=situation.world.num_ranks,
+            compute_device=situation.machine.device,
+            dense_device=torch.device("meta"),
+        )
+        try:
+            sharding_plan = unsharded.plan(situation.machine)
+        except ValueError as error:
+            logger.info("%s does not fit: %s", rival_name(plan), error)
+            continue
+        predicted[rival_name(plan)] = predict_plan(situation, sharding_plan)
+    return predicted
+
+
+def make_limits(placement: CostPlacement, situation: Situation) -> Limits:
+    """What the optimiser may use and choose."""
+    device_bytes, host_bytes = situation.memory_bytes
+    budget = placement.hot_budget_mib
+    return Limits(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        replica_bytes=None if budget is None else budget * MIB,
+        exchanges=tuple(Exchange) if placement.may_pool else (Exchange.ROWS,),
+    )
+
+
+def optimise_placement(placement: CostPlacement, situation: Situation) -> tuple[Predicted, Choice]:
+    """The best placement with hot and cold rows, by prediction.
+
+    Measured collectives are no lines; the optimum is found with the lines at the message sizes of a
+    likely placement, then again with those of what was found, and the better one is kept.
+
+    Raises:
+        InfeasibleError: if no placement fits the memory.
+    """
+    limits = make_limits(placement, situation)
+    at = _likely_quantities(situation)
+    found: list[tuple[Predicted, Choice]] = []
+    for _ in range(NUM_LINEARISATIONS):
+        choice = optimise(
+            list(situation.demands),
+            situation.costs,
+            situation.world,
+            situation.workload,
+            limits,
+            at=at,
+        )
+        predicted = predict_placement(
+            situation, choice.num_hot, choice.tables, is_hot_dense=choice.is_hot_dense
+        )
+        found.append((predicted, choice))
+        if not situation.costs.curves:
+            break  # lines already
+        at = {name: max(value, at[name] / 8) for name, value in choice.quantities.items()}
+    best, choice = min(found, key=lambda pair: pair[0].step.step_s)
+    return best, dataclasses.replace(
+        choice, prediction=best.step, bound_s=min(choice.bound_s, best.step.step_s)
+    )
+
+
+def _likely_quantities(situation: Situation) -> dict[str, float]:
+    """Of the placement that replicates the rows which half of a batch's lookups read."""
+    demands = list(situation.demands)
+    num_hot = {d.name: _rows_covering(d, 0.5) for d in demands}
+    tables = {d.name: TablePlacement(tier=_cold_tier(situation)) for d in demands}
+    return hot_cold_quantities(
+        demands, num_hot, tables, situation.world, batch_size=situation.workload.batch_size
+    )
+
+
+def _rows_covering(demand: TableDemand, share: float) -> int:
+    """Most looked-up rows that take a share of the lookups, whole groups."""
+    reached = np.cumsum(demand.probs_G * demand.rows_G)
+    group = int(np.searchsorted(reached, share))
+    return int(demand.rows_G[: group + 1].sum())
+
+
+def decide(config: Config, schema: Schema, situation: Situation) -> Decision:
+    """Choose between the best placement with hot rows and TorchRec's own plans.
+
+    Raises:
+        InfeasibleError: if no placement fits the memory.
+    """
+    assert isinstance(config.placement, CostPlacement)
+    best, choice = optimise_placement(config.placement, situation)
+    all_cold = predict_placement(
+        situation,
+        dict.fromkeys(best.tables, 0),
+        {t.name: TablePlacement(tier=_cold_tier(situation)) for t in situation.demands},
+    )
+    predicted = {HOT_COLD: best, "all_cold": all_cold}
+    rivals = predict_rivals(config, schema, situation)
+    chosen, why = compare(choice, {name: rival.step for name, rival in rivals.items()})
+    if chosen != HOT_COLD and not config.placement.may_decline:
+        why = f"{why} placement.may_decline=false keeps hot and cold rows."
+        chosen = HOT_COLD
+    return Decision(chosen, why, choice.bound_s, {**predicted, **rivals})
+
+
+def _cold_tier(situation: Situation) -> Tier:
+    return Tier.DEVICE if situation.machine.device == "cpu" else Tier.HOST
+
+
+def make_placement(
+    predicted: Predicted,
+    counts: Mapping[str, Rows],
+    histograms: Mapping[str, CountHistogram],
+    policy: str,
+) -> Placement:
+    """The rows behind the numbers: the most looked-up ones of each table."""
+    partition = Partition(
+        num_rows={table: int(c.size) for table, c in counts.items()},
+        hot_rows={
+            table: _hottest(counts[table], predicted.num_hot[table], histograms[table])
+            for table in counts
+        },
+        policy=policy,
+    )
+    return Placement(partition, dict(predicted.tables), predicted.is_hot_dense)
+
+
+def _hottest(counts: Rows, num_hot: int, histogram: CountHistogram) -> Rows:
+    """The most looked-up rows; where those that were seen do not suffice, unseen ones as well."""
+    if num_hot <= histogram.num_distinct:
+        return top_rows(counts, num_hot, histogram)
+    return order_all_rows(counts)[:num_hot]
+
+
+def plan_entry(predicted: Predicted, global_batch_size: int) -> dict[str, Any]:
+    """A plan of the prediction document."""
+    step = predicted.step
+    return {
+        "step_s": step.step_s,
+        "stage_s": dict(step.stage_s),
+        "hidden_s": dict(step.hidden_s),
+        "sent_bytes": dict(step.sent_bytes),
+        "total_sent_bytes": step.total_sent_bytes,
+        "samples_per_s": global_batch_size / step.step_s,
+        "memory": predicted.memory,
+    }

@@ -1,0 +1,271 @@
+"""The prediction document: what was compared, what was chosen and why; prediction.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotrec.cli.predict import (
+    HOT_COLD,
+    Decision,
+    Predicted,
+    optimise_placement,
+    plan_entry,
+)
+from hotrec.cli.record import PREDICTION
+from hotrec.cli.schema import Config, CostPlacement
+from hotrec.cli.situation import Situation, describe_situation, resized
+from hotrec.placement.break_even import break_even
+from hotrec.placement.caches import lfu_hit_frac
+from hotrec.placement.demand import TableDemand, all_hot_share, coverage, expected_distinct
+from hotrec.placement.histogram import CountHistogram
+from hotrec.placement.locality import TableLocality
+from hotrec.placement.optimise import InfeasibleError
+from hotrec.placement.quantities import TableSharding, served_by_shard
+from hotrec.types import Exchange, Partition, Rows, Schema, TablePlacement, Tier
+
+PLANNER = "torchrec planner"
+
+
+def prediction_document(
+    situation: Situation,
+    decision: Decision,
+    *,
+    partition: Partition | None,
+    counts: Mapping[str, Rows],
+    sensitivity: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Everything that the plan's page shows and a run is compared with.
+
+    Args:
+        partition: of the chosen placement; None for TorchRec's plans.
+        counts: int64 (R,) by table, of the profile.
+    """
+    global_batch = situation.workload.batch_size * situation.world.num_ranks
+    chosen = decision.predicted[decision.chosen]
+    best = decision.predicted.get(HOT_COLD, chosen)
+    before = decision.predicted.get(PLANNER)
+    return {
+        "costs": {
+            "name": situation.costs.name,
+            "origin": situation.costs.origin,
+            "note": situation.note,
+        },
+        "world": dataclasses.asdict(situation.world),
+        "batch_size": situation.workload.batch_size,
+        "device": situation.machine.device,
+        "chosen": decision.chosen,
+        "why": decision.why,
+        "bound_s": decision.bound_s,
+        "plans": {
+            name: plan_entry(predicted, global_batch)
+            for name, predicted in decision.predicted.items()
+        },
+        "tables": [
+            _table_entry(situation, demand, best, None if before is None else before.shardings)
+            for demand in situation.demands
+        ],
+        "break_even": _break_even(situation, best),
+        "balance": {"served_rows": _served_rows(situation, partition, counts)},
+        "expected": _expected(situation, best) if best.tables else None,
+        "sensitivity": sensitivity,
+    }
+
+
+def _table_entry(
+    situation: Situation,
+    demand: TableDemand,
+    best: Predicted,
+    before: Mapping[str, TableSharding] | None,
+) -> dict[str, Any]:
+    num_hot = best.num_hot.get(demand.name, 0)
+    placed = best.tables.get(demand.name)
+    rest = demand.num_rows - num_hot
+    cached = 0
+    if placed is not None and placed.tier is Tier.HOST_CACHED:
+        cached = round((placed.cache_load_frac or 0.0) * demand.num_rows)
+    in_device = rest if placed is not None and placed.tier is Tier.DEVICE else 0
+    sharding = None if before is None else before.get(demand.name)
+    return {
+        "name": demand.name,
+        "num_rows": demand.num_rows,
+        "dim": demand.dim,
+        "hot_rows": num_hot,
+        "device_rows": in_device,
+        "cached_rows": cached,
+        "host_rows": rest - in_device,
+        "exchange": None if placed is None else placed.exchange.value,
+        "sharding": None if placed is None else placed.sharding.value,
+        "tier": None if placed is None else placed.tier.value,
+        "coverage_frac": coverage(demand, num_hot),
+        "sent_bytes_before": _bytes_before(situation, demand, sharding),
+        "sent_bytes_after": _bytes_after(situation, demand, num_hot, placed),
+        "torchrec_sharding": None if sharding is None else sharding.kind,
+    }
+
+
+def _pooled_bytes(situation: Situation, demand: TableDemand) -> float:
+    """There and back, and the ids, of a rank in the mean."""
+    world, batch = situation.world, situation.workload.batch_size
+    others = (world.num_ranks - 1) / world.num_ranks
+    ids = 8 * demand.lookups_per_sample * batch
+    return others * (ids + 2 * batch * demand.num_columns * 4 * demand.dim)
+
+
+def _bytes_before(
+    situation: Situation, demand: TableDemand, sharding: TableSharding | None
+) -> float | None:
+    if sharding is None:
+        return None
+    ranks = situation.world.num_ranks
+    if sharding.kind == "data_parallel":
+        return 2 * (ranks - 1) / ranks * demand.num_rows * 4 * demand.dim
+    pooled = _pooled_bytes(situation, demand)
+    # Row-wise shards each send a partial sum of every bag.
+    return pooled * ranks if sharding.kind == "row_wise" else pooled
+
+
+def _bytes_after(
+    situation: Situation, demand: TableDemand, num_hot: int, placed: TablePlacement | None
+) -> float | None:
+    if placed is None:
+        return None
+    if placed.exchange is Exchange.POOLED:
+        return _pooled_bytes(situation, demand)
+    ranks = situation.world.num_ranks
+    hot, cold, _ = expected_distinct(demand, num_hot)
+    row = 4 * demand.dim
+    return cold * (8 + 2 * row) * (ranks - 1) / ranks + hot * (row + 4) * (ranks - 1)
+
+
+def _break_even(situation: Situation, best: Predicted) -> dict[str, float | None]:
+    return {
+        str(dim): break_even(
+            situation.costs,
+            situation.world,
+            situation.workload,
+            dim=dim,
+            quantities=best.quantities,
+        )
+        for dim in sorted({demand.dim for demand in situation.demands})
+    }
+
+
+def _served_rows(
+    situation: Situation, partition: Partition | None, counts: Mapping[str, Rows]
+) -> list[float] | None:
+    """Cold rows that each rank is asked for in a step, expected, over all row-wise tables."""
+    if partition is None:
+        return None
+    total = np.zeros(situation.world.num_ranks)
+    for demand in situation.demands:
+        total += served_by_shard(
+            counts[demand.name],
+            partition.hot(demand.name),
+            num_lookups_per_rank=demand.lookups_per_sample * situation.workload.batch_size,
+            world_size=situation.world.num_ranks,
+        )
+    return [float(rows) for rows in total]
+
+
+def _expected(situation: Situation, best: Predicted) -> dict[str, float | None]:
+    hot_rows = cold_rows = union_rows = hot_lookups = lookups = 0.0
+    hits: list[tuple[float, float]] = []
+    for demand in situation.demands:
+        num_hot = best.num_hot.get(demand.name, 0)
+        hot, cold, union = expected_distinct(demand, num_hot)
+        hot_rows, cold_rows, union_rows = hot_rows + hot, cold_rows + cold, union_rows + union
+        lookups += demand.lookups_per_sample
+        hot_lookups += demand.lookups_per_sample * coverage(demand, num_hot)
+        placed = best.tables[demand.name]
+        if placed.tier is Tier.HOST_CACHED:
+            cached = round((placed.cache_load_frac or 0.0) * demand.num_rows)
+            hits.append((lfu_hit_frac(demand, cached, num_hot), cold))
+    weight = sum(rows for _, rows in hits)
+    return {
+        "coverage_frac": hot_lookups / lookups if lookups else None,
+        "cold_rows": cold_rows,
+        "hot_rows": hot_rows,
+        "union_rows": union_rows,
+        "all_hot_frac": all_hot_share(list(situation.demands), best.num_hot),
+        "cache_hit_frac": sum(h * rows for h, rows in hits) / weight if weight else None,
+    }
+
+
+def predict_sensitivity(
+    config: Config,
+    schema: Schema,
+    situation: Situation,
+    decision: Decision,
+    histograms: Mapping[str, CountHistogram],
+    num_samples: int,
+    locality: Mapping[str, TableLocality] | None = None,
+) -> list[dict[str, Any]]:
+    """What half and twice the hot budget, the batch and the ranks would give."""
+    placement = config.placement
+    assert isinstance(placement, CostPlacement)
+    best = decision.predicted[HOT_COLD]
+    bytes_of_row = {demand.name: demand.row_bytes for demand in situation.demands}
+    hot_bytes = sum(best.num_hot[name] * size for name, size in bytes_of_row.items())
+    entries = []
+    for factor in (0.5, 2.0):
+        limited = dataclasses.replace(placement, hot_budget_mib=hot_bytes * factor / (1 << 20))
+        entries.append(_sensitivity(f"hot budget x {factor:g}", limited, situation))
+    for what, world_factor, batch_factor in (
+        ("batch x 0.5", 1, 0.5),
+        ("batch x 2", 1, 2),
+        ("ranks x 0.5", 0.5, 1),
+        ("ranks x 2", 2, 1),
+    ):
+        machine = resized(
+            situation.machine,
+            situation.costs,
+            world_factor=world_factor,
+            batch_factor=batch_factor,
+        )
+        if machine == situation.machine:
+            continue
+        try:
+            other = describe_situation(
+                config,
+                schema,
+                histograms,
+                num_samples,
+                machine,
+                situation.costs,
+                situation.note,
+                locality,
+            )
+            entries.append(_sensitivity(what, placement, other))
+        except ValueError as error:  # costs of one host say nothing of two
+            entries.append({"what": what, "step_s": None, "hot_rows": None, "why": str(error)})
+    return entries
+
+
+def _sensitivity(what: str, placement: CostPlacement, situation: Situation) -> dict[str, Any]:
+    try:
+        predicted, _ = optimise_placement(placement, situation)
+    except InfeasibleError as error:
+        return {"what": what, "step_s": None, "hot_rows": None, "why": str(error)}
+    global_batch = situation.workload.batch_size * situation.world.num_ranks
+    return {
+        "what": what,
+        "step_s": predicted.step.step_s,
+        "samples_per_s": global_batch / predicted.step.step_s,
+        "hot_rows": sum(predicted.num_hot.values()),
+        "sent_bytes": predicted.step.total_sent_bytes,
+    }
+
+
+def read_prediction(run_dir: Path) -> dict[str, Any] | None:
+    """The document of a run, or None if it has none."""
+    path = run_dir / PREDICTION
+    if not path.exists():
+        return None
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document

@@ -1,0 +1,286 @@
+"""Whole steps of the model at hand, against what their parts took alone.
+
+A kernel that is timed alone finds the processor's cache and the memory to itself, and no Python
+around it. So a hot/cold placement and TorchRec's hand-tuned plan each make a few real steps at two
+batch sizes, and what their stages took corrects the parts: of every stage
+
+    measured = overhead + factor * predicted                             stages that compute
+    measured = overhead + waiting * dense layers + factor * predicted    stages that exchange
+
+with one overhead and waiting, and one factor for each family of kernels that serves the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+import torch
+
+from hotrec.calibrate.kernels import Point, fit_line
+from hotrec.cli.assemble import make_machine
+from hotrec.cli.bench.cases import Case, build_runner, case_config
+from hotrec.cli.bench.samples import ZipfTables
+from hotrec.cli.predict import Predicted, predict_placement, predict_plan
+from hotrec.cli.probes.rows import row_spec
+from hotrec.cli.probes.subject import Bench, cut_tables
+from hotrec.cli.schema import (
+    BenchConfig,
+    BenchRootConfig,
+    FractionPlacement,
+    LaunchConfig,
+    PlannerConfig,
+    Routing,
+    TorchrecPlacement,
+    TorchrecPlan,
+)
+from hotrec.cli.situation import Situation, describe_situation
+from hotrec.costs import STAGES, Costs, Line
+from hotrec.distributed import all_gather_object, barrier, broadcast_object
+from hotrec.placement.histogram import build_histogram
+from hotrec.placement.policies import choose_all_hot, choose_coverage
+from hotrec.stages import StageClock
+from hotrec.types import Partition, TablePlacement
+
+# Rows of both halves in every stage; and, since a large replica is slower to read, all rows hot.
+COVERAGES = (0.8, 1.0)
+PROFILE_SAMPLES = 200_000
+NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
+# The smaller batch tells what a stage takes whatever it does.
+BATCH_PARTS = (4, 1)
+LEAST_BATCH = 32
+HOT_COLD, TORCHREC = "hot_cold", "torchrec"
+# The kernels of each family by stage; the other stages are the same for both.
+KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
+    (HOT_COLD, "route"): ("route",),
+    (HOT_COLD, "pool"): ("pool",),
+    (HOT_COLD, "row_lookup"): ("read_device", "read_host", "read_hit", "read_miss", "hot_read"),
+    (HOT_COLD, "row_update"): ("update_device", "update_host", "update_hit"),
+    (HOT_COLD, "hot_exchange"): ("hot_pack", "hot_add"),
+    (HOT_COLD, "optimizer"): ("hot_update", "dense_update"),
+    (TORCHREC, "row_lookup"): (
+        "pooled_device",
+        "pooled_host",
+        "pooled_hit",
+        "pooled_miss",
+        "replicated_read",
+    ),
+    (TORCHREC, "row_update"): (
+        "pooled_update_device",
+        "pooled_update_host",
+        "pooled_update_hit",
+    ),
+    (TORCHREC, "optimizer"): ("replicated_update",),
+}
+
+
+LEAST_FACTOR = 1.0
+HOT_STAGES = ("hot_exchange", "optimizer")
+EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange")
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Real steps of one case.
+
+    Args:
+        family: HOT_COLD or TORCHREC.
+        coverage: share of the lookups that are hot; None for TorchRec's plan.
+        predicted_s: by stage, from the parts alone.
+        measured_s: by stage, median over the steps, mean over the ranks.
+        step_s: median of the slowest rank's step.
+    """
+
+    family: str
+    coverage: float | None
+    predicted_s: Mapping[str, float]
+    measured_s: Mapping[str, float]
+    step_s: float
+
+
+def num_step_points() -> int:
+    """How often ``correct_by_steps`` makes progress."""
+    return (len(COVERAGES) + 1) * len(BATCH_PARTS)
+
+
+def correct_by_steps(
+    bench: Bench, costs: Costs, advance: Callable[[], object]
+) -> tuple[Costs, list[Anchor]]:
+    """Correct what was measured of the parts by what whole steps take; collective.
+
+    Args:
+        costs: what has been measured of the parts.
+        advance: called after each case.
+
+    Returns:
+        The corrected costs, and what they were corrected by.
+    """
+    anchors = []
+    for part in BATCH_PARTS:
+        batch_size = max(LEAST_BATCH, bench.subject.batch_size // part)
+        for coverage in (*COVERAGES, None):
+            anchors.append(_run(bench, costs, coverage, batch_size))
+            advance()
+    return fit_steps(costs, anchors), anchors
+
+
+def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
+    """The costs with which the anchors' stages come out as measured, as nearly as can be."""
+    kernels = dict(costs.kernels)
+    corrections, overheads, waiting = {}, {}, {}
+    for stage in STAGES:
+        if stage == "other":
+            continue
+        if stage in EXCHANGES:
+            overheads[stage], waiting[stage], corrections[stage] = _fit_exchange(anchors, stage)
+            continue
+        is_own = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
+        # Rows of a large replica are dearer, but a line has one price; too dear errs on the side of
+        # fewer replicas.
+        told = [a for a in anchors if stage not in HOT_STAGES or a.coverage in (None, 1.0)]
+        points = [_point(anchor, stage, is_own) for anchor in told]
+        used = [point for point in points if point.seconds > 0]
+        if len(used) < 2:
+            continue
+        is_by_bytes = is_own and any(point.num_bytes for point in used)
+        line = fit_line(used, is_by_bytes=is_by_bytes and len(used) > 2)
+        overheads[stage] = line.fixed_s
+        if not is_own:
+            corrections[stage] = line.per_item_s
+            continue
+        for family, factor in ((HOT_COLD, line.per_item_s), (TORCHREC, line.per_byte_s)):
+            for name in KERNELS_OF.get((family, stage), ()):
+                if name in kernels and factor > 0:
+                    kernels[name] = _scaled(kernels[name], factor)
+    fitted = replace(
+        costs,
+        kernels=kernels,
+        corrections=corrections,
+        stage_overhead_s=overheads,
+        waiting_frac=waiting,
+    )
+    left = [
+        anchor.step_s - sum(anchor.measured_s[s] for s in STAGES if s != "other")
+        for anchor in anchors
+    ]
+    return replace(fitted, overhead_s=max(0.0, float(np.median(left))))
+
+
+def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, float]:
+    """Overhead, waiting as a share of the dense layers, and the factor of what was predicted.
+
+    Least squares of the relative errors; overhead and waiting not negative, the factor at least
+    LEAST_FACTOR, since messages take no less than alone, in whatever stage they are waited for.
+    """
+    measured = np.array([a.measured_s[stage] for a in anchors])
+    predicted = np.array([a.predicted_s[stage] for a in anchors])
+    used = (predicted > 0) & (measured > 0)
+    if np.count_nonzero(used) < 3:
+        return 0.0, 0.0, 1.0
+    measured, predicted = measured[used], predicted[used]
+    dense = np.array([a.measured_s["dense"] for a in anchors])[used]
+    columns = np.stack([np.ones_like(dense), dense, predicted], axis=1) / measured[:, None]
+    wanted = 1 - LEAST_FACTOR * columns[:, 2]
+    best, least = np.zeros(3), float(wanted @ wanted)
+    for size in (1, 2, 3):
+        for names in combinations(range(3), size):
+            chosen = columns[:, names]
+            found = np.linalg.lstsq(chosen, wanted, rcond=None)[0]
+            error = float(((chosen @ found - wanted) ** 2).sum())
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(3), error
+                best[list(names)] = found
+    return float(best[0]), float(best[1]), LEAST_FACTOR + float(best[2])
+
+
+def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
+    """Items are the prediction of the one family (or both), bytes that of the other."""
+    predicted, measured = anchor.predicted_s[stage], anchor.measured_s[stage]
+    if is_own and (anchor.family, stage) not in KERNELS_OF:
+        return Point(0.0, 0.0, 0.0, 0.0)
+    if is_own and anchor.family == TORCHREC:
+        return Point(0.0, predicted, measured, 0.0)
+    return Point(predicted, 0.0, measured, 0.0)
+
+
+def _scaled(line: Line, factor: float) -> Line:
+    return replace(
+        line,
+        fixed_s=line.fixed_s * factor,
+        per_item_s=line.per_item_s * factor,
+        per_byte_s=line.per_byte_s * factor,
+    )
+
+
+def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) -> Anchor:
+    """Steps with so much of the lookups hot, or of TorchRec's hand-tuned plan."""
+    family = TORCHREC if coverage is None else HOT_COLD
+    subject, ranks = bench.subject, bench.ranks
+    most_rows = ranks.world_size * subject.cap_bytes // (4 * bench.dim)
+    samples = ZipfTables(
+        cut_tables(subject.table_rows, most_rows),
+        exponent=subject.zipf_exponent,
+        num_dense=subject.num_dense,
+        seed=subject.seed,
+    )
+    config = BenchRootConfig(
+        bench=BenchConfig(name="calibrate", batch_size=batch_size, seed=subject.seed),
+        model=subject.model,
+        optimizer=subject.optimizer,
+        planner=PlannerConfig(),
+        launch=LaunchConfig(),
+    )
+    counts = samples.count(PROFILE_SAMPLES)
+    partition = None
+    if coverage is not None:
+        # Adam has no cold rows on CPU.
+        has_cold = row_spec(bench) == bench.specs[0]
+        partition = choose_all_hot(counts)
+        if has_cold and coverage < 1:
+            partition = choose_coverage(counts, coverage=coverage)
+        case = Case(family, FractionPlacement(routing=Routing.device), partition)
+    else:
+        case = Case(family, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
+    batches = samples.batches(
+        1 + NUM_WARM + NUM_STEPS + NUM_AHEAD,
+        batch_size=batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    runner = build_runner(config, case, samples.schema, batches, ranks)
+    for _ in range(NUM_WARM):
+        runner.step()
+    clock, times = StageClock(ranks.device), []
+    for _ in range(NUM_STEPS):
+        barrier()
+        with clock.step():
+            runner.step()
+        times.append(sum(float(s[-1]) for s in clock.seconds().values()))
+    machine = make_machine(
+        config.planner,
+        world_size=ranks.world_size,
+        ranks_per_host=ranks.local_world_size,
+        device=ranks.device.type,
+        batch_size=batch_size,
+    )
+    histograms = {table: build_histogram(rows) for table, rows in counts.items()}
+    situation = describe_situation(
+        case_config(config, case), samples.schema, histograms, PROFILE_SAMPLES, machine, costs, None
+    )
+    plan = broadcast_object(runner.sharded.plan)
+    predicted = (
+        predict_plan(situation, plan)
+        if partition is None
+        else _predict(situation, partition, ranks.device)
+    )
+    gathered = all_gather_object((clock.medians(), times))
+    measured = {s: float(np.mean([medians[s] for medians, _ in gathered])) for s in STAGES}
+    step_s = float(np.median(np.max([times for _, times in gathered], axis=0)))
+    return Anchor(family, coverage, dict(predicted.step.stage_s), measured, step_s)
+
+
+def _predict(situation: Situation, partition: Partition, device: torch.device) -> Predicted:
+    num_hot = {table: partition.num_hot(table) for table in partition.num_rows}
+    return predict_placement(situation, num_hot, dict.fromkeys(num_hot, TablePlacement()))

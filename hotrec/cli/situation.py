@@ -1,0 +1,184 @@
+"""What a prediction is for: costs, ranks, workload, tables; from configuration and profile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotrec.calibrate.fingerprint import read_fingerprint
+from hotrec.cli.assemble import row_bytes
+from hotrec.cli.flops import dense_flops
+from hotrec.cli.schema import Config, HotColdConfig, Routing
+from hotrec.costs import Costs, CostsError, World
+from hotrec.costs.builtin import BUILTIN
+from hotrec.costs.store import check_host, read_costs
+from hotrec.placement.demand import TableDemand, build_demand
+from hotrec.placement.histogram import CountHistogram
+from hotrec.placement.locality import TableLocality, step_draws
+from hotrec.placement.step import StepModel, Workload, make_step_model
+from hotrec.planner import Machine
+from hotrec.types import Schema
+
+# Of a memory, kept for what the model does not count, as TorchRec's planner is told to.
+RESERVED_FRAC = 0.05
+# For planning without measured costs: what a device most probably stands in.
+NEAREST_BUILTIN = {"cpu": "cpu_1gbit", "cuda": "dgx_h100_infiniband"}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything that a prediction depends on but the placement.
+
+    Args:
+        costs: of the machine.
+        note: what the reader must know about them, or None.
+        world: ranks and hosts.
+        workload: batch and dense layers.
+        demands: of every table, in the schema's order.
+        machine: for TorchRec's planner.
+    """
+
+    costs: Costs
+    note: str | None
+    world: World
+    workload: Workload
+    demands: tuple[TableDemand, ...]
+    machine: Machine
+
+    def model(self, at: Mapping[str, float], *, is_hot_dense: bool = False) -> StepModel:
+        """The step, measured collectives as they are at the message sizes of ``at``."""
+        return make_step_model(
+            self.costs, self.world, self.workload, is_hot_dense=is_hot_dense, at=at
+        )
+
+    @property
+    def memory_bytes(self) -> tuple[float, float]:
+        """Device and host memory that a rank may fill; on CPU there is but the host's."""
+        keep = 1 - RESERVED_FRAC
+        host = keep * self.machine.host_bytes / self.machine.local_world_size
+        return (keep * self.machine.device_bytes if self.machine.device == "cuda" else 0.0), host
+
+
+def choose_costs(config: Config, device: str) -> tuple[Costs, str | None]:
+    """The costs that ``planner.costs`` names, and a note on where they come from.
+
+    Raises:
+        ArtifactError: if measured ones are asked for and missing or altered.
+        CostsError: if they are impossible, of another kind of device, or the name is unknown.
+    """
+    name, path = config.planner.costs, Path(config.paths.costs)
+    measured = (
+        read_costs(path) if name == "measured" or (name == "auto" and path.exists()) else None
+    )
+    if measured is not None and (name == "measured" or measured.device == device):
+        costs, note = measured, check_host(measured, read_fingerprint(device))
+    else:
+        chosen = NEAREST_BUILTIN[device] if name == "auto" else name
+        if chosen not in BUILTIN:
+            raise CostsError(
+                f"planner.costs: expected auto, measured or one of {sorted(BUILTIN)}, got {name!r}."
+            )
+        costs = BUILTIN[chosen]
+        note = f"built-in costs {chosen}, not measured; `hotrec calibrate` measures this machine"
+    if costs.device != device:
+        raise CostsError(
+            f"costs {costs.name}: expected costs of {device}, got costs of {costs.device}. "
+            f"Calibrate on {device}, or choose a built-in set with planner.costs."
+        )
+    return costs, note
+
+
+def describe_situation(
+    config: Config,
+    schema: Schema,
+    histograms: Mapping[str, CountHistogram],
+    num_samples: int,
+    machine: Machine,
+    costs: Costs,
+    note: str | None,
+    locality: Mapping[str, TableLocality] | None = None,
+) -> Situation:
+    """What predictions are for.
+
+    Args:
+        histograms: of every table, from the profile.
+        num_samples: that the profile counted.
+        machine: ranks, memory and batch.
+        locality: of every table, from the profile; lookups of tables without one are taken as
+            independent.
+
+    Raises:
+        ValueError: if the profile lacks a table, or counted no sample.
+    """
+    missing = [table.name for table in schema.tables if table.name not in histograms]
+    if missing or num_samples < 1:
+        raise ValueError(
+            f"profile: expected counts of the tables {[t.name for t in schema.tables]}, got none "
+            f"of {missing or 'any: it counted no sample'}. Make the profile again from this "
+            "dataset."
+        )
+    placement = config.placement
+    is_routed_by_loader = (
+        isinstance(placement, HotColdConfig)
+        and placement.routing is Routing.loader
+        and config.trainer.num_workers > 0
+    )
+    dense = dense_flops(config.model, len(schema.dense), len(schema.features))
+    bytes_of_row = row_bytes(schema, config)
+    demands = []
+    for table in schema.tables:
+        histogram = histograms[table.name]
+        per_sample = histogram.num_lookups / num_samples
+        demands.append(
+            build_demand(
+                table.name,
+                histogram,
+                dim=config.model.embedding_dim,
+                row_bytes=bytes_of_row[table.name],
+                lookups_per_sample=per_sample,
+                num_columns=len(schema.features_of(table.name)),
+                batch_size=machine.batch_size,
+                world_size=machine.world_size,
+                num_draws=step_draws(
+                    histogram,
+                    (locality or {}).get(table.name),
+                    batch_size=machine.batch_size,
+                    world_size=machine.world_size,
+                    lookups_per_sample=per_sample,
+                ),
+            )
+        )
+    return Situation(
+        costs=costs,
+        note=note,
+        world=World(machine.world_size, machine.local_world_size),
+        workload=Workload(
+            batch_size=machine.batch_size,
+            dense_flops=dense.flops,
+            bottom_frac=dense.bottom_frac,
+            num_dense_values=dense.num_dense_values,
+            is_routed_by_loader=is_routed_by_loader,
+        ),
+        demands=tuple(demands),
+        machine=machine,
+    )
+
+
+def resized(
+    machine: Machine, costs: Costs, *, world_factor: float = 1, batch_factor: float = 1
+) -> Machine:
+    """The machine with more or fewer ranks, or another batch per rank.
+
+    Ranks are added as hosts of the same kind, or to the one host where the costs know of no link
+    between hosts. A world that would be smaller than a host is a host with fewer ranks.
+    """
+    world_size = max(1, round(machine.world_size * world_factor))
+    local = world_size if costs.inter is None else min(machine.local_world_size, world_size)
+    return dataclasses.replace(
+        machine,
+        world_size=world_size,
+        local_world_size=local if world_size % local == 0 else 1,
+        batch_size=max(1, round(machine.batch_size * batch_factor)),
+    )

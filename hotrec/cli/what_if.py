@@ -1,0 +1,105 @@
+"""After ``hotrec plan --multirun``: the page that sets its predictions side by side.
+
+Hydra makes a ``WhatIf`` for every command (conf/hydra/default.yaml); it acts on sweeps of plan
+only. Before each job it notes the job's overrides and machine in the job's directory, so that a job
+that fails is still a point of the page.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from hotrec.cli.errors import print_error
+
+# As hotrec.cli.app names the process for Hydra.
+PLAN_PROCESS = "hotrec plan"
+POINT_JSON = "point.json"
+FIELDS = {
+    "num_ranks": "plan.world_size",
+    "ranks_per_host": "plan.ranks_per_host",
+    "batch_size": "trainer.batch_size",
+}
+MIN_SAMPLES_PER_S = "min_samples_per_s"
+
+
+class WhatIf(Callback):
+    """Hydra's callback: a point for each job of a sweep of plan, and the page at its end."""
+
+    def on_job_start(self, config: DictConfig, **_kwargs: Any) -> None:
+        """Write point.json into the directory of a job of the sweep."""
+        if not _is_sweep_of_plan(config):
+            return
+        with _loud():
+            point: dict[str, Any] = {
+                "overrides": dict(map(_split_override, config.hydra.overrides.task)),
+                **{name: OmegaConf.select(config, key) for name, key in FIELDS.items()},
+                MIN_SAMPLES_PER_S: config.plan.min_samples_per_s,
+            }
+            text = json.dumps(point, indent=2) + "\n"
+            (Path(config.hydra.runtime.output_dir) / POINT_JSON).write_text(text, encoding="utf-8")
+
+    def on_multirun_end(self, config: DictConfig, **_kwargs: Any) -> None:
+        """Write what_if.html, .json and .png into the sweep's directory; the table to stderr."""
+        if not _is_sweep_of_plan(config):
+            return
+        with _loud():
+            write_page(Path(config.hydra.sweep.dir))
+
+
+def write_page(sweep_dir: Path) -> Path:
+    """Read a sweep's jobs, write the page, print the table on stderr.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: if the directory holds no jobs, or they disagree on the wanted rate.
+    """
+    from hotrec.report.what_if import read_predictions, what_if_text, write_what_if
+
+    points = read_predictions(sweep_dir)
+    wanted = _read_wanted(sweep_dir)
+    page = write_what_if(points, sweep_dir, wanted)
+    print(what_if_text(points, wanted), f"what if: {page}", sep="\n", file=sys.stderr)
+    return page
+
+
+def _is_sweep_of_plan(config: DictConfig) -> bool:
+    return sys.argv[0] == PLAN_PROCESS and config.hydra.mode == RunMode.MULTIRUN
+
+
+def _split_override(word: str) -> tuple[str, str]:
+    key, _, value = word.partition("=")
+    return key.lstrip("+~"), value
+
+
+def _read_wanted(sweep_dir: Path) -> float | None:
+    found = {
+        json.loads(path.read_text(encoding="utf-8")).get(MIN_SAMPLES_PER_S)
+        for path in sweep_dir.rglob(POINT_JSON)
+    }
+    if len(found) > 1:
+        raise ValueError(
+            f"plan.{MIN_SAMPLES_PER_S}: expected one value for all jobs of a sweep, got "
+            f"{sorted(found, key=str)}. Vary something else."
+        )
+    return found.pop() if found else None
+
+
+@contextmanager
+def _loud() -> Iterator[None]:
+    """End the process on an error: Hydra turns a callback's exceptions into warnings."""
+    try:
+        yield
+    except Exception as error:
+        print_error(error, wants_trace=False)
+        raise SystemExit(1) from error

@@ -1,0 +1,81 @@
+"""Tables that are pooled where they live: TorchRec's own collection, table-wise, inside ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import (
+    LazyAwaitable,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from hotrec.embedding.fused import fused_params, undo_update_count
+from hotrec.embedding.sharded_rows import check_sharding
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.stages import backward_point, mark, mark_backward
+
+
+class ShardedPooledBags(ShardedEmbeddingBagCollection):
+    """Table-wise embedding bags, in FBGEMM's pooled kernels on every device.
+
+    Args:
+        module: the unsharded collection.
+        sharding: TorchRec's sharding of each of its tables.
+        env: ranks.
+        device: of the shards.
+        spec: update rule of the rows.
+
+    Raises:
+        ValueError: if a table is not sharded table-wise.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollection,
+        sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device,
+        spec: OptimizerSpec,
+        module_fqn: str | None,
+    ) -> None:
+        for config in module.embedding_bag_configs():
+            # Row-wise ships every pooled vector once per rank; replicas would be hot rows.
+            check_sharding(config.name, sharding[config.name], (ShardingType.TABLE_WISE,))
+        super().__init__(module, sharding, env, fused_params(spec), device, module_fqn=module_fqn)
+
+    def drop_cached_rows(self) -> None:
+        """Forget what a UVM cache holds, after the rows behind it were written directly."""
+        for lookup in self._lookups:
+            lookup.purge()
+
+    def start_lookups(
+        self, features: list[KeyedJaggedTensor], contexts: list[Any]
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Pool the bags of this rank's tables and start sending them to the ranks that asked.
+
+        Args:
+            features: the ids that arrived, one per sharding.
+            contexts: TorchRec's sharding contexts, one per sharding.
+
+        Returns:
+            An awaitable of the pooled columns, (B, sum of D), in TorchRec's order.
+        """
+        vectors = []
+        for lookup, ids in zip(self._lookups, features, strict=True):
+            point = backward_point("row_update", ids.values())
+            vectors.append(mark_backward(lookup(ids), "grads_exchange", point))
+            if not torch.is_grad_enabled():
+                undo_update_count(lookup)
+        mark("row_lookup")
+        started = self.output_dist(EmbeddingBagCollectionContext(contexts), vectors)
+        mark("rows_exchange")
+        return started

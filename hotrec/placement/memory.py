@@ -1,0 +1,133 @@
+"""Memory that each rank takes on its device and on its host, for a placement or a plan.
+
+By row (R rows of a table, D floats each; ``row_bytes`` counts a row's optimizer state too):
+
+    replica       device: row_bytes, and 4 D of a dense gradient buffer
+    shard         of its rows, on the device or on the host: row_bytes; where the row is on the
+                  host, an optimizer state of one float a row stays on the device (FBGEMM's
+                  row-wise optimizers)
+    device cache  a cached row: 4 D and 8 of FBGEMM's tags; a row behind it: 12 of FBGEMM's maps
+                  and counters (LFU)
+    router        4 for every row of the tables whose rows travel: on the host, where loader workers
+                  share it, and on the device if ids are routed there
+
+On CPU everything is host memory. Dense layers, activations and messages are not counted: they do
+not depend on the placement by much; planners keep a reserve for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hotrec.costs import World
+from hotrec.placement.demand import Floats, TableDemand
+from hotrec.placement.quantities import TableSharding, cached_rows, check_tables
+from hotrec.placement.step import BYTES_PER_FLOAT
+from hotrec.types import Exchange, Sharding, TablePlacement, Tier
+
+ROUTER_BYTES = 4
+CACHE_TAG_BYTES = 8
+CACHE_MAP_BYTES = 12
+
+
+def replica_row_bytes(demand: TableDemand) -> int:
+    """Device memory of a replicated row."""
+    return demand.row_bytes + BYTES_PER_FLOAT * demand.dim
+
+
+def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
+    """Device and host memory of a row of a shard, on a machine with devices."""
+    if tier is Tier.DEVICE:
+        return demand.row_bytes, 0
+    state_bytes = demand.row_bytes - BYTES_PER_FLOAT * demand.dim
+    on_device = state_bytes if state_bytes <= BYTES_PER_FLOAT else 0
+    maps = CACHE_MAP_BYTES if tier is Tier.HOST_CACHED else 0
+    return on_device + maps, demand.row_bytes - on_device
+
+
+def cached_row_bytes(demand: TableDemand) -> int:
+    """Device memory of a row that a cache can hold, besides that of its shard."""
+    return BYTES_PER_FLOAT * demand.dim + CACHE_TAG_BYTES
+
+
+def memory_by_rank(
+    demands: Sequence[TableDemand],
+    num_hot: Mapping[str, int],
+    tables: Mapping[str, TablePlacement] | Mapping[str, TableSharding],
+    world: World,
+    device: str,
+    *,
+    is_routed_on_device: bool = True,
+) -> list[dict[str, float]]:
+    """Memory of every rank.
+
+    A placement does not name the owners of its table-wise tables; here each goes to the rank with
+    least so far, largest table first, as TorchRec's planner does in essence.
+
+    Args:
+        num_hot: hot rows by table; none where absent.
+        tables: of every table.
+        device: "cpu" or "cuda".
+        is_routed_on_device: of a placement: ids are routed by the rank, else by loader workers.
+
+    Returns:
+        By rank {"device_bytes", "host_bytes"}; on CPU device_bytes is 0.
+
+    Raises:
+        ValueError: if a table has no place, too many hot rows, or a cache no size.
+    """
+    check_tables(demands, num_hot, tables)
+    bytes_W2 = np.zeros((world.num_ranks, 2))
+    owned = []
+    for demand in demands:
+        placed = tables[demand.name]
+        if isinstance(placed, TableSharding):
+            _add_sharding(bytes_W2, demand, placed, world)
+            continue
+        bytes_W2[:, 0] += num_hot.get(demand.name, 0) * replica_row_bytes(demand)
+        if placed.exchange is Exchange.ROWS:
+            bytes_W2[:, 1] += ROUTER_BYTES * demand.num_rows
+            if is_routed_on_device and device != "cpu":
+                bytes_W2[:, 0] += ROUTER_BYTES * demand.num_rows
+        if num_hot.get(demand.name, 0) == demand.num_rows:
+            continue  # a table that is wholly hot has no shards
+        if placed.sharding is Sharding.TABLE_WISE:
+            owned.append(_shard_bytes(demand, placed, demand.num_rows))
+        else:
+            for rank, num_rows in enumerate(row_wise_rows(demand.num_rows, world.num_ranks)):
+                bytes_W2[rank] += _shard_bytes(demand, placed, num_rows)
+    for shard_bytes in sorted(owned, key=lambda size: -float(size.sum())):
+        bytes_W2[int(bytes_W2.sum(axis=1).argmin())] += shard_bytes
+    if device == "cpu":
+        bytes_W2 = np.stack([np.zeros(world.num_ranks), bytes_W2.sum(axis=1)], axis=1)
+    return [{"device_bytes": float(d), "host_bytes": float(h)} for d, h in bytes_W2]
+
+
+def row_wise_rows(num_rows: int, num_shards: int) -> list[int]:
+    """Rows of each shard as TorchRec cuts them: ceil(R / W), as long as there are any."""
+    size = -(-num_rows // num_shards)
+    return [max(0, min(size, num_rows - size * shard)) for shard in range(num_shards)]
+
+
+def _shard_bytes(
+    demand: TableDemand, placed: TablePlacement | TableSharding, num_rows: int
+) -> Floats:
+    """Device and host memory of a shard with these rows, float64 (2,)."""
+    shard = num_rows * np.array(shard_row_bytes(demand, placed.tier), np.float64)
+    cached_frac = cached_rows(demand, placed) / demand.num_rows
+    shard[0] += num_rows * cached_frac * cached_row_bytes(demand)
+    return shard
+
+
+def _add_sharding(
+    bytes_W2: Floats, demand: TableDemand, sharding: TableSharding, world: World
+) -> None:
+    if sharding.is_replicated:
+        bytes_W2[:, 0] += demand.num_rows * replica_row_bytes(demand)
+        return
+    blocks = sharding.blocks(world)
+    for owners in blocks:
+        for rank, num_rows in zip(owners, row_wise_rows(demand.num_rows, len(owners)), strict=True):
+            bytes_W2[rank] += _shard_bytes(demand, sharding, num_rows) / len(blocks)

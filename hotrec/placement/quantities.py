@@ -1,0 +1,375 @@
+"""What a rank does in a step: from demands and a placement, or a plan of TorchRec, to QUANTITIES.
+
+Bytes are counted as ``hotrec.traffic`` counts them. Symbols: B batch per rank, W ranks, L lookups
+per sample, n = B L lookups of a rank, F columns of a table, D; q as in ``hotrec.placement.demand``.
+
+Pooled exchange, as TorchRec does it for an ``EmbeddingBagCollection``: ids travel undeduplicated,
+8 bytes each, with the lengths of their bags, 4 bytes each, which are counted as half an id. A shard
+in charge of a table, of some of its columns or of some of its rows sends W - 1 times its pooled
+vectors of a batch, B F D 4 bytes, in forward, and is sent as much in backward:
+
+    table-wise      all_to_all: one batch of vectors to each of the other ranks
+    row-wise        reduce_scatter of W batches of vectors, of which (W-1)/W travel; all_gather back
+    table-row-wise  on m ranks of a host: reduce_scatter, (m-1)/m W, then all_to_all between hosts,
+                    W/m - 1: together W - 1 again
+    column-wise     as table-wise, with a part of D; the ids go to every part
+    data-parallel   nothing but the gradient of the whole table, all-reduced
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotrec.costs import World
+from hotrec.placement.caches import lfu_hit_frac
+from hotrec.placement.demand import Floats, TableDemand, expected_distinct, prob_drawn
+from hotrec.placement.histogram import slices
+from hotrec.placement.step import (
+    BYTES_PER_FLOAT,
+    BYTES_PER_ID,
+    QUANTITIES,
+    StepModel,
+    StepPrediction,
+)
+from hotrec.types import Exchange, Rows, Sharding, TablePlacement, Tier
+
+BYTES_PER_LENGTH = 4
+# What FBGEMM takes for a cache whose size nobody names.
+DEFAULT_CACHE_LOAD_FRAC = 0.2
+REPLICATED = "data_parallel"
+# Kinds of TorchRec's sharding (ShardingType), and whether a shard has some of the rows, columns.
+KINDS: Mapping[str, tuple[bool, bool]] = {
+    REPLICATED: (False, False),
+    "table_wise": (False, False),
+    "row_wise": (True, False),
+    "column_wise": (False, True),
+    "table_row_wise": (True, False),
+    "table_column_wise": (False, True),
+    "grid_shard": (True, True),
+}
+
+
+@dataclass(frozen=True)
+class TableSharding:
+    """How a plan of TorchRec shards a whole table.
+
+    Args:
+        kind: one of KINDS.
+        ranks: owner of each shard, in order: by columns, then by rows; not read if data-parallel.
+        tier: of the shards.
+        cache_load_frac: of HOST_CACHED, the cached share of the rows; None is FBGEMM's own, 0.2.
+
+    Raises:
+        ValueError: if the kind is unknown, or a table that is not data-parallel has no owner.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    tier: Tier = Tier.DEVICE
+    cache_load_frac: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"sharding kind: expected one of {sorted(KINDS)}, got {self.kind!r}.")
+        if self.kind != REPLICATED and not self.ranks:
+            raise ValueError(f"sharding {self.kind}: expected the rank of each shard, got none.")
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.kind == REPLICATED
+
+    def blocks(self, world: World) -> list[tuple[int, ...]]:
+        """Sets of owners that share the rows of the same columns; columns are shared evenly."""
+        has_rows, has_columns = KINDS[self.kind]
+        if not has_columns:
+            return [self.ranks]
+        size = world.ranks_per_host if has_rows else 1
+        return [self.ranks[i : i + size] for i in range(0, len(self.ranks), size)]
+
+
+def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> float:
+    """Rows of the table that device caches hold, over all ranks; 0 if its tier has no cache.
+
+    Raises:
+        ValueError: if a placement with a cache does not say how large it is.
+    """
+    if placed.tier is not Tier.HOST_CACHED:
+        return 0.0
+    load_frac = placed.cache_load_frac
+    if load_frac is None and isinstance(placed, TableSharding):
+        load_frac = DEFAULT_CACHE_LOAD_FRAC
+    if load_frac is None or not 0 <= load_frac <= 1:
+        raise ValueError(
+            f"placement table {demand.name} cache_load_frac: expected a fraction in 0..1 with the "
+            f"tier host_cached, got {load_frac}."
+        )
+    return load_frac * demand.num_rows
+
+
+def check_tables(
+    demands: Sequence[TableDemand], num_hot: Mapping[str, int], tables: Mapping[str, Any]
+) -> None:
+    """Refuse what does not fit the demands.
+
+    Raises:
+        ValueError: if a table has no place, or more hot rows than rows.
+    """
+    names = {demand.name for demand in demands}
+    missing, unknown = sorted(names - set(tables)), sorted(set(num_hot) - names)
+    if missing or unknown:
+        raise ValueError(
+            f"placement: expected the tables {sorted(names)}, got none of {missing} and hot rows "
+            f"of {unknown}. Make it from the same dataset's profile."
+        )
+    for demand in demands:
+        if not 0 <= num_hot.get(demand.name, 0) <= demand.num_rows:
+            raise ValueError(
+                f"placement table {demand.name}: expected 0..{demand.num_rows} hot rows, got "
+                f"{num_hot[demand.name]}."
+            )
+
+
+def hot_cold_quantities(
+    demands: Sequence[TableDemand],
+    num_hot: Mapping[str, int],
+    tables: Mapping[str, TablePlacement],
+    world: World,
+    batch_size: int,
+) -> dict[str, float]:
+    """What the mean rank does in a step with hot and cold rows.
+
+    The hot rows of a table are its most looked-up ones. Tables of one dimension share messages: a
+    group for those whose rows travel, hot and cold, and one for those whose pooled vectors do.
+    Behind a cache, hits and misses are those of the LFU model: of the distinct rows of a rank where
+    rows travel, of the ids where pooled vectors do; a row that two ranks miss counts twice.
+
+    Args:
+        num_hot: hot rows by table; none where absent.
+        tables: of every table.
+        batch_size: B, per rank; the one that the demands were built for.
+
+    Returns:
+        Every key of QUANTITIES.
+
+    Raises:
+        ValueError: if a table has no placement, too many hot rows, hot rows and a pooled exchange,
+            or a cache of no size.
+    """
+    check_tables(demands, num_hot, tables)
+    done = dict.fromkeys(QUANTITIES, 0.0)
+    groups: dict[str, set[int]] = {
+        "cold_groups": set(),
+        "hot_groups": set(),
+        "pooled_groups": set(),
+    }
+    for demand in demands:
+        placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
+        if placed.exchange is Exchange.POOLED:
+            if hot:
+                raise ValueError(
+                    f"placement table {demand.name}: expected no hot rows in a table whose "
+                    f"exchange is pooled, got {hot}."
+                )
+            _add_pooled(done, demand, placed, world, batch_size)
+            groups["pooled_groups"].add(demand.dim)
+            continue
+        _add_rows(done, demand, placed, hot, batch_size)
+        if hot:
+            groups["hot_groups"].add(demand.dim)
+        if hot < demand.num_rows:
+            groups["cold_groups"].add(demand.dim)
+    return {**done, **{name: float(len(dims)) for name, dims in groups.items()}}
+
+
+def _add_rows(
+    done: dict[str, float],
+    demand: TableDemand,
+    placed: TablePlacement,
+    num_hot: int,
+    batch_size: int,
+) -> None:
+    row_bytes = BYTES_PER_FLOAT * demand.dim
+    hot, cold, union = expected_distinct(demand, num_hot)
+    num_ids = batch_size * demand.lookups_per_sample
+    _add(done, "lookups", num_ids, "lookup_bytes", row_bytes)
+    _add(done, "hot_rows", hot, "hot_bytes", row_bytes)
+    _add(done, "union_rows", union, "union_bytes", row_bytes)
+    _add(done, "replica_rows", num_hot, "replica_bytes", row_bytes)
+    if placed.tier is Tier.HOST_CACHED:
+        hits = cold * lfu_hit_frac(demand, cached_rows(demand, placed), num_hot)
+        _add(done, "rows_hit", hits, "bytes_hit", row_bytes)
+        _add(done, "rows_miss", cold - hits, "bytes_miss", row_bytes)
+    else:
+        tier = placed.tier.value
+        _add(done, f"rows_{tier}", cold, f"bytes_{tier}", row_bytes)
+
+
+def _add_pooled(
+    done: dict[str, float],
+    demand: TableDemand,
+    placed: TablePlacement,
+    world: World,
+    batch_size: int,
+) -> None:
+    """In the mean over ranks, each owns a W-th of the table, or is its owner every W-th time."""
+    num_ids = batch_size * demand.lookups_per_sample
+    num_lengths = batch_size * demand.num_columns
+    others = (world.num_ranks - 1) / world.num_ranks
+    row_bytes = BYTES_PER_FLOAT * demand.dim
+    num_shards = world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
+    _add_pooled_ids(done, demand, placed, num_ids, row_bytes)
+    done["pooled_sent_ids"] += others * _with_lengths(num_ids, num_lengths * num_shards)
+    done["pooled_sent_bytes"] += others * num_shards * num_lengths * row_bytes
+
+
+def _add_pooled_ids(
+    done: dict[str, float],
+    demand: TableDemand,
+    placed: TablePlacement | TableSharding,
+    num_ids: float,
+    row_bytes: float,
+) -> None:
+    if placed.tier is Tier.HOST_CACHED:
+        hit_frac = lfu_hit_frac(demand, cached_rows(demand, placed), is_per_lookup=True)
+        _add(done, "pooled_ids_hit", num_ids * hit_frac, "pooled_bytes_hit", row_bytes)
+        _add(done, "pooled_ids_miss", num_ids * (1 - hit_frac), "pooled_bytes_miss", row_bytes)
+    else:
+        tier = placed.tier.value
+        _add(done, f"pooled_ids_{tier}", num_ids, f"pooled_bytes_{tier}", row_bytes)
+
+
+def _with_lengths(num_ids: float, num_lengths: float) -> float:
+    """Ids and bag lengths, in ids."""
+    return num_ids + num_lengths * BYTES_PER_LENGTH / BYTES_PER_ID
+
+
+def _add(
+    done: dict[str, float], items: str, number: float, num_bytes: str, item_bytes: float
+) -> None:
+    done[items] += number
+    done[num_bytes] += number * item_bytes
+
+
+def torchrec_quantities(
+    demands: Sequence[TableDemand],
+    shardings: Mapping[str, TableSharding],
+    world: World,
+    batch_size: int,
+) -> list[dict[str, float]]:
+    """What each rank does in a step with TorchRec's ``EmbeddingBagCollection`` on whole tables.
+
+    Row-wise shards are taken to serve equal shares of the lookups. Tables of one kind of sharding
+    share messages, whatever their dimension.
+
+    Args:
+        shardings: of every table.
+        batch_size: B, per rank.
+
+    Returns:
+        By rank, every key of QUANTITIES.
+
+    Raises:
+        ValueError: if a table has no sharding, or a shard no rank of this world.
+    """
+    check_tables(demands, {}, shardings)
+    per_rank = [dict.fromkeys(QUANTITIES, 0.0) for _ in range(world.num_ranks)]
+    kinds = set()
+    for demand in demands:
+        sharding = shardings[demand.name]
+        row_bytes = BYTES_PER_FLOAT * demand.dim
+        if sharding.is_replicated:
+            num_ids = batch_size * demand.lookups_per_sample
+            for done in per_rank:
+                _add(done, "replicated_ids", num_ids, "replicated_id_bytes", row_bytes)
+                _add(done, "replicated_rows", demand.num_rows, "replicated_bytes", row_bytes)
+                done["replicated_groups"] = 1.0
+            continue
+        outside = [rank for rank in sharding.ranks if not 0 <= rank < world.num_ranks]
+        if outside:
+            raise ValueError(
+                f"sharding of table {demand.name}: expected ranks in 0..{world.num_ranks - 1}, "
+                f"got {outside[0]}. Plan for this world."
+            )
+        kinds.add(sharding.kind)
+        blocks = sharding.blocks(world)
+        for owners in blocks:
+            _add_block(per_rank, demand, sharding, owners, row_bytes / len(blocks), batch_size)
+    for done in per_rank:
+        done["pooled_groups"] = float(len(kinds))
+    return per_rank
+
+
+def _add_block(
+    per_rank: list[dict[str, float]],
+    demand: TableDemand,
+    sharding: TableSharding,
+    owners: tuple[int, ...],
+    row_bytes: float,
+    batch_size: int,
+) -> None:
+    """One part of a table's columns, whose rows are split over ``owners``."""
+    world_size, num_parts = len(per_rank), len(owners)
+    num_ids = batch_size * demand.lookups_per_sample
+    num_lengths = batch_size * demand.num_columns
+    for owner in owners:
+        done = per_rank[owner]
+        _add_pooled_ids(done, demand, sharding, world_size * num_ids / num_parts, row_bytes)
+        done["pooled_sent_bytes"] += (world_size - 1) * num_lengths * row_bytes
+    for rank, done in enumerate(per_rank):
+        num_others = sum(owner != rank for owner in owners)
+        done["pooled_sent_ids"] += num_others * _with_lengths(num_ids / num_parts, num_lengths)
+
+
+def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) -> StepPrediction:
+    """The step of a plan whose ranks do different things.
+
+    Stages are joined by collectives, so each lasts as long as on its slowest rank. What an owner of
+    tables sends in forward it is sent in backward, so the busiest rank is the same for both.
+
+    Returns:
+        Seconds of the slowest rank by stage, bytes in the mean over ranks.
+    """
+    predictions = [model.predict(quantities) for quantities in per_rank]
+    stage_s, hidden_s, sent = {}, {}, {}
+    for stage in model.stages:
+        slowest = predictions[int(np.argmax([p.stage_s[stage] for p in predictions]))]
+        stage_s[stage] = slowest.stage_s[stage]
+        hidden_s[stage] = slowest.hidden_s[stage]
+        sent[stage] = sum(p.sent_bytes[stage] for p in predictions) / len(predictions)
+    return StepPrediction(sum(stage_s.values()), stage_s, hidden_s, sent)
+
+
+def served_by_shard(
+    counts: Rows, hot_rows: Rows, num_lookups_per_rank: float, world_size: int
+) -> Floats:
+    """Cold rows that each row-wise shard of a table is expected to serve in a step.
+
+    TorchRec's shards are contiguous, ceil(R / W) rows each, so they are even only if rows are
+    numbered without regard to popularity. One pass over the rows, a slice at a time.
+
+    Args:
+        counts: int64 (R,), accesses per row in the profile.
+        hot_rows: int64 (H,), rows that no shard is asked for, in any order.
+        num_lookups_per_rank: n, of the table.
+        world_size: W.
+
+    Returns:
+        float64 (W,): distinct rows asked for, added over the ranks that ask.
+    """
+    num_lookups = int(counts.sum())
+    size = -(-counts.size // world_size)
+    hot_rows = np.sort(hot_rows)
+    served = np.zeros(world_size)
+    for part in slices(counts.size):
+        values = np.array(counts[part])
+        start, end = np.searchsorted(hot_rows, [part.start, part.start + values.size])
+        values[hot_rows[start:end] - part.start] = 0
+        asked = np.flatnonzero(values)
+        probs = prob_drawn(values[asked].astype(np.float64), num_lookups, num_lookups_per_rank)
+        shard_of = (asked + part.start) // size
+        served += world_size * np.bincount(shard_of, weights=probs, minlength=world_size)
+    return served

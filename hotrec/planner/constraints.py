@@ -1,0 +1,169 @@
+"""Placement -> what TorchRec's planner may do with each table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import CacheAlgorithm, CacheParams, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from hotrec.planner.cache_stats import MissCurve, offload_stats
+from hotrec.routing import hot_name
+from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
+
+
+class ColdTier(Enum):
+    """Where cold rows live; all but ``FUSED`` need CUDA."""
+
+    FUSED = "fused"
+    UVM = "fused_uvm"
+    UVM_CACHING = "fused_uvm_caching"
+
+
+class TorchRecPlan(Enum):
+    """Plans for unsplit tables."""
+
+    PLANNER = "planner"
+    TABLE_WISE = "table_wise"
+    HAND_TUNED = "hand_tuned"
+
+
+KERNEL_OF_TIER: Mapping[Tier, ColdTier] = {
+    Tier.DEVICE: ColdTier.FUSED,
+    Tier.HOST: ColdTier.UVM,
+    Tier.HOST_CACHED: ColdTier.UVM_CACHING,
+}
+
+
+def cold_tier_for(device: str, tier: ColdTier) -> ColdTier:
+    """Check that the device has the tier.
+
+    Raises:
+        ValueError: for a UVM tier on CPU.
+    """
+    if device == "cpu" and tier is not ColdTier.FUSED:
+        raise ValueError(
+            f"placement.cold_tier: expected fused on CPU (UVM kernels need CUDA), got {tier.value}."
+            " Set placement.cold_tier=fused, or train on CUDA."
+        )
+    return tier
+
+
+def _replicated() -> ParameterConstraints:
+    return ParameterConstraints(
+        sharding_types=[ShardingType.DATA_PARALLEL.value],
+        compute_kernels=[EmbeddingComputeKernel.DENSE.value],
+    )
+
+
+def placement_constraints(
+    placement: Placement, curves: Mapping[str, MissCurve] | None = None
+) -> dict[str, ParameterConstraints]:
+    """Constraints that leave TorchRec's planner just the choice of ranks.
+
+    Hot tables are data-parallel. The others are row-wise or table-wise on the kernel of their tier,
+    those whose exchange is pooled table-wise. A host tier behind a device cache gets the cache's
+    share of the rows, least frequently used rows leaving first, and its statistics.
+
+    Args:
+        placement: of the tables.
+        curves: by table, misses of a device cache; a table without one gets no statistics.
+
+    Raises:
+        ValueError: if a pooled table is to be row-wise, or a cache has no size.
+    """
+    constraints = {}
+    partition = placement.partition
+    for name, num_rows in partition.num_rows.items():
+        table, num_hot = placement.tables[name], partition.num_hot(name)
+        if num_hot > 0:
+            constraints[hot_name(name)] = _replicated()
+        if num_hot == num_rows:
+            continue
+        if table.exchange is Exchange.POOLED and table.sharding is not Sharding.TABLE_WISE:
+            raise ValueError(
+                f"placement table {name}: expected sharding table_wise where the exchange is "
+                f"pooled (row-wise ships the pooled vectors once per rank), got "
+                f"{table.sharding.value}. Place it table-wise, or exchange its rows."
+            )
+        curve = None if curves is None else curves.get(name)
+        constraints[name] = ParameterConstraints(
+            sharding_types=[table.sharding.value],
+            compute_kernels=[KERNEL_OF_TIER[table.tier].value],
+            cache_params=_cache_params(name, table, curve, num_rows),
+        )
+    return constraints
+
+
+def _cache_params(
+    name: str, table: TablePlacement, curve: MissCurve | None, num_rows: int
+) -> CacheParams | None:
+    if table.tier is not Tier.HOST_CACHED:
+        return None
+    fraction = table.cache_load_frac
+    if fraction is None or not 0 < fraction < 1:
+        raise ValueError(
+            f"placement table {name} cache_load_frac: expected between 0 and 1 in tier "
+            f"host_cached, got {fraction}. Give the cache a size, or take tier host."
+        )
+    return CacheParams(
+        algorithm=CacheAlgorithm.LFU,
+        load_factor=fraction,
+        stats=None if curve is None else offload_stats(curve, num_rows),
+    )
+
+
+def hot_cold_constraints(
+    tables: Sequence[EmbeddingBagConfig],
+    partition: Partition,
+    *,
+    cold_tier: ColdTier = ColdTier.FUSED,
+    cache_load_factor: float | None = None,
+) -> dict[str, ParameterConstraints]:
+    """Constraints that make hot tables data-parallel and cold tables row-wise on one tier.
+
+    Args:
+        tables: of the collection.
+        partition: which rows are hot.
+        cold_tier: compute kernel of the cold tables.
+        cache_load_factor: fraction of the cold rows that the UVM cache holds; None is FBGEMM's.
+    """
+    num_rows = {table.name: table.num_embeddings for table in tables}
+    of_these = Partition(num_rows, {name: partition.hot(name) for name in num_rows})
+    constraints = placement_constraints(Placement.alike(of_these))
+    for table in tables:
+        if table.name in constraints:
+            constraints[table.name].compute_kernels = [cold_tier.value]
+            if cold_tier is ColdTier.UVM_CACHING:
+                constraints[table.name].cache_params = CacheParams(load_factor=cache_load_factor)
+    return constraints
+
+
+def torchrec_constraints(
+    tables: Sequence[EmbeddingBagConfig],
+    variant: TorchRecPlan,
+    *,
+    batch_size: int,
+    tier: ColdTier = ColdTier.FUSED,
+    cache_load_factor: float | None = None,
+) -> dict[str, ParameterConstraints] | None:
+    """Constraints of a plan for unsplit tables; None leaves every choice to the planner.
+
+    ``HAND_TUNED``: tables with fewer rows than the batch data-parallel, the rest table-wise.
+    """
+    if variant is TorchRecPlan.PLANNER and tier is ColdTier.FUSED:
+        return None
+    cache = CacheParams(load_factor=cache_load_factor) if tier is ColdTier.UVM_CACHING else None
+    constraints = {}
+    for table in tables:
+        if variant is TorchRecPlan.HAND_TUNED and table.num_embeddings < batch_size:
+            constraints[table.name] = _replicated()
+        else:
+            types = None if variant is TorchRecPlan.PLANNER else [ShardingType.TABLE_WISE.value]
+            constraints[table.name] = ParameterConstraints(
+                sharding_types=types, compute_kernels=[tier.value], cache_params=cache
+            )
+    return constraints

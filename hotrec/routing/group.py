@@ -1,0 +1,135 @@
+"""Routes the columns whose rows are exchanged: distinct hot slots and cold rows, and bags of them.
+
+Backward of pooling is pooling again, over the transposed incidence of ids and bags; routing
+prepares both directions, so that neither needs atomics and both are bitwise reproducible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.bags import find_bags
+from hotrec.routing.checks import check_ids, check_weights
+from hotrec.routing.features import Column, RoutedGroup, hot_name, hot_rows
+from hotrec.sorting import sort_keys
+from hotrec.types import Partition
+
+COLD = -1
+
+
+class GroupRouter:
+    """Routes the columns of one embedding dimension.
+
+    Memory: 4 bytes per row of its tables, shared by forked loader workers.
+
+    Args:
+        columns: in output order, the columns of a table next to each other.
+        partition: names every table of the columns.
+    """
+
+    def __init__(self, columns: Sequence[Column], partition: Partition) -> None:
+        tables = list(dict.fromkeys(column.table for column in columns))
+        self.columns = tuple(columns)
+        self.tables = tuple(tables)
+        self.hot_tables = tuple(t for t in tables if partition.num_hot(t) > 0)
+        self.cold_tables = tuple(t for t in tables if partition.num_hot(t) < partition.num_rows[t])
+        self.keys = [hot_name(t) for t in self.hot_tables] + list(self.cold_tables)
+        self._num_rows_T = torch.tensor([partition.num_rows[t] for t in tables])
+        self._table_ends = self._num_rows_T.cumsum(0)
+        self._total_rows = int(self._table_ends[-1])
+        self._is_hot_T = torch.tensor([t in self.hot_tables for t in tables])
+        self._is_cold_T = torch.tensor([t in self.cold_tables for t in tables])
+        table_of_F = torch.tensor([tables.index(column.table) for column in columns])
+        self._num_rows_F = self._num_rows_T[table_of_F]
+        self._begin_of_F = (self._table_ends - self._num_rows_T)[table_of_F]
+        self._is_mean_F = torch.tensor([c.is_mean for c in columns])
+        self._has_mean = bool(self._is_mean_F.any())
+        self._slots = torch.full((self._total_rows,), COLD, dtype=torch.int32)
+        for table, end in zip(tables, self._table_ends.tolist(), strict=True):
+            hot = hot_rows(partition, table) + (end - partition.num_rows[table])
+            self._slots[hot] = torch.arange(hot.numel(), dtype=torch.int32)
+
+    def to(self, device: torch.device) -> GroupRouter:
+        """Move the maps to the device where ``route`` is to run; returns self."""
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(device))
+        return self
+
+    @torch.no_grad()
+    def route(self, features: KeyedJaggedTensor) -> RoutedGroup:
+        """Route the ids of a batch.
+
+        Args:
+            features: keys are this group's column features, in order; values are rows.
+
+        Raises:
+            ValueError: if an id lies outside its table.
+        """
+        num_columns, batch_size = len(self.columns), features.stride()
+        lengths_FB = features.lengths().view(num_columns, batch_size).long()
+        rows_K = features.values().long()
+        num_ids = rows_K.numel()
+        lengths_F = lengths_FB.sum(1)
+        bags = find_bags(lengths_FB, num_ids)
+        limit_K = bags.per_column(self._num_rows_F)
+        check_ids(self.columns, self._num_rows_F, rows_K, limit_K, lengths_F)
+
+        # One sort serves everything: hot rows before cold ones, each by table and row.
+        key_K = rows_K + bags.per_column(self._begin_of_F)
+        key_K += (self._slots[key_K] == COLD).long() * self._total_rows
+        sorted_K, by_row_K = sort_keys(key_K, 2 * self._total_rows)
+        distinct_U, position_of_sorted_K, counts_U = torch.unique_consecutive(
+            sorted_K, return_inverse=True, return_counts=True
+        )
+        positions_K = torch.empty_like(key_K).index_copy_(0, by_row_K, position_of_sorted_K)
+        num_hot = int(torch.searchsorted(distinct_U, self._total_rows))
+
+        scales_K = self._scales(features, lengths_FB, bags.bag_K)
+        return RoutedGroup(
+            rows=self._rows(distinct_U, num_hot),
+            positions_K=bags.by_bag(positions_K),
+            bag_offsets=bags.offsets,
+            bags_K=bags.bag_K.index_select(0, by_row_K),
+            row_offsets_U=counts_U.cumsum(0) - counts_U,
+            scales_K=None if scales_K is None else bags.by_bag(scales_K),
+            row_scales_K=None if scales_K is None else scales_K[by_row_K],
+            num_hot_lookups=counts_U[:num_hot].sum(),
+        )
+
+    def _rows(self, distinct_U: torch.Tensor, num_hot: int) -> KeyedJaggedTensor:
+        """The distinct rows, hot ones first, as features of the hot and of the cold tables."""
+        hot, cold = distinct_U[:num_hot], distinct_U[num_hot:] - self._total_rows
+        # Keys are sorted, so a table's rows are where its first key and the next table's first are.
+        hot_ends = torch.searchsorted(hot, self._table_ends)
+        cold_ends = torch.searchsorted(cold, self._table_ends)
+        hot_lengths = hot_ends.diff(prepend=hot_ends.new_zeros(1))
+        cold_lengths = cold_ends.diff(prepend=cold_ends.new_zeros(1))
+        begin_of_cold = torch.repeat_interleave(
+            self._table_ends - self._num_rows_T, cold_lengths, output_size=cold.numel()
+        )
+        return KeyedJaggedTensor(
+            keys=self.keys,
+            values=torch.cat([self._slots[hot].long(), cold - begin_of_cold]),
+            lengths=torch.cat([hot_lengths[self._is_hot_T], cold_lengths[self._is_cold_T]]).int(),
+            stride=1,
+        )
+
+    def _scales(
+        self, features: KeyedJaggedTensor, lengths_FB: torch.Tensor, bag_K: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The factor of each id, float32 (K,) in the features' order; None if all are 1."""
+        weights_K = features.weights_or_none()
+        if weights_K is None and not self._has_mean:
+            return None
+        if weights_K is None:
+            scales_K = torch.ones(bag_K.numel(), device=bag_K.device)
+        else:
+            scales_K = check_weights(weights_K)
+        if self._has_mean:
+            divisor_bag = torch.where(self._is_mean_F, lengths_FB.t(), 1).reshape(-1)
+            scales_K = scales_K / divisor_bag[bag_K]
+        return scales_K

@@ -1,0 +1,101 @@
+"""Routes the features of a batch for one collection."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.routing.checks import check_lengths, select_features
+from hotrec.routing.features import Column, RoutedFeatures, hot_rows
+from hotrec.routing.group import GroupRouter
+from hotrec.routing.pooled import PooledRouter
+from hotrec.types import Partition
+
+
+class Router:
+    """Routes the features of a batch; picklable, so that loader workers can hold it.
+
+    Args:
+        columns_by_dim: the columns of each embedding dimension, see ``GroupRouter``.
+        partition: which rows are hot.
+        is_weighted: whether per-sample weights are required (True) or unused (False); None uses
+            them if the features have them.
+        pooled_by_dim: the columns that are pooled where their tables live, see ``PooledRouter``.
+    """
+
+    def __init__(
+        self,
+        columns_by_dim: Mapping[int, Sequence[Column]],
+        partition: Partition,
+        is_weighted: bool | None = None,
+        pooled_by_dim: Mapping[int, Sequence[Column]] | None = None,
+    ) -> None:
+        self.groups = {
+            dim: GroupRouter(columns, partition) for dim, columns in columns_by_dim.items()
+        }
+        self.pooled = PooledRouter(pooled_by_dim, partition) if pooled_by_dim else None
+        self.is_weighted = is_weighted
+        all_columns = (dict(columns_by_dim), dict(pooled_by_dim or {}), is_weighted)
+        self.fingerprint = zlib.crc32(repr(all_columns).encode())
+        for group in self.groups.values():
+            for table in group.tables:
+                rows = hot_rows(partition, table).numpy().tobytes()
+                self.fingerprint = zlib.crc32(rows, self.fingerprint)
+
+    def to(self, device: torch.device) -> Router:
+        """Move the maps to the device where routing is to run; returns self."""
+        for group in self.groups.values():
+            group.to(device)
+        if self.pooled is not None:
+            self.pooled.to(device)
+        return self
+
+    def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
+        """Route a batch.
+
+        Raises:
+            ValueError: if a feature or the weights are missing, lengths do not add up, or an id
+                lies outside its table.
+        """
+        check_lengths(features)
+        features = self._with_the_weights_it_needs(features)
+        groups = []
+        for group in self.groups.values():
+            wanted = [column.feature for column in group.columns]
+            groups.append(group.route(select_features(features, wanted)))
+        pooled = None
+        if self.pooled is not None:
+            wanted = [column.feature for column in self.pooled.columns]
+            pooled = self.pooled.route(select_features(features, wanted))
+        return RoutedFeatures(groups, features.stride(), self.fingerprint, pooled)
+
+    def count_distinct(self, routed: RoutedFeatures) -> dict[int, int]:
+        """Count the distinct rows of the batch by embedding dim, whatever their exchange.
+
+        Those that are pooled where they live are sorted for it, so this is for sampled batches.
+        """
+        counts = dict(zip(self.groups, routed.num_distinct, strict=True))
+        if self.pooled is not None and routed.pooled is not None:
+            for dim, num_rows in self.pooled.count_distinct(routed.pooled).items():
+                counts[dim] = counts.get(dim, 0) + num_rows
+        return counts
+
+    def _with_the_weights_it_needs(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        has_weights = features.weights_or_none() is not None
+        if self.is_weighted and not has_weights:
+            raise ValueError(
+                "features weights: expected per-sample weights since is_weighted=True, got none. "
+                "Give the KeyedJaggedTensor weights, or build the collection with "
+                "is_weighted=False."
+            )
+        if has_weights and self.is_weighted is False:
+            return KeyedJaggedTensor(
+                keys=features.keys(),
+                values=features.values(),
+                lengths=features.lengths(),
+                stride=features.stride(),
+            )
+        return features

@@ -1,0 +1,175 @@
+"""Where a run's steps spent their time, by stage, and how far that is from the prediction.
+
+A clock runs in every step that is like the others: not in those whose traffic is counted (slowed
+down), nor in the first and the last of a segment, where the pipeline fills and drains. What a step
+takes outside the pipeline counts as "other", so the stages of a step add up to its time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotrec.costs import STAGES
+from hotrec.distributed import all_gather_object
+from hotrec.stages import StageClock
+
+FIRST_COMPARED_STEP = 50
+MOST_KEPT_STEPS = 4096
+# How many steps the clock may hold before they are added up.
+MOST_PENDING_STEPS = 256
+_OTHER = STAGES.index("other")
+
+logger = logging.getLogger(__name__)
+
+
+class KeptSteps:
+    """Seconds of steps, (steps, stages + 1) with the whole step last; an even choice if many.
+
+    Args:
+        most_kept: even number; when so many are kept, every other one is dropped, and from then on
+            half as many are taken.
+    """
+
+    def __init__(self, most_kept: int = MOST_KEPT_STEPS) -> None:
+        self._rows = np.empty((most_kept, len(STAGES) + 1))
+        self._num_kept = 0
+        self._num_seen = 0
+        self._stride = 1
+
+    def add(self, rows: np.ndarray) -> None:
+        """Take float64 (steps, stages + 1) in order of time."""
+        for row in rows:
+            if self._num_seen % self._stride == 0:
+                if self._num_kept == len(self._rows):
+                    self._num_kept //= 2
+                    self._rows[: self._num_kept] = self._rows[::2]
+                    self._stride *= 2
+                self._rows[self._num_kept] = row
+                self._num_kept += 1
+            self._num_seen += 1
+
+    def clear(self) -> None:
+        self._num_kept, self._num_seen, self._stride = 0, 0, 1
+
+    @property
+    def num_kept(self) -> int:
+        return self._num_kept
+
+    def medians(self) -> np.ndarray:
+        """Float64 (stages + 1,); NaN without steps."""
+        if self._num_kept == 0:
+            return np.full(len(STAGES) + 1, np.nan)
+        return np.median(self._rows[: self._num_kept], axis=0)
+
+
+class StageTimes:
+    """The stages of this rank's steps, and over the run what the prediction is held against.
+
+    Args:
+        device: whose time is measured.
+        compared_from_step: the first step that counts for the run; those before warm up.
+    """
+
+    def __init__(self, device: torch.device, compared_from_step: int) -> None:
+        self.compared_from_step = compared_from_step
+        self._clock = StageClock(device)
+        self._pending: list[tuple[int, float]] = []  # step, its seconds
+        self._line, self._run = KeptSteps(), KeptSteps()
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure the step made inside the block; ``end_step`` must follow."""
+        with self._clock.step():
+            yield
+
+    def end_step(self, step: int, step_s: float) -> None:
+        """Say how long the step took that was measured last.
+
+        Args:
+            step_s: from the end of the step before to the end of this one.
+        """
+        self._pending.append((step, step_s))
+        if len(self._pending) >= MOST_PENDING_STEPS:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        if not self._pending:
+            return
+        seconds = self._clock.seconds()
+        self._clock.clear()
+        steps, step_s = zip(*self._pending, strict=True)
+        self._pending = []
+        rows = np.stack([*(seconds[stage] for stage in STAGES), np.asarray(step_s)], axis=1)
+        rows[:, _OTHER] += rows[:, -1] - rows[:, :-1].sum(axis=1)
+        self._line.add(rows)
+        self._run.add(rows[np.asarray(steps) >= self.compared_from_step])
+
+    def end_line(self) -> list[float]:
+        """This rank's medians by stage, as in STAGES, since the last call; NaN without steps."""
+        self._add_up()
+        medians: list[float] = self._line.medians()[:-1].tolist()
+        self._line.clear()
+        return medians
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of all ranks; a collective. What was not measured is None."""
+        self._add_up()
+        medians_WS = np.asarray(all_gather_object(self._run.medians()))
+        if not np.isfinite(medians_WS).all():
+            logger.info(
+                "the stages of the steps are not summed up: none was measured from step %d on",
+                self.compared_from_step,
+            )
+            return _measured(self.compared_from_step)
+        mean, most = medians_WS.mean(axis=0).tolist(), medians_WS.max(axis=0).tolist()
+        return _measured(
+            self.compared_from_step,
+            step_s=mean[-1],
+            stage_s=dict(zip(STAGES, mean[:-1], strict=True)),
+            slowest_s=dict(zip(STAGES, most[:-1], strict=True)),
+        )
+
+
+def _measured(
+    from_step: int,
+    *,
+    step_s: float | None = None,
+    stage_s: Mapping[str, float] | None = None,
+    slowest_s: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    return {
+        "measured_step_s": step_s,
+        "measured_stage_s": stage_s,
+        "slowest_rank_stage_s": slowest_s,
+        "compared_from_step": from_step,
+    }
+
+
+def compare(prediction: Mapping[str, Any] | None, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What summary.json says of a prediction; errors are (predicted - measured) / measured.
+
+    Args:
+        prediction: "step_s", "stage_s" by stage, "total_sent_bytes" per step and rank; None for
+            none.
+        summary: the measured figures.
+    """
+    if prediction is None:
+        return {}
+    step_s, sent_bytes = float(prediction["step_s"]), float(prediction["total_sent_bytes"])
+    return {
+        "predicted_step_s": step_s,
+        "predicted_stage_s": dict(prediction["stage_s"]),
+        "predicted_sent_bytes": sent_bytes,
+        "step_error_frac": _error_frac(step_s, summary["measured_step_s"]),
+        "sent_bytes_error_frac": _error_frac(sent_bytes, summary["sent_bytes_total"]),
+    }
+
+
+def _error_frac(predicted: float, measured: float | None) -> float | None:
+    return (predicted - measured) / measured if measured else None

@@ -1,0 +1,109 @@
+"""Calibration on two real ranks: both get the same costs, and bytes are those that are counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hotrec.costs import COLLECTIVES, KERNELS, Costs, World
+from tests.helpers.ranks import run_ranks
+
+# Kernels of memories that only a GPU has.
+GPU_KERNELS = {name for name in KERNELS if name.endswith(("_host", "_hit", "_miss"))}
+
+
+def tiny_subject(optimizer: Any) -> Any:
+    from hotrec.cli.probes import Subject
+    from hotrec.cli.schema import DlrmConfig
+
+    model = DlrmConfig(embedding_dim=8, dense_layer_sizes=[8, 8], over_layer_sizes=[4, 1])
+    return Subject([50, 3, 400], model, optimizer, num_dense=2, batch_size=16, cap_bytes=1 << 14)
+
+
+def calibrate() -> list[dict[str, Any]]:
+    from hotrec.cli.calibrate import measure_costs
+    from hotrec.cli.schema import AdamConfig, RowwiseAdagradConfig
+    from hotrec.distributed import Ranks
+
+    ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+    optimizers = [RowwiseAdagradConfig(learning_rate=0.1), AdamConfig(learning_rate=0.1)]
+    return [
+        measure_costs(
+            ranks, tiny_subject(optimizer), name="tiny", max_bytes=65536.0, repeats=3
+        ).to_json()
+        for optimizer in optimizers
+    ]
+
+
+def count_bytes() -> list[tuple[str, float, int]]:
+    """What the module says that a rank sends, and what the traffic counter sees."""
+    from hotrec.calibrate.collectives import make_call, num_values, sent_bytes
+    from hotrec.traffic import count_sent_bytes
+
+    found = []
+    for kind in COLLECTIVES:
+        for wanted in (1024.0, 5000.0):
+            values = num_values(kind, wanted, 2)
+            call = make_call(kind, values, None, torch.device("cpu"))
+            with count_sent_bytes() as traffic:
+                call(None)
+            found.append((kind, sent_bytes(kind, values, 2), traffic.sent_bytes[kind]))
+    return found
+
+
+def test_both_ranks_get_the_same_valid_costs() -> None:
+    first, second = run_ranks(calibrate, timeout_s=150)
+    assert first == second
+    for document in first:
+        costs = Costs.from_json(document)  # refuses what no machine can have
+        assert (costs.name, costs.origin, costs.device) == ("tiny", "measured", "cpu")
+        assert set(costs.kernels) == set(KERNELS) - GPU_KERNELS
+        assert {curve.kind for curve in costs.curves} == set(COLLECTIVES)
+        assert {curve.world for curve in costs.curves} == {World(2, 2)}
+        assert costs.inter is None
+        assert costs.host["device"] == "cpu"
+        assert set(costs.facts["points"]) == set(costs.kernels)
+        for name, line in costs.kernels.items():
+            assert line.seconds(1e6, 1e8) > 0, name
+        # A step of no samples takes time too: calls, Python, TorchRec's bookkeeping.
+        assert 0 < costs.overhead_s < 1
+
+
+def test_bytes_are_those_that_the_traffic_counter_sees() -> None:
+    for found in run_ranks(count_bytes):
+        assert len(found) == 8
+        for kind, said, counted in found:
+            assert said == pytest.approx(counted, abs=1), kind
+        assert min(said for _, said, _ in found) >= 1000
+
+
+def measure_two_hosts() -> tuple[list[Any], float, float, int]:
+    """Four ranks that take themselves for two hosts of two."""
+    from hotrec.calibrate.clock import Effort
+    from hotrec.calibrate.collectives import measure_network, num_network_points
+    from hotrec.distributed import Ranks
+
+    rank, advanced = dist.get_rank(), []
+    ranks = Ranks(rank, 4, rank % 2, 2, torch.device("cpu"))
+    network = measure_network(
+        ranks, max_bytes=16384.0, effort=Effort(3, 0.1), advance=lambda: advanced.append(1)
+    )
+    assert network.intra is not None
+    assert network.inter is not None
+    assert len(advanced) == num_network_points(ranks, 16384.0)
+    worlds = [(curve.kind, curve.world) for curve in network.curves]
+    return worlds, network.intra.bytes_per_s, network.inter.bytes_per_s, len(advanced)
+
+
+def test_inside_and_between_hosts_are_told_apart() -> None:
+    worlds, intra, inter, _ = run_ranks(measure_two_hosts, world_size=4, timeout_s=120)[0]
+    assert worlds == [
+        *[(kind, World(4, 2)) for kind in COLLECTIVES],
+        ("all_to_all", World(2, 2)),
+        ("all_reduce", World(2, 2)),
+    ]
+    assert intra > 0
+    assert inter > 0

@@ -1,0 +1,390 @@
+"""Two real ranks: every part of a step is booked under the stage of its name, in every placement.
+
+The stage clock reads a clock that stands still but for what the probes add, each an amount of its
+own, so a stage's seconds say exactly which parts were booked there and how often.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec import stages
+from hotrec.batch import Batch
+from hotrec.costs import STAGES
+from hotrec.distributed import Ranks
+from hotrec.embedding import (
+    HotColdEmbeddingBagCollection,
+    HotColdSharder,
+    HotExchange,
+    OptimizerKind,
+    OptimizerSpec,
+    cpu_rows,
+    fused_params,
+    initialize_embeddings,
+    make_optimizer,
+    pooling,
+    shard,
+    sharding,
+)
+from hotrec.embedding.hot_exchange import HotReplicas
+from hotrec.embedding.hot_optimizer import HotOptimizer
+from hotrec.models import ClickTask, ModelKind, build_model
+from hotrec.planner import (
+    ColdTier,
+    Machine,
+    TorchRecPlan,
+    hot_cold_constraints,
+    make_plan,
+    torchrec_constraints,
+)
+from hotrec.stages import StageClock
+from hotrec.train.loop import train
+from hotrec.train.meter import SegmentBatches
+from hotrec.train.pipeline import make_pipeline
+from hotrec.train.schedule import Cadence, Schedule, Segment
+from hotrec.types import Partition
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import TinyLoader, build_tiny
+
+CPU = torch.device("cpu")
+LOADING_S = 0.02
+NUM_ROWS = {"a": 200, "b": 12, "c": 90}
+DIM, BATCH, NUM_DENSE = 4, 8, 3
+NUM_STEPS, STEADY = 7, slice(2, 4)
+PARTS = (
+    "data",
+    "route",
+    "cold_read",
+    "hot_read",
+    "pool",
+    "bottom",
+    "top",
+    "bottom_backward",
+    "top_backward",
+    "cold_update",
+    "hot_reduce",
+    "hot_update",
+    "replicated_backward",
+    "wait",
+)
+# Powers of 8: seven of a part before one is taken for another; exact in a float.
+SECONDS = {part: 8.0**power for power, part in enumerate(PARTS)}
+HOT_ROWS = {"a": np.array([3, 1, 0]), "b": np.array([0, 2])}
+CASES: dict[str, Any] = {
+    "mixed": Partition(NUM_ROWS, HOT_ROWS),
+    "all_cold": Partition(NUM_ROWS),
+    "all_hot": Partition(NUM_ROWS, {t: np.arange(n) for t, n in NUM_ROWS.items()}),
+    "torchrec": TorchRecPlan.HAND_TUNED,
+}
+
+
+class Clock:
+    """Time for ``hotrec.stages``, moved on by what is said to take some."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def takes(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, which takes the time of ``part``."""
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            self.now_s += SECONDS[part]
+            return function(*args, **kwargs)
+
+        return slow
+
+    def both_ways(self, module: nn.Module, part: str, part_backward: str) -> None:
+        """The module's forward takes time, and so does backward when it comes to its output."""
+        forward = self.takes(part, module.forward)
+        hook = self.takes(part_backward, lambda _: None)
+
+        def slow(*args: Any) -> torch.Tensor:
+            out: torch.Tensor = forward(*args)
+            out.register_hook(hook)
+            return out
+
+        module.forward = slow  # type: ignore[method-assign]
+
+
+class SlowWork(dist.Work):
+    """A collective under way; waiting for it takes time."""
+
+    def __init__(self, work: dist.Work, clock: Clock) -> None:
+        super().__init__()
+        self._wait = clock.takes("wait", work.wait)
+
+    def wait(self, *args: Any) -> bool:
+        return bool(self._wait(*args))
+
+
+def build(placement: Partition | TorchRecPlan) -> tuple[Any, Any]:
+    spec = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, learning_rate=0.1)
+    tables = [
+        EmbeddingBagConfig(name=t, num_embeddings=n, embedding_dim=DIM, feature_names=[t])
+        for t, n in NUM_ROWS.items()
+    ]
+    meta, world_size = torch.device("meta"), dist.get_world_size()
+    embeddings: nn.Module
+    sharders: list[Any]
+    constraints: Any
+    if isinstance(placement, Partition):
+        embeddings = HotColdEmbeddingBagCollection(tables, placement, device=meta)
+        sharders = [HotColdSharder(spec, HotExchange.TOUCHED_ROWS)]
+        constraints = hot_cold_constraints(tables, placement, cold_tier=ColdTier.FUSED)
+    else:
+        embeddings = EmbeddingBagCollection(tables=tables, device=meta)
+        sharders = [EmbeddingBagCollectionSharder(fused_params(spec))]
+        constraints = torchrec_constraints(tables, placement, batch_size=20, tier=ColdTier.FUSED)
+    model = build_model(
+        ModelKind.DLRM,
+        embeddings,
+        num_dense=NUM_DENSE,
+        dense_layer_sizes=[8, DIM],
+        over_layer_sizes=[8, 1],
+        seed=1,
+        device=CPU,
+    )
+    task = ClickTask(model, world_size)
+    machine = Machine(world_size, world_size, "cpu", 1 << 30, 1 << 33, BATCH)
+    sharded = shard(task, make_plan(task, sharders, machine, constraints), sharders, CPU)
+    initialize_embeddings(sharded, 1)
+    dense = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
+    return sharded, make_optimizer(sharded, spec, dense)
+
+
+def make_batches(num: int) -> Iterator[Batch]:
+    rng = np.random.default_rng(dist.get_rank())
+    for _ in range(num):
+        ids = np.concatenate([rng.integers(0, n, BATCH) for n in NUM_ROWS.values()])
+        lengths = torch.ones(len(ids), dtype=torch.int64)
+        yield Batch(
+            torch.rand(BATCH, NUM_DENSE),
+            KeyedJaggedTensor(list(NUM_ROWS), torch.from_numpy(ids), lengths=lengths),
+            torch.ones(BATCH),
+            torch.ones(BATCH),
+            BATCH * dist.get_world_size(),
+        )
+
+
+def measure(model: Any, optimizer: Any, kind: str, source: Iterator[Batch]) -> dict[str, Any]:
+    """Seconds by stage of the steady steps, one number where all of them agree."""
+    pipeline = make_pipeline(kind, model, optimizer, CPU)
+    batches = SegmentBatches(
+        source, Segment(first_step=1, last_step=NUM_STEPS, evaluate=False, save=False)
+    )
+    pipeline.start()
+    stage_clock = StageClock(CPU)
+    for _ in batches.steps():
+        with stage_clock.step():
+            pipeline.progress(batches)
+    return {stage: seconds[STEADY] for stage, seconds in stage_clock.seconds().items()}
+
+
+def read_parts(seconds: float) -> dict[str, int]:
+    """How often each part was booked, as the probes' amounts say."""
+    counts = {}
+    for part in reversed(PARTS):
+        counts[part], seconds = divmod(seconds, SECONDS[part])
+    assert seconds == 0
+    return {part: int(count) for part, count in counts.items() if count}
+
+
+def probe(clock: Clock) -> list[Any]:
+    """All probes of hotrec's own parts and of waiting, inside a block."""
+    all_to_all = dist.all_to_all_single
+
+    def slow_all_to_all(*args: Any, **kwargs: Any) -> Any:
+        work = all_to_all(*args, **kwargs)
+        return SlowWork(work, clock) if kwargs.get("async_op") else work
+
+    targets = [
+        (stages, "time", clock),
+        (dist, "all_to_all_single", slow_all_to_all),
+        (sharding, "route", clock.takes("route", sharding.route)),
+        (pooling, "_sum_segments", clock.takes("pool", pooling._sum_segments)),
+        (cpu_rows, "update_rows", clock.takes("cold_update", cpu_rows.update_rows)),
+    ]
+    for owner, name, part in (
+        (cpu_rows.ColdRowsOnCpu, "__call__", "cold_read"),
+        (HotReplicas, "__call__", "hot_read"),
+        (HotReplicas, "_reduce", "hot_reduce"),
+        (HotOptimizer, "step", "hot_update"),
+    ):
+        slow = clock.takes(part, getattr(owner, name))
+        targets.append((owner, name, _as_method(slow)))
+    return [mock.patch.object(owner, name, value) for owner, name, value in targets]
+
+
+def _as_method(function: Callable[..., Any]) -> Any:
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+def book_parts() -> dict[str, list[dict[str, dict[str, int]]]]:
+    """What every stage of every steady step was made of, by case."""
+    booked = {}
+    for name, placement in CASES.items():
+        for kind in ("sparse_dist", "base"):
+            clock = Clock()
+            patches = probe(clock)
+            for patch in patches:
+                patch.start()
+            try:
+                model, optimizer = build(placement)
+                _probe_model(model, clock)
+                next_batch = clock.takes("data", lambda source: next(source))
+                source = make_batches(NUM_STEPS)
+                slow_source = (next_batch(source) for _ in range(NUM_STEPS))
+                seconds = measure(model, optimizer, kind, slow_source)
+            finally:
+                for patch in patches:
+                    patch.stop()
+            booked[f"{name} {kind}"] = [
+                {s: read_parts(values[i]) for s, values in seconds.items() if values[i]}
+                for i in range(STEADY.stop - STEADY.start)
+            ]
+    return booked
+
+
+def _probe_model(model: nn.Module, clock: Clock) -> None:
+    for module_name, module in model.named_modules():
+        if module_name.endswith("dense_arch"):
+            clock.both_ways(module, "bottom", "bottom_backward")
+        elif module_name.endswith("over_arch"):
+            clock.both_ways(module, "top", "top_backward")
+        elif isinstance(module, ShardedEmbeddingBagCollection):
+            for lookup in module._lookups:
+                is_replicated = hasattr(lookup, "module")
+                kernels: Any = (lookup.module if is_replicated else lookup)._emb_modules
+                for kernel in kernels:
+                    if is_replicated:
+                        clock.both_ways(kernel, "hot_read", "replicated_backward")
+                    else:
+                        clock.both_ways(kernel, "cold_read", "cold_update")
+
+
+def wait_for_slow_peer() -> str:
+    """Rank 1 is slow in routing; the stage in which this rank spends the most time."""
+    model, optimizer = build(CASES["mixed"])
+    route = sharding.route
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.2)
+        return route(*args)
+
+    with mock.patch.object(sharding, "route", slow if dist.get_rank() == 1 else route):
+        seconds = measure(model, optimizer, "sparse_dist", make_batches(NUM_STEPS))
+    return max(seconds, key=lambda stage: float(np.median(seconds[stage])))
+
+
+class SlowOnOneRank(TinyLoader):
+    """Rank 1 waits for its data."""
+
+    def batch(self, index: int) -> Batch:
+        if dist.get_rank() == 1:
+            time.sleep(LOADING_S)
+        return super().batch(index)
+
+
+def train_with_prediction() -> dict[str, Any]:
+    """The summary of a short run of the loop."""
+    model, optimizer = build_tiny()
+    result = train(
+        model,
+        optimizer,
+        SlowOnOneRank(num_batches=12),
+        Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 2, CPU),
+        num_steps=12,
+        cadence=Cadence(log_every=4),
+        lr_factor=Schedule(),
+        prediction={"step_s": 1.0, "stage_s": {"dense": 1.0}, "total_sent_bytes": 10.0},
+        first_compared_step=5,
+    )
+    return dict(result.summary)
+
+
+Results = list[tuple[dict[str, Any], str, dict[str, Any]]]
+
+
+def run_all() -> tuple[dict[str, Any], str, dict[str, Any]]:
+    return book_parts(), wait_for_slow_peer(), train_with_prediction()
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return run_ranks(run_all, 2, timeout_s=150)
+
+
+DENSE = {"bottom": 1, "top": 1, "bottom_backward": 1, "top_backward": 1}
+OWN = {"route": {"route": 1}, "pool": {"pool": 2}, "dense": DENSE, "other": {"data": 1}}
+COLD = {"rows_exchange": {"wait": 1}, "grads_exchange": {"wait": 1}}
+HOT = {"hot_exchange": {"hot_reduce": 1}, "optimizer": {"hot_update": 1}}
+EXPECTED: dict[str, dict[str, dict[str, int]]] = {
+    "mixed": {
+        **OWN,
+        **COLD,
+        **HOT,
+        "row_lookup": {"cold_read": 1, "hot_read": 1},
+        "row_update": {"cold_update": 1},
+    },
+    "all_cold": {**OWN, **COLD, "row_lookup": {"cold_read": 1}, "row_update": {"cold_update": 1}},
+    "all_hot": {**OWN, **HOT, "row_lookup": {"hot_read": 1}},
+    "torchrec": {
+        **COLD,
+        "dense": DENSE,
+        "other": {"data": 1},
+        # The kernel of data-parallel tables counts as lookup, both ways.
+        "row_lookup": {"cold_read": 1, "hot_read": 1, "replicated_backward": 1},
+        "row_update": {"cold_update": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["sparse_dist", "base"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_parts_are_booked_under_their_stage(results: Results, case: str, kind: str) -> None:
+    for booked, _, _ in results:
+        for step in booked[f"{case} {kind}"]:
+            ids = step.pop("ids_exchange", {})
+            assert step == EXPECTED[case]
+            # Split sizes, and what they announce; nothing else is waited for there.
+            assert set(ids) == (set() if case == "all_hot" else {"wait"})
+
+
+def test_a_slow_peer_shows_in_an_exchange(results: Results) -> None:
+    (_, of_first, _), (_, of_second, _) = results
+    assert of_first in ("ids_exchange", "rows_exchange")
+    assert of_second == "route"
+
+
+def test_the_summary_is_that_of_all_ranks(results: Results) -> None:
+    first, second = (summary for _, _, summary in results)
+    for name in ("measured_stage_s", "slowest_rank_stage_s", "measured_step_s", "step_error_frac"):
+        assert first[name] == second[name], name
+    mean, slowest = first["measured_stage_s"], first["slowest_rank_stage_s"]
+    assert list(mean) == list(STAGES)
+    assert all(mean[stage] <= slowest[stage] for stage in STAGES)
+    assert slowest["other"] >= LOADING_S
+    assert mean["other"] < slowest["other"]  # rank 0 has its data at hand
+    assert first["measured_step_s"] >= LOADING_S
+    assert first["step_error_frac"] == pytest.approx(1 / first["measured_step_s"] - 1)
+    sent = first["sent_bytes_total"]
+    assert first["sent_bytes_error_frac"] == pytest.approx((10 - sent) / sent)

@@ -1,0 +1,180 @@
+"""calibrate, plan by cost, train by it, and report: prediction and measurement of one run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrec.artifact import commit_artifact, scratch_directory
+from hotrec.costs.store import read_costs
+from hotrec.placement.partition import read_placement
+from tests.e2e.conftest import SMOKE, Workspace, hotrec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+QUICK = ("calibrate.max_bytes=65536", "calibrate.repeats=3", "calibrate.cap_mib=4")
+BY_COST = ("placement=cost", "placement.may_decline=false")
+
+
+@pytest.fixture(scope="module")
+def calibrated(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the workspace, with costs of two ranks."""
+    folder = tmp_path_factory.mktemp("planner")
+    shutil.copytree(workspace.folder / "data", folder / "data")
+    figures = hotrec("calibrate", SMOKE, *QUICK, "launch.num_ranks=2", cwd=folder).figures
+    assert figures["origin"] == "measured"
+    assert figures["intra_bytes_per_s"] > 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def planned(calibrated: Path) -> dict[str, Any]:
+    return hotrec("plan", SMOKE, *BY_COST, "plan.world_size=2", cwd=calibrated).figures
+
+
+@pytest.fixture(scope="module")
+def trained(calibrated: Path) -> dict[str, Any]:
+    words = [SMOKE, *BY_COST, "launch.num_ranks=2", "trainer.num_epochs=4"]
+    words += ["trainer.max_steps=70"]
+    return hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/cost").figures
+
+
+def prediction(run_dir: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((run_dir / "prediction.json").read_text())
+    return document
+
+
+def test_plan_uses_what_was_measured(calibrated: Path, planned: dict[str, Any]) -> None:
+    costs = read_costs(calibrated / "data" / "costs")
+    assert planned["costs"] == costs.name
+    run_dir = Path(planned["plan_json"]).parent
+    document = prediction(calibrated / run_dir)
+    assert document["costs"]["origin"] == "measured"
+    assert document["costs"]["note"] is None  # this very machine
+    assert {"hot_cold", "all_cold", "torchrec planner"} <= set(document["plans"])
+    best = document["plans"]["hot_cold"]
+    assert best["step_s"] == pytest.approx(sum(best["stage_s"].values()))
+    assert best["step_s"] <= document["plans"]["all_cold"]["step_s"]
+    assert document["bound_s"] <= best["step_s"]
+    assert {entry["what"] for entry in document["sensitivity"]} >= {"batch x 2", "ranks x 2"}
+    placement, _ = read_placement(calibrated / planned["partition"])
+    hot = {t["name"]: t["hot_rows"] for t in document["tables"]}
+    assert hot == {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
+    assert "break-even" in (calibrated / planned["plan_text"]).read_text().lower()
+    assert "<svg" in (calibrated / planned["page"]).read_text()
+
+
+def test_a_run_is_compared_with_its_prediction(calibrated: Path, trained: dict[str, Any]) -> None:
+    run_dir = calibrated / "runs" / "cost"
+    predicted = prediction(run_dir)["plans"]["hot_cold"]
+    assert trained["predicted_step_s"] == pytest.approx(predicted["step_s"])
+    assert trained["compared_from_step"] >= 50
+    assert trained["measured_step_s"] > 0
+    measured = sum(trained["measured_stage_s"].values())
+    assert measured == pytest.approx(trained["measured_step_s"], rel=0.5)
+    # Bytes do not depend on how busy the machine is.
+    assert trained["predicted_sent_bytes"] == pytest.approx(trained["sent_bytes_total"], rel=0.05)
+    report = hotrec("report", "runs=[runs/cost]", cwd=calibrated).figures
+    assert "predicted" in Path(calibrated / report["page"]).read_text()
+
+
+def test_costs_are_fitted_to_a_run(calibrated: Path, trained: dict[str, Any]) -> None:
+    words = [SMOKE, "calibrate.from_run=runs/cost", "paths.costs=data/costs"]
+    shutil.copytree(calibrated / "data" / "costs", calibrated / "kept")
+    figures = hotrec("calibrate", *words, cwd=calibrated).figures
+    assert figures["origin"] == "fitted"
+    # The same rows hot as in the run: with other costs another choice may be best.
+    words = [SMOKE, "placement=saved", "placement.partition_dir=runs/cost/partition"]
+    words += ["plan.world_size=2"]
+    planned = hotrec("plan", *words, cwd=calibrated).figures
+    fitted = prediction(Path(planned["plan_json"]).parent)["plans"]["hot_cold"]["stage_s"]
+    for stage, seconds in trained["predicted_stage_s"].items():
+        if seconds > 0 and stage != "other":
+            assert fitted[stage] == pytest.approx(trained["measured_stage_s"][stage], rel=1e-6)
+    shutil.rmtree(calibrated / "data" / "costs")
+    (calibrated / "kept").rename(calibrated / "data" / "costs")
+
+
+def test_a_resumed_run_keeps_its_choice(calibrated: Path) -> None:
+    words = [SMOKE, *BY_COST, "launch.num_ranks=2", "trainer.eval_splits=[]"]
+    first = hotrec(
+        "train", *words, "trainer.max_steps=3", cwd=calibrated, HOTREC_RUN_DIR="runs/again"
+    ).figures
+    second = hotrec(
+        "train",
+        *words,
+        "trainer.max_steps=6",
+        "planner.costs=cpu_1gbit",
+        cwd=calibrated,
+        HOTREC_RUN_DIR="runs/again",
+    ).figures
+    assert (first["num_steps"], second["num_steps"]) == (3, 6)
+    assert first["hot_rows"] == second["hot_rows"]
+
+
+def test_what_if_sweep(calibrated: Path) -> None:
+    words = ["--multirun", SMOKE, "placement=cost", "plan.world_size=2,4", "plan.device=cuda"]
+    words += ["planner.hbm_gib=0.0001,80", "plan.sensitivity=false", "planner.host_gib=0.0001"]
+    outcome = hotrec("plan", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/what_if")
+    assert outcome.exit_code == 0, outcome.stderr
+    document = json.loads((calibrated / "runs" / "what_if" / "what_if.json").read_text())
+    fits = [point["fits"] for point in document["points"]]
+    assert len(fits) == 4
+    assert sorted(fits) == [False, False, True, True]
+    assert (calibrated / "runs" / "what_if" / "what_if.html").exists()
+
+
+def damage(folder: Path, target: Path, edit: Any) -> None:
+    """Another artifact of costs, edited and whole again."""
+    document = json.loads((folder / "costs.json").read_text())
+    edit(document)
+    with scratch_directory(target) as scratch:
+        (scratch / "costs.json").write_text(json.dumps(document))
+        commit_artifact(scratch, target, kind="costs", content={})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d["intra"].update(bytes_per_s=0.0), "bytes_per_s: expected above 0, got 0"),
+        (lambda d: d["intra"].update(bytes_per_s=-1.0), "bytes_per_s: expected above 0, got -1"),
+        (lambda d: d["kernels"].pop("pool"), "got none for pool"),
+        (lambda d: d.update(device="cuda"), "expected costs of cpu, got costs of cuda"),
+    ],
+    ids=["no-bandwidth", "negative-bandwidth", "no-stage", "another-device"],
+)
+def test_impossible_costs_are_refused(edit: Any, message: str, calibrated: Path) -> None:
+    damage(calibrated / "data" / "costs", calibrated / "damaged", edit)
+    words = [SMOKE, "placement=cost", "paths.costs=damaged", "planner.costs=measured"]
+    outcome = hotrec("plan", *words, cwd=calibrated)
+    assert outcome.exit_code == 1
+    assert message in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+def test_all_ranks_refuse_alike(calibrated: Path) -> None:
+    words = [SMOKE, "placement=cost", "planner.host_gib=0.00005", "launch.num_ranks=2"]
+    outcome = hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/small")
+    assert outcome.exit_code == 1
+    errors = [line for line in outcome.stderr.splitlines() if "error: " in line]
+    said = [line.partition("host_bytes: ")[2] for line in errors if line.startswith("[rank ")]
+    assert len(said) == 2
+    assert said[0] == said[1]
+    assert said[0].startswith("expected at least")
+
+
+def test_hosts_of_unequal_size_are_refused(calibrated: Path) -> None:
+    words = [SMOKE, "placement=cost", "plan.world_size=4", "plan.ranks_per_host=3"]
+    outcome = hotrec("plan", *words, cwd=calibrated)
+    assert outcome.exit_code == 1
+    assert "plan.ranks_per_host: expected a divisor of plan.world_size=4, got 3" in outcome.stderr
+
+
+def test_measured_on_one_host_says_nothing_of_two(calibrated: Path) -> None:
+    words = [SMOKE, "placement=cost", "plan.world_size=4", "plan.ranks_per_host=2"]
+    outcome = hotrec("plan", *words, cwd=calibrated)
+    assert outcome.exit_code == 1
+    assert "expected the link between hosts" in outcome.stderr

@@ -1,0 +1,84 @@
+"""Byte rules, sizes, and the links that curves show."""
+
+from __future__ import annotations
+
+import pytest
+
+from hotrec.calibrate.collectives import (
+    link_of,
+    num_network_points,
+    num_values,
+    sent_bytes,
+    sizes_up_to,
+)
+from hotrec.costs import COLLECTIVES, CollectiveCurve, CostsError, World
+from hotrec.distributed import Ranks
+
+WORLD = World(4, 4)
+
+
+def curve(latency_s: float, rate: float, kind: str = "all_to_all") -> CollectiveCurve:
+    sizes = tuple(sizes_up_to(1 << 24))
+    seconds = tuple(latency_s + size / rate for size in sizes)
+    return CollectiveCurve(kind, WORLD, sizes, seconds, tuple(0.1 for _ in sizes))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_bytes_that_a_rank_sends(num_ranks: int) -> None:
+    others, n = num_ranks - 1, 4 * 120
+    expected = {
+        "all_to_all": n * others / num_ranks,
+        "all_reduce": 2 * n * others / num_ranks,
+        "all_gather": n * others,
+        "reduce_scatter": n * others / num_ranks,
+    }
+    assert {kind: sent_bytes(kind, 120, num_ranks) for kind in COLLECTIVES} == expected
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_tensors_are_made_for_the_bytes_wanted(kind: str, num_ranks: int) -> None:
+    for wanted in (1024.0, 100_000.0):
+        values = num_values(kind, wanted, num_ranks)
+        assert sent_bytes(kind, values, num_ranks) == pytest.approx(wanted, rel=0.05)
+        if kind != "all_gather":
+            assert values % num_ranks == 0  # equal shares
+    assert num_values(kind, 1.0, num_ranks) >= 1
+
+
+def test_an_unknown_collective_is_refused() -> None:
+    with pytest.raises(CostsError, match="expected one of .*, got 'gather'"):
+        sent_bytes("gather", 1, 2)
+
+
+def test_sizes_rise_from_a_kilobyte_to_the_largest() -> None:
+    assert sizes_up_to(1 << 24)[:3] == [1024, 4096, 16384]
+    assert sizes_up_to(1 << 24)[-1] == 1 << 24
+    assert sizes_up_to(5000) == [1024, 4096, 5000]
+    assert sizes_up_to(100) == [100]
+
+
+def test_a_link_is_what_its_curves_show() -> None:
+    link = link_of([curve(1e-4, 1e9), curve(3e-4, 3e9, "all_reduce")])
+    assert link.latency_s == pytest.approx(2e-4)
+    assert link.bytes_per_s == pytest.approx(2e9)
+    assert link.source == "measured"
+    assert link_of([curve(1e-4, 1e9)], ranks_sending=8).bytes_per_s == pytest.approx(8e9)
+
+
+def test_a_link_without_growth_is_as_fast_as_its_largest_size() -> None:
+    flat = CollectiveCurve("all_to_all", WORLD, (10.0, 20.0, 40.0), (1e-3, 9e-4, 8e-4), (0, 0, 0))
+    assert flat.line().per_byte_s == 0
+    assert link_of([flat]).bytes_per_s == pytest.approx(40 / 8e-4)
+    with pytest.raises(CostsError, match="at least one measured collective"):
+        link_of([])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "local", "curves"), [(1, 1, 0), (2, 2, 4), (4, 1, 4), (4, 2, 8)]
+)
+def test_levels_are_told_apart_where_there_are_two(num_ranks: int, local: int, curves: int) -> None:
+    import torch
+
+    ranks = Ranks(0, num_ranks, 0, local, torch.device("cpu"))
+    assert num_network_points(ranks, 4096) == curves * len(sizes_up_to(4096))

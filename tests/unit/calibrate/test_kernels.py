@@ -1,0 +1,106 @@
+"""The fit of a kernel's line: known lines come back, and no part is negative."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotrec.calibrate.kernels import Point, fit_line, largest_error
+from hotrec.costs import CostsError, Line
+
+ITEMS, DIMS = (100, 1000, 10_000, 100_000), (16, 64)
+
+
+def points_of(line: Line, noise: float = 0.0, seed: int = 0) -> list[Point]:
+    rng = np.random.default_rng(seed)
+    return [
+        Point(
+            items,
+            4 * dim * items,
+            line.seconds(items, 4 * dim * items) * (1 + noise * rng.uniform(-1, 1)),
+            0.1,
+        )
+        for items, dim in product(ITEMS, DIMS)
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    fixed=st.floats(1e-6, 1e-3),
+    per_item=st.one_of(st.just(0.0), st.floats(1e-9, 1e-6)),
+    per_byte=st.one_of(st.just(0.0), st.floats(1e-11, 1e-8)),
+)
+def test_a_known_line_comes_back(fixed: float, per_item: float, per_byte: float) -> None:
+    line = Line(fixed, per_item, per_byte)
+    found = fit_line(points_of(line))
+    assert largest_error(found, points_of(line)) < 1e-6
+    # What is told apart by these sizes: per item and per byte only where neither drowns.
+    assert found.fixed_s == pytest.approx(fixed, rel=1e-4)
+    at_dim = per_item + 4 * 64 * per_byte
+    assert found.per_item_s + 4 * 64 * found.per_byte_s == pytest.approx(
+        at_dim, rel=1e-4, abs=1e-12
+    )
+
+
+def test_noise_moves_the_line_no_farther_than_itself() -> None:
+    line = Line(2e-4, 3e-8, 5e-10)
+    for seed in range(20):
+        found = fit_line(points_of(line, 0.05, seed))
+        assert found.seconds(50_000, 4 * 64 * 50_000) == pytest.approx(
+            line.seconds(50_000, 4 * 64 * 50_000), rel=0.06
+        )
+        assert found.spread == 0.1
+
+
+def test_small_sizes_count_as_much_as_large_ones() -> None:
+    # Absolute least squares would follow the largest point and miss the first by a factor.
+    points = [Point(1, 0, 1e-5, 0.0), Point(1e5, 0, 1e-3, 0.0), Point(1e6, 0, 2e-2, 0.0)]
+    line = fit_line(points, is_by_bytes=False)
+    assert line.fixed_s == pytest.approx(1e-5, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_part_is_negative_and_nothing_feasible_is_better(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    points = [
+        Point(float(items), 4.0 * dim * items, float(seconds), 0.0)
+        for (items, dim), seconds in zip(
+            product(ITEMS, DIMS), 10 ** rng.uniform(-5, -2, 8), strict=True
+        )
+    ]
+    found = fit_line(points)
+    assert min(found.fixed_s, found.per_item_s, found.per_byte_s) >= 0
+
+    def error(line: Line) -> float:
+        return sum((line.seconds(p.num_items, p.num_bytes) / p.seconds - 1) ** 2 for p in points)
+
+    # The problem is convex: no step along an axis, nor at random, may lead downhill.
+    parts = np.array([found.fixed_s, found.per_item_s, found.per_byte_s])
+    scales = np.array([1e-4, 1e-8, 1e-10])
+    for direction in [*np.eye(3), *-np.eye(3), *rng.normal(size=(50, 3))]:
+        near = np.maximum(parts + 1e-3 * direction * np.maximum(parts, scales), 0)
+        assert error(Line(*near)) >= error(found) - 1e-9
+
+
+def test_a_kernel_counted_by_items_alone_has_no_cost_of_a_byte() -> None:
+    line = fit_line(points_of(Line(1e-4, 1e-8, 1e-9)), is_by_bytes=False)
+    assert line.per_byte_s == 0
+    assert line.per_item_s > 1e-8
+    line = fit_line(points_of(Line(1e-4, 1e-8, 1e-9)), is_by_items=False)
+    assert line.per_item_s == 0
+
+
+@pytest.mark.parametrize("bad", [0.0, -1e-3, float("nan"), float("inf")])
+def test_impossible_times_are_refused(bad: float) -> None:
+    points = [*points_of(Line(1e-4)), Point(1, 1, bad, 0.0)]
+    with pytest.raises(CostsError, match="expected 3 or more measured times above 0"):
+        fit_line(points)
+
+
+def test_too_few_sizes_are_refused() -> None:
+    with pytest.raises(CostsError, match="Measure more sizes"):
+        fit_line(points_of(Line(1e-4))[:2])

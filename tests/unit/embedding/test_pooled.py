@@ -1,0 +1,230 @@
+"""Tables that are pooled where they live, and table-wise ones: routing, both forms, conversion."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from hotrec.distributed import Ranks
+from hotrec.embedding import (
+    HotColdEmbeddingBagCollection,
+    HotColdSharder,
+    OptimizerKind,
+    OptimizerSpec,
+    gather_tables,
+    initialize_embeddings,
+    make_optimizer,
+    shard,
+    use_hot_cold,
+)
+from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.initialize import initial_rows
+from hotrec.planner import Machine, make_plan, placement_constraints
+from hotrec.traffic import count_dense_values, count_distinct_rows
+from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+from tests.unit.embedding.test_collection import NUM_ROWS, some_features, some_tables
+
+SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
+SPEC = OptimizerSpec(OptimizerKind.ADAGRAD, learning_rate=0.2, eps=1e-3)
+POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
+TABLE_WISE = TablePlacement(sharding=Sharding.TABLE_WISE)
+HOT_U = Partition(NUM_ROWS, {"u": np.array([4, 0])})
+PLACEMENTS = {
+    "one": Placement(HOT_U, {"t": POOLED, "u": TablePlacement(), "v": TABLE_WISE}),
+    # "a" is read from a pooled table and from one whose rows are exchanged, the other way round.
+    "other": Placement(HOT_U, {"t": TABLE_WISE, "u": TABLE_WISE, "v": POOLED}),
+    "all": Placement(Partition(NUM_ROWS), dict.fromkeys(NUM_ROWS, POOLED)),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.e = collection
+        self.out = nn.Linear(20, 1)
+
+    def forward(self, features: Any) -> torch.Tensor:
+        return self.out(self.e(features).values())
+
+
+def sharded(placement: Placement, **kwargs: Any) -> Any:
+    collection = HotColdEmbeddingBagCollection(some_tables(), placement, **kwargs)
+    sharders: Any = [HotColdSharder(SPEC)]
+    model = Model(collection)
+    machine = Machine(1, 1, "cpu", 0, 1 << 33, 8)
+    plan = make_plan(model, sharders, machine, placement_constraints(placement))
+    return shard(model, plan, sharders, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("is_routed", [False, True])
+@pytest.mark.parametrize("pooling", [SUM, MEAN])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_unsharded_equals_torchrecs(name: str, pooling: PoolingType, is_routed: bool) -> None:
+    plain = EmbeddingBagCollection(some_tables(pooling))
+    features = some_features()
+    expected = plain(features)
+    expected.values().square().sum().backward()
+    converted: Any = use_hot_cold(EmbeddingBagCollection(some_tables(pooling)), PLACEMENTS[name])
+    assert isinstance(converted, HotColdEmbeddingBagCollection)
+    model: Any = Model(plain)
+    use_hot_cold(model, PLACEMENTS[name])
+    found = model.e(model.e.router(features) if is_routed else features)
+    assert found.keys() == expected.keys()
+    assert found.length_per_key() == expected.length_per_key()
+    torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=1e-6)
+    found.values().square().sum().backward()
+    for table in model.e.router.pooled.tables:
+        grad = model.e.pooled.embedding_bags[table].weight.grad
+        torch.testing.assert_close(grad, plain.embedding_bags[table].weight.grad)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("is_empty", [False, True])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_sharded_equals_unsharded(
+    one_rank: Ranks, name: str, is_empty: bool, is_weighted: bool
+) -> None:
+    placement = PLACEMENTS[name]
+    features = some_features(is_weighted=is_weighted, is_empty=is_empty)
+    model = sharded(placement, is_weighted=is_weighted)
+    initialize_embeddings(model, seed=3)
+    plain = HotColdEmbeddingBagCollection(
+        some_tables(), Partition(NUM_ROWS), is_weighted=is_weighted
+    )
+    tables = gather_tables(model)
+    assert set(tables) == set(NUM_ROWS)
+    with torch.no_grad():
+        for rows in plain.rows.values():
+            for table, embedding in rows.embeddings.items():
+                expected = initial_rows(
+                    3, table, torch.arange(NUM_ROWS[table]), embedding.embedding_dim,
+                    NUM_ROWS[table],
+                )  # fmt: skip
+                assert torch.equal(tables[table], expected)
+                embedding.weight.copy_(expected)
+    unsharded = HotColdEmbeddingBagCollection(some_tables(), placement, is_weighted=is_weighted)
+    assert unsharded(features).keys() == plain(features).keys()
+    found = model.module.e(features)
+    assert found.keys() == plain(features).keys()
+    torch.testing.assert_close(found.values(), plain(features).values(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_rates_optimizers_and_dense_values(one_rank: Ranks, name: str) -> None:
+    model = sharded(PLACEMENTS[name])
+    initialize_embeddings(model, seed=3)
+    optimizer = make_optimizer(model, SPEC, SPEC)
+    assert {key.split(".", 1)[1] for key in optimizer.params} == set(model.state_dict())
+    assert count_dense_values(model) == 21
+    for rate, moves in ((0.0, False), (0.2, True)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        before = gather_tables(model)
+        optimizer.zero_grad()
+        # Rates reach fused kernels in zero_grad and step, before the pass that they are for.
+        optimizer.step()
+        model(some_features()).square().sum().backward()
+        optimizer.step()
+        after = gather_tables(model)
+        assert {not torch.equal(after[t], before[t]) for t in NUM_ROWS} == {moves}
+
+
+def test_routing_counts_and_travels() -> None:
+    features = some_features()
+    tables = {"a": [("t", 4), ("v", 4)], "b": [("t", 4)], "c": [("u", 8)]}
+    all_rows = HotColdEmbeddingBagCollection(some_tables(), Partition(NUM_ROWS)).router
+    expected = all_rows.count_distinct(all_rows(features))
+    assert expected[8] == count_distinct_rows(features, {k: v[0] for k, v in tables.items()})[8]
+    fingerprints = {all_rows.fingerprint}
+    for placement in PLACEMENTS.values():
+        router = pickle.loads(
+            pickle.dumps(HotColdEmbeddingBagCollection(some_tables(), placement).router)
+        )
+        routed = router(features)
+        assert router.count_distinct(routed) == expected
+        assert routed.num_lookups == all_rows(features).num_lookups
+        assert routed.stride() == 6
+        moved = pickle.loads(pickle.dumps(routed)).to(torch.device("cpu"))
+        assert torch.equal(moved.pooled.values(), routed.pooled.values())
+        assert moved.pooled.keys() == [column.name for column in router.pooled.columns]
+        assert moved.pooled.stride() == 6
+        fingerprints.add(router.fingerprint)
+    assert len(fingerprints) == 1 + len(PLACEMENTS)
+
+
+def test_ids_of_pooled_tables_are_checked() -> None:
+    router = HotColdEmbeddingBagCollection(some_tables(), PLACEMENTS["all"]).router
+    features = some_features()
+    of_c = int(features.offset_per_key()[2])
+    features.values()[of_c] = 5  # "u" has 5 rows
+    with pytest.raises(ValueError, match=r"^table u feature c: expected rows in 0\.\.4, got 5\."):
+        router(features)
+    features.values()[of_c] = -1
+    with pytest.raises(ValueError, match=r"got -1\."):
+        router(features)
+
+
+def test_weights_of_means_carry_the_length() -> None:
+    collection = HotColdEmbeddingBagCollection(some_tables(), PLACEMENTS["all"], is_weighted=True)
+    assert collection.pooled is not None
+    assert {c.pooling for c in collection.pooled.embedding_bag_configs()} == {SUM}
+    features = some_features(is_weighted=True)
+    pooled = collection.router(features).pooled
+    given, routed = features.to_dict(), pooled.to_dict()
+    for column in collection.router.pooled.columns:  # type: ignore[union-attr]
+        lengths = given[column.feature].lengths()
+        divisor = torch.repeat_interleave(lengths, lengths) if column.is_mean else 1
+        expected = given[column.feature].weights() / divisor
+        assert torch.equal(routed[column.name].weights(), expected)
+    with pytest.raises(ValueError, match="expected per-sample weights since"):
+        collection.router(some_features())
+    features.weights().requires_grad_(True)
+    with pytest.raises(ValueError, match="without a gradient"):
+        collection.router(features)
+
+
+def test_plans_that_do_not_suit_the_halves_are_refused(one_rank: Ranks) -> None:
+    placement = PLACEMENTS["one"]
+    constraints = placement_constraints(placement)
+    swapped = constraints | {"t": constraints["u"], "v": constraints["u_hot"]}
+    for table, rule in (("t", swapped["t"]), ("v", swapped["v"])):
+        collection = HotColdEmbeddingBagCollection(some_tables(), placement)
+        sharders: Any = [HotColdSharder(SPEC)]
+        model = Model(collection)
+        machine = Machine(1, 1, "cpu", 0, 1 << 33, 8)
+        plan = make_plan(model, sharders, machine, constraints | {table: rule})
+        with pytest.raises(ValueError, match=rf"^plan table {table}: expected sharding type"):
+            shard(model, plan, sharders, torch.device("cpu"))
+
+
+def test_adam_of_pooled_tables_on_cpu_is_refused(one_rank: Ranks) -> None:
+    all_hot_but_t = Partition(NUM_ROWS, {"u": np.arange(5), "v": np.arange(9)})
+    placement = Placement(all_hot_but_t, dict.fromkeys(NUM_ROWS, TablePlacement()) | {"t": POOLED})
+    adam = OptimizerSpec(OptimizerKind.ADAM, learning_rate=0.1)
+    sharders: Any = [HotColdSharder(adam)]
+    model = Model(HotColdEmbeddingBagCollection(some_tables(), placement))
+    machine = Machine(1, 1, "cpu", 0, 1 << 33, 8)
+    plan = make_plan(model, sharders, machine, placement_constraints(placement))
+    with pytest.raises(ValueError, match="has no Adam there"):
+        shard(model, plan, sharders, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_the_placement_says_how_hot_gradients_travel(one_rank: Ranks, is_dense: bool) -> None:
+    placement = Placement(HOT_U, PLACEMENTS["one"].tables, is_hot_dense=is_dense)
+    model = sharded(placement)
+    [(_, replicas)] = model.module.e.hot_replicas()
+    assert replicas._exchange is (HotExchange.DENSE if is_dense else HotExchange.TOUCHED_ROWS)
+
+
+def test_a_converted_model_is_not_converted_again() -> None:
+    model = use_hot_cold(Model(EmbeddingBagCollection(some_tables())), PLACEMENTS["one"])
+    with pytest.raises(ValueError, match="expected an EmbeddingBagCollection in it, got none"):
+        use_hot_cold(model, PLACEMENTS["one"])

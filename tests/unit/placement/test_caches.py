@@ -1,0 +1,185 @@
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotrec.placement.caches import lfu_hit_frac, lru_hit_frac, miss_ratio_curve
+from hotrec.placement.demand import build_demand
+from hotrec.placement.histogram import build_histogram
+
+# Che's approximation against a simulated cache (the traces' own noise is about a third of it).
+LRU_TOLERANCE = 0.01
+
+
+def make_demand(counts, *, batch_size=64, world_size=2):
+    return build_demand(
+        "t",
+        build_histogram(np.asarray(counts)),
+        dim=4,
+        row_bytes=20,
+        lookups_per_sample=1.0,
+        num_columns=1,
+        batch_size=batch_size,
+        world_size=world_size,
+    )
+
+
+def zipf(num_rows, exponent):
+    weights = np.arange(1, num_rows + 1) ** -float(exponent)
+    counts = np.rint(1e9 * weights / weights.sum()).astype(np.int64)
+    return counts, counts / counts.sum()
+
+
+def simulate_lru(lookups, num_cached, num_warm):
+    """Share of hits after ``num_warm`` lookups, one by one."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    num_hits = 0
+    for position, row in enumerate(lookups):
+        if row in cache:
+            num_hits += position >= num_warm
+            cache.move_to_end(row)
+        else:
+            cache[row] = None
+            if len(cache) > num_cached:
+                cache.popitem(last=False)
+    return num_hits / (len(lookups) - num_warm)
+
+
+def simulate_lru_by_step(steps, num_cached, num_warm):
+    """Share of the distinct rows of a rank that the cache of all ranks holds before each step."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    num_hits = num_rows = 0
+    for position, ranks in enumerate(steps):
+        if position >= num_warm:
+            for rows in ranks:
+                num_hits += sum(row in cache for row in rows)
+                num_rows += len(rows)
+        for row in dict.fromkeys(row for rows in ranks for row in rows):
+            cache[row] = None
+            cache.move_to_end(row)
+        while len(cache) > num_cached:
+            cache.popitem(last=False)
+    return num_hits / num_rows
+
+
+@pytest.mark.parametrize(
+    ("exponent", "num_cached", "num_skipped"),
+    [(1.05, 10, 0), (1.05, 200, 0), (0.8, 500, 50), (1.2, 100, 20), (0.0, 300, 0)],
+)
+def test_lru_as_simulated_by_lookup(exponent, num_cached, num_skipped):
+    counts, probs = zipf(2000, exponent)
+    lookups = np.random.default_rng(0).choice(2000, 60_000, p=probs)
+    cold = lookups[lookups >= num_skipped].tolist()
+    found = simulate_lru(cold, num_cached, len(cold) // 3)
+    demand = make_demand(counts)
+    hit_frac = lru_hit_frac(demand, num_cached, num_skipped, is_per_lookup=True)
+    assert hit_frac == pytest.approx(found, abs=LRU_TOLERANCE)
+
+
+@pytest.mark.parametrize(("num_cached", "num_skipped"), [(300, 0), (800, 0), (500, 30)])
+def test_lru_as_simulated_by_step(num_cached, num_skipped):
+    counts, probs = zipf(3000, 1.05)
+    rng = np.random.default_rng(1)
+    steps = []
+    for _ in range(900):
+        ranks = [np.unique(rng.choice(3000, 64, p=probs)) for _ in range(2)]
+        steps.append([rows[rows >= num_skipped].tolist() for rows in ranks])
+    found = simulate_lru_by_step(steps, num_cached, 300)
+    hit_frac = lru_hit_frac(make_demand(counts), num_cached, num_skipped)
+    assert hit_frac == pytest.approx(found, abs=LRU_TOLERANCE)
+
+
+@pytest.mark.parametrize(("num_cached", "num_skipped"), [(0, 0), (40, 0), (200, 25)])
+def test_lfu_as_simulated(num_cached, num_skipped):
+    counts, probs = zipf(3000, 1.05)
+    rng = np.random.default_rng(2)
+    end = num_skipped + num_cached
+    lookups = rng.choice(3000, 100_000, p=probs)
+    cold = lookups[lookups >= num_skipped]
+    demand = make_demand(counts, batch_size=500)
+    found = (cold < end).mean()
+    hit_frac = lfu_hit_frac(demand, num_cached, num_skipped, is_per_lookup=True)
+    assert hit_frac == pytest.approx(found, abs=0.006)
+    distinct = np.concatenate([np.unique(batch) for batch in lookups.reshape(200, 500)])
+    distinct = distinct[distinct >= num_skipped]
+    found = (distinct < end).mean()
+    assert lfu_hit_frac(demand, num_cached, num_skipped) == pytest.approx(found, abs=0.006)
+
+
+def test_lfu_by_hand():
+    demand = make_demand([5, 3, 1, 1], batch_size=1, world_size=1)
+    assert lfu_hit_frac(demand, 1) == pytest.approx(0.5)
+    assert lfu_hit_frac(demand, 1, 1) == pytest.approx(0.6)
+    # Half of a group, and more than there is.
+    assert lfu_hit_frac(demand, 1.5) == pytest.approx(0.65)
+    assert lfu_hit_frac(demand, 100, 1) == 1.0
+    # Nothing but hot rows is looked up.
+    assert lfu_hit_frac(demand, 0, 4) == 1.0
+
+
+def test_lru_by_hand():
+    # Two rows alike, one cached: it is either of them.
+    assert lru_hit_frac(make_demand([4, 4]), 1, is_per_lookup=True) == pytest.approx(0.5)
+    # p = 0.9, 0.1: T of a cache of one row by bisection on 0.1^T + 0.9^T = 1.
+    low, high = 0.0, 20.0
+    for _ in range(60):
+        time = (low + high) / 2
+        low, high = (time, high) if 0.1**time + 0.9**time > 1 else (low, time)
+    hit_frac = lru_hit_frac(make_demand([9, 1]), 1, is_per_lookup=True)
+    assert hit_frac == pytest.approx(0.9 * (1 - 0.1**low) + 0.1 * (1 - 0.9**low))
+
+
+def test_lru_ends():
+    demand = make_demand([50, 30, 20, 0, 0])
+    assert lru_hit_frac(demand, 0) == 0.0
+    assert lru_hit_frac(demand, 3) == 1.0
+    assert lru_hit_frac(demand, 2, 1) == 1.0
+    assert lru_hit_frac(demand, 1, 3) == 1.0
+    # A row that takes every lookup has no finite rate.
+    assert lru_hit_frac(make_demand([7]), 0.5) == pytest.approx(0.5)
+
+
+def test_tiny_probabilities():
+    counts = np.concatenate([[10**12], np.ones(1000, np.int64)])
+    curve = miss_ratio_curve(make_demand(counts), [500], "lru", 1, is_per_lookup=True)
+    assert curve[0] == pytest.approx(0.5, rel=1e-6)
+
+
+@given(
+    counts=st.lists(st.integers(0, 30), min_size=1, max_size=15).filter(any),
+    num_skipped=st.integers(0, 5),
+    is_per_lookup=st.booleans(),
+)
+def test_curves_fall_and_lfu_beats_lru(counts, num_skipped, is_per_lookup):
+    demand = make_demand(counts, batch_size=5)
+    sizes = np.arange(len(counts) + 2)
+    lfu = miss_ratio_curve(demand, sizes, "lfu", num_skipped, is_per_lookup=is_per_lookup)
+    lru = miss_ratio_curve(demand, sizes, "lru", num_skipped, is_per_lookup=is_per_lookup)
+    for curve in (lfu, lru):
+        assert curve.dtype == np.float64
+        assert curve.shape == sizes.shape
+        assert (np.diff(curve) <= 1e-9).all()
+        assert curve[-1] == 0.0
+        assert curve[0] == pytest.approx(float(np.count_nonzero(counts) > num_skipped))
+    assert (lfu <= lru + 1e-9).all()
+
+
+def test_curve_is_its_points():
+    counts, _ = zipf(5000, 1.05)
+    demand = make_demand(counts)
+    sizes = [0, 10, 200.5, 4999]
+    for policy, hit_frac in (("lfu", lfu_hit_frac), ("lru", lru_hit_frac)):
+        curve = miss_ratio_curve(demand, sizes, policy, 7)
+        assert curve == pytest.approx([1 - hit_frac(demand, size, 7) for size in sizes])
+
+
+def test_refuses():
+    demand = make_demand([1, 2])
+    with pytest.raises(ValueError, match="expected sizes and hot rows of at least 0"):
+        miss_ratio_curve(demand, [1, -1], "lfu")
+    with pytest.raises(ValueError, match="-3 hot rows"):
+        lru_hit_frac(demand, 1, -3)
+    with pytest.raises(ValueError, match="expected 'lfu' or 'lru', got 'fifo'"):
+        miss_ratio_curve(demand, [1], "fifo")

@@ -1,0 +1,278 @@
+"""What-if sweeps: what is read, which machine is cheapest, what the page says."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from hotrec.cli.what_if import WhatIf, write_page
+from hotrec.report.what_if import (
+    Point,
+    find_cheapest,
+    read_predictions,
+    what_if_text,
+    write_what_if,
+)
+from hotrec.report.what_if_figures import build_what_if_figure
+from tests.unit.report.predictions import prediction
+
+
+def document(num_ranks: int, *, ranks_per_host: int = 8, batch: int = 2048) -> dict[str, Any]:
+    made = prediction(num_ranks=num_ranks, ranks_per_host=min(ranks_per_host, num_ranks))
+    return made | {"batch_size": batch}
+
+
+def write_job(
+    sweep: Path, name: str, made: dict[str, Any] | None, point: dict[str, Any] | None
+) -> None:
+    (sweep / name).mkdir(parents=True)
+    for file, content in (("prediction.json", made), ("point.json", point)):
+        if content is not None:
+            (sweep / name / file).write_text(json.dumps(content))
+
+
+def point_file(ranks: int, budget: int = 64, **changes: Any) -> dict[str, Any]:
+    return {
+        "overrides": {"plan.world_size": str(ranks), "placement.hot_budget_mib": str(budget)},
+        "num_ranks": ranks,
+        "ranks_per_host": 8 if ranks > 8 else None,
+        "batch_size": 2048,
+        "min_samples_per_s": 400000.0,
+        **changes,
+    }
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Ranks 2 to 16, two budgets; 2 ranks do not fit, the last job failed."""
+    path = tmp_path / "sweep"
+    for number, (ranks, budget) in enumerate(
+        [(r, b) for r in (2, 4, 8, 16) for b in (64, 256)], start=5
+    ):
+        made: dict[str, Any] | None = document(ranks)
+        if ranks == 2:
+            made = {"infeasible": f"hot rows need {budget} MiB, 48 fit."}
+        if number == 12:
+            made = None
+        write_job(path, str(number), made, point_file(ranks, budget))
+    return path
+
+
+def row_of(text: str, name: str) -> list[str]:
+    line = next(line for line in text.splitlines() if re.match(rf"  {name} ", line))
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_jobs_are_read_in_order(sweep: Path) -> None:
+    points = read_predictions(sweep)
+    assert [p.name for p in points] == ["5", "6", "7", "8", "9", "10", "11", "12"]
+    assert [p.num_ranks for p in points] == [2, 2, 4, 4, 8, 8, 16, 16]
+    assert [p.num_hosts for p in points] == [1, 1, 1, 1, 1, 1, 2, 2]
+    assert [p.fits for p in points] == [False, False, True, True, True, True, True, False]
+    four = points[2]
+    assert (four.chosen, four.batch_size) == ("hot_cold", 2048)
+    assert (four.step_s, four.sent_bytes) == (pytest.approx(0.0455), pytest.approx(4e6))
+    assert four.samples_per_s == pytest.approx(4 * 2048 / 0.0455)
+    assert (four.device_bytes, four.host_bytes) == (pytest.approx(3.3e9), pytest.approx(1.5e9))
+
+
+def test_what_does_not_fit_keeps_its_reason(sweep: Path) -> None:
+    points = read_predictions(sweep)
+    assert points[1].problem == "hot rows need 256 MiB, 48 fit."
+    assert points[7].problem == "the job ended with an error"
+    text = what_if_text(points)
+    assert "Job 6: hot rows need 256 MiB, 48 fit." in text
+    assert row_of(text, "6") == ["6", "2", "1", "2,048", "256", "-", "-", "-", "-", "-", "-", "no"]
+    assert row_of(text, "12")[-1] == "error"
+
+
+def test_a_document_tells_its_machine_by_itself(tmp_path: Path) -> None:
+    write_job(tmp_path, "0", document(16, batch=512), None)
+    (point,) = read_predictions(tmp_path)
+    assert (point.num_ranks, point.num_hosts, point.batch_size) == (16, 2, 512)
+
+
+def test_an_infeasible_point_without_its_machine_is_shown(tmp_path: Path) -> None:
+    write_job(tmp_path, "0", {"infeasible": "too little memory"}, None)
+    points = read_predictions(tmp_path)
+    assert "None fits at all." in what_if_text(points)
+    assert row_of(what_if_text(points), "0")[1:4] == ["-", "-", "-"]
+    assert write_what_if(points, tmp_path).exists()
+
+
+def test_an_empty_sweep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected directories with prediction.json, got none"):
+        read_predictions(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
+    write_job(tmp_path, "0", document(2), None)
+    (tmp_path / "0" / "prediction.json").write_text(text)
+    with pytest.raises(ValueError, match=r"0/prediction.json: expected .*JSON"):
+        read_predictions(tmp_path)
+
+
+def test_a_file_that_is_no_prediction_is_named(tmp_path: Path) -> None:
+    write_job(tmp_path, "0", {"plans": {"a": {}}, "chosen": "a"}, None)
+    with pytest.raises(ValueError, match=r"0/prediction.json: .* got none of world, batch_size"):
+        read_predictions(tmp_path)
+
+
+def machine(name: str, ranks: int, per_host: int, rate: float, problem: str = "") -> Point:
+    return Point(name, {}, ranks, per_host, samples_per_s=rate, problem=problem)
+
+
+MACHINES = [
+    machine("fast", 8, 8, 900.0),
+    machine("spread", 4, 2, 500.0),
+    machine("dense", 4, 4, 400.0),
+    machine("denser batch", 4, 4, 450.0),
+    machine("small", 2, 2, 100.0),
+    machine("broken", 1, 1, 0.0, "does not fit"),
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [
+        (None, "small"),  # whatever fits, so the fewest ranks
+        (100.0, "small"),  # just enough is enough
+        (100.1, "denser batch"),  # fewer hosts before more samples, of equals the fastest
+        (450.0, "denser batch"),
+        (460.0, "spread"),  # fewer ranks before fewer hosts
+        (501.0, "fast"),
+        (901.0, None),
+    ],
+)
+def test_the_cheapest_machine(wanted: float | None, name: str | None) -> None:
+    for points in (MACHINES, MACHINES[::-1]):
+        cheapest = find_cheapest(points, wanted)
+        assert (None if cheapest is None else cheapest.name) == name
+
+
+def test_the_answer_is_in_words(sweep: Path) -> None:
+    points = read_predictions(sweep)
+    text = " ".join(what_if_text(points, 350_000).split())
+    assert "on which it fits and runs at 350,000 /s or more: 8 ranks on 1 host, batch 2,048" in text
+    assert "placement.hot_budget_mib=64: hot_cold, 360,088 /s (job 9)" in text
+    assert row_of(what_if_text(points, 350_000), "9")[-1] == "cheapest"
+    text = " ".join(what_if_text(points, 1e6).split())
+    assert "None of the 8 points is a machine" in text
+    assert "The fastest runs at 720,176 /s." in text
+
+
+def test_only_what_was_varied_is_a_column(sweep: Path) -> None:
+    for job in sweep.iterdir():
+        point = json.loads((job / "point.json").read_text())
+        point["overrides"]["placement"] = "cost"
+        (job / "point.json").write_text(json.dumps(point))
+    text = what_if_text(read_predictions(sweep))
+    assert "placement.hot_budget_mib" in text
+    assert "plan.world_size" not in text
+    assert "placement " not in text
+
+
+def test_the_page_and_its_numbers(sweep: Path) -> None:
+    page = write_what_if(read_predictions(sweep), sweep, 350_000.0)
+    written = json.loads((sweep / "what_if.json").read_text())
+    assert written["cheapest"] == "9"
+    assert written["min_samples_per_s"] == 350_000.0
+    assert [p["num_hosts"] for p in written["points"]] == [1, 1, 1, 1, 1, 1, 2, 2]
+    assert [p["fits"] for p in written["points"]].count(False) == 3
+    text = page.read_text()
+    assert page.name == "what_if.html"
+    assert "8 ranks on 1 host" in text
+    assert "360,088 /s" in text
+    assert "hot rows need 256 MiB" in text
+    assert "what_if.json beside this page" in text
+    assert (sweep / "what_if.png").read_bytes().startswith(b"\x89PNG")
+    # written again beside what is there already
+    assert write_what_if(read_predictions(sweep), sweep) == page
+
+
+def test_a_line_for_each_setting_and_a_cross_where_it_does_not_fit(sweep: Path) -> None:
+    points = read_predictions(sweep)
+    (axes,) = build_what_if_figure(points, find_cheapest(points, 350_000.0), 350_000.0).axes
+    lines = {str(line.get_label()): line for line in axes.lines}
+    small = lines["batch 2,048, hot_budget_mib=64"]
+    assert list(small.get_xdata()) == [4, 8, 16]
+    assert list(small.get_ydata()) == pytest.approx([n * 2048 / 0.0455 for n in (4, 8, 16)])
+    assert list(lines["batch 2,048, hot_budget_mib=256"].get_xdata()) == [4, 8]
+    crosses = [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "x"]
+    # each line's a little to the right of those of the line before
+    assert crosses[0] == [2]
+    assert crosses[1] == pytest.approx([2.07, 16.56])
+    assert list(lines["cheapest"].get_xdata()) == [8]
+    assert axes.texts[0].get_text() == "wanted: 350,000 /s"
+
+
+def hydra_config(sweep: Path, mode: str, job: str = "0") -> Any:
+    words = ["plan.world_size=4", "+placement.hot_budget_mib=64"]
+    return OmegaConf.create(
+        {
+            "plan": {"world_size": 4, "ranks_per_host": 2, "min_samples_per_s": 1000.0},
+            "trainer": {"batch_size": 256},
+            "hydra": {
+                "mode": RunMode[mode],
+                "overrides": {"task": words},
+                "sweep": {"dir": str(sweep)},
+                "runtime": {"output_dir": str(sweep / job)},
+            },
+        }
+    )
+
+
+def test_the_callback_notes_each_job_and_writes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hotrec plan"])
+    config = hydra_config(tmp_path, "MULTIRUN")
+    write_job(tmp_path, "0", {"infeasible": "no"}, None)
+    WhatIf().on_job_start(config=config, task_function=lambda _: None)
+    (point,) = read_predictions(tmp_path)
+    assert point.overrides == {"plan.world_size": "4", "placement.hot_budget_mib": "64"}
+    assert (point.num_ranks, point.num_hosts, point.batch_size) == (4, 2, 256)
+    WhatIf().on_multirun_end(config=config, config_name="config")
+    assert json.loads((tmp_path / "what_if.json").read_text())["min_samples_per_s"] == 1000.0
+    printed = capsys.readouterr()
+    assert "runs at 1,000 /s or more" in " ".join(printed.err.split())
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("process", "mode"), [("hotrec train", "MULTIRUN"), ("hotrec plan", "RUN")]
+)
+def test_the_callback_leaves_everything_else_alone(
+    process: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [process])
+    config = hydra_config(tmp_path, mode)
+    write_job(tmp_path, "0", document(2), None)
+    WhatIf().on_job_start(config=config, task_function=lambda _: None)
+    WhatIf().on_multirun_end(config=config, config_name="config")
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["prediction.json"]
+
+
+def test_an_error_of_the_callback_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hotrec plan"])
+    with pytest.raises(SystemExit) as caught:
+        WhatIf().on_multirun_end(config=hydra_config(tmp_path, "MULTIRUN"), config_name="config")
+    assert caught.value.code == 1
+    assert "error: what-if" in capsys.readouterr().err
+
+
+def test_jobs_that_want_different_rates_are_refused(tmp_path: Path) -> None:
+    write_job(tmp_path, "0", document(2), point_file(2))
+    write_job(tmp_path, "1", document(4), point_file(4, min_samples_per_s=7.0))
+    with pytest.raises(ValueError, match=r"expected one value .* got \[400000.0, 7.0\]"):
+        write_page(tmp_path)
