@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ from hotrec.models import ModelKind as Arch
 from hotrec.planner import ColdTier as Tier
 from hotrec.planner import (
     Machine,
+    MissCurve,
     TorchRecPlan,
     cold_tier_for,
     make_plan,
@@ -173,11 +174,13 @@ def build_unsharded(
     world_size: int,
     compute_device: str,
     dense_device: torch.device,
+    curves: Mapping[str, MissCurve] | None = None,
 ) -> Unsharded:
     """Build the model and say how to shard it.
 
     Args:
         placed: None for TorchRec's plans on unsplit tables.
+        curves: misses of the device caches of host tables, by table, for TorchRec's planner.
         compute_device: "cpu" or "cuda", where the shards will be; need not be there to plan.
         dense_device: of the dense layers; "meta" to plan only.
 
@@ -208,7 +211,7 @@ def build_unsharded(
         embeddings = HotColdEmbeddingBagCollection(tables, placed, device=meta)
         exchange = HotExchange.DENSE if placed.is_hot_dense else HotExchange.TOUCHED_ROWS
         sharders = [HotColdSharder(spec, exchange)]
-        constraints = placement_constraints(placed)
+        constraints = placement_constraints(placed, curves)
     model = _build_model(config, embeddings, num_dense=len(schema.dense), device=dense_device)
     return Unsharded(ClickTask(model, world_size), embeddings, sharders, constraints)
 
@@ -278,6 +281,7 @@ def build_sharded(
     placed: Placement | None,
     machine: Machine,
     device: torch.device,
+    curves: Mapping[str, MissCurve] | None = None,
 ) -> Sharded:
     """Build, plan and shard the model on every rank of the process group; collective."""
     unsharded = build_unsharded(
@@ -287,6 +291,7 @@ def build_sharded(
         world_size=machine.world_size,
         compute_device=device.type,
         dense_device=device,
+        curves=curves,
     )
     plan = unsharded.plan(machine)
     embedding, dense = optimizer_specs(config.optimizer)

@@ -53,8 +53,9 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
         world_size=machine.world_size,
         compute_device=machine.device,
         dense_device=torch.device("meta"),
+        curves=settled.curves,
     )
-    plan = unsharded.plan(machine)
+    plan = unsharded.plan(settled.machine(machine))
     print(write_plan(plan, run_dir, settled.prediction), file=sys.stderr)
     figures: dict[str, Any] = {
         "command": "plan",

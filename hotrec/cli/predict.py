@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,9 @@ from torchrec.distributed.types import ShardingPlan
 from hotrec.cli.assemble import build_unsharded
 from hotrec.cli.schema import Config, CostPlacement, TorchrecPlacement, TorchrecPlan
 from hotrec.cli.situation import Situation
-from hotrec.placement.demand import TableDemand
+from hotrec.costs import World
+from hotrec.placement.caches import miss_ratio_curve
+from hotrec.placement.demand import TableDemand, expected_distinct
 from hotrec.placement.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.placement.memory import memory_by_rank
 from hotrec.placement.optimise import Choice, Limits, compare, optimise
@@ -26,7 +29,7 @@ from hotrec.placement.quantities import (
     torchrec_quantities,
 )
 from hotrec.placement.step import StepPrediction
-from hotrec.planner import plan_document
+from hotrec.planner import MissCurve, plan_document
 from hotrec.types import Exchange, Partition, Placement, Rows, Schema, TablePlacement, Tier
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,13 @@ MIB = 1 << 20
 
 HOT_COLD = "hot_cold"
 NUM_LINEARISATIONS = 3
+NUM_CURVE_SIZES = 64
+# What the busiest owner of pooled tables does more of than the others.
+POOLED_LOADS = (
+    *(f"pooled_ids_{tier}" for tier in ("device", "host", "hit", "miss")),
+    *(f"pooled_bytes_{tier}" for tier in ("device", "host", "hit", "miss")),
+    "pooled_sent_bytes",
+)
 # TorchRec's plans that a placement is compared with; the first is what is trained where none pays.
 RIVALS = (TorchrecPlan.planner, TorchrecPlan.hand_tuned)
 TIER_OF_KERNEL = {
@@ -155,6 +165,8 @@ def predict_placement(
     quantities = hot_cold_quantities(
         demands, num_hot, tables, world, batch_size=situation.workload.batch_size
     )
+    factor = _pooled_imbalance(demands, tables, world)
+    quantities = {n: v * factor if n in POOLED_LOADS else v for n, v in quantities.items()}
     return Predicted(
         step=situation.model(quantities, is_hot_dense=is_hot_dense).predict(quantities),
         memory=memory_by_rank(
@@ -194,6 +206,44 @@ def predict_rivals(config: Config, schema: Schema, situation: Situation) -> dict
     return predicted
 
 
+def _pooled_imbalance(
+    demands: Sequence[TableDemand], tables: Mapping[str, TablePlacement], world: World
+) -> float:
+    """Work of the rank with most pooled tables, over the mean: the largest goes to the emptiest."""
+    loads = sorted(
+        (
+            d.dim * (d.lookups_per_sample + d.num_columns)
+            for d in demands
+            if tables[d.name].exchange is Exchange.POOLED
+        ),
+        reverse=True,
+    )
+    if not loads:
+        return 1.0
+    ranks = [0.0] * world.num_ranks
+    for load in loads:
+        heapq.heapreplace(ranks, ranks[0] + load)
+    return max(ranks) * world.num_ranks / sum(loads)
+
+
+def miss_curves(situation: Situation, placement: Placement | None) -> dict[str, MissCurve]:
+    """Misses of the device caches that a placement has, by table, for TorchRec's planner."""
+    if placement is None:
+        return {}
+    curves = {}
+    for demand in situation.demands:
+        if placement.tables[demand.name].tier is not Tier.HOST_CACHED:
+            continue
+        num_hot = placement.partition.num_hot(demand.name)
+        sizes = np.unique(np.geomspace(1, demand.num_rows, NUM_CURVE_SIZES).astype(np.int64))
+        misses = miss_ratio_curve(demand, sizes, "lfu", num_hot)
+        hot, cold, _ = expected_distinct(demand, num_hot)
+        curves[demand.name] = MissCurve(
+            sizes.astype(np.float64), misses, cold * situation.world.num_ranks
+        )
+    return curves
+
+
 def make_limits(placement: CostPlacement, situation: Situation) -> Limits:
     """What the optimiser may use and choose."""
     device_bytes, host_bytes = situation.memory_bytes
@@ -231,7 +281,10 @@ def optimise_placement(placement: CostPlacement, situation: Situation) -> tuple[
             situation, choice.num_hot, choice.tables, is_hot_dense=choice.is_hot_dense
         )
         found.append((predicted, choice))
-        if not situation.costs.curves:
+        if any(t.exchange is Exchange.POOLED for t in choice.tables.values()):
+            # The optimum is that of the mean rank; few pooled tables do not spread evenly.
+            limits = dataclasses.replace(limits, exchanges=(Exchange.ROWS,))
+        elif not situation.costs.curves:
             break  # lines already
         at = {name: max(value, at[name] / 8) for name, value in choice.quantities.items()}
     best, choice = min(found, key=lambda pair: pair[0].step.step_s)

@@ -29,8 +29,6 @@ from hotrec.placement.optimise import InfeasibleError
 from hotrec.placement.quantities import TableSharding, served_by_shard
 from hotrec.types import Exchange, Partition, Rows, Schema, TablePlacement, Tier
 
-PLANNER = "torchrec planner"
-
 
 def prediction_document(
     situation: Situation,
@@ -49,7 +47,8 @@ def prediction_document(
     global_batch = situation.workload.batch_size * situation.world.num_ranks
     chosen = decision.predicted[decision.chosen]
     best = decision.predicted.get(HOT_COLD, chosen)
-    before = decision.predicted.get(PLANNER)
+    rivals = [p for p in decision.predicted.values() if p.shardings]
+    before = min(rivals, key=lambda p: p.step.step_s) if rivals else None
     return {
         "costs": {
             "name": situation.costs.name,

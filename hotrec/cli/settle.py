@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from hotrec.cli.predict import (
     Decision,
     decide,
     make_placement,
+    miss_curves,
     predict_placement,
     predict_plan,
     predict_rivals,
@@ -39,7 +39,7 @@ from hotrec.cli.schema import (
     TorchrecPlan,
 )
 from hotrec.cli.situation import Situation, choose_costs, describe_situation
-from hotrec.costs import CostsError, World
+from hotrec.costs import Costs, CostsError, World
 from hotrec.data.chunks import Dataset
 from hotrec.placement.histogram import CountHistogram
 from hotrec.placement.partition import (
@@ -49,7 +49,7 @@ from hotrec.placement.partition import (
     write_partition,
 )
 from hotrec.placement.profile import Profile, read_profile
-from hotrec.planner import Machine
+from hotrec.planner import Machine, MissCurve
 from hotrec.types import Partition, Placement
 
 logger = logging.getLogger(__name__)
@@ -65,12 +65,20 @@ class Settled:
         artifact: the partition; None for those.
         prediction: the document of ``hotrec.cli.prediction``; None where nothing can be predicted,
             which was logged with the reason.
+        costs: with which it was predicted.
+        curves: misses of the device caches of host tables, by table.
     """
 
     config: Config
     placement: Placement | None
     artifact: Artifact | None
     prediction: dict[str, Any] | None
+    costs: Costs | None = None
+    curves: Mapping[str, MissCurve] = field(default_factory=dict)
+
+    def machine(self, machine: Machine) -> Machine:
+        """The machine for TorchRec's planner; TorchRec's own plans keep TorchRec's own figures."""
+        return machine if self.placement is None else replace(machine, costs=self.costs)
 
     @property
     def partition(self) -> Partition | None:
@@ -124,10 +132,14 @@ def settle(
         artifact = _write(config, placement, dataset, profiled, terms, output)
     else:
         profiled = _profile_if_there(config, dataset)
-        prediction = _predict_given(config, dataset, machine, profiled, None, is_plan=is_plan)
-        return Settled(config, None, None, prediction)
-    prediction = _predict_given(config, dataset, machine, profiled, placement, is_plan=is_plan)
-    return Settled(config, placement, artifact, prediction)
+        predicted = _predict_given(config, dataset, machine, profiled, None, is_plan=is_plan)
+        return Settled(config, None, None, None if predicted is None else predicted[0])
+    predicted = _predict_given(config, dataset, machine, profiled, placement, is_plan=is_plan)
+    if predicted is None:
+        return Settled(config, placement, artifact, None)
+    document, situation = predicted
+    curves = miss_curves(situation, placement)
+    return Settled(config, placement, artifact, document, situation.costs, curves)
 
 
 def settled_before(config: Config, run_dir: Path) -> Settled:
@@ -158,7 +170,7 @@ def _declined(config: Config, chosen: str) -> Config:
     if chosen == HOT_COLD:
         return config
     plan = next(plan for plan in TorchrecPlan if rival_name(plan) == chosen)
-    return dataclasses.replace(config, placement=TorchrecPlacement(plan=plan))
+    return replace(config, placement=TorchrecPlacement(plan=plan))
 
 
 def _settle_by_cost(
@@ -179,7 +191,14 @@ def _settle_by_cost(
         config, dataset, situation, decision, profiled, placement, with_sensitivity=is_plan
     )
     logger.info("%s", decision.why)
-    return Settled(_declined(config, decision.chosen), placement, artifact, document)
+    return Settled(
+        _declined(config, decision.chosen),
+        placement,
+        artifact,
+        document,
+        situation.costs,
+        miss_curves(situation, placement),
+    )
 
 
 def _predict_given(
@@ -190,7 +209,7 @@ def _predict_given(
     placement: Placement | None,
     *,
     is_plan: bool,
-) -> dict[str, Any] | None:
+) -> tuple[dict[str, Any], Situation] | None:
     """Predict what the user asked for; None, with the reason logged, where that cannot be done."""
     if profiled is None:
         logger.info("no prediction: no profile of this dataset at %s", config.paths.profile)
@@ -222,9 +241,10 @@ def _predict_given(
         return None
     why = f"placement={config.placement.kind.name} was asked for."
     decision = Decision(name, why, None, predicted)
-    return _document(
+    document = _document(
         config, dataset, situation, decision, profiled, placement, with_sensitivity=False
     )
+    return document, situation
 
 
 def _document(

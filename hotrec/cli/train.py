@@ -53,7 +53,14 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         settled = _agree(config, dataset, machine, run_dir, ranks, resume_from)
         config = settled.config
         torch.manual_seed(trainer.seed)
-        sharded = build_sharded(config, dataset.schema, settled.placement, machine, ranks.device)
+        sharded = build_sharded(
+            config,
+            dataset.schema,
+            settled.placement,
+            settled.machine(machine),
+            ranks.device,
+            settled.curves,
+        )
         if ranks.is_first:
             write_plan(sharded.plan, run_dir, settled.prediction)
             write_environment(

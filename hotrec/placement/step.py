@@ -217,6 +217,8 @@ def make_step_model(
     for name in STAGES:
         waiting_s = costs.waiting_frac.get(name, 0.0) * stages["dense"].compute.constant
         overhead_s = costs.stage_overhead_s.get(name, 0.0) + waiting_s
+        if name == "other":
+            overhead_s += costs.overhead_s
         _add_overhead(stages[name].compute, name, overhead_s)
     _add_covers(stages, workload)
     for name in COVERED:
@@ -232,6 +234,8 @@ def _add_overhead(compute: Form, stage: str, seconds: float) -> None:
         _add_once(compute, seconds)
     elif stage in ("ids_exchange", "rows_exchange", "grads_exchange", "row_update"):
         compute.add("cold_groups", seconds).add("pooled_groups", seconds)
+    elif stage == "hot_exchange":
+        compute.add("hot_groups", seconds).add("replicated_groups", seconds)
     else:
         compute.constant += seconds
 
@@ -285,7 +289,6 @@ def _add_compute(
         hot.add_line(kernel["hot_pack"], "hot_rows", "hot_bytes")
         hot.add("hot_groups", kernel["hot_pack"].fixed_s)
         hot.add_line(kernel["hot_add"], "hot_rows", "hot_bytes", world.num_ranks)
-    stages["other"].compute.constant += costs.overhead_s
 
 
 def _add_messages(

@@ -103,7 +103,7 @@ class TieredConfig(HotColdConfig):
         "share of the cold rows that fused_uvm_caching keeps in GPU memory",
         0.2,
         above=0,
-        at_most=1,
+        below=1,
     )
 
 
