@@ -7,8 +7,8 @@
 A cell is a Zipf exponent and a batch size. In each, the plans that prediction compares are run in
 turn, in blocks of steps of which the first is not timed: hot/cold as the cost model chooses it,
 with 1,000 and 20,000 hot rows, all cold, TorchRec's planner's choice, and TorchRec tuned by hand.
-Costs come from `hotrec calibrate`'s own code, run in the same process group just before; nothing is fitted to the
-cells. One JSON file per network and number of ranks; --page makes the page and the picture.
+Costs come from `hotrec calibrate`'s own code, run in the same process group just before; nothing is
+fitted to the cells. One JSON file per network and number of ranks; --page makes the page of them.
 """
 
 from __future__ import annotations

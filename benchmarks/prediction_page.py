@@ -167,6 +167,10 @@ def write_page(directory: Path) -> None:
     draw(documents, directory / "prediction.png")
     machine = documents[0]["machine"]
     calibrated = ", ".join(f"{d['key']} {d['calibrated_s']:.0f} s" for d in documents)
+    codes = ", ".join(
+        f"{code} ({', '.join(d['key'] for d in documents if d['machine']['code'] == code)})"
+        for code in dict.fromkeys(d["machine"]["code"] for d in documents)
+    )
     parts = [
         HEADER,
         "\n".join(summary(documents)),
@@ -181,7 +185,7 @@ def write_page(directory: Path) -> None:
         stage_table(documents, "hand_tuned"),
         "## Machine",
         f"{machine['processor']}, {machine['num_cores']} cores, Linux {machine['kernel']}, Python "
-        f"{machine['python']}, {machine['packages']}; code {machine['code']}. Calibrated: "
+        f"{machine['python']}, {machine['packages']}; code {codes}. Calibrated: "
         f"{calibrated}. Two hosts are two network namespaces of one machine, a veth pair shaped by "
         "tbf; ranks of a host talk over its loopback. With 4 ranks each core has two of them.",
     ]

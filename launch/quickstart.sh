@@ -3,8 +3,8 @@
 #
 #   launch/quickstart.sh [BIN]     BIN: directory of hotrec and python; default .venv/bin
 #
-# Trains twice with two ranks, the same model on the same batches: hot rows replicated and cold
-# rows sharded, and TorchRec's own plan on unsplit tables, to compare with.
+# Trains twice with two ranks, the same model on the same batches: as planned by measured costs, and
+# by TorchRec's own plan on unsplit tables, to compare with.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,19 +20,21 @@ train() {
 }
 
 mkdir -p "$run"
-say "1/7 prepare: the log becomes memory-mapped chunks"
+say "1/8 prepare: the log becomes memory-mapped chunks"
 hotrec prepare prepare
-say "2/7 profile: how often is each row looked up"
+say "2/8 profile: how often is each row looked up"
 hotrec profile profile
-say "3/7 plan: which rows are hot"
-hotrec plan plan
-say "4/7 train with two ranks: hot rows replicated, cold rows sharded"
+say "3/8 calibrate: what does this machine take for each part of a step"
+"$bin/hotrec" calibrate experiment=quickstart launch.num_ranks=2 >"$run/calibrate.json"
+say "4/8 plan: which rows are hot, by predicted time"
+hotrec plan plan plan.world_size=2
+say "5/8 train with two ranks: as planned"
 train hotcold
-say "5/7 train with two ranks: TorchRec's own plan on unsplit tables"
+say "6/8 train with two ranks: TorchRec's own plan on unsplit tables"
 train torchrec placement=torchrec
-say "6/7 evaluate the checkpoint on the held-out days"
+say "7/8 evaluate the checkpoint on the held-out days"
 "$bin/hotrec" evaluate run_dir="$run/hotcold" launch.num_ranks=2 >"$run/evaluate.json"
-say "7/7 report"
+say "8/8 report"
 "$bin/hotrec" report "runs=[$run/hotcold,$run/torchrec]" output="$run/report" >"$run/report.json"
 
 say "done"
@@ -42,11 +44,16 @@ import sys
 from pathlib import Path
 
 run, programs = map(Path, sys.argv[1:])
-ours, theirs, test = (
+plan, ours, theirs, test = (
     json.loads((run / f"{name}.json").read_text().splitlines()[-1])
-    for name in ("hotcold", "torchrec", "evaluate")
+    for name in ("plan", "hotcold", "torchrec", "evaluate")
 )
 sent, sent_by_torchrec = ours["sent_bytes_total"], theirs["sent_bytes_total"]
+print(f"planned                    {plan['why']}")
+for name, figures in (("as planned", ours), ("TorchRec's plan", theirs)):
+    predicted, measured = figures["predicted_step_s"], figures["measured_step_s"]
+    print(f"step, {name:<20} {1e3 * predicted:.1f} ms predicted, {1e3 * measured:.1f} ms measured, "
+          "loader workers on the same cores included")
 print(f"AUC on the held-out days   {test['auc']:.4f} (TorchRec's plan: {theirs['auc']:.4f})")
 print(f"hot rows                   {ours['hot_rows']:,} of {ours['total_rows']:,} "
       f"({ours['hot_rows_frac']:.1%}), which take {ours['hot_lookup_frac']:.1%} of the lookups")

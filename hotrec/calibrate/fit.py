@@ -61,9 +61,15 @@ def fit_corrections(costs: Costs, runs: Sequence[StageTimes], facts: Mapping[str
                 ratios.setdefault(stage, []).append(measured_s / predicted_s)
         overheads.append(overhead_s)
     corrections = dict(costs.corrections)
-    for stage, found in ratios.items():
-        corrections[stage] = costs.correction(stage) * float(np.median(found))
-    corrections.pop("other", None)  # its time is set, not scaled
+    overhead, waiting = dict(costs.stage_overhead_s), dict(costs.waiting_frac)
+    factors = {stage: float(np.median(found)) for stage, found in ratios.items()}
+    for stage, factor in factors.items():
+        corrections[stage] = costs.correction(stage) * factor
+        overhead[stage] = overhead.get(stage, 0.0) * factor
+        # A share of the dense layers' time, which has a factor of its own.
+        waiting[stage] = waiting.get(stage, 0.0) * factor / factors.get("dense", 1.0)
+    # What was measured there holds what is waited for of the dense layers' all-reduce.
+    corrections["other"] = 0.0
     num_fits = int(costs.facts.get("num_fits", 0)) + 1
     base = str(costs.facts.get("fitted_name", costs.name))
     return replace(
@@ -72,6 +78,8 @@ def fit_corrections(costs: Costs, runs: Sequence[StageTimes], facts: Mapping[str
         name=f"{base}-fitted-{num_fits}",
         origin="fitted",
         overhead_s=float(np.median(overheads)),
+        stage_overhead_s=overhead,
+        waiting_frac=waiting,
         corrections=corrections,
         facts={**costs.facts, **facts, "fitted_name": base, "num_fits": num_fits},
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.costs import COLLECTIVES, KERNELS, Costs, World
+from hotrec.costs import COLLECTIVES, KERNELS, STAGES, Costs, World
 from tests.helpers.ranks import run_ranks
 
 # Kernels of memories that only a GPU has.
@@ -69,7 +69,9 @@ def test_both_ranks_get_the_same_valid_costs() -> None:
         for name, line in costs.kernels.items():
             assert line.seconds(1e6, 1e8) > 0, name
         # A step of no samples takes time too: calls, Python, TorchRec's bookkeeping.
-        assert 0 < costs.overhead_s < 1
+        assert 0 <= costs.overhead_s < 1
+        assert set(costs.stage_overhead_s) <= set(STAGES)
+        assert all(costs.correction(stage) >= 0 for stage in STAGES)
 
 
 def test_bytes_are_those_that_the_traffic_counter_sees() -> None:

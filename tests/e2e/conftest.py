@@ -65,7 +65,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         folder,
         hotrec("prepare", SMOKE, cwd=folder).figures,
         hotrec("profile", SMOKE, cwd=folder).figures,
-        hotrec("plan", SMOKE, "plan.world_size=2", cwd=folder).figures,
+        hotrec("plan", SMOKE, "placement=coverage", "plan.world_size=2", cwd=folder).figures,
     )
 
 

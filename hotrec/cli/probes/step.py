@@ -186,8 +186,8 @@ def _fit_dense_exchange(anchors: list[Anchor]) -> float:
 def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, float]:
     """Overhead, waiting as a share of the dense layers, and the factor of what was predicted.
 
-    Least squares of the relative errors; overhead and waiting not negative, the factor at least
-    LEAST_FACTOR, since messages take no less than alone, in whatever stage they are waited for.
+    Least squares of the errors as shares of the step; overhead and waiting not negative, the factor
+    at least LEAST_FACTOR, since messages take no less than alone, wherever they are waited for.
     """
     measured = np.array([a.measured_s[stage] for a in anchors])
     predicted = np.array([a.predicted_s[stage] for a in anchors])
@@ -196,8 +196,9 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, floa
         return 0.0, 0.0, 1.0
     measured, predicted = measured[used], predicted[used]
     dense = np.array([a.measured_s["dense"] for a in anchors])[used]
-    columns = np.stack([np.ones_like(dense), dense, predicted], axis=1) / measured[:, None]
-    wanted = 1 - LEAST_FACTOR * columns[:, 2]
+    step = np.array([a.step_s for a in anchors])[used]
+    columns = np.stack([np.ones_like(dense), dense, predicted], axis=1) / step[:, None]
+    wanted = measured / step - LEAST_FACTOR * columns[:, 2]
     best, least = np.zeros(3), float(wanted @ wanted)
     for size in (1, 2, 3):
         for names in combinations(range(3), size):
