@@ -32,11 +32,11 @@ from hotrec.cli.bench.measure import rotated, run_counted, run_warmup
 from hotrec.cli.bench.samples import ZipfTables
 from hotrec.cli.calibrate import measure_costs
 from hotrec.cli.logs import quiet_torch
+from hotrec.cli.optimum import optimise_placement
 from hotrec.cli.predict import (
     HOT_COLD,
     Predicted,
     make_placement,
-    optimise_placement,
     predict_placement,
     predict_plan,
 )

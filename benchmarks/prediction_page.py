@@ -15,6 +15,7 @@ from hotrec.costs import STAGES
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # noqa: E402
 
 HEADER = """# Predicted and measured steps
 
@@ -148,6 +149,10 @@ def draw(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
         xscale="log", yscale="log", xlabel="measured step, ms", ylabel="predicted step, ms",
         xlim=ends, ylim=ends,
     )  # fmt: skip
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
     left.legend(fontsize=8, ncols=2)
     right.boxplot(errors, tick_labels=labels, whis=(0, 100))
     right.axhspan(-15, 15, color="grey", alpha=0.2)

@@ -1,4 +1,4 @@
-"""Predictions: of a placement with hot rows, of TorchRec's plans, and the choice among them."""
+"""Predictions: of a placement with hot rows, and of TorchRec's plans."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import torch
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.cli.assemble import build_unsharded
-from hotrec.cli.schema import Config, CostPlacement, TorchrecPlacement, TorchrecPlan
+from hotrec.cli.schema import Config, TorchrecPlacement, TorchrecPlan
 from hotrec.cli.situation import Situation
 from hotrec.costs import World
 from hotrec.placement.caches import miss_ratio_curve
 from hotrec.placement.demand import TableDemand, expected_distinct
 from hotrec.placement.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.placement.memory import memory_by_rank
-from hotrec.placement.optimise import Choice, Limits, compare, optimise
 from hotrec.placement.quantities import (
     TableSharding,
     hot_cold_quantities,
@@ -34,10 +33,7 @@ from hotrec.types import Exchange, Partition, Placement, Rows, Schema, TablePlac
 
 logger = logging.getLogger(__name__)
 
-MIB = 1 << 20
-
 HOT_COLD = "hot_cold"
-NUM_LINEARISATIONS = 3
 NUM_CURVE_SIZES = 64
 # What the busiest owner of pooled tables does more of than the others.
 POOLED_LOADS = (
@@ -244,95 +240,8 @@ def miss_curves(situation: Situation, placement: Placement | None) -> dict[str, 
     return curves
 
 
-def make_limits(placement: CostPlacement, situation: Situation) -> Limits:
-    """What the optimiser may use and choose."""
-    device_bytes, host_bytes = situation.memory_bytes
-    budget = placement.hot_budget_mib
-    return Limits(
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        replica_bytes=None if budget is None else budget * MIB,
-        exchanges=tuple(Exchange) if placement.may_pool else (Exchange.ROWS,),
-    )
-
-
-def optimise_placement(placement: CostPlacement, situation: Situation) -> tuple[Predicted, Choice]:
-    """The best placement with hot and cold rows, by prediction.
-
-    Measured collectives are no lines; the optimum is found with the lines at the message sizes of a
-    likely placement, then again with those of what was found, and the better one is kept.
-
-    Raises:
-        InfeasibleError: if no placement fits the memory.
-    """
-    limits = make_limits(placement, situation)
-    at = _likely_quantities(situation)
-    found: list[tuple[Predicted, Choice]] = []
-    for _ in range(NUM_LINEARISATIONS):
-        choice = optimise(
-            list(situation.demands),
-            situation.costs,
-            situation.world,
-            situation.workload,
-            limits,
-            at=at,
-        )
-        predicted = predict_placement(
-            situation, choice.num_hot, choice.tables, is_hot_dense=choice.is_hot_dense
-        )
-        found.append((predicted, choice))
-        if any(t.exchange is Exchange.POOLED for t in choice.tables.values()):
-            # The optimum is that of the mean rank; few pooled tables do not spread evenly.
-            limits = dataclasses.replace(limits, exchanges=(Exchange.ROWS,))
-        elif not situation.costs.curves:
-            break  # lines already
-        at = {name: max(value, at[name] / 8) for name, value in choice.quantities.items()}
-    best, choice = min(found, key=lambda pair: pair[0].step.step_s)
-    return best, dataclasses.replace(
-        choice, prediction=best.step, bound_s=min(choice.bound_s, best.step.step_s)
-    )
-
-
-def _likely_quantities(situation: Situation) -> dict[str, float]:
-    """Of the placement that replicates the rows which half of a batch's lookups read."""
-    demands = list(situation.demands)
-    num_hot = {d.name: _rows_covering(d, 0.5) for d in demands}
-    tables = {d.name: TablePlacement(tier=_cold_tier(situation)) for d in demands}
-    return hot_cold_quantities(
-        demands, num_hot, tables, situation.world, batch_size=situation.workload.batch_size
-    )
-
-
-def _rows_covering(demand: TableDemand, share: float) -> int:
-    """Most looked-up rows that take a share of the lookups, whole groups."""
-    reached = np.cumsum(demand.probs_G * demand.rows_G)
-    group = int(np.searchsorted(reached, share))
-    return int(demand.rows_G[: group + 1].sum())
-
-
-def decide(config: Config, schema: Schema, situation: Situation) -> Decision:
-    """Choose between the best placement with hot rows and TorchRec's own plans.
-
-    Raises:
-        InfeasibleError: if no placement fits the memory.
-    """
-    assert isinstance(config.placement, CostPlacement)
-    best, choice = optimise_placement(config.placement, situation)
-    all_cold = predict_placement(
-        situation,
-        dict.fromkeys(best.tables, 0),
-        {t.name: TablePlacement(tier=_cold_tier(situation)) for t in situation.demands},
-    )
-    predicted = {HOT_COLD: best, "all_cold": all_cold}
-    rivals = predict_rivals(config, schema, situation)
-    chosen, why = compare(choice, {name: rival.step for name, rival in rivals.items()})
-    if chosen != HOT_COLD and not config.placement.may_decline:
-        why = f"{why} placement.may_decline=false keeps hot and cold rows."
-        chosen = HOT_COLD
-    return Decision(chosen, why, choice.bound_s, {**predicted, **rivals})
-
-
-def _cold_tier(situation: Situation) -> Tier:
+def cold_tier(situation: Situation) -> Tier:
+    """Of cold rows where nothing else is said."""
     return Tier.DEVICE if situation.machine.device == "cpu" else Tier.HOST
 
 

@@ -14,20 +14,15 @@ from hotrec.cli.predict import (
     HOT_COLD,
     Decision,
     Predicted,
-    optimise_placement,
     plan_entry,
 )
 from hotrec.cli.record import PREDICTION
-from hotrec.cli.schema import Config, CostPlacement
-from hotrec.cli.situation import Situation, describe_situation, resized
+from hotrec.cli.situation import Situation
 from hotrec.placement.break_even import break_even
 from hotrec.placement.caches import lfu_hit_frac
 from hotrec.placement.demand import TableDemand, all_hot_share, coverage, expected_distinct
-from hotrec.placement.histogram import CountHistogram
-from hotrec.placement.locality import TableLocality
-from hotrec.placement.optimise import InfeasibleError
 from hotrec.placement.quantities import TableSharding, served_by_shard
-from hotrec.types import Exchange, Partition, Rows, Schema, TablePlacement, Tier
+from hotrec.types import Exchange, Partition, Rows, TablePlacement, Tier
 
 
 def prediction_document(
@@ -193,71 +188,6 @@ def _expected(situation: Situation, best: Predicted) -> dict[str, float | None]:
         "union_rows": union_rows,
         "all_hot_frac": all_hot_share(list(situation.demands), best.num_hot),
         "cache_hit_frac": sum(h * rows for h, rows in hits) / weight if weight else None,
-    }
-
-
-def predict_sensitivity(
-    config: Config,
-    schema: Schema,
-    situation: Situation,
-    decision: Decision,
-    histograms: Mapping[str, CountHistogram],
-    num_samples: int,
-    locality: Mapping[str, TableLocality] | None = None,
-) -> list[dict[str, Any]]:
-    """What half and twice the hot budget, the batch and the ranks would give."""
-    placement = config.placement
-    assert isinstance(placement, CostPlacement)
-    best = decision.predicted[HOT_COLD]
-    bytes_of_row = {demand.name: demand.row_bytes for demand in situation.demands}
-    hot_bytes = sum(best.num_hot[name] * size for name, size in bytes_of_row.items())
-    entries = []
-    for factor in (0.5, 2.0):
-        limited = dataclasses.replace(placement, hot_budget_mib=hot_bytes * factor / (1 << 20))
-        entries.append(_sensitivity(f"hot budget x {factor:g}", limited, situation))
-    for what, world_factor, batch_factor in (
-        ("batch x 0.5", 1, 0.5),
-        ("batch x 2", 1, 2),
-        ("ranks x 0.5", 0.5, 1),
-        ("ranks x 2", 2, 1),
-    ):
-        machine = resized(
-            situation.machine,
-            situation.costs,
-            world_factor=world_factor,
-            batch_factor=batch_factor,
-        )
-        if machine == situation.machine:
-            continue
-        try:
-            other = describe_situation(
-                config,
-                schema,
-                histograms,
-                num_samples,
-                machine,
-                situation.costs,
-                situation.note,
-                locality,
-            )
-            entries.append(_sensitivity(what, placement, other))
-        except ValueError as error:  # costs of one host say nothing of two
-            entries.append({"what": what, "step_s": None, "hot_rows": None, "why": str(error)})
-    return entries
-
-
-def _sensitivity(what: str, placement: CostPlacement, situation: Situation) -> dict[str, Any]:
-    try:
-        predicted, _ = optimise_placement(placement, situation)
-    except InfeasibleError as error:
-        return {"what": what, "step_s": None, "hot_rows": None, "why": str(error)}
-    global_batch = situation.workload.batch_size * situation.world.num_ranks
-    return {
-        "what": what,
-        "step_s": predicted.step.step_s,
-        "samples_per_s": global_batch / predicted.step.step_s,
-        "hot_rows": sum(predicted.num_hot.values()),
-        "sent_bytes": predicted.step.total_sent_bytes,
     }
 
 

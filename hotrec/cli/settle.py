@@ -20,7 +20,6 @@ from hotrec.cli.choose import Terms, choose_partition, policy_parameters
 from hotrec.cli.predict import (
     HOT_COLD,
     Decision,
-    decide,
     make_placement,
     miss_curves,
     predict_placement,
@@ -28,7 +27,7 @@ from hotrec.cli.predict import (
     predict_rivals,
     rival_name,
 )
-from hotrec.cli.prediction import predict_sensitivity, prediction_document, read_prediction
+from hotrec.cli.prediction import prediction_document, read_prediction
 from hotrec.cli.record import PARTITION, PREDICTION
 from hotrec.cli.schema import (
     Config,
@@ -176,6 +175,8 @@ def _declined(config: Config, chosen: str) -> Config:
 def _settle_by_cost(
     config: Config, dataset: Dataset, machine: Machine, *, output: Path, is_plan: bool
 ) -> Settled:
+    from hotrec.cli.optimum import decide  # its solver starts slowly
+
     profiled = _read_profiled(config, dataset)
     situation = _situation(config, dataset, machine, profiled)
     decision = decide(config, dataset.schema, situation)
@@ -259,6 +260,8 @@ def _document(
 ) -> dict[str, Any]:
     sensitivity: list[dict[str, Any]] = []
     if with_sensitivity and config.plan.sensitivity:
+        from hotrec.cli.optimum import predict_sensitivity
+
         sensitivity = predict_sensitivity(
             config,
             dataset.schema,

@@ -18,6 +18,7 @@ from hotrec.cli.schema import (
     BenchConfig,
     BenchRootConfig,
     Config,
+    CostPlacement,
     ModelConfig,
     PolicyConfig,
 )
@@ -122,7 +123,7 @@ def _check_names(config: Config) -> None:
     unknown = [split for split in config.trainer.eval_splits if split not in known]
     if unknown:
         raise ValueError(f"trainer.eval_splits: expected some of {known}, got {unknown}.")
-    if isinstance(config.placement, PolicyConfig):
+    if isinstance(config.placement, PolicyConfig | CostPlacement):
         for table, override in config.placement.overrides.items():
             if isinstance(override, bool) or (
                 isinstance(override, str) and override not in ("hot", "cold")

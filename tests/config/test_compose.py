@@ -76,11 +76,11 @@ def test_saved_placement_follows_the_partition_path() -> None:
 def test_paths_follow_the_data_choice() -> None:
     config = build_config(compose_config("config", ["data=synthetic"]))
     assert config.paths.profile == "data/synthetic/profile"
-    assert config.run_name == "coverage"
+    assert config.run_name == "cost"
 
 
 def test_overrides_of_tables_take_every_form() -> None:
-    words = ["+placement.overrides={a: hot, b: cold, c: 12, d: 0.25}"]
+    words = ["placement=coverage", "+placement.overrides={a: hot, b: cold, c: 12, d: 0.25}"]
     overrides = build_config(compose_config("config", words)).placement.overrides
     assert overrides == {"a": "hot", "b": "cold", "c": 12, "d": 0.25}
     assert [type(value) for value in overrides.values()] == [str, str, int, float]

@@ -61,7 +61,7 @@ def test_values_follow_the_overrides(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_limits_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown_help(capsys, "plan")
+    text = shown_help(capsys, "plan", "placement=coverage")
     assert re.search(r"placement\.coverage_frac=0\.8 +share of the lookups .* \[>= 0, <= 1\]", text)
 
 

@@ -30,7 +30,11 @@ UNKNOWN = [
         "data.synthetic.foo: expected one of",
         "got 'foo'",
     ),
-    (["placement.overrides.t0=hot"], "placement.overrides.t0: expected a key", "put a plus"),
+    (
+        ["placement=coverage", "placement.overrides.t0=hot"],
+        "placement.overrides.t0: expected a key",
+        "put a plus",
+    ),
 ]
 WRONG_TYPE = [
     (["trainer.batch_size=abc"], "trainer.batch_size: Value 'abc'", "Integer"),
@@ -43,12 +47,20 @@ WRONG_TYPE = [
 BAD_CHOICE = [
     (["model.pooling=max"], "model.pooling: Invalid value 'max'", "[sum, mean]"),
     (["optimizer.schedule.decay=cosin"], "optimizer.schedule.decay: Invalid", "cosine"),
-    (["placement.cold_tier=hbm"], "placement.cold_tier: Invalid value 'hbm'", "fused_uvm"),
+    (
+        ["placement=fae", "placement.cold_tier=hbm"],
+        "placement.cold_tier: Invalid value 'hbm'",
+        "fused_uvm",
+    ),
     (["placement=coverag"], "placement: expected one of all_cold, ", "got 'coverag'"),
     (["experiment=quikstart"], "experiment: expected one of ", "quickstart"),
-    (["placement.kind=budget"], "placement.kind: expected coverage", "placement=budget"),
+    (["placement.kind=budget"], "placement.kind: expected cost", "placement=budget"),
     (["trainer.eval_splits=[dev]"], "trainer.eval_splits: expected some of", "['dev']"),
-    (["+placement.overrides={t0: warm}"], "placement.overrides.t0: expected hot, cold", "'warm'"),
+    (
+        ["placement=coverage", "+placement.overrides={t0: warm}"],
+        "placement.overrides.t0: expected hot, cold",
+        "'warm'",
+    ),
 ]
 OUT_OF_RANGE = [
     (["trainer.batch_size=0"], "trainer.batch_size: expected a value at least 1, got 0", ""),
@@ -56,7 +68,11 @@ OUT_OF_RANGE = [
     (["trainer.seed=-1"], "trainer.seed: expected a value at least 0", "got -1"),
     (["trainer.timeout_s=0"], "trainer.timeout_s: expected a value above 0", "got 0"),
     (["trainer.timeout_s=inf"], "trainer.timeout_s: expected a finite number", "inf"),
-    (["placement.coverage_frac=1.5"], "placement.coverage_frac: expected a value", "at most 1"),
+    (
+        ["placement=coverage", "placement.coverage_frac=1.5"],
+        "placement.coverage_frac: expected a value",
+        "at most 1",
+    ),
     (
         ["placement=budget", "placement.hot_budget_mib=???"],
         "placement.hot_budget_mib: expected",

@@ -143,7 +143,7 @@ def test_adam_with_cold_rows_on_cpu(refuse: Refuse, copied: Path) -> None:
 
 
 def test_uvm_on_cpu(refuse: Refuse, copied: Path) -> None:
-    said = refuse("plan", SMOKE, "placement.cold_tier=fused_uvm")
+    said = refuse("plan", SMOKE, "placement=coverage", "placement.cold_tier=fused_uvm")
     assert "placement.cold_tier: expected fused on CPU" in said
 
 
@@ -217,7 +217,7 @@ class TestCheckpoint:
         monkeypatch.setenv("HOTREC_RUN_DIR", "runs/two")
         checkpoint = f"trainer.resume={run_dir}/checkpoints/step-00000004"
         for word, fact in (
-            ("placement.coverage_frac=0.5", "partition"),
+            ("placement=all_cold", "partition"),
             ("optimizer=sgd", "optimizer"),
             ("model.over_layer_sizes=[16,1]", "model"),
         ):

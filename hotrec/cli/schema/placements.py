@@ -76,6 +76,9 @@ class CostPlacement(HotColdConfig):
         None,
         at_least=0,
     )
+    overrides: dict[str, Union[str, int, float]] = key(  # noqa: UP007 (OmegaConf reads Union)
+        "per table: hot, cold, a number of rows, or a fraction of its rows", {}
+    )
     may_pool: bool = key(
         "whole tables may be exchanged pooled, where that is cheaper than their distinct rows", True
     )
