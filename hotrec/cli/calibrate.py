@@ -197,7 +197,7 @@ def measure_costs(
 
 
 def _corrected(bench: Bench, costs: Costs, ranks: Ranks) -> Costs:
-    with _progress(ranks, num_step_points()) as bar:
+    with _progress(ranks, num_step_points(bench)) as bar:
         bar.set_postfix_str("whole steps")
         corrected, anchors = correct_by_steps(bench, costs, bar.update)
     return replace(corrected, facts={**costs.facts, "steps": [asdict(a) for a in anchors]})

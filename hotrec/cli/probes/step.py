@@ -100,9 +100,15 @@ class Anchor:
     step_s: float
 
 
-def num_step_points() -> int:
+def coverages(bench: Bench) -> tuple[float | None, ...]:
+    """Of the cases to run; None is TorchRec's plan. Adam has no cold rows on CPU."""
+    has_cold = row_spec(bench) == bench.specs[0]
+    return (*COVERAGES, None) if has_cold else (1.0,)
+
+
+def num_step_points(bench: Bench) -> int:
     """How often ``correct_by_steps`` makes progress."""
-    return (len(COVERAGES) + 1) * len(BATCH_PARTS)
+    return len(coverages(bench)) * len(BATCH_PARTS)
 
 
 def correct_by_steps(
@@ -120,7 +126,7 @@ def correct_by_steps(
     anchors = []
     for part in BATCH_PARTS:
         batch_size = max(LEAST_BATCH, bench.subject.batch_size // part)
-        for coverage in (*COVERAGES, None):
+        for coverage in coverages(bench):
             anchors.append(_run(bench, costs, coverage, batch_size))
             advance()
     return fit_steps(costs, anchors), anchors
@@ -251,10 +257,8 @@ def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) ->
     counts = samples.count(PROFILE_SAMPLES)
     partition = None
     if coverage is not None:
-        # Adam has no cold rows on CPU.
-        has_cold = row_spec(bench) == bench.specs[0]
         partition = choose_all_hot(counts)
-        if has_cold and coverage < 1:
+        if coverage < 1:
             partition = choose_coverage(counts, coverage=coverage)
         case = Case(family, FractionPlacement(routing=Routing.device), partition)
     else:
