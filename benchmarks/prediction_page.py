@@ -26,7 +26,8 @@ what was predicted before. Calibration makes whole steps of its own, at Zipf 1.0
 sizes, on other partitions. 26 tables of Criteo-Kaggle-like sizes, the largest cut to
 200,000 rows, D = 64, one id per feature, row-wise Adagrad, DLRM 256-128-64 / 256-128-1. `hot_cold`
 is the cost model's choice; the other hot/cold plans have the 1,000 and 20,000 most looked-up rows
-hot, or none. Step: p50 of the slowest rank; it includes routing.
+hot, or none. Step: p50 of the slowest rank; it includes routing. What a network's file is missing
+from below was not run.
 """
 
 
