@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.cli.assemble import make_machine
+from hotrec.cli.bench.blocks import Block
 from hotrec.cli.bench.cases import Case, Runner, build_runner, case_config
 from hotrec.cli.bench.figures import gather_measured, summarize
 from hotrec.cli.bench.machine import machine_facts
@@ -191,7 +192,8 @@ def run_blocks(
                 start = time.perf_counter()
                 with clocks[runner.case.name].step():
                     runner.step()
-                runner.step_s[index] = time.perf_counter() - start
+                step_s = time.perf_counter() - start
+                runner.blocks[index] = Block([step_s], step_s, num_skipped=0)
 
 
 def situate(

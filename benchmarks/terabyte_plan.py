@@ -41,7 +41,8 @@ from hotrec.cli.flops import dense_flops
 from hotrec.cli.store import build_config, compose_config
 from hotrec.costs import Costs, World
 from hotrec.costs.builtin import BUILTIN
-from hotrec.placement.demand import Floats, TableDemand, coverage, prob_met
+from hotrec.placement.demand import TableDemand, coverage
+from hotrec.placement.draws import Floats, prob_met
 from hotrec.placement.memory import memory_by_rank
 from hotrec.placement.optimise import Limits, optimise
 from hotrec.placement.profile import read_profile

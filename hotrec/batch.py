@@ -23,6 +23,8 @@ class Batch(Pipelineable):
         num_global_samples: samples of this step over all ranks. The loss is
             ``W / num_global_samples * sum(weights * loss)``, so that the mean of the ranks'
             gradients is the gradient of the mean loss, also when ranks hold unequal shares.
+        is_all_hot: every id of this step is a hot row, on every rank, so that no cold row has to
+            travel. False says nothing.
     """
 
     dense: torch.Tensor
@@ -30,6 +32,7 @@ class Batch(Pipelineable):
     labels: torch.Tensor
     weights: torch.Tensor
     num_global_samples: int
+    is_all_hot: bool = False
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return Batch(
@@ -38,6 +41,7 @@ class Batch(Pipelineable):
             labels=self.labels.to(device, non_blocking=non_blocking),
             weights=self.weights.to(device, non_blocking=non_blocking),
             num_global_samples=self.num_global_samples,
+            is_all_hot=self.is_all_hot,
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -53,4 +57,5 @@ class Batch(Pipelineable):
             labels=self.labels.pin_memory(),
             weights=self.weights.pin_memory(),
             num_global_samples=self.num_global_samples,
+            is_all_hot=self.is_all_hot,
         )

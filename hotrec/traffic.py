@@ -1,9 +1,10 @@
 """Bytes that a rank sends, by collective, and the least that exact training has to send.
 
 A dispatch mode sees every collective on its way to the process group: those of TorchRec, those that
-DDP's reducer starts from C++ during backward, and those of communication hooks. What a collective
-moves on the wire depends on the backend's algorithm, so the counts are those of the standard
-algorithms, which gloo and NCCL use for large tensors (n bytes, W ranks):
+DDP's reducer starts from C++ during backward, and those of communication hooks. It sees its own
+thread only, so the exchanges that hotrec runs in a thread of their own say what they send. What a
+collective moves on the wire depends on the backend's algorithm, so the counts are those of the
+standard algorithms, which gloo and NCCL use for large tensors (n bytes, W ranks):
 
     all_to_all      the bytes meant for other ranks: input minus the own part
     all_reduce      2 (W-1)/W n      ring: reduce-scatter, then all-gather
@@ -20,7 +21,9 @@ so it is for sampled steps; the timings of such a step are not to be used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +48,48 @@ def count_sent_bytes() -> SentBytes:
     return SentBytes()
 
 
+# The counts that are being made; a dispatch mode sees its own thread only.
+_counting: list[SentBytes] = []
+
+
+def note_sent(collective: str, num_bytes: int) -> None:
+    """Count bytes that a thread sends by messages of its own, see ``hotrec.wire``."""
+    for count in _counting:
+        count.sent_bytes[collective] += num_bytes
+
+
+@contextmanager
+def counted_by_sender() -> Iterator[None]:
+    """What the block sends has been counted by ``note_sent``: its collectives are not counted."""
+    _local.is_noted = True
+    try:
+        yield
+    finally:
+        _local.is_noted = False
+
+
+class _Local(threading.local):
+    is_noted = False
+
+
+_local = _Local()
+
+
 class SentBytes(TorchDispatchMode):
     """A context that adds up sent bytes; ``sent_bytes`` has one entry per name of COLLECTIVES."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent_bytes: dict[str, int] = dict.fromkeys(COLLECTIVES, 0)
+
+    def __enter__(self) -> SentBytes:
+        _counting.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _counting.remove(self)
+        super().__exit__(*exception)
 
     @property
     def total_bytes(self) -> int:
@@ -64,7 +103,7 @@ class SentBytes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         namespace = getattr(func, "namespace", "")
-        if namespace == "c10d":
+        if namespace == "c10d" and not _local.is_noted:
             collective, num_bytes = _measure(func._schema.name.split("::")[1], args)
             self.sent_bytes[collective] += num_bytes
         elif namespace == "_c10d_functional" and "wait_tensor" not in func._schema.name:

@@ -17,6 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 
 from hotrec.batch import Batch
+from hotrec.cli.pipelines import choose_pipeline, hot_exchange_of, make_look_ahead
 from hotrec.cli.schema import (
     ColdTier,
     Config,
@@ -26,6 +27,7 @@ from hotrec.cli.schema import (
     ModelConfig,
     OptimizerConfig,
     OptimizerKind,
+    PipelineKind,
     PlannerConfig,
     Routing,
     TieredConfig,
@@ -36,7 +38,6 @@ from hotrec.doctor.machine import read_memory
 from hotrec.embedding import (
     HotColdEmbeddingBagCollection,
     HotColdSharder,
-    HotExchange,
     OptimizerSpec,
     fused_params,
     initialize_embeddings,
@@ -44,6 +45,7 @@ from hotrec.embedding import (
     shard,
 )
 from hotrec.embedding import OptimizerKind as Rule
+from hotrec.embedding.codecs import compress_dense, wire_codecs
 from hotrec.embedding.fused import check_optimizer
 from hotrec.models import ClickTask, build_model
 from hotrec.models import ModelKind as Arch
@@ -59,8 +61,10 @@ from hotrec.planner import (
 )
 from hotrec.routing import RoutedFeatures
 from hotrec.traffic import BatchFacts, count_distinct_rows
+from hotrec.train.pipeline import LookAhead, Pipeline, make_pipeline
 from hotrec.types import Partition, Placement, Schema
 from hotrec.types import Tier as PlacedTier
+from hotrec.wire import WireType
 
 GIB = 1 << 30
 PLACED_TIERS = {
@@ -190,7 +194,7 @@ def build_unsharded(
     tables = table_configs(schema, config.model)
     meta = torch.device("meta")
     spec, _ = optimizer_specs(config.optimizer)
-    placement = config.placement
+    placement, wire_type = config.placement, WireType(config.pipeline.wire.value)
     has_sharded = placed is None or placed.partition.total_hot < placed.partition.total_rows
     check_optimizer(spec, torch.device(compute_device), has_cold=has_sharded)
     embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
@@ -198,7 +202,8 @@ def build_unsharded(
     constraints: dict[str, ParameterConstraints] | None
     if isinstance(placement, TorchrecPlacement):
         embeddings = EmbeddingBagCollection(tables=tables, device=meta)
-        sharders = [EmbeddingBagCollectionSharder(fused_params=fused_params(spec))]
+        codecs = wire_codecs(wire_type, [config.model.embedding_dim])
+        sharders = [EmbeddingBagCollectionSharder(fused_params(spec), codecs)]
         constraints = torchrec_constraints(
             tables,
             TorchRecPlan(placement.plan.name),
@@ -209,8 +214,7 @@ def build_unsharded(
     else:
         assert placed is not None
         embeddings = HotColdEmbeddingBagCollection(tables, placed, device=meta)
-        exchange = HotExchange.DENSE if placed.is_hot_dense else HotExchange.TOUCHED_ROWS
-        sharders = [HotColdSharder(spec, exchange)]
+        sharders = [HotColdSharder(spec, hot_exchange_of(placement, placed), wire_type)]
         constraints = placement_constraints(placed, curves)
     model = _build_model(config, embeddings, num_dense=len(schema.dense), device=dense_device)
     return Unsharded(ClickTask(model, world_size), embeddings, sharders, constraints)
@@ -266,6 +270,8 @@ class Sharded:
     Args:
         transform: for the loader's workers; None where ids are routed on the device.
         inspect_batch: what a batch reads, for the traffic bound.
+        pipeline_kind: of the pipeline that the model is sharded for.
+        look_ahead: what that pipeline needs, if it is look_ahead.
     """
 
     model: DistributedModelParallel
@@ -273,6 +279,14 @@ class Sharded:
     plan: ShardingPlan
     transform: Callable[[Any], Any] | None
     inspect_batch: Callable[[Batch], BatchFacts]
+    pipeline_kind: str
+    look_ahead: LookAhead | None
+
+    def make_pipeline(self, device: torch.device) -> Pipeline:
+        """The model's pipeline; a collective."""
+        return make_pipeline(
+            self.pipeline_kind, self.model, self.optimizer, device, self.look_ahead
+        )
 
 
 def build_sharded(
@@ -295,7 +309,12 @@ def build_sharded(
     )
     plan = unsharded.plan(machine)
     embedding, dense = optimizer_specs(config.optimizer)
-    model = shard(unsharded.task, plan, unsharded.sharders, device)
+    kind = choose_pipeline(config, device.type)
+    is_ahead = kind is PipelineKind.look_ahead
+    model = shard(unsharded.task, plan, unsharded.sharders, device, data_parallel=not is_ahead)
+    wire_type = WireType(config.pipeline.wire.value)
+    if not is_ahead:
+        compress_dense(model, wire_type)
     initialize_embeddings(model, config.trainer.seed)
     optimizer = make_optimizer(model, embedding, dense)
     placement, embeddings = config.placement, unsharded.embeddings
@@ -304,7 +323,11 @@ def build_sharded(
         assert isinstance(placement, HotColdConfig)
         if placement.routing is Routing.loader:
             transform = embeddings.router
-    return Sharded(model, optimizer, plan, transform, _inspector(embeddings))
+    look_ahead = None
+    if is_ahead:
+        assert placed is not None
+        look_ahead = make_look_ahead(config, model, device, hot_exchange_of(placement, placed))
+    return Sharded(model, optimizer, plan, transform, _inspector(embeddings), kind.name, look_ahead)
 
 
 def _inspector(

@@ -21,7 +21,6 @@ from hotrec.data.loader import make_loader
 from hotrec.distributed import broadcast_object, process_group, same_verdict
 from hotrec.train.checkpoint import find_latest, load_checkpoint
 from hotrec.train.evaluate import evaluate
-from hotrec.train.pipeline import make_pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +58,9 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
                 pin_memory=ranks.device.type == "cuda",
             )
         )
-        kind = trained.pipeline.kind.name
-        pipeline = make_pipeline(kind, sharded.model, sharded.optimizer, ranks.device)
+        pipeline = sharded.make_pipeline(ranks.device)
         quality = evaluate(pipeline, batches)
+        pipeline.close()
     logger.info("%s on %s: AUC %.5f", checkpoint, config.split, quality.auc)
     return {
         "command": "evaluate",

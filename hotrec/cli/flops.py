@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hotrec.cli.schema import Dcnv2Config, ModelConfig
+from hotrec.models.interaction import padded_vectors
 
 
 class DenseWork(NamedTuple):
@@ -27,7 +28,8 @@ def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWo
 
     A product of (m, k) and (k, n) takes 2 m k n. Backward takes it twice, for the gradients of
     both factors, but for the first layer, whose input needs none. DLRM's interaction multiplies
-    the F + 1 vectors of a sample with one another (Naumov et al. 2019, section 2); DCNv2's cross
+    the F + 1 vectors of a sample, and some zeros, with one another (Naumov et al. 2019, section 2),
+    and in backward once, see ``hotrec.models.interaction``; DCNv2's cross
     layer x0 * (W V x + b) + x has V (r, n) and W (n, r) for n = (F + 1) D (Wang et al. 2021,
     section 3.4).
 
@@ -47,7 +49,8 @@ def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWo
         cross_values = (2 * width * rank + width) * num_layers
     else:
         width = dim + num_vectors * (num_vectors - 1) // 2
-        cross_flops = 3 * 2 * num_vectors * num_vectors * dim
+        padded = padded_vectors(num_columns)
+        cross_flops = 2 * dim * (padded * padded + num_columns * padded + num_columns)
         cross_values = 0
     over_flops, over_values = _layers(width, model.over_layer_sizes, is_first=False)
     flops = bottom_flops + cross_flops + over_flops

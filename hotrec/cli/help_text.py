@@ -25,7 +25,17 @@ from hotrec.data import spec
 WIDTH = 100
 LONGEST_VALUE = 40
 LIMIT_SIGNS = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}
-GROUPS = ("experiment", "data", "model", "placement", "optimizer", "pipeline", "trainer")
+GROUPS = (
+    "experiment",
+    "data",
+    "model",
+    "placement",
+    "optimizer",
+    "order",
+    "pipeline",
+    "trainer",
+    "profiler",
+)
 HYDRA_FLAGS = (
     ("--cfg job", "print the composed configuration and stop"),
     ("--multirun", "run every combination of values given with commas, each in its directory"),

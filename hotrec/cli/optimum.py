@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from hotrec.placement.demand import TableDemand
 from hotrec.placement.histogram import CountHistogram
 from hotrec.placement.locality import TableLocality
 from hotrec.placement.optimise import Choice, InfeasibleError, Limits, compare, optimise
+from hotrec.placement.optimise_shares import HOT_SHARES, hottest_share
 from hotrec.placement.quantities import hot_cold_quantities
 from hotrec.types import Exchange, Schema, TablePlacement
 
@@ -37,7 +38,10 @@ def make_limits(placement: CostPlacement, situation: Situation) -> Limits:
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         replica_bytes=None if budget is None else budget * MIB,
-        exchanges=tuple(Exchange) if placement.may_pool else (Exchange.ROWS,),
+        # Pooled tables are exchanged in line, which look-ahead is to avoid.
+        exchanges=tuple(Exchange)
+        if placement.may_pool and not situation.pipeline.is_look_ahead
+        else (Exchange.ROWS,),
     )
 
 
@@ -45,7 +49,8 @@ def optimise_placement(placement: CostPlacement, situation: Situation) -> tuple[
     """The best placement with hot and cold rows, by prediction.
 
     Measured collectives are no lines; the optimum is found with the lines at the message sizes of a
-    likely placement, then again with those of what was found, and the better one is kept.
+    likely placement, then again with those of what was found, and the better one is kept. With
+    look-ahead, smaller hot sets are tried too (``optimise_shares``), and the bound is 0.
 
     Raises:
         InfeasibleError: if no placement fits the memory.
@@ -63,6 +68,7 @@ def optimise_placement(placement: CostPlacement, situation: Situation) -> tuple[
             limits,
             at=at,
             hot_range=hot_range,
+            narrow_frac=situation.pipeline.narrow_frac,
         )
         predicted = predict_placement(
             situation, choice.num_hot, choice.tables, is_hot_dense=choice.is_hot_dense
@@ -74,9 +80,40 @@ def optimise_placement(placement: CostPlacement, situation: Situation) -> tuple[
         elif not situation.costs.curves:
             break  # lines already
         at = {name: max(value, at[name] / 8) for name, value in choice.quantities.items()}
+    if situation.pipeline.is_look_ahead:
+        found += _with_fewer_hot(situation, found, fixed=hot_range)
     best, choice = min(found, key=lambda pair: pair[0].step.step_s)
+    bound_s = 0.0 if situation.pipeline.is_look_ahead else min(choice.bound_s, best.step.step_s)
     return best, dataclasses.replace(
-        choice, prediction=best.step, bound_s=min(choice.bound_s, best.step.step_s)
+        choice,
+        num_hot=best.num_hot,
+        is_hot_dense=best.is_hot_dense,
+        prediction=best.step,
+        quantities=best.quantities,
+        bound_s=bound_s,
+    )
+
+
+def _with_fewer_hot(
+    situation: Situation, found: Sequence[tuple[Predicted, Choice]], fixed: Collection[str]
+) -> list[tuple[Predicted, Choice]]:
+    """What was found with smaller hot sets, as far as they fit the memory, by exact prediction."""
+    candidates = []
+    for _, choice in found:
+        for share in (*HOT_SHARES, 1.0):
+            num_hot = hottest_share(list(situation.demands), choice.num_hot, share, fixed)
+            # The trainer may reduce all hot rows even so, in steps in which that sends less.
+            predicted = predict_placement(situation, num_hot, choice.tables, is_hot_dense=False)
+            if _fits(situation, predicted):
+                candidates.append((predicted, choice))
+    return candidates
+
+
+def _fits(situation: Situation, predicted: Predicted) -> bool:
+    device_bytes, host_bytes = situation.memory_bytes
+    return all(
+        rank["device_bytes"] <= device_bytes and rank["host_bytes"] <= host_bytes
+        for rank in predicted.memory
     )
 
 
@@ -144,7 +181,8 @@ def decide(config: Config, schema: Schema, situation: Situation) -> Decision:
     if chosen != HOT_COLD and not config.placement.may_decline:
         why = f"{why} placement.may_decline=false keeps hot and cold rows."
         chosen = HOT_COLD
-    return Decision(chosen, why, choice.bound_s, {**predicted, **rivals})
+    bound_s = None if situation.pipeline.is_look_ahead else choice.bound_s
+    return Decision(chosen, why, bound_s, {**predicted, **rivals})
 
 
 def predict_sensitivity(
@@ -190,6 +228,7 @@ def predict_sensitivity(
                 situation.costs,
                 situation.note,
                 locality,
+                situation.pipeline,
             )
             entries.append(_sensitivity(what, placement, other))
         except ValueError as error:  # costs of one host say nothing of two

@@ -21,6 +21,7 @@ from hotrec.placement.caches import miss_ratio_curve
 from hotrec.placement.demand import TableDemand, expected_distinct
 from hotrec.placement.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.placement.memory import memory_by_rank
+from hotrec.placement.pipelines import SPARSE_DIST, PipelineSpec
 from hotrec.placement.quantities import (
     TableSharding,
     hot_cold_quantities,
@@ -62,6 +63,8 @@ class Predicted:
         tables: placement of each table; empty for TorchRec's plans.
         shardings: TorchRec's plan of each table; empty for hot/cold.
         quantities: what the mean rank does; empty for TorchRec's plans.
+        is_hot_dense: the hot exchange.
+        pipeline: that was predicted.
     """
 
     step: StepPrediction
@@ -71,6 +74,7 @@ class Predicted:
     shardings: Mapping[str, TableSharding] = field(default_factory=dict)
     quantities: Mapping[str, float] = field(default_factory=dict)
     is_hot_dense: bool = False
+    pipeline: PipelineSpec = SPARSE_DIST
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class Decision:
     Args:
         chosen: name of the fastest: HOT_COLD, or "torchrec <plan>".
         why: in words.
-        bound_s: no placement with hot rows can be predicted to be faster than this.
+        bound_s: no placement with hot rows can be predicted to be faster than this; None where
+            nothing is proven.
         predicted: what was compared, by name.
     """
 
@@ -131,7 +136,7 @@ def predict_plan(
         demands, shardings, world, batch_size=situation.workload.batch_size
     )
     return Predicted(
-        step=predict_torchrec(situation.model(_mean(per_rank)), per_rank),
+        step=predict_torchrec(situation.torchrec_model(_mean(per_rank)), per_rank),
         memory=memory_by_rank(
             demands,
             {},
@@ -141,6 +146,7 @@ def predict_plan(
             is_routed_on_device=not situation.workload.is_routed_by_loader,
         ),
         shardings=shardings,
+        pipeline=situation.pipeline.of_torchrec,
     )
 
 
@@ -177,6 +183,7 @@ def predict_placement(
         tables=tables,
         quantities=quantities,
         is_hot_dense=is_hot_dense,
+        pipeline=situation.pipeline,
     )
 
 
@@ -274,6 +281,8 @@ def plan_entry(predicted: Predicted, global_batch_size: int) -> dict[str, Any]:
     """A plan of the prediction document."""
     step = predicted.step
     return {
+        "pipeline": predicted.pipeline.kind.value,
+        "wire": predicted.pipeline.wire,
         "step_s": step.step_s,
         "stage_s": dict(step.stage_s),
         "hidden_s": dict(step.hidden_s),

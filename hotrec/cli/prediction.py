@@ -20,7 +20,15 @@ from hotrec.cli.record import PREDICTION
 from hotrec.cli.situation import Situation
 from hotrec.placement.break_even import break_even
 from hotrec.placement.caches import lfu_hit_frac
-from hotrec.placement.demand import TableDemand, all_hot_share, coverage, expected_distinct
+from hotrec.placement.demand import (
+    TableDemand,
+    all_hot_share,
+    coverage,
+    expected_distinct,
+    expected_urgent,
+)
+from hotrec.placement.forms import BYTES_PER_FLOAT, BYTES_PER_ID
+from hotrec.placement.look_ahead import FLAGS_BYTES, POSITION_BYTES, SLOT_BYTES
 from hotrec.placement.quantities import TableSharding, served_by_shard
 from hotrec.types import Exchange, Partition, Rows, TablePlacement, Tier
 
@@ -53,6 +61,7 @@ def prediction_document(
         "world": dataclasses.asdict(situation.world),
         "batch_size": situation.workload.batch_size,
         "device": situation.machine.device,
+        "pipeline": chosen.pipeline.kind.value,
         "chosen": decision.chosen,
         "why": decision.why,
         "bound_s": decision.bound_s,
@@ -107,8 +116,9 @@ def _pooled_bytes(situation: Situation, demand: TableDemand) -> float:
     """There and back, and the ids, of a rank in the mean."""
     world, batch = situation.world, situation.workload.batch_size
     others = (world.num_ranks - 1) / world.num_ranks
-    ids = 8 * demand.lookups_per_sample * batch
-    return others * (ids + 2 * batch * demand.num_columns * 4 * demand.dim)
+    ids = BYTES_PER_ID * demand.lookups_per_sample * batch
+    vector = BYTES_PER_FLOAT * situation.pipeline.narrow_frac * demand.dim
+    return others * (ids + 2 * batch * demand.num_columns * vector)
 
 
 def _bytes_before(
@@ -118,7 +128,8 @@ def _bytes_before(
         return None
     ranks = situation.world.num_ranks
     if sharding.kind == "data_parallel":
-        return 2 * (ranks - 1) / ranks * demand.num_rows * 4 * demand.dim
+        row = BYTES_PER_FLOAT * situation.pipeline.narrow_frac * demand.dim
+        return 2 * (ranks - 1) / ranks * demand.num_rows * row
     pooled = _pooled_bytes(situation, demand)
     # Row-wise shards each send a partial sum of every bag.
     return pooled * ranks if sharding.kind == "row_wise" else pooled
@@ -132,9 +143,15 @@ def _bytes_after(
     if placed.exchange is Exchange.POOLED:
         return _pooled_bytes(situation, demand)
     ranks = situation.world.num_ranks
-    hot, cold, _ = expected_distinct(demand, num_hot)
-    row = 4 * demand.dim
-    return cold * (8 + 2 * row) * (ranks - 1) / ranks + hot * (row + 4) * (ranks - 1)
+    hot, cold, union = expected_distinct(demand, num_hot)
+    row = BYTES_PER_FLOAT * situation.pipeline.narrow_frac * demand.dim
+    others = (ranks - 1) / ranks
+    if not situation.pipeline.is_look_ahead:
+        return cold * (BYTES_PER_ID + 2 * row) * others + hot * (row + SLOT_BYTES) * (ranks - 1)
+    # Of its hot rows a table travels as all tables do together, more or less.
+    moved_hot = min(hot * (ranks - 1), (hot + union) * others)
+    asked = POSITION_BYTES + FLAGS_BYTES
+    return cold * (asked + 2 * row) * others + moved_hot * (row + SLOT_BYTES)
 
 
 def _break_even(situation: Situation, best: Predicted) -> dict[str, float | None]:
@@ -168,12 +185,13 @@ def _served_rows(
 
 
 def _expected(situation: Situation, best: Predicted) -> dict[str, float | None]:
-    hot_rows = cold_rows = union_rows = hot_lookups = lookups = 0.0
+    hot_rows = cold_rows = union_rows = urgent_rows = hot_lookups = lookups = 0.0
     hits: list[tuple[float, float]] = []
     for demand in situation.demands:
         num_hot = best.num_hot.get(demand.name, 0)
         hot, cold, union = expected_distinct(demand, num_hot)
         hot_rows, cold_rows, union_rows = hot_rows + hot, cold_rows + cold, union_rows + union
+        urgent_rows += expected_urgent(demand, num_hot)
         lookups += demand.lookups_per_sample
         hot_lookups += demand.lookups_per_sample * coverage(demand, num_hot)
         placed = best.tables[demand.name]
@@ -186,6 +204,7 @@ def _expected(situation: Situation, best: Predicted) -> dict[str, float | None]:
         "cold_rows": cold_rows,
         "hot_rows": hot_rows,
         "union_rows": union_rows,
+        "urgent_rows": urgent_rows,
         "all_hot_frac": all_hot_share(list(situation.demands), best.num_hot),
         "cache_hit_frac": sum(h * rows for h, rows in hits) / weight if weight else None,
     }

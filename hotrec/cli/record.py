@@ -20,6 +20,7 @@ from hotrec.report.plan_page import plan_report_text
 
 PLAN_JSON, PLAN_TEXT, ENVIRONMENT = "plan.json", "plan.txt", "environment.json"
 CHECKPOINTS, PARTITION, PREDICTION = "checkpoints", "partition", "prediction.json"
+TRACES = "traces"
 RUNS = Path("runs")
 PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchdata", "numpy")
 

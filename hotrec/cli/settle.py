@@ -33,11 +33,12 @@ from hotrec.cli.schema import (
     Config,
     CostPlacement,
     HotColdConfig,
+    PipelineKind,
     SavedPlacement,
     TorchrecPlacement,
     TorchrecPlan,
 )
-from hotrec.cli.situation import Situation, choose_costs, describe_situation
+from hotrec.cli.situation import Situation, choose_costs, describe_situation, planned_pipeline
 from hotrec.costs import Costs, CostsError, World
 from hotrec.data.chunks import Dataset
 from hotrec.placement.histogram import CountHistogram
@@ -169,7 +170,11 @@ def _declined(config: Config, chosen: str) -> Config:
     if chosen == HOT_COLD:
         return config
     plan = next(plan for plan in TorchrecPlan if rival_name(plan) == chosen)
-    return replace(config, placement=TorchrecPlacement(plan=plan))
+    pipeline = config.pipeline
+    if pipeline.kind is PipelineKind.look_ahead:
+        # Asked for hot and cold rows; unsplit tables cannot have it, and were predicted without.
+        pipeline = replace(pipeline, kind=PipelineKind.sparse_dist)
+    return replace(config, placement=TorchrecPlacement(plan=plan), pipeline=pipeline)
 
 
 def _settle_by_cost(
@@ -293,6 +298,7 @@ def _situation(config: Config, dataset: Dataset, machine: Machine, profiled: Pro
         costs,
         note,
         profiled.profile.locality,
+        planned_pipeline(config, machine.device),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from hotrec.calibrate.fingerprint import read_fingerprint
 from hotrec.cli.assemble import row_bytes
 from hotrec.cli.flops import dense_flops
+from hotrec.cli.pipelines import choose_pipeline
 from hotrec.cli.schema import Config, HotColdConfig, Routing
 from hotrec.costs import Costs, CostsError, World
 from hotrec.costs.builtin import BUILTIN
@@ -17,7 +18,9 @@ from hotrec.costs.store import check_host, read_costs
 from hotrec.placement.demand import TableDemand, build_demand
 from hotrec.placement.histogram import CountHistogram
 from hotrec.placement.locality import TableLocality, step_draws
-from hotrec.placement.step import StepModel, Workload, make_step_model
+from hotrec.placement.look_ahead import LookAheadModel
+from hotrec.placement.pipelines import SPARSE_DIST, PipelineKind, PipelineSpec
+from hotrec.placement.step import StepModel, Workload, make_model, make_torchrec_model
 from hotrec.planner import Machine
 from hotrec.types import Schema
 
@@ -38,6 +41,7 @@ class Situation:
         workload: batch and dense layers.
         demands: of every table, in the schema's order.
         machine: for TorchRec's planner.
+        pipeline: of hot and cold rows.
     """
 
     costs: Costs
@@ -46,11 +50,25 @@ class Situation:
     workload: Workload
     demands: tuple[TableDemand, ...]
     machine: Machine
+    pipeline: PipelineSpec = SPARSE_DIST
 
-    def model(self, at: Mapping[str, float], *, is_hot_dense: bool = False) -> StepModel:
+    def model(
+        self, at: Mapping[str, float], *, is_hot_dense: bool = False
+    ) -> StepModel | LookAheadModel:
         """The step, measured collectives as they are at the message sizes of ``at``."""
-        return make_step_model(
-            self.costs, self.world, self.workload, is_hot_dense=is_hot_dense, at=at
+        return make_model(
+            self.costs,
+            self.world,
+            self.workload,
+            pipeline=self.pipeline,
+            is_hot_dense=is_hot_dense,
+            at=at,
+        )
+
+    def torchrec_model(self, at: Mapping[str, float]) -> StepModel:
+        """The step of unsplit tables, which TorchRec's own pipelines train."""
+        return make_torchrec_model(
+            self.costs, self.world, self.workload, pipeline=self.pipeline, at=at
         )
 
     @property
@@ -59,6 +77,17 @@ class Situation:
         keep = 1 - RESERVED_FRAC
         host = keep * self.machine.host_bytes / self.machine.local_world_size
         return (keep * self.machine.device_bytes if self.machine.device == "cuda" else 0.0), host
+
+
+def planned_pipeline(config: Config, device: str) -> PipelineSpec:
+    """The pipeline that trains the configuration's placement.
+
+    Raises:
+        ValueError: if the configured one cannot.
+    """
+    pipeline = config.pipeline
+    kind = PipelineKind[choose_pipeline(config, device).name.upper()]
+    return PipelineSpec(kind, pipeline.wire.value, pipeline.depth)
 
 
 def choose_costs(config: Config, device: str) -> tuple[Costs, str | None]:
@@ -99,6 +128,7 @@ def describe_situation(
     costs: Costs,
     note: str | None,
     locality: Mapping[str, TableLocality] | None = None,
+    pipeline: PipelineSpec = SPARSE_DIST,
 ) -> Situation:
     """What predictions are for.
 
@@ -108,6 +138,7 @@ def describe_situation(
         machine: ranks, memory and batch.
         locality: of every table, from the profile; lookups of tables without one are taken as
             independent.
+        pipeline: to predict for hot and cold rows.
 
     Raises:
         ValueError: if the profile lacks a table, or counted no sample.
@@ -163,6 +194,7 @@ def describe_situation(
         ),
         demands=tuple(demands),
         machine=machine,
+        pipeline=pipeline,
     )
 
 

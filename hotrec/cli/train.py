@@ -18,23 +18,34 @@ from hotrec.cli.assemble import (
     make_machine,
 )
 from hotrec.cli.errors import EndedEarly
-from hotrec.cli.record import CHECKPOINTS, PARTITION, write_environment, write_plan
+from hotrec.cli.order import (
+    count_epoch_steps,
+    find_all_hot,
+    make_alternation,
+    make_train_loader,
+)
+from hotrec.cli.record import CHECKPOINTS, PARTITION, TRACES, write_environment, write_plan
 from hotrec.cli.schema import (
     Config,
     OptimizerKind,
+    OrderKind,
     ScheduleConfig,
     TorchrecPlacement,
+    TraceProfiler,
     TrainerConfig,
 )
 from hotrec.cli.settle import Settled, settle, settled_before
+from hotrec.cli.watched import watched_ranks
+from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.chunks import Dataset
-from hotrec.data.loader import make_loader, num_steps
-from hotrec.distributed import Ranks, broadcast_object, process_group, same_verdict
+from hotrec.data.loader import make_loader
+from hotrec.distributed import Ranks, broadcast_object, same_verdict
 from hotrec.embedding import check_replicas
 from hotrec.planner import Machine
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import train
 from hotrec.train.schedule import Cadence, Schedule, count_steps
+from hotrec.train.trace import TraceWindow
 from hotrec.train.watch import STOPPED_EXIT_CODE
 from hotrec.types import Partition
 
@@ -45,13 +56,17 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     """Train; the figures are those of summary.json."""
     trainer = config.trainer
     device = chosen_device(trainer.device)
-    with process_group(device=device, timeout_s=trainer.timeout_s) as ranks:
+    with watched_ranks(trainer, device, run_dir) as ranks:
         dataset = same_verdict(lambda: Dataset.open(config.paths.dataset))
-        steps = same_verdict(lambda: _count_steps(config, dataset, ranks))
+        same_verdict(lambda: _count_steps(config, dataset, ranks))  # refuse before the long part
         machine = make_run_machine(config, ranks)
         resume_from = same_verdict(lambda: _resume_from(config, run_dir, device))
         settled = _agree(config, dataset, machine, run_dir, ranks, resume_from)
         config = settled.config
+        is_own = resume_from is not None and resume_from.is_relative_to(run_dir)
+        all_hot = find_all_hot(config, dataset, settled, run_dir, is_resumed=is_own)
+        steps = _count_steps(config, dataset, ranks, all_hot)
+        alternation = make_alternation(config, all_hot, ranks.world_size)
         torch.manual_seed(trainer.seed)
         sharded = build_sharded(
             config,
@@ -72,13 +87,14 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         result = train(
             sharded.model,
             sharded.optimizer,
-            same_verdict(lambda: _train_loader(config, sharded, ranks)),
+            make_train_loader(config, ranks, sharded.transform, all_hot, alternation),
             ranks,
             num_steps=steps,
             cadence=_cadence(trainer),
             check_replicas=lambda: check_replicas(sharded.model),
             lr_factor=_schedule(config.optimizer.schedule),
-            pipeline_kind=config.pipeline.kind.name,
+            pipeline_kind=sharded.pipeline_kind,
+            look_ahead=sharded.look_ahead,
             eval_batches=_eval_batches(config, dataset, sharded, ranks),
             checkpoints=Checkpoints(
                 directory=run_dir / CHECKPOINTS,
@@ -88,8 +104,10 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             ),
             run_dir=run_dir,
             inspect_batch=sharded.inspect_batch,
-            description=_description(config, settled.partition, dataset),
+            description=_description(config, settled.partition, dataset, all_hot),
             prediction=settled.predicted,
+            trace=_trace_window(config, run_dir),
+            alternation=alternation,
         )
     figures = {"command": "train", "run_dir": run_dir, **result.summary}
     if not result.is_finished:
@@ -122,12 +140,15 @@ def checkpoint_facts(
     else:
         assert partition is not None
         split = partition.content_hash
-    return {
+    facts = {
         "dataset": dataset.artifact.content_hash,
         "partition": split,
         "model": model,
         "optimizer": config.optimizer.kind.name,
     }
+    if config.order.kind is OrderKind.all_hot:
+        facts["order"] = config.order.kind.name
+    return facts
 
 
 def placement_name(config: Config) -> str:
@@ -168,27 +189,12 @@ def _agree(
     return settled
 
 
-def _count_steps(config: Config, dataset: Dataset, ranks: Ranks) -> int:
+def _count_steps(
+    config: Config, dataset: Dataset, ranks: Ranks, all_hot: AllHotSamples | None = None
+) -> int:
     trainer = config.trainer
-    per_epoch = num_steps(dataset, "train", trainer.batch_size, ranks.world_size)
+    per_epoch = count_epoch_steps(config, dataset, all_hot, ranks.world_size)
     return count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
-
-
-def _train_loader(config: Config, sharded: Sharded, ranks: Ranks) -> Any:
-    trainer = config.trainer
-    return make_loader(
-        config.paths.dataset,
-        "train",
-        batch_size=trainer.batch_size,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        seed=trainer.seed,
-        epochs=trainer.num_epochs,
-        shuffle=True,
-        num_workers=trainer.num_workers,
-        transform=sharded.transform,
-        pin_memory=ranks.device.type == "cuda",
-    )
 
 
 def _eval_batches(
@@ -231,6 +237,13 @@ def _cadence(trainer: TrainerConfig) -> Cadence:
     )
 
 
+def _trace_window(config: Config, run_dir: Path) -> TraceWindow | None:
+    profiler = config.profiler
+    if not isinstance(profiler, TraceProfiler):
+        return None
+    return TraceWindow(profiler.first_step, profiler.num_steps, run_dir / TRACES)
+
+
 def _schedule(schedule: ScheduleConfig) -> Schedule:
     return Schedule(
         decay=schedule.decay.name,
@@ -264,7 +277,12 @@ def _resume_from(config: Config, run_dir: Path, device: str) -> Path | None:
     return path
 
 
-def _description(config: Config, partition: Partition | None, dataset: Dataset) -> dict[str, Any]:
+def _description(
+    config: Config,
+    partition: Partition | None,
+    dataset: Dataset,
+    all_hot: AllHotSamples | None,
+) -> dict[str, Any]:
     hot_rows = 0 if partition is None else partition.total_hot
     total_rows = sum(table.num_rows for table in dataset.schema.tables)
     return {
@@ -273,6 +291,8 @@ def _description(config: Config, partition: Partition | None, dataset: Dataset) 
         "policy": None if partition is None else partition.policy,
         "model": config.model.kind.name,
         "optimizer": config.optimizer.kind.name,
+        "order": config.order.kind.name,
+        "all_hot_samples_frac": None if all_hot is None else all_hot.frac,
         "batch_size": config.trainer.batch_size,
         "hot_rows": hot_rows,
         "total_rows": total_rows,

@@ -22,6 +22,7 @@ from hotrec.cli.schema import (
     ModelConfig,
     PolicyConfig,
 )
+from hotrec.cli.schema.bench import HOT_COLD_CASES, BenchPipeline, BenchVariant
 from hotrec.data.check import check_data_spec
 from hotrec.data.spec import DataSpec
 
@@ -103,19 +104,65 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _check_bench(bench: BenchConfig) -> None:
+    placements = [case.name for case in BenchCase]
+    known = [*placements, *bench.variants]
     if not bench.cases or len(set(bench.cases)) != len(bench.cases):
         raise ValueError(
-            f"bench.cases: expected each at most once, and at least one, got "
-            f"{[case.name for case in bench.cases]}."
+            f"bench.cases: expected each at most once, and at least one, got {bench.cases}."
+        )
+    for case in bench.cases:
+        if case not in known:
+            raise ValueError(f"bench.cases: expected some of {known}, got {case!r}.")
+    if bench.pipeline in (BenchPipeline.look_ahead, BenchPipeline.semi_sync):
+        raise ValueError(
+            f"bench.pipeline: expected sparse_dist or base, which every placement has, got "
+            f"{bench.pipeline.name}. Give single cases another pipeline by bench.variants."
+        )
+    for name, variant in bench.variants.items():
+        _check_variant(f"bench.variants.{name}", name, variant, bench)
+    if bench.block_skip >= bench.block_steps:
+        raise ValueError(
+            f"bench.block_skip: expected below bench.block_steps {bench.block_steps}, got "
+            f"{bench.block_skip}."
         )
     if not bench.table_rows or min(bench.table_rows) < 1:
         raise ValueError(f"bench.table_rows: expected rows >= 1, got {bench.table_rows}.")
-    known = [case.name for case in BenchCase]
     for case, rounds in bench.rounds_of.items():
         if case not in known:
             raise ValueError(f"bench.rounds_of: expected one of {known}, got {case!r}.")
         if rounds < 1:
             raise ValueError(f"bench.rounds_of.{case}: expected at least 1, got {rounds}.")
+
+
+def _check_variant(key: str, name: str, variant: BenchVariant, bench: BenchConfig) -> None:
+    placements = [case.name for case in BenchCase]
+    if name in placements:
+        raise ValueError(f"{key}: expected a name other than {placements}, got {name!r}.")
+    for full_key, value, item in walk(variant, f"{key}."):
+        _check_limits(full_key, value, item.metadata.get("limits", {}))
+    pipeline = variant.pipeline or bench.pipeline
+    is_hot_cold = variant.placement in HOT_COLD_CASES
+    if not is_hot_cold and pipeline is BenchPipeline.look_ahead:
+        raise ValueError(
+            f"{key}.pipeline: expected another than look_ahead with TorchRec's plan "
+            f"{variant.placement.name}, got look_ahead."
+        )
+    if is_hot_cold and pipeline is BenchPipeline.semi_sync:
+        raise ValueError(
+            f"{key}.pipeline: expected another than semi_sync with hot and cold rows, got "
+            f"semi_sync. It is for TorchRec's plans."
+        )
+    is_plain = variant.depth == 1 and not variant.micro_batches
+    if not is_plain and pipeline is not BenchPipeline.look_ahead:
+        raise ValueError(
+            f"{key}: expected depth 1 and no micro_batches with the pipeline {pipeline.name}, got "
+            f"depth {variant.depth}, micro_batches {variant.micro_batches}. They are look_ahead's."
+        )
+    if variant.num_hot_rows is not None and variant.placement is not BenchCase.hot_cold:
+        raise ValueError(
+            f"{key}.num_hot_rows: expected null with the placement {variant.placement.name}, got "
+            f"{variant.num_hot_rows}. Set {key}.placement=hot_cold."
+        )
 
 
 def _check_names(config: Config) -> None:

@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.batch import Batch
+from hotrec.data.all_hot import SampleSubset
 from hotrec.data.chunks import Dataset
 from hotrec.data.gather import Gathered, Gatherer
 from hotrec.data.order import SampleOrder, num_steps_of
@@ -51,6 +52,7 @@ def make_loader(
     drop_last: bool = False,
     pin_memory: bool = False,
     verify: str = "size",
+    subset: SampleSubset | None = None,
 ) -> StatefulDataLoader:
     """Make one rank's loader of a split.
 
@@ -68,6 +70,7 @@ def make_loader(
         drop_last: leave out the last step of an epoch if it is not full.
         pin_memory: copy batches into page-locked memory, for a GPU.
         verify: "size", or "hash" to read every byte of the dataset first.
+        subset: the samples that take part, all without it; may be fewer than a global batch.
 
     Returns:
         a loader of ``Batch``; ``state_dict`` and ``load_state_dict`` give exact continuation with
@@ -84,9 +87,9 @@ def make_loader(
             f"batch_size {batch_size}, rank {rank}, world_size {world_size}."
         )
     dataset = Dataset.open(dataset_path, verify)
-    num_samples = dataset.num_samples(split)
+    num_samples = dataset.num_samples(split) if subset is None else subset.num_samples
     # An evaluation may be smaller than a batch; training on less than one is a mistake.
-    needed = batch_size * world_size if shuffle or drop_last else 1
+    needed = batch_size * world_size if (shuffle or drop_last) and subset is None else 1
     if num_samples < needed:
         raise ValueError(
             f"dataset {dataset_path} split {split}: expected at least {needed} samples "
@@ -104,6 +107,7 @@ def make_loader(
         shuffle=shuffle,
         transform=transform,
         drop_last=drop_last,
+        subset=subset,
     )
     return StatefulDataLoader(
         batches,
@@ -149,21 +153,24 @@ class Batches(IterableDataset[Batch]):
         shuffle: bool,
         transform: Transform | None,
         drop_last: bool,
+        subset: SampleSubset | None,
     ) -> None:
         self.dataset = dataset
         self.split = split
         self.transform = transform
-        self.steps_per_epoch = num_steps(
-            dataset, split, batch_size, world_size, drop_last=drop_last
-        )
+        self.is_all_hot = subset is not None and subset.is_all_hot
+        sizes = [chunk.num_samples for chunk in dataset.chunks(split)]
+        sizes = sizes if subset is None else list(subset.sizes)
+        self.steps_per_epoch = num_steps_of(sum(sizes), batch_size, world_size, drop_last=drop_last)
         self.num_steps = None if epochs is None else epochs * self.steps_per_epoch
         self.order = SampleOrder(
-            [chunk.num_samples for chunk in dataset.chunks(split)],
+            sizes,
             batch_size=batch_size,
             rank=rank,
             world_size=world_size,
             seed=seed,
             shuffle=shuffle,
+            rows_of_chunk=None if subset is None else subset.rows,
         )
         # What a checkpoint's position means; continuing under another one would lose samples.
         self.identity = {
@@ -175,6 +182,8 @@ class Batches(IterableDataset[Batch]):
             "shuffle": shuffle,
             "drop_last": drop_last,
         }
+        if subset is not None:
+            self.identity |= {"samples": subset.made_as, "is_all_hot": subset.is_all_hot}
 
     def __iter__(self) -> BatchIterator:
         info = get_worker_info()
@@ -225,6 +234,7 @@ class BatchIterator(Iterator[Batch]):
             labels=torch.from_numpy(gathered.label),
             weights=torch.from_numpy(weights),
             num_global_samples=order.num_global_samples(step_in_epoch),
+            is_all_hot=self._batches.is_all_hot,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,11 +253,11 @@ class BatchIterator(Iterator[Batch]):
         """
         mine = {**self._batches.identity, "num_workers": self._stride}
         theirs = {**state["identity"], "num_workers": state["stride"]}
-        for key, value in mine.items():
-            if theirs[key] != value:
+        for key in mine | theirs:
+            if theirs.get(key) != mine.get(key):
                 raise ValueError(
-                    f"loader state {key}: expected {value!r}, got {theirs[key]!r}. Resume with the "
-                    "settings of the run that saved it, or start anew."
+                    f"loader state {key}: expected {mine.get(key)!r}, got {theirs.get(key)!r}. "
+                    "Resume with the settings of the run that saved it, or start anew."
                 )
         self._next_step = int(state["next_step"])
 

@@ -3,13 +3,14 @@
 An epoch is the chunks in a shuffled order, each with its rows shuffled. Step s of the epoch covers
 samples [s * G, (s + 1) * G) of that order, G = batch_size * world_size, and rank r takes the r-th
 slice of it; so the number of ranks does not change the global batches. The last step holds what is
-left, split as evenly as possible. No state: any step can be asked for directly. Numpy only.
+left, split as evenly as possible. No state: any step can be asked for directly. Where only some of
+the samples take part, all this holds for them alone. Numpy only.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,12 +41,14 @@ class SampleOrder:
     """Which samples a rank reads in which step.
 
     Args:
-        chunk_sizes: samples of each chunk.
+        chunk_sizes: samples of each chunk that take part.
         batch_size: samples per rank and step.
         rank: this rank.
         world_size: number of ranks.
         seed: another seed, another order.
         shuffle: without it, samples come in the order of the files.
+        rows_of_chunk: where the samples that take part stand in a chunk, int64; all of them without
+            it.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class SampleOrder:
         world_size: int,
         seed: int,
         shuffle: bool,
+        rows_of_chunk: Callable[[int], Rows] | None = None,
     ) -> None:
         self._sizes = np.asarray(chunk_sizes, np.int64)
         self.num_samples = int(self._sizes.sum())
@@ -65,6 +69,7 @@ class SampleOrder:
         self._world_size = world_size
         self._seed = seed
         self._shuffle = shuffle
+        self._rows_of_chunk = rows_of_chunk
         self._epoch = -1
         self._chunk_order = np.arange(self._sizes.size)
         self._bounds = np.zeros(1, np.int64)
@@ -113,12 +118,15 @@ class SampleOrder:
 
     def _rows_of(self, epoch: int, chunk: int) -> Rows:
         size = int(self._sizes[chunk])
-        if not self._shuffle:
+        if not self._shuffle and self._rows_of_chunk is None:
             return np.arange(size)
         key = (epoch, chunk)
         if key not in self._permutations:
-            rng = np.random.default_rng([self._seed, epoch, chunk + 1])
-            self._permutations[key] = rng.permutation(size)
+            rows = np.arange(size) if self._rows_of_chunk is None else self._rows_of_chunk(chunk)
+            if self._shuffle:
+                rng = np.random.default_rng([self._seed, epoch, chunk + 1])
+                rows = rows[rng.permutation(size)]
+            self._permutations[key] = rows
             if len(self._permutations) > _CACHED_PERMUTATIONS:
                 self._permutations.popitem(last=False)
         return self._permutations[key]

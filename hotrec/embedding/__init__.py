@@ -1,5 +1,6 @@
 """The hybrid-parallel embedding: hot rows replicated, cold rows sharded."""
 
+from hotrec.embedding.ahead import RowsAhead
 from hotrec.embedding.canonical import gather_tables
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import check_replicas, shard, use_hot_cold
@@ -16,6 +17,7 @@ __all__ = [
     "HotExchange",
     "OptimizerKind",
     "OptimizerSpec",
+    "RowsAhead",
     "check_replicas",
     "fused_params",
     "gather_tables",

@@ -73,9 +73,18 @@ def shard(
     plan: ShardingPlan,
     sharders: list[ModuleSharder[nn.Module]],
     device: torch.device,
+    *,
+    data_parallel: bool = True,
 ) -> DistributedModelParallel:
-    """Shard a model by a plan and make the hot replicas of all ranks equal to rank 0's."""
-    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+    """Shard a model by a plan and make the hot replicas of all ranks equal to rank 0's.
+
+    Args:
+        data_parallel: wrap the dense layers in DDP; not for the pipeline look_ahead, which reduces
+            their gradients itself.
+    """
+    sharded = DistributedModelParallel(
+        model, device=device, plan=plan, sharders=sharders, init_data_parallel=data_parallel
+    )
     for replica in hot_replicas(sharded).values():
         replica.broadcast()
     return sharded

@@ -96,7 +96,22 @@ class ColdRowsOnCpu:
         out: torch.Tensor = _ReadAndUpdate.apply(self._anchor, self, rows_K)
         return out
 
-    def update(self, rows_K: torch.Tensor, grad_KD: torch.Tensor) -> None:
+    def read(self, rows_K: torch.Tensor) -> torch.Tensor:
+        """Rows of all the module's tables, laid one after the other; float (K, D), a copy."""
+        return self.weights_RD.index_select(0, rows_K)
+
+    def update(
+        self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float | None = None
+    ) -> None:
+        """One update of the named rows.
+
+        Args:
+            rows_K: int64 (K,), with repetition; gradients of the same row are added up in order.
+            grad_KD: float (K, D).
+            learning_rate: of this update; None for the optimizer's as it is now.
+        """
+        if learning_rate is None:
+            learning_rate = self.learning_rate
         rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous(), self.weights_RD.shape[0])
         update_rows(
             self._spec,
@@ -104,9 +119,13 @@ class ColdRowsOnCpu:
             self.states,
             rows_U,
             grad_UD,
-            learning_rate=self._optimizer.param_groups[0]["lr"],
+            learning_rate=learning_rate,
             num_updates=1,  # for Adam alone, which FBGEMM refuses to build on CPU
         )
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
 
 
 def use_cpu_rows(lookup: nn.Module, spec: OptimizerSpec) -> None:

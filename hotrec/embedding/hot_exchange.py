@@ -1,17 +1,16 @@
-"""Exchange of the hot replicas' gradients, as a DDP communication hook.
+"""The hot replicas of a rank, and the exchange of their gradients as a DDP communication hook.
 
 TorchRec wraps data-parallel lookups in DDP, which all-reduces the gradient of every hot row,
-touched or not. The hook sends just the rows that the rank's batch touched: each rank gathers all
-ranks' (slot, gradient row) pairs and adds them up in rank order, so all replicas stay bitwise
-equal.
-Sent per rank: (W - 1) x U x (D + 1) x 4 bytes, U the touched hot rows of the largest rank, against
-2 (W - 1) / W x H x D x 4 for the dense all-reduce of H hot rows.
+touched or not. The hook sends just the rows that the rank's batch touched, by the ways of
+``hotrec.embedding.hot_choice``. Touched rows: each rank gathers all ranks' (slot, gradient row)
+pairs, while backward goes on, and adds them up in rank order, so all replicas stay bitwise equal;
+padded to the largest rank's U rows, so (W - 1) x U x (D + 1) x 4 bytes per rank. Owners: see
+``hotrec.embedding.hot_reduce``, which look-ahead uses without this hook.
 """
 
 # No `from __future__ import annotations`: DDP reads the hook's annotations as objects.
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -20,15 +19,12 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
+from hotrec.embedding.hot_choice import HotChooser
+from hotrec.embedding.hot_choice import HotExchange as HotExchange  # the replicas' users need it
+from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.sorting import sort_keys
 from hotrec.stages import mark
-
-
-class HotExchange(Enum):
-    """How gradients of hot rows travel."""
-
-    TOUCHED_ROWS = "touched_rows"
-    DENSE = "dense"
+from hotrec.wire import Wire, WireType
 
 
 def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -139,6 +135,7 @@ class HotReplicas:
         dim: D.
         group: the process group that holds the replicas.
         exchange: what travels.
+        wire_type: of gradients in the hook; in 16 bits nothing of it overlaps with backward.
     """
 
     def __init__(
@@ -148,6 +145,7 @@ class HotReplicas:
         dim: int,
         group: dist.ProcessGroup,
         exchange: HotExchange,
+        wire_type: WireType = WireType.FP32,
     ) -> None:
         self.weight = weight
         self.num_rows_T = num_rows_T
@@ -155,9 +153,14 @@ class HotReplicas:
         self._group = group
         self._world_size = dist.get_world_size(group)
         self._exchange = exchange
+        self._shape = (sum(num_rows_T), dim)
+        self._wire_type = wire_type
+        self._chooser = HotChooser([self._shape], exchange)
+        self._reducer: HotReducer | None = None
         self._begins_T = table_begins(num_rows_T).to(weight.device)
         self._touched: list[_Touched] = []
         self._updated: list[torch.Tensor] = []
+        self._reduced: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def rows(self) -> torch.Tensor:
@@ -185,6 +188,41 @@ class HotReplicas:
 
     def _ask_counts(self, slots_U: torch.Tensor) -> _Counts:
         return _Counts(slots_U.numel(), self._group, slots_U.device)
+
+    def set_reduced(self, slots_U: torch.Tensor, grad_UD: torch.Tensor) -> None:
+        """Hand over a gradient that is reduced already; ``weight.grad`` is then not used.
+
+        Args:
+            slots_U: int64 (U,), distinct, the same on every rank.
+            grad_UD: float (U, D), the mean over the ranks; the update overwrites it.
+
+        Raises:
+            RuntimeError: if the last one still waits for its update.
+        """
+        if self._reduced is not None:
+            raise RuntimeError(
+                f"hot gradient of dimension {self.dim}: expected the last one to be used, got "
+                "another before the optimizer's step. Step or zero_grad first."
+            )
+        self._reduced = (slots_U, grad_UD)
+
+    @torch.no_grad()
+    def take_gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the next update is of: slots int64 (U,) and gradients float (U, D); forgets it."""
+        reduced, self._reduced = self._reduced, None
+        slots_U, grad = self.take_updated(), self.weight.grad
+        if reduced is not None:
+            return reduced
+        if grad is None:
+            return slots_U[:0], self.rows[:0]
+        grad_UD = grad.view(-1, self.dim).index_select(0, slots_U)
+        self.clear_gradient(slots_U)
+        return slots_U, grad_UD
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient that no update used."""
+        self._reduced = None
+        self.clear_gradient(self.take_updated())
 
     def take_updated(self) -> torch.Tensor:
         """The slots, over all ranks, whose gradients are in ``weight.grad``; int64, ascending.
@@ -217,17 +255,49 @@ class HotReplicas:
             future.set_result(buffer)
             return future
         num_rows = counts.wait()
-        if self._exchange is HotExchange.DENSE:
-            slots = slots_U.new_zeros(max(num_rows))
-            slots[: slots_U.numel()] = slots_U
-            gathered = slots.new_empty(self._world_size * slots.numel())
-            dist.all_gather_into_tensor(gathered, slots, group=self._group)
-            dist.all_reduce(buffer, group=self._group)
-            buffer.div_(self._world_size)
-            self._updated = [torch.cat(self._parts(gathered, num_rows)).unique()]
-            future.set_result(buffer)
-            return future
-        return self._exchange_touched(buffer, slots_U, num_rows)
+        exchange = self._chooser.choose([[num] for num in num_rows])
+        if exchange is HotExchange.OWNERS or self._wire_type is not WireType.FP32:
+            self._reduce_by_messages(buffer, slots_U, num_rows)
+        elif exchange is HotExchange.TOUCHED_ROWS:
+            return self._exchange_touched(buffer, slots_U, num_rows)
+        else:
+            self._reduce_dense(buffer, slots_U, num_rows)
+        self._note_union(num_rows)
+        future.set_result(buffer)
+        return future
+
+    def _note_union(self, num_rows: list[int]) -> None:
+        self._chooser.note([[num] for num in num_rows], [self._updated[0].numel()])
+
+    def _reduce_dense(
+        self, buffer: torch.Tensor, slots_U: torch.Tensor, num_rows: list[int]
+    ) -> None:
+        slots = slots_U.new_zeros(max(num_rows))
+        slots[: slots_U.numel()] = slots_U
+        gathered = slots.new_empty(self._world_size * slots.numel())
+        dist.all_gather_into_tensor(gathered, slots, group=self._group)
+        dist.all_reduce(buffer, group=self._group)
+        buffer.div_(self._world_size)
+        self._updated = [torch.cat(self._parts(gathered, num_rows)).unique()]
+
+    @torch.no_grad()
+    def _reduce_by_messages(
+        self, buffer: torch.Tensor, slots_U: torch.Tensor, num_rows: list[int]
+    ) -> None:
+        if self._reducer is None:
+            is_plain = self._wire_type is WireType.FP32
+            self._reducer = HotReducer(
+                [self._shape],
+                Wire(self._group, self._wire_type),
+                HotExchange.OWNERS if is_plain else self._exchange,
+                device=self.weight.device,
+            )
+        grad_HD = buffer.view(-1, self.dim)
+        touched = (slots_U, grad_HD.index_select(0, slots_U))
+        [(union, mean_UD)] = self._reducer.reduce([touched], [[num] for num in num_rows])
+        # The rank's own rows are among the union.
+        grad_HD.index_copy_(0, union, mean_UD)
+        self._updated = [union]
 
     def _take_touched(self) -> tuple[torch.Tensor, _Counts | None]:
         """The slots to reduce, and the ranks' numbers of them; None for one rank."""
@@ -256,6 +326,7 @@ class HotReplicas:
         def add_up() -> torch.Tensor:
             parts = self._parts(gathered, num_rows)
             self._updated = [add_rows(grad_HD, slots_U, parts)]
+            self._note_union(num_rows)
             return buffer
 
         work = dist.all_gather_into_tensor(gathered, message, self._group, async_op=True)

@@ -60,22 +60,18 @@ class HotOptimizer(KeyedOptimizer):
         self._num_updates += 1
         learning_rate = next(iter(self.param_groups))["lr"]
         for prefix, replica in self._replicas.items():
-            slots_U = replica.take_updated()
-            if replica.weight.grad is None or slots_U.numel() == 0:
-                continue
-            grad_HD = replica.weight.grad.view(-1, replica.dim)
+            slots_U, grad_UD = replica.take_gradient()
             update_rows(
                 self._spec,
                 replica.rows,
                 self._states[prefix],
                 slots_U,
-                grad_HD.index_select(0, slots_U),
+                grad_UD,
                 learning_rate=learning_rate,
                 num_updates=int(self._num_updates),
             )
-            replica.clear_gradient(slots_U)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Drop gradients that no ``step`` used; after a ``step`` all rows hold zeros already."""
         for replica in self._replicas.values():
-            replica.clear_gradient(replica.take_updated())
+            replica.drop_gradient()

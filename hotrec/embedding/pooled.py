@@ -18,10 +18,12 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from hotrec.embedding.codecs import wire_codecs
 from hotrec.embedding.fused import fused_params, undo_update_count
 from hotrec.embedding.sharded_rows import check_sharding
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.stages import backward_point, mark, mark_backward
+from hotrec.wire import WireType
 
 
 class ShardedPooledBags(ShardedEmbeddingBagCollection):
@@ -33,6 +35,7 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         env: ranks.
         device: of the shards.
         spec: update rule of the rows.
+        wire_type: in which pooled vectors and their gradients travel.
 
     Raises:
         ValueError: if a table is not sharded table-wise.
@@ -46,11 +49,14 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         device: torch.device,
         spec: OptimizerSpec,
         module_fqn: str | None,
+        wire_type: WireType = WireType.FP32,
     ) -> None:
         for config in module.embedding_bag_configs():
             # Row-wise ships every pooled vector once per rank; replicas would be hot rows.
             check_sharding(config.name, sharding[config.name], (ShardingType.TABLE_WISE,))
-        super().__init__(module, sharding, env, fused_params(spec), device, module_fqn=module_fqn)
+        dims = [config.embedding_dim for config in module.embedding_bag_configs()]
+        codecs = wire_codecs(wire_type, dims)
+        super().__init__(module, sharding, env, fused_params(spec), device, codecs, module_fqn)
 
     def drop_cached_rows(self) -> None:
         """Forget what a UVM cache holds, after the rows behind it were written directly."""
@@ -79,3 +85,14 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         started = self.output_dist(EmbeddingBagCollectionContext(contexts), vectors)
         mark("rows_exchange")
         return started
+
+    def look_up(self, features: KeyedJaggedTensor | None) -> KeyedTensor:
+        """The pooled columns of a batch, (B, sum of D), all stages in line.
+
+        Args:
+            features: as ``PooledRouter`` made them.
+        """
+        ctx = self.create_context()
+        arrived = self.input_dist(ctx, features).wait().wait()
+        pooled: KeyedTensor = self.start_lookups(list(arrived), ctx.sharding_contexts).wait()
+        return pooled

@@ -13,11 +13,13 @@ from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.embedding.codecs import wire_codecs
 from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.fused import fused_params, undo_update_count
 from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.stages import backward_point, mark, mark_backward
+from hotrec.wire import WireType
 
 HOT_SHARDINGS = (ShardingType.DATA_PARALLEL,)
 COLD_SHARDINGS = (ShardingType.ROW_WISE, ShardingType.TABLE_WISE)
@@ -48,6 +50,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         device: of the shards.
         spec: update rule of the cold rows.
         exchange: of the hot gradients.
+        wire_type: in which cold rows and all gradients travel.
 
     Raises:
         ValueError: if a cold table is not sharded row-wise or table-wise, or a hot one is not
@@ -64,14 +67,18 @@ class ShardedRows(ShardedEmbeddingCollection):
         exchange: HotExchange,
         hot_tables: list[str],
         module_fqn: str | None,
+        wire_type: WireType = WireType.FP32,
     ) -> None:
         for config in module.embedding_configs():
             is_hot = config.name in hot_tables
             wanted = HOT_SHARDINGS if is_hot else COLD_SHARDINGS
             check_sharding(config.name, sharding[config.name], wanted)
-        super().__init__(module, sharding, env, fused_params(spec), device, module_fqn=module_fqn)
+        codecs = wire_codecs(wire_type, [module.embedding_dim()])
+        super().__init__(
+            module, sharding, env, fused_params(spec), device, codecs, module_fqn=module_fqn
+        )
         self.hot: HotReplicas | None = None
-        self._dim = module.embedding_dim()
+        self.dim = module.embedding_dim()
         self._keys = [config.name for config in module.embedding_configs()]
         # TorchRec keeps tables by sharding, by owner if table-wise, and by compute kernel.
         self._arriving = [list(names) for names in self._embedding_names_per_sharding]
@@ -84,7 +91,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         self._is_in_order = arriving == self._keys
         for lookup in self._lookups:
             if isinstance(lookup, DistributedDataParallel):
-                self._hook_up(lookup, env, exchange, hot_tables)
+                self._hook_up(lookup, env, exchange, hot_tables, wire_type)
             elif device.type == "cpu":
                 use_cpu_rows(lookup, spec)
 
@@ -94,6 +101,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         env: ShardingEnv,
         exchange: HotExchange,
         hot_tables: list[str],
+        wire_type: WireType,
     ) -> None:
         kernels = list(lookup.module._emb_modules)
         if len(kernels) != 1:
@@ -107,9 +115,10 @@ class ShardedRows(ShardedEmbeddingCollection):
         self.hot = HotReplicas(
             kernels[0].emb_module.weights,
             num_rows_T,
-            self._dim,
+            self.dim,
             env.process_group,
             exchange,
+            wire_type,
         )
         kernels[0].forward = self.hot
         # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
@@ -143,7 +152,7 @@ class ShardedRows(ShardedEmbeddingCollection):
             is_hot = isinstance(lookup, DistributedDataParallel)
             rows = lookup(ids) if is_hot else self._look_up_fused(lookup, ids)
             mark("row_lookup")
-            awaitables.append(output_dist(rows.view(-1, self._dim), sharding_ctx))
+            awaitables.append(output_dist(rows.view(-1, self.dim), sharding_ctx))
             mark("rows_exchange")
         return awaitables[::-1]
 

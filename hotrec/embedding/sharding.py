@@ -44,6 +44,7 @@ from hotrec.embedding.sharded_rows import COLD_SHARDINGS, HOT_SHARDINGS, Sharded
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing import RoutedFeatures
 from hotrec.stages import mark
+from hotrec.wire import WireType
 
 
 @dataclass
@@ -120,6 +121,7 @@ class ShardedHotColdEmbeddingBagCollection(
         spec: OptimizerSpec,
         exchange: HotExchange,
         module_fqn: str | None,
+        wire_type: WireType = WireType.FP32,
     ) -> None:
         super().__init__()
         self._tables = module.embedding_bag_configs()
@@ -144,12 +146,15 @@ class ShardedHotColdEmbeddingBagCollection(
                 exchange,
                 hot_tables,
                 module_fqn,
+                wire_type,
             )
         self.pooled: ShardedPooledBags | None = None
         if module.pooled is not None:
             tables = [config.name for config in module.pooled.embedding_bag_configs()]
             of_pooled = {name: sharding[name] for name in tables}
-            self.pooled = ShardedPooledBags(module.pooled, of_pooled, env, device, spec, module_fqn)
+            self.pooled = ShardedPooledBags(
+                module.pooled, of_pooled, env, device, spec, module_fqn, wire_type
+            )
 
     def embedding_bag_configs(self) -> list[Any]:
         return self._tables
@@ -159,6 +164,10 @@ class ShardedHotColdEmbeddingBagCollection(
         for name, rows in self._rows().items():
             if rows.hot is not None:
                 yield f"rows.{name}.embeddings.", rows.hot
+
+    def sharded_rows(self) -> list[ShardedRows]:
+        """By embedding dimension, in the router's order."""
+        return list(self._rows().values())
 
     def _rows(self) -> dict[str, ShardedRows]:
         return dict(self.rows.items())  # type: ignore[arg-type]
@@ -177,7 +186,7 @@ class ShardedHotColdEmbeddingBagCollection(
         self, ctx: HotColdContext, features: KeyedJaggedTensor | RoutedFeatures
     ) -> Awaitable[Awaitable[KJTList]]:
         mark("ids_exchange")
-        ctx.routed = route(self._router_here(), features)
+        ctx.routed = route(self.router_here(), features)
         mark("route")
         awaitables: list[Any] = []
         for rows, group in zip(self._rows().values(), ctx.routed.groups, strict=True):
@@ -192,7 +201,8 @@ class ShardedHotColdEmbeddingBagCollection(
         mark("ids_exchange")
         return KJTListSplitsAwaitable(awaitables, ctx)
 
-    def _router_here(self) -> Any:
+    def router_here(self) -> Any:
+        """The router with its maps on the device of the rows."""
         if self._device_router is None:
             self._device_router = copy.deepcopy(self.router).to(self._device)
         return self._device_router
@@ -232,13 +242,21 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
 
     Args:
         spec: update rule of both halves.
-        exchange: how gradients of hot rows travel; None: as the collection's placement says.
+        exchange: how gradients of hot rows travel; None: dense if the collection's placement says
+            so, else chosen in every step.
+        wire_type: in which rows, pooled vectors and their gradients travel.
     """
 
-    def __init__(self, spec: OptimizerSpec, exchange: HotExchange | None = None) -> None:
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        exchange: HotExchange | None = None,
+        wire_type: WireType = WireType.FP32,
+    ) -> None:
         super().__init__(fused_params(spec))
         self._spec = spec
         self._exchange = exchange
+        self._wire_type = wire_type
 
     def shard(
         self,
@@ -259,9 +277,9 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         exchange = self._exchange
         if exchange is None:
             is_dense = module.placement.is_hot_dense
-            exchange = HotExchange.DENSE if is_dense else HotExchange.TOUCHED_ROWS
+            exchange = HotExchange.DENSE if is_dense else HotExchange.AUTO
         return ShardedHotColdEmbeddingBagCollection(
-            module, params, env, device, self._spec, exchange, module_fqn
+            module, params, env, device, self._spec, exchange, module_fqn, self._wire_type
         )
 
     def shardable_parameters(

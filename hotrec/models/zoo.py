@@ -12,6 +12,7 @@ from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from hotrec.models.interaction import CrossNet, DotInteraction
 from hotrec.stages import backward_point, mark, mark_backward
 
 
@@ -135,10 +136,23 @@ def build_model(
                 cross_low_rank_dim,
                 made_on,
             )
+    _take_faster_parts(model)
     for name, part in model.named_children():
         if name != "sparse_arch":
             part.to(device)
     return model
+
+
+def _take_faster_parts(model: DLRM) -> None:
+    """Put hotrec's parts in the place of TorchRec's; the weights stay what they were drawn."""
+    if isinstance(model, DLRM_DCN):
+        drawn = model.inter_arch.crossnet
+        with torch.device("meta"):
+            crossnet = CrossNet(len(drawn.bias[0]), len(drawn.bias), drawn._low_rank)
+        crossnet.load_state_dict(drawn.state_dict(), assign=True)
+        model.inter_arch.crossnet = crossnet
+    else:
+        model.inter_arch = DotInteraction(model.inter_arch.F)
 
 
 def _last(layer_sizes: Sequence[int]) -> int | None:

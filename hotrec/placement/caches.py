@@ -26,7 +26,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from hotrec.placement.demand import Floats, TableDemand, take_rows
+from hotrec.placement.demand import TableDemand, take_rows
+from hotrec.placement.draws import Floats
 
 Policy = Literal["lfu", "lru"]
 # Halvings of the logarithm of T, whose bounds lie some 1e30 apart at most: to rounding.

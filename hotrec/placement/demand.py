@@ -35,10 +35,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hotrec.placement.draws import Floats, prob_both, prob_drawn, prob_met
 from hotrec.placement.histogram import CountHistogram, slices
 from hotrec.types import Rows
 
-Floats = npt.NDArray[np.float64]
 Number = TypeVar("Number", np.int64, np.float64)
 MAX_GROUPS = 512
 
@@ -58,6 +58,8 @@ class TableDemand:
         probs_G: float64 (G,), p of one row of the group, in the mean.
         by_rank_G: float64 (G,), q of one row, in the mean.
         by_any_G: float64 (G,), Q of one row, in the mean.
+        by_both_G: float64 (G,), how likely a rank reads a row in a step and any rank in the next
+            one, in the mean; None for q Q, of steps that are independent and a p that is known.
     """
 
     name: str
@@ -70,6 +72,7 @@ class TableDemand:
     probs_G: Floats
     by_rank_G: Floats
     by_any_G: Floats
+    by_both_G: Floats | None = None
 
 
 def build_demand(
@@ -120,6 +123,7 @@ def build_demand(
     total = histogram.num_lookups
     by_rank = prob_drawn(counts, total, of_rank)
     by_any = prob_drawn(counts, total, of_all)
+    by_both = prob_both(counts, total, of_rank, of_all)
     starts = _group_starts(counts, max_groups)
     rows_G = _sum_groups(histogram.num_rows, starts)
     return TableDemand(
@@ -133,6 +137,7 @@ def build_demand(
         probs_G=_sum_groups(histogram.num_rows * (counts / max(total, 1)), starts) / rows_G,
         by_rank_G=_sum_groups(histogram.num_rows * by_rank, starts) / rows_G,
         by_any_G=_sum_groups(histogram.num_rows * by_any, starts) / rows_G,
+        by_both_G=_sum_groups(histogram.num_rows * by_both, starts) / rows_G,
     )
 
 
@@ -262,34 +267,6 @@ def _distinct_by_group(
     return distinct
 
 
-def prob_drawn(counts: Floats, num_lookups: float, num_draws: float) -> Floats:
-    """Probability that ``num_draws`` of ``num_lookups`` lookups, drawn without replacement, hit.
-
-    1 - C(K - c, n) / C(K, n) is a product of m = min(c, n) factors 1 - M / (K - j), M the larger of
-    the two; all are taken at the middle j, which is off by less than 0.1 / K of q.
-
-    Args:
-        counts: float64, any shape: c of each row, above 0.
-        num_lookups: K; at least every c.
-        num_draws: n; may be a fraction (a mean), and exceed K.
-
-    Returns:
-        float64 of the same shape, in 0..1.
-    """
-    smaller, larger = np.minimum(counts, num_draws), np.maximum(counts, num_draws)
-    rate = np.minimum(larger / (num_lookups - (smaller - 1) / 2), 1.0)
-    with np.errstate(divide="ignore"):  # log 0 where no lookup is left to miss the row
-        log_missed = smaller * np.log1p(-np.where(counts + num_draws > num_lookups, 1.0, rate))
-    return np.asarray(-np.expm1(np.where(smaller > 0, log_missed, 0.0)))
-
-
-def prob_met(probs: Floats, num_draws: float) -> Floats:
-    """1 - (1 - p)^n, exact also where p is tiny."""
-    with np.errstate(divide="ignore", invalid="ignore"):  # log 0 where p is 1
-        log_missed = num_draws * np.log1p(-probs)
-    return np.asarray(-np.expm1(log_missed if num_draws > 0 else np.zeros_like(probs)))
-
-
 def expected_distinct(demand: TableDemand, num_hot: int = 0) -> tuple[float, float, float]:
     """Expected distinct rows of a step, the ``num_hot`` most looked-up rows being hot.
 
@@ -303,6 +280,18 @@ def expected_distinct(demand: TableDemand, num_hot: int = 0) -> tuple[float, flo
     hot = float(hot_G @ demand.by_rank_G)
     cold = float((demand.rows_G - hot_G) @ demand.by_rank_G)
     return hot, cold, float(hot_G @ demand.by_any_G)
+
+
+def expected_urgent(demand: TableDemand, num_hot: int = 0) -> float:
+    """Expected distinct cold rows that a rank reads in a step and some rank in the next step.
+
+    Their updates must be known before the next step, those of the others need not (exact
+    look-ahead). Steps are taken as independent of one another: batches of one chunk have more rows
+    in common than this.
+    """
+    cold_G = demand.rows_G - take_rows(demand, num_hot)
+    both_G = demand.by_rank_G * demand.by_any_G if demand.by_both_G is None else demand.by_both_G
+    return float(cold_G @ both_G)
 
 
 def take_rows(demand: TableDemand, num_taken: float, num_skipped: float = 0) -> Floats:

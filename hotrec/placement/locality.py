@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from hotrec.placement.blocks import Block, IntArray
-from hotrec.placement.demand import prob_drawn
+from hotrec.placement.draws import prob_drawn
 from hotrec.placement.histogram import CountHistogram
 from hotrec.types import Rows, Schema
 

@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hotrec.costs import World
-from hotrec.placement.demand import Floats, TableDemand
+from hotrec.placement.demand import TableDemand
+from hotrec.placement.draws import Floats
 from hotrec.placement.quantities import TableSharding, cached_rows, check_tables
 from hotrec.placement.step import BYTES_PER_FLOAT
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier

@@ -7,6 +7,9 @@ optimised is the very model that predicts (``hotrec.placement.step``), so the pr
 
 TABLE_WISE sharding of rows moves as much as ROW_WISE on the mean rank, so it is used only for
 tables with fewer rows than there are ranks, and for pooled tables, which lie whole on one rank.
+
+The proof is of steps in TorchRec's pipeline. Steps with look-ahead are not linear; for them the
+placement that is found here is one candidate of several (``optimise_shares``), and none is proven.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class Choice:
         is_hot_dense: the hot exchange.
         prediction: of its step.
         quantities: what a rank does in it.
-        bound_s: proven: no placement within the limits is predicted to be faster.
+        bound_s: proven: no placement within the limits is predicted to be faster, in TorchRec's
+            pipeline; 0 proves nothing.
     """
 
     num_hot: Mapping[str, int]
@@ -75,6 +79,7 @@ def optimise(
     *,
     hot_range: Mapping[str, tuple[int, int]] | None = None,
     at: Mapping[str, float] | None = None,
+    narrow_frac: float = 1.0,
 ) -> Choice:
     """The fastest placement of these tables.
 
@@ -88,6 +93,7 @@ def optimise(
             where absent, rows never seen last.
         at: quantities of a step near the best one, at whose message sizes measured collectives
             become lines (``make_step_model``).
+        narrow_frac: bytes of a value on the wire, over those of a float32.
 
     Raises:
         InfeasibleError: if nothing fits; says the smallest budget that would do.
@@ -101,7 +107,10 @@ def optimise(
     hot_exchanges = sorted(set(limits.hot_exchanges))
     if world.num_ranks == 1:
         hot_exchanges = hot_exchanges[:1]  # one rank exchanges nothing, either way
-    models = [make_step_model(costs, world, workload, is_hot_dense=h, at=at) for h in hot_exchanges]
+    models = [
+        make_step_model(costs, world, workload, is_hot_dense=h, at=at, narrow_frac=narrow_frac)
+        for h in hot_exchanges
+    ]
     problems = [
         build_problem(
             demands,

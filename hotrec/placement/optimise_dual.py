@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.optimize import linprog
 
-from hotrec.placement.demand import Floats
+from hotrec.placement.draws import Floats
 from hotrec.placement.optimise_plans import (
     FLAGS,
     MEMORIES,

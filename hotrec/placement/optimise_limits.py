@@ -10,7 +10,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from hotrec.costs import Costs, World
-from hotrec.placement.demand import Floats, TableDemand
+from hotrec.placement.demand import TableDemand
+from hotrec.placement.draws import Floats
 from hotrec.placement.optimise_plans import MODES, Mask, table_memory
 from hotrec.types import Exchange, Sharding, Tier
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from hotrec.placement.demand import Floats
+from hotrec.placement.draws import Floats
 from hotrec.placement.optimise_plans import (
     FLAGS,
     MODES,

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hotrec.costs import World
-from hotrec.placement.demand import Floats, TableDemand
+from hotrec.placement.demand import TableDemand
+from hotrec.placement.draws import Floats
 from hotrec.placement.memory import (
     ROUTER_BYTES,
     cached_row_bytes,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotrec.placement.demand import Floats
+from hotrec.placement.draws import Floats
 from hotrec.placement.optimise_plans import (
     AMOUNTS,
     MODES,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hotrec.placement.demand import Floats
+from hotrec.placement.draws import Floats
 from hotrec.placement.optimise_dual import SETS, Dual, Part
 from hotrec.placement.optimise_master import Master, all_plans
 from hotrec.placement.optimise_plans import MODES, Mask, Problem, TablePlan

@@ -26,7 +26,8 @@ import numpy as np
 
 from hotrec.costs import World
 from hotrec.placement.caches import lfu_hit_frac
-from hotrec.placement.demand import Floats, TableDemand, expected_distinct, prob_drawn
+from hotrec.placement.demand import TableDemand, expected_distinct, expected_urgent
+from hotrec.placement.draws import Floats, prob_drawn
 from hotrec.placement.histogram import slices
 from hotrec.placement.step import (
     BYTES_PER_FLOAT,
@@ -196,6 +197,8 @@ def _add_rows(
     hot, cold, union = expected_distinct(demand, num_hot)
     num_ids = batch_size * demand.lookups_per_sample
     _add(done, "lookups", num_ids, "lookup_bytes", row_bytes)
+    urgent = expected_urgent(demand, num_hot)
+    _add(done, "urgent_rows", urgent, "urgent_bytes", row_bytes)
     _add(done, "hot_rows", hot, "hot_bytes", row_bytes)
     _add(done, "union_rows", union, "union_bytes", row_bytes)
     _add(done, "replica_rows", num_hot, "replica_bytes", row_bytes)

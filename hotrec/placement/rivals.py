@@ -12,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-from hotrec.placement.demand import Floats, prob_met
+from hotrec.placement.draws import Floats, prob_met
 from hotrec.placement.histogram import CountHistogram, build_histogram, order_all_rows
 from hotrec.placement.policies import Counts, _check_frac, _check_row_bytes, _Tables, _take_densest
 from hotrec.types import Partition, Rows

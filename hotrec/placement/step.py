@@ -1,4 +1,6 @@
-"""The step: seconds by stage, linear in what a rank does.
+"""The step of TorchRec's pipelines: seconds by stage, linear in what a rank does.
+
+Look-ahead has a model of its own, ``hotrec.placement.look_ahead``; ``make_model`` has either.
 
 Each stage takes ``compute + wire - overlap * min(wire, cover)`` seconds, all three linear in the
 quantities of QUANTITIES; ``cover`` is computation under which the stage's messages travel, and
@@ -19,135 +21,38 @@ as ``hotrec.traffic`` counts them (W ranks, n bytes):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from hotrec.costs import STAGES, Costs, Line, World
-
-# What a rank does in a step. "groups" are sets of tables that share messages: one per dimension.
-QUANTITIES = (
-    "lookups",  # ids that are routed and pooled from rows
-    "lookup_bytes",  # 4 D of each
-    "rows_device",  # distinct cold rows read, by the tier they live in; and 4 D of each
-    "bytes_device",
-    "rows_host",
-    "bytes_host",
-    "rows_hit",
-    "bytes_hit",
-    "rows_miss",
-    "bytes_miss",
-    "cold_groups",  # dimensions with cold rows
-    "hot_rows",  # distinct hot rows of this rank
-    "hot_bytes",
-    "union_rows",  # distinct hot rows of any rank
-    "union_bytes",
-    "replica_rows",  # hot rows, touched or not
-    "replica_bytes",
-    "hot_groups",
-    "pooled_ids_device",  # ids that this rank pools for all ranks in TorchRec's kernel, by tier
-    "pooled_bytes_device",  # 4 D of each
-    "pooled_ids_host",
-    "pooled_bytes_host",
-    "pooled_ids_hit",
-    "pooled_bytes_hit",
-    "pooled_ids_miss",
-    "pooled_bytes_miss",
-    "pooled_sent_ids",  # ids that this rank asks of others
-    "pooled_sent_bytes",  # bytes of pooled vectors that this rank sends
-    "pooled_groups",
-    "replicated_ids",  # of TorchRec's data-parallel tables
-    "replicated_id_bytes",
-    "replicated_rows",
-    "replicated_bytes",
-    "replicated_groups",
+from hotrec.costs import STAGES, Costs, World
+from hotrec.placement.compute import add_compute, add_overhead
+from hotrec.placement.forms import (
+    BYTES_PER_FLOAT,
+    BYTES_PER_ID,
+    QUANTITIES,
+    Form,
+    StageForm,
+    StepPrediction,
+    Workload,
 )
-BYTES_PER_ID = 8
-BYTES_PER_FLOAT = 4
+from hotrec.placement.look_ahead import SLOT_BYTES, LookAheadModel, make_look_ahead_model
+from hotrec.placement.pipelines import SPARSE_DIST, PipelineKind, PipelineSpec
+
+__all__ = [
+    "BYTES_PER_FLOAT",
+    "BYTES_PER_ID",
+    "QUANTITIES",
+    "Form",
+    "StageForm",
+    "StepModel",
+    "StepPrediction",
+    "Workload",
+    "make_model",
+    "make_step_model",
+    "make_torchrec_model",
+    "predict_step",
+]
+
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is trained, apart from the tables.
-
-    Args:
-        batch_size: B, per rank.
-        dense_flops: floating-point operations of the dense layers per sample, both ways.
-        bottom_frac: share of them in the bottom layers, under which rows travel.
-        num_dense_values: parameters of the dense layers.
-        is_routed_by_loader: ids are routed in loader workers, off the step's time line.
-    """
-
-    batch_size: int
-    dense_flops: float
-    bottom_frac: float
-    num_dense_values: int
-    is_routed_by_loader: bool = False
-
-
-@dataclass
-class Form:
-    """``constant + sum of coefficient * quantity``."""
-
-    constant: float = 0.0
-    terms: dict[str, float] = field(default_factory=dict)
-
-    def add(self, quantity: str, coefficient: float) -> Form:
-        assert quantity in QUANTITIES, quantity
-        if coefficient:
-            self.terms[quantity] = self.terms.get(quantity, 0.0) + coefficient
-        return self
-
-    def add_line(self, line: Line, items: str, num_bytes: str | None, factor: float = 1) -> Form:
-        """Seconds of a kernel, without its fixed part, which is the caller's to place."""
-        self.add(items, line.per_item_s * factor)
-        return self.add(num_bytes, line.per_byte_s * factor) if num_bytes else self
-
-    def add_form(self, form: Form, factor: float = 1.0) -> Form:
-        self.constant += form.constant * factor
-        for quantity, coefficient in form.terms.items():
-            self.add(quantity, coefficient * factor)
-        return self
-
-    def scale(self, factor: float) -> None:
-        self.constant *= factor
-        self.terms.update({q: c * factor for q, c in self.terms.items()})
-
-    def value(self, quantities: Mapping[str, float]) -> float:
-        return self.constant + sum(c * quantities.get(q, 0.0) for q, c in self.terms.items())
-
-
-@dataclass(frozen=True)
-class StageForm:
-    """One stage: ``compute + max(0, wire - overlap * cover)`` seconds, and bytes sent.
-
-    Of what travels, ``compute`` holds the share that nothing can hide, ``wire`` the rest.
-    """
-
-    compute: Form
-    wire: Form
-    cover: Form
-    sent_bytes: Form
-
-
-@dataclass(frozen=True)
-class StepPrediction:
-    """What a step is predicted to take on the mean rank.
-
-    Args:
-        step_s: the whole step.
-        stage_s: by stage, what is not hidden; adds up to ``step_s``.
-        hidden_s: by stage, communication that travels under computation.
-        sent_bytes: by stage, of a rank.
-    """
-
-    step_s: float
-    stage_s: Mapping[str, float]
-    hidden_s: Mapping[str, float]
-    sent_bytes: Mapping[str, float]
-
-    @property
-    def total_sent_bytes(self) -> float:
-        return sum(self.sent_bytes.values())
 
 
 @dataclass(frozen=True)
@@ -180,10 +85,62 @@ def predict_step(
     quantities: Mapping[str, float],
     *,
     is_hot_dense: bool = False,
+    pipeline: PipelineSpec = SPARSE_DIST,
 ) -> StepPrediction:
     """Predict one step, with measured collectives as they are at its message sizes."""
-    model = make_step_model(costs, world, workload, is_hot_dense=is_hot_dense, at=quantities)
+    model = make_model(
+        costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense, at=quantities
+    )
     return model.predict(quantities)
+
+
+def make_model(
+    costs: Costs,
+    world: World,
+    workload: Workload,
+    *,
+    pipeline: PipelineSpec,
+    is_hot_dense: bool = False,
+    at: Mapping[str, float] | None = None,
+) -> StepModel | LookAheadModel:
+    """The model of a pipeline's step with hot and cold rows; arguments as ``make_step_model``.
+
+    Look-ahead reads measured collectives at the message sizes of what is predicted, whatever ``at``
+    says.
+
+    Raises:
+        CostsError: if the costs know nothing of several hosts.
+    """
+    if pipeline.is_look_ahead:
+        return make_look_ahead_model(
+            costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense
+        )
+    return make_torchrec_model(
+        costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense, at=at
+    )
+
+
+def make_torchrec_model(
+    costs: Costs,
+    world: World,
+    workload: Workload,
+    *,
+    pipeline: PipelineSpec,
+    is_hot_dense: bool = False,
+    at: Mapping[str, float] | None = None,
+) -> StepModel:
+    """The model of TorchRec's pipeline in the place of this one: base, else sparse_dist.
+
+    ``base`` is ``sparse_dist`` whose ids travel in line. Arguments and errors as
+    ``make_step_model``.
+    """
+    model = make_step_model(
+        costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=pipeline.narrow_frac
+    )
+    if pipeline.kind is PipelineKind.BASE:
+        ids = replace(model.stages["ids_exchange"], cover=Form())
+        return replace(model, stages={**model.stages, "ids_exchange": ids})
+    return model
 
 
 def make_step_model(
@@ -193,6 +150,7 @@ def make_step_model(
     *,
     is_hot_dense: bool = False,
     at: Mapping[str, float] | None = None,
+    narrow_frac: float = 1.0,
 ) -> StepModel:
     """The forms of a step.
 
@@ -203,13 +161,14 @@ def make_step_model(
         is_hot_dense: the hot exchange is a dense all-reduce.
         at: quantities of a step at whose message sizes measured collectives become lines; None: the
             lines that fit all sizes best.
+        narrow_frac: bytes of a value on the wire, over those of a float32.
 
     Raises:
         CostsError: if the costs know nothing of several hosts.
     """
     stages = {name: StageForm(Form(), Form(), Form(), Form()) for name in STAGES}
-    _add_compute(stages, costs, world, workload)
-    _add_messages(stages, costs, world, workload, is_hot_dense, at)
+    add_compute(stages, costs, world, workload)
+    _add_messages(stages, costs, world, workload, is_hot_dense, at, narrow_frac)
     for name, form in stages.items():
         factor = costs.correction(name)
         form.compute.scale(factor)
@@ -219,76 +178,13 @@ def make_step_model(
         overhead_s = costs.stage_overhead_s.get(name, 0.0) + waiting_s
         if name == "other":
             overhead_s += costs.overhead_s
-        _add_overhead(stages[name].compute, name, overhead_s)
+        add_overhead(stages[name].compute, name, overhead_s)
     _add_covers(stages, workload)
     for name in COVERED:
         # The share that cannot be hidden counts as computation.
         stages[name].compute.add_form(stages[name].wire, 1 - costs.overlap)
         stages[name].wire.scale(costs.overlap)
     return StepModel(stages, costs.overlap)
-
-
-def _add_overhead(compute: Form, stage: str, seconds: float) -> None:
-    """What a stage takes whatever it does, where it is there at all."""
-    if stage in ("route", "pool"):
-        _add_once(compute, seconds)
-    elif stage in ("ids_exchange", "rows_exchange", "grads_exchange", "row_update"):
-        compute.add("cold_groups", seconds).add("pooled_groups", seconds)
-    elif stage == "hot_exchange":
-        compute.add("hot_groups", seconds).add("replicated_groups", seconds)
-    else:
-        compute.constant += seconds
-
-
-def _add_once(compute: Form, seconds: float) -> None:
-    """Seconds of a call that hot and cold rows share; a form cannot say "if there is either"."""
-    for group in ("cold_groups", "hot_groups"):
-        compute.add(group, seconds * 2 / 3)
-
-
-def _add_compute(
-    stages: Mapping[str, StageForm], costs: Costs, world: World, workload: Workload
-) -> None:
-    kernel = costs.kernels
-    route, lookup, update = (stages[s].compute for s in ("route", "row_lookup", "row_update"))
-    if not workload.is_routed_by_loader:
-        route.add_line(kernel["route"], "lookups", None)
-        _add_once(route, kernel["route"].fixed_s)
-    for tier in ("device", "host", "hit", "miss"):
-        reading = kernel.get(f"read_{tier}")
-        updating = kernel.get(f"update_{'hit' if tier == 'miss' else tier}")
-        if reading is not None and updating is not None:
-            lookup.add_line(reading, f"rows_{tier}", f"bytes_{tier}")
-            update.add_line(updating, f"rows_{tier}", f"bytes_{tier}")
-        reading = kernel.get(f"pooled_{tier}")
-        updating = kernel.get(f"pooled_update_{'hit' if tier == 'miss' else tier}")
-        if reading is not None and updating is not None:
-            ids, num_bytes = f"pooled_ids_{tier}", f"pooled_bytes_{tier}"
-            lookup.add_line(reading, ids, num_bytes)
-            update.add_line(updating, ids, num_bytes)
-    lookup.add("cold_groups", kernel["read_device"].fixed_s)
-    update.add("cold_groups", kernel["update_device"].fixed_s)
-    lookup.add("pooled_groups", kernel["pooled_device"].fixed_s)
-    update.add("pooled_groups", kernel["pooled_update_device"].fixed_s)
-    lookup.add_line(kernel["hot_read"], "hot_rows", "hot_bytes")
-    lookup.add("hot_groups", kernel["hot_read"].fixed_s)
-    lookup.add_line(kernel["replicated_read"], "replicated_ids", "replicated_id_bytes")
-    lookup.add("replicated_groups", kernel["replicated_read"].fixed_s)
-    pool = stages["pool"].compute.add_line(kernel["pool"], "lookups", "lookup_bytes")
-    _add_once(pool, kernel["pool"].fixed_s)
-    dense = kernel["dense"].seconds(workload.dense_flops * workload.batch_size)
-    stages["dense"].compute.constant += dense
-    optimizer = stages["optimizer"].compute
-    optimizer.add_line(kernel["hot_update"], "union_rows", "union_bytes")
-    optimizer.add("hot_groups", kernel["hot_update"].fixed_s)
-    optimizer.add_line(kernel["replicated_update"], "replicated_rows", "replicated_bytes")
-    optimizer.add("replicated_groups", kernel["replicated_update"].fixed_s)
-    optimizer.constant += kernel["dense_update"].seconds(workload.num_dense_values)
-    hot = stages["hot_exchange"].compute
-    if world.num_ranks > 1:
-        hot.add_line(kernel["hot_pack"], "hot_rows", "hot_bytes")
-        hot.add("hot_groups", kernel["hot_pack"].fixed_s)
-        hot.add_line(kernel["hot_add"], "hot_rows", "hot_bytes", world.num_ranks)
 
 
 def _add_messages(
@@ -298,6 +194,7 @@ def _add_messages(
     workload: Workload,
     is_hot_dense: bool,
     at: Mapping[str, float] | None,
+    narrow_frac: float,
 ) -> None:
     if world.num_ranks == 1:
         return
@@ -316,18 +213,18 @@ def _add_messages(
     for name in ("rows_exchange", "grads_exchange"):
         stage = stages[name]
         for tier in ("device", "host", "hit", "miss"):
-            stage.sent_bytes.add(f"bytes_{tier}", others)
-        stage.sent_bytes.add("pooled_sent_bytes", 1.0)
+            stage.sent_bytes.add(f"bytes_{tier}", others * narrow_frac)
+        stage.sent_bytes.add("pooled_sent_bytes", narrow_frac)
         line = costs.collective("all_to_all", world, _message_bytes(stage.sent_bytes, at))
         stage.wire.add_form(stage.sent_bytes, line.per_byte_s)
         stage.compute.add_form(stage.sent_bytes, copy.per_byte_s)
         for group in ("cold_groups", "pooled_groups"):
             stage.wire.add(group, line.fixed_s)
-    dense_bytes = 2 * others * BYTES_PER_FLOAT * workload.num_dense_values
+    dense_bytes = 2 * others * BYTES_PER_FLOAT * workload.num_dense_values * narrow_frac
     stages["other"].sent_bytes.constant = dense_bytes
     line = costs.collective("all_reduce", world, dense_bytes or None)
     stages["other"].wire.constant = line.seconds(num_bytes=dense_bytes)
-    _add_hot_exchange(stages["hot_exchange"], costs, world, is_hot_dense, at)
+    _add_hot_exchange(stages["hot_exchange"], costs, world, is_hot_dense, at, narrow_frac)
 
 
 def _add_hot_exchange(
@@ -336,16 +233,17 @@ def _add_hot_exchange(
     world: World,
     is_hot_dense: bool,
     at: Mapping[str, float] | None,
+    narrow_frac: float,
 ) -> None:
     others = (world.num_ranks - 1) / world.num_ranks
     reduced, gathered = Form(), Form()
-    reduced.add("replicated_bytes", 2 * others)
+    reduced.add("replicated_bytes", 2 * others * narrow_frac)
     peers = world.num_ranks - 1
     if is_hot_dense:
-        reduced.add("replica_bytes", 2 * others)
+        reduced.add("replica_bytes", 2 * others * narrow_frac)
         gathered.add("hot_rows", BYTES_PER_ID * peers)
     else:
-        gathered.add("hot_bytes", peers).add("hot_rows", BYTES_PER_FLOAT * peers)
+        gathered.add("hot_bytes", peers * narrow_frac).add("hot_rows", SLOT_BYTES * peers)
     hot.sent_bytes.add_form(reduced).add_form(gathered)
     reduce = costs.collective("all_reduce", world, _message_bytes(reduced, at))
     gather = costs.collective("all_gather", world, _message_bytes(gathered, at))

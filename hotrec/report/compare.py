@@ -61,6 +61,16 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("step_p90_s", "Step time, 90th percentile", show_seconds, "ratio"),
             Figure("samples_per_s", "Samples, all ranks", show_rate, "ratio"),
             Figure("data_wait_frac", "Waiting for data, share of the time", show_frac),
+            Figure("exposed_communication_s", "Exposed communication, mean", show_seconds, "ratio"),
+            Figure(
+                "slowest_rank_exposed_communication_s",
+                "Exposed communication, slowest rank",
+                show_seconds,
+                "ratio",
+            ),
+            Figure(
+                "exposed_communication_frac", "Exposed communication, share of the step", show_frac
+            ),
         ),
     ),
     (

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from hotrec.costs import STAGES
+from hotrec.report.plan_pipeline import pipeline_cells
 from hotrec.report.plan_text import (
     MAX_TABLES_SHOWN,
     Document,
@@ -159,6 +160,10 @@ def draw_stages(axes: Axes, document: Document, names: Sequence[str]) -> None:
         )
     axes.set_xlim(0, max(lefts) * 1.42 or 1.0)
     labels = [name + (" (chosen)" if name == document["chosen"] else "") for name in names]
+    cells = pipeline_cells(plans)
+    labels = [
+        "\n".join([label, *cells.get(name, ())]) for label, name in zip(labels, names, strict=True)
+    ]
     axes.set_yticks(range(len(names)), labels)
     axes.set_title("Predicted time of a step (hatched: communication that nothing hides)")
     _finish_bars(axes)

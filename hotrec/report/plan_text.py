@@ -10,6 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hotrec.report.passages import NOTHING, Grid, Passage
+from hotrec.report.plan_pipeline import (
+    break_even_sentences,
+    pipeline_cells,
+    proof_sentences,
+    stage_sentences,
+)
 from hotrec.report.units import (
     show_bytes,
     show_count,
@@ -25,8 +31,6 @@ HOT_COLD = "hot_cold"
 BASELINE_PREFIX = "torchrec"
 MAX_TABLES_SHOWN = 20
 MAX_RANKS_SHOWN = 16
-# A step this little above its bound is at it: the solver stops there.
-LEAST_GAP_FRAC = 1e-4
 NEEDED = ("world", "batch_size", "plans", "chosen")
 NEEDED_OF_PLAN = ("step_s", "stage_s", "sent_bytes", "total_sent_bytes", "samples_per_s")
 
@@ -158,19 +162,9 @@ def _choice(document: Document) -> Passage:
             f"{show_ratio(plans[chosen]['total_sent_bytes'], plans[before]['total_sent_bytes'])}"
             " of the bytes."
         )
-    bound_s = document.get("bound_s")
-    if bound_s:
-        over = step_s / bound_s - 1
-        sentences.append(
-            f"No placement with hot rows is faster than {show_seconds(bound_s)} by this model; "
-            + (
-                f"what was chosen is {show_frac(over)} slower."
-                if over > LEAST_GAP_FRAC
-                else "what was chosen is as fast."
-            )
-        )
+    sentences += proof_sentences(document)
     sentences += _costs_sentences(document.get("costs"))
-    rows = []
+    rows, pipelines = [], pipeline_cells(plans)
     for name in shown_plans(document):
         plan = plans[name]
         rows.append(
@@ -182,10 +176,12 @@ def _choice(document: Document) -> Passage:
                 show_bytes(plan["total_sent_bytes"]),
                 _largest_bytes(plan, "device_bytes"),
                 _largest_bytes(plan, "host_bytes"),
+                *pipelines.get(name, ()),
             )
         )
-    heads = ("plan", "step", "of TorchRec's", "samples", "sent", "device memory", "host memory")
-    return Passage("choice", "What was chosen", tuple(sentences), Grid(heads, tuple(rows)))
+    heads = ["plan", "step", "of TorchRec's", "samples", "sent", "device memory", "host memory"]
+    heads += ["pipeline"] if pipelines else []
+    return Passage("choice", "What was chosen", tuple(sentences), Grid(tuple(heads), tuple(rows)))
 
 
 def _costs_sentences(costs: Mapping[str, Any] | None) -> list[str]:
@@ -225,7 +221,7 @@ def _stages(document: Document) -> Passage:
     return Passage(
         "stages",
         "Where a step's time and bytes go",
-        (sentence,),
+        (sentence, *stage_sentences(document)),
         Grid(tuple(heads), rows, (("step", *cells(None)),)),
     )
 
@@ -303,6 +299,7 @@ def _expected(document: Document) -> Passage | None:
         ("hot_rows", "Distinct hot rows of a rank and step", show_count),
         ("union_rows", "Distinct hot rows of any rank in a step", show_count),
         ("cold_rows", "Distinct cold rows of a rank and step", show_count),
+        ("urgent_rows", "Of them some rank reads in the next step too", show_count),
         ("all_hot_frac", "Samples whose lookups are all hot", show_frac),
         ("cache_hit_frac", "Cold rows found in the device's cache", show_frac),
     ):
@@ -317,6 +314,7 @@ def _expected(document: Document) -> Passage | None:
                 else f"a row pays as a replica from {rate:.3g} lookups per step on, over all ranks."
             )
         )
+    sentences += break_even_sentences(document)
     title = "What a step is expected to read"
     return Passage("expected", title, tuple(sentences)) if sentences else None
 

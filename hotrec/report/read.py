@@ -19,7 +19,14 @@ STAGE_PREFIX = "stage_s."
 WAIT_STAGE, OTHER_STAGE, COARSE_STAGE = "data_wait", "other", "compute_and_communicate"
 # Fields of the summary that a missing or unfinished one takes from the last line of metrics.jsonl,
 # or for a quality figure from the last line of eval.jsonl.
-FROM_METRICS = ("samples_per_s", "step_p50_s", "step_p90_s", "bound_bytes", "hot_lookup_frac")
+FROM_METRICS = (
+    "samples_per_s",
+    "step_p50_s",
+    "step_p90_s",
+    "exposed_communication_s",
+    "bound_bytes",
+    "hot_lookup_frac",
+)
 FROM_EVAL = ("auc", "log_loss", "normalized_entropy")
 NUMERIC = (
     *FROM_METRICS,
@@ -28,6 +35,8 @@ NUMERIC = (
     "batch_size",
     "num_steps",
     "data_wait_frac",
+    "slowest_rank_exposed_communication_s",
+    "exposed_communication_frac",
     "sent_bytes_total",
     "hot_rows",
     "total_rows",

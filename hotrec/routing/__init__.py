@@ -18,6 +18,7 @@ from hotrec.routing.features import (
 from hotrec.routing.group import COLD, GroupRouter
 from hotrec.routing.pooled import PooledRouter
 from hotrec.routing.router import Router
+from hotrec.routing.split import samples_reading, select_samples
 
 __all__ = [
     "COLD",
@@ -29,5 +30,7 @@ __all__ = [
     "Router",
     "hot_name",
     "hot_rows",
+    "samples_reading",
     "select_features",
+    "select_samples",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,9 +19,11 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 from tqdm import tqdm
 
+from hotrec import watchdog
 from hotrec.batch import Batch
 from hotrec.distributed import Ranks, same_verdict
 from hotrec.traffic import BatchFacts, count_dense_values
+from hotrec.train.alternate import Alternation
 from hotrec.train.checkpoint import (
     Checkpoints,
     Position,
@@ -32,12 +34,13 @@ from hotrec.train.checkpoint import (
 )
 from hotrec.train.evaluate import evaluate
 from hotrec.train.meter import SegmentBatches
-from hotrec.train.pipeline import Pipeline, make_pipeline
+from hotrec.train.pipeline import LookAhead, Pipeline, make_pipeline
 from hotrec.train.records import Records
 from hotrec.train.run_log import RunLog
 from hotrec.train.schedule import Cadence, segments, set_learning_rates
 from hotrec.train.stage_times import FIRST_COMPARED_STEP
-from hotrec.train.watch import TrafficMeter, sigterm_held_back, stop_on_sigterm
+from hotrec.train.trace import Tracer, TraceWindow
+from hotrec.train.watch import StopRequest, TrafficMeter, sigterm_held_back, stop_on_sigterm
 
 EvalLoader = Callable[[], Iterable[Batch]]
 
@@ -71,6 +74,7 @@ def train(
     cadence: Cadence,
     lr_factor: Callable[[int], float],
     pipeline_kind: str = "sparse_dist",
+    look_ahead: LookAhead | None = None,
     eval_batches: Mapping[str, EvalLoader] | None = None,
     checkpoints: Checkpoints | None = None,
     check_replicas: Callable[[], None] | None = None,
@@ -79,17 +83,21 @@ def train(
     description: Mapping[str, Any] | None = None,
     prediction: Mapping[str, Any] | None = None,
     first_compared_step: int = FIRST_COMPARED_STEP,
+    alternation: Alternation | None = None,
+    trace: TraceWindow | None = None,
 ) -> TrainResult:
     """Train a sharded model until ``num_steps`` updates are made, those before a resume included.
 
-    To be called on every rank with the same arguments, except the loaders, which hold the rank's
-    own samples. The same seed, data and arguments give the same losses, resumed or not.
+    To be called on every rank with the same arguments, but for the loaders, which hold its own
+    samples. The same seed, data and arguments give the same losses, resumed or not.
 
     Args:
         model: sharded; ``model(batch)`` returns ``(loss, (loss, logits (B,), labels (B,)))``.
         optimizer: of all parts; its groups' rates are those that ``lr_factor`` scales.
         train_loader: holds the batches of all ``num_steps`` updates.
         lr_factor: update number, from 1 -> factor, e.g. a ``Schedule``.
+        pipeline_kind: see ``make_pipeline``.
+        look_ahead: what the pipeline look_ahead needs; None for others.
         eval_batches: makes a fresh loader, by name of the split. Only the first split is evaluated
             on the way, all of them after the last step; the last one gives the summary.
         checkpoints: where to save and what to resume from; None for neither.
@@ -99,6 +107,8 @@ def train(
         description: added to summary.json as it is (name, placement, model, batch_size, ...).
         prediction: "step_s", "stage_s" by stage, "total_sent_bytes"; the summary is set against it.
         first_compared_step: from which on, counted from this start; those before warm up.
+        alternation: told of every evaluation on the way; its state is the loader's.
+        trace: steps to record; None for none.
 
     Raises:
         ValueError: if nothing is left to train; ArtifactError if the checkpoint does not fit.
@@ -107,33 +117,26 @@ def train(
     splits = dict(eval_batches or {})
     with _logged_with_rank(ranks), stop_on_sigterm() as stop_request:
         start, train_batches = _start(model, optimizer, train_loader, num_steps, checkpoints)
-        pipeline = make_pipeline(pipeline_kind, model, optimizer, ranks.device)
+        pipeline = make_pipeline(pipeline_kind, model, optimizer, ranks.device, look_ahead)
+        traffic = TrafficMeter(ranks.world_size, count_dense_values(model), inspect_batch)
         with (
-            RunLog(run_dir if ranks.is_first else None, start_step=start.step) as run_log,
-            _progress_bar(ranks, start.step, num_steps) as bar,
-            _frozen_garbage() as freeze_garbage,
+            closing(pipeline),
+            _unfrozen_at_end(),
+            _bar_and_log(run_dir, ranks, start, num_steps) as (bar, run_log),
+            Tracer(trace, ranks, start_step=start.step, num_steps=num_steps) as tracer,
         ):
-            traffic = TrafficMeter(ranks.world_size, count_dense_values(model), inspect_batch)
-            records = Records(run_log, bar, traffic, ranks, cadence, start, first_compared_step)
+            measured = (first_compared_step, tracer, pipeline.settle)
+            records = Records(run_log, bar, traffic, ranks, cadence, start, *measured)
+            span = (start.step, num_steps)
+            steps = _Steps(pipeline, optimizer, records, cadence, lr_factor, *span, check_replicas)
+            if alternation is not None and _owes_evaluation(start, num_steps, cadence, alternation):
+                _evaluate_first(pipeline, splits, records, alternation)
             for segment in segments(start.step, num_steps, cadence):
-                batches = SegmentBatches(train_batches, segment)
-                pipeline.start()
-                records.meter.restart_clock()
-                for step in batches.steps():
-                    lr = set_learning_rates(optimizer, lr_factor, step)
-                    with records.step(step, batches):
-                        loss, _, _ = pipeline.progress(batches)  # forward, backward, update
-                    records.add_loss(step, loss)
-                    freeze_garbage()
-                    if check_replicas is not None and cadence.is_replica_check(step, num_steps):
-                        check_replicas()
-                    if records.must_check(step, batches):
-                        records.check_up(step, lr=lr, must_stop=stop_request.is_set)
-                        if records.must_stop:
-                            batches.cut()  # what the pipeline holds is still computed
+                steps.make(SegmentBatches(train_batches, segment), stop_request)
                 if segment.evaluate and not records.must_stop:
-                    _evaluate(pipeline, dict(islice(splits.items(), 1)), records)
+                    _evaluate_first(pipeline, splits, records, alternation)
                 if checkpoints is not None and (segment.save or records.must_stop):
+                    watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, records.position.step)
                     save_checkpoint(checkpoints, records.position, model, optimizer, train_loader)
                 if records.must_stop:
                     break
@@ -173,9 +176,92 @@ def _start(
     return position, train_batches
 
 
+def _owes_evaluation(
+    start: Position, num_steps: int, cadence: Cadence, alternation: Alternation
+) -> bool:
+    """Whether the run that is resumed ended where it should have evaluated on the way.
+
+    It was told to stop just there, or that step was to be its last. Had it gone on, the loss there
+    would have counted in the order of what follows.
+    """
+    is_due = cadence.eval_every > 0 and start.step % cadence.eval_every == 0
+    return is_due and 0 < start.step < num_steps and not alternation.knows(start.step)
+
+
+def _evaluate_first(
+    pipeline: Pipeline,
+    splits: Mapping[str, EvalLoader],
+    records: Records,
+    alternation: Alternation | None,
+) -> None:
+    """Evaluate the first split, if there is one."""
+    watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, records.position.step)
+    for split, make_batches in islice(splits.items(), 1):
+        quality = evaluate(pipeline, make_batches())
+        records.add_quality(split, quality)
+        if alternation is not None:
+            alternation.add_quality(records.position.step, quality)
+
+
 def _evaluate(pipeline: Pipeline, splits: Mapping[str, EvalLoader], records: Records) -> None:
+    watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, records.position.step)
     for split, make_batches in splits.items():
         records.add_quality(split, evaluate(pipeline, make_batches()))
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of a run; fields are as in ``train``."""
+
+    pipeline: Pipeline
+    optimizer: KeyedOptimizer
+    records: Records
+    cadence: Cadence
+    lr_factor: Callable[[int], float]
+    start_step: int
+    num_steps: int
+    check_replicas: Callable[[], None] | None
+
+    def make(self, batches: SegmentBatches, stop_request: StopRequest) -> None:
+        """Make those of one segment; the pipeline is drained, and weights can be read, at its end.
+
+        Fewer, if the ranks agree to stop.
+        """
+        records, cadence = self.records, self.cadence
+        self.pipeline.start()
+        records.meter.restart_clock()
+        for step in batches.steps():
+            self._enter(step)
+            lr = set_learning_rates(self.optimizer, self.lr_factor, step)
+            with records.step(step, batches):
+                loss, _, _ = self.pipeline.progress(batches)  # forward, backward, update
+            records.add_loss(step, loss)
+            if step == self.start_step + 1:
+                _freeze_garbage()
+            if self.check_replicas and cadence.is_replica_check(step, self.num_steps):
+                self.check_replicas()
+            if records.must_check(step, batches):
+                watchdog.enter(watchdog.MAIN, watchdog.CHECK_UP, step)
+                records.check_up(step, lr=lr, must_stop=stop_request.is_set)
+                if records.must_stop:
+                    batches.cut()  # what the pipeline holds is still computed
+        self.pipeline.settle()
+
+    def _enter(self, step: int) -> None:
+        """The first step compiles and allocates, and may take long on one rank."""
+        is_first = step == self.start_step + 1
+        watchdog.enter(watchdog.MAIN, watchdog.FIRST_STEP if is_first else watchdog.STEP, step)
+
+
+@contextmanager
+def _bar_and_log(
+    run_dir: Path | None, ranks: Ranks, start: Position, num_steps: int
+) -> Iterator[tuple[tqdm, RunLog]]:
+    with (
+        RunLog(run_dir if ranks.is_first else None, start_step=start.step) as run_log,
+        _progress_bar(ranks, start.step, num_steps) as bar,
+    ):
+        yield bar, run_log
 
 
 @contextmanager
@@ -188,26 +274,21 @@ def _logged_with_rank(ranks: Ranks) -> Iterator[None]:
 
 
 @contextmanager
-def _frozen_garbage() -> Iterator[Callable[[], None]]:
-    """Gives a function that spares what is alive from garbage collection until the block ends.
-
-    Only the first call does something. After the first step that is the model, the optimizer and
-    the libraries, half a million objects that every full collection would visit, on each rank at
-    another time, while the others wait.
-    """
-    is_frozen = False
-
-    def freeze() -> None:
-        nonlocal is_frozen
-        if not is_frozen:
-            gc.collect()
-            gc.freeze()
-            is_frozen = True
-
+def _unfrozen_at_end() -> Iterator[None]:
     try:
-        yield freeze
+        yield
     finally:
         gc.unfreeze()
+
+
+def _freeze_garbage() -> None:
+    """Spare what is alive from garbage collection, until ``_unfrozen_at_end``.
+
+    After the first step that is the model, the optimizer and the libraries, half a million objects
+    that every full collection would visit, on each rank at another time, while the others wait.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _progress_bar(ranks: Ranks, start_step: int, num_steps: int) -> tqdm:

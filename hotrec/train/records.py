@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +19,8 @@ from hotrec.train.meter import Meter, SegmentBatches
 from hotrec.train.metrics import Quality
 from hotrec.train.run_log import RunLog
 from hotrec.train.schedule import Cadence
-from hotrec.train.stage_times import StageTimes, compare
+from hotrec.train.stage_times import EXPOSED, StageTimes, compare
+from hotrec.train.trace import Tracer
 from hotrec.train.watch import Checkup, TrafficMeter, check_up
 
 
@@ -30,6 +31,8 @@ class Records:
         bar: the progress bar to move.
         start: where the run stands before the first step.
         first_compared_step: see ``train``.
+        tracer: records some steps; they are in no rate.
+        settle: waits for what the pipeline's threads still send.
     """
 
     def __init__(
@@ -41,6 +44,8 @@ class Records:
         cadence: Cadence,
         start: Position,
         first_compared_step: int,
+        tracer: Tracer,
+        settle: Callable[[], None],
     ) -> None:
         self.position = start
         self._stages = StageTimes(ranks.device, start.step + first_compared_step)
@@ -52,6 +57,8 @@ class Records:
         self._traffic = traffic
         self._ranks = ranks
         self._cadence = cadence
+        self._tracer = tracer
+        self._settle = settle
         self._losses: dict[int, torch.Tensor] = {}
         self._wait_s = 0.0  # since the last checkup
         self._line_wait_s = 0.0  # since the last line, mean over the ranks
@@ -68,22 +75,32 @@ class Records:
         wait_s = batches.wait_s
         index = step - batches.first_step
         is_counted = self._traffic.is_due(index, batches.num_steps)
+        is_traced = self._tracer.is_due(step)
+        is_slowed = is_counted or is_traced
         # The pipeline fills in the first step of a segment and drains in the last.
-        is_like_others = not is_counted and 0 < index < batches.num_steps - 1
+        is_like_others = not is_slowed and 0 < index < batches.num_steps - 1
         with ExitStack() as stack:
+            if is_traced:
+                stack.enter_context(self._tracer.step(step))
             if is_counted:
+                # What a thread of the pipeline still sends belongs to the step before.
+                self._settle()
                 stack.enter_context(self._traffic.counting(batches))
+                stack.callback(self._settle)
             if is_like_others:
                 stack.enter_context(self._stages.measuring())
             yield
         wait_s = batches.wait_s - wait_s
         num_samples = batches.num_samples(step)
-        step_s = self.meter.end_step(num_samples=num_samples, wait_s=wait_s, is_slowed=is_counted)
+        step_s = self.meter.end_step(num_samples=num_samples, wait_s=wait_s, is_slowed=is_slowed)
         if is_like_others:
             self._stages.end_step(step, step_s)
         self._wait_s += wait_s
         self.position = Position(step, self.position.num_samples + num_samples)
         self._bar.update()
+        if self._tracer.is_last(step):
+            self._tracer.write()
+            self.meter.restart_clock()
 
     def add_loss(self, step: int, loss: torch.Tensor) -> None:
         """Keep a loss () on its device until the next checkup."""
@@ -132,7 +149,8 @@ class Records:
             "loss": checkup.loss,
             "lr": lr,
             **asdict(self.meter.end_interval()),
-            "stage_s": _by_stage(checkup.stage_s),
+            "stage_s": _by_stage(checkup.stage_s[:EXPOSED]),
+            "exposed_communication_s": _if_finite(checkup.stage_s[EXPOSED]),
             "data_wait_s": self._line_wait_s / self._line_steps,
             "sent_bytes": traffic.sent_bytes if traffic else None,
             "bound_bytes": traffic.bound_bytes if traffic else None,
@@ -192,3 +210,7 @@ def _by_stage(seconds: Sequence[float]) -> dict[str, float] | None:
     """None if a rank measured no step."""
     is_measured = all(math.isfinite(value) for value in seconds)
     return dict(zip(STAGES, seconds, strict=True)) if is_measured else None
+
+
+def _if_finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

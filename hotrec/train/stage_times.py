@@ -3,12 +3,15 @@
 A clock runs in every step that is like the others: not in those whose traffic is counted (slowed
 down), nor in the first and the last of a segment, where the pipeline fills and drains. What a step
 takes outside the pipeline counts as "other", so the stages of a step add up to its time.
+
+Exposed communication is what the main thread waits for other ranks: summed up in each step, since
+the sum of medians is not the median of the sums.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,19 +20,32 @@ import torch
 
 from hotrec.costs import STAGES
 from hotrec.distributed import all_gather_object
-from hotrec.stages import StageClock
+from hotrec.stages import StageClock, exposed_s
 
 FIRST_COMPARED_STEP = 50
 MOST_KEPT_STEPS = 4096
 # How many steps the clock may hold before they are added up.
 MOST_PENDING_STEPS = 256
 _OTHER = STAGES.index("other")
+# What is kept of a step, in seconds: its stages, the exposed communication, and the whole step.
+EXPOSED, STEP = len(STAGES), len(STAGES) + 1
+NUM_COLUMNS = len(STAGES) + 2
+# Fields of summary.json: medians over the compared steps, the mean over the ranks if not the
+# slowest rank's. The last is exposed communication as a fraction of the measured step.
+MEASURED = (
+    "measured_step_s",
+    "measured_stage_s",
+    "slowest_rank_stage_s",
+    "exposed_communication_s",
+    "slowest_rank_exposed_communication_s",
+    "exposed_communication_frac",
+)
 
 logger = logging.getLogger(__name__)
 
 
 class KeptSteps:
-    """Seconds of steps, (steps, stages + 1) with the whole step last; an even choice if many.
+    """Seconds of steps, (steps, NUM_COLUMNS); an even choice if many.
 
     Args:
         most_kept: even number; when so many are kept, every other one is dropped, and from then on
@@ -37,13 +53,13 @@ class KeptSteps:
     """
 
     def __init__(self, most_kept: int = MOST_KEPT_STEPS) -> None:
-        self._rows = np.empty((most_kept, len(STAGES) + 1))
+        self._rows = np.empty((most_kept, NUM_COLUMNS))
         self._num_kept = 0
         self._num_seen = 0
         self._stride = 1
 
     def add(self, rows: np.ndarray) -> None:
-        """Take float64 (steps, stages + 1) in order of time."""
+        """Take float64 (steps, NUM_COLUMNS) in order of time."""
         for row in rows:
             if self._num_seen % self._stride == 0:
                 if self._num_kept == len(self._rows):
@@ -62,9 +78,9 @@ class KeptSteps:
         return self._num_kept
 
     def medians(self) -> np.ndarray:
-        """Float64 (stages + 1,); NaN without steps."""
+        """Float64 (NUM_COLUMNS,); NaN without steps."""
         if self._num_kept == 0:
-            return np.full(len(STAGES) + 1, np.nan)
+            return np.full(NUM_COLUMNS, np.nan)
         return np.median(self._rows[: self._num_kept], axis=0)
 
 
@@ -105,15 +121,20 @@ class StageTimes:
         self._clock.clear()
         steps, step_s = zip(*self._pending, strict=True)
         self._pending = []
-        rows = np.stack([*(seconds[stage] for stage in STAGES), np.asarray(step_s)], axis=1)
-        rows[:, _OTHER] += rows[:, -1] - rows[:, :-1].sum(axis=1)
+        stages = [seconds[stage] for stage in STAGES]
+        rows = np.stack([*stages, exposed_s(seconds), np.asarray(step_s)], axis=1)
+        rows[:, _OTHER] += rows[:, STEP] - rows[:, :EXPOSED].sum(axis=1)
         self._line.add(rows)
         self._run.add(rows[np.asarray(steps) >= self.compared_from_step])
 
     def end_line(self) -> list[float]:
-        """This rank's medians by stage, as in STAGES, since the last call; NaN without steps."""
+        """This rank's medians since the last call; NaN without steps.
+
+        Returns:
+            Seconds by stage, as in STAGES, then the exposed communication.
+        """
         self._add_up()
-        medians: list[float] = self._line.medians()[:-1].tolist()
+        medians: list[float] = self._line.medians()[:STEP].tolist()
         self._line.clear()
         return medians
 
@@ -126,29 +147,28 @@ class StageTimes:
                 "the stages of the steps are not summed up: none was measured from step %d on",
                 self.compared_from_step,
             )
-            return _measured(self.compared_from_step)
-        mean, most = medians_WS.mean(axis=0).tolist(), medians_WS.max(axis=0).tolist()
+            return _measured(self.compared_from_step, None, None)
         return _measured(
             self.compared_from_step,
-            step_s=mean[-1],
-            stage_s=dict(zip(STAGES, mean[:-1], strict=True)),
-            slowest_s=dict(zip(STAGES, most[:-1], strict=True)),
+            medians_WS.mean(axis=0).tolist(),
+            medians_WS.max(axis=0).tolist(),
         )
 
 
 def _measured(
-    from_step: int,
-    *,
-    step_s: float | None = None,
-    stage_s: Mapping[str, float] | None = None,
-    slowest_s: Mapping[str, float] | None = None,
+    from_step: int, mean: Sequence[float] | None, most: Sequence[float] | None
 ) -> dict[str, Any]:
-    return {
-        "measured_step_s": step_s,
-        "measured_stage_s": stage_s,
-        "slowest_rank_stage_s": slowest_s,
-        "compared_from_step": from_step,
-    }
+    if mean is None or most is None:
+        return {**dict.fromkeys(MEASURED), "compared_from_step": from_step}
+    figures = (
+        mean[STEP],
+        dict(zip(STAGES, mean[:EXPOSED], strict=True)),
+        dict(zip(STAGES, most[:EXPOSED], strict=True)),
+        mean[EXPOSED],
+        most[EXPOSED],
+        mean[EXPOSED] / mean[STEP] if mean[STEP] else None,
+    )
+    return {**dict(zip(MEASURED, figures, strict=True)), "compared_from_step": from_step}
 
 
 def compare(prediction: Mapping[str, Any] | None, summary: Mapping[str, Any]) -> dict[str, Any]:

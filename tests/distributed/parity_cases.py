@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.batch import Batch
@@ -17,6 +20,7 @@ from hotrec.embedding import (
     HotExchange,
     OptimizerKind,
     OptimizerSpec,
+    RowsAhead,
     check_replicas,
     gather_tables,
     initialize_embeddings,
@@ -26,6 +30,7 @@ from hotrec.embedding import (
 from hotrec.embedding.initialize import initial_rows
 from hotrec.models import ClickTask
 from hotrec.planner import Machine, make_plan, placement_constraints
+from hotrec.train.pipeline import LookAhead, make_pipeline
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
 from tests.helpers.reference import (
     Bags,
@@ -52,7 +57,10 @@ PLACEMENTS = ("row_wise", "mixed", "table_wise", "pooled")
 
 @dataclass(frozen=True)
 class Case:
-    """One model, partition and optimizer; ``seed`` draws the tables and the batches."""
+    """One model, partition, optimizer and pipeline; ``seed`` draws the tables and the batches.
+
+    The pipeline "in_line" is a loop of forward, backward and step without any.
+    """
 
     seed: int
     partition: str
@@ -65,6 +73,9 @@ class Case:
     tier: Tier = Tier.DEVICE
     batches: str = "drawn"
     placement: str = "row_wise"
+    pipeline: str = "in_line"
+    depth: int = 1
+    micro_batches: bool = False
     tables: tuple[PlainTable, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +110,31 @@ def make_cases(num_cases: int, seed: int = 0) -> list[Case]:
                 placement=placement,
             )
         )
+    return cases
+
+
+def make_pipeline_cases(num_cases: int, seed: int = 1) -> list[Case]:
+    """The same for pipelines: look-ahead of every depth, in parts or not, and TorchRec's."""
+    pipelines = [
+        ("look_ahead", 1, False),
+        ("look_ahead", 2, False),
+        ("look_ahead", 0, True),
+        ("look_ahead", 1, True),
+        ("sparse_dist", 1, False),
+        ("look_ahead", 0, False),
+        ("look_ahead", 3, True),
+        ("base", 1, False),
+    ]
+    cases = []
+    for index, case in enumerate(make_cases(num_cases, seed)):
+        # Steps of 8 and 6 and 3: every pipeline meets every partition and optimizer.
+        kind, depth, in_parts = pipelines[(index + index // len(pipelines)) % len(pipelines)]
+        placement = case.placement
+        if in_parts and placement in ("mixed", "pooled"):
+            placement = "table_wise"
+        exchange = list(HotExchange)[index % len(HotExchange)]
+        changes = {"pipeline": kind, "depth": depth, "micro_batches": in_parts}
+        cases.append(replace(case, placement=placement, exchange=exchange, **changes))
     return cases
 
 
@@ -335,19 +371,18 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     sharders = [HotColdSharder(spec, case.exchange)]
     machine = Machine(world_size, world_size, device.type, 1 << 30, 1 << 33, 8)
     plan = make_plan(task, sharders, machine, placement_constraints(placement))
-    model = shard(task, plan, sharders, device)
+    in_ddp = case.pipeline != "look_ahead"
+    model = shard(task, plan, sharders, device, data_parallel=in_ddp)
     initialize_embeddings(model, SEED)
     optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1))
-    losses = []
+    batches = []
     for step in range(NUM_STEPS):
         batch = rank_batch(case, step, rank, world_size)
         if case.route_in_loader:
             batch.sparse = router(batch.sparse)  # type: ignore[assignment]
-        batch = batch.to(device)
-        optimizer.zero_grad()
-        loss, _ = model(batch)
-        loss.backward()
-        optimizer.step()
+        batches.append(batch.to(device))
+    losses = []
+    for loss in _train(case, model, optimizer, batches, device):
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(float(total) / world_size)
@@ -357,6 +392,36 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
         if name.endswith("hidden.weight"):
             weights["hidden"] = parameter.detach().cpu()
     return losses, weights
+
+
+def _train(
+    case: Case,
+    model: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+    batches: list[Batch],
+    device: torch.device,
+) -> Iterator[torch.Tensor]:
+    """The loss () of every step on this rank."""
+    if case.pipeline == "in_line":
+        for batch in batches:
+            optimizer.zero_grad()
+            loss, _ = model(batch)
+            loss.backward()
+            optimizer.step()
+            yield loss
+        return
+    look_ahead = LookAhead(
+        lambda: RowsAhead(model, device, depth=case.depth, hot_exchange=case.exchange),
+        case.micro_batches,
+    )
+    pipeline = make_pipeline(case.pipeline, model, optimizer, device, look_ahead)
+    pipeline.start()
+    iterator = iter(batches)
+    for _ in batches:
+        loss, _, _ = pipeline.progress(iterator)
+        yield loss
+    pipeline.settle()
+    pipeline.close()
 
 
 def compare(case: Case) -> str | None:

@@ -15,6 +15,13 @@ import pytest
 from hotrec.traffic import COLLECTIVES
 
 REPOSITORY = Path(__file__).parents[2]
+EXACT = (
+    "look_ahead", "hot_cold", "hot_cold_base", "all_cold", "all_hot", "table_wise", "planner",
+    "hand_tuned",
+)  # fmt: skip
+# What computes with stale rows, and what rounds.
+STALE = ("planner_semi_sync", "hand_tuned_semi_sync")
+CASES = (*EXACT, "look_ahead_bf16", *STALE)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
 
 
@@ -40,7 +47,12 @@ def hotrec_bench(*words: str, run_dir: Path) -> subprocess.CompletedProcess[str]
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run_dir = tmp_path_factory.mktemp("bench")
-    done = hotrec_bench("bench.profile=true", f"bench.page={run_dir}/out/page.md", run_dir=run_dir)
+    done = hotrec_bench(
+        f"bench.cases=[{','.join(CASES)}]",
+        "bench.profile=true",
+        f"bench.page={run_dir}/out/page.md",
+        run_dir=run_dir,
+    )
     assert done.returncode == 0, done.stderr
     printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert printed == json.loads((run_dir / "bench.json").read_text())
@@ -52,18 +64,42 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return printed
 
 
-def test_every_case_trains_the_same_model(figures: dict[str, Any]) -> None:
+def test_every_exact_case_trains_the_same_model(figures: dict[str, Any]) -> None:
     cases = figures["cases"]
-    assert list(cases) == [
-        "hot_cold", "all_cold", "all_hot", "table_wise", "planner", "hand_tuned"
-    ]  # fmt: skip
+    assert tuple(cases) == CASES
+    assert tuple(name for name, case in cases.items() if case["is_exact"]) == EXACT
     assert figures["losses_apart"] == []
-    assert max(case["largest_loss_difference"] for case in cases.values()) < 1e-5
-    # warm-up 2, rounds 4 (all_hot 2), counted 2, profiled 4
+    assert max(cases[name]["largest_loss_difference"] for name in EXACT) < 1e-5
+    # warm-up 2, 2 blocks of 3 (all_hot 1), counted 2, profiled 4
     assert {name: case["num_steps"] for name, case in cases.items()} == {
-        name: 10 if name == "all_hot" else 12 for name in cases
+        name: 11 if name == "all_hot" else 14 for name in cases
     }
-    assert cases["all_hot"]["num_timed_steps"] == 2
+    assert (cases["all_hot"]["num_blocks"], cases["all_hot"]["num_timed_steps"]) == (1, 2)
+    assert (cases["planner"]["num_blocks"], cases["planner"]["num_timed_steps"]) == (2, 4)
+
+
+def test_semi_sync_is_stale_and_otherwise_right(figures: dict[str, Any]) -> None:
+    planner, hand_tuned = (figures["cases"][name] for name in STALE)
+    assert planner["largest_loss_difference"] > 1e-5
+    # Stale in the same way, whatever the plan: replicated and sharded tables of one batch ago.
+    assert planner["final_loss"] == pytest.approx(hand_tuned["final_loss"], abs=1e-6)
+    assert planner["final_loss"] == pytest.approx(
+        figures["cases"]["planner"]["final_loss"], abs=0.1
+    )
+
+
+def test_sixteen_bits_are_half_the_bytes(figures: dict[str, Any]) -> None:
+    exact, half = (figures["cases"][name] for name in ("look_ahead", "look_ahead_bf16"))
+    # Ids travel as they are.
+    assert 0.5 <= half["sent_bytes"] / exact["sent_bytes"] < 0.6
+    assert half["largest_loss_difference"] > 0
+
+
+def test_waiting_is_part_of_the_step(figures: dict[str, Any]) -> None:
+    for name, case in figures["cases"].items():
+        assert 0 < case["exposed_frac"] <= case["exposed_frac_most"] < 1, name
+        assert case["step_p50_s"] > 0
+        assert case["stage_s"]["dense"] > 0
 
 
 def test_bytes_add_up_and_keep_to_the_bound(figures: dict[str, Any]) -> None:
@@ -74,9 +110,10 @@ def test_bytes_add_up_and_keep_to_the_bound(figures: dict[str, Any]) -> None:
         assert sum(by_collective.values()) == pytest.approx(case["sent_bytes"])
         assert case["bound_with_dense_bytes"] == case["bound_bytes"] + dense
         # Replicas that every rank reads can save up to half of an exchange; nothing saves more.
-        assert case["embedding_bytes_over_bound"] > 0.5, name
-        # The dense layers' gradients are all-reduced in every case.
-        assert by_collective["all_reduce"] >= dense
+        assert case["embedding_bytes_over_bound"] > (0.25 if "bf16" in name else 0.5), name
+        # The dense layers' gradients are all-reduced in every case, in 16 bits by shares.
+        if name != "look_ahead_bf16":
+            assert by_collective["all_reduce"] >= dense, name
     cases = figures["cases"]
     assert cases["all_cold"]["sent_bytes_by_collective"]["all_gather"] == 0
     assert cases["all_hot"]["sent_bytes_by_collective"]["all_to_all"] == 0
@@ -88,7 +125,8 @@ def test_bytes_add_up_and_keep_to_the_bound(figures: dict[str, Any]) -> None:
 
 def test_the_hot_cold_case_is_hot_and_cold(figures: dict[str, Any]) -> None:
     cases = figures["cases"]
-    assert figures["partition"]["num_hot_rows"] == 60
+    assert figures["partitions"]["hot_cold"]["num_hot_rows"] == 60
+    assert figures["partitions"]["hot_cold_base"]["num_hot_rows"] == 10
     assert 0.5 < cases["hot_cold"]["hot_lookups_frac"] < 1
     assert cases["all_cold"]["hot_lookups_frac"] == 0
     assert cases["all_hot"]["hot_lookups_frac"] == 1
@@ -104,7 +142,7 @@ def test_models_that_differ_fail_the_run_loudly(tmp_path: Path) -> None:
         "bench.cases=[hot_cold,table_wise]",
         "bench.loss_tolerance=1e-30",
         "optimizer.learning_rate=0.2",
-        "bench.rounds=12",
+        "bench.rounds=4",
         "bench.routing=loader",
         run_dir=tmp_path,
     )

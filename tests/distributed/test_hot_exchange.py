@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hotrec.embedding import HotExchange, OptimizerKind, check_replicas, gather_tables
 from hotrec.embedding.optimizers import hot_replicas
+from hotrec.wire import WireType
 from tests.distributed.setups import PARTITIONS, Setup, build, make_batch
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
@@ -54,16 +55,33 @@ def assert_tables_close(
         assert worst <= tolerance, (table, worst)
 
 
-def touched_rows_equal_dense_exchange() -> None:
+def every_way_equals_the_dense_exchange() -> None:
     for kind, name in ((SGD, "mixed"), (ADAGRAD, "mixed"), (ROWWISE, "mixed"), (ADAM, "all_hot")):
-        touched = build(kind, PARTITIONS[name], exchange=HotExchange.TOUCHED_ROWS)
         dense = build(kind, PARTITIONS[name], exchange=HotExchange.DENSE)
-        losses, expected = train(touched), train(dense)
-        assert losses == pytest.approx(expected, abs=1e-6)
-        assert_tables_close(gather_tables(touched.model), gather_tables(dense.model), 1e-6)
-        for setup in (touched, dense):
-            assert_replicas_equal(setup)
-            check_replicas(setup.model)
+        expected = train(dense)
+        for exchange in (HotExchange.TOUCHED_ROWS, HotExchange.OWNERS, HotExchange.AUTO):
+            other = build(kind, PARTITIONS[name], exchange=exchange)
+            assert train(other) == pytest.approx(expected, abs=1e-6)
+            assert_tables_close(gather_tables(other.model), gather_tables(dense.model), 1e-6)
+            for setup in (other, dense):
+                assert_replicas_equal(setup)
+                check_replicas(setup.model)
+
+
+def hook_rounds_gradients_in_16_bits() -> None:
+    """Replicas stay equal, and near those of a 32-bit exchange."""
+    for wire_type in (WireType.FP16, WireType.BF16):
+        for exchange in HotExchange:
+            plain = build(SGD, PARTITIONS["all_hot"], exchange=exchange)
+            rounded = build(SGD, PARTITIONS["all_hot"], exchange=exchange)
+            for replica in hot_replicas(rounded.model).values():
+                replica._wire_type = wire_type
+            train(plain, 2)
+            train(rounded, 2)
+            assert_replicas_equal(rounded)
+            mine, other = gather_tables(plain.model), gather_tables(rounded.model)
+            assert_tables_close(mine, other, 2e-3)
+            assert any(not torch.equal(mine[table], other[table]) for table in mine)
 
 
 def rerun_is_bitwise_equal() -> None:
@@ -200,7 +218,8 @@ def slots_travel_as_bits() -> None:
 
 
 CHECKS: list[Callable[[], None]] = [
-    touched_rows_equal_dense_exchange,
+    every_way_equals_the_dense_exchange,
+    hook_rounds_gradients_in_16_bits,
     rerun_is_bitwise_equal,
     evaluation_does_not_disturb,
     gradients_of_two_batches_add_up,

@@ -35,11 +35,19 @@ def planned(calibrated: Path) -> dict[str, Any]:
     return hotrec("plan", SMOKE, *BY_COST, "plan.world_size=2", cwd=calibrated).figures
 
 
+LONG = ("launch.num_ranks=2", "trainer.num_epochs=4", "trainer.max_steps=70")
+
+
 @pytest.fixture(scope="module")
 def trained(calibrated: Path) -> dict[str, Any]:
-    words = [SMOKE, *BY_COST, "launch.num_ranks=2", "trainer.num_epochs=4"]
-    words += ["trainer.max_steps=70"]
+    words = [SMOKE, *BY_COST, *LONG]
     return hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/cost").figures
+
+
+@pytest.fixture(scope="module")
+def trained_in_line(calibrated: Path) -> dict[str, Any]:
+    words = [SMOKE, *BY_COST, *LONG, "pipeline=sparse_dist"]
+    return hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/in_line").figures
 
 
 def prediction(run_dir: Path) -> dict[str, Any]:
@@ -58,17 +66,41 @@ def test_plan_uses_what_was_measured(calibrated: Path, planned: dict[str, Any]) 
     best = document["plans"]["hot_cold"]
     assert best["step_s"] == pytest.approx(sum(best["stage_s"].values()))
     assert best["step_s"] <= document["plans"]["all_cold"]["step_s"]
-    assert document["bound_s"] <= best["step_s"]
+    # On CPU the default is look-ahead, for which no placement is proven to be the best.
+    assert document["pipeline"] == best["pipeline"] == "look_ahead"
+    assert document["plans"]["torchrec planner"]["pipeline"] == "sparse_dist"
+    assert document["bound_s"] is None
     assert {entry["what"] for entry in document["sensitivity"]} >= {"batch x 2", "ranks x 2"}
     placement, _ = read_placement(calibrated / planned["partition"])
     hot = {t["name"]: t["hot_rows"] for t in document["tables"]}
     assert hot == {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
-    assert "break-even" in (calibrated / planned["plan_text"]).read_text().lower()
-    assert "<svg" in (calibrated / planned["page"]).read_text()
+    text = (calibrated / planned["plan_text"]).read_text()
+    assert "break-even" in text.lower()
+    assert "none is proven" in " ".join(text.split())
+    page = (calibrated / planned["page"]).read_text()
+    assert "<svg" in page
+    assert "<td>look_ahead</td>" in page
 
 
-def test_a_run_is_compared_with_its_prediction(calibrated: Path, trained: dict[str, Any]) -> None:
-    run_dir = calibrated / "runs" / "cost"
+def test_plan_of_torchrecs_pipeline_is_proven(calibrated: Path) -> None:
+    words = [SMOKE, *BY_COST, "plan.world_size=2", "pipeline=sparse_dist", "plan.sensitivity=false"]
+    planned = hotrec("plan", *words, cwd=calibrated).figures
+    document = prediction(calibrated / Path(planned["plan_json"]).parent)
+    assert document["pipeline"] == "sparse_dist"
+    assert 0 < document["bound_s"] <= document["plans"]["hot_cold"]["step_s"]
+
+
+@pytest.mark.parametrize("pipeline", ["look_ahead", "sparse_dist"])
+def test_a_run_is_compared_with_its_prediction(
+    pipeline: str, calibrated: Path, request: pytest.FixtureRequest
+) -> None:
+    fixture, run = {
+        "look_ahead": ("trained", "cost"),
+        "sparse_dist": ("trained_in_line", "in_line"),
+    }[pipeline]
+    trained = request.getfixturevalue(fixture)
+    run_dir = calibrated / "runs" / run
+    assert prediction(run_dir)["pipeline"] == pipeline
     predicted = prediction(run_dir)["plans"]["hot_cold"]
     assert trained["predicted_step_s"] == pytest.approx(predicted["step_s"])
     assert trained["compared_from_step"] >= 50
@@ -77,23 +109,25 @@ def test_a_run_is_compared_with_its_prediction(calibrated: Path, trained: dict[s
     assert measured == pytest.approx(trained["measured_step_s"], rel=0.5)
     # Bytes do not depend on how busy the machine is.
     assert trained["predicted_sent_bytes"] == pytest.approx(trained["sent_bytes_total"], rel=0.05)
-    report = hotrec("report", "runs=[runs/cost]", cwd=calibrated).figures
+    report = hotrec("report", f"runs=[runs/{run}]", cwd=calibrated).figures
     assert "predicted" in Path(calibrated / report["page"]).read_text()
 
 
-def test_costs_are_fitted_to_a_run(calibrated: Path, trained: dict[str, Any]) -> None:
-    words = [SMOKE, "calibrate.from_run=runs/cost", "paths.costs=data/costs"]
+def test_costs_are_fitted_to_a_run(calibrated: Path, trained_in_line: dict[str, Any]) -> None:
+    words = [SMOKE, "calibrate.from_run=runs/in_line", "paths.costs=data/costs"]
     shutil.copytree(calibrated / "data" / "costs", calibrated / "kept")
     figures = hotrec("calibrate", *words, cwd=calibrated).figures
     assert figures["origin"] == "fitted"
     # The same rows hot as in the run: with other costs another choice may be best.
-    words = [SMOKE, "placement=saved", "placement.partition_dir=runs/cost/partition"]
-    words += ["plan.world_size=2"]
+    words = [SMOKE, "placement=saved", "placement.partition_dir=runs/in_line/partition"]
+    words += ["plan.world_size=2", "pipeline=sparse_dist"]
     planned = hotrec("plan", *words, cwd=calibrated).figures
     fitted = prediction(Path(planned["plan_json"]).parent)["plans"]["hot_cold"]["stage_s"]
-    for stage, seconds in trained["predicted_stage_s"].items():
+    for stage, seconds in trained_in_line["predicted_stage_s"].items():
         if seconds > 0 and stage != "other":
-            assert fitted[stage] == pytest.approx(trained["measured_stage_s"][stage], rel=1e-6)
+            assert fitted[stage] == pytest.approx(
+                trained_in_line["measured_stage_s"][stage], rel=1e-6
+            )
     shutil.rmtree(calibrated / "data" / "costs")
     (calibrated / "kept").rename(calibrated / "data" / "costs")
 

@@ -21,6 +21,8 @@ RUNTIME = {
     "traffic",
     "memory",
     "doctor",
+    "wire",
+    "watchdog",
 }
 SIBLINGS = {
     "data",

@@ -11,26 +11,41 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import cpu_rows, one_gpu, routing_speed
+from benchmarks import cpu_rows, networks_page, one_gpu, routing_speed
 from hotrec.cli.bench.balance import imbalance
-from hotrec.cli.bench.cases import choose_hot_rows, make_cases
+from hotrec.cli.bench.blocks import Block, step_seconds, whole_step_seconds
+from hotrec.cli.bench.cases import case_config, choose_hot_rows, make_cases
 from hotrec.cli.bench.figures import Measured, losses_apart, step_ratio, summarize
 from hotrec.cli.bench.machine import interface_sent_bytes
 from hotrec.cli.bench.measure import takes_part
 from hotrec.cli.bench.page import render_page
 from hotrec.cli.bench.samples import ZipfTables
 from hotrec.cli.bench.stages import OTHER, stage_of
-from hotrec.cli.schema import BenchCase, BenchConfig, HotRowsRule
+from hotrec.cli.schema import (
+    BenchCase,
+    BenchConfig,
+    BenchRootConfig,
+    HotExchange,
+    HotRowsRule,
+    PipelineKind,
+    WireKind,
+)
+from hotrec.cli.schema.bench import BenchPipeline
 from hotrec.cli.store import build_config, compose_config
+from hotrec.costs import STAGES
 from hotrec.embedding.update_rules import OptimizerKind
 from hotrec.traffic import COLLECTIVES
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def bench_config(*words: str) -> BenchConfig:
-    config: BenchConfig = build_config(compose_config("bench", ["bench=smoke", *words])).bench
+def root_config(*words: str) -> BenchRootConfig:
+    config: BenchRootConfig = build_config(compose_config("bench", ["bench=smoke", *words]))
     return config
+
+
+def bench_config(*words: str) -> BenchConfig:
+    return root_config(*words).bench
 
 
 def zipf_tables(rows: list[int] | None = None, seed: int = 0) -> ZipfTables:
@@ -46,7 +61,7 @@ def test_criteo_like_has_the_design_s_tables() -> None:
     assert 4.9e6 < sum(bench.table_rows) < 5.0e6
     assert bench.batch_size == 8192
     assert bench.name == "criteo_like_b8192"
-    assert bench.cases == list(BenchCase)
+    assert bench.cases == [case.name for case in BenchCase]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +69,29 @@ def test_criteo_like_has_the_design_s_tables() -> None:
     [
         ("bench.cases=[]", "bench.cases: expected each at most once"),
         ("bench.cases=[planner,planner]", "got \\['planner', 'planner'\\]"),
+        ("bench.cases=[planer]", "bench.cases: expected some of .*'look_ahead'.*, got 'planer'"),
+        ("bench.block_skip=3", "bench.block_skip: expected below bench.block_steps 3, got 3"),
+        ("bench.pipeline=look_ahead", "bench.pipeline: expected sparse_dist or base.*look_ahead"),
+        (
+            "bench.variants.planner_semi_sync.pipeline=look_ahead",
+            "bench.variants.planner_semi_sync.pipeline: expected another than look_ahead",
+        ),
+        (
+            "bench.variants.look_ahead.pipeline=semi_sync",
+            "bench.variants.look_ahead.pipeline: expected another than semi_sync",
+        ),
+        (
+            "bench.variants.planner_semi_sync.num_hot_rows=3",
+            "bench.variants.planner_semi_sync.num_hot_rows: expected null .*planner, got 3",
+        ),
+        (
+            "bench.variants.hot_cold_base.depth=2",
+            "bench.variants.hot_cold_base: expected depth 1 .* base, got depth 2",
+        ),
+        (
+            "bench.variants.look_ahead.depth=-1",
+            "bench.variants.look_ahead.depth: expected a value at least 0",
+        ),
         ("bench.table_rows=[3,0]", "bench.table_rows: expected rows >= 1, got \\[3, 0\\]"),
         ("+bench.rounds_of.warm=3", "bench.rounds_of: expected one of .*, got 'warm'"),
         ("bench.rounds_of.all_hot=0", "bench.rounds_of.all_hot: expected at least 1, got 0"),
@@ -133,6 +171,33 @@ def test_cases_are_configurations_of_train() -> None:
     assert hot == {"hot_cold": 1, "all_cold": 0, "all_hot": total}
 
 
+def test_a_variant_is_a_placement_and_a_pipeline() -> None:
+    config = root_config(
+        "bench.cases=[look_ahead,look_ahead_bf16,hot_cold_base,planner_semi_sync,hot_cold]",
+        "bench.variants.look_ahead.depth=3",
+    )
+    counts = zipf_tables(list(config.bench.table_rows)).count(1000)
+    cases = {case.name: case for case in make_cases(config.bench, counts, world_size=2)}
+    pipelines = {name: case_config(config, case).pipeline for name, case in cases.items()}
+    assert {name: pipeline.kind for name, pipeline in pipelines.items()} == {
+        "look_ahead": PipelineKind.look_ahead,
+        "look_ahead_bf16": PipelineKind.look_ahead,
+        "hot_cold_base": PipelineKind.base,
+        # Sharded as for sparse_dist; the pipeline itself is the benchmark's own.
+        "planner_semi_sync": PipelineKind.sparse_dist,
+        "hot_cold": PipelineKind.sparse_dist,
+    }
+    assert (pipelines["look_ahead"].depth, pipelines["look_ahead_bf16"].depth) == (3, 1)
+    assert pipelines["look_ahead_bf16"].wire is WireKind.bf16
+    assert cases["planner_semi_sync"].pipeline is BenchPipeline.semi_sync
+    assert [name for name, case in cases.items() if not case.is_exact] == [
+        "look_ahead_bf16", "planner_semi_sync"
+    ]  # fmt: skip
+    base: Any = cases["hot_cold_base"]
+    assert base.placement.hot_exchange is HotExchange.dense
+    assert (base.partition.total_hot, cases["hot_cold"].partition.total_hot) == (10, 60)
+
+
 # Measuring and adding up.
 
 
@@ -145,12 +210,19 @@ def sent(**num_bytes: int) -> dict[str, int]:
     return dict.fromkeys(COLLECTIVES, 0) | num_bytes
 
 
+def one_step(step_s: float) -> Block:
+    return Block([step_s], step_s, num_skipped=0)
+
+
 def measured(**changes: Any) -> Measured:
     fields: dict[str, Any] = {
-        "step_s": {0: 1.0, 1: 3.0},
+        "is_exact": True,
+        "bytes_per_value": 4,
+        "blocks": {0: one_step(1.0), 1: one_step(3.0)},
+        "stage_s": dict.fromkeys(STAGES, np.empty(0)),
         "losses": [0.5, 0.4],
-        "sent_bytes": [sent(all_to_all=100, all_reduce=20)],
-        "wire_bytes": [],
+        "sent_bytes": sent(all_to_all=100, all_reduce=20),
+        "wire_bytes": None,
         "num_distinct": [10],
         "num_lookups": [40],
         "num_hot_lookups": [30],
@@ -161,15 +233,80 @@ def measured(**changes: Any) -> Measured:
     return Measured(**{**fields, **changes})
 
 
-def test_summary() -> None:
+def test_a_step_ends_when_the_last_rank_returns() -> None:
+    # The one rank is late at the second step, the other one at the third: the block takes 7 s.
+    blocks = [Block([1.0, 4.0, 5.0], 7.0, num_skipped=1), Block([1.5, 2.0, 6.0], 6.5, 1)]
+    assert step_seconds(blocks).tolist() == [2.5, 2.0]
+    assert whole_step_seconds(blocks) == pytest.approx(7 / 3)
+    assert blocks[0].own_step_s().tolist() == [3.0, 1.0]
+
+
+def test_what_is_left_under_way_is_in_the_whole_blocks() -> None:
     figures = summarize(
         {
-            "hot_cold": [measured(), measured(step_s={0: 2.0, 1: 1.0}, losses=[0.7, 0.6])],
+            "hot_cold": [measured(blocks={0: Block([1.0, 2.0], 6.0, 0)})],
+            "planner": [measured(blocks={0: Block([2.0, 4.0], 4.0, 0)})],
+        },
+        global_batch_size=1,
+        dim=2,
+    )
+    assert figures["hot_cold"]["step_p50_s"] == 1.0
+    assert figures["hot_cold"]["whole_step_s"] == 3.0
+    against = figures["hot_cold"]["against"]["planner"]
+    assert (against["step_ratio"], against["whole_step_ratio"]) == (0.5, 1.5)
+
+
+def test_exposed_is_the_main_thread_s_waiting() -> None:
+    stages = {stage: np.full(2, 0.1) for stage in STAGES}
+    others = {stage: np.full(2, 0.05) for stage in STAGES}
+    blocks = {0: Block([1.0, 2.0, 3.0], 3.0, num_skipped=1)}
+    figures = summarize(
+        {"a": [measured(blocks=blocks, stage_s=stages), measured(blocks=blocks, stage_s=others)]},
+        global_batch_size=1,
+        dim=2,
+    )["a"]
+    # Four of the stages are exchanges: 0.4 s and 0.2 s of steps of 1 s.
+    assert figures["exposed_s"] == pytest.approx(0.3)
+    assert figures["exposed_frac"] == pytest.approx(0.3)
+    assert figures["exposed_frac_most"] == pytest.approx(0.4)
+    assert figures["stage_s"]["dense"] == pytest.approx(0.075)
+
+
+def test_stale_and_rounded_losses_are_not_held_against_the_exact_ones() -> None:
+    figures = summarize(
+        {
+            "stale": [measured(is_exact=False, losses=[0.9, 0.9])],
+            "first": [measured()],
+            "wrong": [measured(losses=[0.5, 0.5])],
+        },
+        global_batch_size=1,
+        dim=2,
+    )
+    assert figures["stale"]["largest_loss_difference"] == pytest.approx(0.5)
+    assert losses_apart(figures, 1e-3) == ["wrong"]
+
+
+def test_bytes_are_those_of_a_step() -> None:
+    counted = measured(
+        sent_bytes=sent(all_to_all=300), wire_bytes=330, num_distinct=[10, 12, 14],
+        num_lookups=[40] * 3, num_hot_lookups=[30] * 3,
+    )  # fmt: skip
+    figures = summarize({"a": [counted]}, global_batch_size=1, dim=2)["a"]
+    assert (figures["sent_bytes"], figures["wire_bytes"]) == (100, 110)
+    assert figures["sent_bytes_by_collective"]["all_to_all"] == 100
+    assert figures["num_distinct_rows"] == 12
+
+
+def test_summary() -> None:
+    slow_at_first = measured(blocks={0: one_step(2.0), 1: one_step(1.0)}, losses=[0.7, 0.6])
+    figures = summarize(
+        {
+            "hot_cold": [measured(), slow_at_first],
             "planner": [
                 measured(
-                    step_s={0: 4.0, 1: 12.0},
+                    blocks={0: one_step(4.0), 1: one_step(12.0)},
                     losses=[0.6, 0.50005],
-                    sent_bytes=[sent(all_to_all=480)],
+                    sent_bytes=sent(all_to_all=480),
                 )
             ]
             * 2,
@@ -199,7 +336,10 @@ def test_summary() -> None:
 
 def test_a_loss_that_is_no_number_agrees_with_none() -> None:
     nan = float("nan")
-    figures = {"a": {"largest_loss_difference": nan}, "b": {"largest_loss_difference": 0.0}}
+    figures = {
+        "a": {"is_exact": True, "largest_loss_difference": nan},
+        "b": {"is_exact": True, "largest_loss_difference": 0.0},
+    }
     assert losses_apart(figures, 1e-4) == ["a"]
 
 
@@ -235,11 +375,12 @@ def test_interface_counter_names_what_there_is() -> None:
 
 
 def test_the_page_says_what_happened() -> None:
-    case = summarize({"all_hot": [measured(wire_bytes=[130])]}, global_batch_size=1, dim=2)
+    case = summarize({"all_hot": [measured(wire_bytes=130)]}, global_batch_size=1, dim=2)
     document = {
         "name": "n", "world_size": 1, "num_hosts": 1, "network": "wet string", "interface": "e0",
-        "optimizer": "sgd", "pipeline": "sparse_dist", "routing": "main", "rounds": 9,
-        "warmup_rounds": 1, "counted_steps": 1, "loss_tolerance": 1e-4, "partition": None,
+        "optimizer": "sgd", "pipelines": {"all_hot": "look_ahead depth 2"}, "routing": "main",
+        "rounds": 9, "block_steps": 12, "block_skip": 3,
+        "warmup_rounds": 1, "counted_steps": 1, "loss_tolerance": 1e-4, "partitions": {},
         "data": {"num_tables": 1, "num_rows": 5, "zipf_exponent": 1.0, "embedding_dim": 2,
                  "batch_size": 3, "num_dense_values": 4},
         "cases": case, "losses_apart": ["all_hot"], "stages_s": {"all_hot": {"routing": 0.25}},
@@ -249,7 +390,8 @@ def test_the_page_says_what_happened() -> None:
     }  # fmt: skip
     page = render_page(document, command="hotrec bench x=1", configuration="a: b\n")
     for text in ("wet string", "`hotrec bench x=1`", "a: b", "all_hot (2)", "Losses differ",
-                 "inside the timed step", "130 B", "250 ms"):  # fmt: skip
+                 "inside the timed step", "130 B", "250 ms", "look_ahead depth 2 (all_hot)",
+                 "blocks of 12 consecutive", "the first 3 refill"):  # fmt: skip
         assert text in page, text
 
 
@@ -314,6 +456,53 @@ def test_routing_speed_counts_every_id(capsys: pytest.CaptureFixture[str]) -> No
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert result["num_ids"] == 5 * 30 * 2
     assert result["ids_per_core_s"] > 0
+
+
+def networks_document(step_s: float, exposed_frac: float) -> dict[str, Any]:
+    def waiting(frac: float) -> dict[str, np.ndarray]:
+        stages = {stage: np.zeros(1) for stage in STAGES}
+        return {**stages, "rows_exchange": np.full(1, frac * step_s), "dense": np.ones(1)}
+
+    cases = summarize(
+        {
+            "look_ahead": [measured(blocks={0: one_step(step_s)}, stage_s=waiting(exposed_frac))],
+            "planner": [measured(blocks={0: one_step(4.2)}, stage_s=waiting(0.0))],
+            "hand_tuned": [measured(blocks={0: one_step(2.4)}, stage_s=waiting(0.0))],
+        },
+        global_batch_size=1,
+        dim=2,
+    )
+    return {
+        "cases": cases, "losses_apart": [], "rounds": 3, "block_steps": 12, "block_skip": 2,
+        "pipelines": dict.fromkeys(cases, "look_ahead"), "routing": "main", "optimizer": "sgd",
+        "partitions": {"look_ahead": {"num_hot_rows": 77}},
+        "data": {"num_tables": 1, "num_rows": 5, "zipf_exponent": 1.0, "embedding_dim": 2,
+                 "num_dense_values": 4},
+        "machine": {"processor": "P", "num_cores": 2, "kernel": "k", "python": "3",
+                    "packages": {"torch": "2"}, "threads_per_rank": 1, "code": "c",
+                    "load_average": 0.0, "load_average_after": 0.0},
+    }  # fmt: skip
+
+
+def test_the_page_of_networks_says_which_targets_are_reached(tmp_path: Path) -> None:
+    (tmp_path / "1gbit-w2-b2048.json").write_text(json.dumps(networks_document(1.0, 0.16)))
+    (tmp_path / "1gbit-w4-b8192.json").write_text(json.dumps(networks_document(0.01, 0.0)))
+    networks_page.main([str(tmp_path)])
+    rows = networks_page.verdicts(networks_page.read(tmp_path))
+    found = {(network, case, what): rest for network, case, what, *rest in rows}
+    assert found[("1gbit", "look_ahead", "faster than planner")] == ["at least 4x", "4.20x", "yes"]
+    assert found[("1gbit", "look_ahead", "faster than hand_tuned")][1:] == ["2.40x", "**no**"]
+    assert found[("1gbit", "look_ahead", "exposed share of the step")][1:] == ["16.0%", "**no**"]
+    assert found[("loopback", "look_ahead", "faster than planner")][1:] == ["-", "not measured"]
+    page = (tmp_path / "networks.md").read_text()
+    for text in ("1gbit, 2 ranks, B = 2,048", "1gbit, 4 ranks, B = 8,192", "**no**", "| 77 |"):
+        assert text in page, text
+    assert (tmp_path / "networks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_of_no_networks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="expected .*-w.*json of networks.sh, got none"):
+        networks_page.main([str(tmp_path)])
 
 
 def test_two_hosts_says_why_it_is_skipped(tmp_path: Path) -> None:

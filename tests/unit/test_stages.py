@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 
 from hotrec import stages
 from hotrec.costs import STAGES
-from hotrec.stages import StageClock, backward_point, mark, mark_backward
+from hotrec.stages import (
+    EXPOSED_STAGES,
+    RANGE_PREFIX,
+    StageClock,
+    StepIntervals,
+    backward_point,
+    exposed_s,
+    mark,
+    mark_backward,
+    named_range,
+)
 
 CPU = torch.device("cpu")
 
@@ -118,3 +134,86 @@ def test_evaluation_inside_a_step_has_no_backward(time: Time) -> None:
         point = backward_point("dense", weight)
         assert point is None
         assert not mark_backward(weight * 2, "dense", point).requires_grad
+
+
+def test_intervals_say_when_a_stage_was(time: Time) -> None:
+    clock = StageClock(CPU)
+    for start_s in (100.0, 200.0):
+        time.now_s = start_s
+        with clock.step():
+            for stage, seconds in (("route", 1), ("dense", 2), ("route", 4)):
+                time.now_s += seconds
+                mark(stage)
+    assert [step.start_s for step in clock.intervals()] == [100.0, 200.0]
+    assert clock.intervals()[1] == StepIntervals(
+        200.0,
+        207.0,
+        [
+            ("route", 200.0, 201.0),
+            ("dense", 201.0, 203.0),
+            ("route", 203.0, 207.0),
+            ("optimizer", 207.0, 207.0),
+        ],
+    )
+
+
+def test_exposed_communication_is_summed_up_step_by_step(time: Time) -> None:
+    assert set(EXPOSED_STAGES) < set(STAGES)
+    clock = StageClock(CPU)
+    for factor in (1, 10):
+        with clock.step():
+            for power, stage in enumerate(STAGES):
+                time.now_s += factor * 2.0**power
+                mark(stage)
+    one = sum(2.0 ** STAGES.index(stage) for stage in EXPOSED_STAGES)
+    assert exposed_s(clock.seconds()).tolist() == [one, 10 * one]
+    assert exposed_s(clock.medians()) == 5.5 * one
+    with pytest.raises(KeyError, match="hot_exchange"):
+        exposed_s({stage: np.zeros(1) for stage in STAGES if stage != "hot_exchange"})
+
+
+def profiled_ranges(work: Any) -> dict[str, set[int]]:
+    """Threads on which each named range was recorded while ``work`` ran."""
+    found: dict[str, set[int]] = {}
+    config = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
+        work()
+    events: Any = profiler.events()
+    for event in events:
+        if event.name.startswith(RANGE_PREFIX):
+            found.setdefault(event.name.removeprefix(RANGE_PREFIX), set()).add(event.thread)
+    return found
+
+
+def test_a_named_range_is_recorded_on_every_thread() -> None:
+    before = threading.Event()
+
+    def communicate() -> None:
+        before.wait()  # this thread is older than the profiler
+        with named_range("rows_exchange"):
+            pass
+
+    def work() -> None:
+        before.set()
+        thread.join()
+        with named_range("outer"), named_range("inner"):
+            pass
+
+    thread = threading.Thread(target=communicate)
+    thread.start()
+    try:
+        found = profiled_ranges(work)
+    finally:
+        before.set()
+        thread.join()
+    assert set(found) == {"rows_exchange", "outer", "inner"}
+    assert found["outer"] == found["inner"]
+    assert found["rows_exchange"].isdisjoint(found["outer"])
+
+
+def test_without_a_profiler_a_named_range_records_nothing() -> None:
+    with named_range("early") as nothing:
+        assert nothing is None
+    assert set(profiled_ranges(lambda: None)) == set()
+    with pytest.raises(ZeroDivisionError), named_range("late"):
+        raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""The cases: hot/cold in three forms, and TorchRec's plans; all configurations of the same code."""
+"""The cases: a placement and a pipeline each; all configurations of the same code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import torch
 
 from hotrec.batch import Batch
 from hotrec.cli.assemble import Sharded, as_placement, build_sharded, make_machine
+from hotrec.cli.bench.blocks import Block
 from hotrec.cli.bench.machine import resident_bytes
+from hotrec.cli.bench.semi_sync import SemiSyncPipeline
 from hotrec.cli.schema import (
     AllColdPlacement,
     AllHotPlacement,
@@ -27,20 +29,25 @@ from hotrec.cli.schema import (
     FractionPlacement,
     HotColdConfig,
     HotRowsRule,
+    PipelineConfig,
+    PipelineKind,
     PlacementConfig,
     Routing,
     TorchrecPlacement,
     TorchrecPlan,
     TrainerConfig,
+    WireKind,
 )
-from hotrec.distributed import Ranks
+from hotrec.cli.schema.bench import HOT_COLD_CASES, BenchPipeline, BenchVariant
+from hotrec.distributed import Ranks, barrier
 from hotrec.placement.policies import (
     choose_all_cold,
     choose_all_hot,
     choose_fraction,
     choose_min_accesses,
 )
-from hotrec.train.pipeline import Pipeline, make_pipeline
+from hotrec.stages import StageClock
+from hotrec.train.pipeline import Pipeline
 from hotrec.types import Partition, Rows, Schema
 
 logger = logging.getLogger("hotrec.bench")
@@ -54,11 +61,24 @@ class Case:
         name: in the results.
         placement: as ``hotrec train`` takes it.
         partition: None for TorchRec's plans on unsplit tables.
+        pipeline: how its steps overlap; None for ``bench.pipeline``.
+        wire: type in which rows and gradients travel.
+        depth: batches whose rows travel ahead, of look_ahead.
+        micro_batches: compute the samples first whose rows are here, of look_ahead.
     """
 
     name: str
     placement: PlacementConfig
     partition: Partition | None
+    pipeline: BenchPipeline | None = None
+    wire: WireKind = WireKind.fp32
+    depth: int = 1
+    micro_batches: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its losses are those of the model that all exact cases train."""
+        return self.pipeline is not BenchPipeline.semi_sync and self.wire is WireKind.fp32
 
 
 def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> Partition:
@@ -82,29 +102,53 @@ def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: 
 
 def make_cases(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> list[Case]:
     """The chosen cases, in the configuration's order."""
-    routing = Routing.loader if bench.routing is BenchRouting.loader else Routing.device
-    shared: dict[str, Any] = {"hot_exchange": bench.hot_exchange, "routing": routing}
     cases = []
-    for case in bench.cases:
-        placement: PlacementConfig
-        partition: Partition | None = None
-        match case:
-            case BenchCase.hot_cold:
-                # The policy's own keys are not read: the partition is given.
-                placement = FractionPlacement(**shared)
-                partition = choose_hot_rows(bench, counts, world_size)
-            case BenchCase.all_cold:
-                placement, partition = AllColdPlacement(**shared), choose_all_cold(counts)
-            case BenchCase.all_hot:
-                placement, partition = AllHotPlacement(**shared), choose_all_hot(counts)
-            case _:
-                placement = TorchrecPlacement(plan=TorchrecPlan[case.name])
-        cases.append(Case(case.name, placement, partition))
+    for name in bench.cases:
+        variant = bench.variants.get(name) or BenchVariant(BenchCase[name])
+        placement, partition = _place(variant, bench, counts, world_size)
+        cases.append(
+            Case(
+                name,
+                placement,
+                partition,
+                variant.pipeline or bench.pipeline,
+                variant.wire,
+                variant.depth,
+                variant.micro_batches,
+            )
+        )
     return cases
 
 
+def _place(
+    variant: BenchVariant, bench: BenchConfig, counts: Mapping[str, Rows], world_size: int
+) -> tuple[PlacementConfig, Partition | None]:
+    if variant.placement not in HOT_COLD_CASES:
+        return TorchrecPlacement(plan=TorchrecPlan[variant.placement.name]), None
+    shared: dict[str, Any] = {
+        "hot_exchange": variant.hot_exchange or bench.hot_exchange,
+        "routing": Routing.loader if bench.routing is BenchRouting.loader else Routing.device,
+    }
+    if variant.placement is BenchCase.all_cold:
+        return AllColdPlacement(**shared), choose_all_cold(counts)
+    if variant.placement is BenchCase.all_hot:
+        return AllHotPlacement(**shared), choose_all_hot(counts)
+    if variant.num_hot_rows is not None:
+        bench = dataclasses.replace(
+            bench, hot_rows=HotRowsRule.top, num_hot_rows=variant.num_hot_rows
+        )
+    # The policy's own keys are not read: the partition is given.
+    return FractionPlacement(**shared), choose_hot_rows(bench, counts, world_size)
+
+
 def case_config(config: BenchRootConfig, case: Case) -> Config:
-    """The configuration with which ``hotrec train`` would train the case."""
+    """The configuration with which ``hotrec train`` would train the case.
+
+    Semi-sync is not one of its pipelines; a case of it is built as for sparse_dist.
+    """
+    pipeline = case.pipeline or config.bench.pipeline
+    if pipeline is BenchPipeline.semi_sync:
+        pipeline = BenchPipeline.sparse_dist
     return Config(
         dataset_name=config.bench.name,
         run_name=case.name,
@@ -112,6 +156,12 @@ def case_config(config: BenchRootConfig, case: Case) -> Config:
         placement=case.placement,
         optimizer=config.optimizer,
         planner=config.planner,
+        pipeline=PipelineConfig(
+            kind=PipelineKind[pipeline.name],
+            wire=case.wire,
+            depth=case.depth,
+            micro_batches=case.micro_batches,
+        ),
         trainer=TrainerConfig(batch_size=config.bench.batch_size, seed=config.bench.seed),
     )
 
@@ -124,24 +174,26 @@ class Runner:
         case: what it is.
         sharded: model, optimizer, plan.
         pipeline: of the model.
+        clock: of the counted steps' stages.
         batches: of the whole run, in order, and some that the pipeline may hold ahead.
         memory_bytes: growth of this process while the model was built and made its first step.
         losses: this rank's loss () of every step.
-        step_s: time of every timed step, by round.
-        sent_bytes: of every counted step, by collective.
-        wire_bytes: of every counted step, as the network interface counts.
-        counted: numbers of the counted steps, which are those of their batches.
+        blocks: the timed ones, by round.
+        sent_bytes: of the steps whose bytes were counted, together, by collective.
+        wire_bytes: of the same steps, as the network interface counts; None without one.
+        counted: numbers of those steps, which are those of their batches.
     """
 
     case: Case
     sharded: Sharded
     pipeline: Pipeline
+    clock: StageClock
     batches: Iterator[Batch]
     memory_bytes: int = 0
     losses: list[torch.Tensor] = field(default_factory=list)
-    step_s: dict[int, float] = field(default_factory=dict)
-    sent_bytes: list[dict[str, int]] = field(default_factory=list)
-    wire_bytes: list[int] = field(default_factory=list)
+    blocks: dict[int, Block] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    wire_bytes: int | None = None
     counted: list[int] = field(default_factory=list)
 
     @property
@@ -153,6 +205,15 @@ class Runner:
         """One training step."""
         loss, _, _ = self.pipeline.progress(self.batches)
         self.losses.append(loss)
+
+    def settle(self) -> None:
+        """Wait until nothing of this case is under way on any rank; collective.
+
+        What pipelines do in threads of their own ``settle`` waits for; what the process group has
+        been given, such as the ids of TorchRec's next batch, its barrier waits for.
+        """
+        self.pipeline.settle()
+        barrier()
 
 
 def build_runner(
@@ -178,19 +239,24 @@ def build_runner(
         assert isinstance(case.placement, HotColdConfig)
         placed = as_placement(case.placement, case.partition, ranks.device.type)
     sharded = build_sharded(case_config(config, case), schema, placed, machine, ranks.device)
-    pipeline = make_pipeline(
-        config.bench.pipeline.name, sharded.model, sharded.optimizer, ranks.device
-    )
+    pipeline = _pipe(case.pipeline or config.bench.pipeline, sharded, ranks.device)
     fed = list(batches)
     if isinstance(case.placement, HotColdConfig) and sharded.transform is not None:
         fed = [
             dataclasses.replace(batch, sparse=route(batch.sparse))
             for batch, route in zip(batches, repeat(sharded.transform))
         ]
-    runner = Runner(case, sharded, pipeline, iter(fed))
+    runner = Runner(case, sharded, pipeline, StageClock(ranks.device), iter(fed))
     runner.step()
+    runner.settle()
     gc.collect()
     runner.memory_bytes = resident_bytes(ranks.device) - before
     if ranks.is_first:
         logger.info("built %s in %.1f s", case.name, time.perf_counter() - start)
     return runner
+
+
+def _pipe(pipeline: BenchPipeline, sharded: Sharded, device: torch.device) -> Pipeline:
+    if pipeline is BenchPipeline.semi_sync:
+        return SemiSyncPipeline(sharded.model, sharded.optimizer, device)
+    return sharded.make_pipeline(device)

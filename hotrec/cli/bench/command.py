@@ -12,21 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.cli.bench.cases import Case, build_runner, make_cases
-from hotrec.cli.bench.figures import BASELINES, gather_measured, losses_apart, summarize
+from hotrec.cli.bench.figures import (
+    BASELINES,
+    gather_measured,
+    losses_apart,
+    reference_case,
+    summarize,
+)
 from hotrec.cli.bench.machine import load_average, machine_facts
 from hotrec.cli.bench.measure import run_counted, run_timed, run_warmup
 from hotrec.cli.bench.page import COLUMNS, plain_table, render_page, result_rows
 from hotrec.cli.bench.samples import ZipfTables
 from hotrec.cli.bench.stages import is_profilable, run_profiled
 from hotrec.cli.schema import BenchConfig, BenchRootConfig
+from hotrec.cli.schema.sections import WireKind
 from hotrec.distributed import Ranks, process_group
 from hotrec.types import Rows
 
 logger = logging.getLogger("hotrec.bench")
 
 RESULT, PAGE, CONFIG_FILE = "bench.json", "bench.md", "config.yaml"
-# Batches that TorchRec's pipeline holds beside the one it computes.
-NUM_AHEAD = 2
+# At least the batches that a pipeline holds beside the one it computes.
+NUM_AHEAD = 8
 
 CaseChooser = Callable[[BenchConfig, Mapping[str, Rows], int], list[Case]]
 
@@ -50,8 +57,8 @@ def run(config: BenchRootConfig, run_dir: Path) -> dict[str, Any]:
         }
         raise RuntimeError(
             f"bench losses: expected all cases within {tolerance} of "
-            f"{next(iter(document['cases']))}, got {apart}. The cases do not train the same model; "
-            f"do not use these results."
+            f"{reference_case(document['cases'])}, got {apart}. The cases do not train the same "
+            f"model; do not use these results."
         )
     return document
 
@@ -78,20 +85,29 @@ def measure(
     )
     cases = choose_cases(bench, samples.count(bench.profile_samples), ranks.world_size)
     num_profiled = bench.profile_steps if bench.profile and is_profilable(ranks.device) else 0
-    num_steps = bench.warmup_rounds + bench.rounds + bench.counted_steps + num_profiled
+    num_timed = bench.rounds * bench.block_steps
     batches = samples.batches(
-        num_steps + NUM_AHEAD,
+        bench.warmup_rounds + num_timed + bench.counted_steps + num_profiled + NUM_AHEAD,
         batch_size=bench.batch_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
     runners = [build_runner(config, case, samples.schema, batches, ranks) for case in cases]
     run_warmup(runners, bench.warmup_rounds)
-    run_timed(runners, rounds=bench.rounds, rounds_of=bench.rounds_of, ranks=ranks)
+    run_timed(
+        runners,
+        rounds=bench.rounds,
+        rounds_of=bench.rounds_of,
+        block_steps=bench.block_steps,
+        block_skip=bench.block_skip,
+        ranks=ranks,
+    )
     run_counted(runners, num_steps=bench.counted_steps, interface=bench.interface, ranks=ranks)
     stages_s = {}
     if num_profiled:
-        stages_s = {r.case.name: run_profiled(r, num_profiled, ranks) for r in runners}
+        stages_s = {r.case.name: run_profiled(r, num_profiled) for r in runners}
+    for runner in runners:
+        runner.pipeline.close()
     measured = gather_measured(runners, batches, ranks)
     figures = summarize(
         measured,
@@ -100,6 +116,20 @@ def measure(
         baselines=baselines,
     )
     machine["load_average_after"] = load_average()
+    return {
+        **_settings(config, ranks),
+        "data": _data_facts(config, next(iter(measured.values()))[0].num_dense_values),
+        "partitions": _partition_facts(cases, config),
+        "pipelines": {case.name: _pipeline_words(case, bench) for case in cases},
+        "cases": figures,
+        "losses_apart": losses_apart(figures, bench.loss_tolerance),
+        "stages_s": stages_s,
+        "machine": machine,
+    }
+
+
+def _settings(config: BenchRootConfig, ranks: Ranks) -> dict[str, Any]:
+    bench = config.bench
     return {
         "name": bench.name,
         "world_size": ranks.world_size,
@@ -112,37 +142,49 @@ def measure(
         "routing": bench.routing.name,
         "hot_exchange": bench.hot_exchange.name,
         "rounds": bench.rounds,
+        "block_steps": bench.block_steps,
+        "block_skip": bench.block_skip,
         "warmup_rounds": bench.warmup_rounds,
         "counted_steps": bench.counted_steps,
         "loss_tolerance": bench.loss_tolerance,
-        "data": {
-            "num_tables": len(bench.table_rows),
-            "num_rows": sum(bench.table_rows),
-            "zipf_exponent": bench.zipf_exponent,
-            "embedding_dim": config.model.embedding_dim,
-            "batch_size": bench.batch_size,
-            "num_dense_values": next(iter(measured.values()))[0].num_dense_values,
-        },
-        "partition": _partition_facts(cases, config),
-        "cases": figures,
-        "losses_apart": losses_apart(figures, bench.loss_tolerance),
-        "stages_s": stages_s,
-        "machine": machine,
     }
 
 
-def _partition_facts(cases: Sequence[Case], config: BenchRootConfig) -> dict[str, Any] | None:
-    """What is hot in hot_cold, if it is among the cases."""
-    for case in cases:
-        if case.name == "hot_cold" and case.partition is not None:
-            num_hot = case.partition.total_hot
-            return {
-                "policy": case.partition.policy,
-                "num_hot_rows": num_hot,
-                "hot_frac": num_hot / case.partition.total_rows,
-                "hot_bytes": 4 * config.model.embedding_dim * num_hot,
-            }
-    return None
+def _data_facts(config: BenchRootConfig, num_dense_values: int) -> dict[str, Any]:
+    bench = config.bench
+    return {
+        "num_tables": len(bench.table_rows),
+        "num_rows": sum(bench.table_rows),
+        "zipf_exponent": bench.zipf_exponent,
+        "embedding_dim": config.model.embedding_dim,
+        "batch_size": bench.batch_size,
+        "num_dense_values": num_dense_values,
+    }
+
+
+def _partition_facts(cases: Sequence[Case], config: BenchRootConfig) -> dict[str, Any]:
+    """What is hot, by case with hot rows."""
+    return {
+        case.name: {
+            "policy": case.partition.policy,
+            "num_hot_rows": case.partition.total_hot,
+            "hot_frac": case.partition.total_hot / case.partition.total_rows,
+            "hot_bytes": 4 * config.model.embedding_dim * case.partition.total_hot,
+        }
+        for case in cases
+        if case.partition is not None and case.partition.total_hot
+    }
+
+
+def _pipeline_words(case: Case, bench: BenchConfig) -> str:
+    words = [(case.pipeline or bench.pipeline).name]
+    if case.depth != 1:
+        words.append(f"depth {case.depth}")
+    if case.micro_batches:
+        words.append("micro-batches")
+    if case.wire is not WireKind.fp32:
+        words.append(case.wire.name)
+    return " ".join(words)
 
 
 def _write(config: BenchRootConfig, document: dict[str, Any], run_dir: Path) -> None:

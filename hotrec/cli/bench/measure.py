@@ -1,27 +1,25 @@
-"""The measurement: cases in turn, step by step, then steps whose bytes are counted.
+"""The measurement: cases in turn, block by block, then steps whose bytes are counted.
 
-A step is timed on every rank between a barrier and the return of the pipeline; the slowest rank's
-time is the step's. Nothing else happens in between: losses stay tensors until the end.
+Within a block nothing is between two steps but a clock: losses stay tensors until the end.
 """
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from tqdm import tqdm
 
+from hotrec.cli.bench.blocks import Block, Stopwatch
 from hotrec.cli.bench.cases import Runner
 from hotrec.cli.bench.machine import interface_sent_bytes
-from hotrec.distributed import Ranks, barrier
+from hotrec.distributed import Ranks
 from hotrec.traffic import count_sent_bytes
 
 
 def takes_part(round_number: int, num_rounds: int, own_rounds: int) -> bool:
-    """Whether a case that makes ``own_rounds`` of ``num_rounds`` steps has one in this round.
+    """Whether a case that makes ``own_rounds`` of ``num_rounds`` blocks has one in this round.
 
     They are spread evenly over the rounds.
     """
@@ -37,33 +35,48 @@ def rotated(runners: Sequence[Runner], round_number: int) -> list[Runner]:
 
 def run_warmup(runners: Sequence[Runner], num_rounds: int) -> None:
     """Steps before the clock; building a case has made the first."""
-    for round_number in range(num_rounds - 1):
-        for runner in rotated(runners, round_number):
+    for runner in runners:
+        for _ in range(num_rounds - 1):
             runner.step()
+        runner.settle()
 
 
 def run_timed(
-    runners: Sequence[Runner], *, rounds: int, rounds_of: dict[str, int], ranks: Ranks
+    runners: Sequence[Runner],
+    *,
+    rounds: int,
+    rounds_of: dict[str, int],
+    block_steps: int,
+    block_skip: int,
+    ranks: Ranks,
 ) -> None:
-    """The timed steps."""
-    steps = [
+    """The timed blocks."""
+    turns = [
         (round_number, runner)
         for round_number in range(rounds)
         for runner in rotated(runners, round_number)
         if takes_part(round_number, rounds, min(rounds_of.get(runner.case.name, rounds), rounds))
     ]
     with _no_collection():
-        for round_number, runner in _progress(steps, "timed steps", ranks):
-            runner.step_s[round_number] = _timed(runner.step, ranks.device)
+        for round_number, runner in _progress(turns, "timed blocks", ranks):
+            runner.blocks[round_number] = run_block(runner, block_steps, block_skip, ranks)
 
 
-def _timed(step: Callable[[], None], device: torch.device) -> float:
-    barrier()
-    _synchronize(device)
-    start = time.perf_counter()
-    step()
-    _synchronize(device)
-    return time.perf_counter() - start
+def run_block(runner: Runner, num_steps: int, num_skipped: int, ranks: Ranks) -> Block:
+    """Consecutive steps of one case, from when nothing is under way to when nothing is."""
+    runner.settle()
+    watch = Stopwatch(ranks.device)
+    for number in range(num_steps):
+        if number < num_skipped:
+            runner.step()
+        else:
+            with runner.clock.step():
+                runner.step()
+        watch.lap()
+    runner.settle()
+    watch.lap()
+    *returned_s, ended_s = watch.seconds()
+    return Block(returned_s, ended_s, num_skipped)
 
 
 def run_counted(
@@ -71,21 +84,20 @@ def run_counted(
 ) -> None:
     """Untimed steps whose sent bytes are counted, by collective and by the network interface.
 
-    The interface also counts what surrounds them: the barriers, a few hundred bytes, and the
-    acknowledgements of received data.
+    Nothing is under way before and after them. The interface also counts the barriers around them,
+    a few hundred bytes, and the acknowledgements of received data.
     """
-    steps = [(number, runner) for number in range(num_steps) for runner in runners]
-    for _, runner in _progress(steps, "counted steps", ranks):
-        barrier()
-        runner.counted.append(runner.num_steps)
+    for _, runner in _progress(list(enumerate(runners)), "counted steps", ranks):
+        runner.settle()
         before = interface_sent_bytes(interface) if interface else 0
         with count_sent_bytes() as traffic:
-            runner.step()
-        _synchronize(ranks.device)
-        barrier()
-        runner.sent_bytes.append(dict(traffic.sent_bytes))
+            for _ in range(num_steps):
+                runner.counted.append(runner.num_steps)
+                runner.step()
+            runner.settle()
+        runner.sent_bytes = dict(traffic.sent_bytes)
         if interface:
-            runner.wire_bytes.append(interface_sent_bytes(interface) - before)
+            runner.wire_bytes = interface_sent_bytes(interface) - before
 
 
 def _progress(
@@ -93,11 +105,6 @@ def _progress(
 ) -> Iterator[tuple[int, Runner]]:
     # disable=None: shown on a terminal only.
     yield from tqdm(steps, desc=what, unit="step", disable=None if ranks.is_first else True)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager

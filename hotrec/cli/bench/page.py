@@ -13,7 +13,9 @@ COLUMNS = (
     "step p50",
     "p10",
     "p90",
+    "whole blocks",
     "samples/s",
+    "exposed",
     "sent per rank",
     "of bound",
     "step / planner",
@@ -37,7 +39,9 @@ def _result_row(name: str, case: Mapping[str, Any]) -> list[str]:
         show_seconds(case["step_p50_s"]),
         show_seconds(case["step_p10_s"]),
         show_seconds(case["step_p90_s"]),
+        show_seconds(case["whole_step_s"]),
         show_count(case["samples_per_s"]),
+        DASH if case["exposed_frac"] is None else show_frac(case["exposed_frac"]),
         show_bytes(case["sent_bytes"]),
         _times(case["bytes_over_bound"]),
         _times(planner.get("step_ratio")),
@@ -92,8 +96,11 @@ def render_page(document: Mapping[str, Any], *, command: str, configuration: str
         _rows_table(document),
         ROWS_NOTE,
     ]
+    stages_s = {name: c["stage_s"] for name, c in document["cases"].items() if c["stage_s"]}
+    if stages_s:
+        parts += ["## Stages of the step", _stages_table(stages_s, "mean rank"), CLOCK_NOTE]
     if document["stages_s"]:
-        parts += ["## Where the time goes", _stages_table(document["stages_s"]), STAGES_NOTE]
+        parts += ["## Kernels", _stages_table(document["stages_s"], "rank 0"), STAGES_NOTE]
     parts += ["## How it was measured", _method(document)]
     parts += ["## Machine", _machine(document["machine"])]
     parts += ["## Configuration", f"```yaml\n{configuration.rstrip()}\n```"]
@@ -101,47 +108,65 @@ def render_page(document: Mapping[str, Any], *, command: str, configuration: str
 
 
 def _setting(document: Mapping[str, Any]) -> str:
-    data, partition = document["data"], document["partition"]
+    data = document["data"]
     text = (
         f"{document['world_size']} ranks on {document['num_hosts']} host(s), joined by: "
         f"{document['network']}. {data['num_tables']} tables, {show_count(data['num_rows'])} rows, "
         f"Zipf {data['zipf_exponent']:g}, D = {data['embedding_dim']}, one id per feature, "
         f"batch {show_count(data['batch_size'])} per rank. Optimizer {document['optimizer']}, "
-        f"dense layers of {show_bytes(4 * data['num_dense_values'])}, pipeline "
-        f"{document['pipeline']}."
+        f"dense layers of {show_bytes(4 * data['num_dense_values'])}."
     )
-    if partition:
-        text += (
-            f" Hot rows of hot_cold: {show_count(partition['num_hot_rows'])} "
-            f"({partition['policy']}), {show_bytes(partition['hot_bytes'])} per rank."
-        )
-    return text
+    by_pipeline: dict[str, list[str]] = {}
+    for name, pipeline in document["pipelines"].items():
+        by_pipeline.setdefault(pipeline, []).append(name)
+    pipelines = [f"{pipeline} ({', '.join(names)})" for pipeline, names in by_pipeline.items()]
+    text += f" Pipelines: {', '.join(pipelines)}."
+    hot = [
+        f"{name} {show_count(facts['num_hot_rows'])} ({facts['policy']}, "
+        f"{show_bytes(facts['hot_bytes'])} per rank)"
+        for name, facts in document["partitions"].items()
+    ]
+    return f"{text} Hot rows: {', '.join(hot)}." if hot else text
 
 
 def _reading(document: Mapping[str, Any]) -> str:
     few = [
-        f"{name} ({case['num_timed_steps']})"
+        f"{name} ({case['num_blocks']})"
         for name, case in document["cases"].items()
-        if case["num_timed_steps"] < document["rounds"]
+        if case["num_blocks"] < document["rounds"]
     ]
     lines = [
-        "Step times are those of the slowest rank. Ratios of steps are medians over the rounds of "
-        "the ratio of two steps of one round. Bytes are means over the ranks, dense layers "
-        "included, and the bound with them.",
+        "A step ends when the last rank returns from it. Ratios of steps are medians over the "
+        "rounds of the ratio of two blocks' median steps. Whole blocks: all of a block, its first "
+        "steps and its last traffic included, over its steps. Exposed: share of a step in which "
+        "the main thread waits for other ranks, mean over the ranks. Bytes are means over the "
+        "ranks, dense layers included, and the bound with them.",
     ]
     if few:
         lines.append(
-            f"Fewer timed steps than the others' {document['rounds']}: {', '.join(few)}; their "
+            f"Fewer blocks than the others' {document['rounds']}: {', '.join(few)}; their "
             "ratios are over those rounds, their loss is of an earlier step."
         )
     apart = document["losses_apart"]
-    lines.append(
-        f"**Losses differ by more than {document['loss_tolerance']:g}: {', '.join(apart)}.**"
-        if apart
-        else "Losses of all cases agree in every step to "
-        f"{max(c['largest_loss_difference'] for c in document['cases'].values()):.1e} "
-        f"(limit {document['loss_tolerance']:g})."
-    )
+    exact = {name: case for name, case in document["cases"].items() if case["is_exact"]}
+    others = {name: case for name, case in document["cases"].items() if not case["is_exact"]}
+    if apart:
+        lines.append(
+            f"**Losses differ by more than {document['loss_tolerance']:g}: {', '.join(apart)}.**"
+        )
+    elif exact:
+        most = max(case["largest_loss_difference"] for case in exact.values())
+        which = "all cases" if not others else f"the exact cases ({', '.join(exact)})"
+        lines.append(
+            f"Losses of {which} agree in every step to {most:.1e} "
+            f"(limit {document['loss_tolerance']:g})."
+        )
+    if others:
+        differences = [f"{n} {c['largest_loss_difference']:.1e}" for n, c in others.items()]
+        lines.append(
+            "Not exact, for reference: semi_sync computes with rows that are one update old, "
+            f"16-bit messages round. Largest difference of a loss: {', '.join(differences)}."
+        )
     return "\n\n".join(lines)
 
 
@@ -168,9 +193,9 @@ def _bytes_table(document: Mapping[str, Any]) -> str:
 
 def _bytes_note(document: Mapping[str, Any]) -> str:
     text = (
-        "Counted on untimed steps, by the rules of `hotrec/traffic.py`. The bound is "
-        "2 U D 4 (W-1)/W, U the distinct rows of a rank's batch; the other one adds the ring "
-        "all-reduce of the dense layers' gradients."
+        "Counted on untimed steps, with nothing under way before and after them, by the "
+        "rules of `hotrec/traffic.py`. The bound is 2 U D 4 (W-1)/W, U the distinct rows of a "
+        "rank's batch; the other one adds the ring all-reduce of the dense layers' gradients."
     )
     if any(case["wire_bytes"] is not None for case in document["cases"].values()):
         text += (
@@ -204,13 +229,21 @@ ROWS_NOTE = (
 )
 
 
-def _stages_table(stages_s: Mapping[str, Mapping[str, float]]) -> str:
+def _stages_table(stages_s: Mapping[str, Mapping[str, float]], of: str) -> str:
     names = list(next(iter(stages_s.values())))
     rows = [
         [stage, *[show_seconds(of_case[stage]) for of_case in stages_s.values()]] for stage in names
     ]
     rows.append(["sum", *[show_seconds(sum(c.values())) for c in stages_s.values()]])
-    return markdown_table(["stage, rank 0, one step", *stages_s], rows)
+    return markdown_table([f"stage, {of}, one step", *stages_s], rows)
+
+
+CLOCK_NOTE = (
+    "Medians over the timed steps, by the marks of `hotrec/stages.py`, mean over the ranks. The "
+    "stages named exchange are the main thread's waiting, and their sum is what is exposed. A sum "
+    "of medians need not be the median step. Where TorchRec starts or waits for something in the "
+    "middle of its own parts, it is in the stage of those."
+)
 
 
 STAGES_NOTE = (
@@ -227,11 +260,17 @@ def _method(document: Mapping[str, Any]) -> str:
         "would do.",
     }[document["routing"]]
     return (
-        "All cases live in one process per rank and take turns step by step in a rotating order, "
-        "each on the same batches in the same order from the same weights. "
-        f"{document['warmup_rounds']} steps of each case come before the clock, "
-        f"{document['counted_steps']} for counting bytes after it. A step lasts from a barrier to "
-        f"the return of TorchRec's pipeline. {routing}"
+        f"All cases live in one process per rank and take turns in blocks of "
+        f"{document['block_steps']} consecutive steps, in a rotating order, each on the same "
+        f"batches in the same order from the same weights. {document['warmup_rounds']} steps of "
+        f"each case come before the clock, {document['counted_steps']} for counting bytes after "
+        "it. A block begins at a barrier, when nothing of any case is under way. No barrier and no "
+        "synchronization stands between its steps, so that a pipeline overlaps them as in "
+        f"training; the first {document['block_skip']} refill that overlap and are in no figure of "
+        "single steps. At its end the pipeline settles: all that it left under way is waited for, "
+        "on all ranks. That wait is in the column of whole blocks. A pipeline that only "
+        "postponed its traffic would show there. Stages are timed in the same steps. "
+        f"{routing}"
     )
 
 

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from hotrec.cli.bench.cases import Runner
-from hotrec.distributed import Ranks, barrier
 
 # First match wins, tried on an event's name, then on its parent's, and so on.
 STAGES: tuple[tuple[str, str], ...] = (
@@ -39,6 +38,7 @@ STAGES: tuple[tuple[str, str], ...] = (
     ("buckets of gradients, sums of the hot exchange", r"AccumulateGrad|torch::distributed::"),
 )
 OTHER = "other (Python, views, copies)"
+STEP = "## step"  # around each step, to know the thread that makes it
 NAMES = (*dict.fromkeys(name for name, _ in STAGES), OTHER)
 
 
@@ -55,19 +55,21 @@ def stage_of(names: Iterable[str]) -> str:
     return OTHER
 
 
-def run_profiled(runner: Runner, num_steps: int, ranks: Ranks) -> dict[str, float]:
+def run_profiled(runner: Runner, num_steps: int) -> dict[str, float]:
     """Profile some steps of a case.
 
     Returns:
         Seconds of one step by stage, on this rank; the profiler's own cost is in them.
     """
-    barrier()
+    runner.settle()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(num_steps):
-            runner.step()
+            with record_function(STEP):
+                runner.step()
+    runner.settle()
     totals = dict.fromkeys(NAMES, 0.0)
     events: Any = profiler.events()
-    main_thread = _busiest_thread(events)
+    main_thread = next(event.thread for event in events if event.name == STEP)
     for event in events:
         if event.thread == main_thread:
             totals[stage_of(_names_outwards(event))] += event.self_cpu_time_total
@@ -78,13 +80,6 @@ def _names_outwards(event: Any) -> Iterable[str]:
     while event is not None:
         yield event.name
         event = event.cpu_parent
-
-
-def _busiest_thread(events: Iterable[Any]) -> int:
-    totals: dict[int, float] = {}
-    for event in events:
-        totals[event.thread] = totals.get(event.thread, 0.0) + event.self_cpu_time_total
-    return max(totals, key=lambda thread: totals[thread])
 
 
 def is_profilable(device: torch.device) -> bool:

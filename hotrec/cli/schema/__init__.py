@@ -30,6 +30,7 @@ from hotrec.cli.schema.choices import (
     SgdConfig,
 )
 from hotrec.cli.schema.fields import MISSING, key, section
+from hotrec.cli.schema.order import AllHotOrder, OrderConfig, OrderKind, ShuffledOrder
 from hotrec.cli.schema.placements import (
     AllColdPlacement,
     AllHotPlacement,
@@ -55,6 +56,7 @@ from hotrec.cli.schema.placements import (
     TorchrecPlacement,
     TorchrecPlan,
 )
+from hotrec.cli.schema.profiler import NoProfiler, ProfilerConfig, ProfilerKind, TraceProfiler
 from hotrec.cli.schema.roots import ROOTS, Config, DoctorConfig, EvaluateConfig, ReportConfig
 from hotrec.cli.schema.sections import (
     CalibrateConfig,
@@ -68,12 +70,14 @@ from hotrec.cli.schema.sections import (
     ProfileConfig,
     ProfileMode,
     TrainerConfig,
+    WireKind,
 )
 
 __all__ = [
     "AdagradConfig",
     "AdamConfig",
     "AllColdPlacement",
+    "AllHotOrder",
     "AllHotPlacement",
     "BenchCase",
     "BenchConfig",
@@ -104,8 +108,11 @@ __all__ = [
     "MISSING",
     "ModelConfig",
     "ModelKind",
+    "NoProfiler",
     "OptimizerConfig",
     "OptimizerKind",
+    "OrderConfig",
+    "OrderKind",
     "PathsConfig",
     "PipelineConfig",
     "PipelineKind",
@@ -117,6 +124,8 @@ __all__ = [
     "Pooling",
     "ProfileConfig",
     "ProfileMode",
+    "ProfilerConfig",
+    "ProfilerKind",
     "ROOTS",
     "ReportConfig",
     "Routing",
@@ -125,11 +134,14 @@ __all__ = [
     "ScarsPlacement",
     "ScheduleConfig",
     "SgdConfig",
+    "ShuffledOrder",
     "TieredConfig",
     "TorchrecPlacement",
     "TorchrecPlan",
+    "TraceProfiler",
     "TrainerConfig",
     "VARIANTS",
+    "WireKind",
     "key",
     "section",
 ]

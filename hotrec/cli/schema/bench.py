@@ -8,11 +8,11 @@ from enum import Enum
 from hotrec.cli.schema.choices import ModelConfig, OptimizerConfig
 from hotrec.cli.schema.fields import key, section
 from hotrec.cli.schema.placements import HotExchange
-from hotrec.cli.schema.sections import Device, LaunchConfig, PipelineKind, PlannerConfig
+from hotrec.cli.schema.sections import Device, LaunchConfig, PlannerConfig, WireKind
 
 
 class BenchCase(Enum):
-    """What `hotrec bench` runs in turn."""
+    """Placements that `hotrec bench` compares; each is a case of that name."""
 
     hot_cold = "hot_cold"
     all_cold = "all_cold"
@@ -20,6 +20,18 @@ class BenchCase(Enum):
     table_wise = "table_wise"
     planner = "planner"
     hand_tuned = "hand_tuned"
+
+
+HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
+
+
+class BenchPipeline(Enum):
+    """Pipelines that `hotrec bench` compares; semi_sync is TorchRec's, whose rows are stale."""
+
+    sparse_dist = "sparse_dist"
+    base = "base"
+    look_ahead = "look_ahead"
+    semi_sync = "semi_sync"
 
 
 class HotRowsRule(Enum):
@@ -37,17 +49,39 @@ class BenchRouting(Enum):
 
 
 @dataclass
+class BenchVariant:
+    """A case of a name of its own; what is null is as in bench."""
+
+    placement: BenchCase = key("the placement")
+    pipeline: BenchPipeline | None = key(
+        "sparse_dist, base, look_ahead (hot and cold rows) or semi_sync (TorchRec's plans; stale)",
+        None,
+    )
+    num_hot_rows: int | None = key("the so many most looked-up rows are hot", None, at_least=0)
+    hot_exchange: HotExchange | None = key("gradients of hot rows", None)
+    wire: WireKind = key("type in which rows and gradients travel", WireKind.fp32)
+    depth: int = key("of look_ahead: batches whose rows travel ahead", 1, at_least=0, at_most=16)
+    micro_batches: bool = key("of look_ahead: compute what need not wait first", False)
+
+
+@dataclass
 class BenchConfig:
     """What is measured; a choice of bench= sets it."""
 
     name: str = key("title of the page; by default the bench= choice")
-    cases: list[BenchCase] = key("what is run in turn, step by step", list(BenchCase))
+    cases: list[str] = key(
+        "what takes turns: placements and names of bench.variants",
+        [case.name for case in BenchCase],
+    )
+    variants: dict[str, BenchVariant] = key("further cases by name", {})
     table_rows: list[int] = key("rows of each table; one feature reads each")
     zipf_exponent: float = key("popularity of the k-th row ~ k^-exponent", 1.05, at_least=0)
     num_dense: int = key("dense columns", 13, at_least=1)
     batch_size: int = key("samples per rank and step", 2048, at_least=1)
-    rounds: int = key("timed steps of each case", 40, at_least=1)
-    rounds_of: dict[str, int] = key("timed steps of single cases, if fewer", {})
+    rounds: int = key("timed blocks of steps of each case", 5, at_least=1)
+    rounds_of: dict[str, int] = key("blocks of single cases, if fewer", {})
+    block_steps: int = key("consecutive steps of a case before the next one's turn", 12, at_least=1)
+    block_skip: int = key("first steps of a block, not counted", 2, at_least=0)
     warmup_rounds: int = key("steps of each case before the clock", 4, at_least=1)
     counted_steps: int = key("steps whose bytes are counted, not timed", 2, at_least=1)
     hot_rows: HotRowsRule = key(
@@ -62,12 +96,16 @@ class BenchConfig:
     )
     profile_samples: int = key("samples that the hot rows are chosen from", 1000000, at_least=1)
     hot_exchange: HotExchange = key(
-        "gradients of hot rows: touched_rows or dense", HotExchange.touched_rows
+        "gradients of hot rows: touched_rows, owners, dense, or auto: least bytes, by step",
+        HotExchange.auto,
     )
     routing: BenchRouting = key(
         "main (inside the timed step) or loader (before the clock)", BenchRouting.main
     )
-    pipeline: PipelineKind = key("TorchRec pipeline of all cases", PipelineKind.sparse_dist)
+    pipeline: BenchPipeline = key(
+        "of all cases that bench.variants does not give another: sparse_dist or base",
+        BenchPipeline.sparse_dist,
+    )
     seed: int = key("of weights, popularity and samples", 0, at_least=0)
     device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)
     loss_tolerance: float = key("largest difference of losses between cases", 1e-4, above=0)

@@ -1,4 +1,4 @@
-"""What the groups model, placement and optimizer choose from: a dataclass for each choice."""
+"""What the groups with variants choose from: a dataclass for each choice."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hotrec.cli.schema.fields import key, section
+from hotrec.cli.schema.order import AllHotOrder, ShuffledOrder
 from hotrec.cli.schema.placements import (
     AllColdPlacement,
     AllHotPlacement,
@@ -21,6 +22,7 @@ from hotrec.cli.schema.placements import (
     ScarsPlacement,
     TorchrecPlacement,
 )
+from hotrec.cli.schema.profiler import NoProfiler, TraceProfiler
 
 
 class ModelKind(Enum):
@@ -171,4 +173,6 @@ VARIANTS: dict[str, dict[str, type]] = {
         "rowwise_adagrad": RowwiseAdagradConfig,
         "adam": AdamConfig,
     },
+    "order": {"shuffled": ShuffledOrder, "all_hot": AllHotOrder},
+    "profiler": {"none": NoProfiler, "trace": TraceProfiler},
 }

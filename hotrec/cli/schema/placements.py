@@ -30,7 +30,9 @@ class PlacementKind(Enum):
 class HotExchange(Enum):
     """How gradients of hot rows travel."""
 
+    auto = "auto"
     touched_rows = "touched_rows"
+    owners = "owners"
     dense = "dense"
 
 
@@ -94,8 +96,9 @@ class TieredConfig(HotColdConfig):
     """What all placements share that leave the exchange and the cold rows' memory to the user."""
 
     hot_exchange: HotExchange = key(
-        "gradients of hot rows: touched_rows (those of this step) or dense (all)",
-        HotExchange.touched_rows,
+        "gradients of hot rows: touched_rows (those of this step, to all ranks), owners (to the "
+        "rows' owners, whose sums go to all), dense (all rows), or auto: least bytes, by step",
+        HotExchange.auto,
     )
     cold_tier: ColdTier = key(
         "cold rows in the device's memory (fused) or the host's (fused_uvm, fused_uvm_caching); "

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from hotrec.cli.schema.bench import BenchRootConfig
 from hotrec.cli.schema.choices import ModelConfig, OptimizerConfig
 from hotrec.cli.schema.fields import key, section
+from hotrec.cli.schema.order import OrderConfig
 from hotrec.cli.schema.placements import PlacementConfig
+from hotrec.cli.schema.profiler import ProfilerConfig
 from hotrec.cli.schema.sections import (
     CalibrateConfig,
     Device,
@@ -33,8 +35,10 @@ class Config:
     model: ModelConfig = section("the model", ModelConfig)
     placement: PlacementConfig = section("which rows are hot", PlacementConfig)
     optimizer: OptimizerConfig = section("the update rule of all parameters", OptimizerConfig)
+    order: OrderConfig = section("the order of training samples", OrderConfig)
     pipeline: PipelineConfig = section("how steps overlap", PipelineConfig)
     trainer: TrainerConfig = section("the training run", TrainerConfig)
+    profiler: ProfilerConfig = section("what is recorded of single steps", ProfilerConfig)
     planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
     plan: PlanConfig = section("what `hotrec plan` plans for", PlanConfig)
     calibrate: CalibrateConfig = section("what `hotrec calibrate` measures", CalibrateConfig)

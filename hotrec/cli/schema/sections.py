@@ -9,10 +9,20 @@ from hotrec.cli.schema.fields import key
 
 
 class PipelineKind(Enum):
-    """TorchRec's train pipelines."""
+    """The train pipelines: hotrec's look_ahead, and TorchRec's."""
 
+    auto = "auto"
+    look_ahead = "look_ahead"
     sparse_dist = "sparse_dist"
     base = "base"
+
+
+class WireKind(Enum):
+    """The type in which rows and gradients travel between ranks."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
 
 
 @dataclass
@@ -20,8 +30,18 @@ class PipelineConfig:
     """How steps overlap."""
 
     kind: PipelineKind = key(
-        "sparse_dist (the next batch's ids travel during this step) or base; pipeline=",
-        PipelineKind.sparse_dist,
+        "look_ahead (the next batches' rows travel during this step), sparse_dist (only their ids "
+        "do), base, or auto: look_ahead for hot and cold rows on CPU, else sparse_dist; pipeline=",
+        PipelineKind.auto,
+    )
+    depth: int = key(
+        "of look_ahead: batches whose rows travel ahead; 0: none", 1, at_least=0, at_most=16
+    )
+    micro_batches: bool = key(
+        "of look_ahead: compute the samples first whose rows need not be waited for", False
+    )
+    wire: WireKind = key(
+        "type in which rows and gradients travel: fp32 (exact), fp16 or bf16", WireKind.fp32
     )
 
 
@@ -62,6 +82,11 @@ class TrainerConfig:
     warmup_steps: int = key("first steps, left out of all rates", 10, at_least=0)
     resume: str = key("latest (of this run directory, if any), none, or a checkpoint", "latest")
     timeout_s: float = key("how long a collective waits for the slowest rank", 600.0, above=0)
+    watchdog_s: float = key(
+        "how long nothing may move in a step before the run is ended, naming the rank in the way",
+        120.0,
+        above=0,
+    )
 
 
 @dataclass

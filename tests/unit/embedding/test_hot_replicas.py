@@ -202,3 +202,39 @@ def test_state_is_per_table_and_shared_with_the_flat_update(one_rank: Ranks) -> 
         name: values["momentum1"].nonzero().view(-1).tolist() for name, values in state.items()
     }
     assert touched == {"e.a.weight": [6], "e.b.weight": [0], "e.c.weight": []}
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_a_reduced_gradient_needs_no_dense_one(one_rank: Ranks, kind: OptimizerKind) -> None:
+    """The same update as by the hook, bit for bit, with no gradient of all rows."""
+    hooked, direct = make_replicas(), make_replicas()
+    optimizers = [make_optimizer(kind, replicas) for replicas in (hooked, direct)]
+    for step in range(3):
+        grad = backward(hooked, ids_of([1, 6], [], [step]))
+        direct.set_reduced(torch.tensor([1, 6, 8 + step]), grad.clone())
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(hooked.rows, direct.rows)
+    assert direct.weight.grad is None
+    before = direct.rows.clone()
+    optimizers[1].step()  # a gradient is used once
+    assert torch.equal(direct.rows, before)
+
+
+def test_a_reduced_gradient_may_be_of_no_row(one_rank: Ranks) -> None:
+    replicas = make_replicas()
+    optimizer, before = make_optimizer(OptimizerKind.ADAM, replicas), replicas.rows.clone()
+    replicas.set_reduced(torch.tensor([], dtype=torch.int64), torch.zeros(0, DIM))
+    optimizer.step()
+    assert torch.equal(replicas.rows, before)
+
+
+def test_zero_grad_drops_a_reduced_gradient(one_rank: Ranks) -> None:
+    replicas = make_replicas()
+    optimizer, before = make_optimizer(OptimizerKind.SGD, replicas), replicas.rows.clone()
+    replicas.set_reduced(torch.tensor([3]), torch.ones(1, DIM))
+    with pytest.raises(RuntimeError, match="expected the last one to be used, got another"):
+        replicas.set_reduced(torch.tensor([3]), torch.ones(1, DIM))
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(replicas.rows, before)

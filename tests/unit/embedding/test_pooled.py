@@ -221,7 +221,7 @@ def test_the_placement_says_how_hot_gradients_travel(one_rank: Ranks, is_dense: 
     placement = Placement(HOT_U, PLACEMENTS["one"].tables, is_hot_dense=is_dense)
     model = sharded(placement)
     [(_, replicas)] = model.module.e.hot_replicas()
-    assert replicas._exchange is (HotExchange.DENSE if is_dense else HotExchange.TOUCHED_ROWS)
+    assert replicas._exchange is (HotExchange.DENSE if is_dense else HotExchange.AUTO)
 
 
 def test_a_converted_model_is_not_converted_again() -> None:

@@ -13,10 +13,9 @@ from hotrec.placement.demand import (
     build_demand_heldout,
     coverage,
     expected_distinct,
-    prob_drawn,
-    prob_met,
     take_rows,
 )
+from hotrec.placement.draws import prob_drawn, prob_met
 from hotrec.placement.histogram import CountHistogram, build_histogram
 
 COUNTS = arrays(np.int64, st.integers(1, 60), elements=st.integers(0, 50)).filter(

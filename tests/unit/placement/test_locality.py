@@ -6,7 +6,8 @@ import pytest
 
 from hotrec.placement import locality
 from hotrec.placement.blocks import Block
-from hotrec.placement.demand import build_demand, expected_distinct, prob_drawn
+from hotrec.placement.demand import build_demand, expected_distinct
+from hotrec.placement.draws import prob_drawn
 from hotrec.placement.histogram import build_histogram
 from hotrec.placement.locality import (
     LocalityMeter,

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from hotrec.costs import Costs, Line, Link, World
 from hotrec.costs.costs import KERNELS, REQUIRED
 from hotrec.placement.caches import lfu_hit_frac
-from hotrec.placement.demand import TableDemand, build_demand, expected_distinct
+from hotrec.placement.demand import (
+    TableDemand,
+    build_demand,
+    expected_distinct,
+    expected_urgent,
+)
 from hotrec.placement.histogram import build_histogram
 from hotrec.placement.quantities import (
     TableSharding,
@@ -64,6 +69,7 @@ def test_hot_cold_by_hand():
     found = hot_cold_quantities(demands, {"a": 1, "b": 2}, tables, World(2, 2), 4)
     assert set(found) == set(QUANTITIES)
     a, b = (expected_distinct(d, n) for d, n in zip(demands, (1, 2), strict=True))
+    urgent = [expected_urgent(d, n) for d, n in zip(demands, (1, 2), strict=True)]
     expected = {
         "lookups": 8 + 12,
         "lookup_bytes": 8 * 16 + 12 * 32,
@@ -72,6 +78,8 @@ def test_hot_cold_by_hand():
         "rows_host": b[1],
         "bytes_host": 32 * b[1],
         "cold_groups": 2,
+        "urgent_rows": urgent[0] + urgent[1],
+        "urgent_bytes": 16 * urgent[0] + 32 * urgent[1],
         "hot_rows": a[0] + b[0],
         "hot_bytes": 16 * a[0] + 32 * b[0],
         "union_rows": a[2] + b[2],

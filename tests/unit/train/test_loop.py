@@ -74,6 +74,7 @@ def test_records_of_a_run(one_rank: Ranks, tmp_path: Path) -> None:
         "step_p50_s",
         "step_p90_s",
         "stage_s",
+        "exposed_communication_s",
         "data_wait_s",
         "sent_bytes",
         "bound_bytes",

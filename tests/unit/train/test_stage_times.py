@@ -10,7 +10,15 @@ from hotrec import stages
 from hotrec.costs import STAGES
 from hotrec.distributed import Ranks
 from hotrec.stages import mark
-from hotrec.train.stage_times import MOST_PENDING_STEPS, KeptSteps, StageTimes, compare
+from hotrec.train.stage_times import (
+    EXPOSED,
+    MEASURED,
+    MOST_PENDING_STEPS,
+    NUM_COLUMNS,
+    KeptSteps,
+    StageTimes,
+    compare,
+)
 
 CPU = torch.device("cpu")
 
@@ -41,7 +49,7 @@ def make_step(times: StageTimes, time: Time, step: int, dense_s: float) -> None:
 
 
 def rows(values: list[float]) -> np.ndarray:
-    return np.repeat(np.asarray(values)[:, None], len(STAGES) + 1, axis=1)
+    return np.repeat(np.asarray(values)[:, None], NUM_COLUMNS, axis=1)
 
 
 def test_an_even_choice_is_kept() -> None:
@@ -57,16 +65,18 @@ def test_an_even_choice_is_kept() -> None:
     assert taken[-1] >= 1000 - 2 * (taken[1] - taken[0])
     kept.clear()
     kept.add(rows([5.0]))
-    assert kept.medians().tolist() == [5.0] * (len(STAGES) + 1)
+    assert kept.medians().tolist() == [5.0] * NUM_COLUMNS
 
 
 def test_lines_begin_anew_and_the_run_from_its_step_on(one_rank: Ranks, time: Time) -> None:
     times = StageTimes(CPU, compared_from_step=4)
     for step, dense_s in ((1, 100.0), (2, 100.0), (3, 100.0)):
         make_step(times, time, step, dense_s)
-    line = dict(zip(STAGES, times.end_line(), strict=True))
+    medians = times.end_line()
+    line = dict(zip(STAGES, medians[:EXPOSED], strict=True))
+    assert medians[EXPOSED:] == [0.0]
     assert line == {**dict.fromkeys(STAGES, 0.0), "dense": 100.0, "optimizer": 1.0, "other": 2.0}
-    assert times.summary()["measured_stage_s"] is None
+    assert times.summary() == {**dict.fromkeys(MEASURED), "compared_from_step": 4}
     for step, dense_s in ((4, 10.0), (5, 30.0), (6, 20.0)):
         make_step(times, time, step, dense_s)
     assert times.end_line()[STAGES.index("dense")] == 20.0
@@ -75,6 +85,26 @@ def test_lines_begin_anew_and_the_run_from_its_step_on(one_rank: Ranks, time: Ti
     assert summary["measured_stage_s"] == {**line, "dense": 20.0}
     assert summary["measured_step_s"] == 23.0
     assert summary["compared_from_step"] == 4
+
+
+def test_exposed_communication_is_the_median_of_the_sums(one_rank: Ranks, time: Time) -> None:
+    times = StageTimes(CPU, compared_from_step=2)
+    # In every step another exchange is the slow one, so each alone has a small median.
+    for step, waits in enumerate([(500, 500), (9, 1), (1, 9), (4, 6)], start=1):
+        with times.measuring():
+            for stage, seconds in zip(("rows_exchange", "hot_exchange"), waits, strict=True):
+                time.now_s += seconds
+                mark(stage)
+            time.now_s += 10.0
+        times.end_step(step, sum(waits) + 10.0)
+        if step == 1:
+            assert times.end_line()[EXPOSED] == 1000.0
+    assert times.end_line()[EXPOSED] == 10.0
+    summary = times.summary()
+    assert summary["exposed_communication_s"] == 10.0
+    assert summary["slowest_rank_exposed_communication_s"] == 10.0
+    assert summary["exposed_communication_frac"] == 0.5
+    assert summary["measured_stage_s"]["hot_exchange"] == 6.0
 
 
 def test_the_clock_is_emptied_on_the_way(time: Time) -> None:

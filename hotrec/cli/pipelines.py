@@ -1,0 +1,65 @@
+"""From configuration to the train pipeline: which one, and what it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotrec.cli.schema import Config, PipelineKind, TieredConfig, TorchrecPlacement
+from hotrec.embedding import HotExchange, RowsAhead
+from hotrec.train.pipeline import LookAhead
+from hotrec.types import Placement
+from hotrec.wire import WireType
+
+
+def choose_pipeline(config: Config, device: str) -> PipelineKind:
+    """The pipeline that trains the configuration's placement; never auto.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: if the configured one cannot.
+    """
+    is_torchrec = isinstance(config.placement, TorchrecPlacement)
+    kind = config.pipeline.kind
+    if kind is PipelineKind.auto:
+        # look_ahead has not been run on CUDA yet.
+        is_ahead = device == "cpu" and not is_torchrec
+        return PipelineKind.look_ahead if is_ahead else PipelineKind.sparse_dist
+    if kind is PipelineKind.look_ahead and is_torchrec:
+        raise ValueError(
+            "pipeline.kind: expected sparse_dist or base for placement=torchrec, whose tables are "
+            "TorchRec's to exchange, got look_ahead. Set pipeline=sparse_dist."
+        )
+    return kind
+
+
+def hot_exchange_of(placement: Any, placed: Placement) -> HotExchange:
+    """How gradients of hot rows travel: dense if the placement decided so, else as configured."""
+    if placed.is_hot_dense:
+        return HotExchange.DENSE
+    if isinstance(placement, TieredConfig):
+        return HotExchange(placement.hot_exchange.value)
+    return HotExchange.AUTO
+
+
+def make_look_ahead(
+    config: Config, model: nn.Module, device: torch.device, hot_exchange: HotExchange
+) -> LookAhead:
+    """What the pipeline look_ahead needs for a model that was sharded for it."""
+    wire_type = WireType(config.pipeline.wire.value)
+
+    def make_rows() -> RowsAhead:
+        return RowsAhead(
+            model,
+            device,
+            depth=config.pipeline.depth,
+            wire_type=wire_type,
+            hot_exchange=hot_exchange,
+            timeout_s=config.trainer.timeout_s,
+        )
+
+    return LookAhead(make_rows, config.pipeline.micro_batches, wire_type)

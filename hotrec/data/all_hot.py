@@ -1,0 +1,295 @@
+"""All-hot samples: those whose every id is a hot row of a partition. One bit per sample.
+
+A step whose samples are all-hot needs no cold row on any rank. FAE (PVLDB 15(1), 2022) and SCARS
+(arXiv 2411.01611) pack such samples into batches of their own. They are found once per dataset and
+partition, chunk by chunk, every rank its share of the chunks, and kept as an artifact beside the
+run: ``all_hot.npy``, uint8, the chunks' bits one after the other, each chunk from a new byte. Its
+manifest names the dataset and the partition, so that a stale one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from hotrec.artifact import (
+    Artifact,
+    ArtifactError,
+    commit_artifact,
+    read_artifact,
+    scratch_directory,
+)
+from hotrec.data.chunks import Dataset, Integers, Jagged
+from hotrec.data.order import num_steps_of
+from hotrec.distributed import all_gather_object, rank, same_verdict, world_size
+from hotrec.types import Feature, Partition, Rows, Schema
+
+KIND = "all_hot_samples"
+BITS = "all_hot.npy"
+
+Bits = npt.NDArray[np.uint8]
+Flags = npt.NDArray[np.bool_]
+
+# Bounds what classifying takes beside the chunk itself, however many ids its bags hold.
+_SAMPLES_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class SampleSubset:
+    """The samples of one kind in a split, as a loader takes them.
+
+    Args:
+        is_all_hot: the kind.
+        sizes: how many of them each chunk holds.
+        made_as: content hash of the artifact that says which; part of a loader's position.
+        chunk_sizes: samples of each chunk, of both kinds.
+        bits: uint8, of all chunks, each from a new byte.
+    """
+
+    is_all_hot: bool
+    sizes: tuple[int, ...]
+    made_as: str
+    chunk_sizes: tuple[int, ...]
+    bits: Bits
+
+    @property
+    def num_samples(self) -> int:
+        return sum(self.sizes)
+
+    def rows(self, chunk: int) -> Rows:
+        """Where the samples of this kind stand in a chunk, int64, rising."""
+        start = sum(_num_bytes(size) for size in self.chunk_sizes[:chunk])
+        size = self.chunk_sizes[chunk]
+        flags = np.unpackbits(self.bits[start : start + _num_bytes(size)], count=size)
+        return np.flatnonzero(flags == self.is_all_hot)
+
+
+@dataclass(frozen=True)
+class AllHotSamples:
+    """Which samples of a split are all-hot.
+
+    Args:
+        artifact: where this is kept.
+        chunk_sizes: samples of each chunk.
+        num_all_hot: all-hot samples of each chunk.
+        bits: uint8, 1 for an all-hot sample, mapped from the file.
+    """
+
+    artifact: Artifact
+    chunk_sizes: tuple[int, ...]
+    num_all_hot: tuple[int, ...]
+    bits: Bits
+
+    @property
+    def num_samples(self) -> int:
+        return sum(self.chunk_sizes)
+
+    @property
+    def frac(self) -> float:
+        """Share of the samples that are all-hot; 0 without samples."""
+        return sum(self.num_all_hot) / self.num_samples if self.num_samples else 0.0
+
+    def subset(self, *, is_all_hot: bool) -> SampleSubset:
+        """The samples of one kind."""
+        pairs = zip(self.chunk_sizes, self.num_all_hot, strict=True)
+        sizes = [hot if is_all_hot else size - hot for size, hot in pairs]
+        made_as = self.artifact.content_hash
+        return SampleSubset(is_all_hot, tuple(sizes), made_as, self.chunk_sizes, self.bits)
+
+
+def write_all_hot(
+    dataset: Dataset, split: str, partition: Partition, *, partition_hash: str, output: Path
+) -> AllHotSamples:
+    """Find the all-hot samples of a split and keep them; collective.
+
+    A table without hot rows (such as one whose exchange is pooled) makes every sample that reads it
+    mixed. Takes one byte per row of the tables that are hot in part, and one bit per sample.
+
+    Args:
+        partition: of this dataset's tables.
+        partition_hash: its artifact's content hash.
+        output: where the artifact is to stand, on a file system that all hosts share; what stands
+            there is replaced.
+
+    Returns:
+        the same on every rank.
+
+    Raises:
+        ValueError: if the partition is of other tables, or an id lies outside its table.
+        ArtifactError: if a chunk is damaged, or a host cannot see ``output``.
+        RankError: on the ranks that saw no fault themselves.
+    """
+    mine = same_verdict(lambda: _classify_share(dataset, split, partition))
+    found: dict[int, Bits] = {}
+    for part in all_gather_object(mine):
+        found.update(part)
+
+    def write() -> None:
+        if rank() == 0:
+            _write(dataset, split, found, partition_hash, output)
+
+    same_verdict(write)
+    return read_all_hot(dataset, split, partition_hash=partition_hash, path=output)
+
+
+def read_all_hot(dataset: Dataset, split: str, *, partition_hash: str, path: Path) -> AllHotSamples:
+    """Read what ``write_all_hot`` kept; collective.
+
+    Raises:
+        ArtifactError: if it is missing, damaged, or of another dataset, partition or split.
+        RankError: on the ranks that saw no fault themselves.
+    """
+    return same_verdict(lambda: _read(dataset, split, partition_hash, path))
+
+
+def _read(dataset: Dataset, split: str, partition_hash: str, path: Path) -> AllHotSamples:
+    artifact = read_artifact(path, kind=KIND, verify="hash")
+    expected = {"dataset": dataset.artifact.content_hash, "partition": partition_hash}
+    for name, value in expected.items():
+        if artifact.made_from.get(name) != value:
+            raise ArtifactError(
+                f"{path}: expected the all-hot samples of the {name} {value[:12]}, got those of "
+                f"{str(artifact.made_from.get(name))[:12]}. Remove the directory, or start a new "
+                "run."
+            )
+    if artifact.content["split"] != split:
+        raise ArtifactError(
+            f"{path}: expected the all-hot samples of split {split}, got those of "
+            f"{artifact.content['split']}. Remove the directory, or start a new run."
+        )
+    return AllHotSamples(
+        artifact=artifact,
+        chunk_sizes=tuple(chunk.num_samples for chunk in dataset.chunks(split)),
+        num_all_hot=tuple(artifact.content["num_all_hot"]),
+        bits=np.load(path / BITS, mmap_mode="r"),
+    )
+
+
+def _write(
+    dataset: Dataset, split: str, found: Mapping[int, Bits], partition_hash: str, output: Path
+) -> None:
+    sizes = [chunk.num_samples for chunk in dataset.chunks(split)]
+    bits = [found[chunk] for chunk in range(len(sizes))]
+    counts = [
+        int(np.unpackbits(part, count=size).sum()) for part, size in zip(bits, sizes, strict=True)
+    ]
+    with scratch_directory(output) as scratch:
+        np.save(scratch / BITS, np.concatenate([np.empty(0, np.uint8), *bits]))
+        commit_artifact(
+            scratch,
+            output,
+            kind=KIND,
+            content={"split": split, "num_all_hot": counts},
+            made_from={
+                "dataset": dataset.artifact.content_hash,
+                "partition": partition_hash,
+            },
+        )
+
+
+def _classify_share(dataset: Dataset, split: str, partition: Partition) -> dict[int, Bits]:
+    """The bits of this rank's chunks, by chunk."""
+    hot_flags = _hot_flags(dataset.schema, partition)
+    chunks = dataset.chunks(split)
+    my_chunks = range(rank(), len(chunks), world_size())
+    total = sum(chunks[chunk].num_samples for chunk in my_chunks)
+    disable = None if rank() == 0 else True
+    bits = {}
+    with tqdm(
+        desc="all-hot samples", total=total, unit=" samples", unit_scale=True, disable=disable
+    ) as bar:
+        for chunk in my_chunks:
+            features = dataset.block(split, chunk).features
+            parts = []
+            for samples in _slices(chunks[chunk].num_samples):
+                where = f"chunk {chunks[chunk].file}"
+                parts.append(_classify(features, samples, dataset.schema, hot_flags, where))
+                bar.update(samples.stop - samples.start)
+            bits[chunk] = np.packbits(np.concatenate([np.empty(0, np.bool_), *parts]))
+    return bits
+
+
+def _slices(num_samples: int) -> Iterator[slice]:
+    for start in range(0, num_samples, _SAMPLES_AT_ONCE):
+        yield slice(start, min(start + _SAMPLES_AT_ONCE, num_samples))
+
+
+def _hot_flags(schema: Schema, partition: Partition) -> dict[str, Flags]:
+    """For each table whether a row is hot, bool (N,); one value for all where they are alike."""
+    expected = {table.name: table.num_rows for table in schema.tables}
+    if dict(partition.num_rows) != expected:
+        raise ValueError(
+            f"partition: expected the tables and rows {expected}, got {dict(partition.num_rows)}. "
+            "Make the partition from this dataset's profile."
+        )
+    flags = {}
+    for table, num_rows in expected.items():
+        hot = partition.hot(table)
+        if hot.size in (0, num_rows):
+            flags[table] = np.full(1, hot.size > 0)
+            continue
+        flags[table] = np.zeros(num_rows, np.bool_)
+        flags[table][hot] = True
+    return flags
+
+
+def _classify(
+    features: Mapping[str, Integers | Jagged],
+    samples: slice,
+    schema: Schema,
+    hot_flags: Mapping[str, Flags],
+    where: str,
+) -> Flags:
+    """Whether each of the samples is all-hot, bool (B,). An empty bag holds no cold id."""
+    is_all_hot = np.ones(samples.stop - samples.start, np.bool_)
+    for feature in schema.features:
+        ids = features[feature.name]
+        flags = hot_flags[feature.table]
+        if isinstance(ids, Jagged):
+            offsets = ids.offsets[samples.start : samples.stop + 1]
+            values = ids.values[offsets[0] : offsets[-1]]
+        else:
+            values = ids[samples]
+        _check_ids(values, feature, schema, where)
+        if isinstance(ids, Jagged):
+            # Cold ids are few where it matters; each makes the sample of its bag mixed.
+            cold = np.flatnonzero(~_look_up(flags, values)) + offsets[0]
+            is_all_hot[np.searchsorted(offsets, cold, side="right") - 1] = False
+        else:
+            is_all_hot &= _look_up(flags, values)
+    return is_all_hot
+
+
+def _look_up(flags: Flags, ids: Integers) -> Flags:
+    return np.broadcast_to(flags, ids.shape) if flags.size == 1 else flags[ids]
+
+
+def _check_ids(ids: Integers, feature: Feature, schema: Schema, where: str) -> None:
+    num_rows = schema.table(feature.table).num_rows
+    if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
+        outside = ids[(ids < 0) | (ids >= num_rows)][0]
+        raise ValueError(
+            f"table {feature.table}: expected rows in 0..{num_rows - 1}, got row {outside} in "
+            f"feature {feature.name} ({where}). Prepare the dataset again."
+        )
+
+
+def _num_bytes(num_samples: int) -> int:
+    return -(-num_samples // 8)
+
+
+def count_steps_of_kinds(
+    samples: AllHotSamples, *, batch_size: int, world_size: int
+) -> tuple[int, int]:
+    """Steps of an epoch: all-hot ones and mixed ones, each kind's last one maybe not full."""
+    num_all_hot = sum(samples.num_all_hot)
+    num_mixed = samples.num_samples - num_all_hot
+    return (
+        num_steps_of(num_all_hot, batch_size, world_size),
+        num_steps_of(num_mixed, batch_size, world_size),
+    )

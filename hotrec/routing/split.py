@@ -1,0 +1,93 @@
+"""Splits a routed batch by samples; both parts read from the same looked-up rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hotrec.routing.features import RoutedFeatures, RoutedGroup
+
+
+def samples_reading(routed: RoutedFeatures, rows_of_group: list[torch.Tensor]) -> torch.Tensor:
+    """Which samples read one of the named rows.
+
+    Args:
+        routed: a batch; all of its columns are exchanged as rows.
+        rows_of_group: bool (U,) of each group.
+
+    Returns:
+        Bool (B,).
+    """
+    found_B = torch.zeros(routed.batch_size, dtype=torch.bool, device=_device(routed))
+    for group, is_named_U in zip(routed.groups, rows_of_group, strict=True):
+        sample_K = _sample_of_ids(group, routed.batch_size)
+        found_B[sample_K[is_named_U.index_select(0, group.positions_K)]] = True
+    return found_B
+
+
+def select_samples(
+    routed: RoutedFeatures, samples: torch.Tensor, num_hot_rows: list[int]
+) -> RoutedFeatures:
+    """The part of a routed batch that some of its samples make.
+
+    Args:
+        routed: as for ``samples_reading``.
+        samples: int64 (B',), ascending.
+        num_hot_rows: of each group, how many of its U rows are hot.
+
+    Returns:
+        The bags of these samples alone; ``rows`` are still those of the whole batch.
+    """
+    place_B = torch.full((routed.batch_size,), -1, device=samples.device)
+    place_B[samples] = torch.arange(samples.numel(), device=samples.device)
+    groups = [
+        _select(group, num_hot, routed.batch_size, samples, place_B)
+        for group, num_hot in zip(routed.groups, num_hot_rows, strict=True)
+    ]
+    return replace(routed, groups=groups, batch_size=samples.numel())
+
+
+def _device(routed: RoutedFeatures) -> torch.device:
+    return routed.groups[0].positions_K.device
+
+
+def _lengths(group: RoutedGroup) -> torch.Tensor:
+    """Ids of each bag."""
+    end = group.bag_offsets.new_full((1,), group.positions_K.numel())
+    return torch.cat([group.bag_offsets, end]).diff()
+
+
+def _sample_of_ids(group: RoutedGroup, batch_size: int) -> torch.Tensor:
+    """int64 (K,), in the order of the bags."""
+    lengths_B = _lengths(group).view(batch_size, -1).sum(1)
+    samples_B = torch.arange(batch_size, device=lengths_B.device)
+    return torch.repeat_interleave(samples_B, lengths_B, output_size=group.positions_K.numel())
+
+
+def _select(
+    group: RoutedGroup,
+    num_hot: int,
+    batch_size: int,
+    samples: torch.Tensor,
+    place_B: torch.Tensor,
+) -> RoutedGroup:
+    num_columns = group.bag_offsets.numel() // batch_size
+    lengths_BF = _lengths(group).view(batch_size, num_columns).index_select(0, samples)
+    lengths_bag = lengths_BF.reshape(-1)
+    by_bag_K = (place_B.index_select(0, _sample_of_ids(group, batch_size)) >= 0).nonzero()[:, 0]
+    place_K = place_B.index_select(0, group.bags_K // num_columns)
+    by_row_K = (place_K >= 0).nonzero()[:, 0]
+    column_K = group.bags_K.index_select(0, by_row_K) % num_columns
+    positions_K = group.positions_K.index_select(0, by_bag_K)
+    return replace(
+        group,
+        positions_K=positions_K,
+        bag_offsets=lengths_bag.cumsum(0) - lengths_bag,
+        bags_K=place_K.index_select(0, by_row_K) * num_columns + column_K,
+        # Where the first kept id at or after the row's first one stands.
+        row_offsets_U=torch.searchsorted(by_row_K, group.row_offsets_U),
+        scales_K=None if group.scales_K is None else group.scales_K[by_bag_K],
+        row_scales_K=None if group.row_scales_K is None else group.row_scales_K[by_row_K],
+        num_hot_lookups=(positions_K < num_hot).sum(),
+    )

@@ -1,0 +1,221 @@
+"""Blocks of all-hot and of mixed batches in turn; how long they are follows the evaluated loss.
+
+After FAE's Shuffle Scheduler (Adnan et al., PVLDB 15(1), 2022): a block is a share of an epoch's
+batches of one kind, half of them at first. Long blocks let the model drift towards one kind of
+sample, so a loss that got worse halves the share; a loss that got better several times in a row
+doubles it. FAE measures at every switch. Here each evaluation on the way counts, wherever in a
+block it falls, and the next block has the new length; so the cadence of evaluations stays what the
+configuration says. Without evaluations the share stays.
+
+Everything depends on the numbers of batches and on evaluated losses alone, which are the same on
+every rank, so all ranks take the same kind in the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hotrec.batch import Batch
+from hotrec.train.checkpoint import StatefulLoader
+from hotrec.train.metrics import Quality
+
+logger = logging.getLogger(__name__)
+
+KINDS = {True: "all_hot", False: "mixed"}
+
+
+class Alternation:
+    """Which kind of batch comes next.
+
+    Every epoch starts with a mixed block. Where one kind is used up, the rest of the other runs.
+
+    Args:
+        num_all_hot_steps: all-hot batches of an epoch.
+        num_mixed_steps: mixed batches of an epoch.
+        start_rate: share of an epoch's batches of its kind that a block holds at first, in (0, 1].
+        least_rate: the least share, in (0, start_rate]; a block holds one batch at least.
+        patience: how many times in a row the loss has to get better before blocks grow.
+
+    Raises:
+        ValueError: if there is no batch, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        num_all_hot_steps: int,
+        num_mixed_steps: int,
+        *,
+        start_rate: float = 0.5,
+        least_rate: float = 0.01,
+        patience: int = 4,
+    ) -> None:
+        if min(num_all_hot_steps, num_mixed_steps) < 0 or num_all_hot_steps + num_mixed_steps < 1:
+            raise ValueError(
+                "alternation: expected at least one batch in an epoch, got "
+                f"{num_all_hot_steps} all-hot and {num_mixed_steps} mixed. Give more data."
+            )
+        if not 0 < least_rate <= start_rate <= 1:
+            raise ValueError(
+                "alternation: expected 0 < least_rate <= start_rate <= 1, got "
+                f"least_rate {least_rate} and start_rate {start_rate}."
+            )
+        if patience < 1:
+            raise ValueError(f"alternation patience: expected 1 or more, got {patience}.")
+        self._num_steps = {True: num_all_hot_steps, False: num_mixed_steps}
+        self._settings = {
+            "num_all_hot_steps": num_all_hot_steps,
+            "num_mixed_steps": num_mixed_steps,
+            "start_rate": start_rate,
+            "least_rate": least_rate,
+            "patience": patience,
+        }
+        self._least_rate = least_rate
+        self._patience = patience
+        self.rate = start_rate
+        self._num_falls = 0  # of the loss, in a row
+        self._last_loss: float | None = None
+        self._last_step = -1  # after which it was measured
+        self._left = {True: 0, False: 0}  # in this epoch
+        self._is_all_hot = True
+        self._left_in_block = 0
+
+    def next_is_all_hot(self) -> bool:
+        """The kind of the next batch; the same until ``advance``."""
+        if not any(self._left.values()):
+            self._left = dict(self._num_steps)
+            self._is_all_hot, self._left_in_block = True, 0
+        if self._left_in_block == 0:
+            if self._left[not self._is_all_hot]:
+                self._is_all_hot = not self._is_all_hot
+            # 0.07 * 100 is a little more than 7, but 7 is meant.
+            length = math.ceil(self.rate * self._num_steps[self._is_all_hot] - 1e-9)
+            self._left_in_block = min(max(length, 1), self._left[self._is_all_hot])
+        return self._is_all_hot
+
+    def advance(self) -> None:
+        """Count the next batch as taken."""
+        is_all_hot = self.next_is_all_hot()
+        self._left[is_all_hot] -= 1
+        self._left_in_block -= 1
+
+    def knows(self, step: int) -> bool:
+        """Whether the loss after ``step`` has been seen."""
+        return self._last_step == step
+
+    def add_quality(self, step: int, quality: Quality) -> None:
+        """Take the quality after ``step``, the same on every rank; blocks to come may change."""
+        loss, before = quality.log_loss, self._last_loss
+        self._last_loss, self._last_step = loss, step
+        if before is None:
+            return
+        self._num_falls = self._num_falls + 1 if loss < before else 0
+        rate = self.rate
+        if loss > before:
+            self.rate = max(rate / 2, self._least_rate)
+        elif self._num_falls == self._patience:
+            self.rate = min(rate * 2, 1.0)
+            self._num_falls = 0
+        if self.rate != rate:
+            logger.info(
+                "step %d: log loss %.5f after %.5f: blocks of %.3g of an epoch's batches of a "
+                "kind, instead of %.3g",
+                step,
+                loss,
+                before,
+                self.rate,
+                rate,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "settings": dict(self._settings),
+            "rate": self.rate,
+            "num_falls": self._num_falls,
+            "last_loss": self._last_loss,
+            "last_step": self._last_step,
+            "left": {KINDS[kind]: left for kind, left in self._left.items()},
+            "is_all_hot": self._is_all_hot,
+            "left_in_block": self._left_in_block,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run stood.
+
+        Raises:
+            ValueError: if it had other numbers of batches or other settings.
+        """
+        for name, value in self._settings.items():
+            if state["settings"].get(name) != value:
+                raise ValueError(
+                    f"alternation {name}: expected {value}, got {state['settings'].get(name)} (of "
+                    "the checkpoint). Resume with the settings of the run that saved it."
+                )
+        self.rate = float(state["rate"])
+        self._num_falls = int(state["num_falls"])
+        self._last_loss = state["last_loss"]
+        self._last_step = int(state["last_step"])
+        self._left = {kind: int(state["left"][name]) for kind, name in KINDS.items()}
+        self._is_all_hot = bool(state["is_all_hot"])
+        self._left_in_block = int(state["left_in_block"])
+
+
+class AlternatingLoader:
+    """A loader that takes from a loader of all-hot and one of mixed batches, in turn.
+
+    Each keeps its own workers, so a switch waits for nothing, and no batch that was made ahead is
+    lost when the loss changes the order to come.
+
+    Args:
+        all_hot: None where an epoch has no all-hot batch.
+        mixed: None where an epoch has no mixed batch.
+        alternation: says which is next; its numbers are those of the loaders' epochs.
+    """
+
+    def __init__(
+        self,
+        all_hot: StatefulLoader | None,
+        mixed: StatefulLoader | None,
+        alternation: Alternation,
+    ) -> None:
+        given = {True: all_hot, False: mixed}
+        self._loaders = {kind: loader for kind, loader in given.items() if loader is not None}
+        self._alternation = alternation
+
+    def __iter__(self) -> Iterator[Batch]:
+        iterators = {kind: iter(loader) for kind, loader in self._loaders.items()}
+        return _Alternating(iterators, self._alternation)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {KINDS[kind]: loader.state_dict() for kind, loader in self._loaders.items()}
+        return {"alternation": self._alternation.state_dict(), **state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another run stood.
+
+        Raises:
+            ValueError: if its loaders were of other kinds or had other settings.
+        """
+        expected = {"alternation", *(KINDS[kind] for kind in self._loaders)}
+        if set(state_dict) != expected:
+            raise ValueError(
+                f"loader state: expected the parts {sorted(expected)}, got {sorted(state_dict)}. "
+                "Resume with the order=, dataset and partition of the run that saved it."
+            )
+        self._alternation.load_state_dict(state_dict["alternation"])
+        for kind, loader in self._loaders.items():
+            loader.load_state_dict(state_dict[KINDS[kind]])
+
+
+class _Alternating(Iterator[Batch]):
+    def __init__(self, iterators: Mapping[bool, Iterator[Batch]], alternation: Alternation) -> None:
+        self._iterators = iterators
+        self._alternation = alternation
+
+    def __next__(self) -> Batch:
+        # Advanced only once the batch is there: the end of the data, or an error, is no step.
+        batch = next(self._iterators[self._alternation.next_is_all_hot()])
+        self._alternation.advance()
+        return batch

@@ -1,0 +1,66 @@
+"""The watchdog on real ranks: what each of them says when one fails or is slow."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from hotrec.distributed import Ranks
+from hotrec.watchdog import MAIN, STEP, LostRank, enter, watching
+from tests.helpers.ranks import run_ranks
+
+
+def ranks_here() -> Ranks:
+    world_size = dist.get_world_size()
+    return Ranks(dist.get_rank(), world_size, dist.get_rank(), world_size, torch.device("cpu"))
+
+
+def slow_steps() -> list[str]:
+    """Two runs after one another; ranks that are slow in a step and leave at different times."""
+    ranks = ranks_here()
+    done = []
+    for run in range(2):
+        with watching(ranks, limit_s=1.0):
+            for step in range(1, 3):
+                enter(MAIN, STEP, step)
+                if ranks.rank == 1:  # longer than the limit in all, but never without a sign
+                    for part in range(8):
+                        time.sleep(0.2)
+                        enter("work", f"part {part}", step)
+                dist.all_reduce(torch.ones(4))
+            enter(MAIN, "evaluation", step)
+            time.sleep(1.5 if ranks.rank == 0 else 0)  # the others leave, which is no death
+        done.append(f"run {run}")
+    return done
+
+
+def end_of_rank(error_rank: int) -> tuple[str, str]:
+    """What a rank ends with when ``error_rank`` raises in step 3, and what caused that."""
+    assert slow_steps() == ["run 0", "run 1"]
+    ranks = ranks_here()
+    try:
+        with watching(ranks, limit_s=20.0):
+            for step in range(1, 6):
+                enter(MAIN, STEP, step)
+                if step == 3 and ranks.rank == error_rank:
+                    raise ArithmeticError("the model has had enough")
+                dist.all_reduce(torch.ones(4))
+    except (LostRank, ArithmeticError) as error:
+        # Closes the connections, as the end of the process would.
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}", type(error.__cause__).__name__
+    raise AssertionError("nothing has happened")
+
+
+def test_slow_ranks_are_left_alone_and_an_error_reaches_all() -> None:
+    told = run_ranks(end_of_rank, 3, timeout_s=120, error_rank=1)
+    assert told[1] == ("ArithmeticError: the model has had enough", "NoneType")
+    for rank in (0, 2):
+        message, cause = told[rank]
+        assert message == told[0][0]
+        assert message.startswith("LostRank: step 3: expected all ranks to go on, got an error on")
+        assert "rank 1 in step 3 (at test_watchdog.py:" in message
+        assert "ArithmeticError: the model has had enough." in message
+        assert cause == "RuntimeError"

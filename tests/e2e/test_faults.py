@@ -1,0 +1,126 @@
+"""A rank that is slow, killed, stopped or broken: what the other one says, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+
+from hotrec.watchdog import EXIT_CODE
+from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec
+from tests.helpers.faults import Fault, rank_processes, run_of_ranks, wait_for_step
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+WORDS = [
+    *("train", SMOKE, "placement=saved", "trainer.max_steps=40", "trainer.num_epochs=2"),
+    *("trainer.save_every_steps=10", "trainer.log_every_steps=1", "trainer.eval_splits=[]"),
+    "trainer.num_workers=0",
+]
+
+
+def final_loss(run_dir: Path) -> float:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["num_steps"] == 40
+    return summary["loss"]
+
+
+def variables(run_dir: Path) -> dict[str, str]:
+    return environment(HOTREC_RUN_DIR=str(run_dir))
+
+
+def line_with(text: str, words: str) -> str:
+    found = [line for line in text.splitlines() if words in line]
+    assert found, text
+    return found[0]
+
+
+def slow_run(workspace: Workspace, run_dir: Path) -> None:
+    """Rank 1 takes ten times as long as the other; far more than the limit over the run."""
+    fault = Fault("slow", rank=1, seconds=0.2)
+    with run_of_ranks(
+        [*WORDS, "trainer.watchdog_s=3"],
+        num_ranks=2,
+        cwd=workspace.folder,
+        environment=variables(run_dir),
+        fault=fault,
+    ) as running:
+        _, err = running.communicate(timeout=150)
+    assert running.returncode == 0, err
+    assert "the others wait for rank 1" in err
+
+
+def test_slow_rank_finishes_and_killed_rank_is_named(workspace: Workspace) -> None:
+    slow, killed = (workspace.folder / "runs" / name for name in ("slow", "killed"))
+    slow_run(workspace, slow)
+    rank = random.SystemRandom().randrange(2)
+    step = random.SystemRandom().randrange(11, 36)
+    with run_of_ranks(
+        WORDS, num_ranks=2, cwd=workspace.folder, environment=variables(killed)
+    ) as running:
+        wait_for_step(killed, step, running)
+        os.kill(rank_processes(running.pid)[rank], signal.SIGKILL)
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGKILL, err  # of the rank that ended first
+    line = line_with(err, f": rank {rank} (process ")
+    assert f"[rank {1 - rank}]" in line
+    assert "expected 2 ranks, got 1" in line
+    assert "has died, last seen" in line
+    assert "goes on from its checkpoint step-000000" in line
+    # Started again, it ends like the run in which nobody died.
+    again = hotrec(*WORDS, "launch.num_ranks=2", cwd=workspace.folder, HOTREC_RUN_DIR=str(killed))
+    assert again.figures["num_steps"] == 40
+    assert final_loss(killed) == final_loss(slow)
+
+
+def wait_for_end_of(rank: int, running: Popen[str]) -> None:
+    until_s = time.monotonic() + 60
+    while rank in rank_processes(running.pid):
+        assert time.monotonic() < until_s, f"rank {rank} hangs"
+        time.sleep(0.05)
+
+
+def test_stopped_rank_is_named(workspace: Workspace) -> None:
+    run_dir = workspace.folder / "runs" / "stopped_rank"
+    with run_of_ranks(
+        [*WORDS, "trainer.watchdog_s=2"],
+        num_ranks=2,
+        cwd=workspace.folder,
+        environment=variables(run_dir),
+    ) as running:
+        wait_for_step(run_dir, 15, running)
+        stopped = rank_processes(running.pid)[1]
+        os.kill(stopped, signal.SIGSTOP)
+        wait_for_end_of(0, running)
+        os.kill(stopped, signal.SIGCONT)  # torchrun would kill it after half a minute
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == EXIT_CODE, err
+    line = line_with(err, "no sign of life from rank 1")
+    assert "[rank 0]" in line
+    assert "within 2 s" in line
+    assert "last seen in step" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("raise", "ArithmeticError: the model has had enough"), ("hang", "")]
+)
+def test_broken_rank_is_named(workspace: Workspace, kind: str, error: str) -> None:
+    with run_of_ranks(
+        [*WORDS, "trainer.watchdog_s=3"],
+        num_ranks=2,
+        cwd=workspace.folder,
+        environment=variables(workspace.folder / "runs" / kind),
+        fault=Fault(kind, rank=1, step=5),
+    ) as running:
+        _, err = running.communicate(timeout=150)
+    assert running.returncode == (1 if error else EXIT_CODE), err
+    words = "got an error on rank 1 in step 5 (" if error else "got rank 1 alive but not moving"
+    line = next(line for line in err.splitlines() if words in line and "[rank 0]" in line)
+    assert error in line
+    assert "; forward, at faults.py:" in line
+    assert "there is no checkpoint yet" in line

@@ -1,0 +1,63 @@
+"""Rows of several groups in one message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotrec.embedding.ahead.messages import Selection, pack, sizes, unpack
+
+counts_of_ranks = st.integers(1, 3).flatmap(
+    lambda num_groups: st.lists(
+        st.lists(st.integers(0, 4), min_size=num_groups, max_size=num_groups),
+        min_size=1,
+        max_size=4,
+    )
+)
+
+
+@given(counts=counts_of_ranks)
+def test_unpack_undoes_pack(counts: list[list[int]]) -> None:
+    dims = [2, 3, 5][: len(counts[0])]
+    parts = []
+    for group, dim in enumerate(dims):
+        num_rows = sum(row[group] for row in counts)
+        parts.append(torch.arange(num_rows * dim).view(-1, dim).float() + 1000 * group)
+    message = pack(parts, counts, dims)
+    assert message.numel() == sum(sizes(counts, dims))
+    for part, found in zip(parts, unpack(message, counts, dims), strict=True):
+        assert torch.equal(part, found)
+
+
+def test_a_rank_gets_all_groups_side_by_side() -> None:
+    parts = [torch.tensor([1, 2, 3]), torch.tensor([10, 20])]
+    assert pack(parts, [[1, 2], [2, 0]], [1, 1]).tolist() == [1, 10, 20, 2, 3]
+
+
+@given(counts=counts_of_ranks, data=st.data())
+def test_selection_counts_by_rank(counts: list[list[int]], data: st.DataObject) -> None:
+    masks = []
+    for group in range(len(counts[0])):
+        num_rows = sum(row[group] for row in counts)
+        drawn = data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
+        masks.append(torch.tensor(drawn, dtype=torch.bool))
+    chosen = Selection(masks, counts)
+    for group, mask in enumerate(masks):
+        pieces = mask.split([row[group] for row in counts])
+        assert [row[group] for row in chosen.counts] == [int(piece.sum()) for piece in pieces]
+        rows = torch.arange(mask.numel())
+        assert torch.equal(chosen.of(group, rows), rows[mask])
+
+
+def test_everything_is_selected_without_a_mask() -> None:
+    rows = torch.arange(3)
+    chosen = Selection([None], [[1], [2]])
+    assert chosen.counts == [[1], [2]]
+    assert chosen.of(0, rows) is rows
+
+
+def test_dims_must_be_of_all_groups() -> None:
+    with pytest.raises(ValueError, match="argument"):
+        sizes([[1, 2]], [4])

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotrec.train.alternate import AlternatingLoader, Alternation
+from hotrec.train.metrics import Quality
+
+
+def letters(alternation: Alternation, num_steps: int) -> str:
+    """The kinds of the next batches: H all-hot, m mixed."""
+    taken = ""
+    for _ in range(num_steps):
+        is_all_hot = alternation.next_is_all_hot()
+        assert alternation.next_is_all_hot() is is_all_hot  # asking changes nothing
+        alternation.advance()
+        taken += "H" if is_all_hot else "m"
+    return taken
+
+
+def evaluate(alternation: Alternation, *losses: float) -> list[float]:
+    """The rate after each of the losses."""
+    rates = []
+    for loss in losses:
+        alternation.add_quality(len(rates), Quality(None, loss, None, 10))
+        rates.append(alternation.rate)
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("num_all_hot", "num_mixed", "settings_", "expected"),
+    [
+        (4, 4, {}, "mmHHmmHH"),
+        (4, 4, {"start_rate": 1.0}, "mmmmHHHH"),
+        (4, 4, {"start_rate": 0.25}, "mHmHmHmH"),
+        (10, 2, {"start_rate": 0.3}, "mHHHmHHHHHHH"),  # where mixed ones are used up, H runs on
+        (2, 6, {}, "mmmHmmmH"),
+        (3, 5, {}, "mmmHHmmH"),  # half of 5 is 3
+        (6, 1, {"start_rate": 0.01}, "mHHHHHH"),  # a block holds one batch at least
+        (0, 3, {}, "mmm"),
+        (3, 0, {}, "HHH"),
+        (1, 0, {}, "H"),
+    ],
+)
+def test_blocks_of_an_epoch(num_all_hot, num_mixed, settings_, expected):
+    alternation = Alternation(num_all_hot, num_mixed, **settings_)
+    assert letters(alternation, 2 * len(expected)) == 2 * expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.lists(st.tuples(st.integers(0, 25), st.floats(0.1, 1.0)), max_size=8),
+)
+def test_every_epoch_holds_every_batch_once_whatever_the_losses(num_all_hot, num_mixed, losses):
+    if num_all_hot + num_mixed == 0:
+        return
+    alternation = Alternation(num_all_hot, num_mixed)
+    taken = ""
+    for num_steps, loss in losses:
+        taken += letters(alternation, num_steps)
+        alternation.add_quality(len(taken), Quality(None, loss, None, 10))
+    size = num_all_hot + num_mixed
+    taken += letters(alternation, 2 * size - len(taken) % size)
+    for start in range(0, len(taken) - size + 1, size):
+        assert taken[start : start + size].count("H") == num_all_hot
+        assert taken[start : start + size].count("m") == num_mixed
+
+
+def test_a_worse_loss_makes_blocks_finer_down_to_the_least():
+    alternation = Alternation(100, 100, least_rate=0.1)
+    assert evaluate(alternation, 0.5, 0.6, 0.7, 0.8, 0.9) == [0.5, 0.25, 0.125, 0.1, 0.1]
+
+
+def test_blocks_grow_after_several_better_losses_in_a_row():
+    alternation = Alternation(100, 100, start_rate=0.25, patience=3)
+    assert evaluate(alternation, 0.9, 0.8, 0.7, 0.6) == [0.25, 0.25, 0.25, 0.5]
+    assert evaluate(alternation, 0.5, 0.4) == [0.5, 0.5]
+    assert evaluate(alternation, 0.3, 0.2, 0.1, 0.05) == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_loss_that_is_not_better_starts_the_count_anew():
+    alternation = Alternation(100, 100, start_rate=0.25, patience=2)
+    assert evaluate(alternation, 0.9, 0.8, 0.8, 0.7) == [0.25] * 4
+    assert evaluate(alternation, 0.75, 0.7, 0.65) == [0.125, 0.125, 0.25]
+
+
+def test_a_block_is_not_longer_by_rounding():
+    assert 0.07 * 100 > 7
+    alternation = Alternation(100, 100, start_rate=0.07)
+    assert letters(alternation, 21) == "m" * 7 + "H" * 7 + "m" * 7
+
+
+def test_a_new_rate_begins_with_the_next_block():
+    alternation = Alternation(8, 8)
+    taken = letters(alternation, 2)
+    evaluate(alternation, 0.5, 0.6)
+    assert taken + letters(alternation, 14) == "mmmmHHmmHHmmHHHH"
+
+
+def test_without_evaluations_the_rate_stays():
+    alternation = Alternation(8, 8)
+    assert letters(alternation, 16 * 5) == "mmmmHHHHmmmmHHHH" * 5
+    assert alternation.rate == 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 12), st.integers(1, 12), st.integers(0, 40), st.lists(st.floats(0, 1)))
+def test_a_state_continues_exactly(num_all_hot, num_mixed, stop, losses):
+    alternation = Alternation(num_all_hot, num_mixed, patience=2)
+    letters(alternation, stop // 2)
+    evaluate(alternation, *losses)
+    letters(alternation, stop)
+    resumed = Alternation(num_all_hot, num_mixed, patience=2)
+    resumed.load_state_dict(copy.deepcopy(alternation.state_dict()))
+    assert resumed.state_dict() == alternation.state_dict()
+    for loss in (0.2, 0.1, 0.05, 0.3):
+        assert letters(resumed, 7) == letters(alternation, 7)
+        assert evaluate(resumed, loss) == evaluate(alternation, loss)
+
+
+def test_it_knows_which_evaluation_it_has_seen():
+    alternation = Alternation(3, 3)
+    assert not alternation.knows(0)
+    alternation.add_quality(8, Quality(0.7, 0.5, 0.9, 10))
+    resumed = Alternation(3, 3)
+    resumed.load_state_dict(alternation.state_dict())
+    assert resumed.knows(8)
+    assert not resumed.knows(16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings_", "message"),
+    [
+        ((0, 0), {}, "at least one batch in an epoch, got 0 all-hot and 0 mixed"),
+        ((-1, 3), {}, "got -1 all-hot"),
+        ((3, 3), {"start_rate": 0.0}, "0 < least_rate <= start_rate <= 1"),
+        ((3, 3), {"start_rate": 1.5}, "start_rate 1.5"),
+        ((3, 3), {"least_rate": 0.6}, "least_rate 0.6 and start_rate 0.5"),
+        ((3, 3), {"patience": 0}, "patience: expected 1 or more, got 0"),
+    ],
+)
+def test_settings_out_of_range(arguments, settings_, message):
+    with pytest.raises(ValueError, match=message):
+        Alternation(*arguments, **settings_)
+
+
+@pytest.mark.parametrize(
+    "other", [Alternation(4, 3), Alternation(3, 4), Alternation(3, 3, patience=5)]
+)
+def test_a_state_of_another_run_is_refused(other):
+    with pytest.raises(ValueError, match=r"alternation \w+: expected .* \(of the checkpoint\)"):
+        Alternation(3, 3).load_state_dict(other.state_dict())
+
+
+class Numbers:
+    """A loader of ``name`` and a number, that fails once where it is told to."""
+
+    def __init__(self, name: str, num: int, fails_at: int | None = None) -> None:
+        self.name, self.num, self.fails_at = name, num, fails_at
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.position >= self.num:
+            raise StopIteration
+        if self.position == self.fails_at:
+            self.fails_at = None
+            raise OSError(5, "Input/output error")
+        self.position += 1
+        return f"{self.name}{self.position - 1}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position = state_dict["position"]
+
+
+def make(num_hot: int = 2, num_mixed: int = 3, epochs: int = 2, **kwargs: Any):
+    alternation = Alternation(num_hot, num_mixed)
+    hot = Numbers("H", num_hot * epochs) if num_hot else None
+    mixed = Numbers("m", num_mixed * epochs, **kwargs) if num_mixed else None
+    return AlternatingLoader(hot, mixed, alternation), alternation
+
+
+ALL = ["m0", "m1", "H0", "m2", "H1", "m3", "m4", "H2", "m5", "H3"]
+
+
+def test_batches_come_in_turn_and_end_with_the_last_epoch():
+    loader, _ = make()
+    batches = iter(loader)
+    assert list(batches) == ALL
+    assert list(batches) == []
+    assert list(make(num_hot=0)[0]) == ["m0", "m1", "m2", "m3", "m4", "m5"]
+    assert list(make(num_mixed=0)[0]) == ["H0", "H1", "H2", "H3"]
+
+
+@pytest.mark.parametrize("stop", range(11))
+def test_a_loader_continues_exactly(stop):
+    first, _ = make()
+    taken = list(islice(first, stop))
+    resumed, _ = make()
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert taken + list(resumed) == ALL
+
+
+def test_a_batch_that_fails_is_not_counted():
+    loader, _ = make(fails_at=1)
+    batches = iter(loader)
+    taken = [next(batches)]
+    with pytest.raises(OSError, match="Input/output"):
+        next(batches)
+    assert taken + list(batches) == ALL
+
+
+def test_a_loss_changes_what_comes_and_loses_nothing():
+    loader, alternation = make(4, 4, epochs=1)
+    batches = iter(loader)
+    taken = list(islice(batches, 1))
+    evaluate(alternation, 0.5, 0.6)
+    assert taken + list(batches) == ["m0", "m1", "H0", "m2", "H1", "m3", "H2", "H3"]
+
+
+@pytest.mark.parametrize("state", [{"position": 3}, make(num_hot=0)[0].state_dict()])
+def test_a_position_of_another_order_is_refused(state):
+    with pytest.raises(ValueError, match=r"loader state: expected the parts \['all_hot', 'altern"):
+        make()[0].load_state_dict(state)

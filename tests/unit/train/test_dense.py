@@ -1,0 +1,302 @@
+"""The dense layers' late updates in one process: what is put off, when it is done, what is refused.
+
+That weights equal DDP's is shown in tests/distributed/test_dense.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from hotrec.distributed import Ranks
+from hotrec.models import ModelKind
+from hotrec.stages import StageClock
+from hotrec.train.deferred import DeferredLinears, deferrable_layers
+from hotrec.train.dense import DenseSync, dense_parameters
+from tests.helpers.dense import (
+    DIM,
+    NUM_DENSE,
+    Clicks,
+    Oddities,
+    loss_of,
+    make_inputs,
+    make_optimizer,
+    weights_of,
+)
+
+
+@pytest.fixture
+def clicks(one_rank: Ranks) -> Iterator[tuple[Clicks, DenseSync]]:
+    model = Clicks(ModelKind.DLRM, 0)
+    dense = DenseSync(model, make_optimizer(model, "adam"), dist.group.WORLD)
+    yield model, dense
+    dense.close()
+
+
+def make_step(model: nn.Module, dense: DenseSync, step: int = 0) -> None:
+    loss = loss_of(model, make_inputs(0, step), 6)
+    with dense.backward():
+        loss.backward()
+    dense.finish_backward()
+    dense.step()
+
+
+def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
+    """The parts whose weights are no longer those of ``before``."""
+    now = dict(model.named_parameters())
+    return {name.split(".")[1] for name in now if not torch.equal(now[name], before[name])}
+
+
+def test_dense_parameters_are_the_trained_ones_outside_of_tables() -> None:
+    model = Clicks(ModelKind.DLRM, 0)
+    names = list(dense_parameters(model))
+    expected = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert names == expected
+    assert names[0] == "model.dense_arch.model._mlp.0._linear.weight"
+    assert list(dense_parameters(Oddities(0)))[:3] == ["scale", "first.weight", "first.bias"]
+
+
+def test_what_can_be_put_off() -> None:
+    model = Oddities(0)
+    layers = deferrable_layers(model.modules())
+    assert layers == [model.twice, model.top[0], model.top[2]]
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 5, 3), (1, 3), (0, 3), (3,)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_deferred_gradients_are_autograds_bit_for_bit(
+    shape: tuple[int, ...], has_bias: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2, bias=has_bias)
+    passes = [torch.randn(shape), torch.randn(shape)]
+    weights = torch.randn(*shape[:-1], 2)
+
+    def run(inputs: torch.Tensor) -> torch.Tensor | None:
+        inputs = inputs.clone().requires_grad_()
+        # Called three times in a pass: autograd adds these up before it adds to ``grad``.
+        out = layer(inputs) + layer(2 * inputs).tanh() + layer(inputs.square())
+        (out * weights).sum().backward()
+        return inputs.grad
+
+    expected = [run(inputs) for inputs in passes]
+    parameters = list(layer.parameters())
+    expected_grads = [parameter.grad for parameter in parameters]
+    layer.zero_grad()
+    deferred = DeferredLinears([layer])
+    got = []
+    for inputs in passes:
+        with deferred.deferring():
+            got.append(run(inputs))
+        assert all(parameter.grad is None for parameter in parameters)
+        assert deferred.has_noted(layer)
+    deferred.compute(layer)
+    assert not deferred.has_noted(layer)
+    for one, other in zip(got, expected, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+    for parameter, grad in zip(parameters, expected_grads, strict=True):
+        assert parameter.grad is not None
+        assert grad is not None
+        assert torch.equal(parameter.grad, grad)
+    layer.zero_grad()
+    for inputs in passes:  # outside of deferring() nothing is put off
+        run(inputs)
+    assert all(
+        p.grad is not None and g is not None and torch.equal(p.grad, g)
+        for p, g in zip(parameters, expected_grads, strict=True)
+    )
+    deferred.restore()
+    assert "forward" not in vars(layer)
+
+
+def test_a_failed_backward_leaves_nothing_noted() -> None:
+    layer = nn.Linear(2, 1)
+    deferred = DeferredLinears([layer])
+    inputs = torch.ones(1, 2, requires_grad=True)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("stop")
+
+    inputs.register_hook(fail)
+    with pytest.raises(KeyError, match="stop"), deferred.deferring():
+        layer(inputs).sum().backward()
+    assert not deferred.has_noted(layer)
+    assert not deferred.is_deferring
+
+
+def test_parts_are_updated_right_before_their_use(clicks: tuple[Clicks, DenseSync]) -> None:
+    model, dense = clicks
+    before = weights_of(model)
+    make_step(model, dense)
+    assert changed(model, before) == set()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.model.dense_arch(torch.zeros(2, NUM_DENSE))
+    assert changed(model, before) == {"dense_arch"}
+    with torch.inference_mode():
+        model.model.over_arch(torch.zeros(2, DIM + 6))
+    assert changed(model, before) == {"dense_arch", "over_arch"}
+    after = weights_of(model)
+    dense.flush()
+    dense.settle()
+    assert changed(model, after) == set()
+    # Also by a module inside of a part, called by itself.
+    make_step(model, dense, 1)
+    model.model.dense_arch.model._mlp[1]._linear(torch.zeros(2, 16))
+    assert changed(model, after) == {"dense_arch"}
+    # The optimizer's state was made in inference mode, and can be changed outside of it.
+    dense.flush()
+    assert changed(model, after) == {"dense_arch", "over_arch"}
+
+
+def test_evaluation_and_state_dict_see_every_update(clicks: tuple[Clicks, DenseSync]) -> None:
+    model, dense = clicks
+    before = weights_of(model)
+    make_step(model, dense)
+    state = model.model.state_dict()
+    assert changed(model, before) == {"dense_arch", "over_arch"}
+    assert torch.equal(
+        state["over_arch.model.1.bias"],
+        dict(model.named_parameters())["model.over_arch.model.1.bias"],
+    )
+    make_step(model, dense, 1)
+    model.eval()
+    inputs = make_inputs(0, 9)
+    with torch.no_grad():
+        seen = model(inputs)
+        dense.flush()
+        assert torch.equal(model(inputs), seen)
+
+
+def test_the_update_has_the_settings_of_its_step(clicks: tuple[Clicks, DenseSync]) -> None:
+    model, dense = clicks
+    optimizer = dense._optimizer
+    (group,) = optimizer.param_groups
+    group["lr"] = 0.0
+    before = weights_of(model)
+    make_step(model, dense)
+    group["lr"] = 0.5
+    dense.flush()
+    assert changed(model, before) == set()
+    assert group["lr"] == 0.5
+
+
+def test_waiting_is_the_exchanges_time(clicks: tuple[Clicks, DenseSync]) -> None:
+    model, dense = clicks
+    clock = StageClock(torch.device("cpu"))
+    make_step(model, dense)
+    with clock.step():
+        dense.flush()
+    stages = [stage for stage, _ in clock._steps[0]]
+    assert stages == ["dense", "grads_exchange", "optimizer"] * 2 + ["optimizer"]
+
+
+def test_calls_out_of_order_are_refused(clicks: tuple[Clicks, DenseSync]) -> None:
+    model, dense = clicks
+    with pytest.raises(RuntimeError, match=r"^dense layers finish_backward: expected a last"):
+        dense.finish_backward()
+    with dense.backward(is_last=False):
+        loss_of(model, make_inputs(0, 0), 6).backward()
+    with pytest.raises(RuntimeError, match=r"^dense layers finish_backward: expected a last"):
+        dense.finish_backward()
+    with dense.backward():
+        loss_of(model, make_inputs(0, 0), 6).backward()
+    with pytest.raises(RuntimeError, match=r"^dense layers step: expected .* of 2 buckets .* 0\."):
+        dense.step()
+
+
+class _Bypass(nn.Module):
+    """Reads a layer's weight without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(F.linear(inputs, self.first.weight, self.first.bias))
+
+
+def test_a_weight_that_is_read_without_a_call_is_refused(one_rank: Ranks) -> None:
+    model = _Bypass()
+    dense = DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
+    make_step(model, dense)
+    with pytest.raises(RuntimeError, match=r"^dense parameter first\.weight: expected its module"):
+        make_step(model, dense, 1)
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(inputs))
+
+
+def test_two_passes_in_one_are_refused(one_rank: Ranks) -> None:
+    model = _Twice()
+    dense = DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
+    first, second = (loss_of(model, make_inputs(0, step), 6) for step in range(2))
+    with dense.backward():
+        first.backward()
+        with pytest.raises(
+            RuntimeError, match=r"^dense parameter norm\.\w+: expected one gradient"
+        ):
+            second.backward()
+
+
+def _with(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), module)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: _with(nn.BatchNorm1d(2)),
+            r"^dense layer 1: expected no running stat.*BatchNorm1d",
+        ),
+        (lambda: _with(nn.Embedding(2, 2, sparse=True)), r"^dense layer 1: expected dense gradien"),
+    ],
+)
+def test_layers_that_would_not_be_exact_are_refused(
+    make: Callable[[], nn.Module], message: str, one_rank: Ranks
+) -> None:
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
+
+
+def test_optimizer_of_other_parameters_is_refused(one_rank: Ranks) -> None:
+    model = nn.Linear(2, 2)
+    for parameters, message in (
+        ([model.weight], r"^optimizer of the dense layers: .* 2 .* without \['bias'\] and .* \[\]"),
+        ([*model.parameters(), nn.Parameter(torch.ones(5))], r" without \[\] and .*\[\(5,\)\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DenseSync(model, torch.optim.SGD(parameters, lr=0.1), dist.group.WORLD)
+
+
+def test_closing_gives_the_model_back(one_rank: Ranks) -> None:
+    model, other = Oddities(0), Oddities(0)
+    dense = DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
+    make_step(model, dense)
+    before = weights_of(model)
+    dense.close()
+    for module in model.modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_pre_hooks or module is model.parametrized
+        assert not module._state_dict_pre_hooks
+    loss_of(model, make_inputs(0, 0), 6).backward()
+    loss_of(other, make_inputs(0, 0), 6).backward()
+    assert changed(nn.ModuleList([model]), {f"0.{k}": v for k, v in before.items()}) == set()
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert (one.grad is None) == (same.grad is None)
+        assert one.grad is None or torch.equal(one.grad, same.grad)
