@@ -162,7 +162,7 @@ def run_cell(config: BenchRootConfig, costs: Any, ranks: Ranks) -> dict[str, Any
     stages = {name: clock.medians() for name, clock in clocks.items()}
     run_counted(runners, num_steps=bench.counted_steps, interface=None, ranks=ranks)
     measured = summarize(
-        gather_measured(runners, batches, ranks),
+        gather_measured(runners, ranks),
         global_batch_size=bench.batch_size * ranks.world_size,
         dim=config.model.embedding_dim,
         baselines=(),

@@ -25,12 +25,15 @@ _HOME = {
     "HotExchange": "hotrec.embedding",
     "OptimizerKind": "hotrec.embedding",
     "OptimizerSpec": "hotrec.embedding",
+    "RowsAhead": "hotrec.embedding",
     "check_replicas": "hotrec.embedding",
     "gather_tables": "hotrec.embedding",
     "initialize_embeddings": "hotrec.embedding",
     "make_optimizer": "hotrec.embedding",
     "shard": "hotrec.embedding",
     "use_hot_cold": "hotrec.embedding",
+    "LookAhead": "hotrec.train.pipeline",
+    "make_pipeline": "hotrec.train.pipeline",
 }
 
 __all__ = list(_HOME)

@@ -326,7 +326,8 @@ def build_sharded(
     look_ahead = None
     if is_ahead:
         assert placed is not None
-        look_ahead = make_look_ahead(config, model, device, hot_exchange_of(placement, placed))
+        hot_exchange = hot_exchange_of(placement, placed)
+        look_ahead = make_look_ahead(config, model, device, hot_exchange, machine)
     return Sharded(model, optimizer, plan, transform, _inspector(embeddings), kind.name, look_ahead)
 
 

@@ -263,9 +263,14 @@ def fit_from_run(run_dir: Path, where: str) -> Costs:
         where: the costs that it was planned with, a directory or the name of a built-in set.
 
     Raises:
-        CostsError: if the run lacks either, or was planned with other costs.
+        CostsError: if the run lacks either, looked ahead, or was planned with other costs.
     """
     summary = _read_document(run_dir / SUMMARY)
+    if summary.get("pipeline") == "look_ahead":
+        raise CostsError(
+            f"{run_dir / SUMMARY} pipeline: expected sparse_dist or base, whose stages are all on "
+            "the main thread, got look_ahead. Take a run with pipeline=sparse_dist."
+        )
     times = []
     for key in ("predicted_stage_s", "measured_stage_s"):
         found = summary.get(key)

@@ -18,6 +18,7 @@ from hotrec.data.all_hot import (
 )
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader, num_steps
+from hotrec.data.locality import Assign
 from hotrec.distributed import Ranks, same_verdict
 from hotrec.train.alternate import AlternatingLoader, Alternation
 
@@ -106,6 +107,7 @@ def make_train_loader(
     transform: Callable[[Any], Any] | None,
     samples: AllHotSamples | None,
     alternation: Alternation | None,
+    assign: Assign | None,
 ) -> Any:
     """The loader of all training steps; collective.
 
@@ -113,6 +115,7 @@ def make_train_loader(
         transform: of the ids, in the workers.
         samples: of ``find_all_hot``.
         alternation: of ``make_alternation``.
+        assign: of ``hotrec.cli.assign.choose_assign``.
     """
     trainer = config.trainer
 
@@ -130,6 +133,7 @@ def make_train_loader(
             transform=transform,
             pin_memory=ranks.device.type == "cuda",
             subset=subset,
+            assign=assign,
         )
 
     if samples is None or alternation is None:

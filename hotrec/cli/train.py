@@ -17,6 +17,7 @@ from hotrec.cli.assemble import (
     chosen_device,
     make_machine,
 )
+from hotrec.cli.assign import check_assign, choose_assign
 from hotrec.cli.errors import EndedEarly
 from hotrec.cli.order import (
     count_epoch_steps,
@@ -63,6 +64,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         resume_from = same_verdict(lambda: _resume_from(config, run_dir, device))
         settled = _agree(config, dataset, machine, run_dir, ranks, resume_from)
         config = settled.config
+        check_assign(config, settled.placement)
         is_own = resume_from is not None and resume_from.is_relative_to(run_dir)
         all_hot = find_all_hot(config, dataset, settled, run_dir, is_resumed=is_own)
         steps = _count_steps(config, dataset, ranks, all_hot)
@@ -76,6 +78,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             ranks.device,
             settled.curves,
         )
+        assign = choose_assign(config, dataset.schema, settled.placement, sharded.plan)
         if ranks.is_first:
             write_plan(sharded.plan, run_dir, settled.prediction)
             write_environment(
@@ -87,7 +90,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         result = train(
             sharded.model,
             sharded.optimizer,
-            make_train_loader(config, ranks, sharded.transform, all_hot, alternation),
+            make_train_loader(config, ranks, sharded.transform, all_hot, alternation, assign),
             ranks,
             num_steps=steps,
             cadence=_cadence(trainer),
@@ -104,7 +107,9 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             ),
             run_dir=run_dir,
             inspect_batch=sharded.inspect_batch,
-            description=_description(config, settled.partition, dataset, all_hot),
+            description=_description(
+                config, settled.partition, dataset, all_hot, sharded.pipeline_kind
+            ),
             prediction=settled.predicted,
             trace=_trace_window(config, run_dir),
             alternation=alternation,
@@ -282,6 +287,7 @@ def _description(
     partition: Partition | None,
     dataset: Dataset,
     all_hot: AllHotSamples | None,
+    pipeline_kind: str,
 ) -> dict[str, Any]:
     hot_rows = 0 if partition is None else partition.total_hot
     total_rows = sum(table.num_rows for table in dataset.schema.tables)
@@ -291,7 +297,10 @@ def _description(
         "policy": None if partition is None else partition.policy,
         "model": config.model.kind.name,
         "optimizer": config.optimizer.kind.name,
+        "pipeline": pipeline_kind,
+        "wire": config.pipeline.wire.name,
         "order": config.order.kind.name,
+        "assign": config.order.assign.name,
         "all_hot_samples_frac": None if all_hot is None else all_hot.frac,
         "batch_size": config.trainer.batch_size,
         "hot_rows": hot_rows,

@@ -20,6 +20,7 @@ from hotrec.cli.schema import (
     Config,
     CostPlacement,
     ModelConfig,
+    OrderAssign,
     PolicyConfig,
 )
 from hotrec.cli.schema.bench import HOT_COLD_CASES, BenchPipeline, BenchVariant
@@ -162,6 +163,12 @@ def _check_variant(key: str, name: str, variant: BenchVariant, bench: BenchConfi
         raise ValueError(
             f"{key}.num_hot_rows: expected null with the placement {variant.placement.name}, got "
             f"{variant.num_hot_rows}. Set {key}.placement=hot_cold."
+        )
+    has_cold = variant.placement in (BenchCase.hot_cold, BenchCase.all_cold)
+    if variant.assign is OrderAssign.by_owner and not has_cold:
+        raise ValueError(
+            f"{key}.assign: expected as_read with the placement {variant.placement.name}, which "
+            f"has no cold rows that travel, got by_owner. Set {key}.placement=hot_cold."
         )
 
 

@@ -67,6 +67,10 @@ class Gatherer:
                 not finite; the message names the chunk and the sample.
             ArtifactError: if a chunk is missing or damaged.
         """
+        return Gathered(*self.read_numbers(pieces), *self.read_ids(pieces))
+
+    def read_numbers(self, pieces: Sequence[Piece]) -> tuple[Floats, Floats]:
+        """Label and dense columns alone, as in ``Gathered``; raises as ``read``."""
         blocks = [self._block(piece.chunk) for piece in pieces]
         # Plain indexing beats numpy.take on these sizes, and concatenating one piece is a copy.
         label = _join(
@@ -76,11 +80,14 @@ class Gatherer:
             [block.dense[piece.rows] for block, piece in zip(blocks, pieces, strict=True)]
         )
         self._check_numbers(label, dense, pieces)
+        return label, dense
+
+    def read_ids(self, pieces: Sequence[Piece]) -> tuple[Rows, npt.NDArray[np.int32]]:
+        """Values and lengths alone, as in ``Gathered``; raises as ``read``."""
+        blocks = [self._block(piece.chunk) for piece in pieces]
         if self._is_one_hot:
-            values, lengths = self._one_hot(blocks, pieces, label.size)
-        else:
-            values, lengths = self._jagged(blocks, pieces)
-        return Gathered(label, dense, values, lengths)
+            return self._one_hot(blocks, pieces, sum(piece.rows.size for piece in pieces))
+        return self._jagged(blocks, pieces)
 
     def _block(self, chunk: int) -> Block:
         if chunk not in self._open:
@@ -186,3 +193,23 @@ def gather_bags(ids: Integers | Jagged, samples: Rows) -> tuple[Rows, Rows]:
         starts - (ends - lengths), lengths
     )
     return ids.values[positions].astype(np.int64), lengths
+
+
+def select_bags(
+    values: Rows, lengths: npt.NDArray[np.int32], samples: Rows, num_features: int
+) -> tuple[Rows, npt.NDArray[np.int32]]:
+    """The ids of some samples of a batch.
+
+    Args:
+        values: int64 (K,), feature-major.
+        lengths: int32 (F * S,), feature-major.
+        samples: int64 (B,), in the order wanted.
+        num_features: F.
+
+    Returns:
+        values int64 and lengths int32 (F * B,) of these samples, feature-major.
+    """
+    num_samples = lengths.size // num_features
+    bags = (np.arange(num_features)[:, None] * num_samples + samples).reshape(-1)
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return gather_bags(Jagged(values, offsets), bags)[0], lengths[bags]

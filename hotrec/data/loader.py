@@ -23,8 +23,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.batch import Batch
 from hotrec.data.all_hot import SampleSubset
 from hotrec.data.chunks import Dataset
-from hotrec.data.gather import Gathered, Gatherer
-from hotrec.data.order import SampleOrder, num_steps_of
+from hotrec.data.gather import Gathered, Gatherer, select_bags
+from hotrec.data.locality import AS_READ, BY_OWNER, Assign
+from hotrec.data.order import SampleOrder, num_steps_of, select_pieces
 
 # What becomes of the ids before they leave the worker, e.g. hotrec.routing's routing.
 Transform = Callable[[KeyedJaggedTensor], Any]
@@ -53,6 +54,7 @@ def make_loader(
     pin_memory: bool = False,
     verify: str = "size",
     subset: SampleSubset | None = None,
+    assign: Assign | None = None,
 ) -> StatefulDataLoader:
     """Make one rank's loader of a split.
 
@@ -71,6 +73,8 @@ def make_loader(
         pin_memory: copy batches into page-locked memory, for a GPU.
         verify: "size", or "hash" to read every byte of the dataset first.
         subset: the samples that take part, all without it; may be fewer than a global batch.
+        assign: which rank takes which sample of a global batch; without it, in the order of the
+            batch. Picklable. The worker then reads the ids of the whole global batch.
 
     Returns:
         a loader of ``Batch``; ``state_dict`` and ``load_state_dict`` give exact continuation with
@@ -81,11 +85,7 @@ def make_loader(
             than one global batch.
         ArtifactError: if there is no whole dataset.
     """
-    if batch_size < 1 or world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(
-            f"loader: expected batch_size >= 1 and 0 <= rank < world_size, got "
-            f"batch_size {batch_size}, rank {rank}, world_size {world_size}."
-        )
+    _check_ranks(batch_size, rank, world_size)
     dataset = Dataset.open(dataset_path, verify)
     num_samples = dataset.num_samples(split) if subset is None else subset.num_samples
     # An evaluation may be smaller than a batch; training on less than one is a mistake.
@@ -108,6 +108,7 @@ def make_loader(
         transform=transform,
         drop_last=drop_last,
         subset=subset,
+        assign=assign,
     )
     return StatefulDataLoader(
         batches,
@@ -117,6 +118,14 @@ def make_loader(
         persistent_workers=False,
         worker_init_fn=_leave_sigterm_to_rank,
     )
+
+
+def _check_ranks(batch_size: int, rank: int, world_size: int) -> None:
+    if batch_size < 1 or world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"loader: expected batch_size >= 1 and 0 <= rank < world_size, got "
+            f"batch_size {batch_size}, rank {rank}, world_size {world_size}."
+        )
 
 
 def _leave_sigterm_to_rank(worker: int) -> None:
@@ -154,11 +163,15 @@ class Batches(IterableDataset[Batch]):
         transform: Transform | None,
         drop_last: bool,
         subset: SampleSubset | None,
+        assign: Assign | None = None,
     ) -> None:
         self.dataset = dataset
         self.split = split
         self.transform = transform
+        self.rank = rank
         self.is_all_hot = subset is not None and subset.is_all_hot
+        # No sample of an all-hot batch is nearer to one rank than to another.
+        self.assign = None if self.is_all_hot else assign
         sizes = [chunk.num_samples for chunk in dataset.chunks(split)]
         sizes = sizes if subset is None else list(subset.sizes)
         self.steps_per_epoch = num_steps_of(sum(sizes), batch_size, world_size, drop_last=drop_last)
@@ -181,6 +194,7 @@ class Batches(IterableDataset[Batch]):
             "seed": seed,
             "shuffle": shuffle,
             "drop_last": drop_last,
+            "assign": AS_READ if assign is None else BY_OWNER,
         }
         if subset is not None:
             self.identity |= {"samples": subset.made_as, "is_all_hot": subset.is_all_hot}
@@ -213,11 +227,9 @@ class BatchIterator(Iterator[Batch]):
 
     def _build(self, step: int) -> Batch:
         epoch, step_in_epoch = divmod(step, self._batches.steps_per_epoch)
-        order = self._batches.order
-        pieces = order.pieces(epoch, step_in_epoch)
         schema = self._batches.dataset.schema
-        if pieces:
-            gathered = self._gatherer.read(pieces)
+        gathered = self._gather(epoch, step_in_epoch)
+        if gathered is not None:
             weights = np.ones(gathered.label.size, np.float32)
         else:
             gathered = _padding_sample(len(schema.dense), len(schema.features))
@@ -233,9 +245,25 @@ class BatchIterator(Iterator[Batch]):
             sparse=self._batches.transform(sparse) if self._batches.transform else sparse,
             labels=torch.from_numpy(gathered.label),
             weights=torch.from_numpy(weights),
-            num_global_samples=order.num_global_samples(step_in_epoch),
+            num_global_samples=self._batches.order.num_global_samples(step_in_epoch),
             is_all_hot=self._batches.is_all_hot,
         )
+
+    def _gather(self, epoch: int, step: int) -> Gathered | None:
+        """This rank's samples of a step; None if it has none."""
+        order, assign = self._batches.order, self._batches.assign
+        if assign is None:
+            pieces = order.pieces(epoch, step)
+            return self._gatherer.read(pieces) if pieces else None
+        pieces = order.global_pieces(epoch, step)
+        values, lengths = self._gatherer.read_ids(pieces)
+        ranks = assign(values, lengths, order.shares(step))
+        mine = np.flatnonzero(ranks == self._batches.rank)
+        if mine.size == 0:
+            return None
+        numbers = self._gatherer.read_numbers(select_pieces(pieces, mine))
+        num_features = len(self._batches.dataset.schema.features)
+        return Gathered(*numbers, *select_bags(values, lengths, mine, num_features))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -249,10 +277,11 @@ class BatchIterator(Iterator[Batch]):
 
         Raises:
             ValueError: if the position belongs to another dataset, batch size, number of ranks or
-                workers, or seed.
+                workers, seed, or assignment of samples to ranks.
         """
         mine = {**self._batches.identity, "num_workers": self._stride}
-        theirs = {**state["identity"], "num_workers": state["stride"]}
+        # Positions saved before samples could be assigned do not say so.
+        theirs = {"assign": AS_READ, **state["identity"], "num_workers": state["stride"]}
         for key in mine | theirs:
             if theirs.get(key) != mine.get(key):
                 raise ValueError(

@@ -80,17 +80,26 @@ class SampleOrder:
         global_batch = self._batch_size * self._world_size
         return min(global_batch, self.num_samples - step * global_batch)
 
+    def shares(self, step: int) -> Rows:
+        """Samples of each rank in a step, int64 (W,).
+
+        Equal in full steps; in the last one the first ranks hold one sample more.
+        """
+        share, extra = divmod(self.num_global_samples(step), self._world_size)
+        return share + (np.arange(self._world_size) < extra)
+
     def pieces(self, epoch: int, step: int) -> list[Piece]:
         """What this rank reads in a step; empty if the epoch's last step has nothing for it."""
         self._enter_epoch(epoch)
-        global_batch = self._batch_size * self._world_size
-        start = step * global_batch
-        size = self.num_global_samples(step)
-        # Equal shares in full steps; in the last one the first ranks hold one sample more.
-        share, extra = divmod(size, self._world_size)
-        first = start + self._rank * share + min(self._rank, extra)
-        last = first + share + (1 if self._rank < extra else 0)
-        return self._pieces_between(epoch, first, last)
+        shares = self.shares(step)
+        first = step * self._batch_size * self._world_size + int(shares[: self._rank].sum())
+        return self._pieces_between(epoch, first, first + int(shares[self._rank]))
+
+    def global_pieces(self, epoch: int, step: int) -> list[Piece]:
+        """What all ranks read in a step, in the order of the ranks."""
+        self._enter_epoch(epoch)
+        first = step * self._batch_size * self._world_size
+        return self._pieces_between(epoch, first, first + self.num_global_samples(step))
 
     def _pieces_between(self, epoch: int, first: int, last: int) -> list[Piece]:
         pieces = []
@@ -130,3 +139,21 @@ class SampleOrder:
             if len(self._permutations) > _CACHED_PERMUTATIONS:
                 self._permutations.popitem(last=False)
         return self._permutations[key]
+
+
+def select_pieces(pieces: Sequence[Piece], samples: Rows) -> list[Piece]:
+    """The parts of some pieces that hold certain samples.
+
+    Args:
+        pieces: laid end to end.
+        samples: int64, rising, positions in them.
+    """
+    selected = []
+    begin = 0
+    for piece in pieces:
+        end = begin + piece.rows.size
+        first, last = np.searchsorted(samples, [begin, end])
+        if first < last:
+            selected.append(Piece(piece.chunk, piece.rows[samples[first:last] - begin]))
+        begin = end
+    return selected

@@ -329,10 +329,14 @@ class HotReplicas:
             self._note_union(num_rows)
             return buffer
 
+        def arrived(done: torch.futures.Future[Any]) -> torch.Tensor:
+            done.wait()  # raises what the exchange failed with; the buffer would hold anything
+            return add_up()
+
         work = dist.all_gather_into_tensor(gathered, message, self._group, async_op=True)
         if not buffer.is_cuda:
             # Backward goes on, with the update of the cold rows; DDP waits at its end.
-            return work.get_future().then(lambda _: add_up())
+            return work.get_future().then(arrived)
         work.wait()  # holds up the stream, not the host
         future = _future(buffer)
         future.set_result(add_up())

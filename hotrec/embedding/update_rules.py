@@ -23,6 +23,7 @@ from enum import Enum
 
 import torch
 
+from hotrec.embedding.flat import put_rows
 from hotrec.sorting import sort_keys
 
 
@@ -129,7 +130,8 @@ def update_rows(
             states["momentum2"].index_copy_(0, rows_U, second_UD)
             second_UD.div_(1 - spec.beta2**num_updates).sqrt_().add_(spec.eps)
             direction_UD = first_UD.div_(1 - spec.beta1**num_updates).div_(second_UD)
-    weights_RD.index_add_(0, rows_U, direction_UD, alpha=-learning_rate)
+    rows_UD = weights_RD.index_select(0, rows_U).add_(direction_UD, alpha=-learning_rate)
+    put_rows(weights_RD, rows_U, rows_UD)
 
 
 def sum_by_row(

@@ -76,7 +76,7 @@ class _DotInteraction(torch.autograd.Function):
 
 
 def padded_vectors(num_features: int) -> int:
-    """P, the vectors that are multiplied with one another: the dense vector and F sparse ones, up to a multiple of ``_MULTIPLE``."""
+    """P, vectors in the product: the dense one and F sparse ones, up to a multiple of 4."""
     return -(-(num_features + 1) // _MULTIPLE) * _MULTIPLE
 
 

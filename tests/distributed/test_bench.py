@@ -16,8 +16,8 @@ from hotrec.traffic import COLLECTIVES
 
 REPOSITORY = Path(__file__).parents[2]
 EXACT = (
-    "look_ahead", "hot_cold", "hot_cold_base", "all_cold", "all_hot", "table_wise", "planner",
-    "hand_tuned",
+    "look_ahead", "look_ahead_local", "hot_cold", "hot_cold_base", "all_cold", "all_hot",
+    "table_wise", "planner", "hand_tuned",
 )  # fmt: skip
 # What computes with stale rows, and what rounds.
 STALE = ("planner_semi_sync", "hand_tuned_semi_sync")
@@ -93,6 +93,14 @@ def test_sixteen_bits_are_half_the_bytes(figures: dict[str, Any]) -> None:
     # Ids travel as they are.
     assert 0.5 <= half["sent_bytes"] / exact["sent_bytes"] < 0.6
     assert half["largest_loss_difference"] > 0
+
+
+def test_samples_by_owner_are_the_same_samples_with_fewer_bytes(figures: dict[str, Any]) -> None:
+    as_read, local = (figures["cases"][name] for name in ("look_ahead", "look_ahead_local"))
+    assert figures["assigned"] == ["look_ahead_local"]
+    assert local["hot_lookups_frac"] == as_read["hot_lookups_frac"]
+    before, after = (c["sent_bytes_by_collective"]["all_to_all"] for c in (as_read, local))
+    assert 0 < after < 0.9 * before
 
 
 def test_waiting_is_part_of_the_step(figures: dict[str, Any]) -> None:

@@ -9,7 +9,14 @@ import pytest
 from hotrec.distributed import Ranks
 from hotrec.embedding import OptimizerKind
 from hotrec.types import Tier
-from tests.distributed.parity_cases import BATCHES, PARTITIONS, PLACEMENTS, make_cases, run_cases
+from tests.distributed.parity_cases import (
+    BATCHES,
+    PARTITIONS,
+    PLACEMENTS,
+    make_cases,
+    make_pipeline_cases,
+    run_cases,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -23,5 +30,15 @@ def test_hot_cold_equals_unsplit_reference(gpu: Ranks, tier: Tier, kind: Optimiz
     assert {case.partition for case in cases} == set(PARTITIONS)
     assert {case.batches for case in cases} == set(BATCHES)
     assert {case.placement for case in cases} == set(PLACEMENTS)
+    failures = run_cases(cases)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.value)
+def test_pipelines_equal_unsplit_reference(gpu: Ranks, tier: Tier, kind: OptimizerKind) -> None:
+    cases = [
+        replace(case, device="cuda", tier=tier, optimizer=kind) for case in make_pipeline_cases(16)
+    ]
     failures = run_cases(cases)
     assert not failures, "\n".join(failures)

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from benchmarks import cpu_rows, networks_page, one_gpu, routing_speed
+from hotrec.batch import Batch
+from hotrec.cli.bench.assigned import assigned_batches
 from hotrec.cli.bench.balance import imbalance
 from hotrec.cli.bench.blocks import Block, step_seconds, whole_step_seconds
 from hotrec.cli.bench.cases import case_config, choose_hot_rows, make_cases
@@ -33,6 +35,8 @@ from hotrec.cli.schema import (
 from hotrec.cli.schema.bench import BenchPipeline
 from hotrec.cli.store import build_config, compose_config
 from hotrec.costs import STAGES
+from hotrec.data.locality import ByOwner, Shard
+from hotrec.distributed import Ranks
 from hotrec.embedding.update_rules import OptimizerKind
 from hotrec.traffic import COLLECTIVES
 
@@ -92,6 +96,10 @@ def test_criteo_like_has_the_design_s_tables() -> None:
             "bench.variants.look_ahead.depth=-1",
             "bench.variants.look_ahead.depth: expected a value at least 0",
         ),
+        (
+            "bench.variants.planner_semi_sync.assign=by_owner",
+            "bench.variants.planner_semi_sync.assign: expected as_read .* planner, .* by_owner",
+        ),
         ("bench.table_rows=[3,0]", "bench.table_rows: expected rows >= 1, got \\[3, 0\\]"),
         ("+bench.rounds_of.warm=3", "bench.rounds_of: expected one of .*, got 'warm'"),
         ("bench.rounds_of.all_hot=0", "bench.rounds_of.all_hot: expected at least 1, got 0"),
@@ -115,6 +123,40 @@ def test_samples_depend_on_seed_and_rank_alone() -> None:
     assert torch.equal(draw(0, 0), draw(0, 0))
     assert not torch.equal(draw(0, 0), draw(0, 1))
     assert not torch.equal(draw(0, 0), draw(1, 0))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_samples_by_owner_are_all_ranks_samples(world_size: int) -> None:
+    tables, size = zipf_tables(), 40
+    shards = {"C1": [Shard(rank * 400, rank) for rank in range(world_size)]}
+    by_owner = ByOwner(tables.schema, shards, {})
+
+    def rows(batch: Batch) -> torch.Tensor:
+        """Everything of each sample, (B, values)."""
+        ids = batch.sparse.values().view(2, -1).T
+        return torch.cat([ids.double(), batch.dense.double(), batch.labels[:, None]], dim=1)
+
+    for_each = [
+        assigned_batches(
+            tables,
+            by_owner,
+            2,
+            batch_size=size,
+            ranks=Ranks(rank, world_size, rank, world_size, torch.device("cpu")),
+        )
+        for rank in range(world_size)
+    ]
+    for step in range(2):
+        as_read = [
+            tables.batches(2, batch_size=size, rank=rank, world_size=world_size)[step]
+            for rank in range(world_size)
+        ]
+        assigned = [batches[step] for batches in for_each]
+        before, after = (torch.cat([rows(b) for b in each]) for each in (as_read, assigned))
+        assert [len(batch.labels) for batch in assigned] == [size] * world_size
+        assert sorted(before.tolist()) == sorted(after.tolist())
+        assert torch.equal(before, after) == (world_size == 1)
+        assert assigned[0].num_global_samples == size * world_size
 
 
 def test_counts_foretell_the_samples() -> None:

@@ -15,8 +15,11 @@ import torch
 
 from hotrec.batch import Batch
 from hotrec.cli.assemble import Sharded, as_placement, build_sharded, make_machine
+from hotrec.cli.assign import by_owner
+from hotrec.cli.bench.assigned import assigned_batches
 from hotrec.cli.bench.blocks import Block
 from hotrec.cli.bench.machine import resident_bytes
+from hotrec.cli.bench.samples import ZipfTables
 from hotrec.cli.bench.semi_sync import SemiSyncPipeline
 from hotrec.cli.schema import (
     AllColdPlacement,
@@ -29,10 +32,12 @@ from hotrec.cli.schema import (
     FractionPlacement,
     HotColdConfig,
     HotRowsRule,
+    OrderAssign,
     PipelineConfig,
     PipelineKind,
     PlacementConfig,
     Routing,
+    ShuffledOrder,
     TorchrecPlacement,
     TorchrecPlan,
     TrainerConfig,
@@ -65,6 +70,7 @@ class Case:
         wire: type in which rows and gradients travel.
         depth: batches whose rows travel ahead, of look_ahead.
         micro_batches: compute the samples first whose rows are here, of look_ahead.
+        assign: which rank computes which sample of the same global batches.
     """
 
     name: str
@@ -74,6 +80,7 @@ class Case:
     wire: WireKind = WireKind.fp32
     depth: int = 1
     micro_batches: bool = False
+    assign: OrderAssign = OrderAssign.as_read
 
     @property
     def is_exact(self) -> bool:
@@ -115,6 +122,7 @@ def make_cases(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) 
                 variant.wire,
                 variant.depth,
                 variant.micro_batches,
+                variant.assign,
             )
         )
     return cases
@@ -162,6 +170,7 @@ def case_config(config: BenchRootConfig, case: Case) -> Config:
             depth=case.depth,
             micro_batches=case.micro_batches,
         ),
+        order=ShuffledOrder(assign=case.assign),
         trainer=TrainerConfig(batch_size=config.bench.batch_size, seed=config.bench.seed),
     )
 
@@ -176,6 +185,7 @@ class Runner:
         pipeline: of the model.
         clock: of the counted steps' stages.
         batches: of the whole run, in order, and some that the pipeline may hold ahead.
+        unrouted: the same, with the ids as they were drawn.
         memory_bytes: growth of this process while the model was built and made its first step.
         losses: this rank's loss () of every step.
         blocks: the timed ones, by round.
@@ -189,6 +199,7 @@ class Runner:
     pipeline: Pipeline
     clock: StageClock
     batches: Iterator[Batch]
+    unrouted: Sequence[Batch]
     memory_bytes: int = 0
     losses: list[torch.Tensor] = field(default_factory=list)
     blocks: dict[int, Block] = field(default_factory=dict)
@@ -222,8 +233,14 @@ def build_runner(
     schema: Schema,
     batches: Sequence[Batch],
     ranks: Ranks,
+    samples: ZipfTables | None = None,
 ) -> Runner:
-    """Build a case and make its first step; collective."""
+    """Build a case and make its first step; collective.
+
+    Args:
+        batches: of this rank, as read.
+        samples: what they were drawn from; only a case that assigns samples needs it.
+    """
     start = time.perf_counter()
     gc.collect()
     before = resident_bytes(ranks.device)
@@ -240,13 +257,23 @@ def build_runner(
         placed = as_placement(case.placement, case.partition, ranks.device.type)
     sharded = build_sharded(case_config(config, case), schema, placed, machine, ranks.device)
     pipeline = _pipe(case.pipeline or config.bench.pipeline, sharded, ranks.device)
+    if case.assign is OrderAssign.by_owner:
+        assert placed is not None, case.name
+        assert samples is not None, case.name
+        batches = assigned_batches(
+            samples,
+            by_owner(schema, placed, sharded.plan),
+            len(batches),
+            batch_size=config.bench.batch_size,
+            ranks=ranks,
+        )
     fed = list(batches)
     if isinstance(case.placement, HotColdConfig) and sharded.transform is not None:
         fed = [
             dataclasses.replace(batch, sparse=route(batch.sparse))
             for batch, route in zip(batches, repeat(sharded.transform))
         ]
-    runner = Runner(case, sharded, pipeline, StageClock(ranks.device), iter(fed))
+    runner = Runner(case, sharded, pipeline, StageClock(ranks.device), iter(fed), batches)
     runner.step()
     runner.settle()
     gc.collect()

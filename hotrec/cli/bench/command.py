@@ -24,7 +24,7 @@ from hotrec.cli.bench.measure import run_counted, run_timed, run_warmup
 from hotrec.cli.bench.page import COLUMNS, plain_table, render_page, result_rows
 from hotrec.cli.bench.samples import ZipfTables
 from hotrec.cli.bench.stages import is_profilable, run_profiled
-from hotrec.cli.schema import BenchConfig, BenchRootConfig
+from hotrec.cli.schema import BenchConfig, BenchRootConfig, OrderAssign
 from hotrec.cli.schema.sections import WireKind
 from hotrec.distributed import Ranks, process_group
 from hotrec.types import Rows
@@ -92,7 +92,9 @@ def measure(
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    runners = [build_runner(config, case, samples.schema, batches, ranks) for case in cases]
+    runners = [
+        build_runner(config, case, samples.schema, batches, ranks, samples) for case in cases
+    ]
     run_warmup(runners, bench.warmup_rounds)
     run_timed(
         runners,
@@ -108,7 +110,7 @@ def measure(
         stages_s = {r.case.name: run_profiled(r, num_profiled) for r in runners}
     for runner in runners:
         runner.pipeline.close()
-    measured = gather_measured(runners, batches, ranks)
+    measured = gather_measured(runners, ranks)
     figures = summarize(
         measured,
         global_batch_size=bench.batch_size * ranks.world_size,
@@ -121,6 +123,7 @@ def measure(
         "data": _data_facts(config, next(iter(measured.values()))[0].num_dense_values),
         "partitions": _partition_facts(cases, config),
         "pipelines": {case.name: _pipeline_words(case, bench) for case in cases},
+        "assigned": [c.name for c in cases if c.assign is OrderAssign.by_owner],
         "cases": figures,
         "losses_apart": losses_apart(figures, bench.loss_tolerance),
         "stages_s": stages_s,

@@ -55,17 +55,15 @@ class Measured:
     num_dense_values: int
 
 
-def gather_measured(
-    runners: Sequence[Runner], batches: Sequence[Batch], ranks: Ranks
-) -> dict[str, list[Measured]]:
+def gather_measured(runners: Sequence[Runner], ranks: Ranks) -> dict[str, list[Measured]]:
     """All ranks' measurements by case, in rank order; collective."""
-    mine = {runner.case.name: _measured(runner, batches, ranks) for runner in runners}
+    mine = {runner.case.name: _measured(runner, ranks) for runner in runners}
     gathered = all_gather_object(mine)
     return {name: [measured[name] for measured in gathered] for name in mine}
 
 
-def _measured(runner: Runner, batches: Sequence[Batch], ranks: Ranks) -> Measured:
-    counted = [_rows_by_table(batches[number]) for number in runner.counted]
+def _measured(runner: Runner, ranks: Ranks) -> Measured:
+    counted = [_rows_by_table(runner.unrouted[number]) for number in runner.counted]
     asked = _asked_rows(runner.case, counted[0])
     return Measured(
         is_exact=runner.case.is_exact,

@@ -142,6 +142,13 @@ def _reading(document: Mapping[str, Any]) -> str:
         "the main thread waits for other ranks, mean over the ranks. Bytes are means over the "
         "ranks, dense layers included, and the bound with them.",
     ]
+    if document.get("assigned"):
+        lines.append(
+            f"By owner: {', '.join(document['assigned'])}. Samples of the same global batches were "
+            "given to the rank that holds most of their cold rows before the clock, as loader "
+            "workers do in training, so the time for it is in no figure. The bound knows nothing "
+            "of it: it takes a row to be on any rank alike."
+        )
     if few:
         lines.append(
             f"Fewer blocks than the others' {document['rounds']}: {', '.join(few)}; their "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -67,8 +67,17 @@ class ZipfTables:
         self, num_batches: int, *, batch_size: int, rank: int, world_size: int
     ) -> list[Batch]:
         """The samples of one rank: an id per feature, labels that a dense column predicts."""
+        return list(
+            self.stream(num_batches, batch_size=batch_size, rank=rank, world_size=world_size)
+        )
+
+    def stream(
+        self, num_batches: int, *, batch_size: int, rank: int, world_size: int
+    ) -> Iterator[Batch]:
+        """The same, one after the other."""
         rng = np.random.default_rng([self._seed, _SAMPLES, rank])
-        return [self._batch(rng, batch_size, world_size) for _ in range(num_batches)]
+        for _ in range(num_batches):
+            yield self._batch(rng, batch_size, world_size)
 
     def _batch(self, rng: np.random.Generator, batch_size: int, world_size: int) -> Batch:
         ids = [

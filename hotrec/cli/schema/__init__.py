@@ -30,7 +30,13 @@ from hotrec.cli.schema.choices import (
     SgdConfig,
 )
 from hotrec.cli.schema.fields import MISSING, key, section
-from hotrec.cli.schema.order import AllHotOrder, OrderConfig, OrderKind, ShuffledOrder
+from hotrec.cli.schema.order import (
+    AllHotOrder,
+    OrderAssign,
+    OrderConfig,
+    OrderKind,
+    ShuffledOrder,
+)
 from hotrec.cli.schema.placements import (
     AllColdPlacement,
     AllHotPlacement,
@@ -111,6 +117,7 @@ __all__ = [
     "NoProfiler",
     "OptimizerConfig",
     "OptimizerKind",
+    "OrderAssign",
     "OrderConfig",
     "OrderKind",
     "PathsConfig",

@@ -7,6 +7,7 @@ from enum import Enum
 
 from hotrec.cli.schema.choices import ModelConfig, OptimizerConfig
 from hotrec.cli.schema.fields import key, section
+from hotrec.cli.schema.order import OrderAssign
 from hotrec.cli.schema.placements import HotExchange
 from hotrec.cli.schema.sections import Device, LaunchConfig, PlannerConfig, WireKind
 
@@ -62,6 +63,10 @@ class BenchVariant:
     wire: WireKind = key("type in which rows and gradients travel", WireKind.fp32)
     depth: int = key("of look_ahead: batches whose rows travel ahead", 1, at_least=0, at_most=16)
     micro_batches: bool = key("of look_ahead: compute what need not wait first", False)
+    assign: OrderAssign = key(
+        "as_read, or by_owner: samples of the same global batches go where their cold rows are",
+        OrderAssign.as_read,
+    )
 
 
 @dataclass

@@ -15,11 +15,22 @@ class OrderKind(Enum):
     all_hot = "all_hot"
 
 
+class OrderAssign(Enum):
+    """Which rank computes which sample of a global batch."""
+
+    as_read = "as_read"
+    by_owner = "by_owner"
+
+
 @dataclass
 class OrderConfig:
     """What all orders share."""
 
     kind: OrderKind = key("the order; choose it with order=")
+    assign: OrderAssign = key(
+        "samples of a global batch go to ranks as_read, or by_owner: where their cold rows are",
+        OrderAssign.as_read,
+    )
 
 
 @dataclass

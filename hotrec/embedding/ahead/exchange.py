@@ -31,6 +31,7 @@ from hotrec.embedding.ahead.window import (
     Gradients,
     num_hot_rows,
 )
+from hotrec.embedding.flat import put_rows
 from hotrec.embedding.hot_exchange import HotReplicas
 from hotrec.stages import named_range
 from hotrec.watchdog import COMMUNICATION, enter
@@ -215,7 +216,7 @@ class ColdExchange:
         for at, index in enumerate(self._cold):
             order = arriving.of(at, talk.asked[at].order_U)
             cold_rows = self._cold_part(batch.rows[index], talk.asked[at])
-            cold_rows.index_copy_(0, order, received[at])
+            put_rows(cold_rows, order, received[at])
 
     def _cold_part(self, rows_UD: torch.Tensor, asked: Asked) -> torch.Tensor:
         return rows_UD[rows_UD.shape[0] - asked.order_U.numel() :]

@@ -18,6 +18,7 @@ from hotrec.embedding.ahead.groups import find_groups, hot_slots
 from hotrec.embedding.ahead.lane import Lane, Pending
 from hotrec.embedding.ahead.window import AheadBatch, Gradients, num_hot_rows
 from hotrec.embedding.collection import route
+from hotrec.embedding.hot_choice import Seconds
 from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.pooling import pool_rows
@@ -64,6 +65,7 @@ class RowsAhead:
         depth: batches whose rows travel ahead of the step; 0 for none.
         wire_type: in which rows and gradients travel.
         hot_exchange: how gradients of hot rows travel.
+        seconds: of collectives by bytes, for AUTO; None to choose by bytes.
         timeout_s: how long a message may wait for its peer.
 
     Raises:
@@ -78,6 +80,7 @@ class RowsAhead:
         depth: int = 1,
         wire_type: WireType = WireType.FP32,
         hot_exchange: HotExchange = HotExchange.AUTO,
+        seconds: Seconds | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self._collections = [collection for _, collection in sharded_collections(model)]

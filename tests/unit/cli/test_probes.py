@@ -62,6 +62,11 @@ def test_a_run_planned_with_other_costs_is_refused(tmp_path: Path) -> None:
         fit_from_run(write_run(tmp_path, "elsewhere"), "cpu_1gbit")
 
 
+def test_a_run_that_looked_ahead_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CostsError, match="pipeline: expected sparse_dist or base"):
+        fit_from_run(write_run(tmp_path, pipeline="look_ahead"), "cpu_1gbit")
+
+
 @pytest.mark.parametrize("missing", [None, {}, 3])
 def test_a_run_that_measured_nothing_is_refused(tmp_path: Path, missing: Any) -> None:
     with pytest.raises(CostsError, match="summary.json measured_stage_s: expected seconds by"):

@@ -1,0 +1,149 @@
+"""Which rank computes which sample of a global batch: the one that holds most of its cold rows.
+
+A cold row travels, and its gradient back, only if a rank reads it that does not hold it. The
+samples of a global batch may change ranks: the batch stays as it is, and so does the update. Every
+rank reads the ids of the whole global batch and comes to the same assignment by itself; nothing is
+sent for it. The figures behind the rule are in benchmarks/results/locality.md. Numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hotrec.types import Rows, Schema
+
+NOBODY = -1
+AS_READ, BY_OWNER = "as_read", "by_owner"
+
+# (values int64 (K,), lengths int32 (F * S,), both feature-major, samples per rank int64 (W,)) ->
+# the rank of each sample of the global batch, int64 (S,). The same on every rank.
+Assign = Callable[[Rows, npt.NDArray[np.int32], Rows], Rows]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A piece of a table: its rows from ``first_row`` to the next piece's first are on ``rank``."""
+
+    first_row: int
+    rank: int
+
+
+def assign_by_owner(owner_K: Rows, row_K: Rows, sample_K: Rows, shares_W: Rows) -> Rows:
+    """Give each sample to the rank that holds most of its cold rows, each rank its share.
+
+    The score of sample s on rank r is the sum over the ids of s whose row r holds of 1 / (ids of
+    the global batch that name this row): a row that many samples read travels to most ranks anyway
+    and pulls nobody. Samples choose the rank with their best score (the lowest one if several are
+    equal), those that would lose most by their second choice first, then in the order of the batch;
+    those whose choice is full choose again among the ranks with room, at most W times.
+
+    Args:
+        owner_K: int64 (K,), the rank that holds each id's row, ``NOBODY`` for hot rows and others
+            that every rank reads alike.
+        row_K: int64 (K,), the row, numbered over all tables.
+        sample_K: int64 (K,), in 0..S-1.
+        shares_W: int64 (W,), samples of each rank; their sum is S.
+
+    Returns:
+        The rank of each sample, int64 (S,). Sums are in the order of the ids, so that ranks on
+        different processors come to the same.
+    """
+    num_samples, num_ranks = int(shares_W.sum()), shares_W.size
+    is_owned = owner_K != NOBODY
+    owner_K, row_K, sample_K = owner_K[is_owned], row_K[is_owned], sample_K[is_owned]
+    _, place_K, num_U = np.unique(row_K, return_inverse=True, return_counts=True)
+    weight_K = (1.0 / num_U)[place_K]
+    cell_K = sample_K * num_ranks + owner_K
+    score = np.bincount(cell_K, weight_K, minlength=num_samples * num_ranks)
+    return _fill(score.reshape(num_samples, num_ranks).astype(np.float64, copy=False), shares_W)
+
+
+def _fill(score_SW: npt.NDArray[np.float64], shares_W: Rows) -> Rows:
+    """Each sample where its score is high, each rank its share."""
+    room_W = shares_W.copy()
+    rank_S = np.full(score_SW.shape[0], NOBODY, np.int64)
+    left = np.arange(rank_S.size)
+    while left.size:  # a round either places all that are left or fills a rank
+        open_ranks = np.flatnonzero(room_W)
+        score = score_SW[np.ix_(left, open_ranks)]
+        choice = open_ranks[score.argmax(axis=1)]
+        keenness = np.zeros(left.size)
+        if open_ranks.size > 1:
+            best = np.partition(score, -2, axis=1)
+            keenness = best[:, -1] - best[:, -2]
+        order = np.argsort(-keenness, kind="stable")
+        ordered_choice = choice[order]
+        for rank in open_ranks.tolist():
+            placed = left[order[ordered_choice == rank][: room_W[rank]]]
+            rank_S[placed] = rank
+            room_W[rank] -= placed.size
+        left = left[rank_S[left] == NOBODY]
+    return rank_S
+
+
+class ByOwner:
+    """``assign_by_owner`` for the batches of a loader; picklable, so that workers can hold it.
+
+    Takes one bit per row of the tables that have hot rows.
+
+    Args:
+        schema: tables, and which feature reads which.
+        shards: where the rows of a table are, by table, in the order of the rows; a table that is
+            missing has no owners, such as one whose rows do not travel.
+        hot_rows: int64 (H,) by table; a table that is missing has none.
+
+    Raises:
+        ValueError: if a table's shards do not begin with its first row, or do not rise.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        shards: Mapping[str, Sequence[Shard]],
+        hot_rows: Mapping[str, Rows],
+    ) -> None:
+        index = {table.name: position for position, table in enumerate(schema.tables)}
+        num_rows_T = np.array([table.num_rows for table in schema.tables], np.int64)
+        begin_T = np.cumsum(num_rows_T) - num_rows_T
+        self._num_features = len(schema.features)
+        self._begin_F = begin_T[[index[feature.table] for feature in schema.features]]
+        firsts: list[int] = []
+        ranks: list[int] = []
+        for table, begin in zip(schema.tables, begin_T.tolist(), strict=True):
+            of_table = shards.get(table.name) or (Shard(0, NOBODY),)
+            first_rows = [shard.first_row for shard in of_table]
+            if first_rows[0] != 0 or first_rows != sorted(set(first_rows)):
+                raise ValueError(
+                    f"shards of table {table.name}: expected first rows that rise from 0, got "
+                    f"{first_rows}. Take them from the plan."
+                )
+            firsts += [begin + first_row for first_row in first_rows]
+            ranks += [shard.rank for shard in of_table]
+        self._first_P, self._rank_P = np.array(firsts, np.int64), np.array(ranks, np.int64)
+        self._is_hot_bits = np.zeros(-(-int(num_rows_T.sum()) // 8), np.uint8)
+        for name, rows in hot_rows.items():
+            key_H = rows + begin_T[index[name]]
+            np.bitwise_or.at(self._is_hot_bits, key_H >> 3, _bit(key_H))
+
+    def owners(self, key_K: Rows) -> Rows:
+        """The rank that holds each row, ``NOBODY`` for hot ones; rows numbered over all tables."""
+        owner_K = self._rank_P[np.searchsorted(self._first_P, key_K, side="right") - 1]
+        owner_K[(self._is_hot_bits[key_K >> 3] & _bit(key_K)) != 0] = NOBODY
+        return owner_K
+
+    def __call__(self, values_K: Rows, lengths_FS: npt.NDArray[np.int32], shares_W: Rows) -> Rows:
+        """The rank of each sample, int64 (S,); see ``Assign``."""
+        num_samples = int(shares_W.sum())
+        lengths = lengths_FS.reshape(self._num_features, num_samples)
+        key_K = values_K + np.repeat(self._begin_F, lengths.sum(axis=1))
+        sample_K = np.repeat(np.tile(np.arange(num_samples), self._num_features), lengths_FS)
+        return assign_by_owner(self.owners(key_K), key_K, sample_K, shares_W)
+
+
+def _bit(key_K: Rows) -> npt.NDArray[np.uint8]:
+    """The bit of each row in its byte."""
+    return np.left_shift(np.uint8(1), (key_K & 7).astype(np.uint8))

@@ -1,0 +1,231 @@
+"""order.assign=by_owner on real ranks: the same training, fewer bytes, and exact continuation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hotrec.artifact import scratch_directory
+from hotrec.cli.assemble import Sharded, build_sharded
+from hotrec.cli.assign import by_owner, check_assign, choose_assign
+from hotrec.cli.order import make_train_loader
+from hotrec.cli.schema import Config
+from hotrec.cli.store import build_config, compose_config
+from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
+from hotrec.data.locality import NOBODY
+from hotrec.distributed import Ranks, all_gather_object
+from hotrec.embedding import gather_tables
+from hotrec.embedding.ahead.stores import OwnedRows
+from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
+from hotrec.planner import Machine
+from hotrec.train.checkpoint import Checkpoints, find_latest
+from hotrec.train.loop import TrainResult, train
+from hotrec.train.schedule import Cadence, Schedule
+from hotrec.types import (
+    Exchange,
+    Feature,
+    Partition,
+    Placement,
+    Rows,
+    Schema,
+    Sharding,
+    Table,
+    TablePlacement,
+)
+from tests.helpers.ranks import run_ranks
+
+NUM_ROWS = {"t0": 2000, "t1": 1500, "t2": 700, "t3": 5, "t4": 301}
+SCHEMA = Schema(
+    dense=("d0", "d1"),
+    features=(
+        *(Feature(f"f{index}", f"t{index}") for index in range(5)),
+        Feature("again", "t0"),
+        Feature("bag", "t1", is_multi_hot=True),
+    ),
+    tables=tuple(Table(name, num_rows) for name, num_rows in NUM_ROWS.items()),
+)
+# One sample in the last step: all ranks but the first have none.
+NUM_SAMPLES = 385
+BATCH_SIZE = 32
+STOP = 3
+
+HOT = {"t0": np.arange(40), "t1": np.arange(20)[::-1].copy(), "t3": np.arange(5)}
+PLACEMENTS = {
+    "row_wise": Placement.alike(Partition(NUM_ROWS, HOT, policy="by hand")),
+    # Of every kind one; t3 is all hot.
+    "mixed": Placement(
+        Partition(NUM_ROWS, HOT, policy="by hand"),
+        {
+            "t0": TablePlacement(),
+            "t1": TablePlacement(sharding=Sharding.TABLE_WISE),
+            "t2": TablePlacement(sharding=Sharding.TABLE_WISE),
+            "t3": TablePlacement(),
+            "t4": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
+        },
+    ),
+}
+CASES = (
+    ("row_wise", "look_ahead", "rowwise_adagrad"),
+    ("mixed", "sparse_dist", "sgd"),
+)
+
+
+def write_skewed(path: Path) -> None:
+    """Rows of low numbers are read most."""
+    rng = np.random.default_rng(4)
+
+    def draw(feature: Feature, num: int) -> Rows:
+        num_rows = NUM_ROWS[feature.table]
+        return (rng.random(num) ** 3 * num_rows).astype(np.int64)
+
+    features: dict[str, Any] = {}
+    for feature in SCHEMA.features:
+        if feature.is_multi_hot:
+            offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 4, NUM_SAMPLES))])
+            features[feature.name] = Jagged(draw(feature, int(offsets[-1])), offsets)
+        else:
+            features[feature.name] = draw(feature, NUM_SAMPLES)
+    label = rng.integers(0, 2, NUM_SAMPLES).astype(np.float32)
+    dense = rng.standard_normal((NUM_SAMPLES, 2)).astype(np.float32)
+    with scratch_directory(path) as scratch:
+        writer = ChunkWriter(scratch, "train", SCHEMA, 100)
+        writer.write(Block(label, dense, features))
+        commit_dataset(scratch, path, SCHEMA, {"train": writer.close()}, {})
+
+
+def config_of(folder: Path, pipeline: str, optimizer: str, assign: str) -> Config:
+    words = [f"paths.dataset={folder / 'd'}", "placement=coverage", f"pipeline={pipeline}"]
+    words += [f"optimizer={optimizer}", "optimizer.learning_rate=0.1", f"order.assign={assign}"]
+    words += ["model.embedding_dim=8", "model.dense_layer_sizes=[8]"]
+    words += ["model.over_layer_sizes=[8,1]", "trainer.num_workers=0", "trainer.device=cpu"]
+    words += [f"trainer.batch_size={BATCH_SIZE}", "trainer.num_epochs=2"]
+    words += ["optimizer.eps=1e-4"] if optimizer != "sgd" else []
+    config: Config = build_config(compose_config("config", words))
+    return config
+
+
+def make_model(config: Config, placement: Placement) -> Sharded:
+    world_size = dist.get_world_size()
+    torch.manual_seed(1)
+    machine = Machine(world_size, world_size, "cpu", 1 << 30, 1 << 34, BATCH_SIZE)
+    return build_sharded(config, SCHEMA, placement, machine, torch.device("cpu"))
+
+
+def run(
+    config: Config, placement: Placement, run_dir: Path, num_steps: int | None = None, **kwargs: Any
+) -> tuple[TrainResult, dict[str, torch.Tensor]]:
+    """Train two epochs, or fewer steps; the result and the tables."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ranks = Ranks(rank, world_size, rank, world_size, torch.device("cpu"))
+    check_assign(config, placement)
+    sharded = make_model(config, placement)
+    assign = choose_assign(config, SCHEMA, placement, sharded.plan)
+    result = train(
+        sharded.model,
+        sharded.optimizer,
+        make_train_loader(config, ranks, sharded.transform, None, None, assign),
+        ranks,
+        num_steps=num_steps or 2 * -(-NUM_SAMPLES // (BATCH_SIZE * world_size)),
+        cadence=Cadence(log_every=1),
+        lr_factor=Schedule(),
+        pipeline_kind=sharded.pipeline_kind,
+        look_ahead=sharded.look_ahead,
+        run_dir=run_dir,
+        inspect_batch=sharded.inspect_batch,
+        **kwargs,
+    )
+    dist.barrier()
+    return result, gather_tables(sharded.model)
+
+
+def losses_of(run_dir: Path) -> dict[int, float]:
+    """The mean over the ranks, by step."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def check_training(folder: Path, placement: str, pipeline: str, optimizer: str) -> None:
+    """By owner trains what as read trains, with fewer bytes; a stopped run goes on bitwise."""
+    placed = PLACEMENTS[placement]
+    folder = folder / f"{placement}-{dist.get_world_size()}"
+    folder.mkdir(exist_ok=True)
+    as_read = config_of(folder.parent, pipeline, optimizer, "as_read")
+    assigned = config_of(folder.parent, pipeline, optimizer, "by_owner")
+    plain, plain_tables = run(as_read, placed, folder / "as_read")
+    whole, tables = run(assigned, placed, folder / "by_owner")
+    expected, found = losses_of(folder / "as_read"), losses_of(folder / "by_owner")
+    assert len(expected) > 6
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert found.keys() == expected.keys()
+    for name, table in plain_tables.items():
+        torch.testing.assert_close(tables[name], table, rtol=1e-5, atol=1e-6, msg=name)
+    # Of one full step, the same in both runs: ids, cold rows and their gradients.
+    before, after = (result.summary["sent_bytes"]["all_to_all"] for result in (plain, whole))
+    assert 0 < after < 0.9 * before, (after, before)
+
+    checkpoints = Checkpoints(folder / "checkpoints", facts={})
+    run(assigned, placed, folder / "cut", num_steps=STOP, checkpoints=checkpoints)
+    path = find_latest(checkpoints.directory)
+    assert path is not None
+    again = replace(checkpoints, resume_from=path)
+    _, resumed = run(assigned, placed, folder / "cut", checkpoints=again)
+    assert losses_of(folder / "cut") == found
+    for name, table in tables.items():
+        assert torch.equal(resumed[name], table), name
+    with pytest.raises(ValueError, match=r"assign: expected 'as_read', got 'by_owner'"):
+        run(as_read, placed, folder / "other", checkpoints=again)
+
+
+def check_owners(folder: Path) -> None:
+    """The owners that the plan names are the ranks that hold the rows."""
+    for placement in PLACEMENTS.values():
+        config = config_of(folder, "sparse_dist", "sgd", "by_owner")
+        sharded = make_model(config, placement)
+        mine = [
+            (shard.table, shard.first_row, shard.num_rows, dist.get_rank())
+            for module in sharded.model.modules()
+            if isinstance(module, ShardedHotColdEmbeddingBagCollection)
+            for rows in module.sharded_rows()
+            for shard in OwnedRows(rows).shards
+        ]
+        held = sum(all_gather_object(mine), [])
+        found = by_owner(SCHEMA, placement, sharded.plan).owners(np.arange(sum(NUM_ROWS.values())))
+        begin = 0
+        for table, num_rows in NUM_ROWS.items():
+            expected = np.full(num_rows, NOBODY)
+            for name, first_row, num, rank in held:
+                if name == table:
+                    expected[first_row : first_row + num] = rank
+            expected[placement.partition.hot(table)] = NOBODY
+            assert np.array_equal(found[begin : begin + num_rows], expected), table
+            begin += num_rows
+
+
+CHECKS: list[Callable[[Path], None]] = [
+    check_owners,
+    *(partial(check_training, placement=p, pipeline=k, optimizer=o) for p, k, o in CASES),
+]
+
+
+def run_checks(folder: Path) -> None:
+    torch.set_num_threads(1)
+    for check in CHECKS:
+        check(folder)
+        dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks(tmp_path: Path, world_size: int) -> None:
+    write_skewed(tmp_path / "d")
+    run_ranks(run_checks, world_size, timeout_s=200, folder=tmp_path)
