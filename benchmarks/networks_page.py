@@ -232,7 +232,8 @@ def draw(documents: Mapping[Cell, Mapping[str, Any]], path: Path) -> None:
             axes.set_xlabel("step p50, ms")
             axes.set_title(_cell_name(cell))
             light_grid(axes, "x")
-        grid.flat[0].legend(fontsize=7, loc="lower right")
+        handles, labels = grid.flat[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2)
         figure.savefig(path, dpi=110, metadata={"Software": None})
         plt.close(figure)
 

@@ -1,6 +1,6 @@
 """How many ids per second the profile counts, on one core: prints the best and median of some runs.
 
-    python benchmarks/profile_speed.py [--repeats 7]
+python benchmarks/profile_speed.py [--repeats 7]
 """
 
 from __future__ import annotations
