@@ -309,7 +309,7 @@ def build_sharded(
     )
     plan = unsharded.plan(machine)
     embedding, dense = optimizer_specs(config.optimizer)
-    kind = choose_pipeline(config, device.type)
+    kind = choose_pipeline(config, machine)
     is_ahead = kind is PipelineKind.look_ahead
     model = shard(unsharded.task, plan, unsharded.sharders, device, data_parallel=not is_ahead)
     wire_type = WireType(config.pipeline.wire.value)

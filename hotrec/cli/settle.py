@@ -298,7 +298,7 @@ def _situation(config: Config, dataset: Dataset, machine: Machine, profiled: Pro
         costs,
         note,
         profiled.profile.locality,
-        planned_pipeline(config, machine.device),
+        planned_pipeline(config, machine),
     )
 
 

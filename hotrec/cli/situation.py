@@ -79,14 +79,14 @@ class Situation:
         return (keep * self.machine.device_bytes if self.machine.device == "cuda" else 0.0), host
 
 
-def planned_pipeline(config: Config, device: str) -> PipelineSpec:
+def planned_pipeline(config: Config, machine: Machine) -> PipelineSpec:
     """The pipeline that trains the configuration's placement.
 
     Raises:
         ValueError: if the configured one cannot.
     """
     pipeline = config.pipeline
-    kind = PipelineKind[choose_pipeline(config, device).name.upper()]
+    kind = PipelineKind[choose_pipeline(config, machine).name.upper()]
     return PipelineSpec(kind, pipeline.wire.value, pipeline.depth)
 
 

@@ -15,7 +15,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 WORDS = [SMOKE, "placement=coverage", "placement.coverage_frac=0.95", "order=all_hot"]
 WORDS += ["launch.num_ranks=2", "trainer.batch_size=256", "trainer.max_steps=24"]
-WORDS += ["trainer.eval_every_steps=4", "trainer.log_every_steps=1", "order.patience=1"]
+WORDS += [
+    "pipeline=look_ahead",
+    "trainer.eval_every_steps=4",
+    "trainer.log_every_steps=1",
+    "order.patience=1",
+]
 
 
 def lines_of(path: Path, value: str) -> dict[tuple[int, str], Any]:

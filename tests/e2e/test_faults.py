@@ -19,6 +19,7 @@ from tests.helpers.faults import Fault, rank_processes, run_of_ranks, wait_for_s
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 WORDS = [
     *("train", SMOKE, "placement=saved", "trainer.max_steps=40", "trainer.num_epochs=2"),
+    "pipeline=look_ahead",
     *("trainer.save_every_steps=10", "trainer.log_every_steps=1", "trainer.eval_splits=[]"),
     "trainer.num_workers=0",
 ]

@@ -103,12 +103,14 @@ def wait_for_step(run_dir: Path, step: int, running: subprocess.Popen[str]) -> N
 
 
 def _put_in(fault: Fault) -> None:
-    """Patch the pipeline of this process."""
+    """Patch the pipelines of this process."""
     import torch
 
+    from hotrec.train.look_ahead import LookAheadPipeline
     from hotrec.train.pipeline import Pipeline
+    from hotrec.train.torchrec_pipeline import TorchRecPipeline
 
-    progress = Pipeline.progress
+    progress_of = {kind: kind.progress for kind in (LookAheadPipeline, TorchRecPipeline)}
     num_steps = 0
 
     def faulty_forward(*_: Any) -> None:
@@ -127,9 +129,10 @@ def _put_in(fault: Fault) -> None:
                 batches = _broken_loader()
             else:
                 self.model.register_forward_pre_hook(faulty_forward)
-        return progress(self, batches)
+        return progress_of[type(self)](self, batches)
 
-    Pipeline.progress = faulty_progress  # type: ignore[method-assign]
+    for kind in progress_of:
+        kind.progress = faulty_progress  # type: ignore[method-assign]
 
 
 def _broken_loader() -> Iterator[Any]:

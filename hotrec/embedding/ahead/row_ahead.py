@@ -311,7 +311,7 @@ class RowsAhead:
 
     def end_backward(self) -> None:
         """To be called after the last part's backward pass."""
-        if self._hot_pending is None:
+        if self._part is not None:
             # Rows that the loss does not depend on have no gradient, and so no hook.
             for leaf in self._leaves:
                 if leaf.grad is None:
@@ -328,7 +328,8 @@ class RowsAhead:
         self._lane.uses(*grads)
         gradients = Gradients(grads, rates, self._num_updates)
         self._num_updates += 1
-        self._hot_pending = self._lane.submit(lambda: self._reduce_hot(batch, gradients))
+        if self._reducer is not None:
+            self._hot_pending = self._lane.submit(lambda: self._reduce_hot(batch, gradients))
         following = self._window[0] if self._window else None
         if following is not None:
             following.all_rows = self._lane.submit(
@@ -353,8 +354,7 @@ class RowsAhead:
 
     def _reduce_hot(self, batch: AheadBatch, gradients: Gradients) -> Reduced:
         """On the communication thread: the mean gradients of the hot rows that any rank touched."""
-        if self._reducer is None:
-            return []
+        assert self._reducer is not None
         assert batch.hot_plan is not None
         enter(COMMUNICATION, "hot_exchange")
         with named_range("hot_exchange"):
@@ -369,13 +369,12 @@ class RowsAhead:
 
     def finish(self) -> None:
         """Wait for the hot rows' gradients and give them to the replicas."""
-        batch, pending = self._current, self._hot_pending
-        assert batch is not None
-        assert pending is not None
+        pending, self._hot_pending = self._hot_pending, None
+        if pending is None:  # there are no hot rows
+            return
         with named_range("wait for hot gradients"):
             reduced = pending.wait()
         mark("hot_exchange")
-        self._hot_pending = None
         for replica, (slots_U, grad_UD) in zip(self._replicas, reduced, strict=True):
             replica.set_reduced(slots_U, grad_UD)
 
