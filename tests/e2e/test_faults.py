@@ -13,9 +13,10 @@ from subprocess import Popen
 
 import pytest
 
+from benchmarks.faults import rank_processes
 from hotrec.watchdog import EXIT_CODE
 from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec
-from tests.helpers.faults import Fault, rank_processes, run_of_ranks, wait_for_step
+from tests.helpers.faults import Fault, run_of_ranks, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 WORDS = [
@@ -43,8 +44,8 @@ def line_with(text: str, words: str) -> str:
 
 
 def slow_run(workspace: Workspace, run_dir: Path) -> None:
-    """Rank 1 takes ten times as long as the other; far more than the limit over the run."""
-    fault = Fault("slow", rank=1, seconds=0.2)
+    """Rank 1 takes far more than ten times as long as the other, and more than the limit."""
+    fault = Fault("slow", rank=1, step=20, seconds=0.5)
     with run_of_ranks(
         [*WORDS, "trainer.watchdog_s=3"],
         num_ranks=2,

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults import rank_processes
+
 FAULT = "HOTREC_TEST_FAULT"
 
 
@@ -28,7 +30,7 @@ class Fault:
     Args:
         kind: "slow" (before every step), "raise" (in the model's forward), "loader" (raise in the
             loader) or "hang" (in the model's forward, alive).
-        step: the first step, counted from 1 of this start, in which it does so.
+        step: in which it does so, counted from 1 of this start; of "slow", the last one.
         seconds: how long a slow step takes more.
     """
 
@@ -71,23 +73,6 @@ def run_of_ranks(
         running.communicate()
 
 
-def rank_processes(launcher: int) -> dict[int, int]:
-    """Process ids of the ranks that a launcher has started, by rank."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) != launcher or fields[0] == "Z":
-                continue
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except (OSError, ValueError):
-            continue  # it has ended meanwhile
-        for variable in variables:
-            if variable.startswith(b"RANK="):
-                found[int(variable.removeprefix(b"RANK="))] = int(folder.name)
-    return found
-
-
 def wait_for_step(run_dir: Path, step: int, running: subprocess.Popen[str]) -> None:
     """Wait until a run that logs every step has logged ``step``.
 
@@ -122,7 +107,7 @@ def _put_in(fault: Fault) -> None:
     def faulty_progress(self: Pipeline, batches: Iterator[Any]) -> Any:
         nonlocal num_steps
         num_steps += 1
-        if fault.kind == "slow":
+        if fault.kind == "slow" and num_steps <= fault.step:
             time.sleep(fault.seconds)
         if num_steps == fault.step:
             if fault.kind == "loader":
