@@ -1,7 +1,7 @@
 """Run a function on several real ranks over gloo, from inside a test.
 
-Every rank is a spawned process with one thread, joined by a FileStore (no ports, so tests can run
-side by side). Whatever goes wrong on a rank (an exception, a hang, a sudden death) comes back to
+Every rank is a process of its own with one thread, joined by a FileStore (no ports, so tests can
+run side by side). It is forked from a server that has imported torch and hotrec, and has no threads. Whatever goes wrong on a rank (an exception, a hang, a sudden death) comes back to
 the test as one error that names the rank; no process and no file outlives the call.
 """
 
@@ -25,6 +25,9 @@ from typing import Any
 # fail within milliseconds, and what they say often helps.
 GRACE_S = 3.0
 
+# What ranks import in any case. A test imports more where it needs it.
+PRELOAD = ["torch", "torchrec", "hotrec.cli.assemble", "tests.distributed.setups"]
+
 
 class RanksError(RuntimeError):
     """One rank or more raised, died or ran past the limit."""
@@ -36,8 +39,8 @@ def run_ranks(
     """Call ``fn(**kwargs)`` on every rank of a gloo process group and return the results.
 
     Inside ``fn`` the default process group exists (``torch.distributed.get_rank()``), and RANK,
-    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set as torchrun would set them. A spawn costs
-    5 to 8 s, most of it imports: loop over the cases inside ``fn``.
+    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set as torchrun would set them. The first call
+    costs some seconds of imports, a later one tenths.
 
     Args:
         fn: a function at the top level of a module, so that it pickles.
@@ -51,14 +54,17 @@ def run_ranks(
     Raises:
         RanksError: if a rank raised (with its traceback as text), died, or was killed at the limit.
     """
-    # Pickled here, so that the child can set its environment before torch is imported.
+    # Pickled here: what cannot be pickled is an error of the caller, not of a rank.
     call = pickle.dumps((fn, kwargs))
     with tempfile.TemporaryDirectory(prefix="hotrec-ranks-") as name:
         folder = Path(name)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         processes: list[BaseProcess] = [
             context.Process(
-                target=_run_rank, args=(call, rank, world_size, timeout_s, folder), daemon=True
+                target=_run_rank,
+                args=(call, dict(os.environ), rank, world_size, timeout_s, folder),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -123,7 +129,17 @@ def _collect(
     return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(len(processes))]
 
 
-def _run_rank(call: bytes, rank: int, world_size: int, timeout_s: float, folder: Path) -> None:
+def _run_rank(
+    call: bytes,
+    environment: dict[str, str],
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    folder: Path,
+) -> None:
+    # The server has the environment of the first call.
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
