@@ -6,8 +6,8 @@ Nothing else asks whether the process group exists: each function here has a one
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.memory import keep_freed_memory
+from hotrec.scheduling import batch_threads
 
 T = TypeVar("T")
 
@@ -79,17 +80,40 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
         keep_freed_memory()
     backend = "nccl" if device == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    if world_size > 1 or "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+    with _threads_of(backend):
+        if world_size > 1 or "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
     try:
         yield Ranks(rank, world_size, local_rank, local_world_size, chosen)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _threads_of(backend: str) -> AbstractContextManager[None]:
+    """How threads are started that a process group starts."""
+    return batch_threads() if backend == "gloo" else nullcontext()
+
+
+def new_group(
+    members: Sequence[int] | None = None, timeout_s: float | None = None
+) -> dist.ProcessGroup:
+    """Another process group of the default one's backend; collective over all ranks.
+
+    Args:
+        members: ranks of the group; None for all.
+        timeout_s: how long a collective may wait; None for the backend's default.
+    """
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    with _threads_of(dist.get_backend()):
+        group: dist.ProcessGroup = dist.new_group(
+            None if members is None else list(members), timeout=timeout
+        )
+    return group
 
 
 def world_size() -> int:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hotrec.calibrate.clock import Effort, slowest_rank, time_on_all_ranks
 from hotrec.costs import COLLECTIVES, CollectiveCurve, CostsError, Link, World
-from hotrec.distributed import Ranks
+from hotrec.distributed import Ranks, new_group
 
 BYTES_PER_FLOAT = 4
 LEAST_BYTES = 1024.0
@@ -227,7 +227,7 @@ def _own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup
     groups: Mapping[int, Any] = {
         member: group
         for ranks_of_group in members
-        for group in [dist.new_group(list(ranks_of_group))]
+        for group in [new_group(ranks_of_group)]
         for member in ranks_of_group
     }
     own: dist.ProcessGroup = groups[rank]

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hotrec.batch import Batch
+from hotrec.distributed import new_group
 from hotrec.stages import mark, named_range
 from hotrec.train.dense import DenseSync
 from hotrec.train.pipeline_base import Output, Pipeline
@@ -99,7 +99,7 @@ class LookAheadPipeline(Pipeline):
         self._hot = parts.get("hot")
         self._micro_batches = look_ahead.micro_batches
         self._rows = look_ahead.make_rows()
-        self._dense = DenseSync(model, parts["dense"], dist.new_group(), look_ahead.wire_type)
+        self._dense = DenseSync(model, parts["dense"], new_group(), look_ahead.wire_type)
         self._held: deque[Batch] = deque()
         self._has_ended = False
         self._was_training: bool | None = None

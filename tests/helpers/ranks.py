@@ -1,8 +1,9 @@
 """Run a function on several real ranks over gloo, from inside a test.
 
 Every rank is a process of its own with one thread, joined by a FileStore (no ports, so tests can
-run side by side). It is forked from a server that has imported torch and hotrec, and has no threads. Whatever goes wrong on a rank (an exception, a hang, a sudden death) comes back to
-the test as one error that names the rank; no process and no file outlives the call.
+run side by side). It is forked from a server that has imported torch and hotrec and has one thread.
+Whatever goes wrong on a rank (an exception, a hang, a sudden death) comes back to the test as one
+error that names the rank; no rank and no file outlives the call.
 """
 
 from __future__ import annotations

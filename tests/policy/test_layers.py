@@ -20,6 +20,7 @@ RUNTIME = {
     "stages",
     "traffic",
     "memory",
+    "scheduling",
     "doctor",
     "wire",
     "watchdog",

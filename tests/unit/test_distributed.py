@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from hotrec.distributed import (
     all_gather_object,
     barrier,
     broadcast_object,
+    new_group,
     process_group,
     rank,
     same_verdict,
@@ -44,6 +48,20 @@ def test_plain_python_is_a_group_of_one() -> None:
         barrier()
         assert all_gather_object("x") == ["x"]
     assert not dist.is_initialized()
+
+
+def started_by(action: Callable[[], object]) -> set[int]:
+    before = set(os.listdir("/proc/self/task"))
+    action()
+    return {int(thread) for thread in set(os.listdir("/proc/self/task")) - before}
+
+
+def test_threads_of_gloo_do_not_preempt() -> None:
+    with process_group(device="cpu"):
+        threads = started_by(lambda: [new_group(), new_group([0], timeout_s=3)])
+        assert threads
+        assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_BATCH}
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_the_group_ends_with_an_exception() -> None:

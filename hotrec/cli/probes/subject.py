@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.cli.assemble import optimizer_specs
 from hotrec.cli.bench.samples import ZipfTables
 from hotrec.cli.schema import ModelConfig, OptimizerConfig
-from hotrec.distributed import Ranks
+from hotrec.distributed import Ranks, new_group
 from hotrec.embedding import OptimizerSpec
 from hotrec.placement.policies import choose_all_cold, choose_fraction
 from hotrec.routing import Column, Router
@@ -199,6 +199,6 @@ def in_turn(values: Sequence[T]) -> Iterator[T]:
 
 def group_alone(ranks: Ranks) -> dist.ProcessGroup:
     """A process group of this rank alone; collective."""
-    groups: list[Any] = [dist.new_group([rank]) for rank in range(ranks.world_size)]
+    groups = [new_group([rank]) for rank in range(ranks.world_size)]
     alone: dist.ProcessGroup = groups[ranks.rank]
     return alone

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from hotrec.distributed import new_group
 from hotrec.embedding.ahead.exchange import ColdExchange, Group
 from hotrec.embedding.ahead.groups import find_groups, hot_slots
 from hotrec.embedding.ahead.lane import Lane, Pending
@@ -97,7 +96,7 @@ class RowsAhead:
         # Of each collection, the place of its first dimension among all groups.
         nums = [len(collection.router.groups) for collection in self._collections]
         self._first_group = [sum(nums[:at]) for at in range(len(nums))]
-        wire = Wire(dist.new_group(timeout=timedelta(seconds=timeout_s)), wire_type)
+        wire = Wire(new_group(timeout_s=timeout_s), wire_type)
         self._lane = Lane(device, "communication")
         self._cold = ColdExchange(self._groups, wire, depth, device)
         self._replicas: list[HotReplicas] = [g.replica for g in self._groups if g.replica]

@@ -44,7 +44,5 @@ def failure(folder: Path, rank: int, exit_code: int, at_s: int) -> ProcessFailur
 def test_a_rank_that_failed_by_itself_goes_before_those_that_follow(
     tmp_path: Path, ends: list[tuple[int, int]], first: int
 ) -> None:
-    failures = {
-        rank: failure(tmp_path, rank, code, at_s) for rank, (code, at_s) in enumerate(ends)
-    }
+    failures = {rank: failure(tmp_path, rank, code, at_s) for rank, (code, at_s) in enumerate(ends)}
     assert ended_first(failures) == first
