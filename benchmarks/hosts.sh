@@ -10,6 +10,7 @@
 #   run_on_hosts LOGS RANKS words ...
 #                            torchrun with one node on each host, RANKS ranks on each. The first
 #                            host's output is the caller's, the others' goes to LOGS/host-1 and so on
+#   clean_up_at_end DIR      removes the hosts and DIR when the script ends, however it ends
 #   find_python              prints the interpreter: PYTHON, else .venv, else python3
 set -euo pipefail
 
@@ -81,6 +82,13 @@ remove_hosts() {
     ip netns del "$name" 2> /dev/null || true
   done
   host_names=()
+}
+
+clean_up_at_end() {
+  hosts_scratch=$1
+  trap 'remove_hosts; rm -rf "$hosts_scratch"' EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
 }
 
 # host_node NODE RANKS words ...

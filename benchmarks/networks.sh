@@ -45,13 +45,7 @@ done
 shift $((OPTIND - 1))
 
 logs=$(mktemp -d)
-cleanup() {
-  remove_hosts
-  rm -rf "$logs"
-}
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+clean_up_at_end "$logs"
 
 # Blocks of each case: fewer where a step takes long.
 default_rounds() {

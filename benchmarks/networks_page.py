@@ -44,8 +44,10 @@ the barrier that it begins with, when nothing is under way, to the one at its en
 what a pipeline left for later is in it. It cannot hide traffic in another case's time. Ratios are
 baseline / case, of medians of blocks in the same round, median over the rounds; in brackets the
 quartiles. Exposed: share of the step in which the main thread waits for other ranks (the stages
-{exposed}), mean over the ranks, and the largest rank's. Bytes: sent per rank and step, counted by
-the senders; wire: what the kernel says the interface has sent, with headers.
+{exposed}), mean over the ranks, and the largest rank's. Processor: time that a rank's threads ran
+in a step, and its main thread alone, mean over whole blocks and the ranks; what the kernel does for
+packets outside of them is not in it. Bytes: sent per rank and step, counted by the senders; wire:
+what the kernel says the interface has sent, with headers.
 
 Losses of all exact cases agree in every step of every run to {difference:.1e}. `*_semi_sync` is
 TorchRec's `TrainPipelineSemiSync`: every forward reads rows that are one update old. `*_bf16` sends
@@ -154,6 +156,7 @@ def _case_row(name: str, case: Mapping[str, Any], document: Mapping[str, Any]) -
         *[_whole_words(case["against"].get(baseline)) for baseline in BASELINES],
         "-" if case["exposed_s"] is None else show_seconds(case["exposed_s"]),
         exposed,
+        f"{show_seconds(case['cpu_s'])} ({show_seconds(case['main_cpu_s'])})",
         show_bytes(case["sent_bytes"]),
         "-" if wire is None else show_bytes(wire),
         f"{case['largest_loss_difference']:.0e}",
@@ -173,6 +176,7 @@ CASE_COLUMNS = (
     "whole x hand-tuned",
     "exposed",
     "of the step (most)",
+    "processor (main)",
     "sent",
     "wire",
     "loss differs",

@@ -5,8 +5,8 @@
     python benchmarks/prediction_grid.py --page DIRECTORY
 
 A cell is a Zipf exponent and a batch size. In each, the plans that prediction compares are run in
-turn, in blocks of steps of which the first is not timed: hot/cold as the cost model chooses it,
-with 1,000 and 20,000 hot rows, all cold, TorchRec's planner's choice, and TorchRec tuned by hand.
+turn, in blocks of steps of which the first two are not timed: hot/cold as the cost model chooses
+it, with 1,000 and 20,000 hot rows, all cold, TorchRec's planner's choice, TorchRec tuned by hand.
 Costs come from `hotrec calibrate`'s own code, run in the same process group just before; nothing is
 fitted to the cells. One JSON file per network and number of ranks; --page makes the page of them.
 """
@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.cli.assemble import make_machine
-from hotrec.cli.bench.blocks import Block
-from hotrec.cli.bench.cases import Case, Runner, build_runner, case_config
+from hotrec.cli.bench.cases import Case, build_runner, case_config
 from hotrec.cli.bench.figures import gather_measured, summarize
 from hotrec.cli.bench.machine import machine_facts
-from hotrec.cli.bench.measure import rotated, run_counted, run_warmup
+from hotrec.cli.bench.measure import run_counted, run_timed, run_warmup
 from hotrec.cli.bench.samples import ZipfTables
 from hotrec.cli.calibrate import measure_costs
 from hotrec.cli.logs import quiet_torch
@@ -50,12 +49,13 @@ from hotrec.cli.schema import (
     TorchrecPlacement,
     TorchrecPlan,
 )
+from hotrec.cli.schema.bench import BenchPipeline
 from hotrec.cli.situation import Situation, describe_situation
 from hotrec.cli.store import build_config, compose_config
-from hotrec.distributed import Ranks, barrier, broadcast_object, process_group
+from hotrec.distributed import Ranks, broadcast_object, process_group
 from hotrec.placement.histogram import CountHistogram, build_histogram
+from hotrec.placement.pipelines import PipelineKind, PipelineSpec
 from hotrec.placement.policies import choose_all_cold, choose_fraction
-from hotrec.stages import StageClock
 from hotrec.types import Partition, TablePlacement
 
 logger = logging.getLogger("prediction_grid")
@@ -66,8 +66,9 @@ LARGEST_TABLE = 200_000
 HOT_ROWS = (1_000, 20_000)
 PROFILE_SAMPLES = 1_000_000
 NUM_AHEAD = 2
-# Timed steps of a plan in a row, as in training, which finds its own rows in the cache.
-BLOCK_STEPS = 4
+# Steps of a plan in a row, as in training, which finds its own rows in the cache; the first refill
+# it and what overlaps.
+BLOCK_STEPS, BLOCK_SKIP = 6, 2
 
 
 def parse() -> argparse.Namespace:
@@ -75,16 +76,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--network", help="what joins the ranks, for the page")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=8, help="timed steps of each plan")
+    parser.add_argument(
+        "--pipeline",
+        choices=["sparse_dist", "look_ahead"],
+        default="sparse_dist",
+        help="of hot and cold rows; TorchRec's plans are run with sparse_dist",
+    )
     parser.add_argument("--exponents", type=float, nargs="+", default=EXPONENTS)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=BATCH_SIZES)
     parser.add_argument("--page", type=Path, help="directory of such files: make the page of them")
     return parser.parse_args()
 
 
-def compose(rounds: int) -> BenchRootConfig:
-    composed = compose_config(
-        "bench", [f"bench.rounds={rounds}", "bench.counted_steps=1", "bench.warmup_rounds=2"]
-    )
+def compose(num_timed: int) -> BenchRootConfig:
+    words = [
+        f"bench.rounds={-(-num_timed // (BLOCK_STEPS - BLOCK_SKIP))}",
+        *(f"bench.block_steps={BLOCK_STEPS}", f"bench.block_skip={BLOCK_SKIP}"),
+        *("bench.counted_steps=1", "bench.warmup_rounds=2"),
+    ]
+    composed = compose_config("bench", words)
     config: BenchRootConfig = build_config(composed)
     config.bench.table_rows = [min(rows, LARGEST_TABLE) for rows in config.bench.table_rows]
     return config
@@ -110,7 +120,7 @@ def run_grid(arguments: argparse.Namespace) -> None:
         for exponent in arguments.exponents:
             for batch_size in arguments.batch_sizes:
                 config.bench.zipf_exponent, config.bench.batch_size = exponent, batch_size
-                cells.append(run_cell(config, costs, ranks))
+                cells.append(run_cell(config, arguments.pipeline, costs, ranks))
                 if ranks.is_first:
                     write(arguments, ranks, costs, cells, calibrated_s)
 
@@ -122,7 +132,9 @@ def write(
         "network": arguments.network,
         "num_ranks": ranks.world_size,
         "ranks_per_host": ranks.local_world_size,
+        "pipeline": arguments.pipeline,
         "rounds": arguments.rounds,
+        "block": [BLOCK_STEPS, BLOCK_SKIP],
         "calibrated_s": seconds,
         "costs": costs.to_json(),
         "machine": machine_facts(),
@@ -137,17 +149,16 @@ def say(ranks: Ranks, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def run_cell(config: BenchRootConfig, costs: Any, ranks: Ranks) -> dict[str, Any]:
+def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -> dict[str, Any]:
     bench = config.bench
     samples = ZipfTables(
         bench.table_rows, exponent=bench.zipf_exponent, num_dense=bench.num_dense, seed=bench.seed
     )
     counts = samples.count(PROFILE_SAMPLES)
     histograms = {table: build_histogram(c) for table, c in counts.items()}
-    situation = situate(config, costs, samples, histograms, ranks)
+    situation = situate(config, pipeline, costs, samples, histograms, ranks)
     cases, predicted = make_cases(config, situation, counts, histograms)
-    num_blocks = -(-bench.rounds // BLOCK_STEPS)
-    num_steps = bench.warmup_rounds + bench.rounds + num_blocks + bench.counted_steps + NUM_AHEAD
+    num_steps = bench.warmup_rounds + bench.rounds * BLOCK_STEPS + bench.counted_steps + NUM_AHEAD
     batches = samples.batches(
         num_steps, batch_size=bench.batch_size, rank=ranks.rank, world_size=ranks.world_size
     )
@@ -157,9 +168,14 @@ def run_cell(config: BenchRootConfig, costs: Any, ranks: Ranks) -> dict[str, Any
             plan = broadcast_object(runner.sharded.plan)
             predicted[runner.case.name] = predict_plan(situation, plan)
     run_warmup(runners, bench.warmup_rounds)
-    clocks = {runner.case.name: StageClock(ranks.device) for runner in runners}
-    run_blocks(runners, clocks, bench.rounds, ranks)
-    stages = {name: clock.medians() for name, clock in clocks.items()}
+    run_timed(
+        runners,
+        rounds=bench.rounds,
+        rounds_of={},
+        block_steps=bench.block_steps,
+        block_skip=bench.block_skip,
+        ranks=ranks,
+    )
     run_counted(runners, num_steps=bench.counted_steps, interface=None, ranks=ranks)
     measured = summarize(
         gather_measured(runners, ranks),
@@ -170,9 +186,7 @@ def run_cell(config: BenchRootConfig, costs: Any, ranks: Ranks) -> dict[str, Any
     cell = {
         "zipf_exponent": bench.zipf_exponent,
         "batch_size": bench.batch_size,
-        "plans": {
-            name: compare(predicted[name], measured[name], stages[name]) for name in measured
-        },
+        "plans": {name: compare(predicted[name], measured[name]) for name in measured},
     }
     del runners, batches
     gc.collect()
@@ -180,24 +194,9 @@ def run_cell(config: BenchRootConfig, costs: Any, ranks: Ranks) -> dict[str, Any
     return cell
 
 
-def run_blocks(
-    runners: list[Runner], clocks: Mapping[str, StageClock], rounds: int, ranks: Ranks
-) -> None:
-    """Time the steps; the plans take turns in blocks, in a rotating order."""
-    for number in range(-(-rounds // BLOCK_STEPS)):
-        for runner in rotated(runners, number):
-            runner.step()
-            for index in range(number * BLOCK_STEPS, min(rounds, (number + 1) * BLOCK_STEPS)):
-                barrier()
-                start = time.perf_counter()
-                with clocks[runner.case.name].step():
-                    runner.step()
-                step_s = time.perf_counter() - start
-                runner.blocks[index] = Block([step_s], step_s, num_skipped=0)
-
-
 def situate(
     config: BenchRootConfig,
+    pipeline: str,
     costs: Any,
     samples: ZipfTables,
     histograms: Mapping[str, CountHistogram],
@@ -212,7 +211,14 @@ def situate(
     )
     case = Case(HOT_COLD, CostPlacement(routing=Routing.device), None)
     return describe_situation(
-        case_config(config, case), samples.schema, histograms, PROFILE_SAMPLES, machine, costs, None
+        case_config(config, case),
+        samples.schema,
+        histograms,
+        PROFILE_SAMPLES,
+        machine,
+        costs,
+        None,
+        pipeline=PipelineSpec(PipelineKind(pipeline)),
     )
 
 
@@ -226,13 +232,14 @@ def make_cases(
     total_rows = sum(config.bench.table_rows)
     chosen, _ = optimise_placement(CostPlacement(routing=Routing.device, may_pool=False), situation)
     placement = make_placement(chosen, counts, histograms, "cost")
-    cases = [case_of(HOT_COLD, placement.partition)]
+    pipeline = BenchPipeline[situation.pipeline.kind.value]
+    cases = [case_of(HOT_COLD, placement.partition, pipeline)]
     predicted = {HOT_COLD: chosen}
     for name, partition in {
         **{f"hot_{rows}": choose_fraction(counts, hot_frac=rows / total_rows) for rows in HOT_ROWS},
         "all_cold": choose_all_cold(counts),
     }.items():
-        cases.append(case_of(name, partition))
+        cases.append(case_of(name, partition, pipeline))
         predicted[name] = predict_placement(
             situation,
             {table: partition.num_hot(table) for table in counts},
@@ -243,13 +250,11 @@ def make_cases(
     return cases, predicted
 
 
-def case_of(name: str, partition: Partition) -> Case:
-    return Case(name, FractionPlacement(routing=Routing.device), partition)
+def case_of(name: str, partition: Partition, pipeline: BenchPipeline) -> Case:
+    return Case(name, FractionPlacement(routing=Routing.device), partition, pipeline)
 
 
-def compare(
-    predicted: Predicted, measured: Mapping[str, Any], stages: Mapping[str, float]
-) -> dict[str, Any]:
+def compare(predicted: Predicted, measured: Mapping[str, Any]) -> dict[str, Any]:
     step = predicted.step
     return {
         "predicted_s": step.step_s,
@@ -259,7 +264,7 @@ def compare(
         "measured_bytes": measured["sent_bytes"],
         "bytes_error_frac": step.total_sent_bytes / measured["sent_bytes"] - 1,
         "predicted_stage_s": dict(step.stage_s),
-        "measured_stage_s": dict(stages),
+        "measured_stage_s": measured["stage_s"],
         "hot_rows": sum(predicted.num_hot.values()),
     }
 

@@ -19,16 +19,23 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # n
 
 HEADER = """# Predicted and measured steps
 
-Made by `benchmarks/prediction_grid.sh`. In each network and with each number of ranks the machine
-is calibrated first, by the code of `hotrec calibrate`; nothing is fitted to what follows. Then, for
-each skew and batch size, the plans are run in turn, in blocks of 4 timed steps, and compared with
-what was predicted before. Calibration makes whole steps of its own, at Zipf 1.05 and at these batch
-sizes, on other partitions. 26 tables of Criteo-Kaggle-like sizes, the largest cut to
-200,000 rows, D = 64, one id per feature, row-wise Adagrad, DLRM 256-128-64 / 256-128-1. `hot_cold`
-is the cost model's choice; the other hot/cold plans have the 1,000 and 20,000 most looked-up rows
-hot, or none. Step: p50 of the slowest rank; it includes routing. What a network's file is missing
-from below was not run.
+Made by `benchmarks/prediction_grid.sh{option}`. In each network and with each number of ranks the
+machine is calibrated first, by the code of `hotrec calibrate`; nothing is fitted to what follows.
+Then, for each skew and batch size, the plans are run in turn, in blocks of {blocks}, and compared
+with what was predicted before. {pipelines} Calibration makes whole steps of its own, at Zipf 1.05
+and at these batch sizes, on other partitions. 26 tables of Criteo-Kaggle-like sizes, the largest
+cut to 200,000 rows, D = 64, one id per feature, row-wise Adagrad, DLRM 256-128-64 / 256-128-1.
+`hot_cold` is the cost model's choice; the other hot/cold plans have the 1,000 and 20,000 most
+looked-up rows hot, or none. Step: p50, from return to return of the last rank; it includes routing.
+What is missing below was not run.
 """
+PIPELINES = {
+    "sparse_dist": "All are run with TorchRec's `TrainPipelineSparseDist`.",
+    "look_ahead": "Hot and cold rows are run with `pipeline=look_ahead`, TorchRec's plans with its "
+    "`TrainPipelineSparseDist`.",
+}
+# Files of before there was a choice say nothing of it.
+ONLY_PIPELINE = "sparse_dist"
 
 
 TWINS = ("hot_cold", "all_cold")
@@ -40,6 +47,36 @@ def read(directory: Path) -> list[dict[str, Any]]:
         directory.glob("*-w*.json"), key=lambda p: (order.get(p.stem.split("-")[0], 9), p.stem)
     )
     return [{**json.loads(path.read_text()), "key": path.stem} for path in paths]
+
+
+def header(documents: Sequence[Mapping[str, Any]]) -> str:
+    """What was done.
+
+    Raises:
+        SystemExit: if the files are of several pipelines.
+    """
+    pipelines = {document["key"]: document.get("pipeline", ONLY_PIPELINE) for document in documents}
+    found = sorted(set(pipelines.values()))
+    if len(found) != 1:
+        raise SystemExit(
+            f"files of predictions: expected one pipeline, got {pipelines}. Give each a directory."
+        )
+    blocks: dict[str, list[str]] = {}
+    for document in documents:
+        blocks.setdefault(_block_words(document), []).append(document["key"])
+    words = [f"{how} ({', '.join(keys)})" for how, keys in blocks.items()]
+    return HEADER.format(
+        option="" if found[0] == ONLY_PIPELINE else f" -p {found[0]}",
+        blocks=next(iter(blocks)) if len(blocks) == 1 else " or ".join(words),
+        pipelines=PIPELINES[found[0]],
+    )
+
+
+def _block_words(document: Mapping[str, Any]) -> str:
+    if "block" not in document:  # an older file
+        return "4 timed steps, with a barrier before each"
+    num_steps, num_skipped = document["block"]
+    return f"{num_steps} steps, of which the first {num_skipped} are not timed"
 
 
 def cells(documents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Any]]:
@@ -199,7 +236,7 @@ def write_page(directory: Path) -> None:
         for code in dict.fromkeys(d["machine"]["code"] for d in documents)
     )
     parts = [
-        HEADER,
+        header(documents),
         "\n".join(summary(documents)),
         "![predicted and measured](prediction.png)",
         "## Steps: predicted / measured, ms",

@@ -26,13 +26,7 @@ done
 shift $((OPTIND - 1))
 
 logs=$(mktemp -d)
-cleanup() {
-  remove_hosts
-  rm -rf "$logs"
-}
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+clean_up_at_end "$logs"
 
 export PYTHONPATH=${PYTHONPATH:-$PWD} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=$(find_python)

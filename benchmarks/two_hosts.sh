@@ -39,13 +39,7 @@ for program in ip tc; do
 done
 
 logs=$(mktemp -d)
-cleanup() {
-  remove_hosts
-  rm -rf "$logs"
-}
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+clean_up_at_end "$logs"
 
 make_hosts "$rate" 2 2> "$logs/hosts" \
   || skip "network namespaces cannot be made here: $(tr '\n' ' ' < "$logs/hosts")"

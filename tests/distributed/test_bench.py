@@ -108,6 +108,7 @@ def test_waiting_is_part_of_the_step(figures: dict[str, Any]) -> None:
         assert 0 < case["exposed_frac"] <= case["exposed_frac_most"] < 1, name
         assert case["step_p50_s"] > 0
         assert case["stage_s"]["dense"] > 0
+        assert 0 < case["main_cpu_s"] < case["cpu_s"], name
 
 
 def test_bytes_add_up_and_keep_to_the_bound(figures: dict[str, Any]) -> None:

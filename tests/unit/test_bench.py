@@ -252,8 +252,13 @@ def sent(**num_bytes: int) -> dict[str, int]:
     return dict.fromkeys(COLLECTIVES, 0) | num_bytes
 
 
+def block_of(returned_s: list[float], ended_s: float, num_skipped: int = 0) -> Block:
+    """On whose rank two threads ran all the time, the main one a quarter of it."""
+    return Block(returned_s, ended_s, num_skipped, 2 * ended_s, 0.25 * ended_s)
+
+
 def one_step(step_s: float) -> Block:
-    return Block([step_s], step_s, num_skipped=0)
+    return block_of([step_s], step_s)
 
 
 def measured(**changes: Any) -> Measured:
@@ -277,7 +282,7 @@ def measured(**changes: Any) -> Measured:
 
 def test_a_step_ends_when_the_last_rank_returns() -> None:
     # The one rank is late at the second step, the other one at the third: the block takes 7 s.
-    blocks = [Block([1.0, 4.0, 5.0], 7.0, num_skipped=1), Block([1.5, 2.0, 6.0], 6.5, 1)]
+    blocks = [block_of([1.0, 4.0, 5.0], 7.0, 1), block_of([1.5, 2.0, 6.0], 6.5, 1)]
     assert step_seconds(blocks).tolist() == [2.5, 2.0]
     assert whole_step_seconds(blocks) == pytest.approx(7 / 3)
     assert blocks[0].own_step_s().tolist() == [3.0, 1.0]
@@ -286,8 +291,8 @@ def test_a_step_ends_when_the_last_rank_returns() -> None:
 def test_what_is_left_under_way_is_in_the_whole_blocks() -> None:
     figures = summarize(
         {
-            "hot_cold": [measured(blocks={0: Block([1.0, 2.0], 6.0, 0)})],
-            "planner": [measured(blocks={0: Block([2.0, 4.0], 4.0, 0)})],
+            "hot_cold": [measured(blocks={0: block_of([1.0, 2.0], 6.0)})],
+            "planner": [measured(blocks={0: block_of([2.0, 4.0], 4.0)})],
         },
         global_batch_size=1,
         dim=2,
@@ -298,10 +303,23 @@ def test_what_is_left_under_way_is_in_the_whole_blocks() -> None:
     assert (against["step_ratio"], against["whole_step_ratio"]) == (0.5, 1.5)
 
 
+def test_processor_time_is_of_whole_blocks() -> None:
+    idle = block_of([1.0, 2.0, 3.0], 3.0, num_skipped=1)
+    busy = block_of([1.0, 2.0, 3.0], 8.0, num_skipped=1)
+    figures = summarize(
+        {"a": [measured(blocks={0: idle, 1: busy}), measured(blocks={0: idle, 1: idle})]},
+        global_batch_size=1,
+        dim=2,
+    )["a"]
+    # 11 s of blocks over 6 steps on the one rank, 1 s a step on the other one; two threads.
+    assert figures["cpu_s"] == pytest.approx((2 * 11 / 6 + 2) / 2)
+    assert figures["main_cpu_s"] == pytest.approx(figures["cpu_s"] / 8)
+
+
 def test_exposed_is_the_main_thread_s_waiting() -> None:
     stages = {stage: np.full(2, 0.1) for stage in STAGES}
     others = {stage: np.full(2, 0.05) for stage in STAGES}
-    blocks = {0: Block([1.0, 2.0, 3.0], 3.0, num_skipped=1)}
+    blocks = {0: block_of([1.0, 2.0, 3.0], 3.0, 1)}
     figures = summarize(
         {"a": [measured(blocks=blocks, stage_s=stages), measured(blocks=blocks, stage_s=others)]},
         global_batch_size=1,

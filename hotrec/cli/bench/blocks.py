@@ -25,11 +25,15 @@ class Block:
         returned_s: when the pipeline returned from each step.
         ended_s: when nothing of the block was under way any more on any rank.
         num_skipped: first steps that are in no figure of single steps: they refill the overlap.
+        cpu_s: processor time of this process in the block, of all its threads.
+        main_cpu_s: of it, the main thread's.
     """
 
     returned_s: Sequence[float]
     ended_s: float
     num_skipped: int
+    cpu_s: float
+    main_cpu_s: float
 
     def own_step_s(self) -> np.ndarray:
         """Float64 (counted steps,): from return to return on this rank."""
@@ -52,6 +56,18 @@ def whole_step_seconds(of_ranks: Sequence[Block]) -> float:
     return max(block.ended_s for block in of_ranks) / len(of_ranks[0].returned_s)
 
 
+def cpu_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
+    """Processor time of a step, of all threads and of the main one, mean over the blocks.
+
+    Of whole blocks, not of single steps: what a thread does for a step may come after it.
+    """
+    num_steps = sum(len(block.returned_s) for block in blocks)
+    return (
+        sum(block.cpu_s for block in blocks) / num_steps,
+        sum(block.main_cpu_s for block in blocks) / num_steps,
+    )
+
+
 class Stopwatch:
     """Times since it was made: of the host, or on CUDA of the current stream.
 
@@ -62,6 +78,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._times: list[Any] = []
+        self._cpu_start_s = (time.process_time(), time.thread_time())
         self._start = self._now()
 
     def _now(self) -> Any:
@@ -74,6 +91,11 @@ class Stopwatch:
     def lap(self) -> None:
         """Note the time."""
         self._times.append(self._now())
+
+    def cpu_seconds(self) -> tuple[float, float]:
+        """Processor time since the start: of the process, and of the calling thread."""
+        process_s, thread_s = self._cpu_start_s
+        return time.process_time() - process_s, time.thread_time() - thread_s
 
     def seconds(self) -> list[float]:
         """Of every lap since the start; waits for the device."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from hotrec.batch import Batch
 from hotrec.cli.bench.balance import imbalance, served_values
-from hotrec.cli.bench.blocks import Block, step_seconds, whole_step_seconds
+from hotrec.cli.bench.blocks import Block, cpu_seconds, step_seconds, whole_step_seconds
 from hotrec.cli.bench.cases import Case, Runner
 from hotrec.cli.schema import WireKind
 from hotrec.distributed import Ranks, all_gather_object
@@ -161,6 +161,7 @@ def _summarize_case(
     wire = [rank.wire_bytes for rank in of_ranks if rank.wire_bytes is not None]
     num_lookups = np.sum([rank.num_lookups for rank in of_ranks])
     served = np.sum([rank.served for rank in of_ranks], axis=0).tolist()
+    cpu = [cpu_seconds(list(rank.blocks.values())) for rank in of_ranks]
     return {
         "is_exact": of_ranks[0].is_exact,
         "num_blocks": len(of_ranks[0].blocks),
@@ -169,6 +170,8 @@ def _summarize_case(
         "step_p50_s": float(p50),
         "step_p90_s": float(p90),
         "whole_step_s": float(np.median(list(_whole_steps(of_ranks).values()))),
+        "cpu_s": float(np.mean([whole for whole, _ in cpu])),
+        "main_cpu_s": float(np.mean([main for _, main in cpu])),
         "samples_per_s": global_batch_size / float(p50),
         "sent_bytes": sent,
         "sent_bytes_most": float(max(by_rank)),

@@ -75,8 +75,9 @@ def run_block(runner: Runner, num_steps: int, num_skipped: int, ranks: Ranks) ->
         watch.lap()
     runner.settle()
     watch.lap()
+    cpu_s, main_cpu_s = watch.cpu_seconds()
     *returned_s, ended_s = watch.seconds()
-    return Block(returned_s, ended_s, num_skipped)
+    return Block(returned_s, ended_s, num_skipped, cpu_s, main_cpu_s)
 
 
 def run_counted(

@@ -16,6 +16,7 @@ COLUMNS = (
     "whole blocks",
     "samples/s",
     "exposed",
+    "processor (main)",
     "sent per rank",
     "of bound",
     "step / planner",
@@ -42,6 +43,7 @@ def _result_row(name: str, case: Mapping[str, Any]) -> list[str]:
         show_seconds(case["whole_step_s"]),
         show_count(case["samples_per_s"]),
         DASH if case["exposed_frac"] is None else show_frac(case["exposed_frac"]),
+        f"{show_seconds(case['cpu_s'])} ({show_seconds(case['main_cpu_s'])})",
         show_bytes(case["sent_bytes"]),
         _times(case["bytes_over_bound"]),
         _times(planner.get("step_ratio")),
@@ -139,8 +141,10 @@ def _reading(document: Mapping[str, Any]) -> str:
         "A step ends when the last rank returns from it. Ratios of steps are medians over the "
         "rounds of the ratio of two blocks' median steps. Whole blocks: all of a block, its first "
         "steps and its last traffic included, over its steps. Exposed: share of a step in which "
-        "the main thread waits for other ranks, mean over the ranks. Bytes are means over the "
-        "ranks, dense layers included, and the bound with them.",
+        "the main thread waits for other ranks, mean over the ranks. Processor: time that a rank's "
+        "threads ran in a step, and its main thread alone, mean over whole blocks and the ranks; "
+        "the kernel's own work on packets is not in it. Bytes are means over the ranks, dense "
+        "layers included, and the bound with them.",
     ]
     if document.get("assigned"):
         lines.append(
