@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ def _count_steps(
 
 def _eval_batches(
     config: Config, dataset: Dataset, sharded: Sharded, ranks: Ranks
-) -> dict[str, Callable[[], Iterable[Batch]]]:
+) -> dict[str, Iterable[Batch]]:
     trainer = config.trainer
     present = [split for split in dataset.splits if dataset.num_samples(split)]
     missing = [split for split in trainer.eval_splits if split not in present]
@@ -214,8 +214,8 @@ def _eval_batches(
             f"Set 'trainer.eval_splits=[]', or prepare the data with these splits."
         )
 
-    def make(split: str) -> Callable[[], Iterable[Batch]]:
-        return lambda: make_loader(
+    def make(split: str) -> Iterable[Batch]:
+        return make_loader(
             config.paths.dataset,
             split,
             batch_size=trainer.eval_batch_size,
@@ -224,11 +224,12 @@ def _eval_batches(
             epochs=1,
             shuffle=False,
             num_workers=trainer.num_workers,
+            keep_workers=True,
             transform=sharded.transform,
             pin_memory=ranks.device.type == "cuda",
         )
 
-    return {split: make(split) for split in trainer.eval_splits}
+    return same_verdict(lambda: {split: make(split) for split in trainer.eval_splits})
 
 
 def _cadence(trainer: TrainerConfig) -> Cadence:

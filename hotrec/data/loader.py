@@ -49,6 +49,7 @@ def make_loader(
     epochs: int | None = None,
     shuffle: bool = True,
     num_workers: int = 0,
+    keep_workers: bool = False,
     transform: Transform | None = None,
     drop_last: bool = False,
     pin_memory: bool = False,
@@ -68,13 +69,14 @@ def make_loader(
         epochs: passes over the split; None for no end.
         shuffle: chunk order, and rows within a chunk, by (seed, epoch). Evaluate without.
         num_workers: worker processes; 0 reads in this process.
+        keep_workers: keep them from one iteration to the next; else each starts its own.
         transform: applied to the ids in the worker; picklable.
         drop_last: leave out the last step of an epoch if it is not full.
-        pin_memory: copy batches into page-locked memory, for a GPU.
+        pin_memory: page-locked, for a GPU.
         verify: "size", or "hash" to read every byte of the dataset first.
         subset: the samples that take part, all without it; may be fewer than a global batch.
-        assign: which rank takes which sample of a global batch; without it, in the order of the
-            batch. Picklable. The worker then reads the ids of the whole global batch.
+        assign: which rank takes which sample of a global batch, of which the worker then reads all
+            ids; without it, in the order of the batch. Picklable.
 
     Returns:
         a loader of ``Batch``; ``state_dict`` and ``load_state_dict`` give exact continuation with
@@ -89,13 +91,8 @@ def make_loader(
     dataset = Dataset.open(dataset_path, verify)
     num_samples = dataset.num_samples(split) if subset is None else subset.num_samples
     # An evaluation may be smaller than a batch; training on less than one is a mistake.
-    needed = batch_size * world_size if (shuffle or drop_last) and subset is None else 1
-    if num_samples < needed:
-        raise ValueError(
-            f"dataset {dataset_path} split {split}: expected at least {needed} samples "
-            f"(batch size {batch_size} on {world_size} ranks), got {num_samples}. "
-            "Choose a smaller batch, fewer ranks or more data."
-        )
+    is_whole = (shuffle or drop_last) and subset is None
+    _check_samples(dataset, split, num_samples, batch_size, world_size, is_whole=is_whole)
     batches = Batches(
         dataset,
         split,
@@ -115,9 +112,28 @@ def make_loader(
         batch_size=None,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        persistent_workers=False,
+        persistent_workers=keep_workers and num_workers > 0,
         worker_init_fn=_leave_sigterm_to_rank,
     )
+
+
+def _check_samples(
+    dataset: Dataset,
+    split: str,
+    num_samples: int,
+    batch_size: int,
+    world_size: int,
+    *,
+    is_whole: bool,
+) -> None:
+    """Args: is_whole: there must be a whole global batch."""
+    needed = batch_size * world_size if is_whole else 1
+    if num_samples < needed:
+        raise ValueError(
+            f"dataset {dataset.artifact.path} split {split}: expected at least {needed} samples "
+            f"(batch size {batch_size} on {world_size} ranks), got {num_samples}. "
+            "Choose a smaller batch, fewer ranks or more data."
+        )
 
 
 def _check_ranks(batch_size: int, rank: int, world_size: int) -> None:

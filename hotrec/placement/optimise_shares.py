@@ -37,8 +37,8 @@ def hottest_share(
     kept = {d.name: num_hot.get(d.name, 0) for d in demands}
     free = [d for d in demands if d.name not in fixed]
     rows = [take_rows(d, kept[d.name]) for d in free]
-    if not free or not sum(part.size for part in rows):
-        return kept
+    if not sum(part.size for part in rows):  # no lookup was seen: none of them is hottest
+        return kept | dict.fromkeys((d.name for d in free), 0)
     density = np.concatenate([d.probs_G * d.lookups_per_sample / d.row_bytes for d in free])
     table = np.repeat(np.arange(len(free)), [part.size for part in rows])
     order = np.argsort(-density, kind="stable")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hotrec import watchdog
 from hotrec.batch import Batch
 from hotrec.distributed import (
     all_gather_object,
@@ -29,12 +30,13 @@ from hotrec.train.pipeline import Pipeline
 from hotrec.train.watch import sigterm_held_back
 
 
-def evaluate(pipeline: Pipeline, batches: Iterable[Batch]) -> Quality:
+def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None = None) -> Quality:
     """Measure the model on this rank's share of a split together with all other ranks.
 
     Args:
         pipeline: drained; it is drained again on return.
         batches: as many on every rank; padding samples (weight 0) are left out.
+        step: updates made so far, for the watchdog's messages.
 
     Returns:
         The quality over all ranks, the same on every rank.
@@ -43,6 +45,7 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch]) -> Quality:
         ValueError: if the split is empty or the ranks have different numbers of batches.
         RankError: on the other ranks, if one rank's loader fails to start.
     """
+    watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, step)
     model = pipeline.model
     was_training = model.training
     devices = [pipeline.device] if pipeline.device.type == "cuda" else []
@@ -50,10 +53,12 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch]) -> Quality:
     try:
         # Starting a loader draws a random number; training goes on as if it had not.
         with torch.random.fork_rng(devices=devices), torch.no_grad():
-            predictions = _predict(pipeline, same_verdict(lambda: _start(batches)))
+            predictions = _predict(pipeline, same_verdict(lambda: _start(batches)), step)
     finally:
         model.train(was_training)
     gathered = _gather_on_first(predictions)
+    # The first rank sorts all predictions; the others wait, however long it takes.
+    watchdog.enter(watchdog.MAIN, watchdog.METRICS, step)
     quality = same_verdict(lambda: None if gathered is None else _measure(gathered))
     return broadcast_object(quality)  # type: ignore[return-value]
 
@@ -77,7 +82,7 @@ def _count(batches: Iterable[Batch]) -> int | None:
         return None
 
 
-def _predict(pipeline: Pipeline, iterator: Iterator[Batch]) -> torch.Tensor:
+def _predict(pipeline: Pipeline, iterator: Iterator[Batch], step: int | None) -> torch.Tensor:
     """Logits and labels of this rank, float32 (S, 2) on the host, padding left out."""
     weights: deque[torch.Tensor] = deque()  # of the batches that the pipeline holds
 
@@ -94,6 +99,7 @@ def _predict(pipeline: Pipeline, iterator: Iterator[Batch]) -> torch.Tensor:
     batches = chain([first], remembered)
     parts = []
     while weights:  # one for every batch that is handed out and not yet computed
+        watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, step)
         _, logits, labels = pipeline.progress(batches)
         pair = torch.stack([logits.float(), labels.float()], dim=1)
         parts.append(pair.cpu()[weights.popleft() > 0])

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 from tqdm import tqdm
@@ -41,8 +42,6 @@ from hotrec.train.schedule import Cadence, segments, set_learning_rates
 from hotrec.train.stage_times import FIRST_COMPARED_STEP
 from hotrec.train.trace import Tracer, TraceWindow
 from hotrec.train.watch import StopRequest, TrafficMeter, sigterm_held_back, stop_on_sigterm
-
-EvalLoader = Callable[[], Iterable[Batch]]
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ def train(
     lr_factor: Callable[[int], float],
     pipeline_kind: str = "sparse_dist",
     look_ahead: LookAhead | None = None,
-    eval_batches: Mapping[str, EvalLoader] | None = None,
+    eval_batches: Mapping[str, Iterable[Batch]] | None = None,
     checkpoints: Checkpoints | None = None,
     check_replicas: Callable[[], None] | None = None,
     run_dir: Path | None = None,
@@ -98,8 +97,8 @@ def train(
         lr_factor: update number, from 1 -> factor, e.g. a ``Schedule``.
         pipeline_kind: see ``make_pipeline``.
         look_ahead: what the pipeline look_ahead needs; None for others.
-        eval_batches: makes a fresh loader, by name of the split. Only the first split is evaluated
-            on the way, all of them after the last step; the last one gives the summary.
+        eval_batches: by name of the split; begun once before the first step, and anew for each
+            evaluation. The first is evaluated on the way, all at the end; the last one's is told.
         checkpoints: where to save and what to resume from; None for neither.
         check_replicas: raises on every rank if replicated rows differ between ranks.
         run_dir: where rank 0 writes its records; None for none.
@@ -114,8 +113,8 @@ def train(
         ValueError: if nothing is left to train; ArtifactError if the checkpoint does not fit.
         RuntimeError: if a loss is not finite, the data ends early, or a module is not pipelined.
     """
-    splits = dict(eval_batches or {})
     with _logged_with_rank(ranks), stop_on_sigterm() as stop_request:
+        splits = _start_workers(eval_batches or {})
         start, train_batches = _start(model, optimizer, train_loader, num_steps, checkpoints)
         pipeline = make_pipeline(pipeline_kind, model, optimizer, ranks.device, look_ahead)
         traffic = TrafficMeter(ranks.world_size, count_dense_values(model), inspect_batch)
@@ -144,6 +143,18 @@ def train(
                 _evaluate(pipeline, splits, records)
             summary = records.write_summary(description or {}, prediction)
     return TrainResult(records.position.step, not records.must_stop, summary)
+
+
+def _start_workers(splits: Mapping[str, Iterable[Batch]]) -> Mapping[str, Iterable[Batch]]:
+    """Let evaluation's loaders start the worker processes that they keep; the same loaders.
+
+    Later would be while threads of the process group run Python code, for gradients' hooks: a
+    process that is forked just then can hang in it (CPython before 3.11.10, gh-112275).
+    """
+    # Starting a loader draws a random number; training goes on as if it had not.
+    with torch.random.fork_rng(devices=[]), sigterm_held_back():
+        same_verdict(lambda: [iter(batches) for batches in splits.values()])
+    return splits
 
 
 def _start(
@@ -190,23 +201,22 @@ def _owes_evaluation(
 
 def _evaluate_first(
     pipeline: Pipeline,
-    splits: Mapping[str, EvalLoader],
+    splits: Mapping[str, Iterable[Batch]],
     records: Records,
     alternation: Alternation | None,
 ) -> None:
     """Evaluate the first split, if there is one."""
-    watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, records.position.step)
-    for split, make_batches in islice(splits.items(), 1):
-        quality = evaluate(pipeline, make_batches())
+    for split, batches in islice(splits.items(), 1):
+        quality = evaluate(pipeline, batches, step=records.position.step)
         records.add_quality(split, quality)
         if alternation is not None:
             alternation.add_quality(records.position.step, quality)
 
 
-def _evaluate(pipeline: Pipeline, splits: Mapping[str, EvalLoader], records: Records) -> None:
-    watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, records.position.step)
-    for split, make_batches in splits.items():
-        records.add_quality(split, evaluate(pipeline, make_batches()))
+def _evaluate(pipeline: Pipeline, splits: Mapping[str, Iterable[Batch]], records: Records) -> None:
+    step = records.position.step
+    for split, batches in splits.items():
+        records.add_quality(split, evaluate(pipeline, batches, step=step))
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,7 @@ def build_trace(
         _meta(pid, STAGE_LANE, "thread_sort_index", sort_index=-2),
         *_step_events(pid, steps, zero_us),
     ]
+    events += _missing_names(events, pid, thread_names)
     document["traceEvents"] = events
     document["hotrec"] = {
         "rank": ranks.rank,
@@ -262,6 +263,19 @@ def _renumbered(
     elif event["ph"] == "M" and name == "process_name":
         event["args"] = {"name": f"rank {ranks.rank} of {ranks.world_size}, device {own}"}
     return event
+
+
+def _missing_names(
+    events: Sequence[Mapping[str, Any]], pid: int, thread_names: Mapping[int, str]
+) -> Iterator[dict[str, Any]]:
+    """Names of threads of which the profiler tells events and no name.
+
+    It forgets a thread that it met just before it began to record.
+    """
+    own = [event for event in events if event["pid"] == pid and isinstance(event["tid"], int)]
+    named = {event["tid"] for event in own if event.get("name") == "thread_name"}
+    for tid in sorted({event["tid"] for event in own if event["ph"] == "X"} - named):
+        yield _meta(pid, tid, "thread_name", name=thread_names.get(tid, f"thread {tid}"))
 
 
 def _meta(pid: int, tid: int, kind: str, **args: Any) -> dict[str, Any]:

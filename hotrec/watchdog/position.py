@@ -18,10 +18,11 @@ COMMUNICATION = "communication"
 # checkpoint. In them only the collectives' own limit holds.
 START = "start"
 FIRST_STEP = "first step"
-EVALUATION = "evaluation"
+METRICS = "metrics"
 CHECKPOINT = "checkpoint"
-UNLIMITED = frozenset({START, FIRST_STEP, EVALUATION, CHECKPOINT})
+UNLIMITED = frozenset({START, FIRST_STEP, METRICS, CHECKPOINT})
 STEP = "step"
+EVALUATION = "evaluation"
 CHECK_UP = "check-up"
 
 

@@ -23,7 +23,7 @@ from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule
 from hotrec.types import Partition
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import TinyLoader, build_tiny
+from tests.helpers.tiny import TinyLoader, TinySplit, build_tiny
 from tests.unit.data.logs import recommit, write_dataset
 
 PARTITION = Partition(
@@ -117,7 +117,7 @@ def train_tiny(folder: Path, *, num_steps: int = NUM_STEPS, **kwargs: Any) -> Ru
         num_steps=num_steps,
         cadence=Cadence(log_every=1, eval_every=2),
         lr_factor=Schedule(),
-        eval_batches={"valid": lambda: TinyLoader(num_batches=2, seed=4)},
+        eval_batches={"valid": TinySplit(num_batches=2, seed=4)},
         alternation=alternation,
         run_dir=folder,
         **kwargs,

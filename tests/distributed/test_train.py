@@ -33,7 +33,7 @@ from hotrec.train.metrics import measure_quality
 from hotrec.train.pipeline import make_pipeline
 from hotrec.train.schedule import Cadence, Schedule
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import DIM, NUM_ROWS, TinyLoader, build_tiny, tiny_batch
+from tests.helpers.tiny import DIM, NUM_ROWS, TinyLoader, TinySplit, build_tiny, tiny_batch
 
 CPU = torch.device("cpu")
 EVERY_STEP = Cadence(log_every=1, eval_every=5)
@@ -87,7 +87,7 @@ class InfiniteOnOneRank(TinyLoader):
 
 def check_training(folder: Path) -> None:
     """All cases of training on one pair of ranks; ``folder`` is shared."""
-    evals = {"valid": lambda: TinyLoader(num_batches=2, seed=4)}
+    evals = {"valid": TinySplit(num_batches=2, seed=4)}
     whole = run(
         TinyLoader(num_batches=16),
         run_dir=folder / "whole",

@@ -111,20 +111,32 @@ def test_stopped_rank_is_named(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("raise", "ArithmeticError: the model has had enough"), ("hang", "")]
+    ("kind", "words", "got"),
+    [
+        ("raise", [], "got an error on rank 1 in step 5 ("),
+        ("hang", [], "got rank 1 alive but not moving for 3 s in step 5 ("),
+        # The first batch of an evaluation is the fifth that the pipeline computes.
+        (
+            "hang",
+            ["trainer.eval_every_steps=4", "trainer.eval_splits=[valid]"],
+            "got rank 1 alive but not moving for 3 s in evaluation of step 4 (",
+        ),
+    ],
+    ids=["raise", "hang", "hang_in_evaluation"],
 )
-def test_broken_rank_is_named(workspace: Workspace, kind: str, error: str) -> None:
+def test_broken_rank_is_named(
+    workspace: Workspace, tmp_path: Path, kind: str, words: list[str], got: str
+) -> None:
     with run_of_ranks(
-        [*WORDS, "trainer.watchdog_s=3"],
+        [*WORDS, "trainer.watchdog_s=3", *words],
         num_ranks=2,
         cwd=workspace.folder,
-        environment=variables(workspace.folder / "runs" / kind),
+        environment=variables(tmp_path / "run"),
         fault=Fault(kind, rank=1, step=5),
     ) as running:
         _, err = running.communicate(timeout=150)
-    assert running.returncode == (1 if error else EXIT_CODE), err
-    words = "got an error on rank 1 in step 5 (" if error else "got rank 1 alive but not moving"
-    line = next(line for line in err.splitlines() if words in line and "[rank 0]" in line)
-    assert error in line
+    assert running.returncode == (1 if kind == "raise" else EXIT_CODE), err
+    line = next(line for line in err.splitlines() if got in line and "[rank 0]" in line)
+    assert ("ArithmeticError: the model has had enough" in line) == (kind == "raise")
     assert "; forward, at faults.py:" in line
     assert "there is no checkpoint yet" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,6 +145,20 @@ def tiny_batch(
             batch_size * dist.get_world_size() if num_global_samples is None else num_global_samples
         ),
     )
+
+
+@dataclass(frozen=True)
+class TinySplit:
+    """The same batches whenever it is iterated, as evaluation wants them."""
+
+    num_batches: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(TinyLoader(num_batches=self.num_batches, seed=self.seed))
 
 
 class TinyLoader:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from hotrec.watchdog import EXIT_CODE
+
 REPOSITORY = Path(__file__).parents[2]
 # Whatever starts the tests must not leak into what they start.
 LEAKS = ("HOTREC_", "SLURM_", "TORCHELASTIC_", "TORCHX_", "PET_", "PYTEST_")
@@ -102,6 +104,7 @@ def place(tmp_path: Path) -> Place:
     (package / "cli").mkdir()
     (package / "cli" / "__init__.py").touch()
     (package / "cli" / "ranks.py").symlink_to(REPOSITORY / "hotrec" / "cli" / "ranks.py")
+    (package / "watchdog.py").write_text(f"EXIT_CODE = {EXIT_CODE}\n")
     (tmp_path / "launch").symlink_to(REPOSITORY / "launch")
     # Where the launchers look for an interpreter by themselves.
     (tmp_path / ".venv").symlink_to(sys.prefix)

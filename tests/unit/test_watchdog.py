@@ -19,7 +19,7 @@ from hotrec.watchdog import COMMUNICATION, MAIN, STEP, LostRank, enter, watching
 from hotrec.watchdog.board import Board, BoardError, started_at
 from hotrec.watchdog.errors import is_of_others, one_line
 from hotrec.watchdog.place import Place, place_of, place_of_error
-from hotrec.watchdog.position import CHECKPOINT, Lane, positioned
+from hotrec.watchdog.position import CHECKPOINT, EVALUATION, METRICS, Lane, positioned
 from hotrec.watchdog.slowest import Slowest
 from hotrec.watchdog.verdict import RankState, Verdict, behind, dead, find_behind, silent
 
@@ -64,6 +64,10 @@ def test_where_a_rank_stands() -> None:
     saving = replace(told, lanes={MAIN: Lane(CHECKPOINT, 40, 1.0, 3)})
     assert saving.is_unlimited
     assert saving.where().startswith("checkpoint of step 40 (")
+    evaluating = replace(told, lanes={MAIN: Lane(EVALUATION, 40, 1.0, 3)})
+    assert not evaluating.is_unlimited
+    measuring = replace(told, lanes={MAIN: Lane(METRICS, 40, 1.0, 3)})
+    assert measuring.is_unlimited
 
 
 @pytest.mark.parametrize(

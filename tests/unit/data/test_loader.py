@@ -270,3 +270,19 @@ def test_workers_outlive_other_peoples_sigterm_but_not_their_rank(dataset):
     )
     assert done.stdout == "alive\n", done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 3])
+def test_kept_workers_begin_anew_each_time(dataset, num_taken):
+    """However much of an iteration was taken: what they made ahead is thrown away."""
+    path, _ = dataset
+    expected = list(loader(path, "valid", shuffle=False))
+    kept = loader(path, "valid", shuffle=False, num_workers=2, keep_workers=True)
+    workers = set()
+    for _ in range(3):
+        iterator = iter(kept)
+        workers.add(tuple(worker.pid for worker in iterator._workers))
+        list(islice(iterator, num_taken))
+    for one, other in zip(kept, expected, strict=True):
+        assert_same_batch(one, other)
+    assert len(workers) == 1

@@ -57,6 +57,11 @@ def test_rows_never_seen_go_first():
     assert hottest_share(demands, {"a": 4}, 0.5) == {"a": 1}
 
 
+def test_without_lookups_nothing_is_hottest():
+    demands = [make_demand("a", [0, 0]), make_demand("b", [0])]
+    assert hottest_share(demands, {"a": 2, "b": 1}, 0.75, {"b"}) == {"a": 0, "b": 1}
+
+
 @given(
     st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=12), min_size=1, max_size=4),
     st.sampled_from([*HOT_SHARES, 1.0]),

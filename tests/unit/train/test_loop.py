@@ -22,7 +22,15 @@ from hotrec.traffic import BatchFacts, count_distinct_rows
 from hotrec.train.checkpoint import Checkpoints, StatefulLoader, find_latest
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule
-from tests.helpers.tiny import DIM, NUM_ROWS, TinyLoader, TinyModel, build_tiny, tiny_batch
+from tests.helpers.tiny import (
+    DIM,
+    NUM_ROWS,
+    TinyLoader,
+    TinyModel,
+    TinySplit,
+    build_tiny,
+    tiny_batch,
+)
 
 EVERY_STEP = Cadence(log_every=1)
 
@@ -55,8 +63,8 @@ def test_records_of_a_run(one_rank: Ranks, tmp_path: Path) -> None:
         Cadence(log_every=5, warmup_steps=3, eval_every=8),
         num_steps=20,
         eval_batches={
-            "valid": lambda: TinyLoader(num_batches=2, seed=1),
-            "test": lambda: TinyLoader(num_batches=3, seed=2),
+            "valid": TinySplit(num_batches=2, seed=1),
+            "test": TinySplit(num_batches=3, seed=2),
         },
         run_dir=tmp_path,
         inspect_batch=inspect,
@@ -341,7 +349,7 @@ def test_loader_workers_outlive_the_sigterm_of_their_process_group(
 
 
 def test_run_that_is_already_finished_is_evaluated_again(one_rank: Ranks, tmp_path: Path) -> None:
-    evals = {"valid": lambda: TinyLoader(num_batches=2, seed=1)}
+    evals = {"valid": TinySplit(num_batches=2, seed=1)}
     checkpoints = Checkpoints(tmp_path, facts={})
     first = run(
         one_rank,
@@ -371,3 +379,52 @@ def test_garbage_is_collected_as_before_afterwards(one_rank: Ranks) -> None:
     assert frozen[0] == 0
     assert frozen[1] > 100_000
     assert gc.get_freeze_count() == 0
+
+
+class OneBatch(IterableDataset[Batch]):
+    """What a worker process reads of a split."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter([tiny_batch(0, 8)])
+
+
+def end_on_sigterm(_: int) -> None:
+    """It is held back where loaders start, and a worker that is left at exit gets it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def test_no_process_is_forked_between_steps(
+    one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of the process group may run Python code then, in which a child would hang."""
+    events: list[str] = []
+    fork = os.fork
+
+    def noted_fork() -> int:
+        events.append("fork")
+        return fork()
+
+    def factor(_: int) -> float:
+        events.append("step")
+        return 1.0
+
+    monkeypatch.setattr(os, "fork", noted_fork)
+    split = StatefulDataLoader(
+        OneBatch(),
+        batch_size=None,
+        num_workers=1,
+        persistent_workers=True,
+        worker_init_fn=end_on_sigterm,
+    )
+    run(
+        one_rank,
+        TinyLoader(num_batches=6),
+        Cadence(log_every=1, eval_every=2),
+        num_steps=6,
+        lr_factor=factor,
+        eval_batches={"valid": split},
+        run_dir=tmp_path,
+    )
+    assert len(read_lines(tmp_path / "eval.jsonl")) == 3
+    assert events[0] == "fork"
+    assert set(events[1:]) == {"step"}

@@ -60,6 +60,18 @@ def of_kind(made: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     return [e for e in made["traceEvents"] if e.get("cat") == kind]
 
 
+def test_every_thread_has_a_name(one_rank: Ranks) -> None:
+    """Also one that the profiler tells events of and no name."""
+    told = event("thread_name", 0.0, ph="M", args={"name": "thread 11 (python)"})
+    events = [event("a", 1.0), event("b", 1.0, tid=12), event("c", 1.0, tid=13)]
+    made = built(told, *events, ranks=one_rank)
+    names = [
+        (e["tid"], e["args"]["name"]) for e in made["traceEvents"] if e["name"] == "thread_name"
+    ]
+    assert {(11, "main thread"), (12, "hotrec communication"), (13, "thread 13")} <= set(names)
+    assert len({tid for tid, _ in names}) == len(names)
+
+
 def test_a_window_is_counted_from_this_start(tmp_path: Path, one_rank: Ranks) -> None:
     window = TraceWindow(3, 2, tmp_path)
     tracer = Tracer(window, one_rank, start_step=100, num_steps=104)
@@ -101,6 +113,7 @@ def test_events_come_under_their_rank() -> None:
     assert [e["id"] for e in made["traceEvents"] if e["ph"] == "s"] == [3 * 4 + 3]
     names = {e["tid"]: e["args"]["name"] for e in made["traceEvents"] if e["name"] == "thread_name"}
     assert names == {
+        11: "main thread",
         12: "hotrec communication",
         13: "thread 13 (pt_gloo_runloop)",
         STAGE_LANE: "stages of the main thread",
