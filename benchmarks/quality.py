@@ -38,7 +38,7 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "bf16": ("pipeline.wire=bf16",),
     # Two blocks of each kind in the epoch; and blocks cut or grown by the validation loss.
     "all_hot": ("order=all_hot",),
-    "all_hot_by_loss": ("order=all_hot", "trainer.eval_every_steps=50"),
+    "all_hot_by_loss": ("order=all_hot", "order.start_rate=0.1", "trainer.eval_every_steps=25"),
 }
 
 
