@@ -4,8 +4,9 @@
 
 One process, one thread, as a rank on a small host has. Both read the same distinct rows of the
 same tables, and update them with the same gradient; FBGEMM's pooled kernel with bags of one id is a
-third column, since it does the same work with a better loop. Medians of the thread's processor
-time, so that other work on the machine counts little. The last line on stdout is one JSON object.
+third column, since it does the same work with a better loop. Last, rows written into one table by
+torch and by hotrec. Medians of the thread's processor time, so that other work on the machine
+counts little. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.cli.bench.machine import machine_facts
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
+from hotrec.embedding.flat import put_rows
 from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
 
 FBGEMM = {
@@ -102,6 +104,21 @@ def measure(
     }
 
 
+def measure_writes(
+    *, num_rows: int, num_tables: int, table_rows: int, dim: int, repeats: int
+) -> dict[str, float]:
+    """Seconds to write the distinct rows of a step into one table of all tables' rows."""
+    target_RD = torch.zeros(num_tables * table_rows, dim)
+    rng = np.random.default_rng(1)
+    rows_U = torch.from_numpy(rng.choice(len(target_RD), num_rows, replace=False))
+    values_UD = torch.randn(num_rows, dim)
+    ways: dict[str, Callable[[], object]] = {
+        "index_copy_": lambda: target_RD.index_copy_(0, rows_U, values_UD),
+        "hotrec": lambda: put_rows(target_RD, rows_U, values_UD),
+    }
+    return {name: median_s(way, repeats) for name, way in ways.items()}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-rows", type=int, default=30_000, help="distinct rows of a step")
@@ -121,8 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{times['forward_backward_s'] * 1e3:21.1f}",
                 file=sys.stderr,
             )
+    writes = measure_writes(**vars(options))
+    for way, seconds in writes.items():
+        print(f"{'write rows':<16}  {way:<16}  {seconds * 1e3:10.1f}", file=sys.stderr)
     facts = {"processor": machine_facts()["processor"], "torch": torch.__version__, **vars(options)}
-    print(json.dumps({**facts, "kernels": figures}))
+    print(json.dumps({**facts, "kernels": figures, "writes": writes}))
     return 0
 
 
