@@ -29,13 +29,16 @@ from benchmarks.quality_page import write_page
 NUM_RANKS = 2
 EXACT = "exact"
 
-# What `hotrec train` gets beside the data's settings. The first one is the reference. The second
-# is as exact, and differs by the order of additions alone: what it shows is no effect.
+# What `hotrec train` gets beside the data's settings. The first one is the reference, with
+# TorchRec's pipeline, which is what such small steps on one host get. The second is as exact, and
+# differs by the order of additions alone: what it shows is no effect.
 VARIANTS: Mapping[str, Sequence[str]] = {
     EXACT: (),
-    "sparse_dist": ("pipeline=sparse_dist",),
+    "look_ahead": ("pipeline=look_ahead",),
     "fp16": ("pipeline.wire=fp16",),
     "bf16": ("pipeline.wire=bf16",),
+    "look_ahead_fp16": ("pipeline=look_ahead", "pipeline.wire=fp16"),
+    "look_ahead_bf16": ("pipeline=look_ahead", "pipeline.wire=bf16"),
     # Two blocks of each kind in the epoch; and blocks cut or grown by the validation loss.
     "all_hot": ("order=all_hot",),
     "all_hot_by_loss": ("order=all_hot", "order.start_rate=0.1", "trainer.eval_every_steps=25"),

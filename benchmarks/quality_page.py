@@ -28,7 +28,7 @@ Each run is one `hotrec train` on {num_ranks} ranks over gloo, CPU, one thread p
 same seed all variants start from the same weights and, all_hot aside, read the same samples in the
 same order, so differences are taken within a seed. Differences are in units of 0.0001 AUC. The
 spread of `exact` itself over the seeds, another draw of weights and order, says how large a
-difference means something; `sparse_dist` is as exact as `exact`, its additions are made in another
+difference means something; `look_ahead` is as exact as `exact`, its additions are made in another
 order.
 
 Variants: {variants}.
