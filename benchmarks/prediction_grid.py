@@ -288,8 +288,8 @@ def main() -> None:
         write_page(arguments.page)
         return
     quiet_torch()
-    # One of its warnings for every replicated table.
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    # TorchRec has warnings for every replicated table.
+    logging.getLogger().setLevel(logging.ERROR)
     run_grid(arguments)
 
 
