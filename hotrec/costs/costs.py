@@ -98,6 +98,9 @@ class Costs:
         waiting_frac: by stage that exchanges, how long ranks wait for one another there, since they
             never come at the same time; as a share of the dense layers' time.
         corrections: by stage, measured in whole steps / predicted from the parts; 1 where absent.
+        look_ahead: what a step with look-ahead takes beside its stages, by the bytes of a rank's
+            cold rows: its thread of communication takes it from the cores that compute. Measured
+            in whole steps; nothing where it was not.
         host: fingerprint of the machine that was measured, empty for built-in sets.
         facts: free, for people.
     """
@@ -116,6 +119,7 @@ class Costs:
     stage_overhead_s: Mapping[str, float] = field(default_factory=dict)
     waiting_frac: Mapping[str, float] = field(default_factory=dict)
     corrections: Mapping[str, float] = field(default_factory=dict)
+    look_ahead: Line = Line(source="not measured")
     host: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -194,6 +198,8 @@ class Costs:
             parts["intra"] = Link(**parts["intra"])
             parts["inter"] = None if parts["inter"] is None else Link(**parts["inter"])
             parts["curves"] = tuple(_read_curve(curve) for curve in parts["curves"])
+            if "look_ahead" in parts:  # not in costs of before it was measured
+                parts["look_ahead"] = Line(**parts["look_ahead"])
             return Costs(**parts)
         except (AttributeError, KeyError, TypeError) as error:
             raise CostsError(
@@ -232,6 +238,7 @@ def check_costs(costs: Costs) -> None:
         )
     for name, line in costs.kernels.items():
         _check_numbers(f"{where} kernel {name}", asdict(line), ("source",))
+    _check_numbers(f"{where} look_ahead", asdict(costs.look_ahead), ("source",))
     for level, link in (("intra", costs.intra), ("inter", costs.inter)):
         if link is not None:
             _check_numbers(f"{where} link {level}", {"latency_s": link.latency_s})

@@ -16,7 +16,8 @@ dimension D, a rank sends in a step
 and the step takes, o being the costs' overlap (what is sent takes processor time where o < 1),
 
     compute     all stages that compute, on whichever thread: the owner's lookups and updates share
-                the cores (the device) with the layers, so they count in full
+                the cores (the device) with the layers, so they count in full; and what else the
+                thread of communication takes of them, as measured in whole steps
     critical    hot exchange + urgent gradients + urgent rows, and what TorchRec exchanges pooled
     background  everything else that travels
     line        compute + waiting + critical - o min(critical', OVERLAPPABLE_DENSE_FRAC dense)
@@ -60,6 +61,7 @@ OVERLAPPABLE_DENSE_FRAC = 0.25
 POSITION_BYTES, FLAGS_BYTES, SLOT_BYTES = 4, 2, 4
 # Messages of a step, whatever their size: counts, positions, flags.
 NUM_ID_MESSAGES = 3
+TIERS = ("device", "host", "hit", "miss")
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 # In the order in which they travel when backward has the gradients.
 CRITICAL = ("hot_exchange", "grads_exchange", "rows_exchange")
@@ -108,6 +110,7 @@ class LookAheadModel:
         traffic = self._traffic(quantities)
         waiting = max((self.costs.waiting_frac.get(name, 0.0) for name in EXCHANGES), default=0.0)
         stage_s["rows_exchange"] += waiting * self.compute["dense"].constant
+        stage_s["rows_exchange"] += self.costs.look_ahead.seconds(num_bytes=_row_bytes(quantities))
         for name in (*CRITICAL, "ids_exchange"):
             of = traffic[name]
             covered_s = min(of.critical_s, cover_s)
@@ -131,9 +134,8 @@ class LookAheadModel:
         return (self.world.num_ranks - 1) / self.world.num_ranks
 
     def _traffic(self, quantities: Mapping[str, float]) -> dict[str, _Traffic]:
-        tiers = ("device", "host", "hit", "miss")
-        rows = sum(quantities.get(f"rows_{tier}", 0.0) for tier in tiers)
-        row_bytes = sum(quantities.get(f"bytes_{tier}", 0.0) for tier in tiers) * self._others
+        rows = sum(quantities.get(f"rows_{tier}", 0.0) for tier in TIERS)
+        row_bytes = _row_bytes(quantities) * self._others
         is_ahead = self.pipeline.depth > 0
         urgent_bytes = quantities.get("urgent_bytes", 0.0) * self._others if is_ahead else row_bytes
         asked_bytes = rows * self._others * (POSITION_BYTES + FLAGS_BYTES)
@@ -233,6 +235,11 @@ class LookAheadModel:
         size = num_bytes / max(1.0, num_messages)
         line = self.costs.collective("all_to_all", self.world, size)
         return num_messages * line.fixed_s + line.per_byte_s * num_bytes
+
+
+def _row_bytes(quantities: Mapping[str, float]) -> float:
+    """Of a rank's distinct cold rows."""
+    return sum(quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
 
 
 def make_look_ahead_model(

@@ -70,6 +70,8 @@ def test_both_ranks_get_the_same_valid_costs() -> None:
             assert line.seconds(1e6, 1e8) > 0, name
         # A step of no samples takes time too: calls, Python, TorchRec's bookkeeping.
         assert 0 <= costs.overhead_s < 1
+        assert costs.look_ahead.source == "measured"
+        assert 0 <= costs.look_ahead.seconds(num_bytes=1e6) < 1
         assert set(costs.stage_overhead_s) <= set(STAGES)
         assert all(costs.correction(stage) >= 0 for stage in STAGES)
 

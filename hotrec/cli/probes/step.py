@@ -8,6 +8,10 @@ batch sizes, and what their stages took corrects the parts: of every stage
     measured = overhead + waiting * dense layers + factor * predicted    stages that exchange
 
 with one overhead and waiting, and one factor for each family of kernels that serves the stage.
+
+Then steps with look-ahead, whose thread of communication competes with the layers for the cores:
+
+    measured step = predicted step + fixed + per_byte * bytes of cold rows
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import torch
 
 from hotrec.calibrate.kernels import Point, fit_line
 from hotrec.cli.assemble import make_machine
-from hotrec.cli.bench.cases import Case, build_runner, case_config
+from hotrec.cli.bench.blocks import step_seconds
+from hotrec.cli.bench.cases import Case, Runner, build_runner, case_config
+from hotrec.cli.bench.measure import run_block
 from hotrec.cli.bench.samples import ZipfTables
 from hotrec.cli.predict import Predicted, predict_placement, predict_plan
 from hotrec.cli.probes.rows import row_spec
@@ -36,13 +42,16 @@ from hotrec.cli.schema import (
     TorchrecPlacement,
     TorchrecPlan,
 )
+from hotrec.cli.schema.bench import BenchPipeline
 from hotrec.cli.situation import Situation, describe_situation
 from hotrec.costs import STAGES, Costs, Line
-from hotrec.distributed import all_gather_object, barrier, broadcast_object
+from hotrec.distributed import Ranks, all_gather_object, barrier, broadcast_object
 from hotrec.placement.histogram import build_histogram
-from hotrec.placement.policies import choose_all_hot, choose_coverage
+from hotrec.placement.look_ahead import TIERS
+from hotrec.placement.pipelines import LOOK_AHEAD, SPARSE_DIST
+from hotrec.placement.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.stages import StageClock
-from hotrec.types import Partition, TablePlacement
+from hotrec.types import Partition, Rows, TablePlacement
 
 # Rows of both halves in every stage; and, since a large replica is slower to read, all rows hot.
 COVERAGES = (0.8, 1.0)
@@ -51,7 +60,7 @@ NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
 # The smaller batch tells what a stage takes whatever it does.
 BATCH_PARTS = (4, 1)
 LEAST_BATCH = 32
-HOT_COLD, TORCHREC = "hot_cold", "torchrec"
+HOT_COLD, TORCHREC, AHEAD = "hot_cold", "torchrec", "look_ahead"
 # The kernels of each family by stage; the other stages are the same for both.
 KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
     (HOT_COLD, "route"): ("route",),
@@ -86,11 +95,12 @@ class Anchor:
     """Real steps of one case.
 
     Args:
-        family: HOT_COLD or TORCHREC.
+        family: HOT_COLD, TORCHREC or AHEAD.
         coverage: share of the lookups that are hot; None for TorchRec's plan.
         predicted_s: by stage, from the parts alone.
         measured_s: by stage, median over the steps, mean over the ranks.
         step_s: median of the slowest rank's step.
+        row_bytes: of a rank's distinct cold rows, as predicted.
     """
 
     family: str
@@ -98,6 +108,7 @@ class Anchor:
     predicted_s: Mapping[str, float]
     measured_s: Mapping[str, float]
     step_s: float
+    row_bytes: float = 0.0
 
 
 def coverages(bench: Bench) -> tuple[float | None, ...]:
@@ -108,7 +119,13 @@ def coverages(bench: Bench) -> tuple[float | None, ...]:
 
 def num_step_points(bench: Bench) -> int:
     """How often ``correct_by_steps`` makes progress."""
-    return len(coverages(bench)) * len(BATCH_PARTS)
+    return (len(coverages(bench)) + looks_ahead(bench)) * len(BATCH_PARTS)
+
+
+def looks_ahead(bench: Bench) -> bool:
+    """Whether steps with look-ahead can be measured; on CUDA they have not been run yet."""
+    is_cpu = bench.ranks.device.type == "cpu"
+    return is_cpu and bench.ranks.world_size > 1 and None in coverages(bench)
 
 
 def correct_by_steps(
@@ -123,13 +140,26 @@ def correct_by_steps(
     Returns:
         The corrected costs, and what they were corrected by.
     """
-    anchors = []
-    for part in BATCH_PARTS:
-        batch_size = max(LEAST_BATCH, bench.subject.batch_size // part)
+    sizes = [max(LEAST_BATCH, bench.subject.batch_size // part) for part in BATCH_PARTS]
+    anchors, ahead = [], []
+    for batch_size in sizes:
         for coverage in coverages(bench):
-            anchors.append(_run(bench, costs, coverage, batch_size))
+            anchors.append(_run(bench, costs, HOT_COLD, coverage, batch_size))
             advance()
-    return fit_steps(costs, anchors), anchors
+    fitted = fit_steps(costs, anchors)
+    for batch_size in sizes if looks_ahead(bench) else ():
+        ahead.append(_run(bench, fitted, AHEAD, 0.0, batch_size))
+        advance()
+    return replace(fitted, look_ahead=fit_look_ahead(ahead)), [*anchors, *ahead]
+
+
+def fit_look_ahead(anchors: list[Anchor]) -> Line:
+    """What steps with look-ahead took beside what was predicted."""
+    left = [(a.row_bytes, a.step_s - sum(a.predicted_s.values())) for a in anchors]
+    points = [Point(0.0, num_bytes, seconds, 0.0) for num_bytes, seconds in left if seconds > 0]
+    if not points:
+        return Line() if anchors else Line(source="not measured")
+    return fit_line(points, is_by_items=False, is_by_bytes=len(points) > 1)
 
 
 def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
@@ -236,9 +266,11 @@ def _scaled(line: Line, factor: float) -> Line:
     )
 
 
-def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) -> Anchor:
+def _run(
+    bench: Bench, costs: Costs, family: str, coverage: float | None, batch_size: int
+) -> Anchor:
     """Steps with so much of the lookups hot, or of TorchRec's hand-tuned plan."""
-    family = TORCHREC if coverage is None else HOT_COLD
+    family = TORCHREC if coverage is None else family
     subject, ranks = bench.subject, bench.ranks
     most_rows = ranks.world_size * subject.cap_bytes // (4 * bench.dim)
     samples = ZipfTables(
@@ -255,14 +287,11 @@ def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) ->
         launch=LaunchConfig(),
     )
     counts = samples.count(PROFILE_SAMPLES)
-    partition = None
-    if coverage is not None:
-        partition = choose_all_hot(counts)
-        if coverage < 1:
-            partition = choose_coverage(counts, coverage=coverage)
-        case = Case(family, FractionPlacement(routing=Routing.device), partition)
-    else:
-        case = Case(family, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
+    partition = None if coverage is None else _choose(counts, coverage)
+    case = Case(family, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
+    if partition is not None:
+        pipeline = BenchPipeline.look_ahead if family == AHEAD else BenchPipeline.sparse_dist
+        case = Case(family, FractionPlacement(routing=Routing.device), partition, pipeline)
     batches = samples.batches(
         1 + NUM_WARM + NUM_STEPS + NUM_AHEAD,
         batch_size=batch_size,
@@ -270,14 +299,8 @@ def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) ->
         world_size=ranks.world_size,
     )
     runner = build_runner(config, case, samples.schema, batches, ranks)
-    for _ in range(NUM_WARM):
-        runner.step()
-    clock, times = StageClock(ranks.device), []
-    for _ in range(NUM_STEPS):
-        barrier()
-        with clock.step():
-            runner.step()
-        times.append(sum(float(s[-1]) for s in clock.seconds().values()))
+    measured, step_s = (_time_ahead if family == AHEAD else _time_steps)(runner, ranks)
+    runner.pipeline.close()
     machine = make_machine(
         config.planner,
         world_size=ranks.world_size,
@@ -287,7 +310,14 @@ def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) ->
     )
     histograms = {table: build_histogram(rows) for table, rows in counts.items()}
     situation = describe_situation(
-        case_config(config, case), samples.schema, histograms, PROFILE_SAMPLES, machine, costs, None
+        case_config(config, case),
+        samples.schema,
+        histograms,
+        PROFILE_SAMPLES,
+        machine,
+        costs,
+        None,
+        pipeline=LOOK_AHEAD if family == AHEAD else SPARSE_DIST,
     )
     plan = broadcast_object(runner.sharded.plan)
     predicted = (
@@ -295,10 +325,41 @@ def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) ->
         if partition is None
         else _predict(situation, partition, ranks.device)
     )
+    row_bytes = sum(predicted.quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
+    return Anchor(family, coverage, dict(predicted.step.stage_s), measured, step_s, row_bytes)
+
+
+def _choose(counts: Mapping[str, Rows], coverage: float) -> Partition:
+    if coverage == 0:
+        return choose_all_cold(counts)
+    return choose_all_hot(counts) if coverage == 1 else choose_coverage(counts, coverage=coverage)
+
+
+def _time_steps(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:
+    """Seconds by stage and of a step; steps that all ranks begin together; collective."""
+    for _ in range(NUM_WARM):
+        runner.step()
+    clock, times = StageClock(ranks.device), []
+    for _ in range(NUM_STEPS):
+        barrier()
+        with clock.step():
+            runner.step()
+        times.append(sum(float(s[-1]) for s in clock.seconds().values()))
     gathered = all_gather_object((clock.medians(), times))
-    measured = {s: float(np.mean([medians[s] for medians, _ in gathered])) for s in STAGES}
     step_s = float(np.median(np.max([times for _, times in gathered], axis=0)))
-    return Anchor(family, coverage, dict(predicted.step.stage_s), measured, step_s)
+    return _mean_stages([medians for medians, _ in gathered]), step_s
+
+
+def _time_ahead(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:
+    """The same of consecutive steps: a barrier between them would end what overlaps; collective."""
+    block = run_block(runner, NUM_WARM + NUM_STEPS, NUM_WARM, ranks)
+    gathered = all_gather_object((runner.clock.medians(), block))
+    step_s = float(np.median(step_seconds([block for _, block in gathered])))
+    return _mean_stages([medians for medians, _ in gathered]), step_s
+
+
+def _mean_stages(medians: list[dict[str, float]]) -> dict[str, float]:
+    return {stage: float(np.mean([of[stage] for of in medians])) for stage in STAGES}
 
 
 def _predict(situation: Situation, partition: Partition, device: torch.device) -> Predicted:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hotrec.cli.probes.step import HOT_COLD, TORCHREC, Anchor, fit_steps
+from hotrec.cli.probes.step import AHEAD, HOT_COLD, TORCHREC, Anchor, fit_look_ahead, fit_steps
 from hotrec.costs import STAGES
 from hotrec.costs.builtin import BUILTIN
 
@@ -98,3 +98,19 @@ def test_the_dense_exchange_counts_as_far_as_it_is_waited_for() -> None:
         return predicted_s / 2
 
     assert fit_steps(COSTS, all_anchors(other=waited)).correction("other") == pytest.approx(0.5)
+
+
+def ahead(row_bytes: float, left_s: float) -> Anchor:
+    """A step with look-ahead that took so much more than was predicted."""
+    return Anchor(AHEAD, 0.0, PREDICTED, PREDICTED, sum(PREDICTED.values()) + left_s, row_bytes)
+
+
+def test_what_look_ahead_takes_beside_its_stages_is_found() -> None:
+    line = fit_look_ahead([ahead(1e6, 3e-3), ahead(4e6, 9e-3)])
+    assert line.fixed_s == pytest.approx(1e-3)
+    assert line.per_byte_s == pytest.approx(2e-9)
+    assert fit_look_ahead([ahead(1e6, -1e-3), ahead(4e6, 9e-3)]).seconds(num_bytes=4e6) == (
+        pytest.approx(9e-3)
+    )
+    assert fit_look_ahead([ahead(1e6, -1e-3), ahead(4e6, -2e-3)]).seconds(num_bytes=4e6) == 0
+    assert fit_look_ahead([]).source == "not measured"

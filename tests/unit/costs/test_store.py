@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hotrec.artifact import ArtifactError
-from hotrec.costs import CollectiveCurve, Costs, CostsError, Link, World
+from hotrec.costs import CollectiveCurve, Costs, CostsError, Line, Link, World
 from hotrec.costs.builtin import BUILTIN
 from hotrec.costs.store import COSTS_JSON, check_host, find_costs, read_costs, write_costs
 
@@ -77,6 +77,14 @@ def test_a_document_without_a_kernel_is_refused() -> None:
     del document["kernels"]["pool"]
     with pytest.raises(CostsError, match="got none for pool"):
         Costs.from_json(document)
+
+
+def test_costs_of_before_look_ahead_was_measured_can_be_read() -> None:
+    document = MEASURED.to_json()
+    del document["look_ahead"]
+    assert Costs.from_json(document) == MEASURED
+    measured = replace(MEASURED, look_ahead=Line(1e-3, 0.0, 1e-9))
+    assert Costs.from_json(json.loads(json.dumps(measured.to_json()))) == measured
 
 
 def test_costs_of_this_machine_need_no_note() -> None:

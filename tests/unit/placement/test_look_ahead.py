@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.costs import STAGES, CollectiveCurve, Link, World
+from hotrec.costs import STAGES, CollectiveCurve, Line, Link, World
 from hotrec.costs.builtin import BUILTIN
 from hotrec.placement.look_ahead import OVERLAPPABLE_DENSE_FRAC
 from hotrec.placement.pipelines import LOOK_AHEAD, SPARSE_DIST, PipelineKind, PipelineSpec
@@ -224,6 +224,16 @@ def test_ranks_wait_for_one_another_once():
     waiting = replace(COSTS, waiting_frac={"rows_exchange": 0.1, "grads_exchange": 0.2})
     more_s = predict(costs=waiting).step_s - predict().step_s
     assert more_s == pytest.approx(0.2 * predict().stage_s["dense"])
+
+
+def test_the_thread_of_communication_takes_its_share_of_the_cores():
+    busy = replace(COSTS, look_ahead=Line(2e-3, 0.0, 1e-9))
+    more_s = predict(costs=busy).step_s - predict().step_s
+    assert more_s == pytest.approx(2e-3 + 1e-9 * MIXED["bytes_device"])
+    assert predict(costs=busy, world=World(1, 1)).step_s == predict(world=World(1, 1)).step_s
+    # Where the link is the step, there is time for it.
+    slow, slow_busy = with_link(1e7), replace(with_link(1e7), look_ahead=busy.look_ahead)
+    assert predict(costs=slow_busy).step_s == pytest.approx(predict(costs=slow).step_s)
 
 
 def test_corrections_of_exchanges_are_not_those_of_look_ahead():
