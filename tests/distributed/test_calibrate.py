@@ -70,10 +70,11 @@ def test_both_ranks_get_the_same_valid_costs() -> None:
             assert line.seconds(1e6, 1e8) > 0, name
         # A step of no samples takes time too: calls, Python, TorchRec's bookkeeping.
         assert 0 <= costs.overhead_s < 1
-        assert costs.look_ahead.source == "measured"
         assert 0 <= costs.look_ahead.seconds(num_bytes=1e6) < 1
         assert set(costs.stage_overhead_s) <= set(STAGES)
         assert all(costs.correction(stage) >= 0 for stage in STAGES)
+    # With Adam there are no cold rows on CPU to look ahead for.
+    assert [d["look_ahead"]["source"] for d in first] == ["measured", "not measured"]
 
 
 def test_bytes_are_those_that_the_traffic_counter_sees() -> None:
