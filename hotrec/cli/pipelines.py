@@ -17,6 +17,12 @@ from hotrec.train.pipeline import LookAhead
 from hotrec.types import Placement
 from hotrec.wire import WireType
 
+# Samples per rank from which look-ahead pays on one host. In a smaller step there is little to
+# hide, and its thread competes with the loader's workers for the cores: the quickstart (two ranks
+# and their workers on two cores, 256 samples) takes 25 ms a step with it and 20 without, each as
+# planned for.
+LEAST_BATCH_ON_ONE_HOST = 2048
+
 
 def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
     """The pipeline that trains the configuration's placement; never auto.
@@ -27,8 +33,13 @@ def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
     is_torchrec = isinstance(config.placement, TorchrecPlacement)
     kind = config.pipeline.kind
     if kind is PipelineKind.auto:
-        # look_ahead has not been run on CUDA yet; one rank has nothing to look ahead for.
-        is_ahead = machine.device == "cpu" and not is_torchrec and machine.world_size > 1
+        # look_ahead has not been run on CUDA yet.
+        may_look_ahead = machine.device == "cpu" and not is_torchrec
+        is_on_one_host = machine.world_size <= machine.local_world_size
+        is_worth_it = machine.world_size > 1 and (
+            not is_on_one_host or config.trainer.batch_size >= LEAST_BATCH_ON_ONE_HOST
+        )
+        is_ahead = may_look_ahead and is_worth_it
         return PipelineKind.look_ahead if is_ahead else PipelineKind.sparse_dist
     if kind is PipelineKind.look_ahead and is_torchrec:
         raise ValueError(

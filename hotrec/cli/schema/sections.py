@@ -31,8 +31,8 @@ class PipelineConfig:
 
     kind: PipelineKind = key(
         "look_ahead (the next batches' rows travel during this step), sparse_dist (only their ids "
-        "do), base, or auto: look_ahead for hot and cold rows of several ranks on CPU, else "
-        "sparse_dist; pipeline=",
+        "do), base, or auto: look_ahead for hot and cold rows on CPU over several hosts or with "
+        "2048 samples a rank and more, else sparse_dist; pipeline=",
         PipelineKind.auto,
     )
     depth: int = key(
