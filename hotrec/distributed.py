@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from hotrec.forks import make_forks_safe
 from hotrec.memory import keep_freed_memory
 from hotrec.scheduling import batch_threads
 
@@ -80,6 +81,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
         keep_freed_memory()
     backend = "nccl" if device == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
+    make_forks_safe()
     with _threads_of(backend):
         if world_size > 1 or "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, timeout=timeout)

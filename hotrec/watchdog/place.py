@@ -5,6 +5,7 @@ TorchRec's pipelines are not ours to mark in every step, and a model's own code 
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -56,7 +57,7 @@ def place_of(thread: int) -> Place:
     Args:
         thread: its ``threading.get_ident()``.
     """
-    frame = sys._current_frames().get(thread)
+    frame = _frame_of(thread)
     frames: list[FrameType] = []
     while frame is not None and len(frames) < _DEPTH:
         frames.append(frame)
@@ -65,6 +66,18 @@ def place_of(thread: int) -> Place:
         return _place(frames)
     finally:
         frames.clear()  # a frame that is held keeps alive what the thread had in hand
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    # Python before 3.11.5 may collect garbage while it holds its lock of thread states, and what is
+    # collected may let other threads run: one that starts a thread or forks then hangs (gh-106883).
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def place_of_error(error: BaseException) -> Place:

@@ -21,6 +21,7 @@ RUNTIME = {
     "traffic",
     "memory",
     "scheduling",
+    "forks",
     "doctor",
     "wire",
     "watchdog",
