@@ -24,12 +24,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hotrec.cli.assemble import make_machine
-from hotrec.cli.bench.cases import Case, build_runner, case_config
+from hotrec.cli.bench.cases import Case, build_runner
 from hotrec.cli.bench.figures import gather_measured, summarize
 from hotrec.cli.bench.machine import machine_facts
 from hotrec.cli.bench.measure import run_counted, run_timed, run_warmup
 from hotrec.cli.bench.samples import ZipfTables
+from hotrec.cli.bench.situate import situate
 from hotrec.cli.calibrate import measure_costs
 from hotrec.cli.logs import quiet_torch
 from hotrec.cli.optimum import optimise_placement
@@ -50,11 +50,10 @@ from hotrec.cli.schema import (
     TorchrecPlan,
 )
 from hotrec.cli.schema.bench import BenchPipeline
-from hotrec.cli.situation import Situation, describe_situation
+from hotrec.cli.situation import Situation
 from hotrec.cli.store import build_config, compose_config
 from hotrec.distributed import Ranks, broadcast_object, process_group
 from hotrec.placement.histogram import CountHistogram, build_histogram
-from hotrec.placement.pipelines import PipelineKind, PipelineSpec
 from hotrec.placement.policies import choose_all_cold, choose_fraction
 from hotrec.types import Partition, TablePlacement
 
@@ -156,7 +155,8 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
     )
     counts = samples.count(PROFILE_SAMPLES)
     histograms = {table: build_histogram(c) for table, c in counts.items()}
-    situation = situate(config, pipeline, costs, samples, histograms, ranks)
+    case = Case(HOT_COLD, CostPlacement(routing=Routing.device), None, BenchPipeline[pipeline])
+    situation = situate(config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks)
     cases, predicted = make_cases(config, situation, counts, histograms)
     num_steps = bench.warmup_rounds + bench.rounds * BLOCK_STEPS + bench.counted_steps + NUM_AHEAD
     batches = samples.batches(
@@ -192,34 +192,6 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
     gc.collect()
     report(ranks, cell)
     return cell
-
-
-def situate(
-    config: BenchRootConfig,
-    pipeline: str,
-    costs: Any,
-    samples: ZipfTables,
-    histograms: Mapping[str, CountHistogram],
-    ranks: Ranks,
-) -> Situation:
-    machine = make_machine(
-        config.planner,
-        world_size=ranks.world_size,
-        ranks_per_host=ranks.local_world_size,
-        device="cpu",
-        batch_size=config.bench.batch_size,
-    )
-    case = Case(HOT_COLD, CostPlacement(routing=Routing.device), None)
-    return describe_situation(
-        case_config(config, case),
-        samples.schema,
-        histograms,
-        PROFILE_SAMPLES,
-        machine,
-        costs,
-        None,
-        pipeline=PipelineSpec(PipelineKind(pipeline)),
-    )
 
 
 def make_cases(

@@ -23,7 +23,7 @@ Made by `benchmarks/prediction_grid.sh{option}`. In each network and with each n
 machine is calibrated first, by the code of `hotrec calibrate`; nothing is fitted to what follows.
 Then, for each skew and batch size, the plans are run in turn, in blocks of {blocks}, and compared
 with what was predicted before. {pipelines} Calibration makes whole steps of its own, at Zipf 1.05
-and at these batch sizes, on other partitions. 26 tables of Criteo-Kaggle-like sizes, the largest
+and at these batch sizes, {calibration}. 26 tables of Criteo-Kaggle-like sizes, the largest
 cut to 200,000 rows, D = 64, one id per feature, row-wise Adagrad, DLRM 256-128-64 / 256-128-1.
 `hot_cold` is the cost model's choice; the other hot/cold plans have the 1,000 and 20,000 most
 looked-up rows hot, or none. Step: p50, from return to return of the last rank; it includes routing.
@@ -33,6 +33,11 @@ PIPELINES = {
     "sparse_dist": "All are run with TorchRec's `TrainPipelineSparseDist`.",
     "look_ahead": "Hot and cold rows are run with `pipeline=look_ahead`, TorchRec's plans with its "
     "`TrainPipelineSparseDist`.",
+}
+CALIBRATION = {
+    "sparse_dist": "on other partitions",
+    "look_ahead": "on other partitions, and two with look-ahead without hot rows: at Zipf 1.05 "
+    "hot_cold and all_cold are what these two cells were calibrated by",
 }
 # Files of before there was a choice say nothing of it.
 ONLY_PIPELINE = "sparse_dist"
@@ -69,6 +74,7 @@ def header(documents: Sequence[Mapping[str, Any]]) -> str:
         option="" if found[0] == ONLY_PIPELINE else f" -p {found[0]}",
         blocks=next(iter(blocks)) if len(blocks) == 1 else " or ".join(words),
         pipelines=PIPELINES[found[0]],
+        calibration=CALIBRATION[found[0]],
     )
 
 

@@ -245,6 +245,11 @@ def costs_table(costs: Costs) -> str:
             rate = f"{link.bytes_per_s / 1e6:,.0f} MB/s"
             rows.append(f"link {level}: {rate}, latency {_time_text(link.latency_s).strip()}")
     rows.append(f"overlap {costs.overlap:.2f}, overhead {_time_text(costs.overhead_s).strip()}")
+    ahead = costs.look_ahead
+    rows.append(
+        f"look-ahead ({ahead.source}): {_time_text(ahead.fixed_s).strip()} a step and "
+        f"{_time_text(1e6 * ahead.per_byte_s).strip()} a megabyte of cold rows, beside its stages"
+    )
     return "\n".join(rows)
 
 

@@ -19,6 +19,7 @@ from hotrec.cli.situation import Situation
 from hotrec.costs import World
 from hotrec.placement.caches import miss_ratio_curve
 from hotrec.placement.demand import TableDemand, expected_distinct
+from hotrec.placement.forms import TIERS
 from hotrec.placement.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.placement.memory import memory_by_rank
 from hotrec.placement.pipelines import SPARSE_DIST, PipelineSpec
@@ -38,8 +39,8 @@ HOT_COLD = "hot_cold"
 NUM_CURVE_SIZES = 64
 # What the busiest owner of pooled tables does more of than the others.
 POOLED_LOADS = (
-    *(f"pooled_ids_{tier}" for tier in ("device", "host", "hit", "miss")),
-    *(f"pooled_bytes_{tier}" for tier in ("device", "host", "hit", "miss")),
+    *(f"pooled_ids_{tier}" for tier in TIERS),
+    *(f"pooled_bytes_{tier}" for tier in TIERS),
     "pooled_sent_bytes",
 )
 # TorchRec's plans that a placement is compared with; the first is what is trained where none pays.

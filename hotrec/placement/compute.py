@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hotrec.costs import Costs, World
-from hotrec.placement.forms import Form, StageForm, Workload
+from hotrec.placement.forms import TIERS, Form, StageForm, Workload
 
 
 def add_overhead(compute: Form, stage: str, seconds: float) -> None:
@@ -35,7 +35,7 @@ def add_compute(
     if not workload.is_routed_by_loader:
         route.add_line(kernel["route"], "lookups", None)
         _add_once(route, kernel["route"].fixed_s)
-    for tier in ("device", "host", "hit", "miss"):
+    for tier in TIERS:
         reading = kernel.get(f"read_{tier}")
         updating = kernel.get(f"update_{'hit' if tier == 'miss' else tier}")
         if reading is not None and updating is not None:

@@ -47,6 +47,8 @@ QUANTITIES = (
     "replicated_groups",
 )
 BYTES_PER_ID = 8
+# Where sharded rows are read: of quantities and kernels.
+TIERS = ("device", "host", "hit", "miss")
 BYTES_PER_FLOAT = 4
 
 

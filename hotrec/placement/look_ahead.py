@@ -46,6 +46,7 @@ from hotrec.placement.compute import add_compute, add_overhead
 from hotrec.placement.forms import (
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
+    TIERS,
     Form,
     StageForm,
     StepPrediction,
@@ -61,7 +62,6 @@ OVERLAPPABLE_DENSE_FRAC = 0.25
 POSITION_BYTES, FLAGS_BYTES, SLOT_BYTES = 4, 2, 4
 # Messages of a step, whatever their size: counts, positions, flags.
 NUM_ID_MESSAGES = 3
-TIERS = ("device", "host", "hit", "miss")
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 # In the order in which they travel when backward has the gradients.
 CRITICAL = ("hot_exchange", "grads_exchange", "rows_exchange")

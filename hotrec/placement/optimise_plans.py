@@ -19,6 +19,7 @@ import numpy.typing as npt
 from hotrec.costs import World
 from hotrec.placement.demand import TableDemand
 from hotrec.placement.draws import Floats
+from hotrec.placement.forms import TIERS
 from hotrec.placement.memory import (
     ROUTER_BYTES,
     cached_row_bytes,
@@ -303,7 +304,7 @@ def _units(
         num_sent * weights.get("pooled_sent_ids", nothing)
         + num_bags * row * weights.get("pooled_sent_bytes", nothing)
     )
-    for tier in ("device", "host", "hit", "miss"):
+    for tier in TIERS:
         units[tier] = of(f"rows_{tier}", f"bytes_{tier}")
         units[f"pooled_{tier}"] = of(f"pooled_ids_{tier}", f"pooled_bytes_{tier}", num_ids)
     units["hot"] = of("hot_rows", "hot_bytes")

@@ -29,6 +29,7 @@ from hotrec.placement.forms import (
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
     QUANTITIES,
+    TIERS,
     Form,
     StageForm,
     StepPrediction,
@@ -201,7 +202,7 @@ def _add_messages(
     others = (world.num_ranks - 1) / world.num_ranks
     copy = costs.kernels["copy"]
     ids = stages["ids_exchange"]
-    for tier in ("device", "host", "hit", "miss"):
+    for tier in TIERS:
         ids.sent_bytes.add(f"rows_{tier}", BYTES_PER_ID * others)
     ids.sent_bytes.add("pooled_sent_ids", BYTES_PER_ID)
     line = costs.collective("all_to_all", world, _message_bytes(ids.sent_bytes, at))
@@ -212,7 +213,7 @@ def _add_messages(
         ids.wire.add(group, 2 * line.fixed_s)
     for name in ("rows_exchange", "grads_exchange"):
         stage = stages[name]
-        for tier in ("device", "host", "hit", "miss"):
+        for tier in TIERS:
             stage.sent_bytes.add(f"bytes_{tier}", others * narrow_frac)
         stage.sent_bytes.add("pooled_sent_bytes", narrow_frac)
         line = costs.collective("all_to_all", world, _message_bytes(stage.sent_bytes, at))

@@ -69,8 +69,8 @@ def place_of(thread: int) -> Place:
 
 
 def _frame_of(thread: int) -> FrameType | None:
-    # Python before 3.11.5 may collect garbage while it holds its lock of thread states, and what is
-    # collected may let other threads run: one that starts a thread or forks then hangs (gh-106883).
+    # Python 3.11 may collect garbage while it holds its lock of thread states, and what it collects
+    # may let other threads run: one that starts a thread or forks then hangs (CPython gh-106883).
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -51,6 +51,7 @@ from hotrec.placement.policies import (
     choose_fraction,
     choose_min_accesses,
 )
+from hotrec.planner import Machine
 from hotrec.stages import StageClock
 from hotrec.train.pipeline import Pipeline
 from hotrec.types import Partition, Rows, Schema
@@ -175,6 +176,17 @@ def case_config(config: BenchRootConfig, case: Case) -> Config:
     )
 
 
+def machine_of(config: BenchRootConfig, ranks: Ranks) -> Machine:
+    """The machine of these ranks."""
+    return make_machine(
+        config.planner,
+        world_size=ranks.world_size,
+        ranks_per_host=ranks.local_world_size,
+        device=ranks.device.type,
+        batch_size=config.bench.batch_size,
+    )
+
+
 @dataclass
 class Runner:
     """A case under way on this rank: what it runs with, and what was measured so far.
@@ -244,13 +256,7 @@ def build_runner(
     start = time.perf_counter()
     gc.collect()
     before = resident_bytes(ranks.device)
-    machine = make_machine(
-        config.planner,
-        world_size=ranks.world_size,
-        ranks_per_host=ranks.local_world_size,
-        device=ranks.device.type,
-        batch_size=config.bench.batch_size,
-    )
+    machine = machine_of(config, ranks)
     placed = None
     if case.partition is not None:
         assert isinstance(case.placement, HotColdConfig)

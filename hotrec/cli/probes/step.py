@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from hotrec.calibrate.kernels import Point, fit_line
-from hotrec.cli.assemble import make_machine
 from hotrec.cli.bench.blocks import step_seconds
-from hotrec.cli.bench.cases import Case, Runner, build_runner, case_config
+from hotrec.cli.bench.cases import Case, Runner, build_runner
 from hotrec.cli.bench.measure import run_block
 from hotrec.cli.bench.samples import ZipfTables
+from hotrec.cli.bench.situate import situate
 from hotrec.cli.predict import Predicted, predict_placement, predict_plan
 from hotrec.cli.probes.rows import row_spec
 from hotrec.cli.probes.subject import Bench, cut_tables
@@ -43,18 +43,21 @@ from hotrec.cli.schema import (
     TorchrecPlan,
 )
 from hotrec.cli.schema.bench import BenchPipeline
-from hotrec.cli.situation import Situation, describe_situation
+from hotrec.cli.situation import Situation
 from hotrec.costs import STAGES, Costs, Line
 from hotrec.distributed import Ranks, all_gather_object, barrier, broadcast_object
+from hotrec.placement.forms import TIERS
 from hotrec.placement.histogram import build_histogram
-from hotrec.placement.look_ahead import TIERS
-from hotrec.placement.pipelines import LOOK_AHEAD, SPARSE_DIST
 from hotrec.placement.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.stages import StageClock
 from hotrec.types import Partition, Rows, TablePlacement
 
 # Rows of both halves in every stage; and, since a large replica is slower to read, all rows hot.
 COVERAGES = (0.8, 1.0)
+# Of the steps with look-ahead, whose thread has most to do then.
+ALL_COLD = 0.0
+# Steps closer than that say nothing of a byte's price: a millisecond of noise would be all of it.
+LEAST_SPAN_BYTES = 1 << 16
 PROFILE_SAMPLES = 200_000
 NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
 # The smaller batch tells what a stage takes whatever it does.
@@ -144,11 +147,11 @@ def correct_by_steps(
     anchors, ahead = [], []
     for batch_size in sizes:
         for coverage in coverages(bench):
-            anchors.append(_run(bench, costs, HOT_COLD, coverage, batch_size))
+            anchors.append(_run(bench, costs, coverage, batch_size))
             advance()
     fitted = fit_steps(costs, anchors)
     for batch_size in sizes if looks_ahead(bench) else ():
-        ahead.append(_run(bench, fitted, AHEAD, 0.0, batch_size))
+        ahead.append(_run(bench, fitted, ALL_COLD, batch_size))
         advance()
     return replace(fitted, look_ahead=fit_look_ahead(ahead)), [*anchors, *ahead]
 
@@ -159,7 +162,8 @@ def fit_look_ahead(anchors: list[Anchor]) -> Line:
     points = [Point(0.0, num_bytes, seconds, 0.0) for num_bytes, seconds in left if seconds > 0]
     if not points:
         return Line() if anchors else Line(source="not measured")
-    return fit_line(points, is_by_items=False, is_by_bytes=len(points) > 1)
+    span_bytes = max(p.num_bytes for p in points) - min(p.num_bytes for p in points)
+    return fit_line(points, is_by_items=False, is_by_bytes=span_bytes >= LEAST_SPAN_BYTES)
 
 
 def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
@@ -266,11 +270,9 @@ def _scaled(line: Line, factor: float) -> Line:
     )
 
 
-def _run(
-    bench: Bench, costs: Costs, family: str, coverage: float | None, batch_size: int
-) -> Anchor:
+def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) -> Anchor:
     """Steps with so much of the lookups hot, or of TorchRec's hand-tuned plan."""
-    family = TORCHREC if coverage is None else family
+    family = {None: TORCHREC, ALL_COLD: AHEAD}.get(coverage, HOT_COLD)
     subject, ranks = bench.subject, bench.ranks
     most_rows = ranks.world_size * subject.cap_bytes // (4 * bench.dim)
     samples = ZipfTables(
@@ -301,24 +303,8 @@ def _run(
     runner = build_runner(config, case, samples.schema, batches, ranks)
     measured, step_s = (_time_ahead if family == AHEAD else _time_steps)(runner, ranks)
     runner.pipeline.close()
-    machine = make_machine(
-        config.planner,
-        world_size=ranks.world_size,
-        ranks_per_host=ranks.local_world_size,
-        device=ranks.device.type,
-        batch_size=batch_size,
-    )
     histograms = {table: build_histogram(rows) for table, rows in counts.items()}
-    situation = describe_situation(
-        case_config(config, case),
-        samples.schema,
-        histograms,
-        PROFILE_SAMPLES,
-        machine,
-        costs,
-        None,
-        pipeline=LOOK_AHEAD if family == AHEAD else SPARSE_DIST,
-    )
+    situation = situate(config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks)
     plan = broadcast_object(runner.sharded.plan)
     predicted = (
         predict_plan(situation, plan)
@@ -330,7 +316,7 @@ def _run(
 
 
 def _choose(counts: Mapping[str, Rows], coverage: float) -> Partition:
-    if coverage == 0:
+    if coverage == ALL_COLD:
         return choose_all_cold(counts)
     return choose_all_hot(counts) if coverage == 1 else choose_coverage(counts, coverage=coverage)
 

@@ -114,3 +114,9 @@ def test_what_look_ahead_takes_beside_its_stages_is_found() -> None:
     )
     assert fit_look_ahead([ahead(1e6, -1e-3), ahead(4e6, -2e-3)]).seconds(num_bytes=4e6) == 0
     assert fit_look_ahead([]).source == "not measured"
+
+
+def test_steps_of_nearly_as_many_bytes_say_nothing_of_a_byte_s_price() -> None:
+    line = fit_look_ahead([ahead(1300.0, 2e-3), ahead(1400.0, 4e-3)])
+    assert line.per_byte_s == 0
+    assert 2e-3 < line.seconds(num_bytes=1e6) < 4e-3
