@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,12 +47,15 @@ from hotrec.stages import mark
 from hotrec.wire import WireType
 
 
-@dataclass
 class HotColdContext(EmbeddingCollectionContext):
     """What ``input_dist`` leaves for the later stages of the same batch."""
 
-    routed: RoutedFeatures | None = None
-    num_shardings: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        # Not a dataclass: the parent is one only from torchrec 1.7 on, and a dataclass does not
+        # call the ``__init__`` of a parent that is none.
+        super().__init__()
+        self.routed: RoutedFeatures | None = None
+        self.num_shardings: list[int] = []
 
     def record_stream(self, stream: torch.Stream) -> None:
         super().record_stream(stream)
