@@ -6,6 +6,7 @@ prepares both directions, so that neither needs atomics and both are bitwise rep
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -57,11 +58,12 @@ class GroupRouter:
             self._slots[hot] = torch.arange(hot.numel(), dtype=torch.int32)
 
     def to(self, device: torch.device) -> GroupRouter:
-        """Move the maps to the device where ``route`` is to run; returns self."""
+        """The same with its maps on the device where ``route`` is to run."""
+        moved = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
-                setattr(self, name, value.to(device))
-        return self
+                setattr(moved, name, value.to(device))
+        return moved
 
     @torch.no_grad()
     def route(self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]) -> RoutedGroup:

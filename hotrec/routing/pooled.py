@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,10 +36,11 @@ class PooledRouter:
         self._has_mean = bool(self._is_mean_F.any())
 
     def to(self, device: torch.device) -> PooledRouter:
-        """Move to the device where ``route`` is to run; returns self."""
-        self._num_rows_F = self._num_rows_F.to(device)
-        self._is_mean_F = self._is_mean_F.to(device)
-        return self
+        """The same on the device where ``route`` is to run."""
+        moved = copy.copy(self)
+        moved._num_rows_F = self._num_rows_F.to(device)
+        moved._is_mean_F = self._is_mean_F.to(device)
+        return moved
 
     @torch.no_grad()
     def route(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:

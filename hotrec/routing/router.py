@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -46,12 +47,11 @@ class Router:
                 self.fingerprint = zlib.crc32(rows, self.fingerprint)
 
     def to(self, device: torch.device) -> Router:
-        """Move the maps to the device where routing is to run; returns self."""
-        for group in self.groups.values():
-            group.to(device)
-        if self.pooled is not None:
-            self.pooled.to(device)
-        return self
+        """The same router with its maps on the device where routing is to run."""
+        moved = copy.copy(self)
+        moved.groups = {dim: group.to(device) for dim, group in self.groups.items()}
+        moved.pooled = None if self.pooled is None else self.pooled.to(device)
+        return moved
 
     def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
         """Route a batch.
