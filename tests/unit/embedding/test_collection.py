@@ -313,8 +313,8 @@ def test_features_that_are_routed_bring_no_map_to_the_device(one_rank: Ranks) ->
     assert routed.fingerprint == collection.router.fingerprint
     assert of_rank._device_router is None
     moved = collection.router.to(torch.device("meta"))
-    groups = zip(moved.groups.values(), collection.router.groups.values(), strict=True)
-    assert [(a._slots.device.type, b._slots.device.type) for a, b in groups] == [("meta", "cpu")]
+    pairs = zip(moved.groups.values(), collection.router.groups.values(), strict=True)
+    assert {(a._slots.device.type, b._slots.device.type) for a, b in pairs} == {("meta", "cpu")}
 
 
 def test_a_plan_that_breaks_the_halves_is_refused(one_rank: Ranks) -> None:
