@@ -19,6 +19,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
@@ -39,6 +40,9 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::IValue;
+
+// Before the registrations below, of which torch would warn that some replace its own.
+const bool is_logging_ready = (c10::initLogging(), true);
 
 int64_t from_environment(const char* name, int64_t otherwise) {
   const char* text = std::getenv(name);
@@ -445,7 +449,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto num_arguments = schema.arguments().size();
   const auto num_returns = schema.returns().size();
   check_devices(op, *stack);
-  for (int64_t i = num_syncs(name, *stack); i > 0; --i) note_sync(name);
+  const int64_t num_waits = num_syncs(name, *stack);
   Call call;
   const auto begin = stack->size() - num_arguments;
   for (auto at = begin; at < stack->size(); ++at) {
@@ -459,6 +463,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (is_logging.load()) {
     const torch::jit::Stack arguments(stack->begin() + static_cast<int64_t>(begin), stack->end());
     note(kOperator, name, current_stream, call.blocks, longest_segment(name, arguments), true);
+    for (int64_t i = 0; i < num_waits; ++i) note_sync(name);
   }
   call.blocks.clear();
   {
@@ -544,6 +549,9 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   const bool to_host = !self.is_cuda(), from_host = !source.is_cuda();
   const void* host = to_host ? self.storage().data() : source.storage().data();
   const std::string name = to_host ? "copy to host" : from_host ? "copy to device" : "aten::copy_";
+  Call call;
+  at::Tensor to = call.to_cpu(self), from = call.to_cpu(source);
+  note(kOperator, name, current_stream, call.blocks, 0, true);
   if (to_host || from_host) {
     if (!non_blocking || (to_host && !is_pinned(host))) {
       note_sync(name);
@@ -551,19 +559,16 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
       note(kPageableCopy, name, current_stream, {}, 0, true);
     }
   }
-  Call call;
-  at::Tensor to = call.to_cpu(self), from = call.to_cpu(source);
-  note(kOperator, name, current_stream, call.blocks, 0, true);
   at::AutoDispatchBelowADInplaceOrView guard;
   to.copy_(from);
   return self;
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
-  note_sync("aten::_local_scalar_dense");
   Call call;
   at::Tensor value = call.to_cpu(self);
   note(kOperator, "aten::_local_scalar_dense", current_stream, call.blocks, 0, true);
+  note_sync("aten::_local_scalar_dense");
   at::AutoDispatchBelowADInplaceOrView guard;
   return at::_local_scalar_dense(value);
 }

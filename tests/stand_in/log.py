@@ -66,31 +66,32 @@ class Log:
 
 _library: Any = None
 _places: list[str] = []
-_place_of: dict[tuple[str, int], int] = {}
+_place_of: dict[tuple[tuple[str, int], ...], int] = {}
 _threads: dict[int, str] = {}
 _streams: dict[int, str] = {MAIN_STREAM: "main"}
 _kept: list[Any] = []  # callbacks, which ctypes does not keep alive
 
-# Whose line says most: hotrec's, then that of a library below, then a test's.
-_ROOTS = ((os.fspath(REPOSITORY / "hotrec") + os.sep, 0), (os.fspath(REPOSITORY) + os.sep, 2))
+_HOTREC, _LIBRARY, _TESTS, _OTHER, _OWN = range(5)
 _LIBRARIES = (f"{os.sep}torchrec{os.sep}", f"{os.sep}fbgemm_gpu{os.sep}")
-_OWN = os.fspath(Path(__file__).parent / "device.py"), os.fspath(Path(__file__))
+_OWN_FILES = tuple(
+    os.fspath(Path(__file__).with_name(name)) for name in ("log.py", "device.py", "fbgemm.py")
+)
 _rank_of_file: dict[str, int] = {}
 
 
 def _rank(filename: str) -> int:
+    """Whose line it is."""
     rank = _rank_of_file.get(filename)
     if rank is None:
-        rank = 3
-        if filename in _OWN:
-            rank = 4
-        elif any(part in filename for part in _LIBRARIES):
-            rank = 1
+        is_installed = "site-packages" in filename
+        if filename in _OWN_FILES:
+            rank = _OWN
+        elif is_installed:
+            rank = _LIBRARY if any(part in filename for part in _LIBRARIES) else _OTHER
+        elif filename.startswith(os.fspath(REPOSITORY / "hotrec") + os.sep):
+            rank = _HOTREC
         else:
-            for root, number in _ROOTS:
-                if filename.startswith(root) and "site-packages" not in filename:
-                    rank = number
-                    break
+            rank = _TESTS if filename.startswith(os.fspath(REPOSITORY) + os.sep) else _OTHER
         _rank_of_file[filename] = rank
     return rank
 
@@ -107,27 +108,26 @@ def _find_place() -> int:
     if ident not in _threads:
         thread = threading._active.get(ident)  # type: ignore[attr-defined]
         _threads[ident] = thread.name if thread is not None else "autograd"
-    frame: Any = sys._getframe(1) if sys._getframe(0).f_back is not None else None
-    best, best_rank = None, 4
+    # The innermost line of hotrec, and before it that of the library which hotrec called.
+    found: dict[int, Any] = {}
+    frame: Any = sys._getframe(0).f_back
     while frame is not None:
         rank = _rank(frame.f_code.co_filename)
-        if rank < best_rank:
-            best, best_rank = frame, rank
-            if rank == 0:
-                break
+        found.setdefault(rank, frame)
+        if rank == _HOTREC:
+            break
         frame = frame.f_back
-    if best is None:
-        key = ("backward", 0)
-    else:
-        key = (best.f_code.co_filename, best.f_lineno)
+    chosen = [found[_HOTREC]] if _HOTREC in found else []
+    if _LIBRARY in found:
+        chosen.append(found[_LIBRARY])
+    elif not chosen:
+        chosen = [found[rank] for rank in (_TESTS, _OTHER) if rank in found][:1]
+    key = tuple((frame.f_code.co_filename, frame.f_lineno) for frame in chosen)
     number = _place_of.get(key)
     if number is None:
-        number = len(_places)
-        if best is None:
-            _places.append("backward of torch")
-        else:
-            _places.append(f"{_shown(key[0])}:{key[1]} {best.f_code.co_name}")
-        _place_of[key] = number
+        number = _place_of[key] = len(_places)
+        texts = [f"{_shown(f.f_code.co_filename)}:{f.f_lineno} {f.f_code.co_name}" for f in chosen]
+        _places.append(", in ".join(texts) or "backward of torch")
     return number
 
 
@@ -142,7 +142,7 @@ def start(library: Any) -> None:
 
 def name_stream(stream: int) -> None:
     """Call a stream by the line that makes it."""
-    _streams[stream] = f"stream of {_places[_find_place()]}"
+    _streams[stream] = f"stream of {_places[_find_place()].split(', in ')[-1]}"
 
 
 def stream_name(stream: int) -> str:

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tests.stand_in.log import Kind, Log, stream_name
+from tests.stand_in.log import Entry, Kind, Log, stream_name
 
 # Operators that start no kernel.
 _NO_KERNEL = ("c10d::", "aten::set_", "aten::unfold")
@@ -49,6 +49,20 @@ class Step:
         return sum(num for (stream, *_), num in self.syncs.items() if stream == "main")
 
 
+def waits(log: Log) -> list[Entry]:
+    """The synchronisations; without those of a stream that was given nothing since its last."""
+    found = []
+    is_done: dict[int, bool] = {}
+    for entry in log.entries:
+        if entry.kind in (Kind.OPERATOR, Kind.COLLECTIVE):
+            is_done[entry.stream] = False
+        elif entry.kind is Kind.SYNC:
+            if not (entry.name == "stream.synchronize" and is_done.get(entry.stream)):
+                found.append(entry)
+            is_done[entry.stream] = True
+    return found
+
+
 def figures(log: Log) -> Step:
     """What a log of one step says."""
     operators = [
@@ -62,7 +76,7 @@ def figures(log: Log) -> Step:
         dict(
             Counter(
                 (stream_name(entry.stream), entry.thread, entry.name, entry.place)
-                for entry in log.of(Kind.SYNC)
+                for entry in waits(log)
             )
         ),
         len(operators),
