@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
-    _create_work_from_future,  # type: ignore[attr-defined]
+    _create_work_from_future,
 )
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.futures import Future
