@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import CacheAlgorithm
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -28,11 +29,12 @@ from hotrec.planner import (
     cold_tier_for,
     hot_cold_constraints,
     make_plan,
+    placement_constraints,
     plan_document,
     plan_text,
     torchrec_constraints,
 )
-from hotrec.types import Partition
+from hotrec.types import Partition, Placement, TablePlacement, Tier
 
 SGD = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
 META = torch.device("meta")
@@ -107,6 +109,47 @@ def test_constraints_name_the_halves() -> None:
     assert cached["cold"].compute_kernels == ["fused_uvm_caching"]
     assert cached["cold"].cache_params.load_factor == 0.3  # type: ignore[union-attr]
     assert cached["big_hot"].cache_params is None
+
+
+def test_both_ways_into_the_library_choose_lru() -> None:
+    """FBGEMM's prefetch asserts it, and LFU keeps 8 bytes for each row behind the cache."""
+    cold = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.3)
+    placement = Placement(PARTITION, dict.fromkeys(NUM_ROWS, cold))
+    of_torchrec = torchrec_constraints(
+        tables(), TorchRecPlan.TABLE_WISE, batch_size=64, tier=ColdTier.UVM_CACHING,
+        cache_load_factor=0.3, is_prefetched=True,
+    )  # fmt: skip
+    assert of_torchrec is not None
+    by_tier = hot_cold_constraints(
+        tables(), PARTITION, cold_tier=ColdTier.UVM_CACHING, cache_load_factor=0.3
+    )
+    for constraints in (placement_constraints(placement), by_tier, of_torchrec):
+        caches = [c.cache_params for name, c in constraints.items() if not name.endswith("_hot")]
+        assert {(c.algorithm, c.load_factor) for c in caches if c} == {(CacheAlgorithm.LRU, 0.3)}
+    for name, constraint in of_torchrec.items():
+        assert constraint.cache_params is not None, name
+        assert constraint.cache_params.prefetch_pipeline
+
+
+def test_more_cache_sets_than_fbgemm_can_count_are_refused(one_rank: Ranks) -> None:
+    many = 1 << 30
+    config = EmbeddingBagConfig(name="t", num_embeddings=many, embedding_dim=4, feature_names=["f"])
+    model = Model(EmbeddingBagCollection(tables=[config], device=META))
+    sharders: Any = [EmbeddingBagCollectionSharder(fused_params(SGD))]
+
+    def plan(load_factor: float) -> None:
+        constraints = torchrec_constraints(
+            [config], TorchRecPlan.TABLE_WISE, batch_size=64, tier=ColdTier.UVM_CACHING,
+            cache_load_factor=load_factor,
+        )  # fmt: skip
+        on = machine(1, device="cuda", device_bytes=1 << 40, host_bytes=1 << 40)
+        make_plan(model, sharders, on, constraints)
+
+    plan(0.49)
+    with pytest.raises(
+        ValueError, match=r"on rank 0: expected fewer than 16777215 sets .* got 16777216 for"
+    ):
+        plan(0.5)
 
 
 def test_hot_cold_plan() -> None:
