@@ -19,8 +19,9 @@ from torchrec.distributed.planner import (
     Topology,
 )
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import PlannerError, ShardEstimator
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
@@ -29,16 +30,19 @@ from torchrec.distributed.types import (
 )
 
 from hotrec.planner.constraints import ColdTier, cold_tier_for
-from hotrec.planner.machine import Machine
-from hotrec.planner.storage import Shortfall, describe_shortfall, table_storage
+from hotrec.planner.machine import DEVICE_RESERVED_FRAC, Machine
+from hotrec.planner.storage import (
+    Shortfall,
+    TrainedStorageEstimator,
+    describe_shortfall,
+    table_storage,
+)
 
 # FBGEMM's device cache: its associativity, the sets it can count, the share of the rows that it
 # holds where nothing is said (split_table_batched_embeddings_ops_training.py).
 CACHE_WAYS = 32
 MOST_CACHE_SETS = 2**24 - 1
 DEFAULT_CACHE_LOAD_FACTOR = 0.2
-# Of the device's memory, for what is not in a table.
-RESERVED_FRAC = 0.05
 
 
 def make_plan(
@@ -79,23 +83,28 @@ def plan_on(
             if kernel in {tier.value for tier in ColdTier}:
                 cold_tier_for(topology.compute_device, ColdTier(kernel))
     given = dict(constraints) if constraints is not None else None
+    estimators: list[ShardEstimator] = [
+        EmbeddingPerfEstimator(topology, given),
+        TrainedStorageEstimator(topology, given),
+    ]
+    enumerator = EmbeddingEnumerator(topology, batch_size, given, estimators)
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
+        enumerator=enumerator,
         constraints=given,
-        storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_FRAC),
+        storage_reservation=FixedPercentageStorageReservation(percentage=DEVICE_RESERVED_FRAC),
     )
     try:
         plan = planner.plan(model, list(sharders))
     except PlannerError as error:
-        enumerator = EmbeddingEnumerator(topology, batch_size, given)
         options = enumerator.enumerate(model, list(sharders))
         of_device = topology.compute_device != "cpu"
         memory = topology.devices[0].storage
         shortfall = Shortfall(
             tables=table_storage(options, on_device=of_device),
             world_size=topology.world_size,
-            device_bytes=int((1 - RESERVED_FRAC) * memory.hbm) if of_device else 0,
+            device_bytes=int((1 - DEVICE_RESERVED_FRAC) * memory.hbm) if of_device else 0,
             host_bytes=memory.ddr,
         )
         where = f"{topology.world_size} ranks on {topology.compute_device}"
