@@ -55,10 +55,12 @@ from hotrec.planner import (
     MissCurve,
     TorchRecPlan,
     cold_tier_for,
+    free_device_bytes,
     make_plan,
     placement_constraints,
     torchrec_constraints,
 )
+from hotrec.planner.machine import DEVICE_RESERVED_FRAC
 from hotrec.routing import RoutedFeatures
 from hotrec.traffic import BatchFacts, count_distinct_rows
 from hotrec.train.pipeline import LookAhead, Pipeline, make_pipeline
@@ -127,9 +129,11 @@ def make_machine(
     planner: PlannerConfig, *, world_size: int, ranks_per_host: int, device: str, batch_size: int
 ) -> Machine:
     """The machine to plan for: as configured, else as found."""
-    device_gib = planner.hbm_gib
-    if device_gib is None and device == "cuda" and torch.cuda.is_available():
-        device_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    device_bytes = int(ASSUMED_DEVICE_GIB * GIB)
+    if planner.hbm_gib is not None:
+        device_bytes = int(planner.hbm_gib * GIB)
+    elif device == "cuda" and torch.cuda.is_available():
+        device_bytes = free_device_bytes()
     host_bytes = read_memory()[0]
     if planner.host_gib is not None:
         host_bytes = int(planner.host_gib * GIB)
@@ -137,7 +141,7 @@ def make_machine(
         world_size=world_size,
         local_world_size=ranks_per_host,
         device=device,
-        device_bytes=int((device_gib or ASSUMED_DEVICE_GIB) * GIB),
+        device_bytes=device_bytes,
         host_bytes=host_bytes,
         batch_size=batch_size,
     )
@@ -146,7 +150,7 @@ def make_machine(
 def replica_memory_bytes(machine: Machine) -> int:
     """Memory that a rank's hot rows must fit into."""
     if machine.device == "cuda":
-        return machine.device_bytes
+        return int((1 - DEVICE_RESERVED_FRAC) * machine.device_bytes)
     return machine.host_bytes // machine.local_world_size
 
 

@@ -137,7 +137,9 @@ class ProfileConfig:
 class PlannerConfig:
     """The machine that the plan is for."""
 
-    hbm_gib: float | None = key("GPU memory per device; null: as found, or 80", None, above=0)
+    hbm_gib: float | None = key(
+        "GPU memory per device; null: what is free of it, or 80", None, above=0
+    )
     host_gib: float | None = key("host memory per host; null: as found", None, above=0)
     costs: str = key(
         "measured (at paths.costs), the name of a built-in set, or auto: measured if there and of "
