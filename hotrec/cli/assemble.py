@@ -34,6 +34,7 @@ from hotrec.cli.schema import (
     TorchrecPlacement,
 )
 from hotrec.cli.schema import HotExchange as Exchange
+from hotrec.distributed import same_verdict
 from hotrec.doctor.machine import read_memory
 from hotrec.embedding import (
     HotColdEmbeddingBagCollection,
@@ -47,7 +48,13 @@ from hotrec.embedding import (
 from hotrec.embedding import OptimizerKind as Rule
 from hotrec.embedding.codecs import compress_dense, wire_codecs
 from hotrec.embedding.fused import check_optimizer
-from hotrec.models import ClickTask, build_model
+from hotrec.models import (
+    ClickTask,
+    build_model,
+    check_compiler,
+    set_up_dense_layers,
+    use_precision,
+)
 from hotrec.models import ModelKind as Arch
 from hotrec.planner import ColdTier as Tier
 from hotrec.planner import (
@@ -255,7 +262,7 @@ def _build_model(
             "cross_num_layers": model.cross_num_layers,
             "cross_low_rank_dim": model.cross_low_rank_dim,
         }
-    return build_model(
+    built = build_model(
         Arch(model.kind.name),
         embeddings,
         num_dense=num_dense,
@@ -265,6 +272,9 @@ def _build_model(
         device=device,
         **cross,
     )
+    trainer = config.trainer
+    set_up_dense_layers(built, device, trainer.precision, is_compiled=trainer.compile)
+    return built
 
 
 @dataclass(frozen=True)
@@ -276,6 +286,7 @@ class Sharded:
         inspect_batch: what a batch reads, for the traffic bound.
         pipeline_kind: of the pipeline that the model is sharded for.
         look_ahead: what that pipeline needs, if it is look_ahead.
+        grad_clip_norm: see ``make_pipeline``.
     """
 
     model: DistributedModelParallel
@@ -285,11 +296,17 @@ class Sharded:
     inspect_batch: Callable[[Batch], BatchFacts]
     pipeline_kind: str
     look_ahead: LookAhead | None
+    grad_clip_norm: float | None
 
     def make_pipeline(self, device: torch.device) -> Pipeline:
         """The model's pipeline; a collective."""
         return make_pipeline(
-            self.pipeline_kind, self.model, self.optimizer, device, self.look_ahead
+            self.pipeline_kind,
+            self.model,
+            self.optimizer,
+            device,
+            self.look_ahead,
+            self.grad_clip_norm,
         )
 
 
@@ -301,7 +318,15 @@ def build_sharded(
     device: torch.device,
     curves: Mapping[str, MissCurve] | None = None,
 ) -> Sharded:
-    """Build, plan and shard the model on every rank of the process group; collective."""
+    """Build, plan and shard the model on every rank of the process group; collective.
+
+    Raises:
+        ValueError: if the device has no such precision, or cannot train the placement.
+        RuntimeError: on every rank, if one has no compiler to compile the dense layers with.
+    """
+    same_verdict(lambda: use_precision(config.trainer.precision, device))
+    if config.trainer.compile:
+        same_verdict(lambda: check_compiler(device))
     unsharded = build_unsharded(
         config,
         schema,
@@ -332,7 +357,16 @@ def build_sharded(
         assert placed is not None
         hot_exchange = hot_exchange_of(placement, placed)
         look_ahead = make_look_ahead(config, model, device, hot_exchange, machine)
-    return Sharded(model, optimizer, plan, transform, _inspector(embeddings), kind.name, look_ahead)
+    return Sharded(
+        model,
+        optimizer,
+        plan,
+        transform,
+        _inspector(embeddings),
+        kind.name,
+        look_ahead,
+        config.trainer.grad_clip_norm,
+    )
 
 
 def _inspector(
