@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_day.kernels import run_tests, tests_table, tests_verdict
+from benchmarks.gpu_day.kernels import STAGED, run_tests, tests_table, tests_verdict
 from benchmarks.gpu_day.record import Parts, Summary
 from benchmarks.gpu_day.stage import Day, main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ON_GPU, ON_CPU = "tests/gpu/test_staged_parity.py", "tests/distributed/test_staged.py"
+ON_GPU, ON_CPU = STAGED, "tests/distributed/test_staged.py"
 
 
 def run_staged(test: str) -> dict[str, Any]:
