@@ -27,6 +27,9 @@ from hotrec.cli.schema.bench import HOT_COLD_CASES, BenchPipeline, BenchVariant
 from hotrec.data.check import check_data_spec
 from hotrec.data.spec import DataSpec
 
+# FBGEMM asserts it for every table with a fused optimizer (construct_split_state).
+DIM_MULTIPLE = 4
+
 
 def validate(config: Any) -> None:
     """Check the values of a finished configuration object.
@@ -89,6 +92,13 @@ def _check_kinds(config: Config) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
+    if model.embedding_dim % DIM_MULTIPLE:
+        below = model.embedding_dim // DIM_MULTIPLE * DIM_MULTIPLE
+        raise ValueError(
+            f"model.embedding_dim: expected a multiple of {DIM_MULTIPLE} (FBGEMM's tables take no "
+            f"other, on CPU or CUDA), got {model.embedding_dim}. Take {max(below, DIM_MULTIPLE)} "
+            f"or {below + DIM_MULTIPLE}."
+        )
     for name in ("dense_layer_sizes", "over_layer_sizes"):
         sizes = getattr(model, name)
         if not sizes or min(sizes) < 1:

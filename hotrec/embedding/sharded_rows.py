@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.codecs import wire_codecs
 from hotrec.embedding.cpu_rows import use_cpu_rows
+from hotrec.embedding.flat import cut_bags
 from hotrec.embedding.fused import fused_params, undo_update_count
-from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
+from hotrec.embedding.hot_exchange import HotCounts, HotExchange, HotReplicas
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.stages import backward_point, mark, mark_backward
 from hotrec.wire import WireType
@@ -78,6 +80,7 @@ class ShardedRows(ShardedEmbeddingCollection):
             module, sharding, env, fused_params(spec), device, codecs, module_fqn=module_fqn
         )
         self.hot: HotReplicas | None = None
+        self._num_hot = len(hot_tables)
         self.dim = module.embedding_dim()
         self._keys = [config.name for config in module.embedding_configs()]
         # TorchRec keeps tables by sharding, by owner if table-wise, and by compute kernel.
@@ -89,10 +92,11 @@ class ShardedRows(ShardedEmbeddingCollection):
                 "the pinned torchrec (see `hotrec doctor`)."
             )
         self._is_in_order = arriving == self._keys
+        self._is_cuda = device.type == "cuda"
         for lookup in self._lookups:
             if isinstance(lookup, DistributedDataParallel):
                 self._hook_up(lookup, env, exchange, hot_tables, wire_type)
-            elif device.type == "cpu":
+            elif not self._is_cuda:
                 use_cpu_rows(lookup, spec)
 
     def _hook_up(
@@ -125,6 +129,23 @@ class ShardedRows(ShardedEmbeddingCollection):
         lookup.broadcast_buffers = False
         lookup.register_comm_hook(None, self.hot.reduce_gradient)
 
+    def _create_input_dist(self, *args: Any, **kwargs: Any) -> None:
+        super()._create_input_dist(*args, **kwargs)
+        if self._is_cuda:
+            for input_dist in self._input_dists:
+                if isinstance(input_dist, RwSparseFeaturesDist):
+                    _cut_before_bucketizing(input_dist)
+
+    def ask_hot_counts(self, asked: KeyedJaggedTensor) -> HotCounts | None:
+        """Ask how many hot rows each rank touches, while ids are exchanged.
+
+        Args:
+            asked: the rows that the batch reads, hot tables first.
+        """
+        if self.hot is None:
+            return None
+        return self.hot.ask_counts(sum(asked.length_per_key()[: self._num_hot]))
+
     def drop_cached_rows(self) -> None:
         """Forget what a UVM cache holds, after the rows behind it were written directly."""
         for lookup in self._lookups:
@@ -132,17 +153,23 @@ class ShardedRows(ShardedEmbeddingCollection):
                 lookup.purge()
 
     def start_lookups(
-        self, features: list[KeyedJaggedTensor], contexts: list[Any]
+        self,
+        features: list[KeyedJaggedTensor],
+        contexts: list[Any],
+        hot_counts: HotCounts | None,
     ) -> list[Awaitable[torch.Tensor]]:
         """Look up this rank's rows and start sending them to the ranks that asked.
 
         Args:
             features: the ids that arrived, one per sharding.
             contexts: TorchRec's sharding contexts, one per sharding.
+            hot_counts: from ``ask_hot_counts``, of the same batch.
 
         Returns:
             One awaitable per sharding, of float (U_sharding, D), hot first.
         """
+        if self.hot is not None:
+            self.hot.expect(hot_counts)
         awaitables = []
         stages = list(zip(self._lookups, self._output_dists, features, contexts, strict=True))
         # Cold rows first: they travel while the hot ones are read, and backward, which goes the
@@ -157,11 +184,15 @@ class ShardedRows(ShardedEmbeddingCollection):
         return awaitables[::-1]
 
     def _look_up_fused(self, lookup: nn.Module, ids: KeyedJaggedTensor) -> torch.Tensor:
-        is_cuda = ids.values().is_cuda  # on CPU hotrec's rows mark their update themselves
-        point = backward_point("row_update", ids.values()) if is_cuda else None
-        rows: torch.Tensor = lookup(ids)
-        if is_cuda:
-            rows = mark_backward(rows, "grads_exchange", point)
+        rows: torch.Tensor
+        if self._is_cuda:
+            point = backward_point("row_update", ids.values())
+            kernels: Any = lookup._emb_modules
+            # With several kernels TorchRec splits the ids, and asks the device where.
+            read = kernels[0] if len(kernels) == 1 else lookup
+            rows = mark_backward(read(cut_bags(ids)), "grads_exchange", point)
+        else:
+            rows = lookup(ids)  # hotrec's own rows, which mark their update themselves
         if not torch.is_grad_enabled():
             undo_update_count(lookup)
         return rows
@@ -186,3 +217,26 @@ class ShardedRows(ShardedEmbeddingCollection):
         for names, part in zip(self._arriving, parts, strict=True):
             found |= zip(names, part.split([lengths[name] for name in names]), strict=True)
         return torch.cat([found[key] for key in self._keys])
+
+
+def _cut_before_bucketizing(input_dist: RwSparseFeaturesDist) -> None:
+    """Have the ids cut into short bags while they are sorted by owner; whole bags travel."""
+    bucketize: Any = input_dist.forward
+    send: Any = input_dist._dist.forward
+
+    def forward(features: KeyedJaggedTensor) -> Any:
+        return bucketize(cut_bags(features))
+
+    def send_whole(bucketized: KeyedJaggedTensor) -> Any:
+        keys = bucketized.keys()
+        lengths = bucketized.lengths().view(len(keys), -1).sum(1)
+        whole = KeyedJaggedTensor(
+            keys=keys,
+            values=bucketized.values(),
+            lengths=lengths.to(bucketized.lengths().dtype),
+            stride=1,
+        )
+        return send(whole)
+
+    input_dist.forward = forward
+    input_dist._dist.forward = send_whole

@@ -64,6 +64,11 @@ BAD_CHOICE = [
 ]
 OUT_OF_RANGE = [
     (["trainer.batch_size=0"], "trainer.batch_size: expected a value at least 1, got 0", ""),
+    (
+        ["model.embedding_dim=5", "model.dense_layer_sizes=[5]"],
+        "model.embedding_dim: expected a multiple of 4",
+        "got 5. Take 4 or 8.",
+    ),
     (["trainer.max_steps=0"], "trainer.max_steps: expected a value at least 1", "got 0"),
     (["trainer.seed=-1"], "trainer.seed: expected a value at least 0", "got -1"),
     (["trainer.timeout_s=0"], "trainer.timeout_s: expected a value above 0", "got 0"),
