@@ -19,13 +19,16 @@ from hotrec.cli.schema import (
     BenchRootConfig,
     Config,
     CostPlacement,
+    Device,
     ModelConfig,
     OrderAssign,
     PolicyConfig,
+    TrainerConfig,
 )
 from hotrec.cli.schema.bench import HOT_COLD_CASES, BenchPipeline, BenchVariant
 from hotrec.data.check import check_data_spec
 from hotrec.data.spec import DataSpec
+from hotrec.types import Precision
 
 # FBGEMM asserts it for every table with a fused optimizer (construct_split_state).
 DIM_MULTIPLE = 4
@@ -46,6 +49,7 @@ def validate(config: Any) -> None:
         check_data_spec(config.data, key="data")
         _check_kinds(config)
         _check_model(config.model)
+        _check_trainer(config.trainer)
         _check_names(config)
 
 
@@ -111,6 +115,19 @@ def _check_model(model: ModelConfig) -> None:
     if model.over_layer_sizes[-1] != 1:
         raise ValueError(
             f"model.over_layer_sizes: expected the last to be 1, got {model.over_layer_sizes}."
+        )
+
+
+def _check_trainer(trainer: TrainerConfig) -> None:
+    if trainer.compile and trainer.warmup_steps < 1:
+        raise ValueError(
+            f"trainer.warmup_steps: expected at least 1 with trainer.compile, whose first step "
+            f"compiles, got {trainer.warmup_steps}. Set trainer.warmup_steps=10."
+        )
+    if trainer.precision is Precision.tf32 and trainer.device is Device.cpu:
+        raise ValueError(
+            "trainer.precision: expected fp32 or bf16 with trainer.device=cpu, got tf32, which "
+            "only GPUs have. Set trainer.precision=fp32."
         )
 
 

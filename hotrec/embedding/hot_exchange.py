@@ -22,6 +22,7 @@ from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.hot_choice import HotChooser
 from hotrec.embedding.hot_choice import HotExchange as HotExchange  # the replicas' users need it
 from hotrec.embedding.hot_reduce import HotReducer
+from hotrec.host_ints import HostInts
 from hotrec.sorting import sort_keys
 from hotrec.stages import mark
 from hotrec.wire import Wire, WireType
@@ -43,20 +44,16 @@ class HotCounts:
         self._mine = torch.full((1,), num_rows, device=device)
         self._all = self._mine.new_empty(dist.get_world_size(group))
         self._work = dist.all_gather_into_tensor(self._all, self._mine, group, async_op=True)
-        self._is_here: torch.cuda.Event | None = None
+        self._counts: HostInts | None = None
         if device.type == "cuda":
             self._work.wait()  # holds up the stream, not the host
-            here = torch.empty(self._all.shape, dtype=self._all.dtype, pin_memory=True)
-            self._all = here.copy_(self._all, non_blocking=True)
-            self._is_here = torch.cuda.current_stream().record_event()
+            self._counts = HostInts(self._all)
 
     def wait(self) -> list[int]:
-        if self._is_here is None:
+        if self._counts is None:
             self._work.wait()
-        else:
-            self._is_here.synchronize()
-        counts: list[int] = self._all.tolist()
-        return counts
+            self._counts = HostInts(self._all)
+        return self._counts.wait()
 
 
 def pack_rows(
