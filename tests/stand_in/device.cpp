@@ -388,8 +388,24 @@ IValue changed(const IValue& value, const Change& change) {
 
 // ------------------------------------------------------------------------------- what is refused
 
+// Torch moves their indices to the device, and waits for it.
+bool takes_host_indices(const std::string& name) {
+  return name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_" ||
+      name == "aten::_unsafe_index";
+}
+
+int64_t num_host_indices(const std::string& name, const IValue& indices) {
+  int64_t num = 0;
+  if (!takes_host_indices(name)) return num;
+  for (const auto& index : indices.toOptionalTensorVector()) {
+    num += index && index->defined() && !index->is_cuda() && index->dim() > 0;
+  }
+  return num;
+}
+
 void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const auto& name = op.schema().name();
+  if (takes_host_indices(name) && stack[stack.size() - op.schema().arguments().size()].toTensor().is_cuda()) return;
   std::vector<std::string> on_cpu;
   for (const IValue& value : stack) {
     changed(value, [&](const at::Tensor& tensor) {
@@ -449,9 +465,10 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto num_arguments = schema.arguments().size();
   const auto num_returns = schema.returns().size();
   check_devices(op, *stack);
-  const int64_t num_waits = num_syncs(name, *stack);
-  Call call;
   const auto begin = stack->size() - num_arguments;
+  const int64_t num_waits = num_syncs(name, *stack);
+  const int64_t num_moved = num_arguments > 1 ? num_host_indices(name, (*stack)[begin + 1]) : 0;
+  Call call;
   for (auto at = begin; at < stack->size(); ++at) {
     IValue& value = (*stack)[at];
     if (value.isDevice() && value.toDevice().is_cuda()) {
@@ -464,6 +481,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const torch::jit::Stack arguments(stack->begin() + static_cast<int64_t>(begin), stack->end());
     note(kOperator, name, current_stream, call.blocks, longest_segment(name, arguments), true);
     for (int64_t i = 0; i < num_waits; ++i) note_sync(name);
+    for (int64_t i = 0; i < num_moved; ++i) note_sync("copy to device");
   }
   call.blocks.clear();
   {
@@ -643,6 +661,35 @@ c10::intrusive_ptr<c10d::Work> all_to_all_of_lists(c10d::ProcessGroup& group, Ca
   return work;
 }
 
+// Gloo gathers equal sizes alone, NCCL any: everybody sends as much as the largest.
+c10::intrusive_ptr<c10d::Work> all_gather_of_lists(c10d::ProcessGroup& group, Call& call,
+                                                   const std::vector<at::Tensor>& to,
+                                                   const at::Tensor& from) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  int64_t most = 0;
+  for (const at::Tensor& tensor : to) most = std::max(most, tensor.numel());
+  at::Tensor own = call.to_cpu(from).reshape(-1);
+  at::Tensor message = at::zeros({most}, own.options());
+  message.narrow(0, 0, own.numel()).copy_(own);
+  std::vector<std::vector<at::Tensor>> heard(1);
+  for (size_t at = 0; at < to.size(); ++at) heard[0].push_back(at::empty_like(message));
+  std::vector<at::Tensor> messages{message};
+  auto work = group.allgather(heard, messages);
+  work->wait();
+  for (size_t at = 0; at < to.size(); ++at) {
+    at::Tensor out = call.to_cpu(to[at]);
+    out.copy_(heard[0][at].narrow(0, 0, out.numel()).view(out.sizes()));
+  }
+  return work;
+}
+
+bool is_uneven(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() != tensors[0].numel()) return true;
+  }
+  return false;
+}
+
 void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto num_arguments = op.schema().arguments().size();
   const auto num_returns = op.schema().returns().size();
@@ -668,13 +715,20 @@ void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
     });
   }
   note(kCollective, op.schema().name() + "|" + group + "|" + sizes, current_stream, {}, 0, true);
-  if (op.schema().name() == "c10d::alltoall_") {
+  const auto first = stack->size() - num_arguments;
+  const bool is_all_to_all = op.schema().name() == "c10d::alltoall_";
+  std::vector<at::Tensor> gathered;
+  if (op.schema().name() == "c10d::allgather_") {
+    gathered = (*stack)[first].toList().get(0).toTensorVector();
+  }
+  if (is_all_to_all || is_uneven(gathered)) {
     check_devices(op, *stack);
-    const auto first = stack->size() - num_arguments;
     const IValue to = (*stack)[first];
     auto pg = (*stack)[first + 2].toCustomClass<c10d::ProcessGroup>();
+    const auto from = (*stack)[first + 1].toTensorVector();
     Call call;
-    auto work = all_to_all_of_lists(*pg, call, to.toTensorVector(), (*stack)[first + 1].toTensorVector());
+    auto work = is_all_to_all ? all_to_all_of_lists(*pg, call, to.toTensorVector(), from)
+                              : all_gather_of_lists(*pg, call, gathered, from[0]);
     note(kOperator, op.schema().name(), current_stream, call.blocks, 0, true);
     torch::jit::drop(*stack, num_arguments);
     torch::jit::push(*stack, to, work);

@@ -197,6 +197,18 @@ _ops.impl("lookup", _lookup, "CPU")
 _ops.impl("update", _update, "CPU")
 
 
+def _keep_nothing(*args: Any) -> None:
+    """The cache stays empty: what is behind it is read and written."""
+
+
+_cache_ops = torch.library.Library("fbgemm", "IMPL")
+for _name in (
+    "lru_cache_populate", "lfu_cache_populate", "lxu_cache_flush",
+    "lxu_cache_locking_counter_decrement", "lxu_cache_locations_update",
+):  # fmt: skip
+    _cache_ops.impl(_name, _keep_nothing, "CPU")
+
+
 class _Fused(torch.autograd.Function):
     """Looks rows up; backward updates them and gives no gradient on."""
 

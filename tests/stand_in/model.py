@@ -123,6 +123,12 @@ class Training:
         initialize_embeddings(self.model, 5)
         dense = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
         self.optimizer = make_optimizer(self.model, spec, dense)
+        self.restart()
+
+    def restart(self) -> None:
+        """A new pipeline around the same model."""
+        run, device = self.run, self.device
+        exchange = HotExchange(run.exchange)
         ahead = LookAhead(
             lambda: RowsAhead(self.model, device, depth=run.depth, hot_exchange=exchange),
             run.micro_batches,

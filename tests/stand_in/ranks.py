@@ -6,6 +6,7 @@ torch. So a test puts many cases into one call.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import subprocess
@@ -52,7 +53,7 @@ def run_on_device(function: str, world_size: int = 1, timeout_s: float = 90.0, *
                 with (folder / f"output-{rank}.txt").open("wb") as output:
                     processes.append(
                         subprocess.Popen(
-                            [sys.executable, "-m", "tests.stand_in.ranks", name],
+                            [sys.executable, "-m", "tests.stand_in.ranks", name, str(0.9 * timeout_s)],
                             env=environment, stdout=output, stderr=subprocess.STDOUT,
                         )
                     )  # fmt: skip
@@ -121,6 +122,8 @@ def _main(folder: Path) -> None:
 
 if __name__ == "__main__":
     code = 0
+    # A rank that hangs says where, before it is killed.
+    faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
     try:
         _main(Path(sys.argv[1]))
     except BaseException:
