@@ -25,6 +25,7 @@ RUNTIME = {
     "doctor",
     "wire",
     "watchdog",
+    "postmortem",
 }
 SIBLINGS = {
     "data",
