@@ -26,6 +26,7 @@ RUNTIME = {
     "wire",
     "watchdog",
     "postmortem",
+    "numa",
 }
 SIBLINGS = {
     "data",
