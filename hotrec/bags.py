@@ -39,19 +39,20 @@ class Bags:
         return values_K.index_select(0, self.order_K)
 
 
-def find_bags(lengths_FB: torch.Tensor, num_ids: int) -> Bags:
+def find_bags(lengths_FB: torch.Tensor, num_ids: int, *, all_one: bool) -> Bags:
     """Find the bags of a batch.
 
     Args:
         lengths_FB: int64 (F, B), ids per column and sample.
         num_ids: K, the sum of the lengths.
+        all_one: whether every bag holds one id.
     """
     num_columns, batch_size = lengths_FB.shape
     device = lengths_FB.device
     lengths_F = lengths_FB.sum(1)
     bags = torch.arange(num_columns * batch_size, device=device)
     bag_of_cell = bags.view(batch_size, num_columns).t().reshape(-1)
-    if num_ids == bags.numel() and bool((lengths_FB == 1).all()):
+    if all_one:
         return Bags((num_columns, batch_size), lengths_F, bag_of_cell, bags, None)
     lengths_cell = lengths_FB.reshape(-1)
     begins_cell = lengths_cell.cumsum(0) - lengths_cell

@@ -98,6 +98,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             lr_factor=_schedule(config.optimizer.schedule),
             pipeline_kind=sharded.pipeline_kind,
             look_ahead=sharded.look_ahead,
+            grad_clip_norm=sharded.grad_clip_norm,
             eval_batches=_eval_batches(config, dataset, sharded, ranks),
             checkpoints=Checkpoints(
                 directory=run_dir / CHECKPOINTS,
@@ -304,6 +305,9 @@ def _description(
         "assign": config.order.assign.name,
         "all_hot_samples_frac": None if all_hot is None else all_hot.frac,
         "batch_size": config.trainer.batch_size,
+        "precision": config.trainer.precision.name,
+        "compile": config.trainer.compile,
+        "grad_clip_norm": config.trainer.grad_clip_norm,
         "hot_rows": hot_rows,
         "total_rows": total_rows,
         "hot_rows_frac": hot_rows / total_rows,

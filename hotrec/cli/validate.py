@@ -19,13 +19,19 @@ from hotrec.cli.schema import (
     BenchRootConfig,
     Config,
     CostPlacement,
+    Device,
     ModelConfig,
     OrderAssign,
     PolicyConfig,
+    TrainerConfig,
 )
 from hotrec.cli.schema.bench import HOT_COLD_CASES, BenchPipeline, BenchVariant
 from hotrec.data.check import check_data_spec
 from hotrec.data.spec import DataSpec
+from hotrec.types import Precision
+
+# FBGEMM asserts it for every table with a fused optimizer (construct_split_state).
+DIM_MULTIPLE = 4
 
 
 def validate(config: Any) -> None:
@@ -43,6 +49,7 @@ def validate(config: Any) -> None:
         check_data_spec(config.data, key="data")
         _check_kinds(config)
         _check_model(config.model)
+        _check_trainer(config.trainer)
         _check_names(config)
 
 
@@ -89,6 +96,13 @@ def _check_kinds(config: Config) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
+    if model.embedding_dim % DIM_MULTIPLE:
+        below = model.embedding_dim // DIM_MULTIPLE * DIM_MULTIPLE
+        raise ValueError(
+            f"model.embedding_dim: expected a multiple of {DIM_MULTIPLE} (FBGEMM's tables take no "
+            f"other, on CPU or CUDA), got {model.embedding_dim}. Take {max(below, DIM_MULTIPLE)} "
+            f"or {below + DIM_MULTIPLE}."
+        )
     for name in ("dense_layer_sizes", "over_layer_sizes"):
         sizes = getattr(model, name)
         if not sizes or min(sizes) < 1:
@@ -101,6 +115,19 @@ def _check_model(model: ModelConfig) -> None:
     if model.over_layer_sizes[-1] != 1:
         raise ValueError(
             f"model.over_layer_sizes: expected the last to be 1, got {model.over_layer_sizes}."
+        )
+
+
+def _check_trainer(trainer: TrainerConfig) -> None:
+    if trainer.compile and trainer.warmup_steps < 1:
+        raise ValueError(
+            f"trainer.warmup_steps: expected at least 1 with trainer.compile, whose first step "
+            f"compiles, got {trainer.warmup_steps}. Set trainer.warmup_steps=10."
+        )
+    if trainer.precision is Precision.tf32 and trainer.device is Device.cpu:
+        raise ValueError(
+            "trainer.precision: expected fp32 or bf16 with trainer.device=cpu, got tf32, which "
+            "only GPUs have. Set trainer.precision=fp32."
         )
 
 

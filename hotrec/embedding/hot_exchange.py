@@ -22,6 +22,7 @@ from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.hot_choice import HotChooser
 from hotrec.embedding.hot_choice import HotExchange as HotExchange  # the replicas' users need it
 from hotrec.embedding.hot_reduce import HotReducer
+from hotrec.host_ints import HostInts
 from hotrec.sorting import sort_keys
 from hotrec.stages import mark
 from hotrec.wire import Wire, WireType
@@ -32,20 +33,27 @@ def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
-class _Counts:
-    """How many rows each rank has touched; on its way while forward goes on.
+class HotCounts:
+    """How many hot rows each rank's batch touches; on its way from the exchange of ids on.
 
-    Asked for in forward, so that backward need not wait for a small message behind large ones.
+    Asked for so early that backward neither waits for a small message behind large ones nor, on
+    CUDA, for all that the device still has to do.
     """
 
     def __init__(self, num_rows: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._mine = torch.tensor([num_rows], device=device)
+        self._mine = torch.full((1,), num_rows, device=device)
         self._all = self._mine.new_empty(dist.get_world_size(group))
         self._work = dist.all_gather_into_tensor(self._all, self._mine, group, async_op=True)
+        self._counts: HostInts | None = None
+        if device.type == "cuda":
+            self._work.wait()  # holds up the stream, not the host
+            self._counts = HostInts(self._all)
 
     def wait(self) -> list[int]:
-        self._work.wait()
-        return self._all.tolist()
+        if self._counts is None:
+            self._work.wait()
+            self._counts = HostInts(self._all)
+        return self._counts.wait()
 
 
 def pack_rows(
@@ -96,7 +104,7 @@ class _Touched:
     """Flat slots, distinct, int64 (U,); ``counts`` is None where no gradient will follow."""
 
     slots_U: torch.Tensor
-    counts: _Counts | None
+    counts: HotCounts | None
 
 
 class _ReadHot(torch.autograd.Function):
@@ -161,6 +169,7 @@ class HotReplicas:
         self._touched: list[_Touched] = []
         self._updated: list[torch.Tensor] = []
         self._reduced: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._asked: HotCounts | None = None
 
     @property
     def rows(self) -> torch.Tensor:
@@ -177,17 +186,29 @@ class HotReplicas:
             float (U, D).
         """
         slots_U = flat_rows(features, self._begins_T)
-        is_training = torch.is_grad_enabled() and self._world_size > 1
-        counts = self._ask_counts(slots_U) if is_training else None
+        counts, self._asked = self._asked, None
+        if counts is None:
+            counts = self.ask_counts(slots_U.numel())
         out: torch.Tensor = _ReadHot.apply(self.weight, self, _Touched(slots_U, counts))
         return out
+
+    def ask_counts(self, num_rows: int) -> HotCounts | None:
+        """Ask every rank how many hot rows its batch touches; None where no gradient will follow.
+
+        Args:
+            num_rows: that this rank's batch touches.
+        """
+        if not torch.is_grad_enabled() or self._world_size == 1:
+            return None
+        return HotCounts(num_rows, self._group, self.weight.device)
+
+    def expect(self, counts: HotCounts | None) -> None:
+        """Take the counts of the batch whose rows are read next."""
+        self._asked = counts
 
     def note_touched(self, touched: _Touched) -> None:
         """Remember the slots whose gradients a backward pass adds, until they are reduced."""
         self._touched.append(touched)
-
-    def _ask_counts(self, slots_U: torch.Tensor) -> _Counts:
-        return _Counts(slots_U.numel(), self._group, slots_U.device)
 
     def set_reduced(self, slots_U: torch.Tensor, grad_UD: torch.Tensor) -> None:
         """Hand over a gradient that is reduced already; ``weight.grad`` is then not used.
@@ -230,7 +251,9 @@ class HotReplicas:
         Forgets them: the next call answers for the next steps.
         """
         updated, self._updated = self._updated, []
-        return updated[0] if updated else torch.empty(0, dtype=torch.int64)
+        if updated:
+            return updated[0]
+        return torch.empty(0, dtype=torch.int64, device=self.weight.device)
 
     def reduce_gradient(
         self, state: None, bucket: dist.GradBucket
@@ -299,7 +322,7 @@ class HotReplicas:
         grad_HD.index_copy_(0, union, mean_UD)
         self._updated = [union]
 
-    def _take_touched(self) -> tuple[torch.Tensor, _Counts | None]:
+    def _take_touched(self) -> tuple[torch.Tensor, HotCounts | None]:
         """The slots to reduce, and the ranks' numbers of them; None for one rank."""
         touched, self._touched = self._touched, []
         if len(touched) == 1 and not self._updated:
@@ -308,7 +331,8 @@ class HotReplicas:
         # accumulation): every rank sends those too, or the mean would count them once per rank
         # that touched them again.
         slots_U = torch.cat([part.slots_U for part in touched] + self._updated).unique()
-        return slots_U, self._ask_counts(slots_U) if self._world_size > 1 else None
+        with torch.enable_grad():
+            return slots_U, self.ask_counts(slots_U.numel())
 
     def _parts(self, gathered: torch.Tensor, num_rows: list[int]) -> list[torch.Tensor]:
         """What each rank sent, without the padding to the largest."""

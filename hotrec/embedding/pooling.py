@@ -1,9 +1,8 @@
-"""Pooling of looked-up rows into bags, forward and backward, without atomics.
+"""Pooling of looked-up rows into bags, forward and backward.
 
 Pooling is a product with a sparse matrix (bags x ids); its gradient is a product with the
-transposed matrix. The router stores the incidence in both orders, so either direction is one
-``embedding_bag`` call over contiguous segments: on CPU FBGEMM's vectorised kernel, on CUDA one
-thread block per segment; both bitwise reproducible.
+transposed matrix. The router stores the incidence in both orders, so either direction is an
+``embedding_bag`` over contiguous segments, without atomics and so bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -16,31 +15,108 @@ import torch.nn.functional as F
 from hotrec.routing import RoutedGroup
 from hotrec.stages import mark
 
+# On CUDA one thread walks a segment for each value of a row, and a hot row's segment has thousands
+# of ids; in pieces of so many the longest walk is bounded whatever the batch and the skew.
+MOST_IDS = 256
 
-def _sum_segments(
+
+def cut_segments(offsets_S: torch.Tensor, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut segments into pieces of at most ``MOST_IDS`` ids, without asking the device how many.
+
+    Args:
+        offsets_S: int64 (S,), ascending, where each segment begins; the last one ends at the end.
+        num_ids: K, ids in all segments.
+
+    Returns:
+        Where each piece begins among the ids, int64 (P,), P = S + K // MOST_IDS, of which the last
+        ones are empty where there are fewer pieces; and where each segment begins among the pieces,
+        int64 (S + P',), of which the last P' stand for those that are left over.
+    """
+    num_segments = offsets_S.numel()
+    num_spare = num_ids // MOST_IDS
+    num_most = num_segments + num_spare
+    ends_S = torch.cat([offsets_S[1:], offsets_S.new_full((1,), num_ids)])
+    # An empty segment keeps one piece, so that it has a sum.
+    num_pieces_S = ((ends_S - offsets_S + (MOST_IDS - 1)) // MOST_IDS).clamp_(min=1)
+    last_S = num_pieces_S.cumsum(0)
+    first_S = last_S - num_pieces_S
+    piece_P = torch.arange(num_most, device=offsets_S.device)
+    segment_P = torch.searchsorted(last_S, piece_P, right=True).clamp_(max=num_segments - 1)
+    begins_P = offsets_S[segment_P] + (piece_P - first_S[segment_P]) * MOST_IDS
+    # Without segments of their own the pieces left over would all belong to the last one.
+    spare = torch.arange(0, num_spare, MOST_IDS, device=offsets_S.device)
+    spare_begins = (last_S[-1:] + spare).clamp_(max=num_most)
+    return begins_P.clamp_(max=num_ids), torch.cat([first_S, spare_begins])
+
+
+def sum_segments(
     source: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    scales: torch.Tensor | None,
+    positions_K: torch.Tensor,
+    offsets_S: torch.Tensor,
+    scales_K: torch.Tensor | None,
+    longest: int,
 ) -> torch.Tensor:
-    """out[s] = sum over positions of segment s of scale * source[position]; (S, D)."""
-    if positions.numel() == 0:
-        return source.new_zeros(offsets.numel(), source.shape[1])
-    return F.embedding_bag(positions, source, offsets, mode="sum", per_sample_weights=scales)
+    """out[s] = sum over the positions of segment s of scale * source[position].
+
+    Bitwise reproducible. On CPU the ids of a segment are added in their order; on CUDA those of
+    each piece of ``MOST_IDS`` are, and then the pieces.
+
+    Args:
+        source: float (N, D).
+        positions_K: int64 (K,), rows of ``source``, segment after segment.
+        offsets_S: int64 (S,), ascending, where each segment begins.
+        scales_K: float (K,), or None if all are 1.
+        longest: at least the ids of the longest segment.
+
+    Returns:
+        float (S, D).
+    """
+    if positions_K.numel() == 0:
+        return source.new_zeros(offsets_S.numel(), source.shape[1])
+    if source.is_cuda and longest > MOST_IDS:
+        return sum_in_pieces(source, positions_K, offsets_S, scales_K, longest)
+    return F.embedding_bag(positions_K, source, offsets_S, mode="sum", per_sample_weights=scales_K)
+
+
+def sum_in_pieces(
+    source: torch.Tensor,
+    positions_K: torch.Tensor,
+    offsets_S: torch.Tensor,
+    scales_K: torch.Tensor | None,
+    longest: int,
+) -> torch.Tensor:
+    """``sum_segments`` in which no sum is over more than ``MOST_IDS`` values."""
+    if longest <= MOST_IDS:
+        return F.embedding_bag(
+            positions_K, source, offsets_S, mode="sum", per_sample_weights=scales_K
+        )
+    begins_P, firsts = cut_segments(offsets_S, positions_K.numel())
+    sums_PD = F.embedding_bag(
+        positions_K, source, begins_P, mode="sum", per_sample_weights=scales_K
+    )
+    pieces_P = torch.arange(begins_P.numel(), device=source.device)
+    sums = sum_in_pieces(sums_PD, pieces_P, firsts, None, -(-longest // MOST_IDS))
+    return sums[: offsets_S.numel()]
 
 
 class _PoolRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_UD: torch.Tensor, routed: RoutedGroup) -> torch.Tensor:
         ctx.routed = routed
-        return _sum_segments(rows_UD, routed.positions_K, routed.bag_offsets, routed.scales_K)
+        return sum_segments(
+            rows_UD, routed.positions_K, routed.bag_offsets, routed.scales_K, routed.longest_bag
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         mark("grads_exchange")  # of the group before
         routed = ctx.routed
-        grad_rows = _sum_segments(
-            grads[0].contiguous(), routed.bags_K, routed.row_offsets_U, routed.row_scales_K
+        grad_rows = sum_segments(
+            grads[0].contiguous(),
+            routed.bags_K,
+            routed.row_offsets_U,
+            routed.row_scales_K,
+            routed.longest_row,
         )
         mark("pool")
         return grad_rows, None

@@ -9,14 +9,18 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.codecs import wire_codecs
 from hotrec.embedding.cpu_rows import use_cpu_rows
+from hotrec.embedding.flat import cut_bags
 from hotrec.embedding.fused import fused_params, undo_update_count
-from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
+from hotrec.embedding.hot_exchange import HotCounts, HotExchange, HotReplicas
+from hotrec.embedding.ids_exchange import IdsExchange, IdsRequest
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.stages import backward_point, mark, mark_backward
 from hotrec.wire import WireType
@@ -78,6 +82,7 @@ class ShardedRows(ShardedEmbeddingCollection):
             module, sharding, env, fused_params(spec), device, codecs, module_fqn=module_fqn
         )
         self.hot: HotReplicas | None = None
+        self._num_hot = len(hot_tables)
         self.dim = module.embedding_dim()
         self._keys = [config.name for config in module.embedding_configs()]
         # TorchRec keeps tables by sharding, by owner if table-wise, and by compute kernel.
@@ -89,10 +94,11 @@ class ShardedRows(ShardedEmbeddingCollection):
                 "the pinned torchrec (see `hotrec doctor`)."
             )
         self._is_in_order = arriving == self._keys
+        self._is_cuda = device.type == "cuda"
         for lookup in self._lookups:
             if isinstance(lookup, DistributedDataParallel):
                 self._hook_up(lookup, env, exchange, hot_tables, wire_type)
-            elif device.type == "cpu":
+            elif not self._is_cuda:
                 use_cpu_rows(lookup, spec)
 
     def _hook_up(
@@ -125,6 +131,32 @@ class ShardedRows(ShardedEmbeddingCollection):
         lookup.broadcast_buffers = False
         lookup.register_comm_hook(None, self.hot.reduce_gradient)
 
+    def _create_input_dist(self, *args: Any, **kwargs: Any) -> None:
+        super()._create_input_dist(*args, **kwargs)
+        for at, input_dist in enumerate(self._input_dists):
+            if isinstance(input_dist, RwSparseFeaturesDist | TwSparseFeaturesDist):
+                self._input_dists[at] = IdsExchange(input_dist, self._device)
+
+    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
+        """Start the exchange of ids; one awaitable and one sharding context per sharding."""
+        requests = super().input_dist(ctx, features)
+        num = len(requests.awaitables)
+        contexts = ctx.sharding_contexts[len(ctx.sharding_contexts) - num :]
+        for request, sharding_ctx in zip(requests.awaitables, contexts, strict=True):
+            if isinstance(request, IdsRequest):
+                request.tell(sharding_ctx)
+        return requests
+
+    def ask_hot_counts(self, asked: KeyedJaggedTensor) -> HotCounts | None:
+        """Ask how many hot rows each rank touches, while ids are exchanged.
+
+        Args:
+            asked: the rows that the batch reads, hot tables first.
+        """
+        if self.hot is None:
+            return None
+        return self.hot.ask_counts(sum(asked.length_per_key()[: self._num_hot]))
+
     def drop_cached_rows(self) -> None:
         """Forget what a UVM cache holds, after the rows behind it were written directly."""
         for lookup in self._lookups:
@@ -132,17 +164,23 @@ class ShardedRows(ShardedEmbeddingCollection):
                 lookup.purge()
 
     def start_lookups(
-        self, features: list[KeyedJaggedTensor], contexts: list[Any]
+        self,
+        features: list[KeyedJaggedTensor],
+        contexts: list[Any],
+        hot_counts: HotCounts | None,
     ) -> list[Awaitable[torch.Tensor]]:
         """Look up this rank's rows and start sending them to the ranks that asked.
 
         Args:
             features: the ids that arrived, one per sharding.
             contexts: TorchRec's sharding contexts, one per sharding.
+            hot_counts: from ``ask_hot_counts``, of the same batch.
 
         Returns:
             One awaitable per sharding, of float (U_sharding, D), hot first.
         """
+        if self.hot is not None:
+            self.hot.expect(hot_counts)
         awaitables = []
         stages = list(zip(self._lookups, self._output_dists, features, contexts, strict=True))
         # Cold rows first: they travel while the hot ones are read, and backward, which goes the
@@ -157,11 +195,12 @@ class ShardedRows(ShardedEmbeddingCollection):
         return awaitables[::-1]
 
     def _look_up_fused(self, lookup: nn.Module, ids: KeyedJaggedTensor) -> torch.Tensor:
-        is_cuda = ids.values().is_cuda  # on CPU hotrec's rows mark their update themselves
-        point = backward_point("row_update", ids.values()) if is_cuda else None
-        rows: torch.Tensor = lookup(ids)
-        if is_cuda:
-            rows = mark_backward(rows, "grads_exchange", point)
+        rows: torch.Tensor
+        if self._is_cuda:
+            point = backward_point("row_update", ids.values())
+            rows = mark_backward(lookup(cut_bags(ids)), "grads_exchange", point)
+        else:
+            rows = lookup(ids)  # hotrec's own rows, which mark their update themselves
         if not torch.is_grad_enabled():
             undo_update_count(lookup)
         return rows

@@ -9,9 +9,8 @@ pooled where they live are in a ``ShardedEmbeddingBagCollection`` that takes the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection, PooledLayout, route
 from hotrec.embedding.fused import check_optimizer, fused_params
-from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
+from hotrec.embedding.hot_exchange import HotCounts, HotExchange, HotReplicas
 from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.sharded_rows import COLD_SHARDINGS, HOT_SHARDINGS, ShardedRows
@@ -47,12 +46,16 @@ from hotrec.stages import mark
 from hotrec.wire import WireType
 
 
-@dataclass
 class HotColdContext(EmbeddingCollectionContext):
     """What ``input_dist`` leaves for the later stages of the same batch."""
 
-    routed: RoutedFeatures | None = None
-    num_shardings: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        # Not a dataclass: the parent is one only from torchrec 1.7 on, and a dataclass does not
+        # call the ``__init__`` of a parent that is none.
+        super().__init__()
+        self.routed: RoutedFeatures | None = None
+        self.num_shardings: list[int] = []
+        self.hot_counts: list[HotCounts | None] = []
 
     def record_stream(self, stream: torch.Stream) -> None:
         super().record_stream(stream)
@@ -186,10 +189,11 @@ class ShardedHotColdEmbeddingBagCollection(
         self, ctx: HotColdContext, features: KeyedJaggedTensor | RoutedFeatures
     ) -> Awaitable[Awaitable[KJTList]]:
         mark("ids_exchange")
-        ctx.routed = route(self.router_here(), features)
+        ctx.routed = self.route(features)
         mark("route")
         awaitables: list[Any] = []
         for rows, group in zip(self._rows().values(), ctx.routed.groups, strict=True):
+            ctx.hot_counts.append(rows.ask_hot_counts(group.rows))
             splits = rows.input_dist(ctx, group.rows)
             ctx.num_shardings.append(len(splits.awaitables))
             awaitables += splits.awaitables
@@ -201,11 +205,17 @@ class ShardedHotColdEmbeddingBagCollection(
         mark("ids_exchange")
         return KJTListSplitsAwaitable(awaitables, ctx)
 
-    def router_here(self) -> Any:
-        """The router with its maps on the device of the rows."""
+    def route(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
+        """Route features on the device of the rows, unless a loader worker has routed them.
+
+        The router's map, 4 bytes for every row of all tables, is copied to the device by the first
+        batch that needs it there.
+        """
+        if isinstance(features, RoutedFeatures):
+            return route(self.router, features)
         if self._device_router is None:
-            self._device_router = copy.deepcopy(self.router).to(self._device)
-        return self._device_router
+            self._device_router = self.router.to(self._device)
+        return route(self._device_router, features)
 
     def compute(self, ctx: HotColdContext, dist_input: KJTList) -> Started:
         mark("ids_exchange")
@@ -216,8 +226,10 @@ class ShardedHotColdEmbeddingBagCollection(
         if self.pooled is not None:
             pooled = self.pooled.start_lookups(features[num_rows:], contexts[num_rows:])
         started = []
-        for rows, num in zip(self._rows().values(), ctx.num_shardings, strict=True):
-            started.append(rows.start_lookups(features[:num], contexts[:num]))
+        for rows, num, hot_counts in zip(
+            self._rows().values(), ctx.num_shardings, ctx.hot_counts, strict=True
+        ):
+            started.append(rows.start_lookups(features[:num], contexts[:num], hot_counts))
             features, contexts = features[num:], contexts[num:]
         return Started(started, pooled)
 

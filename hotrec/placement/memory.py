@@ -2,12 +2,13 @@
 
 By row (R rows of a table, D floats each; ``row_bytes`` counts a row's optimizer state too):
 
-    replica       device: row_bytes, and 4 D of a dense gradient buffer
+    replica       device: row_bytes, 4 D of gradients, and as much of DDP's bucket, which it makes
+                  anew in its third iteration beside the old one
     shard         of its rows, on the device or on the host: row_bytes; where the row is on the
                   host, an optimizer state of one float a row stays on the device (FBGEMM's
-                  row-wise optimizers)
-    device cache  a cached row: 4 D and 8 of FBGEMM's tags; a row behind it: 12 of FBGEMM's maps
-                  and counters (LFU)
+                  row-wise optimizers), for every row; others are never cached
+    device cache  a slot: 4 D of the widest table that shares it, 8 of FBGEMM's tags, 8 of its LRU
+                  clock, and 4 of locks if it is filled ahead; a row behind it: 4 of FBGEMM's map
     router        4 for every row of the tables whose rows travel: on the host, where loader workers
                   share it, and on the device if ids are routed there
 
@@ -29,13 +30,20 @@ from hotrec.placement.step import BYTES_PER_FLOAT
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 
 ROUTER_BYTES = 4
+# FBGEMM's device cache with LRU (split_table_batched_embeddings_ops_training.py,
+# _apply_cache_state): lxu_cache_state and lxu_state of a slot, lxu_cache_locking_counter of a slot
+# with prefetch, cache_index_table_map of a row.
 CACHE_TAG_BYTES = 8
-CACHE_MAP_BYTES = 12
+CACHE_CLOCK_BYTES = 8
+CACHE_LOCK_BYTES = 4
+CACHE_MAP_BYTES = 4
+# Gradients of a replica, DDP's second bucket included.
+NUM_REPLICA_GRADIENTS = 2
 
 
 def replica_row_bytes(demand: TableDemand) -> int:
-    """Device memory of a replicated row."""
-    return demand.row_bytes + BYTES_PER_FLOAT * demand.dim
+    """Device memory of a replicated row, at the first steps, when it is most."""
+    return demand.row_bytes + NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * demand.dim
 
 
 def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
@@ -48,9 +56,18 @@ def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
     return on_device + maps, demand.row_bytes - on_device
 
 
-def cached_row_bytes(demand: TableDemand) -> int:
-    """Device memory of a row that a cache can hold, besides that of its shard."""
-    return BYTES_PER_FLOAT * demand.dim + CACHE_TAG_BYTES
+def cached_row_bytes(
+    demand: TableDemand, widest: int | None = None, *, is_prefetched: bool = False
+) -> int:
+    """Device memory of a row that a cache can hold, besides that of its shard.
+
+    Args:
+        widest: largest D of the tables that share the cache; None: of this one.
+        is_prefetched: TorchRec's prefetch pipeline fills the cache.
+    """
+    num_bytes = BYTES_PER_FLOAT * (demand.dim if widest is None else widest)
+    num_bytes += CACHE_TAG_BYTES + CACHE_CLOCK_BYTES
+    return num_bytes + CACHE_LOCK_BYTES if is_prefetched else num_bytes
 
 
 def memory_by_rank(

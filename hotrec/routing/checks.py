@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -10,22 +12,42 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.routing.features import Column
 
 
-def check_lengths(features: KeyedJaggedTensor) -> None:
-    """Refuse lengths that do not describe the values.
+@dataclass(frozen=True)
+class KeyLengths:
+    """The bags of one key of a batch, as the host knows them: ids in all, fewest, most."""
+
+    num_ids: int
+    shortest: int
+    longest: int
+
+
+def check_lengths(features: KeyedJaggedTensor) -> list[KeyLengths]:
+    """Refuse lengths that do not describe the values; one read from the device.
+
+    Returns:
+        What is known of each key.
 
     Raises:
         ValueError: if they are not one per key and sample, negative, or add up otherwise.
     """
-    keys, lengths = features.keys(), features.lengths()
-    num_values, num_expected = features.values().numel(), int(lengths.sum())
-    is_whole = lengths.numel() == len(keys) * features.stride() and num_values == num_expected
-    if not is_whole or (lengths.numel() and int(lengths.min()) < 0):
+    num_keys, stride, lengths = len(features.keys()), features.stride(), features.lengths()
+    fits = lengths.numel() == num_keys * stride
+    known = [KeyLengths(0, 0, 0)] * num_keys
+    if fits and lengths.numel():
+        lengths_FB = lengths.view(num_keys, stride)
+        shortest_F, longest_F = torch.aminmax(lengths_FB, dim=1)
+        found = torch.stack([lengths_FB.sum(1), shortest_F, longest_F], dim=1).tolist()
+        known = [KeyLengths(*of_key) for of_key in found]
+    num_values = features.values().numel()
+    num_expected = sum(key.num_ids for key in known) if fits else int(lengths.sum())
+    if not fits or num_values != num_expected or any(key.shortest < 0 for key in known):
         raise ValueError(
-            f"features lengths: expected {len(keys)} x {features.stride()} lengths >= 0 that add "
-            f"up to {num_values} ids, got {lengths.numel()} lengths that add up to {num_expected}, "
-            f"the least {int(lengths.min()) if lengths.numel() else None}. "
+            f"features lengths: expected {num_keys} x {stride} lengths >= 0 that add up to "
+            f"{num_values} ids, got {lengths.numel()} lengths that add up to {num_expected}, the "
+            f"least {int(lengths.min()) if lengths.numel() else None}. "
             "Check the code that builds the batch."
         )
+    return known
 
 
 def select_features(features: KeyedJaggedTensor, wanted: Sequence[str]) -> KeyedJaggedTensor:
@@ -47,29 +69,26 @@ def select_features(features: KeyedJaggedTensor, wanted: Sequence[str]) -> Keyed
     return features.permute([index[feature] for feature in wanted])
 
 
-def check_ids(
+def refuse_ids(
     columns: Sequence[Column],
     num_rows_F: torch.Tensor,
     rows_K: torch.Tensor,
-    limit_K: torch.Tensor,
+    is_outside_K: torch.Tensor,
     lengths_F: torch.Tensor,
-) -> None:
-    """Refuse ids outside their tables.
+) -> NoReturn:
+    """Say which id lies outside its table.
 
     Args:
         columns: F columns.
         num_rows_F: int64 (F,), rows of the table of each column.
         rows_K: int64 (K,), ids, column by column.
-        limit_K: int64 (K,), the value of ``num_rows_F`` for each id.
+        is_outside_K: bool (K,), True somewhere.
         lengths_F: int64 (F,), ids of each column.
 
     Raises:
         ValueError: naming the first such id.
     """
-    is_outside = (rows_K < 0) | (rows_K >= limit_K)
-    if not is_outside.any():
-        return
-    first = int(is_outside.nonzero()[0])
+    first = int(is_outside_K.nonzero()[0])
     position = int(torch.searchsorted(lengths_F.cumsum(0), first, right=True))
     column = columns[position]
     raise ValueError(

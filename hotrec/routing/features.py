@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -47,7 +48,8 @@ class RoutedGroup(Pipelineable):
 
     Args:
         rows: stride 1; keys are the hot tables, then the cold tables; values int64 (U,), distinct
-            within a table: hot slots, then rows.
+            within a table: hot slots, then rows. It knows its lengths on the host too
+            (``length_per_key``), so that nobody has to ask the device for them.
         positions_K: int64, index into the U looked-up rows (hot ones first), in the order of the
             bags; bag ``b * F + f`` is sample b of column f.
         bag_offsets: int64 (B * F,), where each bag starts in ``positions_K``.
@@ -57,6 +59,8 @@ class RoutedGroup(Pipelineable):
             of the bag for mean pooling), or None if all are 1.
         row_scales_K: the same factors in the order of ``bags_K``.
         num_hot_lookups: int64 (), how many of the K ids are hot.
+        longest_bag: at least the ids of the longest bag, on the host.
+        longest_row: at least the ids that read the row which most of them read.
     """
 
     rows: KeyedJaggedTensor
@@ -67,13 +71,18 @@ class RoutedGroup(Pipelineable):
     scales_K: torch.Tensor | None
     row_scales_K: torch.Tensor | None
     num_hot_lookups: torch.Tensor
+    longest_bag: int
+    longest_row: int
 
     def _map(self, method: str, *args: object, **kwargs: object) -> RoutedGroup:
-        moved: dict[str, Any] = {}
+        moved = {name: getattr(value, method)(*args, **kwargs) for name, value in self._on_device()}
+        return replace(self, **moved)
+
+    def _on_device(self) -> Iterator[tuple[str, Any]]:
         for item in fields(self):
             value = getattr(self, item.name)
-            moved[item.name] = None if value is None else getattr(value, method)(*args, **kwargs)
-        return RoutedGroup(**moved)
+            if isinstance(value, torch.Tensor | KeyedJaggedTensor):
+                yield item.name, value
 
     def to(self, device: torch.device, non_blocking: bool = False) -> RoutedGroup:
         return self._map("to", device, non_blocking=non_blocking)
@@ -82,10 +91,8 @@ class RoutedGroup(Pipelineable):
         return self._map("pin_memory")
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is not None:
-                value.record_stream(stream)
+        for _, value in self._on_device():
+            value.record_stream(stream)
 
 
 @dataclass

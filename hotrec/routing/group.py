@@ -6,13 +6,14 @@ prepares both directions, so that neither needs atomics and both are bitwise rep
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.bags import find_bags
-from hotrec.routing.checks import check_ids, check_weights
+from hotrec.routing.checks import KeyLengths, check_weights, refuse_ids
 from hotrec.routing.features import Column, RoutedGroup, hot_name, hot_rows
 from hotrec.sorting import sort_keys
 from hotrec.types import Partition
@@ -40,8 +41,12 @@ class GroupRouter:
         self._num_rows_T = torch.tensor([partition.num_rows[t] for t in tables])
         self._table_ends = self._num_rows_T.cumsum(0)
         self._total_rows = int(self._table_ends[-1])
-        self._is_hot_T = torch.tensor([t in self.hot_tables for t in tables])
-        self._is_cold_T = torch.tensor([t in self.cold_tables for t in tables])
+        # Sorted keys hold the hot rows of all tables, then the cold ones: where each table's end.
+        self._key_ends = torch.cat([self._table_ends, self._table_ends + self._total_rows])
+        wanted = [table in self.hot_tables for table in tables]
+        wanted += [table in self.cold_tables for table in tables]
+        self._kept = [at for at, is_wanted in enumerate(wanted) if is_wanted]
+        self._kept_T = torch.tensor(self._kept)
         table_of_F = torch.tensor([tables.index(column.table) for column in columns])
         self._num_rows_F = self._num_rows_T[table_of_F]
         self._begin_of_F = (self._table_ends - self._num_rows_T)[table_of_F]
@@ -53,18 +58,20 @@ class GroupRouter:
             self._slots[hot] = torch.arange(hot.numel(), dtype=torch.int32)
 
     def to(self, device: torch.device) -> GroupRouter:
-        """Move the maps to the device where ``route`` is to run; returns self."""
+        """The same with its maps on the device where ``route`` is to run."""
+        moved = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
-                setattr(self, name, value.to(device))
-        return self
+                setattr(moved, name, value.to(device))
+        return moved
 
     @torch.no_grad()
-    def route(self, features: KeyedJaggedTensor) -> RoutedGroup:
-        """Route the ids of a batch.
+    def route(self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]) -> RoutedGroup:
+        """Route the ids of a batch; the device is asked twice, for U and for what follows from it.
 
         Args:
             features: keys are this group's column features, in order; values are rows.
+            known: of the columns, from ``check_lengths``.
 
         Raises:
             ValueError: if an id lies outside its table.
@@ -72,14 +79,15 @@ class GroupRouter:
         num_columns, batch_size = len(self.columns), features.stride()
         lengths_FB = features.lengths().view(num_columns, batch_size).long()
         rows_K = features.values().long()
-        num_ids = rows_K.numel()
-        lengths_F = lengths_FB.sum(1)
-        bags = find_bags(lengths_FB, num_ids)
+        all_one = all(key.shortest == key.longest == 1 for key in known)
+        bags = find_bags(lengths_FB, rows_K.numel(), all_one=all_one)
         limit_K = bags.per_column(self._num_rows_F)
-        check_ids(self.columns, self._num_rows_F, rows_K, limit_K, lengths_F)
+        is_outside_K = (rows_K < 0) | (rows_K >= limit_K)
 
-        # One sort serves everything: hot rows before cold ones, each by table and row.
+        # One sort serves everything: hot rows before cold ones, each by table and row. Ids outside
+        # their tables are refused below; until then they must not reach beyond the map.
         key_K = rows_K + bags.per_column(self._begin_of_F)
+        key_K.clamp_(0, self._total_rows - 1)
         is_cold_K = self._slots.index_select(0, key_K) == COLD  # half of an index's time on CPU
         key_K += is_cold_K.long() * self._total_rows
         sorted_K, by_row_K = sort_keys(key_K, 2 * self._total_rows)
@@ -87,11 +95,19 @@ class GroupRouter:
             sorted_K, return_inverse=True, return_counts=True
         )
         positions_K = torch.empty_like(key_K).scatter_(0, by_row_K, position_of_sorted_K)
-        num_hot = int(torch.searchsorted(distinct_U, self._total_rows))
+
+        ends = torch.searchsorted(distinct_U, self._key_ends)
+        facts = [ends, is_outside_K.any().view(1)]
+        if counts_U.numel():
+            facts.append(counts_U.max().view(1))
+        *ends_here, any_outside, longest_row = [*torch.cat(facts).tolist(), 0][: ends.numel() + 2]
+        if any_outside:
+            refuse_ids(self.columns, self._num_rows_F, rows_K, is_outside_K, lengths_FB.sum(1))
+        num_hot = ends_here[len(self.tables) - 1]
 
         scales_K = self._scales(features, lengths_FB, bags.bag_K)
         return RoutedGroup(
-            rows=self._rows(distinct_U, num_hot),
+            rows=self._rows(distinct_U, num_hot, ends, ends_here),
             positions_K=bags.by_bag(positions_K),
             bag_offsets=bags.offsets,
             bags_K=bags.bag_K.index_select(0, by_row_K),
@@ -99,24 +115,28 @@ class GroupRouter:
             scales_K=None if scales_K is None else bags.by_bag(scales_K),
             row_scales_K=None if scales_K is None else scales_K[by_row_K],
             num_hot_lookups=counts_U[:num_hot].sum(),
+            longest_bag=max((key.longest for key in known), default=0),
+            longest_row=longest_row,
         )
 
-    def _rows(self, distinct_U: torch.Tensor, num_hot: int) -> KeyedJaggedTensor:
+    def _rows(
+        self, distinct_U: torch.Tensor, num_hot: int, ends: torch.Tensor, ends_here: list[int]
+    ) -> KeyedJaggedTensor:
         """The distinct rows, hot ones first, as features of the hot and of the cold tables."""
         hot, cold = distinct_U[:num_hot], distinct_U[num_hot:] - self._total_rows
-        # Keys are sorted, so a table's rows are where its first key and the next table's first are.
-        hot_ends = torch.searchsorted(hot, self._table_ends)
-        cold_ends = torch.searchsorted(cold, self._table_ends)
-        hot_lengths = hot_ends.diff(prepend=hot_ends.new_zeros(1))
-        cold_lengths = cold_ends.diff(prepend=cold_ends.new_zeros(1))
+        lengths = ends.diff(prepend=ends.new_zeros(1))
         begin_of_cold = torch.repeat_interleave(
-            self._table_ends - self._num_rows_T, cold_lengths, output_size=cold.numel()
+            self._table_ends - self._num_rows_T,
+            lengths[len(self.tables) :],
+            output_size=cold.numel(),
         )
+        lengths_here = [end - begin for begin, end in zip([0, *ends_here], ends_here, strict=False)]
         return KeyedJaggedTensor(
             keys=self.keys,
             values=torch.cat([self._slots[hot].long(), cold - begin_of_cold]),
-            lengths=torch.cat([hot_lengths[self._is_hot_T], cold_lengths[self._is_cold_T]]).int(),
+            lengths=lengths.index_select(0, self._kept_T).int(),
             stride=1,
+            length_per_key=[lengths_here[at] for at in self._kept],
         )
 
     def _scales(

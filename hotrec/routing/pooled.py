@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.routing.checks import check_ids, check_weights
+from hotrec.routing.checks import check_weights, refuse_ids
 from hotrec.routing.features import Column
 from hotrec.types import Partition
 
@@ -35,10 +36,11 @@ class PooledRouter:
         self._has_mean = bool(self._is_mean_F.any())
 
     def to(self, device: torch.device) -> PooledRouter:
-        """Move to the device where ``route`` is to run; returns self."""
-        self._num_rows_F = self._num_rows_F.to(device)
-        self._is_mean_F = self._is_mean_F.to(device)
-        return self
+        """The same on the device where ``route`` is to run."""
+        moved = copy.copy(self)
+        moved._num_rows_F = self._num_rows_F.to(device)
+        moved._is_mean_F = self._is_mean_F.to(device)
+        return moved
 
     @torch.no_grad()
     def route(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -59,13 +61,16 @@ class PooledRouter:
         lengths_FB = features.lengths().view(len(self.columns), -1).long()
         lengths_F = lengths_FB.sum(1)
         limit_K = torch.repeat_interleave(self._num_rows_F, lengths_F, output_size=rows_K.numel())
-        check_ids(self.columns, self._num_rows_F, rows_K, limit_K, lengths_F)
+        is_outside_K = (rows_K < 0) | (rows_K >= limit_K)
+        if is_outside_K.any():
+            refuse_ids(self.columns, self._num_rows_F, rows_K, is_outside_K, lengths_F)
         return KeyedJaggedTensor(
             keys=[column.name for column in self.columns],
             values=rows_K,
             lengths=features.lengths().int(),
             weights=None if weights_K is None else self._scales(weights_K, lengths_FB),
             stride=features.stride(),
+            length_per_key=features.length_per_key(),
         )
 
     def _scales(self, weights_K: torch.Tensor, lengths_FB: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.routing.checks import check_lengths, select_features
+from hotrec.routing.checks import KeyLengths, check_lengths, select_features
 from hotrec.routing.features import Column, RoutedFeatures, hot_rows
 from hotrec.routing.group import GroupRouter
 from hotrec.routing.pooled import PooledRouter
@@ -46,12 +47,11 @@ class Router:
                 self.fingerprint = zlib.crc32(rows, self.fingerprint)
 
     def to(self, device: torch.device) -> Router:
-        """Move the maps to the device where routing is to run; returns self."""
-        for group in self.groups.values():
-            group.to(device)
-        if self.pooled is not None:
-            self.pooled.to(device)
-        return self
+        """The same router with its maps on the device where routing is to run."""
+        moved = copy.copy(self)
+        moved.groups = {dim: group.to(device) for dim, group in self.groups.items()}
+        moved.pooled = None if self.pooled is None else self.pooled.to(device)
+        return moved
 
     def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
         """Route a batch.
@@ -60,12 +60,14 @@ class Router:
             ValueError: if a feature or the weights are missing, lengths do not add up, or an id
                 lies outside its table.
         """
-        check_lengths(features)
-        features = self._with_the_weights_it_needs(features)
+        known = check_lengths(features)
+        features = self._as_needed(features, known)
+        of_feature = dict(zip(features.keys(), known, strict=True))
         groups = []
         for group in self.groups.values():
             wanted = [column.feature for column in group.columns]
-            groups.append(group.route(select_features(features, wanted)))
+            chosen = select_features(features, wanted)
+            groups.append(group.route(chosen, [of_feature[name] for name in wanted]))
         pooled = None
         if self.pooled is not None:
             wanted = [column.feature for column in self.pooled.columns]
@@ -83,19 +85,22 @@ class Router:
                 counts[dim] = counts.get(dim, 0) + num_rows
         return counts
 
-    def _with_the_weights_it_needs(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        has_weights = features.weights_or_none() is not None
-        if self.is_weighted and not has_weights:
+    def _as_needed(
+        self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]
+    ) -> KeyedJaggedTensor:
+        """With weights or without, and with lengths per key that no one has to ask for."""
+        weights = features.weights_or_none()
+        if self.is_weighted and weights is None:
             raise ValueError(
                 "features weights: expected per-sample weights since is_weighted=True, got none. "
                 "Give the KeyedJaggedTensor weights, or build the collection with "
                 "is_weighted=False."
             )
-        if has_weights and self.is_weighted is False:
-            return KeyedJaggedTensor(
-                keys=features.keys(),
-                values=features.values(),
-                lengths=features.lengths(),
-                stride=features.stride(),
-            )
-        return features
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            lengths=features.lengths(),
+            weights=None if self.is_weighted is False else weights,
+            stride=features.stride(),
+            length_per_key=[key.num_ids for key in known],
+        )

@@ -74,6 +74,7 @@ def train(
     lr_factor: Callable[[int], float],
     pipeline_kind: str = "sparse_dist",
     look_ahead: LookAhead | None = None,
+    grad_clip_norm: float | None = None,
     eval_batches: Mapping[str, Iterable[Batch]] | None = None,
     checkpoints: Checkpoints | None = None,
     check_replicas: Callable[[], None] | None = None,
@@ -97,6 +98,7 @@ def train(
         lr_factor: update number, from 1 -> factor, e.g. a ``Schedule``.
         pipeline_kind: see ``make_pipeline``.
         look_ahead: what the pipeline look_ahead needs; None for others.
+        grad_clip_norm: see ``make_pipeline``.
         eval_batches: by name of the split; begun once before the first step, and anew for each
             evaluation. The first is evaluated on the way, all at the end; the last one's is told.
         checkpoints: where to save and what to resume from; None for neither.
@@ -116,7 +118,9 @@ def train(
     with _logged_with_rank(ranks), stop_on_sigterm() as stop_request:
         splits = _start_workers(eval_batches or {})
         start, train_batches = _start(model, optimizer, train_loader, num_steps, checkpoints)
-        pipeline = make_pipeline(pipeline_kind, model, optimizer, ranks.device, look_ahead)
+        pipeline = make_pipeline(
+            pipeline_kind, model, optimizer, ranks.device, look_ahead, grad_clip_norm
+        )
         traffic = TrafficMeter(ranks.world_size, count_dense_values(model), inspect_batch)
         with (
             closing(pipeline),

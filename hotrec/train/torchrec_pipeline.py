@@ -17,6 +17,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.distributed.types import ShardedModule
 
 from hotrec.batch import Batch
+from hotrec.train.dense import dense_parameters
 from hotrec.train.marks import MarkedOptimizer, mark_lookups
 from hotrec.train.pipeline_base import Output, Pipeline
 
@@ -30,11 +31,13 @@ class TorchRecPipeline(Pipeline):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
+        grad_clip_norm: float | None = None,
     ) -> None:
         super().__init__(kind, model, device)
         self._is_checked = False
         self._pipeline: TrainPipelineBase[Batch, Output] | TrainPipelineSparseDist[Batch, Output]
-        marked: Any = MarkedOptimizer(optimizer)
+        clipped = list(dense_parameters(model).values()) if grad_clip_norm is not None else []
+        marked: Any = MarkedOptimizer(optimizer, clipped, grad_clip_norm)
         if kind == "sparse_dist":
             self._pipeline = TrainPipelineSparseDist(model, marked, device)
         else:

@@ -22,6 +22,7 @@ RUNTIME = {
     "memory",
     "scheduling",
     "forks",
+    "host_ints",
     "doctor",
     "wire",
     "watchdog",

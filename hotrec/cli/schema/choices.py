@@ -44,7 +44,9 @@ class ModelConfig:
     """What all models share."""
 
     kind: ModelKind = key("the model; choose it with model=")
-    embedding_dim: int = key("floats per embedding row", 64, at_least=4, at_most=1024)
+    embedding_dim: int = key(
+        "floats per embedding row, a multiple of 4", 64, at_least=4, at_most=1024
+    )
     pooling: Pooling = key("pooling of bags: sum or mean", Pooling.sum)
     dense_layer_sizes: list[int] = key(
         "layers over the dense columns; the last must be embedding_dim", [128, 64]

@@ -16,13 +16,22 @@ and late on all ranks, since its owner says which: it is updated once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from hotrec.embedding.ahead.lane import used_here
 from hotrec.embedding.ahead.layout import Asked, ColdLayout
-from hotrec.embedding.ahead.messages import Counts, Selection, pack, sizes, unpack
+from hotrec.embedding.ahead.messages import (
+    ByClass,
+    Counts,
+    Selection,
+    pack,
+    read_together,
+    sizes,
+    unpack,
+)
 from hotrec.embedding.ahead.stores import OwnedRows
 from hotrec.embedding.ahead.window import (
     LONG_AGO,
@@ -33,11 +42,10 @@ from hotrec.embedding.ahead.window import (
 )
 from hotrec.embedding.flat import put_rows
 from hotrec.embedding.hot_exchange import HotReplicas
+from hotrec.host_ints import HostInts, ints_on
 from hotrec.stages import named_range
 from hotrec.watchdog import COMMUNICATION, enter
 from hotrec.wire import Wire
-
-Select = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -96,18 +104,19 @@ class ColdExchange:
         enter(COMMUNICATION, "ids_exchange")
         with named_range("ids_exchange"):
             asked = self._find_owners(batch)
-            num_to = [[part.num_to[rank] for part in asked] for rank in range(self._size)]
+            num_to: Counts = [[] for _ in range(self._size)]
+            if asked:
+                num_to_WG = torch.stack([part.num_to_W for part in asked], dim=1)
+                num_to = _rows_of(HostInts(num_to_WG).wait(), len(asked))
             num_hot = [
                 num_hot_rows(batch.groups[index].rows, self._groups[index].num_hot_keys)
                 for index in self._hot
             ]
-            told = torch.tensor([row + num_hot for row in num_to]).view(-1)
-            width = len(num_hot) + (len(asked) if asked else 0)
-            heard = self._wire.all_to_all(
-                told.to(self._device), [width] * self._size, [width] * self._size
-            )
-            counts = heard.view(self._size, width).tolist()
-            batch.hot_counts = [row[width - len(num_hot) :] for row in counts]
+            width = len(asked) + len(num_hot)
+            told = ints_on(self._device, [num for row in num_to for num in (*row, *num_hot)])
+            heard = self._wire.all_to_all(told, [width] * self._size, [width] * self._size)
+            counts = _rows_of(HostInts(heard).wait(), width) if width else num_to
+            batch.hot_counts = [row[len(asked) :] for row in counts]
             if asked:
                 num_from = [row[: len(asked)] for row in counts]
                 batch.conversation = self._converse(batch, asked, num_to, num_from)
@@ -133,19 +142,10 @@ class ColdExchange:
     ) -> Conversation:
         ones = [1] * len(asked)
         positions = self._send([part.positions_U for part in asked], num_to, num_from, ones)
-        talk = Conversation(
-            asked,
-            num_to,
-            num_from,
-            [part.view(-1).long() for part in positions],
-            lags=[],
-            lags_here=[],
-        )
+        positions = [part.view(-1).long() for part in positions]
+        talk = Conversation(asked, num_to, num_from, positions)
         if batch.will_update and self._depth > 0:
             self._find_conflicts(batch, talk)
-        else:
-            talk.lags = [_long_ago(part.positions_U) for part in asked]
-            talk.lags_here = [_long_ago(part) for part in talk.positions]
         return talk
 
     def _find_conflicts(self, batch: AheadBatch, talk: Conversation) -> None:
@@ -153,26 +153,33 @@ class ColdExchange:
 
         Both as bytes, in one message.
         """
+        number = batch.number
+        lags_here, needs_here = [], []
         for last_read, positions in zip(self._last_read, talk.positions, strict=True):
-            lags = batch.number - last_read.index_select(0, positions)
-            talk.lags_here.append(lags.clamp_(max=LONG_AGO).to(torch.uint8))
+            lag_R = number - last_read.index_select(0, positions)
+            lags_here.append((lag_R.clamp_(max=self._depth + 1) - 1).to(torch.uint8))
         for last_read, positions in zip(self._last_read, talk.positions, strict=True):
-            last_read[positions] = batch.number
+            last_read[positions] = number
         before = self._before(batch)
-        told, told_to, heard_from = list(talk.lags_here), talk.num_from, talk.num_to
+        told_to, heard_from = talk.num_from, talk.num_to
         if before is not None:
-            before.urgent_here = [
-                last_read.index_select(0, positions) == batch.number
-                for last_read, positions in zip(self._last_read, before.positions, strict=True)
-            ]
-            told += [part.to(torch.uint8) for part in before.urgent_here]
+            for last_read, positions in zip(self._last_read, before.positions, strict=True):
+                is_late = last_read.index_select(0, positions) != number
+                needs_here.append(is_late.to(torch.uint8))
             told_to = [[*a, *b] for a, b in zip(told_to, before.num_from, strict=True)]
             heard_from = [[*a, *b] for a, b in zip(heard_from, before.num_to, strict=True)]
+        told = lags_here + needs_here
         heard = self._send(told, told_to, heard_from, [1] * len(told))
         heard = [part.view(-1) for part in heard]
-        talk.lags = heard[: len(talk.asked)]
+        lags, needs = heard[: len(talk.asked)], heard[len(talk.asked) :]
+        talk.by_lag = ByClass(lags, self._depth + 1, talk.num_to)
+        talk.by_lag_here = ByClass(lags_here, self._depth + 1, talk.num_from)
+        known = [talk.by_lag, talk.by_lag_here]
         if before is not None:
-            before.urgent = [part.bool() for part in heard[len(talk.asked) :]]
+            before.by_need = ByClass(needs, 2, before.num_to)
+            before.by_need_here = ByClass(needs_here, 2, before.num_from)
+            known += [before.by_need, before.by_need_here]
+        read_together(known)
 
     def _before(self, batch: AheadBatch) -> Conversation | None:
         """Of the batch before, if it is one that updates rows."""
@@ -198,16 +205,24 @@ class ColdExchange:
         enter(COMMUNICATION, "rows_exchange")
         with named_range("rows_exchange"):
             for batch, is_new in batches:
+                # Nearer than this a row is not final yet.
+                nearest = batch.number - step
                 # A new batch also gets what has been final for longer.
-                least = batch.number - step + 1
-                self._send_rows(batch, _at_least(least) if is_new else _exactly(least))
+                self._send_rows(batch, nearest, self._depth + 1 if is_new else nearest + 1)
 
-    def _send_rows(self, batch: AheadBatch, select: Select) -> None:
+    def _send_rows(self, batch: AheadBatch, first: int, end: int) -> None:
+        """Send the rows of the lags' classes first..end - 1."""
         talk = batch.conversation
         if talk is None:
             return
-        leaving = Selection([select(lags) for lags in talk.lags_here], talk.num_from)
-        arriving = Selection([select(lags) for lags in talk.lags], talk.num_to)
+        if talk.by_lag is None or talk.by_lag_here is None:
+            # Nothing is updated: all rows have been final for long.
+            if end <= self._depth:
+                return
+            leaving, arriving = _everything(talk.num_from), _everything(talk.num_to)
+        else:
+            leaving = talk.by_lag_here.select(first, end)
+            arriving = talk.by_lag.select(first, end)
         parts = []
         for at, index in enumerate(self._cold):
             owned = self._groups[index].owned
@@ -231,24 +246,29 @@ class ColdExchange:
         if self._depth == 0:
             for group, routed, marks in zip(self._groups, batch.groups, late, strict=True):
                 marks[num_hot_rows(routed.rows, group.num_hot_keys) :] = True
-        elif talk is not None:
+        elif talk is not None and talk.by_lag is not None:
+            last = talk.by_lag.select(0, 1)
             for at, index in enumerate(self._cold):
-                is_last = talk.asked[at].order_U[talk.lags[at] == 1]
-                self._cold_part(late[index], talk.asked[at])[is_last] = True
+                is_last = last.of(at, talk.asked[at].order_U)
+                self._cold_part(late[index], talk.asked[at]).index_fill_(0, is_last, True)
+                # What the communication thread made is used on this stream.
+                used_here(talk.by_lag.orders[at], talk.asked[at].order_U)
         return late
 
     def urgent(self, batch: AheadBatch, gradients: Gradients, following: AheadBatch) -> None:
         """Bring home the gradients of rows that the next batch reads, and send it these rows."""
         talk = batch.conversation
-        if talk is not None and talk.urgent is not None and talk.urgent_here is not None:
+        if talk is not None and talk.by_need is not None and talk.by_need_here is not None:
             enter(COMMUNICATION, "grads_exchange")
             with named_range("urgent gradients"):
-                self._push(batch, gradients, talk.urgent, talk.urgent_here)
+                self._push(
+                    batch, gradients, talk.by_need.select(0, 1), talk.by_need_here.select(0, 1)
+                )
         enter(COMMUNICATION, "rows_exchange")
         with named_range("urgent rows"):
             # Where the batch itself has no cold rows, the next one has none that it changed.
             if talk is not None:
-                self._send_rows(following, _exactly(1))
+                self._send_rows(following, 0, 1)
 
     def late(self, batch: AheadBatch, gradients: Gradients) -> None:
         """Bring home the gradients that are left."""
@@ -257,28 +277,17 @@ class ColdExchange:
             return
         enter(COMMUNICATION, "grads_exchange")
         with named_range("late gradients"):
-            if talk.urgent is None or talk.urgent_here is None:
-                everything = [None] * len(talk.asked)
-                self._push(batch, gradients, everything, everything)
+            if talk.by_need is None or talk.by_need_here is None:
+                leaving, arriving = _everything(talk.num_to), _everything(talk.num_from)
             else:
-                self._push(
-                    batch,
-                    gradients,
-                    [~mask for mask in talk.urgent],
-                    [~mask for mask in talk.urgent_here],
-                )
+                leaving, arriving = talk.by_need.select(1, 2), talk.by_need_here.select(1, 2)
+            self._push(batch, gradients, leaving, arriving)
 
     def _push(
-        self,
-        batch: AheadBatch,
-        gradients: Gradients,
-        masks: Sequence[torch.Tensor | None],
-        masks_here: Sequence[torch.Tensor | None],
+        self, batch: AheadBatch, gradients: Gradients, leaving: Selection, arriving: Selection
     ) -> None:
         talk = batch.conversation
         assert talk is not None
-        leaving = Selection(masks, talk.num_to)
-        arriving = Selection(masks_here, talk.num_from)
         parts = []
         for at, index in enumerate(self._cold):
             of_cold = self._cold_part(gradients.rows[index], talk.asked[at])
@@ -295,13 +304,9 @@ class ColdExchange:
             )
 
 
-def _long_ago(like: torch.Tensor) -> torch.Tensor:
-    return torch.full(like.shape, LONG_AGO, dtype=torch.uint8, device=like.device)
+def _rows_of(values: list[int], width: int) -> Counts:
+    return [values[begin : begin + width] for begin in range(0, len(values), width)]
 
 
-def _at_least(lag: int) -> Select:
-    return lambda lags: lags >= lag
-
-
-def _exactly(lag: int) -> Select:
-    return lambda lags: lags == lag
+def _everything(counts: Counts) -> Selection:
+    return Selection([None] * len(counts[0]), counts)

@@ -11,6 +11,7 @@ from hotrec.distributed import all_gather_object
 from hotrec.embedding.ahead.exchange import Group
 from hotrec.embedding.ahead.layout import ColdLayout
 from hotrec.embedding.ahead.stores import OwnedRows
+from hotrec.embedding.ahead.window import num_hot_rows
 from hotrec.embedding.flat import table_begins
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 
@@ -41,6 +42,6 @@ def hot_slots(group: Group, rows: KeyedJaggedTensor) -> torch.Tensor:
     """The hot slots of a routed group in its replica, int64, distinct, in the order of the rows."""
     assert group.hot_begins_T is not None
     lengths_T = rows.lengths()[: group.num_hot_keys].long()
-    num_hot = int(lengths_T.sum())
+    num_hot = num_hot_rows(rows, group.num_hot_keys)
     begins_U = torch.repeat_interleave(group.hot_begins_T, lengths_T, output_size=num_hot)
     return rows.values()[:num_hot] + begins_U

@@ -12,6 +12,17 @@ import torch
 T = TypeVar("T")
 
 
+def used_here(*values: torch.Tensor) -> None:
+    """Say that the current stream uses tensors that a task made on the lane's.
+
+    Else the allocator gives their memory to the lane's next task as soon as nobody holds them,
+    although this stream may not have read them yet.
+    """
+    for value in values:
+        if value.is_cuda:
+            value.record_stream(torch.cuda.current_stream(value.device))
+
+
 class Pending(Generic[T]):
     """The outcome of a task, to be waited for by the main thread."""
 
@@ -30,6 +41,8 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         """The task's result; on CUDA the current stream waits for it.
+
+        Tensors that the task made are its stream's: see ``used_here``.
 
         Raises:
             Exception: what the task, or one before it, raised.

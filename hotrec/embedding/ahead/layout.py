@@ -35,12 +35,12 @@ class Asked:
     Args:
         order_U: int64 (U,), the batch's cold rows in the order of their owners.
         positions_U: int32 (U,), in that order, positions on the owner.
-        num_to: rows asked of each rank.
+        num_to_W: int64 (W,), rows asked of each rank.
     """
 
     order_U: torch.Tensor
     positions_U: torch.Tensor
-    num_to: list[int]
+    num_to_W: torch.Tensor
 
 
 class ColdLayout:
@@ -99,7 +99,7 @@ class ColdLayout:
             num_hot_keys: how many keys are hot tables.
         """
         lengths_T = rows.lengths().long()
-        num_hot = int(lengths_T[:num_hot_keys].sum())
+        num_hot = sum(rows.length_per_key()[:num_hot_keys])
         lengths_T = lengths_T[num_hot_keys:]
         cold_U = rows.values()[num_hot:]
         key_U = cold_U + torch.repeat_interleave(
@@ -114,5 +114,5 @@ class ColdLayout:
         owner_U = torch.repeat_interleave(self._rank_S, lengths_S, output_size=num)
         position_U = key_U + torch.repeat_interleave(self._shift_S, lengths_S, output_size=num)
         _, order_U = sort_keys(owner_U, self.world_size)
-        num_to = torch.bincount(owner_U, minlength=self.world_size).tolist()
-        return Asked(order_U, position_U.index_select(0, order_U).int(), num_to)
+        num_to_W = lengths_S.new_zeros(self.world_size).index_add_(0, self._rank_S, lengths_S)
+        return Asked(order_U, position_U.index_select(0, order_U).int(), num_to_W)

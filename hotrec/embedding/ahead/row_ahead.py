@@ -14,9 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from hotrec.distributed import new_group
 from hotrec.embedding.ahead.exchange import ColdExchange, Group
 from hotrec.embedding.ahead.groups import find_groups, hot_slots
-from hotrec.embedding.ahead.lane import Lane, Pending
+from hotrec.embedding.ahead.lane import Lane, Pending, used_here
 from hotrec.embedding.ahead.window import AheadBatch, Gradients, num_hot_rows
-from hotrec.embedding.collection import route
 from hotrec.embedding.hot_choice import Seconds
 from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
 from hotrec.embedding.hot_reduce import HotReducer
@@ -132,7 +131,7 @@ class RowsAhead:
         """
         mark("other")
         with named_range("route"):
-            routed = [route(c.router_here(), features) for c in self._collections]
+            routed = [collection.route(features) for collection in self._collections]
         if len(self._collections) == 1:
             features = routed[0]
         batch = AheadBatch(
@@ -375,6 +374,7 @@ class RowsAhead:
             reduced = pending.wait()
         mark("hot_exchange")
         for replica, (slots_U, grad_UD) in zip(self._replicas, reduced, strict=True):
+            used_here(slots_U, grad_UD)
             replica.set_reduced(slots_U, grad_UD)
 
     def settle(self) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hotrec.embedding.ahead.layout import Shard
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
+from hotrec.embedding.flat import cut_lengths
 from hotrec.embedding.sharded_rows import ShardedRows
 
 
@@ -57,8 +58,10 @@ class FbgemmRows:
         sorted_K, order_K = torch.sort(rows_K, stable=True)
         ends_T = torch.searchsorted(sorted_K, self._ends_T)
         lengths_T = ends_T.diff(prepend=ends_T.new_zeros(1))
-        begins_K = torch.repeat_interleave(self._begins_T, lengths_T, output_size=sorted_K.numel())
-        offsets = torch.cat([ends_T.new_zeros(1), ends_T])
+        num_ids = sorted_K.numel()
+        begins_K = torch.repeat_interleave(self._begins_T, lengths_T, output_size=num_ids)
+        lengths = cut_lengths(lengths_T, num_ids).view(-1)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return self._module(sorted_K - begins_K, offsets), order_K
 
     def read(self, rows_K: torch.Tensor) -> torch.Tensor:
@@ -77,18 +80,19 @@ class FbgemmRows:
         """Say that the updates to come are number ``count`` + 1, for Adam's bias correction."""
         self._set_update_count(count)
 
-    def _counters(self) -> list[torch.Tensor]:
-        counters = (getattr(self._module, name, None) for name in ("iter", "iter_cpu"))
-        return [counter for counter in counters if counter is not None]
-
     @property
     def update_count(self) -> int:
         """Updates made so far."""
-        return max((int(counter) for counter in self._counters()), default=0)
+        # FBGEMM counts twice. The count on the host is behind only until the first update after
+        # loading, when the other is read.
+        count = int(getattr(self._module, "iter_cpu", 0))
+        return count or int(getattr(self._module, "iter", 0))
 
     def _set_update_count(self, count: int) -> None:
-        for counter in self._counters():
-            counter.fill_(count)
+        for name in ("iter", "iter_cpu"):
+            counter = getattr(self._module, name, None)
+            if counter is not None:
+                counter.fill_(count)
 
 
 class OwnedRows:

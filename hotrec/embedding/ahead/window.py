@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.ahead.lane import Pending
 from hotrec.embedding.ahead.layout import Asked
-from hotrec.embedding.ahead.messages import Counts
+from hotrec.embedding.ahead.messages import ByClass, Counts
 from hotrec.embedding.hot_reduce import HotPlan
 from hotrec.routing import RoutedFeatures, RoutedGroup
 
@@ -28,22 +28,23 @@ class Conversation:
         num_to: rows asked of each rank.
         num_from: rows that each rank asks of this one.
         positions: int64 (R,), the rows that are asked of this rank, in rank order.
-        lags: uint8 (U,), of the asked rows, in the order of their owners: how many batches before
-            this one the row was read last, by any rank; at most LONG_AGO.
-        lags_here: uint8 (R,), the same of the rows that are asked of this rank.
-        urgent: bool (U,), of the asked rows: some rank reads the row in the next batch; None as
-            long as there is none.
-        urgent_here: bool (R,), likewise.
+        by_lag: the asked rows, in the order of their owners, by how many batches before this one
+            any rank read the row last: class 0 is one batch before, the last class ``depth`` + 1 or
+            more.
+        by_lag_here: likewise the rows that are asked of this rank.
+        by_need: the asked rows, the urgent ones, which some rank reads in the next batch too, as
+            class 0 and the others as class 1; None as long as there is no next batch.
+        by_need_here: likewise.
     """
 
     asked: list[Asked]
     num_to: Counts
     num_from: Counts
     positions: list[torch.Tensor]
-    lags: list[torch.Tensor]
-    lags_here: list[torch.Tensor]
-    urgent: list[torch.Tensor] | None = None
-    urgent_here: list[torch.Tensor] | None = None
+    by_lag: ByClass | None = None
+    by_lag_here: ByClass | None = None
+    by_need: ByClass | None = None
+    by_need_here: ByClass | None = None
 
 
 @dataclass
@@ -81,7 +82,7 @@ class AheadBatch:
 
 def num_hot_rows(rows: KeyedJaggedTensor, num_hot_keys: int) -> int:
     """Distinct hot rows of a routed group."""
-    return int(rows.lengths()[:num_hot_keys].sum())
+    return sum(rows.length_per_key()[:num_hot_keys])
 
 
 @dataclass(frozen=True)

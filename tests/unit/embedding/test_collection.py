@@ -25,6 +25,7 @@ from hotrec.embedding import (
     use_hot_cold,
 )
 from hotrec.embedding.initialize import initial_rows
+from hotrec.embedding.tables import sharded_collections
 from hotrec.planner import Machine, hot_cold_constraints, make_plan
 from hotrec.types import Partition
 
@@ -299,6 +300,21 @@ def test_adam_with_cold_rows_on_cpu_is_refused_before_training(one_rank: Ranks) 
     partition = PARTITIONS["all_hot"]
     collection = HotColdEmbeddingBagCollection(some_tables(), partition)
     assert shard_here(Named("e", collection), partition, some_tables(), adam) is not None
+
+
+def test_features_that_are_routed_bring_no_map_to_the_device(one_rank: Ranks) -> None:
+    """It has 4 bytes for every row of all tables."""
+    partition = PARTITIONS["mixed"]
+    collection = HotColdEmbeddingBagCollection(some_tables(), partition)
+    sharded = shard_here(Named("e", collection), partition, some_tables(), SGD)
+    [(_, of_rank)] = sharded_collections(sharded)
+    of_rank._device, of_rank._device_router = torch.device("meta"), None
+    routed = of_rank.route(collection.router(some_features()))
+    assert routed.fingerprint == collection.router.fingerprint
+    assert of_rank._device_router is None
+    moved = collection.router.to(torch.device("meta"))
+    pairs = zip(moved.groups.values(), collection.router.groups.values(), strict=True)
+    assert {(a._slots.device.type, b._slots.device.type) for a, b in pairs} == {("meta", "cpu")}
 
 
 def test_a_plan_that_breaks_the_halves_is_refused(one_rank: Ranks) -> None:

@@ -57,6 +57,15 @@ def backward(replicas: HotReplicas, ids: KeyedJaggedTensor) -> torch.Tensor:
     return grad
 
 
+def test_nothing_updated_is_on_the_device_of_the_rows(one_rank: Ranks) -> None:
+    """Else clearing the gradient of a replica on CUDA mixes devices in the second step."""
+    weight = nn.Parameter(torch.empty(NUM_HOT * DIM, device="meta"))
+    replicas = HotReplicas(weight, NUM_ROWS, DIM, dist.group.WORLD, HotExchange.TOUCHED_ROWS)
+    weight.grad = torch.zeros_like(weight)
+    assert replicas.take_updated().device == weight.device
+    replicas.drop_gradient()
+
+
 def test_lookup_and_gradient_equal_autograd(one_rank: Ranks) -> None:
     replicas = make_replicas()
     plain = nn.Parameter(replicas.rows.clone())

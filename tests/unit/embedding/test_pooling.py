@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.pooling import pool_rows
+from hotrec.embedding import pooling
+from hotrec.embedding.pooling import MOST_IDS, pool_rows, sum_in_pieces
 from hotrec.routing import Column, RoutedGroup, Router
 from hotrec.types import Partition
 
@@ -109,3 +111,40 @@ def test_gradient_that_is_not_contiguous() -> None:
     [gradient] = torch.autograd.grad(pool_rows(rows_UD, group, 3), rows_UD, wide)
     [expected] = torch.autograd.grad(pool_by_indexing(rows_UD, group, 3), rows_UD, wide)
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [0],
+        [MOST_IDS + 1],
+        [3, 0, 2 * MOST_IDS, 1, 0, MOST_IDS, 700, 0],
+        [0, 0, MOST_IDS**2 + 3 * MOST_IDS + 5, 2, 1000],
+    ],
+)
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_no_sum_is_longer_than_a_piece(
+    lengths: list[int], is_weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_ids, ends = sum(lengths), torch.tensor(lengths).cumsum(0)
+    offsets = ends - torch.tensor(lengths)
+    generator = torch.Generator().manual_seed(num_ids)
+    source = torch.randn(50, 8, generator=generator, dtype=torch.float64)
+    positions = torch.randint(0, 50, (num_ids,), generator=generator)
+    scales = torch.rand(num_ids, generator=generator, dtype=torch.float64) if is_weighted else None
+    expected = torch.nn.functional.embedding_bag(
+        positions, source, offsets, mode="sum", per_sample_weights=scales
+    )
+    summed: list[int] = []
+    embedding_bag = torch.nn.functional.embedding_bag
+
+    def noted(positions: torch.Tensor, source: torch.Tensor, offsets: torch.Tensor, **named: Any):
+        ends = torch.cat([offsets[1:], torch.tensor([positions.numel()])])
+        summed.append(int((ends - offsets).max()))
+        assert int((ends - offsets).min()) >= 0
+        return embedding_bag(positions, source, offsets, **named)
+
+    monkeypatch.setattr(pooling.F, "embedding_bag", noted)
+    found = sum_in_pieces(source, positions, offsets, scales, max(lengths))
+    assert max(summed) <= MOST_IDS
+    torch.testing.assert_close(found, expected)

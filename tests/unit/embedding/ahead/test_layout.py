@@ -29,7 +29,7 @@ def _rows(hot: list[int], a: list[int], b: list[int]) -> KeyedJaggedTensor:
 def test_rows_go_to_their_owners() -> None:
     layout = ColdLayout(["a", "b"], NUM_ROWS, SHARDS, CPU)
     asked = layout.find(_rows([1, 0], [0, 5, 6, 9], [0, 3]), num_hot_keys=1)
-    assert asked.num_to == [2, 4]
+    assert asked.num_to_W.tolist() == [2, 4]
     # Of the cold rows a0 a5 a6 a9 b0 b3: rank 0 owns the first two.
     assert asked.order_U.tolist() == [0, 1, 2, 3, 4, 5]
     assert asked.positions_U.tolist() == [0, 5, 4, 7, 0, 3]
@@ -38,14 +38,14 @@ def test_rows_go_to_their_owners() -> None:
 def test_order_is_by_owner() -> None:
     shards = [SHARDS[1], SHARDS[0]]
     asked = ColdLayout(["a", "b"], NUM_ROWS, shards, CPU).find(_rows([], [2, 7], [1]), 1)
-    assert asked.num_to == [2, 1]
+    assert asked.num_to_W.tolist() == [2, 1]
     assert asked.order_U.tolist() == [1, 2, 0]
     assert asked.positions_U.tolist() == [5, 1, 2]
 
 
 def test_no_rows() -> None:
     asked = ColdLayout(["a", "b"], NUM_ROWS, SHARDS, CPU).find(_rows([3], [], []), 1)
-    assert asked.num_to == [0, 0]
+    assert asked.num_to_W.tolist() == [0, 0]
     assert asked.order_U.numel() == asked.positions_U.numel() == 0
 
 

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.embedding.ahead.messages import Selection, pack, sizes, unpack
+from hotrec.embedding.ahead.messages import (
+    ByClass,
+    Selection,
+    pack,
+    read_together,
+    sizes,
+    unpack,
+)
 
 counts_of_ranks = st.integers(1, 3).flatmap(
     lambda num_groups: st.lists(
@@ -37,25 +44,38 @@ def test_a_rank_gets_all_groups_side_by_side() -> None:
 
 
 @given(counts=counts_of_ranks, data=st.data())
-def test_selection_counts_by_rank(counts: list[list[int]], data: st.DataObject) -> None:
-    masks = []
+def test_classes_are_chosen_in_the_same_order_by_rank(
+    counts: list[list[int]], data: st.DataObject
+) -> None:
+    num_classes = 3
+    classes = []
     for group in range(len(counts[0])):
         num_rows = sum(row[group] for row in counts)
-        drawn = data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
-        masks.append(torch.tensor(drawn, dtype=torch.bool))
-    chosen = Selection(masks, counts)
-    for group, mask in enumerate(masks):
-        pieces = mask.split([row[group] for row in counts])
-        assert [row[group] for row in chosen.counts] == [int(piece.sum()) for piece in pieces]
-        rows = torch.arange(mask.numel())
-        assert torch.equal(chosen.of(group, rows), rows[mask])
+        drawn = data.draw(
+            st.lists(st.integers(0, num_classes - 1), min_size=num_rows, max_size=num_rows)
+        )
+        classes.append(torch.tensor(drawn, dtype=torch.uint8))
+    rows = ByClass(classes, num_classes, counts)
+    again = ByClass(classes, num_classes, counts)
+    read_together([rows, again])
+    for first, end in [(0, 1), (1, 2), (1, 3), (0, 3), (2, 2)]:
+        chosen = rows.select(first, end)
+        assert chosen.counts == again.select(first, end).counts
+        for group, of_group in enumerate(classes):
+            pieces = of_group.split([row[group] for row in counts])
+            expected = []
+            for rank, piece in enumerate(pieces):
+                begin = sum(row[group] for row in counts[:rank])
+                by_class = [(piece == c).nonzero()[:, 0] + begin for c in range(first, end)]
+                expected += by_class
+                assert chosen.counts[rank][group] == sum(part.numel() for part in by_class)
+            index = torch.cat([*expected, torch.empty(0, dtype=torch.int64)])
+            assert torch.equal(chosen.of(group, torch.arange(of_group.numel())), index)
 
 
-def test_everything_is_selected_without_a_mask() -> None:
+def test_everything_is_selected_without_indices() -> None:
     rows = torch.arange(3)
-    chosen = Selection([None], [[1], [2]])
-    assert chosen.counts == [[1], [2]]
-    assert chosen.of(0, rows) is rows
+    assert Selection([None], [[1], [2]]).of(0, rows) is rows
 
 
 def test_dims_must_be_of_all_groups() -> None:

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Proof and figures from one GPU in 25 minutes: six stages, each with a JSON document and a page.
+#
+#   benchmarks/gpu_day.sh [--stages 1,3] [--out DIR] [--again] [--code TEXT] [--rehearse]
+#
+# hotrec need not be installed: packages brought as wheels come from PYTHONPATH, and hotrec from
+# this checkout. benchmarks/README.md says how to bring them, and what comes out.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD PYTHONUNBUFFERED=1
+exec "${PYTHON:-python3}" -m benchmarks.gpu_day "$@"

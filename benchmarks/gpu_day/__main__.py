@@ -1,0 +1,164 @@
+"""Runs the stages one after the other, each in a process of its own and within its time.
+
+A stage that fails, or that takes too long, stops no other; the exit code is 1 at the end. What a
+finished stage left is kept: start the same line again after a mend, and the stages that failed are
+made again, without the parts of them that succeeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_day.record import FAILED, OK, Document, read_document, render, write_document
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TAIL_LINES = 25
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: module ``benchmarks.gpu_day.<name>``, its page's title, and its time."""
+
+    number: int
+    name: str
+    title: str
+    limit_s: float = 540.0
+
+    @property
+    def stem(self) -> str:
+        return f"{self.number}_{self.name}"
+
+
+STAGES = (
+    Stage(1, "kernels", "Stage 1: one step per optimizer and tier, and tests/gpu"),
+    Stage(2, "profiles", "Stage 2: where the time of a step goes, and who waits for the GPU"),
+    Stage(3, "machinery", "Stage 3: what hot and cold rows cost where nothing can be gained"),
+    Stage(4, "tiers", "Stage 4: GPU memory, host memory, and FBGEMM's cache of it"),
+    Stage(5, "prediction", "Stage 5: predicted against measured"),
+    Stage(6, "parity", "Stage 6: parity of two and three ranks on one GPU"),
+)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu_day.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", default="1,2,3,4,5,6", help="which, such as 1,3")
+    parser.add_argument("--out", type=Path, default=None, help="where documents and pages go")
+    parser.add_argument("--again", action="store_true", help="also what is finished")
+    parser.add_argument("--code", default=None, help="the commit, where there is no git")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on CPU")
+    parser.add_argument("--limit-s", type=float, default=None, help="of a stage, instead of 540")
+    options = parser.parse_args(arguments)
+    known = {str(stage.number): stage for stage in STAGES}
+    wanted = options.stages.split(",")
+    unknown = [word for word in wanted if word not in known]
+    if unknown:
+        parser.error(f"--stages: expected some of {','.join(known)}, got {','.join(unknown)}")
+    options.stages = [known[word] for word in sorted(set(wanted))]
+    if options.out is None:
+        options.out = (
+            Path(tempfile.mkdtemp(prefix="gpu_day_"))
+            if options.rehearse
+            else REPOSITORY / "benchmarks" / "results" / "gpu_day"
+        )
+    options.out = options.out.resolve()
+    return options
+
+
+def check_out(options: argparse.Namespace) -> None:
+    """Refuse to mix a rehearsal with measurements.
+
+    Raises:
+        ValueError: if the directory holds documents of the other kind.
+    """
+    for stage in STAGES:
+        document = read_document(options.out / f"{stage.stem}.json")
+        if document is not None and document["facts"]["is_rehearsal"] != options.rehearse:
+            kinds = ("measurements", "a rehearsal")
+            raise ValueError(
+                f"--out {options.out}: expected documents of {kinds[options.rehearse]}, got "
+                f"{stage.stem}.json of {kinds[not options.rehearse]}. Choose another directory."
+            )
+
+
+def run_stage(stage: Stage, options: argparse.Namespace) -> Document:
+    """Run a stage in a process group of its own; the document it left, with how it ended."""
+    path = options.out / f"{stage.stem}.json"
+    found = read_document(path)
+    if found is not None and found["status"] == OK and not options.again:
+        print(f"== {stage.title}: kept, of code {found['facts']['code']}", file=sys.stderr)
+        return found
+    if options.again:
+        path.unlink(missing_ok=True)
+    print(f"== {stage.title}", file=sys.stderr)
+    words = [sys.executable, "-m", f"benchmarks.gpu_day.{stage.name}", str(path)]
+    words += ["--rehearse"] * options.rehearse
+    words += ["--code", options.code] if options.code else []
+    log_path = options.out / f"{stage.stem}.log"
+    limit_s = options.limit_s or stage.limit_s
+    start_s = time.monotonic()
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            words, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            exit_code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            # Whatever it started goes with it, also when this script is interrupted.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    document = read_document(path) or _no_document(options)
+    tail = ""
+    if exit_code != 0 or document["status"] != OK:
+        document["status"] = FAILED
+        if exit_code is None:
+            document["error"] = f"ended after its limit of {limit_s:g} s"
+        elif exit_code != 1 or "error" not in document:
+            document.setdefault("error", f"exit code {exit_code}")
+        tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        document["log_tail"] = tail
+    document["elapsed_s"] = time.monotonic() - start_s
+    write_document(path, document)
+    (options.out / f"{stage.stem}.md").write_text(render(stage.title, document, tail))
+    print(f"   {document['status']} in {document['elapsed_s']:.0f} s", file=sys.stderr)
+    return document
+
+
+def _no_document(options: argparse.Namespace) -> Document:
+    facts: dict[str, Any] = {"is_rehearsal": options.rehearse, "code": options.code}
+    return {
+        "facts": facts, "machine": {}, "parts": {}, "tables": [], "status": FAILED,
+        "verdict": "The stage ended before it measured anything.", "elapsed_s": 0.0,
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        check_out(options)
+    except ValueError as error:
+        print(f"gpu_day: {error}", file=sys.stderr)
+        return 1
+    documents = {stage: run_stage(stage, options) for stage in options.stages}
+    print(f"\npages: {options.out}")
+    for stage, document in documents.items():
+        said = document["verdict"] if document["status"] == OK else document.get("error", "")
+        print(f"{stage.stem:<13}  {document['status']:<7}  {document['elapsed_s']:5.0f} s  {said}")
+    return 0 if all(document["status"] == OK for document in documents.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

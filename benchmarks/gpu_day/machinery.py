@@ -1,0 +1,244 @@
+"""Stage 3: the cost of hotrec's machinery where nothing can be gained.
+
+On one GPU whose memory holds every table nothing is exchanged and nothing is worth replicating, so
+TorchRec's own plan is the best there is. All rows cold, routed in loader workers or on the device,
+and with look-ahead, take turns with it in one run; the ratios are of blocks made soon after one
+another. The models are DLRM on Criteo-like tables and MLPerf's DCNv2 with its multi-hot features,
+whose largest tables are cut so that all cases fit side by side.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from benchmarks.gpu_day.record import DoesNotFitError, Parts, Summary, Table
+from benchmarks.gpu_day.stage import Day, bench_config, free_memory, main
+from hotrec.batch import Batch
+from hotrec.cli.bench.cases import Case, build_runner
+from hotrec.cli.bench.figures import gather_measured, losses_apart
+from hotrec.cli.bench.figures import summarize as sum_up
+from hotrec.cli.bench.measure import run_counted, run_timed, run_warmup
+from hotrec.cli.bench.samples import ZipfTables
+from hotrec.cli.schema import (
+    AllColdPlacement,
+    BenchRootConfig,
+    ColdTier,
+    Routing,
+    TorchrecPlacement,
+    TorchrecPlan,
+)
+from hotrec.cli.schema.bench import BenchPipeline
+from hotrec.distributed import Ranks, process_group
+from hotrec.placement.policies import choose_all_cold
+from hotrec.report.units import show_bytes, show_count, show_seconds
+from hotrec.types import Rows
+
+BASELINE = "TorchRec's planner"
+# MLPerf Training, DLRM-DCNv2 on Criteo 1TB: rows and ids per sample of its 26 features.
+MLPERF_ROWS = (
+    40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209,
+    11938, 155, 4, 976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36,
+)  # fmt: skip
+MLPERF_IDS = (
+    3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1,
+)  # fmt: skip
+MLPERF_MODEL = (
+    "model=dcnv2", "model.embedding_dim=128", "model.dense_layer_sizes=[512,256,128]",
+    "model.over_layer_sizes=[1024,1024,512,256,1]", "model.cross_num_layers=3",
+    "model.cross_low_rank_dim=512",
+)  # fmt: skip
+# Memory of the activations and batches of a case, beside its tables.
+SPARE_BYTES = 4e9
+
+
+class MultiHotTables(ZipfTables):
+    """Tables whose features read a fixed number of ids per sample.
+
+    Args:
+        ids_per_sample: of each feature.
+    """
+
+    def __init__(self, table_rows: Sequence[int], ids_per_sample: Sequence[int]) -> None:
+        super().__init__(table_rows, exponent=1.05, num_dense=13, seed=0)
+        self._ids_per_sample = ids_per_sample
+
+    def _batch(self, rng: np.random.Generator, batch_size: int, world_size: int) -> Batch:
+        batch = super()._batch(rng, batch_size, world_size)
+        ids = [
+            rows[np.searchsorted(cumulative, rng.random(batch_size * num), side="right")]
+            for cumulative, rows, num in zip(
+                self._cumulative, self._rows_by_rank, self._ids_per_sample, strict=True
+            )
+        ]
+        lengths = torch.tensor(self._ids_per_sample, dtype=torch.int32)
+        batch.sparse = KeyedJaggedTensor(
+            keys=batch.sparse.keys(),
+            values=torch.from_numpy(np.concatenate(ids)),
+            lengths=lengths.repeat_interleave(batch_size),
+        )
+        return batch
+
+
+def make_cases(counts: Mapping[str, Rows]) -> list[Case]:
+    """TorchRec's plan, and all rows cold in three ways; every row in the device's memory."""
+    fused, partition = ColdTier.fused, choose_all_cold(counts)
+    in_loader = AllColdPlacement(cold_tier=fused, routing=Routing.loader)
+    on_device = AllColdPlacement(cold_tier=fused, routing=Routing.device)
+    return [
+        Case(BASELINE, TorchrecPlacement(plan=TorchrecPlan.planner, tier=fused), None),
+        Case("all cold", in_loader, partition, BenchPipeline.sparse_dist),
+        Case("all cold, routed on the device", on_device, partition, BenchPipeline.sparse_dist),
+        Case("all cold, look_ahead", in_loader, partition, BenchPipeline.look_ahead),
+    ]
+
+
+def cut_rows(table_rows: Sequence[int], most_bytes: float, row_bytes: int) -> list[int]:
+    """The tables with the largest cut alike, so that their weights take at most so many bytes."""
+    low, high = 1, max(table_rows)
+    while low < high:
+        most = (low + high + 1) // 2
+        fits = row_bytes * sum(min(rows, most) for rows in table_rows) <= most_bytes
+        low, high = (most, high) if fits else (low, most - 1)
+    return [min(rows, low) for rows in table_rows]
+
+
+def measure(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks) -> dict[str, Any]:
+    """The cases in turn, as ``hotrec bench`` runs them; figures by case.
+
+    Raises:
+        DoesNotFitError: if the models do not fit the GPU side by side.
+        RuntimeError: if two cases do not train the same model.
+    """
+    bench = config.bench
+    cases = make_cases({t.name: np.ones(t.num_rows, np.int64) for t in samples.schema.tables})
+    needed = len(cases) * (
+        4 * (config.model.embedding_dim + 1) * sum(bench.table_rows) + SPARE_BYTES
+    )
+    if ranks.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(ranks.device)
+        if needed > free:
+            raise DoesNotFitError(
+                f"needs {show_bytes(needed)} of {show_bytes(free)} free GPU memory"
+            )
+    num_steps = bench.warmup_rounds + bench.rounds * bench.block_steps + bench.counted_steps + 8
+    batches = samples.batches(num_steps, batch_size=bench.batch_size, rank=0, world_size=1)
+    if ranks.device.type == "cuda":
+        batches = [batch.pin_memory() for batch in batches]
+    runners = [build_runner(config, c, samples.schema, batches, ranks, samples) for c in cases]
+    run_warmup(runners, bench.warmup_rounds)
+    run_timed(
+        runners, rounds=bench.rounds, rounds_of={}, block_steps=bench.block_steps,
+        block_skip=bench.block_skip, ranks=ranks,
+    )  # fmt: skip
+    run_counted(runners, num_steps=bench.counted_steps, interface=None, ranks=ranks)
+    for runner in runners:
+        runner.pipeline.close()
+    figures = sum_up(
+        gather_measured(runners, ranks), global_batch_size=bench.batch_size,
+        dim=config.model.embedding_dim, baselines=(BASELINE,),
+    )  # fmt: skip
+    del runners
+    gc.collect()
+    free_memory(ranks.device)
+    apart = losses_apart(figures, bench.loss_tolerance)
+    if apart:
+        most = {name: figures[name]["largest_loss_difference"] for name in apart}
+        raise RuntimeError(
+            f"losses: expected all cases within {bench.loss_tolerance} of {BASELINE}, got {most}"
+        )
+    return {
+        "cases": figures,
+        "num_rows": sum(bench.table_rows),
+        "embedding_dim": config.model.embedding_dim,
+        "batch_size": bench.batch_size,
+        "num_ids": batches[0].sparse.values().numel(),
+    }
+
+
+def dlrm(day: Day, batch_size: int, ranks: Ranks) -> dict[str, Any]:
+    config = bench_config(
+        f"bench={day.pick('criteo_like_b8192', 'smoke')}", *_words(day, batch_size)
+    )
+    samples = ZipfTables(config.bench.table_rows, exponent=1.05, num_dense=13, seed=0)
+    return measure(config, samples, ranks)
+
+
+def dcnv2(day: Day, batch_size: int, ranks: Ranks) -> dict[str, Any]:
+    small = ("model=dcnv2", "model.embedding_dim=16", "model.dense_layer_sizes=[32,16]")
+    config = bench_config(
+        "bench=criteo_like_b8192", *day.pick(MLPERF_MODEL, small), *_words(day, batch_size)
+    )
+    most_bytes = day.pick(12e9, 1e6)
+    config.bench.table_rows = cut_rows(MLPERF_ROWS, most_bytes, 4 * config.model.embedding_dim)
+    return measure(config, MultiHotTables(config.bench.table_rows, MLPERF_IDS), ranks)
+
+
+def _words(day: Day, batch_size: int) -> list[str]:
+    rounds, block = day.pick((5, 10), (1, 3))
+    return [
+        f"bench.batch_size={batch_size}", f"bench.rounds={rounds}", f"bench.block_steps={block}",
+        f"bench.block_skip={day.pick(2, 1)}", f"bench.warmup_rounds={day.pick(6, 2)}",
+        "bench.counted_steps=1", f"bench.device={day.device.type}",
+    ]  # fmt: skip
+
+
+def summarize(parts: Parts) -> Summary:
+    done = {name: part for name, part in parts.items() if part["status"] == "ok"}
+    tables = [_table(name, part) for name, part in done.items()]
+    ratios = [
+        f"{name}: " + ", ".join(f"{case} {ratio:.2f}" for case, ratio in _ratios(part).items())
+        for name, part in done.items()
+    ]
+    said = "; ".join(ratios) or "nothing was measured"
+    return Summary(f"Step over that of {BASELINE} on one GPU: {said}.", tables)
+
+
+def _ratios(part: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: case["against"][BASELINE]["step_ratio"]
+        for name, case in part["cases"].items()
+        if name != BASELINE
+    }
+
+
+def _table(name: str, part: Mapping[str, Any]) -> Table:
+    rows = []
+    for case_name, case in part["cases"].items():
+        against = case["against"].get(BASELINE)
+        ratio = (
+            "-"
+            if against is None
+            else f"{against['step_ratio']:.2f} ({against['step_ratio_p25']:.2f} to "
+            f"{against['step_ratio_p75']:.2f})"
+        )
+        times = [show_seconds(case[f"step_p{share}_s"]) for share in (50, 10, 90)]
+        host = show_seconds(case["main_cpu_s"])
+        rows.append([case_name, *times, ratio, host, show_bytes(case["memory_bytes"])])
+    header = ["case", "step p50", "p10", "p90", "ratio (quartiles)", "host", "memory"]
+    note = (
+        f"{show_count(part['num_rows'])} rows, D = {part['embedding_dim']}, batch "
+        f"{show_count(part['batch_size'])}, {show_count(part['num_ids'])} ids a step. Step: time "
+        "of the device between returns from steps. Ratio: median over the rounds of the ratio of "
+        "two blocks' median steps. Host: processor time of the thread that trains, a step."
+    )
+    return Table(name, header, rows, note)
+
+
+def run(day: Day) -> None:
+    logging.basicConfig(level=logging.INFO)
+    with process_group(device=day.device.type) as ranks:
+        for name, model in (("DLRM", dlrm), ("MLPerf DCNv2", dcnv2)):
+            for size in day.pick((8192, 2048), (32,)):
+                day.record.part(f"{name}, B={size}", lambda m=model, b=size: m(day, b, ranks))
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, summarize))

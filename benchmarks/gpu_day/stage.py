@@ -1,0 +1,147 @@
+"""What the stages share: the device, the clock of device and host, whole training steps."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_day.record import Parts, Record, Summary
+from hotrec.cli.bench.machine import machine_facts
+from hotrec.cli.schema import BenchRootConfig
+from hotrec.cli.store import build_config, compose_config
+from hotrec.report.units import show_seconds
+
+DASH = "-"
+
+
+@dataclass(frozen=True)
+class Day:
+    """Where a stage runs and writes."""
+
+    record: Record
+    device: torch.device
+    is_rehearsal: bool
+
+    def pick(self, real: Any, rehearsed: Any) -> Any:
+        """A size: the real one, or the rehearsal's."""
+        return rehearsed if self.is_rehearsal else real
+
+
+def main(
+    run: Callable[[Day], None],
+    summarize: Callable[[Parts], Summary],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """The command line of a stage: ``DOCUMENT [--rehearse] [--code TEXT]``; its exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("document", type=Path)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--code", default=None)
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
+    if not options.rehearse and not torch.cuda.is_available():
+        print(
+            f"gpu_day: expected a CUDA device, got none visible to torch {torch.__version__}. "
+            "Run it on a machine with a GPU, or with --rehearse.",
+            file=sys.stderr,
+        )
+        return 77
+    device = torch.device("cpu" if options.rehearse else "cuda")
+    if device.type == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    machine = machine_facts()
+    facts = {
+        "is_rehearsal": options.rehearse,
+        "code": options.code or machine["code"],
+        "device": device.type,
+        "gpu": machine["gpu"],
+        "packages": machine["packages"],
+    }
+    machine["date"] = time.strftime("%Y-%m-%d")
+    record = Record(options.document, facts, machine, summarize)
+    run(Day(record, device, options.rehearse))
+    return 0 if record.finish() else 1
+
+
+def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    """P10, P50 and P90."""
+    low, middle, high = np.percentile(np.asarray(seconds, np.float64), [10, 50, 90])
+    return {"p10_s": float(low), "p50_s": float(middle), "p90_s": float(high)}
+
+
+def show(figures: dict[str, Any] | None) -> str:
+    """``P50 (P10 to P90)`` of quantiles."""
+    if figures is None:
+        return DASH
+    low, middle, high = (show_seconds(figures[f"p{share}_s"]) for share in (10, 50, 90))
+    return f"{middle} ({low} to {high})"
+
+
+@dataclass
+class Laps:
+    """Time between marks, on the device's line of time and on the host's.
+
+    Device: events on the current stream, gaps between kernels included. Host: how long the calls
+    took to return. On CPU the two are one.
+    """
+
+    device: torch.device
+    _starts: list[tuple[Any, float]] = field(default_factory=list)
+    _laps: dict[str, list[tuple[Any, Any, float]]] = field(default_factory=dict)
+
+    def _now(self) -> tuple[Any, float]:
+        at_s = time.perf_counter()
+        if self.device.type != "cuda":
+            return at_s, at_s
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event, at_s
+
+    @contextmanager
+    def lap(self, name: str) -> Iterator[None]:
+        """The block belongs to ``name``; blocks may stand in blocks."""
+        start, start_s = self._now()
+        yield
+        end, end_s = self._now()
+        self._laps.setdefault(name, []).append((start, end, end_s - start_s))
+
+    def quantiles(self) -> dict[str, dict[str, dict[str, float]]]:
+        """By name, "device" and "host"; waits for the device."""
+        is_cuda = self.device.type == "cuda"
+        if is_cuda:
+            torch.cuda.synchronize(self.device)
+        return {
+            name: {
+                "device": quantiles(
+                    [s.elapsed_time(e) / 1000 if is_cuda else e - s for s, e, _ in laps]
+                ),
+                "host": quantiles([host_s for _, _, host_s in laps]),
+            }
+            for name, laps in self._laps.items()
+        }
+
+
+def bench_config(*words: str) -> BenchRootConfig:
+    """The configuration of ``hotrec bench`` with these words."""
+    config: BenchRootConfig = build_config(compose_config("bench", words))
+    return config
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what a part has left in the allocator."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

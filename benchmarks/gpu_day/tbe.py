@@ -1,0 +1,170 @@
+"""FBGEMM's tables in each memory, the bytes they will take, and skewed ids made on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: F401 (loads the operators)
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    CacheAlgorithm,
+    EmbeddingLocation,
+    PoolingMode,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+
+from hotrec.embedding import OptimizerKind, OptimizerSpec, fused_params
+
+DEVICE, UVM, UVM_CACHE = "device memory", "UVM", "UVM cache"
+LOCATIONS = {
+    DEVICE: EmbeddingLocation.DEVICE,
+    UVM: EmbeddingLocation.MANAGED,
+    UVM_CACHE: EmbeddingLocation.MANAGED_CACHING,
+}
+CACHE_WAYS = 32
+
+
+def tiers_of(device: torch.device) -> tuple[str, ...]:
+    """The memories that a device has."""
+    return tuple(LOCATIONS) if device.type == "cuda" else (DEVICE,)
+
+
+def optimizers_of(device: torch.device) -> list[OptimizerKind]:
+    """The optimizers that FBGEMM has for a device."""
+    kinds = list(OptimizerKind)
+    return [k for k in kinds if device.type == "cuda" or k is not OptimizerKind.ADAM]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables of one size with a fused optimizer.
+
+    Args:
+        tier: where the rows are.
+        cache_frac: of a UVM cache, share of all rows that have a slot.
+        is_prefetching: the cache is filled for the next batch while this one is computed.
+        is_pooled: bags are pooled, else every row is returned.
+    """
+
+    num_tables: int
+    num_rows: int
+    dim: int
+    optimizer: OptimizerSpec
+    tier: str
+    cache_frac: float = 0.2
+    is_prefetching: bool = False
+    is_pooled: bool = False
+
+    def build(self, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
+        """The module, its weights small random numbers."""
+        is_cuda = device.type == "cuda"
+        location = LOCATIONS[self.tier] if is_cuda else EmbeddingLocation.HOST
+        compute = ComputeDevice.CUDA if is_cuda else ComputeDevice.CPU
+        params: dict[str, Any] = fused_params(self.optimizer)
+        if is_cuda:
+            # Managed memory beyond what is free can hang a device: host memory is mapped instead.
+            params |= {"uvm_host_mapped": True, "prefetch_pipeline": self.is_prefetching}
+        module = SplitTableBatchedEmbeddingBagsCodegen(
+            [(self.num_rows, self.dim, location, compute)] * self.num_tables,
+            cache_algorithm=CacheAlgorithm.LRU,
+            cache_load_factor=self.cache_frac,
+            pooling_mode=PoolingMode.SUM if self.is_pooled else PoolingMode.NONE,
+            device=device,
+            **params,
+        )
+        # All of them at once; zeros would compress in caches and hide mistakes.
+        for name in ("weights_dev", "weights_host", "weights_uvm"):
+            getattr(module, name).data.uniform_(-0.01, 0.01)
+        return module
+
+    def memory(self, num_ids: int) -> tuple[int, int]:
+        """Predicted bytes of device and host, for steps of ``num_ids`` unpooled ids."""
+        total_rows = self.num_tables * self.num_rows
+        weights = 4 * self.dim * total_rows
+        state = self.optimizer.state_bytes_per_row(self.dim) * total_rows
+        # Rows out and their gradients; ids sorted and counted, about twelve numbers each.
+        work = num_ids * (2 * 4 * self.dim + 12 * 8)
+        if self.tier == DEVICE:
+            return weights + state + work, 0
+        # FBGEMM keeps a row-wise sum of every row on the device, and caches no state.
+        is_row_wise = self.optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD
+        on_device, on_host = (state, weights) if is_row_wise else (0, weights + state)
+        if self.tier == UVM_CACHE:
+            num_sets = math.ceil(total_rows * self.cache_frac / CACHE_WAYS)
+            slot = 4 * self.dim + 8 + 8 + (4 if self.is_prefetching else 0)
+            on_device += num_sets * CACHE_WAYS * slot + 4 * total_rows
+        return on_device + work, on_host
+
+
+class HostPool:
+    """Host-mapped memory, allocated once, that module after module places its UVM tensors in.
+
+    To pin 70 GB takes a minute; a table of nine modules would spend its time on nothing else.
+
+    Args:
+        num_bytes: what the largest module needs.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._bytes: torch.Tensor = torch.ops.fbgemm.new_unified_tensor(
+            torch.empty(1, dtype=torch.uint8, device=device), [num_bytes], is_host_mapped=True
+        )
+        self._used = 0
+
+    def _take(
+        self, like: torch.Tensor, sizes: Sequence[int], is_host_mapped: bool = False
+    ) -> torch.Tensor:
+        assert is_host_mapped, "gpu_day places no table in managed memory"
+        begin = -(-self._used // 256) * 256
+        self._used = begin + math.prod(sizes) * like.element_size()
+        if self._used > self._bytes.numel():
+            raise RuntimeError(
+                f"host memory: expected at most {self._bytes.numel()} bytes of UVM tensors, got "
+                f"{self._used}. Correct Tables.memory."
+            )
+        return self._bytes[begin : self._used].view(like.dtype).view(*sizes)
+
+    @contextmanager
+    def serve(self) -> Iterator[None]:
+        """FBGEMM modules built inside place their UVM tensors here, over those built before."""
+        self._used = 0
+        with mock.patch.object(torch.ops.fbgemm, "new_unified_tensor", self._take):
+            yield
+
+
+class ZipfIds:
+    """Rows whose k-th most popular one is drawn with probability ~ k^-exponent.
+
+    Args:
+        num_rows: of the table.
+        exponent: of the law.
+        seed: of the draws.
+    """
+
+    def __init__(self, num_rows: int, exponent: float, device: torch.device, seed: int) -> None:
+        ranks = torch.arange(1, num_rows + 1, dtype=torch.float64, device=device)
+        cumulative = ranks.pow_(-exponent).cumsum_(0)
+        self._cumulative = cumulative / cumulative[-1].clone()
+        self._num_rows = num_rows
+        # Popular rows lie scattered, as by a permutation, without one in memory.
+        self._factor = next(
+            f for f in range(int(num_rows * 0.618) | 1, num_rows + 2) if math.gcd(f, num_rows) == 1
+        )
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(self, num_tables: int, per_table: int) -> torch.Tensor:
+        """Int64 (num_tables * per_table,), table after table; popular rows differ by table."""
+        shape = (num_tables, per_table)
+        device = self._cumulative.device
+        chance = torch.rand(shape, dtype=torch.float64, device=device, generator=self._generator)
+        ranks = torch.searchsorted(self._cumulative, chance).clamp_(max=self._num_rows - 1)
+        shift = torch.arange(num_tables, device=device)[:, None] * 7919
+        return ((ranks * self._factor + shift) % self._num_rows).reshape(-1)

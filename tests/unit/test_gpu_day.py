@@ -1,0 +1,187 @@
+"""Parts of the GPU day: its records, its stages' processes, its predictions of memory, its ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu_day import machinery, parity, prediction, profiles, tbe, tiers
+from benchmarks.gpu_day.__main__ import Stage, check_out, main, parse, run_stage
+from benchmarks.gpu_day.record import DoesNotFitError, Parts, Record, Summary, Table, render
+from hotrec.embedding import OptimizerKind, OptimizerSpec
+
+CPU = torch.device("cpu")
+FACTS = {"is_rehearsal": True, "code": "c1"}
+
+
+def summarize(parts: Parts) -> Summary:
+    rows = [[name, part["status"]] for name, part in parts.items()]
+    return Summary(f"{len(parts)} parts.", [Table("Parts", ["part", "how"], rows)])
+
+
+def open_record(path: Path, **facts: Any) -> Record:
+    return Record(path, {**FACTS, **facts}, {"gpu": None}, summarize)
+
+
+def fail() -> dict[str, Any]:
+    raise RuntimeError("no kernel image is available")
+
+
+def does_not_fit() -> dict[str, Any]:
+    raise DoesNotFitError("needs 103 GB of 80 GB")
+
+
+def test_a_failed_part_is_recorded_and_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "1_x.json"
+    record = open_record(path)
+    record.part("good", lambda: {"figure": 1})
+    record.part("large", does_not_fit)
+    record.part("bad", fail)
+    record.part("last", lambda: {"figure": 2})
+    assert not record.finish()
+    document = json.loads(path.read_text())
+    assert document["status"] == "failed"
+    assert document["verdict"] == "4 parts."
+    assert document["parts"]["bad"]["error"] == "RuntimeError: no kernel image is available"
+    page = render("Stage 1", document, "last words")
+    for text in ("no figure counts", "1 part(s) failed: bad", "| good | ok |", "needs 103 GB of",
+                 "no kernel image is available", "last words"):  # fmt: skip
+        assert text in page, text
+    again = open_record(path)
+    assert set(again.parts) == {"good", "large", "last"}
+    again.part("good", fail)  # kept, so not called
+    again.part("bad", lambda: {})
+    assert again.finish()
+    assert json.loads(path.read_text())["parts"]["good"]["figure"] == 1
+
+
+def test_parts_of_other_code_are_not_kept(tmp_path: Path) -> None:
+    open_record(tmp_path / "1_x.json").part("good", lambda: {})
+    assert open_record(tmp_path / "1_x.json").parts
+    assert not open_record(tmp_path / "1_x.json", code="c2").parts
+
+
+def test_a_stage_whose_process_dies_is_recorded_with_the_end_of_its_log(tmp_path: Path) -> None:
+    options = parse(["--rehearse", "--out", str(tmp_path), "--stages", "1"])
+    document = run_stage(Stage(7, "not_there", "Stage 7: none"), options)
+    assert document["status"] == "failed"
+    assert "No module named benchmarks.gpu_day.not_there" in document["log_tail"]
+    assert "No module named" in (tmp_path / "7_not_there.md").read_text()
+
+
+def test_a_rehearsal_is_not_mixed_with_measurements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "3_machinery.json").write_text(json.dumps({"facts": {"is_rehearsal": False}}))
+    check_out(parse(["--out", str(tmp_path)]))
+    assert main(["--rehearse", "--out", str(tmp_path)]) == 1
+    assert "expected documents of a rehearsal, got 3_machinery.json of" in capsys.readouterr().err
+
+
+def test_a_rehearsal_goes_to_a_temporary_directory() -> None:
+    assert "benchmarks" not in parse(["--rehearse"]).out.parts
+    assert parse([]).out.parts[-3:] == ("benchmarks", "results", "gpu_day")
+    with pytest.raises(SystemExit):
+        parse(["--stages", "1,7"])
+
+
+def tables(kind: OptimizerKind, tier: str, **kwargs: Any) -> tbe.Tables:
+    return tbe.Tables(10, 6_700_000, 128, OptimizerSpec(kind, 0.1), tier, **kwargs)
+
+
+def test_memory_is_predicted_by_tier_and_optimizer() -> None:
+    rows, weights = 67_000_000, 4 * 128 * 67_000_000
+    work = tables(OptimizerKind.SGD, tbe.UVM).memory(1000)[0]
+    assert work == 1000 * (2 * 512 + 96)
+    assert tables(OptimizerKind.SGD, tbe.DEVICE).memory(1000) == (weights + work, 0)
+    assert tables(OptimizerKind.ADAM, tbe.DEVICE).memory(1000) == (3 * weights + work, 0)
+    # Adam's moments stay with the rows; a row-wise sum is on the device.
+    assert tables(OptimizerKind.ADAM, tbe.UVM).memory(1000) == (work, 3 * weights)
+    assert tables(OptimizerKind.ROWWISE_ADAGRAD, tbe.UVM).memory(1000) == (
+        4 * rows + work, weights,
+    )  # fmt: skip
+    device, host = tables(OptimizerKind.SGD, tbe.UVM_CACHE, cache_frac=0.1).memory(1000)
+    assert host == weights
+    assert device == pytest.approx(0.1 * rows * (512 + 16) + 4 * rows + work, rel=1e-3)
+
+
+def test_host_memory_is_handed_out_without_overlap() -> None:
+    made = mock.Mock(side_effect=lambda like, sizes, is_host_mapped: torch.zeros(
+        sizes, dtype=like.dtype
+    ))  # fmt: skip
+    with mock.patch.object(torch.ops.fbgemm, "new_unified_tensor", made):
+        pool = tbe.HostPool(4096, CPU)
+        for _ in range(2):  # the second module lies over the first
+            with pool.serve():
+                new = torch.ops.fbgemm.new_unified_tensor
+                weights = new(torch.zeros(1), [100], is_host_mapped=True)
+                state = new(torch.zeros(1), [600], is_host_mapped=True)
+                weights.fill_(1.0)
+                state.fill_(2.0)
+                assert weights.dtype == torch.float32
+                assert float(weights.sum()) == 100.0
+                with pytest.raises(RuntimeError, match="expected at most 4096 bytes"):
+                    new(torch.zeros(1), [500], is_host_mapped=True)
+        assert torch.ops.fbgemm.new_unified_tensor is made
+    made.assert_called_once()
+
+
+def test_zipf_ids_are_skewed_scattered_and_different_by_table() -> None:
+    ids = tbe.ZipfIds(1000, 1.05, CPU, seed=1).draw(2, 20000).view(2, -1)
+    counts = [np.bincount(table.numpy(), minlength=1000) for table in ids]
+    first, second = (int(count.argmax()) for count in counts)
+    assert first != second
+    share = 1 / sum(k**-1.05 for k in range(1, 1001))
+    assert counts[0].max() / 20000 == pytest.approx(share, rel=0.1)
+    assert all(count.argsort()[-10:].std() > 100 for count in counts)
+
+
+def test_zipf_ids_reach_every_row() -> None:
+    assert set(tbe.ZipfIds(12, 0.0, CPU, seed=1).draw(1, 2000).tolist()) == set(range(12))
+
+
+def test_the_largest_tables_are_cut() -> None:
+    cut = machinery.cut_rows(machinery.MLPERF_ROWS, 12e9, 512)
+    assert 11.9e9 < 512 * sum(cut) <= 12e9
+    assert all(c == min(r, max(cut)) for c, r in zip(cut, machinery.MLPERF_ROWS, strict=True))
+    assert sum(machinery.MLPERF_IDS) == 214
+
+
+def test_multi_hot_batches_hold_what_mlperf_says() -> None:
+    samples = machinery.MultiHotTables([50, 9], [3, 1])
+    (batch,) = samples.batches(1, batch_size=4, rank=0, world_size=1)
+    assert batch.sparse.lengths().tolist() == [3] * 4 + [1] * 4
+    assert int(batch.sparse.values()[:12].max()) < 50
+    assert int(batch.sparse.values()[12:].max()) < 9
+
+
+def test_pieces_cover_every_segment() -> None:
+    starts, counts = torch.tensor([0, 700, 701]), torch.tensor([700, 1, 513])
+    pieces, firsts = profiles._pieces(starts, counts)
+    assert pieces.tolist() == [0, 256, 512, 700, 701, 957, 1213]
+    assert firsts.tolist() == [0, 3, 4]
+    assert profiles._lengths([5, 0], 2).tolist() == [2, 3, 0, 0]
+
+
+def test_errors_of_predictions() -> None:
+    part = {"predicted_step_s": 1.1, "measured_step_s": 1.0, "predicted_bytes": 9, "peak_bytes": 10}
+    assert prediction.errors(part) == (pytest.approx(0.1), pytest.approx(-0.1))
+    assert prediction.errors({**part, "measured_step_s": None})[0] is None
+
+
+def test_places_have_names_of_their_own() -> None:
+    names = [tiers.place_name(place) for place in tiers.PLACES]
+    assert names[2:] == [
+        "UVM cache 10%", "UVM cache 10%, prefetch", "UVM cache 1.5%", "UVM cache 1.5%, prefetch",
+    ]  # fmt: skip
+
+
+def test_tests_that_are_not_there_fail_the_stage(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"missing: tests/gpu/test_none\.py"):
+        parity.run_staged("tests/gpu/test_none.py")
