@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from hotrec.forks import make_forks_safe
 from hotrec.memory import keep_freed_memory
+from hotrec.numa import bind_to_gpu
 from hotrec.scheduling import batch_threads
 
 T = TypeVar("T")
@@ -64,8 +65,9 @@ def _environment_int(name: str, default: int) -> int:
 def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator[Ranks]:
     """Join the process group that torchrun describes, or form one of a single process.
 
-    The ranks are connected when the block begins, not at their first exchange. A block that ends
-    with an error does not wait for the other ranks, which may be gone.
+    With a GPU each rank keeps to the processors beside it. The ranks are connected when the block
+    begins, not at their first exchange. A block that ends with an error does not wait for the other
+    ranks, which may be gone.
 
     Args:
         device: "cpu", "cuda", or "auto" (cuda where there is one).
@@ -88,6 +90,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
     if device == "cuda":
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
+        bind_to_gpu(chosen)
     else:
         chosen = torch.device("cpu")
         keep_freed_memory()

@@ -14,8 +14,9 @@ refused. It is slow, and for tests alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -291,20 +292,24 @@ class StagedProcessGroup(dist.ProcessGroup):
             targets = sources if is_in_place else [_room_on_host(tensor) for tensor in outputs]
             for tensor in outputs:
                 _spoil(tensor)
-        devices = {tensor.device for tensor in (*inputs, *outputs) if tensor.is_cuda}
-        for device in devices:
+        device = next((t.device for t in (*inputs, *outputs) if t.is_cuda), None)
+        if device is not None:
             # Copies to the host are there, and nothing before still reads what is to be written.
             torch.cuda.current_stream(device).synchronize()
         works = exchange(sources, targets)
-        future: Future[list[torch.Tensor]] = Future(devices=list(devices) or None)
+        future: Future[list[torch.Tensor]] = Future(devices=None if device is None else [device])
 
         def finish() -> None:
             try:
                 for work in works if isinstance(works, list) else [works]:
                     work.wait()
-                with torch.no_grad():
-                    _copy_back(targets, outputs)
-                future.set_result(list(outputs))
+                with torch.no_grad(), _stream_of_its_own(device) as stream:
+                    for source, target in zip(targets, outputs, strict=True):
+                        target.detach().copy_(source, non_blocking=True)
+                    if stream is not None:
+                        stream.synchronize()
+                    # Who waits for the future waits for this stream, not for anybody else's.
+                    future.set_result(list(outputs))
             except Exception as error:
                 future.set_exception(error)  # type: ignore[arg-type]
 
@@ -327,17 +332,14 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return _room_on_host(tensor).copy_(tensor, non_blocking=True)
 
 
-def _copy_back(sources: Tensors, targets: Tensors) -> None:
-    """Copy to the targets and wait until it is done."""
-    for source, target in zip(sources, targets, strict=True):
-        if not target.is_cuda:
-            target.detach().copy_(source)
-            continue
-        # Not the stream of anybody who waits: they wait for the future, and the future for this.
-        stream = torch.cuda.Stream(target.device)
-        with torch.cuda.stream(stream):
-            target.detach().copy_(source, non_blocking=True)
-        stream.synchronize()
+@contextmanager
+def _stream_of_its_own(device: torch.device | None) -> Iterator[torch.cuda.Stream | None]:
+    if device is None:
+        yield None
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield stream
 
 
 def _spoil(tensor: torch.Tensor) -> None:

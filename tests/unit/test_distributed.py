@@ -98,7 +98,7 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> Log:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Log:
-    """A CUDA device as far as making groups goes; the devices to which the default one is bound."""
+    """A CUDA device as far as making groups goes; what is bound to which device, in order."""
     bound: Log = []
     plain = dist.init_process_group
 
@@ -109,6 +109,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(dist, "init_process_group", spy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", Mock())
+    monkeypatch.setattr(
+        hotrec.distributed, "bind_to_gpu", lambda device: bound.append(("processors", device))
+    )
     monkeypatch.setitem(hotrec.distributed.BACKENDS, "cuda", NAME)
     return bound
 
@@ -128,8 +131,10 @@ def test_ranks_are_connected_when_a_group_is_made(exchanges: Log) -> None:
 
 def test_cuda_groups_are_bound_to_their_device(exchanges: Log, cuda: Log) -> None:
     with process_group(device="cuda") as ranks:
-        assert cuda == [(NAME, torch.device("cuda", 0))]
-        assert ranks.device == torch.device("cuda", 0)
+        # The processors first: a group's threads inherit them.
+        device = torch.device("cuda", 0)
+        assert cuda == [("processors", device), (NAME, device)]
+        assert ranks.device == device
         assert exchanges == first_of(dist.group.WORLD)
 
 
