@@ -219,8 +219,9 @@ def build_unsharded(
             tables,
             TorchRecPlan(placement.plan.name),
             batch_size=config.trainer.batch_size,
-            tier=_tier(placement.tier, compute_device, Tier.FUSED),
+            tier=_tier(placement.tier, compute_device, Tier.FUSED, "placement.tier"),
             cache_load_factor=placement.cache_load_frac,
+            is_prefetched=config.pipeline.kind is PipelineKind.prefetch,
         )
     else:
         assert placed is not None
@@ -240,16 +241,16 @@ def as_placement(placement: HotColdConfig, partition: Partition, device: str) ->
     assert isinstance(placement, TieredConfig), placement
     return Placement.alike(
         partition,
-        PLACED_TIERS[_tier(placement.cold_tier, device, Tier.UVM_CACHING)],
+        PLACED_TIERS[_tier(placement.cold_tier, device, Tier.UVM_CACHING, "placement.cold_tier")],
         placement.cache_load_frac,
         is_hot_dense=placement.hot_exchange is Exchange.dense,
     )
 
 
-def _tier(tier: ColdTier, device: str, on_cuda: Tier) -> Tier:
+def _tier(tier: ColdTier, device: str, on_cuda: Tier, key: str) -> Tier:
     if tier is ColdTier.auto:
         return on_cuda if device == "cuda" else Tier.FUSED
-    return cold_tier_for(device, Tier(tier.name))
+    return cold_tier_for(device, Tier(tier.name), key)
 
 
 def _build_model(

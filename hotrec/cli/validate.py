@@ -17,6 +17,7 @@ from hotrec.cli.schema import (
     BenchCase,
     BenchConfig,
     BenchRootConfig,
+    ColdTier,
     Config,
     CostPlacement,
     Device,
@@ -141,7 +142,7 @@ def _check_bench(bench: BenchConfig) -> None:
     for case in bench.cases:
         if case not in known:
             raise ValueError(f"bench.cases: expected some of {known}, got {case!r}.")
-    if bench.pipeline in (BenchPipeline.look_ahead, BenchPipeline.semi_sync):
+    if bench.pipeline not in (BenchPipeline.sparse_dist, BenchPipeline.base):
         raise ValueError(
             f"bench.pipeline: expected sparse_dist or base, which every placement has, got "
             f"{bench.pipeline.name}. Give single cases another pipeline by bench.variants."
@@ -179,6 +180,19 @@ def _check_variant(key: str, name: str, variant: BenchVariant, bench: BenchConfi
         raise ValueError(
             f"{key}.pipeline: expected another than semi_sync with hot and cold rows, got "
             f"semi_sync. It is for TorchRec's plans."
+        )
+    is_cached = variant.tier is ColdTier.fused_uvm_caching
+    if is_cached and pipeline is BenchPipeline.semi_sync:
+        raise ValueError(
+            f"{key}.tier: expected fused or fused_uvm with the pipeline semi_sync, whose next "
+            "lookup may evict a row before its update, got fused_uvm_caching. Set "
+            f"{key}.pipeline=prefetch."
+        )
+    if pipeline is BenchPipeline.prefetch and (is_hot_cold or not is_cached):
+        raise ValueError(
+            f"{key}.pipeline: expected prefetch only with TorchRec's plans in the tier "
+            f"fused_uvm_caching, got prefetch with the placement {variant.placement.name} and the "
+            f"tier {variant.tier.name}. Set {key}.pipeline=sparse_dist."
         )
     is_plain = variant.depth == 1 and not variant.micro_batches
     if not is_plain and pipeline is not BenchPipeline.look_ahead:

@@ -99,10 +99,11 @@ def memory_by_rank(
     check_tables(demands, num_hot, tables)
     bytes_W2 = np.zeros((world.num_ranks, 2))
     owned = []
+    widest = _widest_cached(demands, tables)
     for demand in demands:
         placed = tables[demand.name]
         if isinstance(placed, TableSharding):
-            _add_sharding(bytes_W2, demand, placed, world)
+            _add_sharding(bytes_W2, demand, placed, world, widest)
             continue
         bytes_W2[:, 0] += num_hot.get(demand.name, 0) * replica_row_bytes(demand)
         if placed.exchange is Exchange.ROWS:
@@ -112,10 +113,10 @@ def memory_by_rank(
         if num_hot.get(demand.name, 0) == demand.num_rows:
             continue  # a table that is wholly hot has no shards
         if placed.sharding is Sharding.TABLE_WISE:
-            owned.append(_shard_bytes(demand, placed, demand.num_rows))
+            owned.append(_shard_bytes(demand, placed, demand.num_rows, widest))
         else:
             for rank, num_rows in enumerate(row_wise_rows(demand.num_rows, world.num_ranks)):
-                bytes_W2[rank] += _shard_bytes(demand, placed, num_rows)
+                bytes_W2[rank] += _shard_bytes(demand, placed, num_rows, widest)
     for shard_bytes in sorted(owned, key=lambda size: -float(size.sum())):
         bytes_W2[int(bytes_W2.sum(axis=1).argmin())] += shard_bytes
     if device == "cpu":
@@ -129,18 +130,52 @@ def row_wise_rows(num_rows: int, num_shards: int) -> list[int]:
     return [max(0, min(size, num_rows - size * shard)) for shard in range(num_shards)]
 
 
+def _cache_key(demand: TableDemand, placed: TablePlacement | TableSharding) -> tuple[str, int]:
+    """What the tables that can share a device cache have in common."""
+    if isinstance(placed, TableSharding):
+        return placed.kind, demand.dim if placed.is_prefetched else 0
+    is_rows = placed.exchange is Exchange.ROWS
+    return placed.exchange.value, demand.dim if is_rows else 0
+
+
+def _widest_cached(
+    demands: Sequence[TableDemand],
+    tables: Mapping[str, TablePlacement] | Mapping[str, TableSharding],
+) -> dict[tuple[str, int], int]:
+    """Largest D of the tables that share a device cache: its slots are all as wide."""
+    widest: dict[tuple[str, int], int] = {}
+    for demand in demands:
+        placed = tables[demand.name]
+        if placed.tier is Tier.HOST_CACHED:
+            key = _cache_key(demand, placed)
+            widest[key] = max(widest.get(key, 0), demand.dim)
+    return widest
+
+
 def _shard_bytes(
-    demand: TableDemand, placed: TablePlacement | TableSharding, num_rows: int
+    demand: TableDemand,
+    placed: TablePlacement | TableSharding,
+    num_rows: int,
+    widest: Mapping[tuple[str, int], int],
 ) -> Floats:
     """Device and host memory of a shard with these rows, float64 (2,)."""
     shard = num_rows * np.array(shard_row_bytes(demand, placed.tier), np.float64)
-    cached_frac = cached_rows(demand, placed) / demand.num_rows
-    shard[0] += num_rows * cached_frac * cached_row_bytes(demand)
+    if placed.tier is Tier.HOST_CACHED:
+        slot_bytes = cached_row_bytes(
+            demand,
+            widest[_cache_key(demand, placed)],
+            is_prefetched=isinstance(placed, TableSharding) and placed.is_prefetched,
+        )
+        shard[0] += num_rows * cached_rows(demand, placed) / demand.num_rows * slot_bytes
     return shard
 
 
 def _add_sharding(
-    bytes_W2: Floats, demand: TableDemand, sharding: TableSharding, world: World
+    bytes_W2: Floats,
+    demand: TableDemand,
+    sharding: TableSharding,
+    world: World,
+    widest: Mapping[tuple[str, int], int],
 ) -> None:
     if sharding.is_replicated:
         bytes_W2[:, 0] += demand.num_rows * replica_row_bytes(demand)
@@ -148,4 +183,4 @@ def _add_sharding(
     blocks = sharding.blocks(world)
     for owners in blocks:
         for rank, num_rows in zip(owners, row_wise_rows(demand.num_rows, len(owners)), strict=True):
-            bytes_W2[rank] += _shard_bytes(demand, sharding, num_rows) / len(blocks)
+            bytes_W2[rank] += _shard_bytes(demand, sharding, num_rows, widest) / len(blocks)

@@ -43,16 +43,21 @@ KERNEL_OF_TIER: Mapping[Tier, ColdTier] = {
 }
 
 
-def cold_tier_for(device: str, tier: ColdTier) -> ColdTier:
+def cold_tier_for(device: str, tier: ColdTier, key: str = "placement.cold_tier") -> ColdTier:
     """Check that the device has the tier.
+
+    Args:
+        device: "cpu" or "cuda".
+        tier: of sharded rows.
+        key: of the configuration, for the message.
 
     Raises:
         ValueError: for a UVM tier on CPU.
     """
     if device == "cpu" and tier is not ColdTier.FUSED:
         raise ValueError(
-            f"placement.cold_tier: expected fused on CPU (UVM kernels need CUDA), got {tier.value}."
-            " Set placement.cold_tier=fused, or train on CUDA."
+            f"{key}: expected fused on CPU (UVM kernels need CUDA), got {tier.value}."
+            f" Set {key}=fused, or train on CUDA."
         )
     return tier
 

@@ -11,7 +11,7 @@ from hotrec.train.torchrec_pipeline import TorchRecPipeline
 
 __all__ = ["PIPELINES", "LookAhead", "Output", "Pipeline", "make_pipeline"]
 
-PIPELINES = ("look_ahead", "sparse_dist", "base")
+PIPELINES = ("look_ahead", "sparse_dist", "base", "prefetch")
 
 
 def make_pipeline(
@@ -26,7 +26,8 @@ def make_pipeline(
 
     Args:
         kind: "look_ahead" (rows of the next batches travel while the current one computes),
-            "sparse_dist" (only their ids do) or "base" (only the copy to the device is ahead).
+            "sparse_dist" (only their ids do), "base" (only the copy to the device is ahead) or
+            "prefetch" (TorchRec's, into the device caches of host tables).
         look_ahead: what the pipeline of this name needs.
         grad_clip_norm: scale the gradients of the dense layers down to this norm, that of all of
             them together, after their mean over the ranks; None not to. Rows are not clipped:

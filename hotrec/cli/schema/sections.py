@@ -16,6 +16,7 @@ class PipelineKind(Enum):
     look_ahead = "look_ahead"
     sparse_dist = "sparse_dist"
     base = "base"
+    prefetch = "prefetch"
 
 
 class WireKind(Enum):
@@ -32,8 +33,9 @@ class PipelineConfig:
 
     kind: PipelineKind = key(
         "look_ahead (the next batches' rows travel during this step), sparse_dist (only their ids "
-        "do), base, or auto: look_ahead for hot and cold rows on CPU over several hosts or with "
-        "2048 samples a rank and more, else sparse_dist; pipeline=",
+        "do), base, prefetch (TorchRec's, with placement=torchrec and its tier fused_uvm_caching), "
+        "or auto: look_ahead for hot and cold rows on CPU over several hosts or with 2048 samples "
+        "a rank and more, else sparse_dist; pipeline=",
         PipelineKind.auto,
     )
     depth: int = key(
