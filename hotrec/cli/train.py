@@ -250,7 +250,9 @@ def _trace_window(config: Config, run_dir: Path) -> TraceWindow | None:
     profiler = config.profiler
     if not isinstance(profiler, TraceProfiler):
         return None
-    return TraceWindow(profiler.first_step, profiler.num_steps, run_dir / TRACES)
+    return TraceWindow(
+        profiler.first_step, profiler.num_steps, run_dir / TRACES, profiler.warn_of_syncs
+    )
 
 
 def _schedule(schedule: ScheduleConfig) -> Schedule:
