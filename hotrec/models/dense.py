@@ -63,14 +63,14 @@ def set_up_dense_layers(
 
     Args:
         model: of ``build_model``.
-        device: of the layers.
+        device: of the layers; "meta" to plan only.
         precision: tf32 also takes ``use_precision``.
         is_compiled: compile them at their first call; hooks stay outside. The number of samples is
             a variable of what is compiled: the last batch, an evaluation's and the parts of one
             are of other sizes.
     """
-    if not is_compiled and precision is not Precision.bf16:
-        return
+    if device.type == "meta" or not (is_compiled or precision is Precision.bf16):
+        return  # on meta it is planned, and computes nothing
     for part in (model.dense_arch, model.inter_arch, model.over_arch):
         forward: Callable[..., torch.Tensor] = part.forward
         if is_compiled:

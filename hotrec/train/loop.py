@@ -35,6 +35,7 @@ from hotrec.train.checkpoint import (
 )
 from hotrec.train.evaluate import evaluate
 from hotrec.train.meter import SegmentBatches
+from hotrec.train.peak_memory import Tables
 from hotrec.train.pipeline import LookAhead, Pipeline, make_pipeline
 from hotrec.train.records import Records
 from hotrec.train.run_log import RunLog
@@ -78,6 +79,7 @@ def train(
     eval_batches: Mapping[str, Iterable[Batch]] | None = None,
     checkpoints: Checkpoints | None = None,
     check_replicas: Callable[[], None] | None = None,
+    count_tables: Callable[[], Tables] | None = None,
     run_dir: Path | None = None,
     inspect_batch: Callable[[Batch], BatchFacts] | None = None,
     description: Mapping[str, Any] | None = None,
@@ -103,10 +105,12 @@ def train(
             evaluation. The first is evaluated on the way, all at the end; the last one's is told.
         checkpoints: where to save and what to resume from; None for neither.
         check_replicas: raises on every rank if replicated rows differ between ranks.
+        count_tables: the memory of this rank's tables, for the summary.
         run_dir: where rank 0 writes its records; None for none.
         inspect_batch: what a batch reads, for the traffic bound and the hot-lookup fraction.
         description: added to summary.json as it is (name, placement, model, batch_size, ...).
-        prediction: "step_s", "stage_s" by stage, "total_sent_bytes"; the summary is set against it.
+        prediction: "step_s", "stage_s" by stage, "total_sent_bytes", "memory" by rank; the summary
+            is set against it.
         first_compared_step: from which on, counted from this start; those before warm up.
         alternation: told of every evaluation on the way; its state is the loader's.
         trace: steps to record; None for none.
@@ -129,7 +133,7 @@ def train(
             Tracer(trace, ranks, start_step=start.step, num_steps=num_steps) as tracer,
         ):
             measured = (first_compared_step, tracer, pipeline.settle)
-            records = Records(run_log, bar, traffic, ranks, cadence, start, *measured)
+            records = Records(run_log, bar, traffic, ranks, cadence, start, *measured, count_tables)
             span = (start.step, num_steps)
             steps = _Steps(pipeline, optimizer, records, cadence, lr_factor, *span, check_replicas)
             if alternation is not None and _owes_evaluation(start, num_steps, cadence, alternation):
