@@ -239,7 +239,9 @@ def run(day: Day) -> None:
                         lambda k=kind, n=name, t=tier: check_step(k, n, t, ranks),
                     )
     free_memory(device)
-    day.record.part(TESTS, lambda: run_tests(TESTS, f"--ignore={STAGED}", may_skip=day.is_rehearsal))
+    day.record.part(
+        TESTS, lambda: run_tests(TESTS, f"--ignore={STAGED}", may_skip=day.is_rehearsal)
+    )
 
 
 if __name__ == "__main__":

@@ -115,7 +115,6 @@ def measure(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks) -> dict[
 
     Raises:
         DoesNotFitError: if the models do not fit the GPU side by side.
-        RuntimeError: if two cases do not train the same model.
     """
     bench = config.bench
     cases = make_cases({t.name: np.ones(t.num_rows, np.int64) for t in samples.schema.tables})
@@ -148,14 +147,9 @@ def measure(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks) -> dict[
     del runners
     gc.collect()
     free_memory(ranks.device)
-    apart = losses_apart(figures, bench.loss_tolerance)
-    if apart:
-        most = {name: figures[name]["largest_loss_difference"] for name in apart}
-        raise RuntimeError(
-            f"losses: expected all cases within {bench.loss_tolerance} of {BASELINE}, got {most}"
-        )
     return {
         "cases": figures,
+        "losses_apart": losses_apart(figures, bench.loss_tolerance),
         "num_rows": sum(bench.table_rows),
         "embedding_dim": config.model.embedding_dim,
         "batch_size": bench.batch_size,
@@ -198,7 +192,8 @@ def summarize(parts: Parts) -> Summary:
         for name, part in done.items()
     ]
     said = "; ".join(ratios) or "nothing was measured"
-    return Summary(f"Step over that of {BASELINE} on one GPU: {said}.", tables)
+    is_ok = not any(part["losses_apart"] for part in done.values())
+    return Summary(f"Step over that of {BASELINE} on one GPU: {said}.", tables, is_ok)
 
 
 def _ratios(part: Mapping[str, Any]) -> dict[str, float]:
@@ -229,6 +224,8 @@ def _table(name: str, part: Mapping[str, Any]) -> Table:
         "of the device between returns from steps. Ratio: median over the rounds of the ratio of "
         "two blocks' median steps. Host: processor time of the thread that trains, a step."
     )
+    if part["losses_apart"]:
+        note += f" **Losses differ: {', '.join(part['losses_apart'])}.**"
     return Table(name, header, rows, note)
 
 

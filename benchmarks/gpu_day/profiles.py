@@ -7,7 +7,6 @@ and pooling alone, with one long bag or segment for a table and with many short 
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections import Counter
@@ -43,6 +42,8 @@ from hotrec.cli.schema import (
 from hotrec.cli.schema.bench import BenchPipeline
 from hotrec.distributed import Ranks, process_group
 from hotrec.embedding import OptimizerKind, OptimizerSpec
+from hotrec.embedding.flat import MOST_BAG_IDS, cut_lengths
+from hotrec.embedding.pooling import MOST_IDS, sum_in_pieces
 from hotrec.placement.policies import choose_all_cold
 from hotrec.report.units import show_count, show_seconds
 
@@ -51,7 +52,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 # A copy to memory that is not pinned: the host waits in cudaMemcpyAsync itself.
 WAITING_COPY = "Memcpy DtoH (Device -> Pageable)"
-NUM_KERNELS, BAG, PIECE, NUM_RANKS = 12, 128, 256, 8
+NUM_KERNELS, NUM_RANKS = 12, 8
 CASES: dict[str, tuple[BenchPipeline, bool]] = {
     "all cold, base": (BenchPipeline.base, True),
     "all cold, sparse_dist": (BenchPipeline.sparse_dist, True),
@@ -180,12 +181,15 @@ def measure_layouts(batch_size: int, day: Day) -> dict[str, Any]:
     module = tables.build(day.device)
     rows = torch.cat(distinct).to(day.device)
     laps = Laps(day.device)
-    stride = max(1, math.ceil(max(d.numel() for d in distinct) / BAG))
-    for name, num_bags in (("one bag", 1), ("many bags", stride)):
-        lengths = _lengths([d.numel() for d in distinct], num_bags).to(day.device)
+    counts_T = torch.tensor([d.numel() for d in distinct])
+    blocks = torch.tensor([-(-n // NUM_RANKS) for n in table_rows], device=day.device)
+    grad = torch.randn(rows.numel(), dim, device=day.device)
+    for name, lengths_TS in (
+        ("one bag", counts_T[:, None]),
+        ("many bags", cut_lengths(counts_T, rows.numel())),
+    ):
+        lengths = lengths_TS.reshape(-1).to(day.device)
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
-        blocks = torch.tensor([-(-n // NUM_RANKS) for n in table_rows], device=day.device)
-        grad = torch.randn(rows.numel(), dim, device=day.device)
         for lap in _rounds(laps, day):
             with lap(f"lookup, {name}"):
                 out = module(rows, offsets)
@@ -195,27 +199,21 @@ def measure_layouts(batch_size: int, day: Day) -> dict[str, Any]:
                 torch.ops.fbgemm.block_bucketize_sparse_features(
                     lengths, rows, False, True, blocks, NUM_RANKS
                 )
-    bags, starts = _segments(inverses, [d.numel() for d in distinct])
-    ends = torch.cat([starts[1:], torch.tensor([bags.numel()])])
-    counts = ends - starts
-    pieces, piece_starts = _pieces(starts, counts)
+    bags, starts, longest = _segments(inverses, counts_T)
+    bags, starts = bags.to(day.device), starts.to(day.device)
     grads = torch.randn(batch_size * len(ids), dim, device=day.device)
-    on_device = [t.to(day.device) for t in (bags, starts, pieces, piece_starts)]
-    bags_d, starts_d, pieces_d, piece_starts_d = on_device
-    all_pieces = torch.arange(pieces.numel(), device=day.device)
     for lap in _rounds(laps, day):
         with lap("pooling backward, whole segments"):
-            F.embedding_bag(bags_d, grads, starts_d, mode="sum")
+            F.embedding_bag(bags, grads, starts, mode="sum")
         with lap("pooling backward, pieces"):
-            partial = F.embedding_bag(bags_d, grads, pieces_d, mode="sum")
-            F.embedding_bag(all_pieces, partial, piece_starts_d, mode="sum")
+            sum_in_pieces(grads, bags, starts, None, longest)
     del module
     free_memory(day.device)
     return {
         "operations": laps.quantiles(),
         "num_rows": rows.numel(),
         "largest_table": max(d.numel() for d in distinct),
-        "longest_segment": int(counts.max()),
+        "longest_segment": longest,
     }
 
 
@@ -225,31 +223,14 @@ def _rounds(laps: Laps, day: Day) -> Sequence[Callable[[str], Any]]:
     return [Laps(day.device).lap] * warm + [laps.lap] * timed
 
 
-def _lengths(counts: Sequence[int], num_bags: int) -> torch.Tensor:
-    """Int64 (T * num_bags,): each table's rows in so many bags, as even as can be."""
-    counts_T = torch.tensor(counts)[:, None]
-    bags = torch.arange(num_bags)[None]
-    return (counts_T * (bags + 1) // num_bags - counts_T * bags // num_bags).reshape(-1)
-
-
 def _segments(
-    inverses: Sequence[torch.Tensor], counts: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bags by distinct row, and where each row's bags begin."""
-    firsts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
+    inverses: Sequence[torch.Tensor], counts_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Bags by distinct row, where each row's bags begin, and how many the most popular row has."""
+    firsts = counts_T.cumsum(0) - counts_T
     keys = torch.cat([inverse + first for inverse, first in zip(inverses, firsts, strict=True)])
-    num_rows = sum(counts)
-    lengths = torch.bincount(keys, minlength=num_rows)
-    return keys.argsort(stable=True), lengths.cumsum(0) - lengths
-
-
-def _pieces(starts: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where pieces of at most PIECE begin, and the first piece of each segment."""
-    num_pieces = (counts + PIECE - 1) // PIECE
-    first_piece = num_pieces.cumsum(0) - num_pieces
-    of_segment = torch.repeat_interleave(torch.arange(starts.numel()), num_pieces)
-    number = torch.arange(of_segment.numel()) - first_piece[of_segment]
-    return starts[of_segment] + number * PIECE, first_piece
+    lengths = torch.bincount(keys, minlength=int(counts_T.sum()))
+    return keys.argsort(stable=True), lengths.cumsum(0) - lengths, int(lengths.max())
 
 
 def summarize(parts: Parts) -> Summary:
@@ -278,7 +259,8 @@ def _layout_table(layouts: Parts) -> Table:
         "Kernels alone, device time",
         ["operation", *layouts],
         rows,
-        f"P50 (P10 to P90). {facts}. Many bags: about {BAG} rows each; pieces: at most {PIECE}.",
+        f"P50 (P10 to P90). {facts}. Many bags: of at most {MOST_BAG_IDS} rows; pieces: of at most "
+        f"{MOST_IDS} bags.",
     )
 
 

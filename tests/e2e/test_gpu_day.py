@@ -57,7 +57,7 @@ def test_every_stage_is_rehearsed(tmp_path: Path) -> None:
     for clock in ("device", "host"):
         assert 0 < step[clock]["p10_s"] <= step[clock]["p50_s"] <= step[clock]["p90_s"]
     tests = found[1]["parts"]["tests/gpu"]["tests"]
-    assert any(name.startswith("tests/gpu/test_one_step.py") for name in tests)
+    assert any(name.startswith("tests/gpu/test_large_steps.py") for name in tests)
     for name, part in found[5]["parts"].items():
         if name.startswith("train "):
             assert part["predicted_step_s"] > 0

@@ -161,12 +161,13 @@ def test_multi_hot_batches_hold_what_mlperf_says() -> None:
     assert int(batch.sparse.values()[12:].max()) < 9
 
 
-def test_pieces_cover_every_segment() -> None:
-    starts, counts = torch.tensor([0, 700, 701]), torch.tensor([700, 1, 513])
-    pieces, firsts = profiles._pieces(starts, counts)
-    assert pieces.tolist() == [0, 256, 512, 700, 701, 957, 1213]
-    assert firsts.tolist() == [0, 3, 4]
-    assert profiles._lengths([5, 0], 2).tolist() == [2, 3, 0, 0]
+def test_segments_are_the_bags_of_each_row() -> None:
+    bags, starts, longest = profiles._segments(
+        [torch.tensor([0, 1, 0]), torch.tensor([0, 0, 0])], torch.tensor([2, 1])
+    )
+    assert bags.tolist() == [0, 2, 1, 3, 4, 5]
+    assert starts.tolist() == [0, 2, 3]
+    assert longest == 3
 
 
 def test_errors_of_predictions() -> None:

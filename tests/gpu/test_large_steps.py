@@ -1,0 +1,236 @@
+"""Steps at sizes where CUDA's kernels divide their work, which the parity cases never reach.
+
+A row that is read thousands of times in a step, tables of more distinct rows than a bag may hold,
+two dimensions. The oracle is TorchRec's unsharded collection on CPU with plain optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from benchmarks.gpu_day.kernels import check_tables
+from benchmarks.gpu_day.tbe import DEVICE, UVM, UVM_CACHE, Tables
+from hotrec.batch import Batch
+from hotrec.distributed import Ranks
+from hotrec.embedding import (
+    HotColdEmbeddingBagCollection,
+    HotColdSharder,
+    HotExchange,
+    OptimizerKind,
+    OptimizerSpec,
+    RowsAhead,
+    gather_tables,
+    initialize_embeddings,
+    make_optimizer,
+    shard,
+)
+from hotrec.embedding.flat import MOST_BAG_IDS
+from hotrec.embedding.initialize import initial_rows
+from hotrec.embedding.pooling import MOST_IDS
+from hotrec.models import ClickTask
+from hotrec.planner import Machine, make_plan, placement_constraints
+from hotrec.train.pipeline import LookAhead, make_pipeline
+from hotrec.types import Partition, Placement, Tier
+from tests.helpers.reference import PlainLazyAdam, PlainRowWiseAdagrad, mean_loss
+
+pytestmark = pytest.mark.gpu
+# name -> rows, dimension
+TABLES = {"few": (40, 8), "many": (6000, 8), "wide": (900, 16)}
+BATCH_SIZE, NUM_DENSE, NUM_STEPS, SEED, TOLERANCE = 8192, 4, 3, 9, 1e-5
+RUN_OF_TBE = 1024  # equal ids that FBGEMM's backward adds up without splitting them
+KINDS = pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
+TIERS = pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.value)
+
+
+def configs() -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[name])
+        for name, (rows, dim) in TABLES.items()
+    ]
+
+
+def make_batch(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = [
+        # Cubed: the first rows are read by most samples.
+        (torch.rand(BATCH_SIZE, generator=generator) ** 3 * rows).long()
+        for rows, _ in TABLES.values()
+    ]
+    return Batch(
+        dense=torch.randn(BATCH_SIZE, NUM_DENSE, generator=generator),
+        sparse=KeyedJaggedTensor(
+            keys=list(TABLES),
+            values=torch.cat(ids),
+            lengths=torch.ones(len(TABLES) * BATCH_SIZE, dtype=torch.int32),
+        ),
+        labels=torch.rand(BATCH_SIZE, generator=generator).round(),
+        weights=torch.ones(BATCH_SIZE),
+        num_global_samples=BATCH_SIZE,
+    )
+
+
+class Click(nn.Module):
+    """(dense, sparse) -> logits."""
+
+    def __init__(self, embeddings: nn.Module) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.out = nn.Linear(NUM_DENSE + sum(dim for _, dim in TABLES.values()), 1)
+        generator = torch.Generator().manual_seed(11)
+        with torch.no_grad():
+            self.out.weight.uniform_(-0.5, 0.5, generator=generator)
+            self.out.bias.zero_()
+
+    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = self.embeddings(sparse).to_dict()
+        return self.out(torch.cat([dense, *[pooled[name] for name in TABLES]], dim=1))
+
+
+def spec_of(kind: OptimizerKind) -> OptimizerSpec:
+    return OptimizerSpec(kind, learning_rate=0.3, eps=1e-3)
+
+
+@cache
+def reference(kind: OptimizerKind) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the unsplit model on CPU."""
+    embeddings = EmbeddingBagCollection(tables=configs())
+    weights = {name: embeddings.embedding_bags[name].weight for name in TABLES}
+    for name, (rows, dim) in TABLES.items():
+        weights[name].data.copy_(initial_rows(SEED, name, torch.arange(rows), dim, rows))
+    model, spec = Click(embeddings), spec_of(kind)
+    tables, rate, lazy = list(weights.values()), spec.learning_rate, None
+    match kind:
+        case OptimizerKind.SGD:
+            sparse: torch.optim.Optimizer = torch.optim.SGD(tables, lr=rate)
+        case OptimizerKind.ADAGRAD:
+            sparse = torch.optim.Adagrad(tables, lr=rate, eps=spec.eps)
+        case OptimizerKind.ROWWISE_ADAGRAD:
+            sparse = PlainRowWiseAdagrad(tables, lr=rate, eps=spec.eps)
+        case OptimizerKind.ADAM:
+            sparse = lazy = PlainLazyAdam(tables, rate, (spec.beta1, spec.beta2), spec.eps)
+    dense = torch.optim.SGD(model.out.parameters(), lr=0.1)
+    losses = []
+    for step in range(NUM_STEPS):
+        batch = make_batch(step)
+        for optimizer in (sparse, dense):
+            optimizer.zero_grad()
+        loss = mean_loss(model(batch.dense, batch.sparse), batch.labels)
+        loss.backward()
+        if lazy is not None:
+            for name, jagged in batch.sparse.to_dict().items():
+                lazy.touched[weights[name]] = jagged.values().unique()
+        for optimizer in (sparse, dense):
+            optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: weight.detach() for name, weight in weights.items()}
+
+
+def train(
+    kind: OptimizerKind, tier: Tier, pipeline_kind: str, device: torch.device, num_hot: int = 10
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same with hotrec on the device."""
+    num_rows = {name: rows for name, (rows, _) in TABLES.items()}
+    # Every third row: popular ones are hot and cold.
+    hot = {name: 3 * np.arange(num_hot, dtype=np.int64) for name in TABLES}
+    placement = Placement.alike(Partition(num_rows, hot), tier, 0.2)
+    embeddings = HotColdEmbeddingBagCollection(configs(), placement, device=torch.device("meta"))
+    task, spec = ClickTask(Click(embeddings), 1), spec_of(kind)
+    task.model.out.to(device)
+    is_ahead, exchange = pipeline_kind == "look_ahead", HotExchange.TOUCHED_ROWS
+    sharders = [HotColdSharder(spec, exchange)]
+    machine = Machine(1, 1, device.type, 1 << 30, 1 << 33, BATCH_SIZE)
+    plan = make_plan(task, sharders, machine, placement_constraints(placement))
+    model = shard(task, plan, sharders, device, data_parallel=not is_ahead)
+    initialize_embeddings(model, SEED)
+    optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1))
+    look_ahead = LookAhead(lambda: RowsAhead(model, device, depth=1, hot_exchange=exchange), False)
+    pipeline = make_pipeline(pipeline_kind, model, optimizer, device, look_ahead)
+    pipeline.start()
+    stream = (make_batch(step) for step in range(NUM_STEPS))
+    losses = [pipeline.progress(stream)[0] for _ in range(NUM_STEPS)]
+    pipeline.settle()
+    pipeline.close()
+    return [float(loss) for loss in losses], gather_tables(model)
+
+
+def test_the_batches_are_large_enough() -> None:
+    for name, jagged in make_batch(0).sparse.to_dict().items():
+        rows, counts = jagged.values().unique(return_counts=True)
+        assert int(counts.max()) > MOST_IDS, name
+        if name != "few":
+            assert rows.numel() > 2 * MOST_BAG_IDS
+    assert int(make_batch(0).sparse["few"].values().bincount().max()) > RUN_OF_TBE
+
+
+@KINDS
+@TIERS
+@pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "look_ahead"])
+def test_steps_equal_the_unsplit_reference(
+    gpu: Ranks, pipeline: str, tier: Tier, kind: OptimizerKind
+) -> None:
+    losses, weights = train(kind, tier, pipeline, gpu.device)
+    expected_losses, expected = reference(kind)
+    assert losses == pytest.approx(expected_losses, abs=TOLERANCE)
+    for name, weight in expected.items():
+        assert float((weights[name] - weight).abs().max()) <= TOLERANCE, name
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """FBGEMM's backward then adds a run of equal ids up in one block, however long it is."""
+    # Only warnings: what else torch has without a deterministic form is not meant here.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@KINDS
+@TIERS
+def test_cold_rows_repeat_bit_for_bit(gpu: Ranks, tier: Tier, kind: OptimizerKind) -> None:
+    """No flag is needed: an owner is asked for a row at most once by each rank."""
+    losses, weights = train(kind, tier, "sparse_dist", gpu.device, num_hot=0)
+    again, weights_again = train(kind, tier, "sparse_dist", gpu.device, num_hot=0)
+    assert losses == again
+    for name, weight in weights.items():
+        assert torch.equal(weight, weights_again[name]), name
+
+
+@KINDS
+@pytest.mark.parametrize("tier", [DEVICE, UVM, UVM_CACHE])
+@pytest.mark.parametrize("is_pooled", [False, True], ids=["rows", "pooled"])
+def test_one_step_of_fbgemm_follows_the_rule(
+    gpu: Ranks, is_pooled: bool, tier: str, kind: OptimizerKind
+) -> None:
+    """A row that is read 3,000 times, one 200 times, one 20 times and thousands once."""
+    tables = Tables(3, 5000, 128, spec_of(kind), tier, is_pooled=is_pooled)
+    assert check_tables(tables, gpu.device)["largest_difference"] <= TOLERANCE
+
+
+@KINDS
+@pytest.mark.parametrize("tier", [DEVICE, UVM, UVM_CACHE])
+def test_pooled_tables_repeat_bit_for_bit_if_asked(
+    gpu: Ranks, deterministic: None, tier: str, kind: OptimizerKind
+) -> None:
+    """TorchRec's own plans read a row as often as the batch does, beyond what is not split."""
+    batch = make_batch(0).sparse["few"].values()
+    tables = Tables(1, 40, 128, spec_of(kind), tier, is_pooled=True)
+    ids, offsets = batch.to(gpu.device), torch.arange(BATCH_SIZE + 1, device=gpu.device)
+    grad = torch.randn(BATCH_SIZE, 128, device=gpu.device)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)  # of the weights
+        module = tables.build(gpu.device)
+        for _ in range(NUM_STEPS):
+            module(ids, offsets).backward(grad)
+        module.flush()
+        found.append(module.split_embedding_weights()[0].clone())
+    assert torch.equal(*found)
