@@ -15,6 +15,8 @@ from hotrec.embedding.ahead.layout import Shard
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.flat import cut_lengths
 from hotrec.embedding.sharded_rows import ShardedRows
+from hotrec.host_ints import HostInts, ints_on
+from hotrec.sorting import sort_keys
 
 
 class Rows(Protocol):
@@ -132,16 +134,28 @@ class OwnedRows:
         counts = [p.update_count for _, _, p in self._parts if isinstance(p, FbgemmRows)]
         return max(counts, default=0)
 
+    def _by_part(self, positions_K: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The order of the positions by part, and of each part the rows; one read of the device."""
+        sorted_K, order_K = sort_keys(positions_K, self.num_rows)
+        ends = ints_on(positions_K.device, [end for _, end, _ in self._parts])
+        cuts = HostInts(torch.searchsorted(sorted_K, ends)).wait()
+        bounds = zip([0, *cuts], cuts, self._parts, strict=False)
+        return order_K, [sorted_K[first:last] - begin for first, last, (begin, _, _) in bounds]
+
     def read(self, positions_K: torch.Tensor, dim: int) -> torch.Tensor:
         """Float (K, D) of the rows at int64 (K,) positions."""
         if len(self._parts) == 1:
             return self._parts[0][2].read(positions_K)
         out = torch.empty(positions_K.numel(), dim, device=positions_K.device)
-        for begin, end, part in self._parts:
-            at = ((positions_K >= begin) & (positions_K < end)).nonzero().squeeze(1)
-            if at.numel():
-                out[at] = part.read(positions_K[at] - begin)
-        return out
+        if out.numel() == 0:
+            return out
+        order_K, rows = self._by_part(positions_K)
+        found = [
+            part.read(rows_K)
+            for rows_K, (_, _, part) in zip(rows, self._parts, strict=True)
+            if rows_K.numel()
+        ]
+        return out.index_copy_(0, order_K, torch.cat(found))
 
     def update(
         self, positions_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float, count: int
@@ -154,13 +168,16 @@ class OwnedRows:
             learning_rate: of this update.
             count: updates made before, for Adam's bias correction.
         """
-        for begin, end, part in self._parts:
-            rows_K, grads = positions_K, grad_KD
-            if len(self._parts) > 1:
-                at = ((positions_K >= begin) & (positions_K < end)).nonzero().squeeze(1)
-                rows_K, grads = positions_K[at] - begin, grad_KD[at]
+        if positions_K.numel() == 0:
+            return
+        rows, grads = [positions_K], [grad_KD]
+        if len(self._parts) > 1:
+            order_K, rows = self._by_part(positions_K)
+            sizes = [rows_K.numel() for rows_K in rows]
+            grads = list(grad_KD.index_select(0, order_K).split(sizes))
+        for rows_K, part_grads, (_, _, part) in zip(rows, grads, self._parts, strict=True):
             if rows_K.numel() == 0:
                 continue
             if isinstance(part, FbgemmRows):
                 part.begin_update(count)
-            part.update(rows_K, grads, learning_rate)
+            part.update(rows_K, part_grads, learning_rate)
