@@ -6,13 +6,16 @@ SIGTERM ended can be told from one that failed.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partialmethod
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
 from hotrec.watchdog import EXIT_CODE
@@ -45,12 +48,30 @@ def ended_first(failures: Mapping[int, ProcessFailure]) -> int:
     return min(failures, key=order)
 
 
+def obey_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
+    """See to ``--shutdown-timeout`` where torchrun has no such option (torch 2.11).
+
+    Returns:
+        What is left for torchrun.
+    """
+    if "--shutdown-timeout" in get_args_parser().format_help():
+        return list(arguments)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--shutdown-timeout", type=int)
+    own, others = parser.parse_known_args(arguments)
+    if own.shutdown_timeout is not None:
+        # What the agent calls to end its ranks, without saying how long it is to wait for them.
+        close = partialmethod(PContext.close, timeout=own.shutdown_timeout)
+        PContext.close = close  # type: ignore[assignment,method-assign]
+    return others
+
+
 def main() -> int:
     """Run torchrun; the exit code, 128 + n after signal n."""
     # The ranks have said what is wrong; the agent would say it again, with its own trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        torchrun()
+        torchrun(obey_shutdown_timeout(sys.argv[1:]))
     except ChildFailedError as error:
         rank = ended_first(error.failures)
         code = error.failures[rank].exitcode
