@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import shutil
 import tempfile
 import traceback
@@ -24,7 +25,11 @@ from hotrec.types import Tier
 from tests.distributed.parity_cases import BATCHES, PARTITIONS, Case, run_cases
 from tests.distributed.test_pipelines import NoLoader
 from tests.helpers.checks import run_checks
+from tests.stand_in.lifetimes import violations
+from tests.stand_in.log import recording
 from tests.stand_in.model import Run, Training
+from tests.stand_in.order import calls, differences
+from tests.stand_in.steps import figures
 
 PIPELINES = ("sparse_dist", "base", "look_ahead", "in_line")
 
@@ -96,6 +101,123 @@ def tensors_are_torchs_own() -> None:
     assert weight.grad.tolist() == [0, 1, 2]
     assert torch.zeros(2).pin_memory().is_pinned()
     assert not torch.zeros(2).is_pinned()
+
+
+def synchronisations_are_counted() -> None:
+    """Programs of which it is known how often they wait."""
+    values = torch.arange(8, device=device())
+    pinned = torch.empty(8, dtype=torch.int64).pin_memory()
+    programs: list[tuple[int, Callable[[], Any]]] = [
+        (0, lambda: values + 1),
+        (0, lambda: values.sort(stable=True)),
+        (0, lambda: pinned.copy_(values, non_blocking=True)),
+        (0, lambda: values.copy_(pinned, non_blocking=True)),
+        (0, lambda: values.to("cpu", non_blocking=True)),
+        (0, lambda: torch.repeat_interleave(values, values, output_size=28)),
+        (1, lambda: torch.repeat_interleave(values, values)),
+        (1, lambda: torch.empty(8, dtype=torch.int64).copy_(values, non_blocking=True)),
+        (1, lambda: values[3].item()),
+        (1, values.tolist),
+        (1, lambda: values[values > 3]),
+        (1, lambda: values[torch.tensor([1, 2])]),
+        (1, values.unique),
+        (1, lambda: torch.tensor([1, 2], device=device())),
+        (1, lambda: (torch.cuda.synchronize(), torch.cuda.current_stream().synchronize())),
+        (1, lambda: torch.cuda.current_stream().record_event().synchronize()),
+        (2, lambda: torch.bincount(values)),
+    ]
+    for at, (expected, program) in enumerate(programs):
+        with recording() as log:
+            program()
+        found = figures(log.entries)
+        assert found.num_syncs == expected, (at, found.syncs)
+    with recording() as log:
+        lookup = torch.nn.functional.embedding_bag
+        lookup(values % 4, torch.ones(4, 2, device=device()), values[torch.tensor([0, 1, 6])])
+    assert max(figures(log.entries).longest.values()) == 5
+
+
+def memory_freed_too_early_is_seen() -> None:
+    """The use on a second stream must be over, or recorded, when the memory is given back."""
+    stream = torch.cuda.Stream()
+
+    def use(tensor: torch.Tensor) -> torch.Tensor:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            return tensor * 2
+
+    def wrong() -> None:
+        use(torch.ones(4, device=device()) + 1)
+
+    def recorded() -> None:
+        tensor = torch.ones(4, device=device())
+        use(tensor)
+        tensor.record_stream(stream)
+
+    def waited_for() -> None:
+        tensor = torch.ones(4, device=device())
+        use(tensor)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def event_too_old() -> None:
+        tensor = torch.ones(4, device=device())
+        event = stream.record_event()
+        use(tensor)
+        torch.cuda.current_stream().wait_event(event)
+
+    def synchronised() -> None:
+        tensor = torch.ones(4, device=device())
+        use(tensor)
+        stream.synchronize()
+
+    def result_is_used_here() -> None:
+        result = use(torch.ones(4, device=device()))
+        torch.cuda.current_stream().wait_stream(stream)
+        result.add_(1)
+
+    programs = {
+        wrong: 1, recorded: 0, waited_for: 0, event_too_old: 1, synchronised: 0,
+        # Its source is freed at once; the result, of the other stream, after its last use here.
+        result_is_used_here: 2,
+    }  # fmt: skip
+    for program, expected in programs.items():
+        with recording() as log:
+            program()
+            gc.collect()
+        found = violations(log.entries)
+        assert len(found) == expected, (program.__name__, found)
+        assert all("checks.py" in text and "aten::mul" in text for text in found[:1])
+
+
+def another_order_is_seen() -> None:
+    """The ranks call two groups in different orders, and one with different sizes."""
+    groups = [dist.new_group(), dist.new_group()]
+    values = torch.ones(3, device=device())
+
+    def run(order: list[int], size: int) -> list[str]:
+        with recording() as log:
+            for at in order:
+                dist.all_reduce(values, group=groups[at])
+            dist.all_reduce(torch.ones(size, device=device()), group=groups[0], async_op=True)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, calls(log.entries))
+        return differences(of_ranks)
+
+    is_first = dist.get_rank() == 0
+    assert run([0, 1, 0], 2) == []
+    # Async, or gloo would wait for ever, as NCCL would.
+    with recording() as log:
+        works = [
+            dist.all_reduce(values.clone(), group=groups[at], async_op=True)
+            for at in ([0, 1] if is_first else [1, 0])
+        ]
+    for work in works:
+        work.wait()
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, calls(log.entries))
+    found = differences(of_ranks)
+    assert len(found) == 1, found
+    assert found[0].startswith("thread MainThread, call 0: rank 0"), found
 
 
 # -------------------------------------------------------------------------------------- training
@@ -191,43 +313,57 @@ def evaluation_between_steps_changes_nothing() -> None:
 
 
 def checkpoint_goes_on() -> None:
-    """Saved by both ranks from "cuda", and read into a model that has trained otherwise."""
+    for run in RUNS:
+        without_count = replace(run, optimizer="sgd") if run.optimizer == "adam" else run
+        _save_and_load(without_count, has_trained=True)
+
+
+def adam_goes_on() -> None:
+    _save_and_load(RUNS[0], has_trained=False)
+
+
+def _save_and_load(run: Run, *, has_trained: bool) -> None:
+    """Saved by both ranks from "cuda", and read into another model, which may have trained."""
     folder = Path(broadcast_object(tempfile.mkdtemp()))
-    for at, run in enumerate(RUNS):
-        first, second = Training(run, device()), Training(run, device())
-        _losses(first, 0, 2)
+    first, second = Training(run, device()), Training(run, device())
+    _losses(first, 0, 2)
+    if has_trained:
         _losses(second, 7, 8)
-        for training in (first, second):
-            training.pipeline.settle()
-        checkpoints = Checkpoints(folder / str(at), facts={})
-        path = save_checkpoint(
-            checkpoints, Position(2, 64), first.model, first.optimizer, NoLoader()
-        )
-        load_checkpoint(
-            path, model=second.model, optimizer=second.optimizer, loader=NoLoader(), facts={}
-        )
-        assert_same_tables(first, second)
-        if run.pipeline == "look_ahead":  # which counts its updates from its start
-            second.close()
-            second.restart()
-        assert _losses(first, 2, 4) == pytest.approx(_losses(second, 2, 4), abs=1e-6), run
-        assert_same_tables(first, second)
-        first.close()
+    for training in (first, second):
+        training.pipeline.settle()
+    checkpoints = Checkpoints(folder, facts={})
+    path = save_checkpoint(
+        checkpoints, Position(2, 64), first.model, first.optimizer, NoLoader()
+    )
+    load_checkpoint(
+        path, model=second.model, optimizer=second.optimizer, loader=NoLoader(), facts={}
+    )
+    assert_same_tables(first, second)
+    if run.pipeline == "look_ahead":  # which counts its updates from its start
         second.close()
+        second.restart()
+    assert _losses(first, 2, 4) == pytest.approx(_losses(second, 2, 4), abs=1e-6), run
+    assert_same_tables(first, second)
+    first.close()
+    second.close()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
 
 
 def calibration_runs() -> None:
-    from hotrec.cli.calibrate import measure_costs
+    """Every probe of the calibration, once: no kernel is missing and no devices are mixed."""
+    from hotrec.cli.probes import all_probes
+    from hotrec.cli.probes.subject import Bench, group_alone
     from hotrec.cli.schema import AdamConfig
     from tests.distributed.test_calibrate import tiny_subject
 
     world_size, rank = dist.get_world_size(), dist.get_rank()
     ranks = Ranks(rank, world_size, rank, world_size, device())
-    subject: Any = replace(tiny_subject(AdamConfig(learning_rate=0.1)))
-    costs = measure_costs(ranks, subject, name="tiny", max_bytes=16384.0, repeats=1)
-    assert costs.device == "cuda"
-    for name in ("read_host", "read_hit", "read_miss", "update_device", "pooled_update_device"):
-        assert name in costs.kernels
+    subject = tiny_subject(AdamConfig(learning_rate=0.1))
+    probes = all_probes(Bench(subject, ranks, group_alone(ranks)))
+    names = {probe.name for probe in probes}
+    assert {"read_host", "read_hit", "read_miss", "update_device", "pooled_update_device"} <= names
+    for probe in probes:
+        work = probe.make(*probe.sizes[0])
+        work.run(work.prepare())

@@ -60,9 +60,6 @@ class Log:
 
     entries: list[Entry] = field(default_factory=list)
 
-    def of(self, *kinds: Kind) -> list[Entry]:
-        return [entry for entry in self.entries if entry.kind in kinds]
-
 
 _library: Any = None
 _places: list[str] = []
@@ -172,6 +169,25 @@ def _drain() -> list[Entry]:
 
     _library.stand_in_drain(signature(take))
     return taken
+
+
+STEP = "-- step"
+
+
+def note_step() -> None:
+    """Mark where a step ends."""
+    _library.stand_in_note(STEP.encode(), 0)
+
+
+def steps_of(entries: list[Entry]) -> list[list[Entry]]:
+    """The entries of each step; what comes after the last mark is left out."""
+    steps: list[list[Entry]] = [[]]
+    for entry in entries:
+        if entry.name == STEP:
+            steps.append([])
+        else:
+            steps[-1].append(entry)
+    return steps[:-1]
 
 
 @contextmanager

@@ -51,6 +51,9 @@ class Run:
         depth: of look_ahead.
         tier: of the cold rows.
         skew: power of the uniform draw; the higher, the more often low rows are read.
+        skews: of tables that have another.
+        exchange: of hot gradients.
+        micro_batches: of look_ahead.
     """
 
     pipeline: str = "sparse_dist"
@@ -66,6 +69,7 @@ class Run:
     depth: int = 1
     tier: str = "device"
     skew: float = 2.0
+    skews: dict[str, float] = field(default_factory=dict)
     exchange: str = "auto"
     micro_batches: bool = False
 
@@ -141,9 +145,10 @@ class Training:
         run = self.run
         rng = np.random.default_rng((11, step, dist.get_rank()))
         ids, lengths = [], []
-        for num_rows in run.num_rows.values():
+        for table, num_rows in run.num_rows.items():
             counts = rng.integers(0, run.most_ids + 1, run.batch_size)
-            ids.append((rng.random(int(counts.sum())) ** run.skew * num_rows).astype(np.int64))
+            draws = rng.random(int(counts.sum())) ** run.skews.get(table, run.skew)
+            ids.append((draws * num_rows).astype(np.int64))
             lengths.append(counts)
         sparse: Any = KeyedJaggedTensor(
             keys=[f"of_{table}" for table in run.num_rows],

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.stand_in.log import Entry, Kind, Log, stream_name
+from tests.stand_in.lifetimes import violations
+from tests.stand_in.log import Entry, Kind, note_step, recording, steps_of, stream_name
+from tests.stand_in.order import Calls, calls, differences
 
 # Operators that start no kernel.
 _NO_KERNEL = ("c10d::", "aten::set_", "aten::unfold")
@@ -49,11 +52,11 @@ class Step:
         return sum(num for (stream, *_), num in self.syncs.items() if stream == "main")
 
 
-def waits(log: Log) -> list[Entry]:
+def waits(entries: Sequence[Entry]) -> list[Entry]:
     """The synchronisations; without those of a stream that was given nothing since its last."""
     found = []
     is_done: dict[int, bool] = {}
-    for entry in log.entries:
+    for entry in entries:
         if entry.kind in (Kind.OPERATOR, Kind.COLLECTIVE):
             is_done[entry.stream] = False
         elif entry.kind is Kind.SYNC:
@@ -63,10 +66,12 @@ def waits(log: Log) -> list[Entry]:
     return found
 
 
-def figures(log: Log) -> Step:
-    """What a log of one step says."""
+def figures(entries: Sequence[Entry]) -> Step:
+    """What the log of one step says."""
     operators = [
-        entry for entry in log.of(Kind.OPERATOR) if not entry.name.startswith(_NO_KERNEL)
+        entry
+        for entry in entries
+        if entry.kind is Kind.OPERATOR and not entry.name.startswith(_NO_KERNEL)
     ]
     longest: dict[str, int] = {}
     for entry in operators:
@@ -76,39 +81,64 @@ def figures(log: Log) -> Step:
         dict(
             Counter(
                 (stream_name(entry.stream), entry.thread, entry.name, entry.place)
-                for entry in waits(log)
+                for entry in waits(entries)
             )
         ),
         len(operators),
         dict(Counter(entry.name for entry in operators)),
         longest,
-        dict(Counter(entry.place for entry in log.of(Kind.PAGEABLE_COPY))),
+        dict(Counter(e.place for e in entries if e.kind is Kind.PAGEABLE_COPY)),
     )
 
 
-def train(run: dict[str, Any], num_steps: int) -> dict[str, Any]:
-    """On every rank: train, and return losses and the figures of each step.
+@dataclass(frozen=True)
+class Trained:
+    """What one rank says of a training.
 
-    The log of a step is that of one ``progress``: the batch's own steps and, with a pipeline, the
-    part of the next batches' that it does.
+    Args:
+        losses: of each step.
+        steps: figures of each step. A step is one call of ``progress``: the batch's own work, and
+            with a pipeline the part of the next batches' that it does.
+        lifetimes: blocks that were freed too early, from the model's making to its end.
+        calls: collectives of the steps.
     """
+
+    losses: list[float]
+    steps: list[Step]
+    lifetimes: list[str]
+    calls: Calls
+
+
+def train(runs: Sequence[dict[str, Any]], num_steps: int) -> list[Trained]:
+    """On every rank: the trainings, one after the other."""
+    return [_train(run, num_steps) for run in runs]
+
+
+def _train(run: dict[str, Any], num_steps: int) -> Trained:
     import torch
 
-    from tests.stand_in.log import recording
     from tests.stand_in.model import Run, Training
 
-    training = Training(Run(**run), torch.device("cuda", torch.cuda.current_device()))
-    stream = training.batches(0, num_steps + 8)
-    losses, steps = [], []
-    for _ in range(num_steps):
-        with recording() as log:
+    losses = []
+    with recording() as log:
+        training = Training(Run(**run), torch.device("cuda", torch.cuda.current_device()))
+        stream = training.batches(0, num_steps + 8)
+        note_step()
+        for _ in range(num_steps):
             loss, _, _ = training.pipeline.progress(stream)
-            if run.get("pipeline") == "look_ahead":
+            if training.run.pipeline == "look_ahead":
                 _wait_for_lane(training)
-        losses.append(float(loss))
-        steps.append(figures(log))
-    training.close()
-    return {"losses": losses, "steps": steps}
+            note_step()
+            losses.append(loss)
+        del loss
+        training.close()
+    steps = steps_of(log.entries)[1:]
+    return Trained(
+        [float(loss) for loss in losses],
+        [figures(entries) for entries in steps],
+        violations(log.entries),
+        calls([entry for entries in steps for entry in entries]),
+    )
 
 
 def _wait_for_lane(training: Any) -> None:
@@ -155,10 +185,15 @@ def main() -> None:
     world_size, num_steps = options.pop("world_size"), options.pop("steps")
     rank, is_long = options.pop("rank"), options.pop("operators")
     results = run_on_device(
-        "tests.stand_in.steps:train", world_size, timeout_s=120, run=options, num_steps=num_steps
+        "tests.stand_in.steps:train", world_size, timeout_s=120, runs=[options], num_steps=num_steps
     )
-    print("losses", results[rank]["losses"])
-    _print(results[rank]["steps"][-1], is_long)
+    trained = results[rank][0]
+    print("losses", trained.losses)
+    _print(trained.steps[-1], is_long)
+    for text in trained.lifetimes:
+        print("freed too early:", text)
+    for text in differences([of_rank[0].calls for of_rank in results]):
+        print("collectives differ:", text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+"""The CUDA path on a machine without a GPU; see ``tests/stand_in/README.md``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.stand_in.build import why_not
+from tests.stand_in.order import differences
+from tests.stand_in.ranks import run_on_device
+from tests.stand_in.steps import Trained
+
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.timeout(600),
+]
+
+OF_THE_TOOL = [
+    "mixed_devices_raise",
+    "tensors_are_torchs_own",
+    "synchronisations_are_counted",
+    "memory_freed_too_early_is_seen",
+    "another_order_is_seen",
+]
+OF_THE_LIBRARY = [
+    "training_equals_the_unsplit_reference",
+    "evaluation_between_steps_changes_nothing",
+    "checkpoint_goes_on",
+    "adam_goes_on",
+    "calibration_runs",
+]
+# What the library does not do yet.
+MISSING = {
+    "adam_goes_on": "a checkpoint lacks the number of Adam's updates of cold rows, which FBGEMM "
+    "counts, so the bias correction starts anew",
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, str | None]:
+    found: dict[str, str | None] = run_on_device(
+        "tests.stand_in.checks:run_all", 2, timeout_s=400, names=OF_THE_TOOL + OF_THE_LIBRARY
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.xfail(reason=MISSING[name], strict=True)] if name in MISSING else [],
+        )
+        for name in OF_THE_TOOL + OF_THE_LIBRARY
+    ],
+)
+def test_on_the_device(verdicts: dict[str, str | None], check: str) -> None:
+    assert verdicts[check] is None, verdicts[check]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What one step may do, after the first ones.
+
+    Args:
+        run: see ``tests.stand_in.model.Run``.
+        num_main_syncs: host synchronisations on the main stream, at most.
+        num_syncs: on all streams and threads, at most.
+    """
+
+    run: dict[str, Any]
+    num_main_syncs: int
+    num_syncs: int
+
+
+BOUNDS = {
+    "sparse_dist-loader": Bound({"pipeline": "sparse_dist", "routing": "loader"}, 2, 6),
+    "sparse_dist-device": Bound({"pipeline": "sparse_dist", "routing": "device"}, 2, 10),
+    "base-loader": Bound({"pipeline": "base", "routing": "loader"}, 6, 6),
+    "look_ahead-loader": Bound({"pipeline": "look_ahead", "routing": "loader"}, 2, 12),
+    "look_ahead-device": Bound({"pipeline": "look_ahead", "routing": "device"}, 6, 12),
+    "look_ahead-two-dims": Bound(
+        {"pipeline": "look_ahead", "dims": 2, "depth": 2, "micro_batches": True}, 12, 24
+    ),
+    # One row that most ids are, and thousands of distinct rows.
+    "sparse_dist-long": Bound(
+        {
+            "pipeline": "sparse_dist",
+            "batch_size": 1024,
+            "num_rows": {"a": 100, "b": 50_000, "c": 60, "d": 4_000},
+            "skews": {"a": 60.0, "b": 1.0},
+        },
+        2,
+        6,
+    ),
+    "look_ahead-long": Bound(
+        {
+            "pipeline": "look_ahead",
+            "routing": "device",
+            "batch_size": 1024,
+            "num_rows": {"a": 100, "b": 50_000, "c": 60, "d": 4_000},
+            "skews": {"a": 60.0, "b": 1.0},
+        },
+        6,
+        12,
+    ),
+}
+MOST_IN_A_SEGMENT = 256
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, list[Trained]]:
+    """By name of the training, what each of two ranks says of it."""
+    runs = [bound.run for bound in BOUNDS.values()]
+    of_ranks = run_on_device(
+        "tests.stand_in.steps:train", 2, timeout_s=300, runs=runs, num_steps=NUM_STEPS
+    )
+    return {name: [ranks[at] for ranks in of_ranks] for at, name in enumerate(BOUNDS)}
+
+
+@pytest.mark.parametrize("name", list(BOUNDS))
+def test_the_host_waits_seldom(trained: dict[str, list[Trained]], name: str) -> None:
+    bound = BOUNDS[name]
+    for of_rank in trained[name]:
+        for step in of_rank.steps[3:]:
+            assert step.num_main_syncs <= bound.num_main_syncs, step.syncs
+            assert step.num_syncs <= bound.num_syncs, step.syncs
+
+
+@pytest.mark.parametrize("name", list(BOUNDS))
+def test_memory_outlives_its_uses_on_other_streams(
+    trained: dict[str, list[Trained]], name: str
+) -> None:
+    for of_rank in trained[name]:
+        assert not of_rank.lifetimes, "\n".join(of_rank.lifetimes)
+
+
+@pytest.mark.parametrize("name", list(BOUNDS))
+def test_all_ranks_call_collectives_in_one_order(
+    trained: dict[str, list[Trained]], name: str
+) -> None:
+    calls = [of_rank.calls for of_rank in trained[name]]
+    assert all(calls)
+    found = differences(calls)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", list(BOUNDS))
+def test_no_kernel_gets_a_long_segment(trained: dict[str, list[Trained]], name: str) -> None:
+    for of_rank in trained[name]:
+        for step in of_rank.steps:
+            assert {"stand_in::lookup", "aten::_embedding_bag"} <= set(step.longest)
+            assert max(step.longest.values()) <= MOST_IN_A_SEGMENT, step.longest
