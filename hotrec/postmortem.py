@@ -70,7 +70,7 @@ def write_flight_recorder(directory: Path, rank: int) -> None:
         dump = c10d._dump_nccl_trace if dist.get_backend() == "nccl" else c10d._dump_fr_trace
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{_PREFIX}{rank}").write_bytes(dump())
-    except (OSError, RuntimeError, ValueError) as error:  # the run has ended for another reason
+    except Exception as error:  # of every kind: the run has ended for another reason
         logger.warning("flight recorder of rank %d: not written: %s", rank, error)
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -6,6 +6,7 @@ What a machine with one GPU runs on several ranks (tests/gpu/test_staged_parity.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -20,6 +21,8 @@ from tests.distributed.parity_cases import make_pipeline_cases, run_cases
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staged import NAME, StagedProcessGroup, run_staged
+from tests.stand_in.build import why_not
+from tests.stand_in.ranks import run_on_device
 
 NUM_CASES = 16  # of each world size
 PIPELINES = {"sparse_dist", "base", "look_ahead"}
@@ -234,4 +237,33 @@ def test_hot_cold_equals_unsplit_reference(world_size: int) -> None:
     assert {case.pipeline for case in cases} == PIPELINES
     results = run_ranks(run_staged, world_size, timeout_s=240, action=run_cases, cases=cases)
     for failures in results:
+        assert not failures, "\n".join(failures)
+
+
+def check_on_cuda(checks: list[Callable[[], None]]) -> dict[str, str | None]:
+    """The checks with the tensors that they make on CUDA."""
+    torch.set_default_device("cuda")
+    try:
+        return run_checks(checks)
+    finally:
+        torch.set_default_device("cpu")
+
+
+def on_stand_in(seed: int) -> list[str]:
+    """What goes wrong on this rank with tensors of the stand-in for a CUDA device."""
+    # The stand-in says "nccl" of every group.
+    checks = [check for check in COLLECTIVES if check is not the_default_group_is_staged]
+    found = run_staged(check_on_cuda, device="cuda", checks=checks)
+    cases = [replace(case, device="cuda") for case in make_pipeline_cases(8, seed)]
+    return [verdict for verdict in found.values() if verdict] + run_staged(
+        run_cases, device="cuda", cases=cases
+    )
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_on_the_stand_in_for_a_gpu(world_size: int) -> None:
+    """Pinned memory, streams, and devices that must not mix, as far as they show without a GPU."""
+    function = f"{__name__}:on_stand_in"
+    for failures in run_on_device(function, world_size, timeout_s=240, seed=40 + world_size):
         assert not failures, "\n".join(failures)

@@ -50,8 +50,9 @@ def return_what_does_not_pickle() -> object:
     return (i for i in range(3))
 
 
-def test_results_come_back_in_rank_order() -> None:
-    results = run_ranks(add_over_ranks, world_size=3, values=[1.0, 2.0])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_results_come_back_in_rank_order(start_method: str) -> None:
+    results = run_ranks(add_over_ranks, world_size=3, start_method=start_method, values=[1.0, 2.0])
     for rank, result in enumerate(results):
         torch.testing.assert_close(result["sum"], torch.tensor([6.0, 12.0]))
         assert result["environment"] == [str(rank), "3", str(rank)]

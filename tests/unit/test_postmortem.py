@@ -69,12 +69,14 @@ def test_the_last_collectives_are_written(tmp_path: Path) -> None:
 
 
 def test_a_record_that_cannot_be_written_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     with process_group(device="cpu"):
         write_flight_recorder(tmp_path / "file", 0)
-    assert "flight recorder of rank 0: not written" in caplog.text
+        monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace")
+        write_flight_recorder(tmp_path / "new", 0)
+    assert caplog.text.count("flight recorder of rank 0: not written: ") == 2
 
 
 @pytest.fixture
