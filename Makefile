@@ -10,13 +10,15 @@ DEVICE ?= auto
 PYTHON ?=
 # One more package index, for torch's CPU build; see requirements/README.md.
 TORCH_INDEX ?=
+# Another torch than the pinned one, by the name of its lock: 2.11 for requirements/torch-2.11.lock.
+TORCH ?=
 # More arguments for pytest, e.g. make test ARGS="-k partition -x".
 ARGS ?=
-export PYTHON TORCH_INDEX
+export PYTHON TORCH TORCH_INDEX
 
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed-$(DEVICE)
-INSTALLED_DEV := $(VENV)/.installed-$(DEVICE)-dev
+INSTALLED := $(VENV)/.installed-$(DEVICE)$(addprefix -torch-,$(TORCH))
+INSTALLED_DEV := $(INSTALLED)-dev
 PINS := $(wildcard requirements/*.lock) requirements/make_venv.sh pyproject.toml
 
 # One thread per process: the tests and the quickstart start several ranks on few cores.
@@ -25,11 +27,21 @@ export OMP_NUM_THREADS ?= 1
 # Fast tests first: a typo is told in seconds, before ranks are started.
 FAST_TESTS := $(wildcard tests/policy tests/unit tests/config)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/data tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+# What make test runs, e.g. make test TESTS=tests/unit/planner.
+TESTS ?= $(FAST_TESTS) $(OTHER_TESTS)
+# What a difference between torchrec's releases would break first: parity, look-ahead, training,
+# checkpoints and use as a library.
+CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distributed/test_,$(addsuffix .py,\
+    parity look_ahead pipelines train library_use hot_exchange))
 
-.PHONY: help install quickstart test lint format bench clean
+# test-2.11 and so on, one for each lock of a torch that is not the pinned one.
+PAIR_TESTS := $(sort $(patsubst requirements/torch-%.lock,test-%,$(wildcard requirements/torch-*.lock)))
+
+.PHONY: help install quickstart test test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
+    lint format bench clean
 
 help: ## Show this text.
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 $(INSTALLED): $(PINS)
 	requirements/make_venv.sh $(VENV) $(DEVICE)
@@ -47,7 +59,20 @@ quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with 
 	launch/quickstart.sh $(BIN)
 
 test: $(INSTALLED_DEV) ## Install what the tests need, then run the whole suite.
-	$(BIN)/python -m pytest $(FAST_TESTS) $(OTHER_TESTS) --durations=10 $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) --durations=10 $(ARGS)
+
+test-pairs: ## Run the suite with every torch and its torchrec, each in an environment of its own.
+	$(MAKE) --keep-going $(PAIR_TESTS) test TORCH=
+
+# One of them; the environment is .venv-2.11 and so on.
+$(PAIR_TESTS): test-%:
+	$(MAKE) test TORCH=$* VENV=$(VENV)-$*
+
+test-oldest: ## Run the tests of the core with the oldest torch and its torchrec.
+	$(MAKE) $(firstword $(PAIR_TESTS)) TESTS="$(CORE_TESTS)"
+
+test-cuda-lock: ## Install the CUDA lock into a throw-away environment and import it; no GPU needed.
+	requirements/check_cuda_lock.sh
 
 lint: $(INSTALLED_DEV) ## Run ruff and mypy.
 	$(BIN)/ruff check .
@@ -61,6 +86,6 @@ format: $(INSTALLED_DEV) ## Let ruff mend what it can.
 bench: $(INSTALLED) ## Compare hot/cold with TorchRec's own plans, interleaved in one run.
 	$(BIN)/hotrec bench
 
-clean: ## Remove the environment and the caches; data and runs stay.
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+clean: ## Remove the environments and the caches; data and runs stay.
+	rm -rf $(VENV) $(PAIR_TESTS:test-%=$(VENV)-%) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,7 @@
 """AUC of variants of training against exact training, over seeds: `hotrec train`, two ranks.
 
+With fewer than two GPUs, and one at least, one rank.
+
     python benchmarks/quality.py [--seeds 0 1 2 3 4] [--variants exact fp16 ...] [--data kuairand]
         [--work runs/quality] [--page benchmarks/results/quality.md] [--max-steps N]
 
@@ -23,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.quality_page import write_page
 
-NUM_RANKS = 2
 EXACT = "exact"
 
 # What `hotrec train` gets beside the data's settings. The first one is the reference, with
@@ -39,10 +41,19 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "bf16": ("pipeline.wire=bf16",),
     "look_ahead_fp16": ("pipeline=look_ahead", "pipeline.wire=fp16"),
     "look_ahead_bf16": ("pipeline=look_ahead", "pipeline.wire=bf16"),
+    "dense_bf16": ("trainer.precision=bf16",),
+    "dense_tf32": ("trainer.precision=tf32",),
     # Two blocks of each kind in the epoch; and blocks cut or grown by the validation loss.
     "all_hot": ("order=all_hot",),
     "all_hot_by_loss": ("order=all_hot", "order.start_rate=0.1", "trainer.eval_every_steps=25"),
 }
+
+NEED_CUDA = ("dense_tf32",)
+
+
+def count_ranks() -> int:
+    """Two, where there are not fewer GPUs: NCCL refuses two ranks on one."""
+    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
 @dataclass(frozen=True)
@@ -152,7 +163,11 @@ def train(
             f"{kept}: expected a run of {settings}, got one of {earlier['settings']}. "
             "Choose another --work."
         )
-    options = [f"launch.num_ranks={NUM_RANKS}", f"run_name={variant}-{seed}", "trainer.resume=none"]
+    options = [
+        f"launch.num_ranks={count_ranks()}",
+        f"run_name={variant}-{seed}",
+        "trainer.resume=none",
+    ]
     begin = time.monotonic()
     found = hotrec(run_dir, ["train", *settings, *paths(work, name), *options])
     print(
@@ -191,6 +206,15 @@ def compare(of_data: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> d
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parse(arguments)
+    has_cuda = torch.cuda.is_available()
+    not_run = {
+        variant: "no CUDA device"
+        for variant in parsed.variants
+        if variant in NEED_CUDA and not has_cuda
+    }
+    for variant, why in not_run.items():
+        print(f"{variant}: not run: {why}", file=sys.stderr, flush=True)
+    parsed.variants = [variant for variant in parsed.variants if variant not in not_run]
     runs: dict[str, dict[str, dict[str, Any]]] = {}
     for name in parsed.data:
         data = DATA[name]
@@ -204,7 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
     document = {
         "seeds": parsed.seeds,
-        "num_ranks": NUM_RANKS,
+        "num_ranks": count_ranks(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "not_run": not_run,
         "max_steps": parsed.max_steps,
         "data": {
             name: {

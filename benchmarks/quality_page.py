@@ -16,22 +16,23 @@ from hotrec.cli.bench.page import markdown_table
 
 PAGE = """# Quality: AUC of what is not exact
 
-16-bit exchange changes gradients and rows in the last places, and the order by all-hot samples
-trains on the samples of an epoch in another order. Neither gives the same weights as exact training
-in shuffled order; here is what that does to the AUC on held-out data. Made by
+16-bit exchange changes gradients and rows in the last places, dense layers in bf16 or tf32 multiply
+with fewer digits, and the order by all-hot samples trains on the samples of an epoch in another
+order. None of them gives the same weights as exact training in shuffled order; here is what that
+does to the AUC on held-out data. Made by
 
 ```
 {command}
 ```
 
-Each run is one `hotrec train` on {num_ranks} ranks over gloo, CPU, one thread per rank. With the
-same seed all variants start from the same weights and, all_hot aside, read the same samples in the
-same order, so differences are taken within a seed. Differences are in units of 0.0001 AUC. The
+Each run is one `hotrec train`; ranks: {num_ranks}, device: {device}, one CPU thread per rank. With
+the same seed all variants start from the same weights and, all_hot aside, read the same samples in
+the same order, so differences are taken within a seed. Differences are in units of 0.0001 AUC. The
 spread of `exact` itself over the seeds, another draw of weights and order, says how large a
 difference means something; `look_ahead` is as exact as `exact`, its additions are made in another
 order.
 
-Variants: {variants}.
+Variants: {variants}.{not_run}
 
 {machine}
 """
@@ -79,7 +80,7 @@ def difference_rows(of_data: Mapping[str, Any]) -> list[list[str]]:
                 _number(scaled["std"], ".2f"),
                 _number(scaled["min"], "+.2f"),
                 _number(scaled["max"], "+.2f"),
-                f"{sent / of_exact:.2f}",
+                _number(sent / of_exact if of_exact else None, ".2f"),
                 _number(share, ".1%"),
             ]
         )
@@ -102,6 +103,10 @@ def write_page(path: Path, document: Mapping[str, Any]) -> None:
         PAGE.format(
             command=shlex.join(["python", *sys.argv]),
             num_ranks=document["num_ranks"],
+            device=document["device"],
+            not_run="".join(
+                f" {name}: not run: {why}." for name, why in document["not_run"].items()
+            ),
             variants=variants,
             machine=machine,
         )

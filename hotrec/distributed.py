@@ -10,16 +10,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from hotrec.forks import make_forks_safe
 from hotrec.memory import keep_freed_memory
+from hotrec.numa import bind_to_gpu
 from hotrec.scheduling import batch_threads
 
 T = TypeVar("T")
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+# With several ranks a kernel that is loaded at its first launch may wait for the whole device, and
+# so for a collective of another thread whose peer waits in turn (CUDA programming guide, "Lazy
+# Loading"). CUDA reads this when it starts, so it is set before anything here asks for a device.
+if os.environ.get("WORLD_SIZE", "1") != "1":
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 @dataclass(frozen=True)
@@ -55,12 +65,16 @@ def _environment_int(name: str, default: int) -> int:
 def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator[Ranks]:
     """Join the process group that torchrun describes, or form one of a single process.
 
+    With a GPU each rank keeps to the processors beside it. The ranks are connected when the block
+    begins, not at their first exchange. A block that ends with an error does not wait for the other
+    ranks, which may be gone.
+
     Args:
         device: "cpu", "cuda", or "auto" (cuda where there is one).
         timeout_s: how long a collective may wait for the slowest rank.
 
     Raises:
-        RuntimeError: if cuda is asked for and there is none.
+        RuntimeError: if cuda is asked for and there is none, or if the ranks cannot exchange.
     """
     rank = _environment_int("RANK", 0)
     world_size = _environment_int("WORLD_SIZE", 1)
@@ -76,24 +90,67 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
     if device == "cuda":
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
+        bind_to_gpu(chosen)
     else:
         chosen = torch.device("cpu")
         keep_freed_memory()
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = BACKENDS[device]
     timeout = timedelta(seconds=timeout_s)
+    # NCCL makes the communicator now, and those of later groups with them.
+    bound = chosen if device == "cuda" else None
     make_forks_safe()
     with _threads_of(backend):
         if world_size > 1 or "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, device_id=bound)
         else:
             dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+                backend,
+                store=dist.HashStore(),
+                rank=0,
+                world_size=1,
+                timeout=timeout,
+                device_id=bound,
             )
     try:
+        assert dist.group.WORLD is not None
+        _connect(dist.group.WORLD)
         yield Ranks(rank, world_size, local_rank, local_world_size, chosen)
-    finally:
+    except BaseException:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _leave()
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """End all groups after an error, whether or not the other ranks are still there."""
+    if dist.get_backend() == "gloo":
+        dist.destroy_process_group()  # closes the connections
+    else:
+        # To destroy NCCL's groups is to wait for what they still have to do with the others. There
+        # is no public way to abort several of them at once, without which they may block.
+        _abort_process_group()
+
+
+def _connect(group: dist.ProcessGroup) -> None:
+    """Run a group's first collectives here and now, in the thread that makes it.
+
+    NCCL connects ranks at their first collective of a kind. Threads that do so at the same time,
+    each with a group of its own, can wait for one another for ever.
+    """
+    device = torch.device("cpu")
+    if "nccl" in dist.get_backend_config(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    own, others = torch.ones(2, group.size(), device=device)
+    dist.all_to_all_single(others, own, group=group)
+    dist.all_reduce(others, group=group)
+    sums = others.tolist()  # waits for the device
+    if sums != [group.size()] * group.size():
+        raise RuntimeError(
+            f"process group {dist.get_backend(group)}: expected sums of {group.size()} over its "
+            f"ranks, got {sums}. Check the network, or NCCL with NCCL_DEBUG=INFO."
+        )
 
 
 def _threads_of(backend: str) -> AbstractContextManager[None]:
@@ -106,15 +163,19 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Another process group of the default one's backend; collective over all ranks.
 
+    Its ranks are connected when it returns.
+
     Args:
         members: ranks of the group; None for all.
         timeout_s: how long a collective may wait; None for the backend's default.
     """
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     with _threads_of(dist.get_backend()):
-        group: dist.ProcessGroup = dist.new_group(
+        group: Any = dist.new_group(  # on other ranks it is no group
             None if members is None else list(members), timeout=timeout
         )
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            _connect(group)
     return group
 
 

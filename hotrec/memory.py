@@ -1,4 +1,4 @@
-"""The C allocator's settings for training on CPU."""
+"""Memory of a host: the C allocator's settings on CPU, and what devices may map of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,28 @@ import ctypes
 # glibc's mallopt parameters (malloc.h).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _MAX_INT = 2**31 - 1
+
+
+def check_mappable(what: str, num_bytes: int, free_bytes: int) -> None:
+    """Refuse to pin more host memory than there is free.
+
+    A host tier is pinned and mapped by the device whole, so it cannot be swapped or taken back;
+    asking for more than is free gets the process killed, without a word on why.
+
+    Args:
+        what: whose memory, for the message.
+        num_bytes: of all ranks of the host together.
+        free_bytes: of the host, or of its control group.
+
+    Raises:
+        ValueError: if it is more.
+    """
+    if num_bytes > free_bytes:
+        raise ValueError(
+            f"{what}: expected at most {free_bytes} bytes, the host's free memory, to pin and map "
+            f"for its devices, got {num_bytes}. Keep fewer rows in host tiers, use more hosts, or "
+            "free memory on this one."
+        )
 
 
 def keep_freed_memory() -> bool:

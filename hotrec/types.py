@@ -139,6 +139,17 @@ class Partition:
         return sum(self.num_rows.values())
 
 
+class Precision(Enum):
+    """How the dense layers multiply; rows, pooling, loss and optimizer are float32 always.
+
+    The names are those of the configuration.
+    """
+
+    fp32 = "fp32"
+    tf32 = "tf32"
+    bf16 = "bf16"
+
+
 class Exchange(Enum):
     """How what a batch reads of a table travels: its distinct rows, or one pooled vector a bag."""
 

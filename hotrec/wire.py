@@ -95,7 +95,7 @@ class Wire:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.wire_type = wire_type
-        self._is_nccl = dist.get_backend(group) == "nccl"
+        self._is_gloo = dist.get_backend(group) == "gloo"
         self._peers = [dist.get_global_rank(group, r) for r in range(self.world_size)]
 
     def all_to_all(
@@ -148,8 +148,11 @@ class Wire:
         wire_type = self._type_of(source)
         # The own message as well in what the others read of it.
         arriving = [wire_numel(size, wire_type) for size in sizes]
-        messages = [encode(source, wire_type)] * self.world_size
-        received = self._exchange("all_gather", messages, arriving)
+        message = encode(source, wire_type)
+        if self._is_gloo:
+            received = self._exchange("all_gather", [message] * self.world_size, arriving)
+        else:
+            received = self._gather(message, arriving)
         if wire_type is not WireType.FP16:
             return decode(received, wire_type)
         return torch.cat([decode(part, wire_type) for part in received.split(arriving)])
@@ -169,8 +172,19 @@ class Wire:
             self._send_and_receive(list(out.split(list(sizes_from))), parts)
         return out
 
+    def _gather(self, message: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The messages of all ranks, joined."""
+        out = message.new_empty(sum(sizes))
+        note_sent("all_gather", (self.world_size - 1) * message.numel() * message.element_size())
+        with counted_by_sender():
+            if len(set(sizes)) == 1:
+                dist.all_gather_into_tensor(out, message, group=self.group)
+            else:  # NCCL runs it as one group of broadcasts
+                dist.all_gather(list(out.split(list(sizes))), message, group=self.group)
+        return out
+
     def _send_and_receive(self, out: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
-        if self._is_nccl:
+        if not self._is_gloo:
             dist.all_to_all(out, parts, group=self.group)
             return
         # gloo's all-to-all gets half of a slow link's rate, single messages all of it.

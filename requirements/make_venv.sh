@@ -6,7 +6,8 @@
 # run: the lock and hotrec, editable (the default); dev: and dev.lock; pins: the lock alone.
 #
 # Environment: PYTHON, the interpreter to use (else the first that works of 3.12, 3.11, 3.13);
-# TORCH_INDEX, one more package index, for torch's CPU build (requirements/README.md).
+# TORCH_INDEX, one more package index, for torch's CPU build; TORCH, the minor version of another torch
+# than the pinned one, with its torchrec and fbgemm (requirements/README.md).
 set -euo pipefail
 
 venv=${1:?usage: make_venv.sh VENV [auto|cpu|cuda] [run|dev|pins]}
@@ -57,6 +58,12 @@ case $purpose in
     run | dev | pins) ;;
     *) fail "purpose: expected run, dev or pins, got '$purpose'." ;;
 esac
+pair=${TORCH:+$here/torch-$TORCH.lock}
+if [ -n "$pair" ] && [ ! -e "$pair" ]; then
+    others=("$here"/torch-*.lock)
+    others=("${others[@]##*/torch-}")
+    fail "TORCH: expected one of ${others[*]%.lock}, or nothing for the pinned one, got '$TORCH'."
+fi
 
 if [ -e "$venv/bin/python" ] && ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     echo "hotrec: $venv is broken (its Python or pip does not run); making it again" >&2
@@ -73,6 +80,20 @@ pip() {
         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$@"
 }
 
+# Install locks, with the versions of the pair where it has others. === keeps pip from a +cpu build of
+# torch, which it would prefer wherever it sees one, when the CUDA build is wanted.
+install() {
+    local pins
+    pins=$(awk -F== -v pair="$pair" -v device="$device" '
+        BEGIN { while (pair && (getline < pair) > 0) pins[$1] = $0 }
+        /^[^#]*==/ {
+            pin = $1 in pins ? pins[$1] : $0
+            if (device == "cuda" && $1 == "torch") sub("==", "===", pin)
+            print pin
+        }' "$@")
+    pip -r <(printf '%s\n' "$pins")
+}
+
 # The two fbgemm packages fill one folder, so the other device's must go first.
 case $device in
     cpu) other=fbgemm-gpu ;;
@@ -82,8 +103,9 @@ if "$venv/bin/python" -m pip show -q "$other" 2>/dev/null; then
     "$venv/bin/python" -m pip uninstall -y "$other" fbgemm-gpu-cpu fbgemm-gpu
 fi
 
-echo "hotrec: installing the $device set (requirements/$device.lock)" >&2
-pip -r "$here/$device.lock"
+echo "hotrec: installing the $device set (requirements/$device.lock${pair:+ with ${pair##*/}})" >&2
+mapfile -t included < <(sed -n 's/^-r //p' "$here/$device.lock")
+install "${included[@]/#/$here/}" "$here/$device.lock"
 needs_cuda_libs=$("$venv/bin/python" -c '
 import importlib.metadata
 needs = importlib.metadata.requires("torch") or []
@@ -91,10 +113,10 @@ print(any(need.startswith(("nvidia-", "cuda-")) for need in needs))')
 if [ "$device" = cpu ] && [ "$needs_cuda_libs" = True ]; then
     echo "hotrec: pip chose torch's CUDA build, which works here but needs its CUDA libraries (3 GB)." \
         "For the CPU build see TORCH_INDEX in requirements/README.md." >&2
-    pip -r "$here/cuda-libs.lock"
+    install "$here/cuda-libs.lock"
 fi
 if [ "$purpose" = dev ]; then
-    pip -r "$here/dev.lock"
+    install "$here/dev.lock"
 fi
 if [ "$purpose" != pins ]; then
     pip --editable "$here/.."

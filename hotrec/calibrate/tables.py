@@ -13,6 +13,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
+from hotrec.doctor.machine import read_memory
+from hotrec.memory import check_mappable
+
 # The memory tiers of hotrec.costs.KERNELS: "hit" and "miss" share a module, host behind a cache.
 TIERS = ("device", "host", "cached")
 
@@ -37,6 +40,7 @@ def fused_tables(
         cache_load_frac: of the tier "cached", the share of the rows that fit in its cache.
         fused_params: optimizer and its constants.
     """
+    check_host_tier(table_rows, dim, tier)
     if device.type == "cpu":
         assert tier == "device", tier
         location, compute = EmbeddingLocation.HOST, ComputeDevice.CPU
@@ -57,6 +61,18 @@ def fused_tables(
     for weight in module.split_embedding_weights():
         weight.uniform_(-0.01, 0.01)
     return module
+
+
+def check_host_tier(table_rows: Sequence[int], dim: int, tier: str) -> None:
+    """Refuse tables in a host tier that this host has no free memory for; see ``check_mappable``.
+
+    Raises:
+        ValueError: if their rows with two states of the optimizer, the most there are, do not fit.
+    """
+    if tier == "device":
+        return
+    rows_bytes = 4 * dim * sum(table_rows)
+    check_mappable(f"calibrate tables of tier {tier}", 3 * rows_bytes, read_memory()[1])
 
 
 def dense_tables(

@@ -34,6 +34,7 @@ from hotrec.cli.schema import (
     TorchrecPlacement,
 )
 from hotrec.cli.schema import HotExchange as Exchange
+from hotrec.distributed import same_verdict
 from hotrec.doctor.machine import read_memory
 from hotrec.embedding import (
     HotColdEmbeddingBagCollection,
@@ -47,7 +48,13 @@ from hotrec.embedding import (
 from hotrec.embedding import OptimizerKind as Rule
 from hotrec.embedding.codecs import compress_dense, wire_codecs
 from hotrec.embedding.fused import check_optimizer
-from hotrec.models import ClickTask, build_model
+from hotrec.models import (
+    ClickTask,
+    build_model,
+    check_compiler,
+    set_up_dense_layers,
+    use_precision,
+)
 from hotrec.models import ModelKind as Arch
 from hotrec.planner import ColdTier as Tier
 from hotrec.planner import (
@@ -55,10 +62,12 @@ from hotrec.planner import (
     MissCurve,
     TorchRecPlan,
     cold_tier_for,
+    free_device_bytes,
     make_plan,
     placement_constraints,
     torchrec_constraints,
 )
+from hotrec.planner.machine import DEVICE_RESERVED_FRAC
 from hotrec.routing import RoutedFeatures
 from hotrec.traffic import BatchFacts, count_distinct_rows
 from hotrec.train.pipeline import LookAhead, Pipeline, make_pipeline
@@ -127,9 +136,11 @@ def make_machine(
     planner: PlannerConfig, *, world_size: int, ranks_per_host: int, device: str, batch_size: int
 ) -> Machine:
     """The machine to plan for: as configured, else as found."""
-    device_gib = planner.hbm_gib
-    if device_gib is None and device == "cuda" and torch.cuda.is_available():
-        device_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    device_bytes = int(ASSUMED_DEVICE_GIB * GIB)
+    if planner.hbm_gib is not None:
+        device_bytes = int(planner.hbm_gib * GIB)
+    elif device == "cuda" and torch.cuda.is_available():
+        device_bytes = free_device_bytes()
     host_bytes = read_memory()[0]
     if planner.host_gib is not None:
         host_bytes = int(planner.host_gib * GIB)
@@ -137,7 +148,7 @@ def make_machine(
         world_size=world_size,
         local_world_size=ranks_per_host,
         device=device,
-        device_bytes=int((device_gib or ASSUMED_DEVICE_GIB) * GIB),
+        device_bytes=device_bytes,
         host_bytes=host_bytes,
         batch_size=batch_size,
     )
@@ -146,7 +157,7 @@ def make_machine(
 def replica_memory_bytes(machine: Machine) -> int:
     """Memory that a rank's hot rows must fit into."""
     if machine.device == "cuda":
-        return machine.device_bytes
+        return int((1 - DEVICE_RESERVED_FRAC) * machine.device_bytes)
     return machine.host_bytes // machine.local_world_size
 
 
@@ -208,8 +219,9 @@ def build_unsharded(
             tables,
             TorchRecPlan(placement.plan.name),
             batch_size=config.trainer.batch_size,
-            tier=_tier(placement.tier, compute_device, Tier.FUSED),
+            tier=_tier(placement.tier, compute_device, Tier.FUSED, "placement.tier"),
             cache_load_factor=placement.cache_load_frac,
+            is_prefetched=config.pipeline.kind is PipelineKind.prefetch,
         )
     else:
         assert placed is not None
@@ -229,16 +241,16 @@ def as_placement(placement: HotColdConfig, partition: Partition, device: str) ->
     assert isinstance(placement, TieredConfig), placement
     return Placement.alike(
         partition,
-        PLACED_TIERS[_tier(placement.cold_tier, device, Tier.UVM_CACHING)],
+        PLACED_TIERS[_tier(placement.cold_tier, device, Tier.UVM_CACHING, "placement.cold_tier")],
         placement.cache_load_frac,
         is_hot_dense=placement.hot_exchange is Exchange.dense,
     )
 
 
-def _tier(tier: ColdTier, device: str, on_cuda: Tier) -> Tier:
+def _tier(tier: ColdTier, device: str, on_cuda: Tier, key: str) -> Tier:
     if tier is ColdTier.auto:
         return on_cuda if device == "cuda" else Tier.FUSED
-    return cold_tier_for(device, Tier(tier.name))
+    return cold_tier_for(device, Tier(tier.name), key)
 
 
 def _build_model(
@@ -251,7 +263,7 @@ def _build_model(
             "cross_num_layers": model.cross_num_layers,
             "cross_low_rank_dim": model.cross_low_rank_dim,
         }
-    return build_model(
+    built = build_model(
         Arch(model.kind.name),
         embeddings,
         num_dense=num_dense,
@@ -261,6 +273,9 @@ def _build_model(
         device=device,
         **cross,
     )
+    trainer = config.trainer
+    set_up_dense_layers(built, device, trainer.precision, is_compiled=trainer.compile)
+    return built
 
 
 @dataclass(frozen=True)
@@ -272,6 +287,7 @@ class Sharded:
         inspect_batch: what a batch reads, for the traffic bound.
         pipeline_kind: of the pipeline that the model is sharded for.
         look_ahead: what that pipeline needs, if it is look_ahead.
+        grad_clip_norm: see ``make_pipeline``.
     """
 
     model: DistributedModelParallel
@@ -281,11 +297,17 @@ class Sharded:
     inspect_batch: Callable[[Batch], BatchFacts]
     pipeline_kind: str
     look_ahead: LookAhead | None
+    grad_clip_norm: float | None
 
     def make_pipeline(self, device: torch.device) -> Pipeline:
         """The model's pipeline; a collective."""
         return make_pipeline(
-            self.pipeline_kind, self.model, self.optimizer, device, self.look_ahead
+            self.pipeline_kind,
+            self.model,
+            self.optimizer,
+            device,
+            self.look_ahead,
+            self.grad_clip_norm,
         )
 
 
@@ -297,7 +319,15 @@ def build_sharded(
     device: torch.device,
     curves: Mapping[str, MissCurve] | None = None,
 ) -> Sharded:
-    """Build, plan and shard the model on every rank of the process group; collective."""
+    """Build, plan and shard the model on every rank of the process group; collective.
+
+    Raises:
+        ValueError: if the device has no such precision, or cannot train the placement.
+        RuntimeError: on every rank, if one has no compiler to compile the dense layers with.
+    """
+    same_verdict(lambda: use_precision(config.trainer.precision, device))
+    if config.trainer.compile:
+        same_verdict(lambda: check_compiler(device))
     unsharded = build_unsharded(
         config,
         schema,
@@ -328,7 +358,16 @@ def build_sharded(
         assert placed is not None
         hot_exchange = hot_exchange_of(placement, placed)
         look_ahead = make_look_ahead(config, model, device, hot_exchange, machine)
-    return Sharded(model, optimizer, plan, transform, _inspector(embeddings), kind.name, look_ahead)
+    return Sharded(
+        model,
+        optimizer,
+        plan,
+        transform,
+        _inspector(embeddings),
+        kind.name,
+        look_ahead,
+        config.trainer.grad_clip_norm,
+    )
 
 
 def _inspector(

@@ -20,6 +20,8 @@ from hotrec.cli.schema import (
     ScarsPlacement,
     TieredConfig,
 )
+from hotrec.placement.forms import BYTES_PER_FLOAT
+from hotrec.placement.memory import NUM_REPLICA_GRADIENTS
 from hotrec.placement.policies import (
     check_hot_bytes,
     choose_all_cold,
@@ -75,7 +77,10 @@ def choose_partition(placement: HotColdConfig, profile: Profile, terms: Terms) -
         ValueError: if it cannot be followed, or its hot rows exceed the device's memory.
     """
     partition = _follow_policy(placement, profile, terms)
-    check_hot_bytes(partition, terms.row_bytes, terms.memory_bytes)
+    # Beside the budget's bytes, which are the user's to choose, gradients must fit.
+    grads = NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT
+    trained = {table: size + grads * terms.dims[table] for table, size in terms.row_bytes.items()}
+    check_hot_bytes(partition, trained, terms.memory_bytes)
     return partition
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotrec.cli.schema import Config, PipelineKind, TieredConfig, TorchrecPlacement
+from hotrec.cli.schema import ColdTier, Config, PipelineKind, TieredConfig, TorchrecPlacement
 from hotrec.costs import World
 from hotrec.embedding import HotExchange, RowsAhead
 from hotrec.embedding.hot_choice import Seconds
@@ -46,7 +46,23 @@ def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
             "pipeline.kind: expected sparse_dist or base for placement=torchrec, whose tables are "
             "TorchRec's to exchange, got look_ahead. Set pipeline=sparse_dist."
         )
+    if kind is PipelineKind.prefetch:
+        _check_prefetch(config, machine)
     return kind
+
+
+def _check_prefetch(config: Config, machine: Machine) -> None:
+    placement = config.placement
+    found, is_cached = placement.kind.name, False
+    if isinstance(placement, TorchrecPlacement):
+        found = f"torchrec with tier {placement.tier.name}"
+        is_cached = placement.tier is ColdTier.fused_uvm_caching
+    if not is_cached or machine.device != "cuda":
+        wanted = "placement=torchrec with placement.tier=fused_uvm_caching on cuda"
+        raise ValueError(
+            f"pipeline.kind: expected {wanted} for prefetch, which fills FBGEMM's device caches, "
+            f"got placement={found} on {machine.device}. Set these, or pipeline=sparse_dist."
+        )
 
 
 def hot_exchange_of(placement: Any, placed: Placement) -> HotExchange:

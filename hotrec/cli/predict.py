@@ -14,7 +14,8 @@ import torch
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.cli.assemble import build_unsharded
-from hotrec.cli.schema import Config, TorchrecPlacement, TorchrecPlan
+from hotrec.cli.schema import ColdTier, Config, TorchrecPlacement, TorchrecPlan
+from hotrec.cli.schema import PipelineKind as Pipeline
 from hotrec.cli.situation import Situation
 from hotrec.costs import World
 from hotrec.placement.caches import miss_ratio_curve
@@ -22,9 +23,10 @@ from hotrec.placement.demand import TableDemand, expected_distinct
 from hotrec.placement.forms import TIERS
 from hotrec.placement.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.placement.memory import memory_by_rank
-from hotrec.placement.pipelines import SPARSE_DIST, PipelineSpec
+from hotrec.placement.pipelines import SPARSE_DIST, PipelineKind, PipelineSpec
 from hotrec.placement.quantities import (
     TableSharding,
+    hot_cold_caches,
     hot_cold_quantities,
     predict_torchrec,
     torchrec_quantities,
@@ -43,8 +45,6 @@ POOLED_LOADS = (
     *(f"pooled_bytes_{tier}" for tier in TIERS),
     "pooled_sent_bytes",
 )
-# TorchRec's plans that a placement is compared with; the first is what is trained where none pays.
-RIVALS = (TorchrecPlan.planner, TorchrecPlan.hand_tuned)
 TIER_OF_KERNEL = {
     "dense": Tier.DEVICE,
     "fused": Tier.DEVICE,
@@ -96,9 +96,53 @@ class Decision:
     predicted: Mapping[str, Predicted]
 
 
-def rival_name(plan: TorchrecPlan) -> str:
-    """How a TorchRec plan is named in a prediction."""
-    return f"torchrec {plan.name}"
+@dataclass(frozen=True)
+class Rival:
+    """A way of TorchRec's own to train the tables unsplit.
+
+    Args:
+        plan: how they are sharded.
+        tier: of their rows.
+        is_prefetched: TorchRec's prefetch pipeline fills the device caches.
+    """
+
+    plan: TorchrecPlan
+    tier: ColdTier = ColdTier.auto
+    is_prefetched: bool = False
+
+    @staticmethod
+    def of(config: Config) -> Rival:
+        """What a configuration with placement=torchrec trains."""
+        placement = config.placement
+        assert isinstance(placement, TorchrecPlacement), placement
+        is_prefetched = config.pipeline.kind is Pipeline.prefetch
+        return Rival(placement.plan, placement.tier, is_prefetched)
+
+    @property
+    def name(self) -> str:
+        """In a prediction."""
+        tier = "" if self.tier is ColdTier.auto else f" {self.tier.name}"
+        return f"torchrec {self.plan.name}{tier}{' prefetch' if self.is_prefetched else ''}"
+
+    def configure(self, config: Config) -> Config:
+        """The configuration that trains it instead."""
+        placement = TorchrecPlacement(plan=self.plan, tier=self.tier)
+        pipeline = config.pipeline
+        if self.is_prefetched:
+            pipeline = dataclasses.replace(pipeline, kind=Pipeline.prefetch)
+        elif pipeline.kind is Pipeline.look_ahead:
+            # Asked for hot and cold rows; unsplit tables cannot have it.
+            pipeline = dataclasses.replace(pipeline, kind=Pipeline.sparse_dist)
+        return dataclasses.replace(config, placement=placement, pipeline=pipeline)
+
+
+# What a placement is compared with; the first is what is trained where none pays.
+RIVALS = (Rival(TorchrecPlan.planner), Rival(TorchrecPlan.hand_tuned))
+# On CUDA also TorchRec's host tiers: what people run whose tables do not fit the devices.
+HOST_RIVALS = (
+    Rival(TorchrecPlan.planner, ColdTier.fused_uvm),
+    Rival(TorchrecPlan.planner, ColdTier.fused_uvm_caching, is_prefetched=True),
+)
 
 
 def read_shardings(plan: ShardingPlan) -> dict[str, TableSharding]:
@@ -122,13 +166,27 @@ def read_shardings(plan: ShardingPlan) -> dict[str, TableSharding]:
 
 
 def predict_plan(
-    situation: Situation, plan: ShardingPlan, cache_load_frac: float | None = None
+    situation: Situation,
+    plan: ShardingPlan,
+    cache_load_frac: float | None = None,
+    *,
+    is_prefetched: bool = False,
 ) -> Predicted:
-    """Predict a TorchRec plan on unsplit tables."""
+    """Predict a TorchRec plan on unsplit tables.
+
+    Args:
+        cache_load_frac: cached share of the rows of tables behind a device cache.
+        is_prefetched: TorchRec's prefetch pipeline fills these caches.
+    """
+    pipeline = situation.pipeline.of_torchrec
+    if is_prefetched:
+        pipeline = dataclasses.replace(pipeline, kind=PipelineKind.PREFETCH)
+    situation = dataclasses.replace(situation, pipeline=pipeline)
     shardings = {
         name: dataclasses.replace(
             sharding,
             cache_load_frac=cache_load_frac if sharding.tier is Tier.HOST_CACHED else None,
+            is_prefetched=is_prefetched and sharding.tier is Tier.HOST_CACHED,
         )
         for name, sharding in read_shardings(plan).items()
     }
@@ -147,7 +205,7 @@ def predict_plan(
             is_routed_on_device=not situation.workload.is_routed_by_loader,
         ),
         shardings=shardings,
-        pipeline=situation.pipeline.of_torchrec,
+        pipeline=pipeline,
     )
 
 
@@ -166,7 +224,12 @@ def predict_placement(
     """Predict a placement with hot and cold rows."""
     world, demands = situation.world, list(situation.demands)
     quantities = hot_cold_quantities(
-        demands, num_hot, tables, world, batch_size=situation.workload.batch_size
+        demands,
+        num_hot,
+        tables,
+        world,
+        batch_size=situation.workload.batch_size,
+        caches=hot_cold_caches(demands, num_hot, tables, world),
     )
     factor = _pooled_imbalance(demands, tables, world)
     quantities = {n: v * factor if n in POOLED_LOADS else v for n, v in quantities.items()}
@@ -189,12 +252,19 @@ def predict_placement(
 
 
 def predict_rivals(config: Config, schema: Schema, situation: Situation) -> dict[str, Predicted]:
-    """Predict TorchRec's own plans for these tables; those that do not fit are left out."""
+    """Predict TorchRec's own ways for these tables; those that do not fit are left out.
+
+    So are those whose memory the costs know nothing of.
+    """
     predicted = {}
-    for plan in RIVALS:
-        placement = TorchrecPlacement(plan=plan)
+    rivals: tuple[Rival, ...] = RIVALS
+    if situation.machine.device == "cuda" and "pooled_host" in situation.costs.kernels:
+        rivals += HOST_RIVALS
+    for rival in rivals:
+        rivals_config = rival.configure(config)
+        assert isinstance(rivals_config.placement, TorchrecPlacement)
         unsharded = build_unsharded(
-            dataclasses.replace(config, placement=placement),
+            rivals_config,
             schema,
             None,
             world_size=situation.world.num_ranks,
@@ -204,9 +274,14 @@ def predict_rivals(config: Config, schema: Schema, situation: Situation) -> dict
         try:
             sharding_plan = unsharded.plan(situation.machine)
         except ValueError as error:
-            logger.info("%s does not fit: %s", rival_name(plan), error)
+            logger.info("%s does not fit: %s", rival.name, error)
             continue
-        predicted[rival_name(plan)] = predict_plan(situation, sharding_plan)
+        predicted[rival.name] = predict_plan(
+            situation,
+            sharding_plan,
+            rivals_config.placement.cache_load_frac,
+            is_prefetched=rival.is_prefetched,
+        )
     return predicted
 
 
@@ -240,7 +315,7 @@ def miss_curves(situation: Situation, placement: Placement | None) -> dict[str, 
             continue
         num_hot = placement.partition.num_hot(demand.name)
         sizes = np.unique(np.geomspace(1, demand.num_rows, NUM_CURVE_SIZES).astype(np.int64))
-        misses = miss_ratio_curve(demand, sizes, "lfu", num_hot)
+        misses = miss_ratio_curve(demand, sizes, "lru", num_hot)
         hot, cold, _ = expected_distinct(demand, num_hot)
         curves[demand.name] = MissCurve(
             sizes.astype(np.float64), misses, cold * situation.world.num_ranks

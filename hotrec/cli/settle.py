@@ -18,14 +18,16 @@ from hotrec.artifact import Artifact, ArtifactError, check_made_from
 from hotrec.cli.assemble import as_placement, build_unsharded, replica_memory_bytes, row_bytes
 from hotrec.cli.choose import Terms, choose_partition, policy_parameters
 from hotrec.cli.predict import (
+    HOST_RIVALS,
     HOT_COLD,
+    RIVALS,
     Decision,
+    Rival,
     make_placement,
     miss_curves,
     predict_placement,
     predict_plan,
     predict_rivals,
-    rival_name,
 )
 from hotrec.cli.prediction import prediction_document, read_prediction
 from hotrec.cli.record import PARTITION, PREDICTION
@@ -33,10 +35,8 @@ from hotrec.cli.schema import (
     Config,
     CostPlacement,
     HotColdConfig,
-    PipelineKind,
     SavedPlacement,
     TorchrecPlacement,
-    TorchrecPlan,
 )
 from hotrec.cli.situation import Situation, choose_costs, describe_situation, planned_pipeline
 from hotrec.costs import Costs, CostsError, World
@@ -169,12 +169,8 @@ def _declined(config: Config, chosen: str) -> Config:
     """The configuration of the plan that was chosen, where that is one of TorchRec's."""
     if chosen == HOT_COLD:
         return config
-    plan = next(plan for plan in TorchrecPlan if rival_name(plan) == chosen)
-    pipeline = config.pipeline
-    if pipeline.kind is PipelineKind.look_ahead:
-        # Asked for hot and cold rows; unsplit tables cannot have it, and were predicted without.
-        pipeline = replace(pipeline, kind=PipelineKind.sparse_dist)
-    return replace(config, placement=TorchrecPlacement(plan=plan), pipeline=pipeline)
+    rival = next(rival for rival in (*RIVALS, *HOST_RIVALS) if rival.name == chosen)
+    return rival.configure(config)
 
 
 def _settle_by_cost(
@@ -230,7 +226,8 @@ def _predict_given(
             )
         else:
             assert isinstance(config.placement, TorchrecPlacement)
-            name = rival_name(config.placement.plan)
+            rival = Rival.of(config)
+            name = rival.name
             plan = build_unsharded(
                 config,
                 dataset.schema,
@@ -239,7 +236,12 @@ def _predict_given(
                 compute_device=machine.device,
                 dense_device=torch.device("meta"),
             ).plan(machine)
-            predicted[name] = predict_plan(situation, plan, config.placement.cache_load_frac)
+            predicted[name] = predict_plan(
+                situation,
+                plan,
+                config.placement.cache_load_frac,
+                is_prefetched=rival.is_prefetched,
+            )
         if is_plan:
             predicted = predict_rivals(config, dataset.schema, situation) | predicted
     except CostsError as error:

@@ -22,10 +22,9 @@ from hotrec.placement.look_ahead import LookAheadModel
 from hotrec.placement.pipelines import SPARSE_DIST, PipelineKind, PipelineSpec
 from hotrec.placement.step import StepModel, Workload, make_model, make_torchrec_model
 from hotrec.planner import Machine
+from hotrec.planner.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC
 from hotrec.types import Schema
 
-# Of a memory, kept for what the model does not count, as TorchRec's planner is told to.
-RESERVED_FRAC = 0.05
 # For planning without measured costs: what a device most probably stands in.
 NEAREST_BUILTIN = {"cpu": "cpu_1gbit", "cuda": "dgx_h100_infiniband"}
 
@@ -74,9 +73,10 @@ class Situation:
     @property
     def memory_bytes(self) -> tuple[float, float]:
         """Device and host memory that a rank may fill; on CPU there is but the host's."""
-        keep = 1 - RESERVED_FRAC
-        host = keep * self.machine.host_bytes / self.machine.local_world_size
-        return (keep * self.machine.device_bytes if self.machine.device == "cuda" else 0.0), host
+        machine = self.machine
+        device = (1 - DEVICE_RESERVED_FRAC) * machine.device_bytes
+        host = (1 - HOST_RESERVED_FRAC) * machine.host_bytes / machine.local_world_size
+        return (device if machine.device == "cuda" else 0.0), host
 
 
 def planned_pipeline(config: Config, machine: Machine) -> PipelineSpec:

@@ -42,6 +42,7 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.distributed import Ranks, broadcast_object, same_verdict
 from hotrec.embedding import check_replicas
+from hotrec.embedding.memory_by_tier import memory_by_tier
 from hotrec.planner import Machine
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import train
@@ -95,9 +96,11 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             num_steps=steps,
             cadence=_cadence(trainer),
             check_replicas=lambda: check_replicas(sharded.model),
+            count_tables=lambda: memory_by_tier(sharded.model, sharded.optimizer),
             lr_factor=_schedule(config.optimizer.schedule),
             pipeline_kind=sharded.pipeline_kind,
             look_ahead=sharded.look_ahead,
+            grad_clip_norm=sharded.grad_clip_norm,
             eval_batches=_eval_batches(config, dataset, sharded, ranks),
             checkpoints=Checkpoints(
                 directory=run_dir / CHECKPOINTS,
@@ -247,7 +250,9 @@ def _trace_window(config: Config, run_dir: Path) -> TraceWindow | None:
     profiler = config.profiler
     if not isinstance(profiler, TraceProfiler):
         return None
-    return TraceWindow(profiler.first_step, profiler.num_steps, run_dir / TRACES)
+    return TraceWindow(
+        profiler.first_step, profiler.num_steps, run_dir / TRACES, profiler.warn_of_syncs
+    )
 
 
 def _schedule(schedule: ScheduleConfig) -> Schedule:
@@ -304,6 +309,9 @@ def _description(
         "assign": config.order.assign.name,
         "all_hot_samples_frac": None if all_hot is None else all_hot.frac,
         "batch_size": config.trainer.batch_size,
+        "precision": config.trainer.precision.name,
+        "compile": config.trainer.compile,
+        "grad_clip_norm": config.trainer.grad_clip_norm,
         "hot_rows": hot_rows,
         "total_rows": total_rows,
         "hot_rows_frac": hot_rows / total_rows,

@@ -17,15 +17,19 @@ from hotrec.cli.schema import (
     BenchCase,
     BenchConfig,
     BenchRootConfig,
+    ColdTier,
     Config,
     CostPlacement,
+    Device,
     ModelConfig,
     OrderAssign,
     PolicyConfig,
+    TrainerConfig,
 )
 from hotrec.cli.schema.bench import HOT_COLD_CASES, BenchPipeline, BenchVariant
 from hotrec.data.check import check_data_spec
 from hotrec.data.spec import DataSpec
+from hotrec.types import Precision
 
 # FBGEMM asserts it for every table with a fused optimizer (construct_split_state).
 DIM_MULTIPLE = 4
@@ -46,6 +50,7 @@ def validate(config: Any) -> None:
         check_data_spec(config.data, key="data")
         _check_kinds(config)
         _check_model(config.model)
+        _check_trainer(config.trainer)
         _check_names(config)
 
 
@@ -114,6 +119,19 @@ def _check_model(model: ModelConfig) -> None:
         )
 
 
+def _check_trainer(trainer: TrainerConfig) -> None:
+    if trainer.compile and trainer.warmup_steps < 1:
+        raise ValueError(
+            f"trainer.warmup_steps: expected at least 1 with trainer.compile, whose first step "
+            f"compiles, got {trainer.warmup_steps}. Set trainer.warmup_steps=10."
+        )
+    if trainer.precision is Precision.tf32 and trainer.device is Device.cpu:
+        raise ValueError(
+            "trainer.precision: expected fp32 or bf16 with trainer.device=cpu, got tf32, which "
+            "only GPUs have. Set trainer.precision=fp32."
+        )
+
+
 def _check_bench(bench: BenchConfig) -> None:
     placements = [case.name for case in BenchCase]
     known = [*placements, *bench.variants]
@@ -124,7 +142,7 @@ def _check_bench(bench: BenchConfig) -> None:
     for case in bench.cases:
         if case not in known:
             raise ValueError(f"bench.cases: expected some of {known}, got {case!r}.")
-    if bench.pipeline in (BenchPipeline.look_ahead, BenchPipeline.semi_sync):
+    if bench.pipeline not in (BenchPipeline.sparse_dist, BenchPipeline.base):
         raise ValueError(
             f"bench.pipeline: expected sparse_dist or base, which every placement has, got "
             f"{bench.pipeline.name}. Give single cases another pipeline by bench.variants."
@@ -162,6 +180,19 @@ def _check_variant(key: str, name: str, variant: BenchVariant, bench: BenchConfi
         raise ValueError(
             f"{key}.pipeline: expected another than semi_sync with hot and cold rows, got "
             f"semi_sync. It is for TorchRec's plans."
+        )
+    is_cached = variant.tier is ColdTier.fused_uvm_caching
+    if is_cached and pipeline is BenchPipeline.semi_sync:
+        raise ValueError(
+            f"{key}.tier: expected fused or fused_uvm with the pipeline semi_sync, whose next "
+            "lookup may evict a row before its update, got fused_uvm_caching. Set "
+            f"{key}.pipeline=prefetch."
+        )
+    if pipeline is BenchPipeline.prefetch and (is_hot_cold or not is_cached):
+        raise ValueError(
+            f"{key}.pipeline: expected prefetch only with TorchRec's plans in the tier "
+            f"fused_uvm_caching, got prefetch with the placement {variant.placement.name} and the "
+            f"tier {variant.tier.name}. Set {key}.pipeline=sparse_dist."
         )
     is_plain = variant.depth == 1 and not variant.micro_batches
     if not is_plain and pipeline is not BenchPipeline.look_ahead:

@@ -13,6 +13,7 @@ from hotrec.cli.logs import log_trace
 from hotrec.cli.record import CHECKPOINTS
 from hotrec.cli.schema import TrainerConfig
 from hotrec.distributed import Ranks, process_group
+from hotrec.postmortem import keep_flight_recorder, memory_snapshot
 from hotrec.train.checkpoint import find_latest
 from hotrec.watchdog import EXIT_CODE, LostRank, watching
 
@@ -21,13 +22,25 @@ from hotrec.watchdog import EXIT_CODE, LostRank, watching
 def watched_ranks(trainer: TrainerConfig, device: str, run_dir: Path) -> Iterator[Ranks]:
     """Join the process group of a training run and watch its ranks until the block ends.
 
+    What helps to find out why it ended is left in the run's directory: see ``hotrec.postmortem``.
+
     Raises:
         CommandFailed: with the watchdog's exit code, if a rank was lost; that has been printed.
     """
+    flight_recorder = keep_flight_recorder(run_dir, device)
     with process_group(device=device, timeout_s=trainer.timeout_s) as ranks:
         try:
-            limit_s = trainer.watchdog_s
-            with watching(ranks, limit_s=limit_s, advice=lambda: restart_advice(run_dir)):
+            with (
+                watching(
+                    ranks,
+                    limit_s=trainer.watchdog_s,
+                    advice=lambda: (
+                        f"{restart_advice(run_dir)} The last collectives are in {flight_recorder}."
+                    ),
+                    flight_recorder=flight_recorder,
+                ),
+                memory_snapshot(run_dir, ranks),
+            ):
                 yield ranks
         except LostRank as lost:
             # Before the process group ends: it may wait for the rank that is gone.

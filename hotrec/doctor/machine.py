@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotrec.doctor.check import GIB, Check, size_text
-from hotrec.doctor.packages import PINNED_MINOR, RELEASES, Packages, needed_fbgemm
+from hotrec.doctor.packages import CPU_FBGEMM, Packages, needed_fbgemm, pair_of, swap_fbgemm
 
 # Below these a run may still work; loader workers and many ranks are what uses them up.
 ENOUGH_SHM_BYTES = GIB
 ENOUGH_OPEN_FILES = 4096
 ENOUGH_MEMORY_BYTES = 4 * GIB
+# The one library of the driver that must be there to import fbgemm's CUDA build; torch's CUDA build
+# and torchrec need none before a device is used.
+DRIVER_LIBRARY = "libnvidia-ml.so.1"
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,12 @@ def _ask_torch() -> tuple[str, bool, bool, tuple[Gpu, ...]]:
         import torch.distributed as dist
         import torchrec  # noqa: F401  (loads fbgemm's libraries)
     except (ImportError, OSError, RuntimeError) as error:
-        # What a wrong pair ends in: an undefined symbol or a library that is not there.
-        return f"{type(error).__name__}: {error}".splitlines()[0], False, False, ()
+        # What a wrong pair ends in: an undefined symbol or a library that is not there. torch says
+        # only which of fbgemm's libraries it was, and names the cause behind.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        return f"{type(cause).__name__}: {cause}".splitlines()[0], False, False, ()
     gpus = []
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -148,17 +155,21 @@ def check_machine(machine: Machine, packages: Packages) -> list[Check]:
         _check_host_name(machine),
     ]
     if not machine.import_error:
-        checks += [_check_gloo(machine), *_check_gpus(machine, packages)]
+        checks += [_check_gloo(machine, packages), *_check_gpus(machine, packages)]
     return checks
 
 
 def _check_import(machine: Machine, packages: Packages) -> Check:
     if not machine.import_error:
         return Check("import torchrec", "ok", "loads")
+    if DRIVER_LIBRARY in machine.import_error:
+        expected = f"NVIDIA's driver, which fbgemm's CUDA build loads ({DRIVER_LIBRARY})"
+        mend = "nvidia-smi (and install the driver, or let the container see it)"
+        if not machine.has_gpu_device:
+            mend = swap_fbgemm(CPU_FBGEMM, packages)
+        return Check("import torchrec", "fail", machine.import_error, expected, mend)
     fbgemm = needed_fbgemm(packages, has_gpu=machine.has_gpu_device)
-    torchrec, build = RELEASES[PINNED_MINOR]
-    pins = f"torch==2.{PINNED_MINOR}.0 torchrec=={torchrec} {fbgemm}=={build}"
-    mend = f"pip install --force-reinstall --no-deps {pins}"
+    mend = pair_of(packages).pip_line(fbgemm, force=True)
     return Check("import torchrec", "fail", machine.import_error, "it to load", mend)
 
 
@@ -209,15 +220,15 @@ def _check_host_name(machine: Machine) -> Check:
     return Check("host name", "warn", f"{name} without one", expected, mend)
 
 
-def _check_gloo(machine: Machine) -> Check:
+def _check_gloo(machine: Machine, packages: Packages) -> Check:
     if machine.has_gloo:
         return Check("gloo", "ok", "available")
-    mend = f"pip install --force-reinstall torch==2.{PINNED_MINOR}.0"
+    mend = f"pip install --force-reinstall torch=={pair_of(packages).torch}"
     return Check("gloo", "fail", "not in this build", "a torch with gloo", mend)
 
 
 def _check_gpus(machine: Machine, packages: Packages) -> list[Check]:
-    mend = f"pip install --force-reinstall torch==2.{PINNED_MINOR}.0"
+    mend = f"pip install --force-reinstall torch=={pair_of(packages).torch}"
     if not machine.gpus:
         if not machine.has_gpu_device:
             return [Check("gpu", "ok", "none; training runs on the CPU")]

@@ -15,13 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotrec.doctor.check import Check
+from hotrec.doctor.pairs import (
+    MINOR_OFFSET,
+    NEWEST_MINOR,
+    OLDEST_MINOR,
+    PAIRS,
+    PINNED,
+    PINNED_MINOR,
+    TESTED,
+    Pair,
+)
 
 PYTHON_RANGE = ((3, 11), (3, 13))
-# fbgemm 1.X and torchrec 1.X are built for torch 2.(X+5): torchrec and fbgemm by torch's minor
-# version. The first is the oldest that hotrec runs on, the last is the pinned set.
-RELEASES = {11: ("1.6.1", "1.6.0"), 12: ("1.7.0", "1.7.0"), 13: ("1.8.0", "1.8.0")}
-MINOR_OFFSET = 5
-PINNED_MINOR = max(RELEASES)
 
 CPU_FBGEMM = "fbgemm-gpu-cpu"
 CUDA_FBGEMM = "fbgemm-gpu"
@@ -83,17 +88,21 @@ def _read_torchmetrics_pin() -> str | None:
 def check_packages(packages: Packages, *, has_gpu: bool) -> list[Check]:
     """Judge the installed packages."""
     fbgemm = needed_fbgemm(packages, has_gpu=has_gpu)
-    checks = [_check_python(packages.python), _check_torch(packages)]
-    minor = _minor(packages.versions.get("torch", ""), major=2)
-    if minor is not None and minor > PINNED_MINOR:
-        torchrec = build = f"1.{minor - MINOR_OFFSET}.0"
-    else:
-        # Without a usable torch its companions are judged against the pinned set.
-        torchrec, build = RELEASES.get(minor or PINNED_MINOR, RELEASES[PINNED_MINOR])
-    checks.append(_check_companion("torchrec", torchrec, packages))
-    checks.append(_check_fbgemm(fbgemm, build, packages))
-    checks.append(_check_torchmetrics(packages))
-    return checks
+    return [
+        _check_python(packages.python),
+        _check_torch(packages, fbgemm),
+        _check_companion("torchrec", packages, _mend("torchrec", packages, fbgemm)),
+        _check_fbgemm(fbgemm, packages),
+        _check_torchmetrics(packages),
+    ]
+
+
+def pair_of(packages: Packages) -> Pair:
+    """What exists for the installed torch: its pair, the newest for a torch that is newer still.
+
+    Where torch is missing or too old, the pinned pair.
+    """
+    return PAIRS.get(min(_torch_minor(packages), NEWEST_MINOR), PINNED)
 
 
 def needed_fbgemm(packages: Packages, *, has_gpu: bool) -> str:
@@ -107,9 +116,31 @@ def needed_fbgemm(packages: Packages, *, has_gpu: bool) -> str:
     return CPU_FBGEMM
 
 
+def swap_fbgemm(needed: str, packages: Packages) -> str:
+    """The line that leaves this fbgemm package alone in its folder."""
+    # Removing one of two packages that share a folder takes the other's files with it.
+    return f"pip uninstall -y {CUDA_FBGEMM} {CPU_FBGEMM} && {_mend(needed, packages, needed)}"
+
+
 def _minor(version: str, *, major: int) -> int | None:
     matched = re.match(rf"{major}\.(\d+)", version)
     return int(matched.group(1)) if matched else None
+
+
+def _torch_minor(packages: Packages) -> int:
+    """The minor version of the installed torch 2; 0 if there is none."""
+    return _minor(packages.versions.get("torch", ""), major=2) or 0
+
+
+def _mend(name: str, packages: Packages, fbgemm: str) -> str:
+    """The line that installs this package for the installed torch.
+
+    No release is known for a torch that is newer than all pairs, so there torch changes too.
+    """
+    pair = pair_of(packages)
+    if _torch_minor(packages) > NEWEST_MINOR:
+        return pair.pip_line(fbgemm)
+    return f"pip install --no-deps {name}=={pair.torchrec if name == 'torchrec' else pair.fbgemm}"
 
 
 def _check_python(python: tuple[int, int]) -> Check:
@@ -120,26 +151,32 @@ def _check_python(python: tuple[int, int]) -> Check:
     return Check("python", "fail", found, "3.11 to 3.13", "python3.12 -m venv .venv")
 
 
-def _check_torch(packages: Packages) -> Check:
-    version = packages.versions.get("torch")
-    pinned = f"pip install torch==2.{PINNED_MINOR}.0"
-    supported = f"2.{min(RELEASES)} to 2.{PINNED_MINOR}"
+def _check_torch(packages: Packages, fbgemm: str) -> Check:
+    version, minor = packages.versions.get("torch"), _torch_minor(packages)
+    mend, supported = PINNED.pip_line(fbgemm), f"2.{OLDEST_MINOR} to 2.{NEWEST_MINOR}"
     if version is None:
-        return Check("torch", "fail", "nothing", supported, pinned)
+        return Check("torch", "fail", "nothing", supported, mend)
     build = f"CUDA {packages.torch_cuda}" if packages.torch_cuda else "CPU"
     found = f"{version} ({build} build)"
-    minor = _minor(version, major=2)
-    if minor is None or minor < min(RELEASES):
-        return Check("torch", "fail", found, supported, pinned)
-    if minor > PINNED_MINOR:
-        return Check("torch", "warn", found, f"{supported}, which hotrec is tested with", pinned)
+    if minor < OLDEST_MINOR:
+        return Check("torch", "fail", found, supported, mend)
+    if minor > NEWEST_MINOR:
+        untested = f"{supported} (hotrec has not been tested with 2.{minor})"
+        return Check("torch", "warn", found, untested, pair_of(packages).pip_line(fbgemm))
+    if not PAIRS[minor].is_tested:
+        return Check("torch", "warn", found, f"{TESTED}, which hotrec is tested with", mend)
     return Check("torch", "ok", found)
 
 
-def _check_companion(name: str, release: str, packages: Packages) -> Check:
-    minor = int(release.split(".")[1])
-    expected = f"1.{minor}.x, which goes with torch 2.{minor + MINOR_OFFSET}"
-    mend = f"pip install --no-deps {name}=={release}"
+def _check_companion(name: str, packages: Packages, mend: str) -> Check:
+    torch_minor = _torch_minor(packages)
+    if torch_minor < OLDEST_MINOR:
+        # Without a usable torch its companions are judged against the pinned set.
+        torch_minor = PINNED_MINOR
+    minor = torch_minor - MINOR_OFFSET
+    expected = f"1.{minor}.x, which goes with torch 2.{torch_minor}"
+    if torch_minor > NEWEST_MINOR:
+        expected += ", if there is one"
     version = packages.versions.get(name)
     if version is None:
         return Check(name, "fail", "nothing", expected, mend)
@@ -148,13 +185,10 @@ def _check_companion(name: str, release: str, packages: Packages) -> Check:
     return Check(name, "ok", version)
 
 
-def _check_fbgemm(needed: str, release: str, packages: Packages) -> Check:
+def _check_fbgemm(needed: str, packages: Packages) -> Check:
     versions = packages.versions
     other = CUDA_FBGEMM if needed == CPU_FBGEMM else CPU_FBGEMM
-    # Removing one of two packages that share a folder takes the other's files with it.
-    mend = (
-        f"pip uninstall -y {CUDA_FBGEMM} {CPU_FBGEMM} && pip install --no-deps {needed}=={release}"
-    )
+    mend = swap_fbgemm(needed, packages)
     if needed in versions and other in versions:
         found = f"{needed} {versions[needed]} and {other} {versions[other]} in one folder"
         return Check("fbgemm", "fail", found, f"{needed} alone", mend)
@@ -163,7 +197,7 @@ def _check_fbgemm(needed: str, release: str, packages: Packages) -> Check:
         where = " on a machine with a GPU" if packages.torch_cuda else ""
         expected = f"{needed} for {build} build of torch{where}"
         return Check("fbgemm", "fail", f"{other} {versions[other]}", expected, mend)
-    return _check_companion(needed, release, packages)
+    return _check_companion(needed, packages, _mend(needed, packages, needed))
 
 
 def _check_torchmetrics(packages: Packages) -> Check:

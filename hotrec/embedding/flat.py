@@ -21,6 +21,8 @@ def flat_rows(features: KeyedJaggedTensor, begins_T: torch.Tensor) -> torch.Tens
         int64 (K,), rows of the concatenated tables.
     """
     rows_K = features.values().long()
+    if not features.keys():  # on a rank without tables
+        return rows_K
     lengths_T = features.lengths().view(len(features.keys()), -1).sum(1)
     return rows_K + torch.repeat_interleave(begins_T, lengths_T, output_size=rows_K.numel())
 
@@ -57,6 +59,8 @@ def cut_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     Returns:
         Jagged (T, S'), the same values in the same order.
     """
+    if not features.keys():  # on a rank without tables
+        return features
     lengths_T = features.lengths().view(len(features.keys()), -1).sum(1)
     lengths = cut_lengths(lengths_T, features.values().numel())
     return KeyedJaggedTensor(

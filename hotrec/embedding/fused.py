@@ -19,10 +19,15 @@ _FBGEMM_OPTIMIZER = {
 
 
 def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
-    """FBGEMM's arguments for the same rule; a new dict each time, since TorchRec writes into it."""
+    """FBGEMM's arguments for the same rule; a new dict each time, since TorchRec writes into it.
+
+    Host tiers lie in pinned host memory that the device maps: managed memory, FBGEMM's default, can
+    hang a device once it exceeds what is free. Of no effect where nothing is in a host tier.
+    """
     params: dict[str, Any] = {
         "optimizer": _FBGEMM_OPTIMIZER[spec.kind],
         "learning_rate": spec.learning_rate,
+        "uvm_host_mapped": True,
     }
     if spec.kind is not OptimizerKind.SGD:
         params["eps"] = spec.eps

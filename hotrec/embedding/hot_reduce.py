@@ -18,6 +18,7 @@ import torch
 
 from hotrec.embedding.hot_choice import HotChooser, HotExchange, Seconds
 from hotrec.embedding.hot_ways import Counts, Dense, Owners, TouchedRows, Way
+from hotrec.host_ints import HostInts, ints_on
 from hotrec.wire import Wire, WireType
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -77,10 +78,11 @@ class HotReducer:
     def exchange_counts(self, num_touched_G: Sequence[int]) -> Counts:
         """Tell all ranks how many rows this rank's batch touches, by dimension; U of each rank."""
         self._check_num(len(num_touched_G), "counts")
-        nums = torch.tensor(list(num_touched_G), dtype=torch.int64, device=self._device)
-        sizes = [nums.numel()] * self._wire.world_size
-        found: Counts = self._wire.all_gather_joined(nums, sizes).view(len(sizes), -1).tolist()
-        return found
+        num_groups = len(num_touched_G)
+        sizes = [num_groups] * self._wire.world_size
+        mine = ints_on(torch.device(self._device), num_touched_G)
+        nums = HostInts(self._wire.all_gather_joined(mine, sizes)).wait()
+        return [nums[at : at + num_groups] for at in range(0, len(nums), num_groups)]
 
     @torch.no_grad()
     def plan(self, slots: Sequence[torch.Tensor], counts: Counts | None = None) -> HotPlan:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import embedding_bag
 
+from hotrec.host_ints import HostInts, ints_on
 from hotrec.sorting import sort_keys
 from hotrec.wire import Wire
 
@@ -120,15 +121,18 @@ class Owners:
         self._wire = wire
         self._dims = [dim for _, dim in shapes]
         world_size = wire.world_size
-        num_to_WG = torch.stack(
-            [torch.bincount(slots_U % world_size, minlength=world_size) for slots_U in slots], dim=1
-        )
-        sizes = [len(shapes)] * world_size
-        received = wire.all_to_all(num_to_WG.view(-1), sizes, sizes)
-        self._num_to_WG: Counts = num_to_WG.tolist()
-        self._num_from_WG: Counts = received.view(world_size, -1).tolist()
         # By owner; slots stay ascending within each.
-        self._orders = [sort_keys(slots_U % world_size, world_size)[1] for slots_U in slots]
+        by_owner = [sort_keys(slots_U % world_size, world_size) for slots_U in slots]
+        self._orders = [order_U for _, order_U in by_owner]
+        owners_W = torch.arange(world_size, device=slots[0].device)
+        ends_GW = torch.stack([torch.searchsorted(s, owners_W, right=True) for s, _ in by_owner])
+        num_to_WG = ends_GW.diff(prepend=ends_GW.new_zeros(len(shapes), 1)).t().reshape(-1)
+        sizes = [len(shapes)] * world_size
+        received = wire.all_to_all(num_to_WG, sizes, sizes)
+        nums = HostInts(torch.cat([num_to_WG, received])).wait()
+        rows = [nums[at : at + len(shapes)] for at in range(0, len(nums), len(shapes))]
+        self._num_to_WG: Counts = rows[:world_size]
+        self._num_from_WG: Counts = rows[world_size:]
         for_owners = [
             slots_U.index_select(0, order_U)
             for slots_U, order_U in zip(slots, self._orders, strict=True)
@@ -140,10 +144,11 @@ class Owners:
             for slots_K1, (num_hot, _) in zip(arrived, shapes, strict=True)
         ]
         mine = [total.slots_U for total in self._sums]
-        nums = torch.tensor([union.numel() for union in mine], device=mine[0].device)
-        self._num_owned_WG: Counts = (
-            wire.all_gather_joined(nums, sizes).view(world_size, -1).tolist()
-        )
+        num_mine = ints_on(mine[0].device, [union.numel() for union in mine])
+        nums = HostInts(wire.all_gather_joined(num_mine, sizes)).wait()
+        self._num_owned_WG: Counts = [
+            nums[at : at + len(shapes)] for at in range(0, len(nums), len(shapes))
+        ]
         unordered = self._gather([slots_U.int() for slots_U in mine], ones)
         ordered = [
             sort_keys(slots_K1.long().view(-1), num_hot)

@@ -19,7 +19,11 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.tables import sharded_collections, table_parts
 from hotrec.routing import hot_name, hot_rows
 
-_CHUNK_VALUES = 1 << 18  # values made at a time: small enough for the cache
+# Values made at a time. On CPU few enough for its cache; on a device as many as there is room for
+# beside the table (5 buffers of 4 bytes each, 320 MiB): 1e9 rows of 128 floats are 1.3e11 values,
+# whose launches alone, some 12 a chunk, would take half a minute in chunks of a CPU's size.
+_CHUNK_VALUES = 1 << 18
+_DEVICE_CHUNK_VALUES = 1 << 24
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +56,8 @@ def initial_rows(
     columns_D = torch.arange(dim, dtype=torch.int32, device=rows.device) * -1640531527  # 2^32 / phi
     bound = 1.0 / math.sqrt(num_rows)
     out = torch.empty(rows.numel(), dim, device=rows.device)
-    step = max(1, _CHUNK_VALUES // dim)
+    chunk_values = _CHUNK_VALUES if rows.device.type == "cpu" else _DEVICE_CHUNK_VALUES
+    step = max(1, chunk_values // dim)
     for begin in range(0, rows.numel(), step):
         bits = _mix(key_R[begin : begin + step, None] + columns_D)
         # 24 bits, as many as a float32 holds exactly.
@@ -69,7 +74,7 @@ def _fill(
 ) -> None:
     """Fill a shard in place, a few rows at a time."""
     dim = first_column + target.shape[1]
-    step = max(1, (1 << 24) // dim)
+    step = max(1, _DEVICE_CHUNK_VALUES // dim)
     for begin in range(0, target.shape[0], step):
         end = min(begin + step, target.shape[0])
         rows = torch.arange(first_row + begin, first_row + end, device=target.device)

@@ -37,16 +37,32 @@ def make_hot_optimizer(model: nn.Module, spec: OptimizerSpec) -> HotOptimizer | 
 
 
 def make_dense(spec: OptimizerSpec, params: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer of the dense layers."""
+    """The optimizer of the dense layers: one kernel for all of them, where the device has it."""
+    lr, fused = spec.learning_rate, _has_fused(spec.kind, params)
     match spec.kind:
         case OptimizerKind.SGD:
-            return torch.optim.SGD(params, lr=spec.learning_rate)
+            return torch.optim.SGD(params, lr=lr, fused=fused)
         case OptimizerKind.ADAGRAD | OptimizerKind.ROWWISE_ADAGRAD:
-            return torch.optim.Adagrad(params, lr=spec.learning_rate, eps=spec.eps)
+            return torch.optim.Adagrad(params, lr=lr, eps=spec.eps, fused=fused)
         case OptimizerKind.ADAM:
-            return torch.optim.Adam(
-                params, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.eps
-            )
+            betas = (spec.beta1, spec.beta2)
+            return torch.optim.Adam(params, lr=lr, betas=betas, eps=spec.eps, fused=fused)
+
+
+def _has_fused(kind: OptimizerKind, params: list[torch.Tensor]) -> bool | None:
+    """True if torch has a fused kernel for this device, else None, which is torch's own choice.
+
+    Its optimizers know only which devices have some fused kernel; the dispatcher knows of each.
+    """
+    keys = {"cpu": "CPU", "cuda": "CUDA"}
+    found = {keys.get(param.device.type) for param in params}
+    name = {OptimizerKind.SGD: "sgd", OptimizerKind.ADAM: "adam"}.get(kind, "adagrad")
+    operator = f"aten::_fused_{name}_"
+    is_there = found and all(
+        key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+        for key in found
+    )
+    return True if is_there else None
 
 
 def make_replicated_tables(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -19,6 +20,7 @@ from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.flat import cut_bags
 from hotrec.embedding.fused import fused_params, undo_update_count
 from hotrec.embedding.hot_exchange import HotCounts, HotExchange, HotReplicas
+from hotrec.embedding.ids_exchange import IdsExchange, IdsRequest
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.stages import backward_point, mark, mark_backward
 from hotrec.wire import WireType
@@ -131,10 +133,19 @@ class ShardedRows(ShardedEmbeddingCollection):
 
     def _create_input_dist(self, *args: Any, **kwargs: Any) -> None:
         super()._create_input_dist(*args, **kwargs)
-        if self._is_cuda:
-            for input_dist in self._input_dists:
-                if isinstance(input_dist, RwSparseFeaturesDist):
-                    _cut_before_bucketizing(input_dist)
+        for at, input_dist in enumerate(self._input_dists):
+            if isinstance(input_dist, RwSparseFeaturesDist | TwSparseFeaturesDist):
+                self._input_dists[at] = IdsExchange(input_dist, self._device)
+
+    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
+        """Start the exchange of ids; one awaitable and one sharding context per sharding."""
+        requests = super().input_dist(ctx, features)
+        num = len(requests.awaitables)
+        contexts = ctx.sharding_contexts[len(ctx.sharding_contexts) - num :]
+        for request, sharding_ctx in zip(requests.awaitables, contexts, strict=True):
+            if isinstance(request, IdsRequest):
+                request.tell(sharding_ctx)
+        return requests
 
     def ask_hot_counts(self, asked: KeyedJaggedTensor) -> HotCounts | None:
         """Ask how many hot rows each rank touches, while ids are exchanged.
@@ -187,10 +198,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         rows: torch.Tensor
         if self._is_cuda:
             point = backward_point("row_update", ids.values())
-            kernels: Any = lookup._emb_modules
-            # With several kernels TorchRec splits the ids, and asks the device where.
-            read = kernels[0] if len(kernels) == 1 else lookup
-            rows = mark_backward(read(cut_bags(ids)), "grads_exchange", point)
+            rows = mark_backward(lookup(cut_bags(ids)), "grads_exchange", point)
         else:
             rows = lookup(ids)  # hotrec's own rows, which mark their update themselves
         if not torch.is_grad_enabled():
@@ -217,26 +225,3 @@ class ShardedRows(ShardedEmbeddingCollection):
         for names, part in zip(self._arriving, parts, strict=True):
             found |= zip(names, part.split([lengths[name] for name in names]), strict=True)
         return torch.cat([found[key] for key in self._keys])
-
-
-def _cut_before_bucketizing(input_dist: RwSparseFeaturesDist) -> None:
-    """Have the ids cut into short bags while they are sorted by owner; whole bags travel."""
-    bucketize: Any = input_dist.forward
-    send: Any = input_dist._dist.forward
-
-    def forward(features: KeyedJaggedTensor) -> Any:
-        return bucketize(cut_bags(features))
-
-    def send_whole(bucketized: KeyedJaggedTensor) -> Any:
-        keys = bucketized.keys()
-        lengths = bucketized.lengths().view(len(keys), -1).sum(1)
-        whole = KeyedJaggedTensor(
-            keys=keys,
-            values=bucketized.values(),
-            lengths=lengths.to(bucketized.lengths().dtype),
-            stride=1,
-        )
-        return send(whole)
-
-    input_dist.forward = forward
-    input_dist._dist.forward = send_whole

@@ -26,6 +26,11 @@ def dot_interaction(
     dense_BD: torch.Tensor, sparse_BFD: torch.Tensor, pairs: torch.Tensor, mirror: torch.Tensor
 ) -> torch.Tensor:
     """Dense vector and the dot products of all pairs; see ``DotInteraction``."""
+    device = sparse_BFD.device.type
+    if torch.is_autocast_enabled(device):
+        # Backward runs outside of autocast, so both ways are made in one type here.
+        dtype = torch.get_autocast_dtype(device)
+        dense_BD, sparse_BFD = dense_BD.to(dtype), sparse_BFD.to(dtype)
     out: torch.Tensor = _DotInteraction.apply(dense_BD, sparse_BFD, pairs, mirror)
     return out
 

@@ -33,7 +33,8 @@ class ClickTask(nn.Module):
         self, batch: Batch
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Loss (), then (detached loss (), logits (B,), labels (B,))."""
-        logits_B = self.model(batch.dense, batch.sparse).squeeze(-1)
+        # The loss is a float32 one, whatever the model computes in.
+        logits_B = self.model(batch.dense, batch.sparse).squeeze(-1).float()
         loss_B = F.binary_cross_entropy_with_logits(logits_B, batch.labels, reduction="none")
         loss = (loss_B * batch.weights).sum() * (self.world_size / batch.num_global_samples)
         # Between forward and backward TorchRec's pipeline sends the ids of the next batch.

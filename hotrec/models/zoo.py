@@ -78,7 +78,7 @@ def build_model(
     cross_low_rank_dim: int = 512,
     seed: int,
     device: torch.device,
-) -> nn.Module:
+) -> DLRM:
     """A model that maps (dense (B, N), sparse) to logits (B, 1).
 
     Args:

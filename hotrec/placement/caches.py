@@ -16,15 +16,32 @@ the cache holds when the step comes to them, each once; that is what a step pays
 cost model takes. Of the lookups (weights p_i): the textbook's hit ratio, for a cache that lookups
 pass one by one. Shares are among the rows that the profile has seen; the first touch of a row that
 it has not is a miss that no such model knows.
+
+FBGEMM's cache is neither whole nor a table's own. All cached tables of one of its modules share
+one LRU cache, whatever shares they ask for: TorchRec gives it the sum of their slots
+(embedding_sharding.py, _get_weighted_avg_cache_load_factor). And it is split into sets of A = 32
+ways, a row's set being a hash of its number, so how many rows compete for a set is Poisson (the
+limit of the binomial for many sets; Smith, IEEE TSE 4(2), 1978, has the same for memory caches):
+
+    LRU with A ways   a row is gone once A others of its set were looked up. While n rows were, X of
+                      them were in its set, Poisson with mean A n / C; X >= A where n / C exceeds
+                      G / A, G being Gamma(A) distributed. So h_i is Che's at a cache of C G / A
+                      rows, in the mean over G.
+    conflicts         of rows that must all be in at once (those of a step, which FBGEMM does not
+                      evict in it) X are in a set, Poisson with mean A load, and those above A find
+                      no way: E max(X - A, 0) / E X of them. They are read and written in the host.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import gammainc, gammaincinv
 
 from hotrec.placement.demand import TableDemand, take_rows
 from hotrec.placement.draws import Floats
@@ -32,6 +49,13 @@ from hotrec.placement.draws import Floats
 Policy = Literal["lfu", "lru"]
 # Halvings of the logarithm of T, whose bounds lie some 1e30 apart at most: to rounding.
 NUM_HALVINGS = 64
+# Ways of a set of FBGEMM's cache (DEFAULT_ASSOC), and its sizes in the mean over G: quantiles of
+# G / A of equal weight.
+CACHE_WAYS = 32
+NUM_QUANTILES = 64
+SIZE_QUANTILES = (
+    gammaincinv(CACHE_WAYS, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES) / CACHE_WAYS
+)
 
 
 def lfu_hit_frac(
@@ -140,3 +164,94 @@ def _held_by_lru(rows_G: Floats, probs_G: Floats, sizes_S: Floats) -> Floats:
         high_S1 = np.where(filled_S1 < size_S1, high_S1, middle_S1)
     held_SG[np.ix_(is_part_S, is_asked_G)] = -np.expm1(-np.exp(high_S1) * rates_G)
     return held_SG
+
+
+def conflict_frac(load: float) -> float:
+    """Share of the rows that find no way in their set, if all are to be in the cache at once.
+
+    Args:
+        load: such rows, over the slots of the cache.
+    """
+    if load <= 0:
+        return 0.0
+    mean = CACHE_WAYS * load
+    # E max(X - A, 0) = mean P(X >= A) - A P(X > A), and P(X >= k) of a Poisson X is gammainc(k, .).
+    left_out = mean * gammainc(CACHE_WAYS, mean) - CACHE_WAYS * gammainc(CACHE_WAYS + 1, mean)
+    return float(max(left_out, 0.0) / mean)
+
+
+@dataclass(frozen=True)
+class CachedTable:
+    """A table, or a part of its rows, behind a device cache.
+
+    Args:
+        demand: of the table.
+        num_skipped: hot rows, which neither enter the cache nor count.
+        share: of its other rows; the part is looked up as often in proportion.
+        is_per_lookup: whether the lookups are to be told apart, or the distinct rows of a rank.
+    """
+
+    demand: TableDemand
+    num_skipped: int = 0
+    share: float = 1.0
+    is_per_lookup: bool = False
+
+
+@dataclass(frozen=True)
+class CacheShares:
+    """What becomes of the cold rows of a table, or of their lookups, behind a cache; in 0..1.
+
+    Args:
+        hit: found in the cache.
+        conflict: not found, and without a way in their set: read and updated in the host.
+    """
+
+    hit: float
+    conflict: float
+
+    @property
+    def miss(self) -> float:
+        """Not found, and brought in."""
+        return 1.0 - self.hit - self.conflict
+
+
+def num_slots(num_cached: float) -> int:
+    """Slots that FBGEMM gives a cache for so many rows: whole sets, at least one."""
+    return CACHE_WAYS * max(1, math.ceil(num_cached / CACHE_WAYS))
+
+
+def shared_cache_shares(
+    tables: Sequence[CachedTable], slots: float, *, is_prefetched: bool = False
+) -> list[CacheShares]:
+    """What one cache of FBGEMM's does for the tables that share it; see the module.
+
+    Args:
+        tables: whose rows compete for the slots.
+        slots: C, of all ranks over which the rows are spread together.
+        is_prefetched: the rows of the next step are fetched while those of this one are in use, so
+            that both must be in the cache.
+
+    Returns:
+        For each table.
+    """
+    cold = [t.share * (t.demand.rows_G - take_rows(t.demand, t.num_skipped)) for t in tables]
+    total = sum(t.demand.lookups_per_sample for t in tables)
+    rates = [t.demand.probs_G * t.demand.lookups_per_sample / max(total, 1e-300) for t in tables]
+    held_SG = _held_by_lru(
+        np.concatenate([np.empty(0), *cold]),
+        np.concatenate([np.empty(0), *rates]),
+        slots * SIZE_QUANTILES,
+    )
+    held = np.split(held_SG.mean(axis=0), np.cumsum([rows.size for rows in cold])[:-1])
+    in_step = sum(float(rows @ t.demand.by_any_G) for rows, t in zip(cold, tables, strict=True)) * (
+        2 if is_prefetched else 1
+    )
+    conflict = conflict_frac(in_step / slots)
+    shares = []
+    for rows_G, held_G, table in zip(cold, held, tables, strict=True):
+        demand = table.demand
+        weights_G = rows_G * (demand.probs_G if table.is_per_lookup else demand.by_rank_G)
+        asked = weights_G.sum()
+        hit = float(np.clip(weights_G @ held_G / asked, 0.0, 1.0)) if asked > 0 else 1.0
+        shares.append(CacheShares(hit, min(conflict, 1.0 - hit)))
+    return shares

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from hotrec.costs import Costs, World
 from hotrec.placement.forms import TIERS, Form, StageForm, Workload
 
+# Optimizers with a state as long as a row, which FBGEMM keeps in host memory where the row is and
+# never caches. Costs that were measured with one of them have it in the updates of host rows.
+ELEMENT_WISE = ("adagrad", "adam")
+
 
 def add_overhead(compute: Form, stage: str, seconds: float) -> None:
     """What a stage takes whatever it does, where it is there at all."""
@@ -47,6 +51,9 @@ def add_compute(
             ids, num_bytes = f"pooled_ids_{tier}", f"pooled_bytes_{tier}"
             lookup.add_line(reading, ids, num_bytes)
             update.add_line(updating, ids, num_bytes)
+    if "read_host" in kernel and costs.facts.get("optimizer") not in ELEMENT_WISE:
+        # Read and written over the bus, both ways at once.
+        update.add("state_bytes_host", kernel["read_host"].per_byte_s)
     lookup.add("cold_groups", kernel["read_device"].fixed_s)
     update.add("cold_groups", kernel["update_device"].fixed_s)
     lookup.add("pooled_groups", kernel["pooled_device"].fixed_s)

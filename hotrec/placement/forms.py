@@ -19,6 +19,7 @@ QUANTITIES = (
     "bytes_hit",
     "rows_miss",
     "bytes_miss",
+    "state_bytes_host",  # element-wise optimizer state of rows in host tiers, cached or not
     "cold_groups",  # dimensions with cold rows
     "urgent_rows",  # of the distinct cold rows, those that some rank reads in the next step too
     "urgent_bytes",

@@ -2,12 +2,13 @@
 
 By row (R rows of a table, D floats each; ``row_bytes`` counts a row's optimizer state too):
 
-    replica       device: row_bytes, and 4 D of a dense gradient buffer
+    replica       device: row_bytes, 4 D of gradients, and as much of DDP's bucket, which it makes
+                  anew in its third iteration beside the old one
     shard         of its rows, on the device or on the host: row_bytes; where the row is on the
                   host, an optimizer state of one float a row stays on the device (FBGEMM's
-                  row-wise optimizers)
-    device cache  a cached row: 4 D and 8 of FBGEMM's tags; a row behind it: 12 of FBGEMM's maps
-                  and counters (LFU)
+                  row-wise optimizers), for every row; others are never cached
+    device cache  a slot: 4 D of the widest table that shares it, 8 of FBGEMM's tags, 8 of its LRU
+                  clock, and 4 of locks if it is filled ahead; a row behind it: 4 of FBGEMM's map
     router        4 for every row of the tables whose rows travel: on the host, where loader workers
                   share it, and on the device if ids are routed there
 
@@ -29,13 +30,20 @@ from hotrec.placement.step import BYTES_PER_FLOAT
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 
 ROUTER_BYTES = 4
+# FBGEMM's device cache with LRU (split_table_batched_embeddings_ops_training.py,
+# _apply_cache_state): lxu_cache_state and lxu_state of a slot, lxu_cache_locking_counter of a slot
+# with prefetch, cache_index_table_map of a row.
 CACHE_TAG_BYTES = 8
-CACHE_MAP_BYTES = 12
+CACHE_CLOCK_BYTES = 8
+CACHE_LOCK_BYTES = 4
+CACHE_MAP_BYTES = 4
+# Gradients of a replica, DDP's second bucket included.
+NUM_REPLICA_GRADIENTS = 2
 
 
 def replica_row_bytes(demand: TableDemand) -> int:
-    """Device memory of a replicated row."""
-    return demand.row_bytes + BYTES_PER_FLOAT * demand.dim
+    """Device memory of a replicated row, at the first steps, when it is most."""
+    return demand.row_bytes + NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * demand.dim
 
 
 def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
@@ -48,9 +56,18 @@ def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
     return on_device + maps, demand.row_bytes - on_device
 
 
-def cached_row_bytes(demand: TableDemand) -> int:
-    """Device memory of a row that a cache can hold, besides that of its shard."""
-    return BYTES_PER_FLOAT * demand.dim + CACHE_TAG_BYTES
+def cached_row_bytes(
+    demand: TableDemand, widest: int | None = None, *, is_prefetched: bool = False
+) -> int:
+    """Device memory of a row that a cache can hold, besides that of its shard.
+
+    Args:
+        widest: largest D of the tables that share the cache; None: of this one.
+        is_prefetched: TorchRec's prefetch pipeline fills the cache.
+    """
+    num_bytes = BYTES_PER_FLOAT * (demand.dim if widest is None else widest)
+    num_bytes += CACHE_TAG_BYTES + CACHE_CLOCK_BYTES
+    return num_bytes + CACHE_LOCK_BYTES if is_prefetched else num_bytes
 
 
 def memory_by_rank(
@@ -82,10 +99,11 @@ def memory_by_rank(
     check_tables(demands, num_hot, tables)
     bytes_W2 = np.zeros((world.num_ranks, 2))
     owned = []
+    widest = _widest_cached(demands, tables)
     for demand in demands:
         placed = tables[demand.name]
         if isinstance(placed, TableSharding):
-            _add_sharding(bytes_W2, demand, placed, world)
+            _add_sharding(bytes_W2, demand, placed, world, widest)
             continue
         bytes_W2[:, 0] += num_hot.get(demand.name, 0) * replica_row_bytes(demand)
         if placed.exchange is Exchange.ROWS:
@@ -95,10 +113,10 @@ def memory_by_rank(
         if num_hot.get(demand.name, 0) == demand.num_rows:
             continue  # a table that is wholly hot has no shards
         if placed.sharding is Sharding.TABLE_WISE:
-            owned.append(_shard_bytes(demand, placed, demand.num_rows))
+            owned.append(_shard_bytes(demand, placed, demand.num_rows, widest))
         else:
             for rank, num_rows in enumerate(row_wise_rows(demand.num_rows, world.num_ranks)):
-                bytes_W2[rank] += _shard_bytes(demand, placed, num_rows)
+                bytes_W2[rank] += _shard_bytes(demand, placed, num_rows, widest)
     for shard_bytes in sorted(owned, key=lambda size: -float(size.sum())):
         bytes_W2[int(bytes_W2.sum(axis=1).argmin())] += shard_bytes
     if device == "cpu":
@@ -112,18 +130,52 @@ def row_wise_rows(num_rows: int, num_shards: int) -> list[int]:
     return [max(0, min(size, num_rows - size * shard)) for shard in range(num_shards)]
 
 
+def _cache_key(demand: TableDemand, placed: TablePlacement | TableSharding) -> tuple[str, int]:
+    """What the tables that can share a device cache have in common."""
+    if isinstance(placed, TableSharding):
+        return placed.kind, demand.dim if placed.is_prefetched else 0
+    is_rows = placed.exchange is Exchange.ROWS
+    return placed.exchange.value, demand.dim if is_rows else 0
+
+
+def _widest_cached(
+    demands: Sequence[TableDemand],
+    tables: Mapping[str, TablePlacement] | Mapping[str, TableSharding],
+) -> dict[tuple[str, int], int]:
+    """Largest D of the tables that share a device cache: its slots are all as wide."""
+    widest: dict[tuple[str, int], int] = {}
+    for demand in demands:
+        placed = tables[demand.name]
+        if placed.tier is Tier.HOST_CACHED:
+            key = _cache_key(demand, placed)
+            widest[key] = max(widest.get(key, 0), demand.dim)
+    return widest
+
+
 def _shard_bytes(
-    demand: TableDemand, placed: TablePlacement | TableSharding, num_rows: int
+    demand: TableDemand,
+    placed: TablePlacement | TableSharding,
+    num_rows: int,
+    widest: Mapping[tuple[str, int], int],
 ) -> Floats:
     """Device and host memory of a shard with these rows, float64 (2,)."""
     shard = num_rows * np.array(shard_row_bytes(demand, placed.tier), np.float64)
-    cached_frac = cached_rows(demand, placed) / demand.num_rows
-    shard[0] += num_rows * cached_frac * cached_row_bytes(demand)
+    if placed.tier is Tier.HOST_CACHED:
+        slot_bytes = cached_row_bytes(
+            demand,
+            widest[_cache_key(demand, placed)],
+            is_prefetched=isinstance(placed, TableSharding) and placed.is_prefetched,
+        )
+        shard[0] += num_rows * cached_rows(demand, placed) / demand.num_rows * slot_bytes
     return shard
 
 
 def _add_sharding(
-    bytes_W2: Floats, demand: TableDemand, sharding: TableSharding, world: World
+    bytes_W2: Floats,
+    demand: TableDemand,
+    sharding: TableSharding,
+    world: World,
+    widest: Mapping[tuple[str, int], int],
 ) -> None:
     if sharding.is_replicated:
         bytes_W2[:, 0] += demand.num_rows * replica_row_bytes(demand)
@@ -131,4 +183,4 @@ def _add_sharding(
     blocks = sharding.blocks(world)
     for owners in blocks:
         for rank, num_rows in zip(owners, row_wise_rows(demand.num_rows, len(owners)), strict=True):
-            bytes_W2[rank] += _shard_bytes(demand, sharding, num_rows) / len(blocks)
+            bytes_W2[rank] += _shard_bytes(demand, sharding, num_rows, widest) / len(blocks)

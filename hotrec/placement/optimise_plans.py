@@ -26,7 +26,7 @@ from hotrec.placement.memory import (
     replica_row_bytes,
     shard_row_bytes,
 )
-from hotrec.placement.quantities import BYTES_PER_LENGTH
+from hotrec.placement.quantities import BYTES_PER_LENGTH, host_state_bytes
 from hotrec.placement.step import BYTES_PER_FLOAT, BYTES_PER_ID, StepModel
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 
@@ -51,6 +51,7 @@ AMOUNTS = (
     "miss",
     "hot",  # hot rows of a rank
     "union",  # hot rows of any rank
+    "state",  # cold rows of any rank in a host tier, whose optimizer state crosses the bus
     "replica",  # hot rows
     "held",  # rows in a device cache
     "in_device",  # 1: the whole table lies in this tier
@@ -150,6 +151,8 @@ class Problem:
         does = dict.fromkeys(AMOUNTS, 0.0)
         exchange, tier = MODES[mode]
         does[f"in_{tier.value}"] = 1.0
+        if tier is not Tier.DEVICE:
+            does["state"] = total[2] - hot[2]
         if tier is Tier.HOST_CACHED:
             does["held"] = held[0] - hot[0]
         if exchange is Exchange.ROWS:
@@ -308,6 +311,8 @@ def _units(
         units[tier] = of(f"rows_{tier}", f"bytes_{tier}")
         units[f"pooled_{tier}"] = of(f"pooled_ids_{tier}", f"pooled_bytes_{tier}", num_ids)
     units["hot"] = of("hot_rows", "hot_bytes")
+    state_bytes = host_state_bytes(demand) / ranks
+    units["state"] = state_bytes * weights.get("state_bytes_host", nothing)
     units["union"] = of("union_rows", "union_bytes")
     units["replica"] = of("replica_rows", "replica_bytes")
     for name, sizes in table_memory(demand, world, is_one_memory, is_routed_on_device).items():

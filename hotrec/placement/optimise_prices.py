@@ -61,6 +61,7 @@ def price_plans(problem: Problem, can_TM: Mask, prices_K: Floats) -> Prices:
     units = problem.units_TAK @ prices_K
     u = {name: units[:, a : a + 1] for a, name in enumerate(AMOUNTS)}
     rows, by_rank, by_any, share = (problem.cuts_TJ4[..., i] for i in range(4))
+    all_any = by_any[:, -1:]
     all_rank, every, last = by_rank[:, -1:], np.arange(problem.num_tables), rows.shape[1] - 1
     is_in = (rows >= problem.low_T[:, None]) & (rows <= problem.high_T[:, None])
     split = u["routed"] + u["hot"] * by_rank + u["union"] * by_any + u["replica"] * rows
@@ -69,14 +70,17 @@ def price_plans(problem: Problem, can_TM: Mask, prices_K: Floats) -> Prices:
     value, hot, held = np.full(shape, NEVER), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for mode, tier in ((ROWS_DEVICE, "device"), (ROWS_HOST, "host")):
         values = split + u[tier] * (all_rank - by_rank) + u[f"in_{tier}"]
+        if tier == "host":
+            values = values + u["state"] * (all_any - by_any)
         for need, cut in enumerate((np.zeros_like(every), every * 0 + last, values.argmin(axis=1))):
             value[:, need, mode] = values[every, cut]
             hot[:, need, mode] = held[:, need, mode] = cut
-    start = split - u["held"] * rows - u["hit"] * by_rank
+    start = split - u["held"] * rows - u["hit"] * by_rank - u["state"] * by_any
     end = (
         u["held"] * rows
         + (u["hit"] - u["miss"]) * by_rank
         + u["miss"] * all_rank
+        + u["state"] * all_any
         + u["in_host_cached"]
     )
     until = np.minimum.accumulate(start, axis=1)
@@ -88,10 +92,13 @@ def price_plans(problem: Problem, can_TM: Mask, prices_K: Floats) -> Prices:
     value[:, 2, ROWS_CACHED], held[:, 2, ROWS_CACHED] = (until + end)[every, cut], cut
     hot[:, 2, ROWS_CACHED] = (start == until[every, cut][:, None]).argmax(axis=1)
     for mode, tier in ((POOLED_DEVICE, "device"), (POOLED_HOST, "host")):
-        value[:, 3, mode] = (u["sent"] + u[f"pooled_{tier}"] + u[f"in_{tier}"])[:, 0]
+        state = u["state"] * all_any if tier == "host" else 0.0
+        value[:, 3, mode] = (u["sent"] + u[f"pooled_{tier}"] + u[f"in_{tier}"] + state)[:, 0]
     values = u["held"] * rows + u["pooled_hit"] * share + u["pooled_miss"] * (1 - share)
     held[:, 3, POOLED_CACHED] = values.argmin(axis=1)
-    value[:, 3, POOLED_CACHED] = values.min(axis=1) + (u["sent"] + u["in_host_cached"])[:, 0]
+    value[:, 3, POOLED_CACHED] = (
+        values.min(axis=1) + (u["sent"] + u["in_host_cached"] + u["state"] * all_any)[:, 0]
+    )
     value = np.where(can_TM[:, None, :], np.minimum(value, NEVER), NEVER)
     modes = value.argmin(axis=2)
 

@@ -15,6 +15,7 @@ class PipelineKind(Enum):
     LOOK_AHEAD = "look_ahead"
     SPARSE_DIST = "sparse_dist"
     BASE = "base"
+    PREFETCH = "prefetch"
 
 
 @dataclass(frozen=True)

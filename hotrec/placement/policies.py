@@ -340,14 +340,20 @@ def measure_hot_bytes(partition: Partition, row_bytes: Mapping[str, int]) -> int
 def check_hot_bytes(partition: Partition, row_bytes: Mapping[str, int], memory_bytes: int) -> None:
     """Refuse a partition, of whatever policy, whose hot rows exceed the device's memory.
 
+    Args:
+        partition: which rows are hot.
+        row_bytes: of one hot row in training: weight, optimizer state, gradients.
+        memory_bytes: of the device, for hot rows.
+
     Raises:
         ValueError: if they do.
     """
     hot_bytes = measure_hot_bytes(partition, row_bytes)
     if hot_bytes > memory_bytes:
         raise ValueError(
-            f"partition ({partition.policy}): expected hot rows of at most {memory_bytes} bytes, "
-            f"the device's memory, got {hot_bytes}. Choose fewer hot rows."
+            f"partition ({partition.policy}): expected hot rows, with optimizer state and "
+            f"gradients, of at most {memory_bytes} bytes, the device's memory, got {hot_bytes}. "
+            "Choose fewer hot rows."
         )
 
 

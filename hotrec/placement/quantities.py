@@ -25,8 +25,19 @@ from typing import Any
 import numpy as np
 
 from hotrec.costs import World
-from hotrec.placement.caches import lfu_hit_frac
-from hotrec.placement.demand import TableDemand, expected_distinct, expected_urgent
+from hotrec.placement.caches import (
+    CachedTable,
+    CacheShares,
+    lfu_hit_frac,
+    num_slots,
+    shared_cache_shares,
+)
+from hotrec.placement.demand import (
+    TableDemand,
+    expected_distinct,
+    expected_urgent,
+    take_rows,
+)
 from hotrec.placement.draws import Floats, prob_drawn
 from hotrec.placement.histogram import slices
 from hotrec.placement.step import (
@@ -63,6 +74,7 @@ class TableSharding:
         ranks: owner of each shard, in order: by columns, then by rows; not read if data-parallel.
         tier: of the shards.
         cache_load_frac: of HOST_CACHED, the cached share of the rows; None is FBGEMM's own, 0.2.
+        is_prefetched: of HOST_CACHED, TorchRec's prefetch pipeline fills the cache.
 
     Raises:
         ValueError: if the kind is unknown, or a table that is not data-parallel has no owner.
@@ -72,6 +84,7 @@ class TableSharding:
     ranks: tuple[int, ...]
     tier: Tier = Tier.DEVICE
     cache_load_frac: float | None = None
+    is_prefetched: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -140,18 +153,22 @@ def hot_cold_quantities(
     tables: Mapping[str, TablePlacement],
     world: World,
     batch_size: int,
+    caches: Mapping[str, CacheShares] | None = None,
 ) -> dict[str, float]:
     """What the mean rank does in a step with hot and cold rows.
 
     The hot rows of a table are its most looked-up ones. Tables of one dimension share messages: a
     group for those whose rows travel, hot and cold, and one for those whose pooled vectors do.
-    Behind a cache, hits and misses are those of the LFU model: of the distinct rows of a rank where
-    rows travel, of the ids where pooled vectors do; a row that two ranks miss counts twice.
+    Hits and misses of a cache are of the distinct rows of a rank where rows travel, of the ids
+    where pooled vectors do; a row that two ranks miss counts twice.
 
     Args:
         num_hot: hot rows by table; none where absent.
         tables: of every table.
         batch_size: B, per rank; the one that the demands were built for.
+        caches: of every table behind a cache, see ``hot_cold_caches``. None: as if the cache held
+            the most looked-up rows for good, the best that any policy can do without foresight;
+            that is linear in its size, so it can be optimised, and bounds the step from below.
 
     Returns:
         Every key of QUANTITIES.
@@ -175,15 +192,72 @@ def hot_cold_quantities(
                     f"placement table {demand.name}: expected no hot rows in a table whose "
                     f"exchange is pooled, got {hot}."
                 )
-            _add_pooled(done, demand, placed, world, batch_size)
+            _add_pooled(done, demand, placed, world, batch_size, caches)
+            _add_state(done, demand, placed.tier, 0, 1 / world.num_ranks)
             groups["pooled_groups"].add(demand.dim)
             continue
-        _add_rows(done, demand, placed, hot, batch_size)
+        _add_rows(done, demand, placed, hot, batch_size, caches)
+        _add_state(done, demand, placed.tier, hot, 1 / world.num_ranks)
         if hot:
             groups["hot_groups"].add(demand.dim)
         if hot < demand.num_rows:
             groups["cold_groups"].add(demand.dim)
     return {**done, **{name: float(len(dims)) for name, dims in groups.items()}}
+
+
+def hot_cold_caches(
+    demands: Sequence[TableDemand],
+    num_hot: Mapping[str, int],
+    tables: Mapping[str, TablePlacement],
+    world: World,
+) -> dict[str, CacheShares]:
+    """What the device caches of a placement do, by table: one for each dimension, one for pooled.
+
+    Tables of one dimension whose rows travel are one module of FBGEMM's, and so are all that are
+    pooled; those that are cached share its cache.
+    """
+    shared: dict[tuple[Exchange, int], list[TableDemand]] = {}
+    for demand in demands:
+        placed = tables[demand.name]
+        if placed.tier is Tier.HOST_CACHED and num_hot.get(demand.name, 0) < demand.num_rows:
+            dim = demand.dim if placed.exchange is Exchange.ROWS else 0
+            shared.setdefault((placed.exchange, dim), []).append(demand)
+    found: dict[str, CacheShares] = {}
+    for (exchange, _), members in shared.items():
+        cached = sum(cached_rows(demand, tables[demand.name]) for demand in members)
+        shares = shared_cache_shares(
+            [
+                CachedTable(
+                    demand, num_hot.get(demand.name, 0), is_per_lookup=exchange is Exchange.POOLED
+                )
+                for demand in members
+            ],
+            world.num_ranks * num_slots(cached / world.num_ranks),
+        )
+        found |= {demand.name: share for demand, share in zip(members, shares, strict=True)}
+    return found
+
+
+def _add_state(
+    done: dict[str, float], demand: TableDemand, tier: Tier, num_hot: int, share: float
+) -> None:
+    """Optimizer state of the rows that any rank touches, where it crosses the bus.
+
+    FBGEMM updates each of them once; a state of one float a row it keeps on the device.
+
+    Args:
+        share: of the table's rows that this rank owns.
+    """
+    if tier is not Tier.DEVICE:
+        cold_G = demand.rows_G - take_rows(demand, num_hot)
+        touched = share * float(cold_G @ demand.by_any_G)
+        done["state_bytes_host"] += touched * host_state_bytes(demand)
+
+
+def host_state_bytes(demand: TableDemand) -> int:
+    """Bytes of a row's optimizer state in a host tier; 0 if it is one float, on the device."""
+    state_bytes = demand.row_bytes - BYTES_PER_FLOAT * demand.dim
+    return state_bytes if state_bytes > BYTES_PER_FLOAT else 0
 
 
 def _add_rows(
@@ -192,6 +266,7 @@ def _add_rows(
     placed: TablePlacement,
     num_hot: int,
     batch_size: int,
+    caches: Mapping[str, CacheShares] | None,
 ) -> None:
     row_bytes = BYTES_PER_FLOAT * demand.dim
     hot, cold, union = expected_distinct(demand, num_hot)
@@ -203,9 +278,13 @@ def _add_rows(
     _add(done, "union_rows", union, "union_bytes", row_bytes)
     _add(done, "replica_rows", num_hot, "replica_bytes", row_bytes)
     if placed.tier is Tier.HOST_CACHED:
-        hits = cold * lfu_hit_frac(demand, cached_rows(demand, placed), num_hot)
-        _add(done, "rows_hit", hits, "bytes_hit", row_bytes)
-        _add(done, "rows_miss", cold - hits, "bytes_miss", row_bytes)
+        if caches is None:
+            shares = CacheShares(lfu_hit_frac(demand, cached_rows(demand, placed), num_hot), 0.0)
+        else:
+            shares = caches.get(demand.name, CacheShares(1.0, 0.0))
+        _add(done, "rows_hit", cold * shares.hit, "bytes_hit", row_bytes)
+        _add(done, "rows_miss", cold * shares.miss, "bytes_miss", row_bytes)
+        _add(done, "rows_host", cold * shares.conflict, "bytes_host", row_bytes)
     else:
         tier = placed.tier.value
         _add(done, f"rows_{tier}", cold, f"bytes_{tier}", row_bytes)
@@ -217,6 +296,7 @@ def _add_pooled(
     placed: TablePlacement,
     world: World,
     batch_size: int,
+    caches: Mapping[str, CacheShares] | None,
 ) -> None:
     """In the mean over ranks, each owns a W-th of the table, or is its owner every W-th time."""
     num_ids = batch_size * demand.lookups_per_sample
@@ -224,25 +304,29 @@ def _add_pooled(
     others = (world.num_ranks - 1) / world.num_ranks
     row_bytes = BYTES_PER_FLOAT * demand.dim
     num_shards = world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
-    _add_pooled_ids(done, demand, placed, num_ids, row_bytes)
+    shares = None if caches is None else caches.get(demand.name)
+    if shares is None and placed.tier is Tier.HOST_CACHED:
+        hit = lfu_hit_frac(demand, cached_rows(demand, placed), is_per_lookup=True)
+        shares = CacheShares(hit, 0.0)
+    _add_pooled_ids(done, placed.tier, num_ids, row_bytes, shares)
     done["pooled_sent_ids"] += others * _with_lengths(num_ids, num_lengths * num_shards)
     done["pooled_sent_bytes"] += others * num_shards * num_lengths * row_bytes
 
 
 def _add_pooled_ids(
     done: dict[str, float],
-    demand: TableDemand,
-    placed: TablePlacement | TableSharding,
+    tier: Tier,
     num_ids: float,
     row_bytes: float,
+    shares: CacheShares | None,
 ) -> None:
-    if placed.tier is Tier.HOST_CACHED:
-        hit_frac = lfu_hit_frac(demand, cached_rows(demand, placed), is_per_lookup=True)
-        _add(done, "pooled_ids_hit", num_ids * hit_frac, "pooled_bytes_hit", row_bytes)
-        _add(done, "pooled_ids_miss", num_ids * (1 - hit_frac), "pooled_bytes_miss", row_bytes)
+    if tier is Tier.HOST_CACHED:
+        assert shares is not None
+        by_tier = {"hit": shares.hit, "miss": shares.miss, "host": shares.conflict}
     else:
-        tier = placed.tier.value
-        _add(done, f"pooled_ids_{tier}", num_ids, f"pooled_bytes_{tier}", row_bytes)
+        by_tier = {tier.value: 1.0}
+    for name, share in by_tier.items():
+        _add(done, f"pooled_ids_{name}", num_ids * share, f"pooled_bytes_{name}", row_bytes)
 
 
 def _with_lengths(num_ids: float, num_lengths: float) -> float:
@@ -281,6 +365,7 @@ def torchrec_quantities(
     check_tables(demands, {}, shardings)
     per_rank = [dict.fromkeys(QUANTITIES, 0.0) for _ in range(world.num_ranks)]
     kinds = set()
+    caches = torchrec_caches(demands, shardings, world)
     for demand in demands:
         sharding = shardings[demand.name]
         row_bytes = BYTES_PER_FLOAT * demand.dim
@@ -300,10 +385,50 @@ def torchrec_quantities(
         kinds.add(sharding.kind)
         blocks = sharding.blocks(world)
         for owners in blocks:
-            _add_block(per_rank, demand, sharding, owners, row_bytes / len(blocks), batch_size)
+            _add_block(
+                per_rank, demand, sharding, owners, row_bytes / len(blocks), batch_size, caches
+            )
+            for owner in owners:
+                share = 1 / (len(owners) * len(blocks))
+                _add_state(per_rank[owner], demand, sharding.tier, 0, share)
     for done in per_rank:
         done["pooled_groups"] = float(len(kinds))
     return per_rank
+
+
+def torchrec_caches(
+    demands: Sequence[TableDemand], shardings: Mapping[str, TableSharding], world: World
+) -> dict[tuple[int, str], CacheShares]:
+    """What the device caches of a plan of TorchRec do, by rank and table.
+
+    The tables, or parts of them, that a rank holds by one kind of sharding share a cache; with
+    prefetch, those of one dimension.
+    """
+    shared: dict[tuple[int, str, int], list[tuple[CachedTable, float]]] = {}
+    for demand in demands:
+        sharding = shardings[demand.name]
+        if sharding.tier is not Tier.HOST_CACHED or sharding.is_replicated:
+            continue
+        blocks = sharding.blocks(world)
+        for owners in blocks:
+            for owner in owners:
+                part = CachedTable(demand, share=1 / len(owners), is_per_lookup=True)
+                dim = demand.dim // len(blocks) if sharding.is_prefetched else 0
+                key = (owner, sharding.kind, dim)
+                cached = cached_rows(demand, sharding) / len(owners)
+                shared.setdefault(key, []).append((part, cached))
+    found: dict[tuple[int, str], CacheShares] = {}
+    for (owner, _, _), members in shared.items():
+        shares = shared_cache_shares(
+            [part for part, _ in members],
+            num_slots(sum(cached for _, cached in members)),
+            is_prefetched=shardings[members[0][0].demand.name].is_prefetched,
+        )
+        found |= {
+            (owner, part.demand.name): share
+            for (part, _), share in zip(members, shares, strict=True)
+        }
+    return found
 
 
 def _add_block(
@@ -313,6 +438,7 @@ def _add_block(
     owners: tuple[int, ...],
     row_bytes: float,
     batch_size: int,
+    caches: Mapping[tuple[int, str], CacheShares],
 ) -> None:
     """One part of a table's columns, whose rows are split over ``owners``."""
     world_size, num_parts = len(per_rank), len(owners)
@@ -320,7 +446,8 @@ def _add_block(
     num_lengths = batch_size * demand.num_columns
     for owner in owners:
         done = per_rank[owner]
-        _add_pooled_ids(done, demand, sharding, world_size * num_ids / num_parts, row_bytes)
+        shares = caches.get((owner, demand.name))
+        _add_pooled_ids(done, sharding.tier, world_size * num_ids / num_parts, row_bytes, shares)
         done["pooled_sent_bytes"] += (world_size - 1) * num_lengths * row_bytes
     for rank, done in enumerate(per_rank):
         num_others = sum(owner != rank for owner in owners)

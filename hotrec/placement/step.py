@@ -130,10 +130,11 @@ def make_torchrec_model(
     is_hot_dense: bool = False,
     at: Mapping[str, float] | None = None,
 ) -> StepModel:
-    """The model of TorchRec's pipeline in the place of this one: base, else sparse_dist.
+    """The model of TorchRec's pipeline in the place of this one: base, prefetch, else sparse_dist.
 
-    ``base`` is ``sparse_dist`` whose ids travel in line. Arguments and errors as
-    ``make_step_model``.
+    ``base`` is ``sparse_dist`` whose ids travel in line; ``prefetch`` is ``sparse_dist`` whose
+    device caches fetch the next batch's rows beside the dense layers: FBGEMM's backward waits for
+    them. Arguments and errors as ``make_step_model``.
     """
     model = make_step_model(
         costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=pipeline.narrow_frac
@@ -141,7 +142,22 @@ def make_torchrec_model(
     if pipeline.kind is PipelineKind.BASE:
         ids = replace(model.stages["ids_exchange"], cover=Form())
         return replace(model, stages={**model.stages, "ids_exchange": ids})
+    if pipeline.kind is PipelineKind.PREFETCH:
+        lookup = _prefetched(model.stages["row_lookup"], model.stages["dense"].compute)
+        return replace(model, stages={**model.stages, "row_lookup": lookup})
     return model
+
+
+def _prefetched(lookup: StageForm, dense: Form) -> StageForm:
+    """A lookup in which what a miss takes more than a hit is fetched while layers compute."""
+    compute, wire, cover = Form(), Form(), Form()
+    compute.add_form(lookup.compute)
+    for kind in ("pooled_ids", "pooled_bytes"):
+        miss, hit = (lookup.compute.terms.get(f"{kind}_{tier}", 0.0) for tier in ("miss", "hit"))
+        fetch = max(miss - hit, 0.0)
+        compute.add(f"{kind}_miss", -fetch)
+        wire.add(f"{kind}_miss", fetch)
+    return StageForm(compute, wire, cover.add_form(dense), lookup.sent_bytes)
 
 
 def make_step_model(

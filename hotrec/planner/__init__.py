@@ -11,7 +11,7 @@ from hotrec.planner.constraints import (
 )
 from hotrec.planner.describe import plan_document, plan_text
 from hotrec.planner.hot_cold_planner import HotColdPlanner
-from hotrec.planner.machine import Machine
+from hotrec.planner.machine import Machine, free_device_bytes
 from hotrec.planner.plan import make_plan
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "MissCurve",
     "TorchRecPlan",
     "cold_tier_for",
+    "free_device_bytes",
     "hot_cold_constraints",
     "make_plan",
     "offload_stats",

@@ -7,7 +7,12 @@ from enum import Enum
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import CacheAlgorithm, CacheParams, ShardingType
+from torchrec.distributed.types import (
+    CacheAlgorithm,
+    CacheParams,
+    CacheStatistics,
+    ShardingType,
+)
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from hotrec.planner.cache_stats import MissCurve, offload_stats
@@ -38,16 +43,21 @@ KERNEL_OF_TIER: Mapping[Tier, ColdTier] = {
 }
 
 
-def cold_tier_for(device: str, tier: ColdTier) -> ColdTier:
+def cold_tier_for(device: str, tier: ColdTier, key: str = "placement.cold_tier") -> ColdTier:
     """Check that the device has the tier.
+
+    Args:
+        device: "cpu" or "cuda".
+        tier: of sharded rows.
+        key: of the configuration, for the message.
 
     Raises:
         ValueError: for a UVM tier on CPU.
     """
     if device == "cpu" and tier is not ColdTier.FUSED:
         raise ValueError(
-            f"placement.cold_tier: expected fused on CPU (UVM kernels need CUDA), got {tier.value}."
-            " Set placement.cold_tier=fused, or train on CUDA."
+            f"{key}: expected fused on CPU (UVM kernels need CUDA), got {tier.value}."
+            f" Set {key}=fused, or train on CUDA."
         )
     return tier
 
@@ -66,7 +76,7 @@ def placement_constraints(
 
     Hot tables are data-parallel. The others are row-wise or table-wise on the kernel of their tier,
     those whose exchange is pooled table-wise. A host tier behind a device cache gets the cache's
-    share of the rows, least frequently used rows leaving first, and its statistics.
+    share of the rows, and its statistics.
 
     Args:
         placement: of the tables.
@@ -109,10 +119,31 @@ def _cache_params(
             f"placement table {name} cache_load_frac: expected between 0 and 1 in tier "
             f"host_cached, got {fraction}. Give the cache a size, or take tier host."
         )
+    stats = None if curve is None else offload_stats(curve, num_rows)
+    return cache_params(fraction, stats=stats)
+
+
+def cache_params(
+    load_factor: float | None,
+    *,
+    stats: CacheStatistics | None = None,
+    is_prefetched: bool = False,
+) -> CacheParams:
+    """The device cache of a host table: rows not used for longest leave first.
+
+    LFU would exclude prefetching (FBGEMM asserts it), keep 8 bytes for every row behind the cache
+    where LRU keeps 8 for every slot, and never forget what was popular once.
+
+    Args:
+        load_factor: cached share of the rows; None is FBGEMM's.
+        stats: for TorchRec's estimates.
+        is_prefetched: by TorchRec's prefetch pipeline, which locks what the next batch reads.
+    """
     return CacheParams(
-        algorithm=CacheAlgorithm.LFU,
-        load_factor=fraction,
-        stats=None if curve is None else offload_stats(curve, num_rows),
+        algorithm=CacheAlgorithm.LRU,
+        load_factor=load_factor,
+        stats=stats,
+        prefetch_pipeline=True if is_prefetched else None,
     )
 
 
@@ -138,7 +169,7 @@ def hot_cold_constraints(
         if table.name in constraints:
             constraints[table.name].compute_kernels = [cold_tier.value]
             if cold_tier is ColdTier.UVM_CACHING:
-                constraints[table.name].cache_params = CacheParams(load_factor=cache_load_factor)
+                constraints[table.name].cache_params = cache_params(cache_load_factor)
     return constraints
 
 
@@ -149,14 +180,25 @@ def torchrec_constraints(
     batch_size: int,
     tier: ColdTier = ColdTier.FUSED,
     cache_load_factor: float | None = None,
+    is_prefetched: bool = False,
 ) -> dict[str, ParameterConstraints] | None:
     """Constraints of a plan for unsplit tables; None leaves every choice to the planner.
 
     ``HAND_TUNED``: tables with fewer rows than the batch data-parallel, the rest table-wise.
+
+    Args:
+        tables: of the collection.
+        variant: which plan.
+        batch_size: B, of ``HAND_TUNED``.
+        tier: of the rows.
+        cache_load_factor: fraction of the rows that the UVM cache holds; None is FBGEMM's.
+        is_prefetched: the UVM cache is filled ahead, by TorchRec's prefetch pipeline.
     """
     if variant is TorchRecPlan.PLANNER and tier is ColdTier.FUSED:
         return None
-    cache = CacheParams(load_factor=cache_load_factor) if tier is ColdTier.UVM_CACHING else None
+    cache = None
+    if tier is ColdTier.UVM_CACHING:
+        cache = cache_params(cache_load_factor, is_prefetched=is_prefetched)
     constraints = {}
     for table in tables:
         if variant is TorchRecPlan.HAND_TUNED and table.num_embeddings < batch_size:

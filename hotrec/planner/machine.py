@@ -4,15 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torchrec.distributed.planner import Topology
 
 from hotrec.costs import Costs, CostsError, Line
 
+# Of a device's free memory, for what is in no table: the buffers of NCCL, CUDA's libraries,
+# activations, messages, ids, fragments. 15% of an 80 GB device's free memory is 12 GB.
+DEVICE_RESERVED_FRAC = 0.15
+# Of a host's memory, likewise.
+HOST_RESERVED_FRAC = 0.05
 # TorchRec knows bandwidths only, no cost of an item; a row of this size (64 floats) stands for all.
 TYPICAL_ROW_BYTES = 256
 MS_PER_S = 1000
 # TorchRec's planner/constants.py takes a tenth of the bandwidth between device and host for UVM.
 UVM_SHARE = 10
+
+
+def free_device_bytes() -> int:
+    """Free memory of this process's CUDA device, what torch holds in reserve included.
+
+    Asked before the model is built: the context and whatever else runs there are used by then, so
+    they need not be guessed from the device's total.
+    """
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return int(free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
 @dataclass(frozen=True)
@@ -23,7 +39,7 @@ class Machine:
         world_size: W.
         local_world_size: ranks per host.
         device: "cpu" or "cuda".
-        device_bytes: memory of each rank's device; ignored on CPU.
+        device_bytes: free memory of each rank's device; ignored on CPU.
         host_bytes: memory of a host, shared by its ranks.
         batch_size: B.
         costs: measured, or a built-in set; None leaves TorchRec its datasheet figures.

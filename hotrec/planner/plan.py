@@ -8,6 +8,8 @@ baselines.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -17,16 +19,30 @@ from torchrec.distributed.planner import (
     Topology,
 )
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.planner.types import PlannerError, ShardEstimator
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ModuleSharder,
+    ShardingPlan,
+)
 
 from hotrec.planner.constraints import ColdTier, cold_tier_for
-from hotrec.planner.machine import Machine
-from hotrec.planner.storage import Shortfall, describe_shortfall, table_storage
+from hotrec.planner.machine import DEVICE_RESERVED_FRAC, Machine
+from hotrec.planner.storage import (
+    Shortfall,
+    TrainedStorageEstimator,
+    describe_shortfall,
+    table_storage,
+)
 
-# Of the device's memory, for what is not in a table.
-RESERVED_FRAC = 0.05
+# FBGEMM's device cache: its associativity, the sets it can count, the share of the rows that it
+# holds where nothing is said (split_table_batched_embeddings_ops_training.py).
+CACHE_WAYS = 32
+MOST_CACHE_SETS = 2**24 - 1
+DEFAULT_CACHE_LOAD_FACTOR = 0.2
 
 
 def make_plan(
@@ -67,23 +83,28 @@ def plan_on(
             if kernel in {tier.value for tier in ColdTier}:
                 cold_tier_for(topology.compute_device, ColdTier(kernel))
     given = dict(constraints) if constraints is not None else None
+    estimators: list[ShardEstimator] = [
+        EmbeddingPerfEstimator(topology, given),
+        TrainedStorageEstimator(topology, given),
+    ]
+    enumerator = EmbeddingEnumerator(topology, batch_size, given, estimators)
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
+        enumerator=enumerator,
         constraints=given,
-        storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_FRAC),
+        storage_reservation=FixedPercentageStorageReservation(percentage=DEVICE_RESERVED_FRAC),
     )
     try:
-        return planner.plan(model, list(sharders))
+        plan = planner.plan(model, list(sharders))
     except PlannerError as error:
-        enumerator = EmbeddingEnumerator(topology, batch_size, given)
         options = enumerator.enumerate(model, list(sharders))
         of_device = topology.compute_device != "cpu"
         memory = topology.devices[0].storage
         shortfall = Shortfall(
             tables=table_storage(options, on_device=of_device),
             world_size=topology.world_size,
-            device_bytes=int((1 - RESERVED_FRAC) * memory.hbm) if of_device else 0,
+            device_bytes=int((1 - DEVICE_RESERVED_FRAC) * memory.hbm) if of_device else 0,
             host_bytes=memory.ddr,
         )
         where = f"{topology.world_size} ranks on {topology.compute_device}"
@@ -91,3 +112,37 @@ def plan_on(
             f"plan for {where}: expected the tables to fit {describe_shortfall(shortfall)} "
             f"TorchRec says: {error}"
         ) from error
+    check_caches(plan)
+    return plan
+
+
+def check_caches(plan: ShardingPlan) -> None:
+    """Refuse device caches with more sets than FBGEMM can tell apart.
+
+    All tables that TorchRec puts into one of FBGEMM's modules share one cache, of 32 slots a set.
+
+    Raises:
+        ValueError: if a rank's caches of one collection have too many.
+    """
+    for path, tables in plan.plan.items():
+        assert isinstance(tables, EmbeddingModuleShardingPlan), type(tables)
+        rows: dict[int, float] = defaultdict(float)
+        for sharding in tables.values():
+            spec = sharding.sharding_spec
+            if sharding.compute_kernel != ColdTier.UVM_CACHING.value:
+                continue
+            assert isinstance(spec, EnumerableShardingSpec), type(spec)
+            cache = sharding.cache_params
+            load_factor = None if cache is None else cache.load_factor
+            share = DEFAULT_CACHE_LOAD_FACTOR if load_factor is None else load_factor
+            for shard, rank in zip(spec.shards, sharding.ranks or [], strict=True):
+                rows[rank] += share * shard.shard_sizes[0]
+        for rank, num_cached in rows.items():
+            num_sets = math.ceil(num_cached / CACHE_WAYS)
+            if num_sets >= MOST_CACHE_SETS:
+                raise ValueError(
+                    f"plan device caches of {path or 'the model'} on rank {rank}: expected fewer "
+                    f"than {MOST_CACHE_SETS} sets of {CACHE_WAYS} rows, got {num_sets} for "
+                    f"{int(num_cached)} cached rows. Cache a smaller share of them, or use more "
+                    "ranks."
+                )

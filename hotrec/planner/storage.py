@@ -1,15 +1,95 @@
-"""Why tables do not fit, in numbers, and the nearest change that makes them fit.
+"""What tables take in training; why they do not fit, in numbers, and the nearest change.
 
-Bytes are TorchRec's estimates: rows with optimizer state and what a step keeps of them.
+Bytes are TorchRec's estimates (rows, messages, device caches) and what it does not see: optimizer
+states, which it looks for on the parameters while they are in the sharder's ``fused_params``, and
+the gradients of replicated tables. With R rows of D floats on a rank:
+
+    replica         4 R D of gradients and, at the first steps, as much again: DDP makes its bucket
+                    anew in iteration 3 beside the old one; the state
+    element-wise    state of a shard, where its rows are: FBGEMM's device cache holds none of it
+    row-wise        state of a shard, 4 R: on the device, wherever the rows are
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import ShardingOption, Storage
 from torchrec.distributed.types import ShardingType
+
+BYTES_PER_FLOAT = 4
+# Gradients of a replica while DDP makes its bucket anew.
+NUM_REPLICA_GRADIENTS = 2
+# State of FBGEMM's optimizers, floats for each of the row's, and floats for the row.
+STATE_FLOATS: Mapping[str, tuple[int, int]] = {
+    "SGD": (0, 0),
+    "EXACT_SGD": (0, 0),
+    "LARS_SGD": (1, 0),
+    "EXACT_ADAGRAD": (1, 0),
+    "EXACT_ROWWISE_ADAGRAD": (0, 1),
+    "ADAM": (2, 0),
+    "PARTIAL_ROWWISE_ADAM": (1, 1),
+    "LAMB": (2, 0),
+    "PARTIAL_ROWWISE_LAMB": (1, 1),
+}
+HOST_KERNELS = ("fused_uvm", "fused_uvm_caching")
+
+
+class TrainedStorageEstimator(EmbeddingStorageEstimator):
+    """TorchRec's estimator, and the optimizer states and gradients that it leaves out."""
+
+    def estimate(self, sharding_options: list[ShardingOption], *given: Any, **named: Any) -> None:
+        """Estimate the storage of every shard of every option.
+
+        Args:
+            sharding_options: whose shards get their storage.
+            *given: TorchRec's map from an option's module to its sharder (1.6), or
+            **named: to what the sharder says (1.8, by name).
+
+        Raises:
+            ValueError: if a sharder's optimizer has a state of unknown size.
+        """
+        super().estimate(sharding_options, *given, **named)
+        [sharders] = [*given, *named.values()]
+        for option in sharding_options:
+            params = getattr(sharders[option.module_type_key], "fused_params", None) or {}
+            state = state_floats(params.get("optimizer"))
+            for shard in option.shards:
+                assert shard.storage is not None, option.name
+                shard.storage += self._beside(option, shard.size, state)
+
+    def _beside(self, option: ShardingOption, size: list[int], state: tuple[int, int]) -> Storage:
+        num_rows, dim = size
+        by_element = BYTES_PER_FLOAT * num_rows * dim
+        element_wise, row_wise = state[0] * by_element, state[1] * BYTES_PER_FLOAT * num_rows
+        if option.sharding_type == ShardingType.DATA_PARALLEL.value:
+            row_wise += NUM_REPLICA_GRADIENTS * by_element
+        if self._topology.compute_device == "cpu":
+            return Storage(hbm=0, ddr=element_wise + row_wise)
+        if option.compute_kernel in HOST_KERNELS:
+            return Storage(hbm=row_wise, ddr=element_wise)
+        return Storage(hbm=element_wise + row_wise, ddr=0)
+
+
+def state_floats(optimizer: Any) -> tuple[int, int]:
+    """Floats of optimizer state for each of a row's, and for the row.
+
+    Args:
+        optimizer: FBGEMM's OptimType; None is its default, SGD.
+
+    Raises:
+        ValueError: if it is none of STATE_FLOATS.
+    """
+    name = "EXACT_SGD" if optimizer is None else optimizer.name
+    if name not in STATE_FLOATS:
+        raise ValueError(
+            f"sharder fused_params optimizer: expected one of {sorted(STATE_FLOATS)}, whose memory "
+            f"is known, got {name}. Train with one of these."
+        )
+    return STATE_FLOATS[name]
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,18 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("measured_step_s", "Step time, median of the steps compared", show_seconds),
             Figure("step_error_frac", "Error of the step, of the measured", show_error),
             Figure("sent_bytes_error_frac", "Error of the bytes sent, of the measured", show_error),
+            Figure("device_bytes_error_frac", "Error of the tables' device memory", show_error),
+            Figure("host_bytes_error_frac", "Error of the tables' host memory", show_error),
+        ),
+    ),
+    (
+        "Memory, the rank with most",
+        (
+            Figure("measured_device_bytes", "Tables, on the device", show_bytes, "ratio"),
+            Figure("measured_host_bytes", "Tables, on the host", show_bytes, "ratio"),
+            Figure("peak_allocated_bytes", "Peak on the device, allocated", show_bytes, "ratio"),
+            Figure("peak_reserved_bytes", "Peak on the device, reserved", show_bytes, "ratio"),
+            Figure("peak_resident_bytes", "Peak on the host, resident", show_bytes, "ratio"),
         ),
     ),
     (

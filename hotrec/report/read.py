@@ -27,6 +27,7 @@ FROM_METRICS = (
     "bound_bytes",
     "hot_lookup_frac",
 )
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes")
 FROM_EVAL = ("auc", "log_loss", "normalized_entropy")
 NUMERIC = (
     *FROM_METRICS,
@@ -47,9 +48,17 @@ NUMERIC = (
     "predicted_sent_bytes",
     "sent_bytes_error_frac",
     "compared_from_step",
+    *PEAKS,
+    "predicted_device_bytes",
+    "measured_device_bytes",
+    "device_bytes_error_frac",
+    "predicted_host_bytes",
+    "measured_host_bytes",
+    "host_bytes_error_frac",
 )
 COMPARED = ("predicted_stage_s", "measured_stage_s", "slowest_rank_stage_s")
-LINE_NUMERIC = (*FROM_METRICS, *FROM_EVAL, "loss", "data_wait_s")
+BY_KIND = ("device_bytes_by_kind", "host_bytes_by_kind")
+LINE_NUMERIC = (*FROM_METRICS, *FROM_EVAL, *PEAKS, "loss", "data_wait_s")
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,9 @@ class Run:
         predicted_stage_s: the same, as predicted before the run.
         measured_stage_s: the same, over the steps that are compared with the prediction.
         slowest_rank_stage_s: the same, of the slowest rank in each stage.
+        device_bytes_by_kind: memory of the tables on the device, by what it holds, of each the rank
+            with most.
+        host_bytes_by_kind: the same on the host.
         texts: contents of the files that the page shows as they are, by file name.
         notes: what the reader should know, such as files that are absent.
     """
@@ -82,6 +94,8 @@ class Run:
     predicted_stage_s: Mapping[str, float] = field(default_factory=dict)
     measured_stage_s: Mapping[str, float] = field(default_factory=dict)
     slowest_rank_stage_s: Mapping[str, float] = field(default_factory=dict)
+    device_bytes_by_kind: Mapping[str, float] = field(default_factory=dict)
+    host_bytes_by_kind: Mapping[str, float] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -162,7 +176,10 @@ def _read_run(path: Path) -> Run:
         evals=evals,
         sent_bytes=sent_bytes,
         stage_s=_read_stages(path, summary, metrics),
-        **{name: _named_numbers(str(path / SUMMARY), name, summary.get(name)) for name in COMPARED},
+        **{
+            name: _named_numbers(str(path / SUMMARY), name, summary.get(name))
+            for name in (*COMPARED, *BY_KIND)
+        },
         texts=_read_texts(path, notes),
         notes=tuple(notes),
     )

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from hotrec.report.compare import choose_baseline, choose_focus
 from hotrec.report.coverage import draw_coverage, read_coverage
 from hotrec.report.figures import draw_learning, draw_steps, draw_traffic
+from hotrec.report.memory import build_memory
 from hotrec.report.page import (
     Section,
     build_comparison,
@@ -27,7 +28,7 @@ from hotrec.report.page import (
     build_tiles,
 )
 from hotrec.report.predicted import build_predicted
-from hotrec.report.read import COMPARED, NUMERIC, Run, read_runs
+from hotrec.report.read import BY_KIND, COMPARED, NUMERIC, Run, read_runs
 from hotrec.report.style import to_svg
 from hotrec.report.units import show_count, show_frac
 
@@ -141,6 +142,7 @@ def _sections(
             ),
         ),
         Section("predicted", "Predicted and measured", build_predicted(runs)),
+        Section("memory", "Memory", build_memory(runs)),
         Section(
             "traffic",
             "What a step sends",
@@ -219,7 +221,7 @@ def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
         **{name: run.summary.get(name) for name in NUMERIC},
         "sent_bytes": dict(run.sent_bytes),
         "stage_s": dict(run.stage_s),
-        **{name: run.summary.get(name) for name in COMPARED},
+        **{name: run.summary.get(name) for name in (*COMPARED, *BY_KIND)},
         "sent_over_bound": sent / bound if sent is not None and bound else None,
         "relative_to_baseline": relative,
         "loss": _pairs(run.series("loss")),

@@ -6,7 +6,7 @@ bubbles (Qi et al. 2023, "Zero Bubble Pipeline Parallelism") put the second off.
 of the looked-up rows leave sooner for it, and the weight gradients are computed while they travel.
 
 The products and the order in which they are added up are autograd's, so gradients are bit for bit
-the same.
+the same. Under autocast they are products of its type, as autograd's are.
 """
 
 from __future__ import annotations
@@ -109,13 +109,20 @@ class DeferredLinears:
     def _forward(self, layer: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
         if (
             not torch.is_grad_enabled()
-            # Autograd's products differ for other strides; autocast has dtypes of its own.
+            # Autograd's products differ for other strides.
             or not inputs.is_contiguous()
-            or torch.is_autocast_enabled(inputs.device.type)
             or not layer.weight.requires_grad
         ):
             return F.linear(inputs, layer.weight, layer.bias)
-        out: torch.Tensor = _Linear.apply(inputs, layer.weight, layer.bias, layer, self)
+        weight: torch.Tensor = layer.weight
+        bias: torch.Tensor | None = layer.bias
+        device = inputs.device.type
+        if torch.is_autocast_enabled(device):
+            # What autocast would do inside, where autograd does not see it any more.
+            dtype = torch.get_autocast_dtype(device)
+            inputs, weight = inputs.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        out: torch.Tensor = _Linear.apply(inputs, weight, bias, layer, self)
         return out
 
     @contextmanager
@@ -150,7 +157,8 @@ class DeferredLinears:
             totals: list[torch.Tensor | None] = [None, None]
             for grad, inputs in calls:
                 parts = _weight_grads(grad, inputs, has_bias=layer.bias is not None)
-                for index, part in enumerate(parts):
+                for index, raw in enumerate(parts):
+                    part = None if raw is None else raw.to(layer.weight.dtype)
                     total = totals[index]
                     totals[index] = part if total is None or part is None else total.add_(part)
             for parameter, total in zip((layer.weight, layer.bias), totals, strict=True):

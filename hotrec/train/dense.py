@@ -38,6 +38,17 @@ def _dense_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def _inside_compiled(model: nn.Module) -> set[nn.Module]:
+    """The modules that are computed within another's compiled forward, where no hook may run."""
+    return {
+        inner
+        for _, module in _dense_modules(model)
+        if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for inner in module.modules()
+        if inner is not module
+    }
+
+
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters outside of TorchRec's sharded modules, by their first name.
 
@@ -90,6 +101,7 @@ class _Bucket:
         layers: those whose weight gradients are put off, which hold all parameters; or none.
         arrived: parameters whose gradient the last backward pass of the step has completed.
         noted: settings of the optimizer's groups for the update, from ``step`` to the update.
+        taken: the mean gradients, from when they are there to the update.
     """
 
     parameters: list[nn.Parameter]
@@ -97,6 +109,7 @@ class _Bucket:
     layers: list[nn.Linear]
     arrived: set[nn.Parameter] = field(default_factory=set)
     noted: list[dict[str, Any]] | None = None
+    taken: list[torch.Tensor | None] | None = None
 
 
 def _make_buckets(
@@ -146,6 +159,8 @@ class DenseSync:
             one that keeps its state by parameter and leaves those without ``grad`` alone.
         group: the ranks; nothing else may use it.
         wire_type: in which float32 gradients travel; they are added up in float32.
+        max_norm: scale the mean gradients down to this norm, that of all of them together; None
+            not to. The first update of a step then waits for the gradients of all buckets.
 
     Raises:
         ValueError: if the optimizer's parameters are not the model's dense ones, if a layer keeps
@@ -158,18 +173,25 @@ class DenseSync:
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup,
         wire_type: WireType = WireType.FP32,
+        max_norm: float | None = None,
     ) -> None:
         named = dense_parameters(model)
         _check_optimizer(named, optimizer)
         _check_modules(model)
         self._optimizer = optimizer
+        self._max_norm = max_norm
         self._names = {parameter: name for name, parameter in named.items()}
         self._sender = Sender(group, wire_type)
         held = _dense_tensors(model)
         self._sender.agree_on({n: (*t.shape, t.requires_grad) for n, t in held.items()})
         self._sender.copy_from_first(list(held.values()))
         parts = _parts(model)
-        layers = deferrable_layers(module for _, module in _dense_modules(model))
+        compiled = _inside_compiled(model)
+        layers = [
+            layer
+            for layer in deferrable_layers(module for _, module in _dense_modules(model))
+            if layer not in compiled
+        ]
         self._buckets = _make_buckets(parts, layers, self._sender)
         self._num_direct = sum(not bucket.layers for bucket in self._buckets)
         self._num_started = 0
@@ -178,13 +200,13 @@ class DenseSync:
         self._is_new_step = True
         self._deferred = DeferredLinears(layers)
         self._hooks: list[Any] = []
-        self._watch_forward(parts)
+        self._watch_forward(parts, compiled)
         for bucket in self._buckets[: self._num_direct]:
             for parameter in bucket.parameters:
                 hook = parameter.register_post_accumulate_grad_hook(self._arrival(bucket))
                 self._hooks.append(hook)
 
-    def _watch_forward(self, parts: Sequence[_Part]) -> None:
+    def _watch_forward(self, parts: Sequence[_Part], compiled: set[nn.Module]) -> None:
         """Update what is due before a part is called, or a module of it that holds weights."""
         bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         used_by: dict[nn.Module, dict[_Bucket, None]] = {}
@@ -196,7 +218,8 @@ class DenseSync:
         for module, buckets in used_by.items():
             if buckets:
                 before = self._before_use(list(buckets))
-                self._hooks.append(module.register_forward_pre_hook(before))
+                if module not in compiled:
+                    self._hooks.append(module.register_forward_pre_hook(before))
                 self._hooks.append(module.register_state_dict_pre_hook(before))
 
     def _before_use(self, buckets: list[_Bucket]) -> Callable[..., None]:
@@ -297,21 +320,35 @@ class DenseSync:
         """Wait for the bucket's gradients and make its update, of these parameters alone."""
         assert bucket.noted is not None
         mark("dense")
-        grads = bucket.mean.take()
-        mark("grads_exchange")
+        if bucket.taken is None:
+            # The norm is that of all gradients of the step, so all of them must be there.
+            for one in self._buckets if self._max_norm is not None else [bucket]:
+                one.taken = one.mean.take()
+            mark("grads_exchange")
+            if self._max_norm is not None:
+                with self._only_grads_of(self._buckets):
+                    nn.utils.clip_grad_norm_(self._names, self._max_norm)
+        with self._only_grads_of([bucket]):
+            current = _settings(self._optimizer)
+            _set(self._optimizer, bucket.noted)
+            self._optimizer.step()
+            _set(self._optimizer, current)
+        bucket.noted = bucket.taken = None
+        mark("optimizer")
+
+    @contextmanager
+    def _only_grads_of(self, buckets: Sequence[_Bucket]) -> Iterator[None]:
+        """Inside the block parameters have the means of these buckets as ``grad``, or none."""
         aside = [parameter.grad for parameter in self._names]
         for parameter in self._names:
             parameter.grad = None
-        for parameter, grad in zip(bucket.parameters, grads, strict=True):
-            parameter.grad = grad
-        current = _settings(self._optimizer)
-        _set(self._optimizer, bucket.noted)
-        self._optimizer.step()
-        _set(self._optimizer, current)
+        for bucket in buckets:
+            assert bucket.taken is not None
+            for parameter, grad in zip(bucket.parameters, bucket.taken, strict=True):
+                parameter.grad = grad
+        yield
         for parameter, grad in zip(self._names, aside, strict=True):
             parameter.grad = grad
-        bucket.noted = None
-        mark("optimizer")
 
     def flush(self) -> None:
         """Make all updates that are due: before weights or optimizer state are read or written."""

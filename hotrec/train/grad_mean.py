@@ -127,6 +127,7 @@ class GradMean:
         self._parameters = list(parameters)
         self._sender = sender
         self._has_grad: list[bool] = []
+        self._is_used: torch.Tensor | None = None  # the same, float (n,) on the device
         self._grads: list[torch.Tensor | None] = []
         self._work: Any = None
         self._num_values = sum(parameter.numel() for parameter in parameters)
@@ -142,15 +143,20 @@ class GradMean:
             return
         if self._message is None:
             self._message = self._parameters[0].new_empty(self._num_values + len(grads))
-        self._has_grad = [grad is not None for grad in grads]
+        has_grad = [grad is not None for grad in grads]
+        if self._is_used is None or has_grad != self._has_grad:
+            # Hardly ever twice: a copy to the device makes the host wait for it.
+            self._is_used = torch.tensor(has_grad, dtype=self._message.dtype).to(
+                self._message.device
+            )
+            self._has_grad = has_grad
         views = self._views(self._message)
         for view, grad in zip(views, grads, strict=True):
             if grad is None:
                 view.zero_()
             else:
                 torch.mul(grad, 1 / self._sender.world_size, out=view)
-        is_used = torch.tensor(self._has_grad, dtype=self._message.dtype)
-        self._message[self._num_values :].copy_(is_used)
+        self._message[self._num_values :].copy_(self._is_used)
         self._work = self._sender.start(self._message, self._num_values)
 
     def _views(self, message: torch.Tensor) -> list[torch.Tensor]:

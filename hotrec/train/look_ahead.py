@@ -88,6 +88,7 @@ class LookAheadPipeline(Pipeline):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         look_ahead: LookAhead,
+        grad_clip_norm: float | None = None,
     ) -> None:
         super().__init__("look_ahead", model, device)
         if any(_is_around_dense(module) for module in model.modules()):
@@ -99,7 +100,9 @@ class LookAheadPipeline(Pipeline):
         self._hot = parts.get("hot")
         self._micro_batches = look_ahead.micro_batches
         self._rows = look_ahead.make_rows()
-        self._dense = DenseSync(model, parts["dense"], new_group(), look_ahead.wire_type)
+        self._dense = DenseSync(
+            model, parts["dense"], new_group(), look_ahead.wire_type, grad_clip_norm
+        )
         self._held: deque[Batch] = deque()
         self._has_ended = False
         self._was_training: bool | None = None

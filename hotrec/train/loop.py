@@ -35,6 +35,7 @@ from hotrec.train.checkpoint import (
 )
 from hotrec.train.evaluate import evaluate
 from hotrec.train.meter import SegmentBatches
+from hotrec.train.peak_memory import Tables
 from hotrec.train.pipeline import LookAhead, Pipeline, make_pipeline
 from hotrec.train.records import Records
 from hotrec.train.run_log import RunLog
@@ -74,9 +75,11 @@ def train(
     lr_factor: Callable[[int], float],
     pipeline_kind: str = "sparse_dist",
     look_ahead: LookAhead | None = None,
+    grad_clip_norm: float | None = None,
     eval_batches: Mapping[str, Iterable[Batch]] | None = None,
     checkpoints: Checkpoints | None = None,
     check_replicas: Callable[[], None] | None = None,
+    count_tables: Callable[[], Tables] | None = None,
     run_dir: Path | None = None,
     inspect_batch: Callable[[Batch], BatchFacts] | None = None,
     description: Mapping[str, Any] | None = None,
@@ -97,14 +100,17 @@ def train(
         lr_factor: update number, from 1 -> factor, e.g. a ``Schedule``.
         pipeline_kind: see ``make_pipeline``.
         look_ahead: what the pipeline look_ahead needs; None for others.
+        grad_clip_norm: see ``make_pipeline``.
         eval_batches: by name of the split; begun once before the first step, and anew for each
             evaluation. The first is evaluated on the way, all at the end; the last one's is told.
         checkpoints: where to save and what to resume from; None for neither.
         check_replicas: raises on every rank if replicated rows differ between ranks.
+        count_tables: the memory of this rank's tables, for the summary.
         run_dir: where rank 0 writes its records; None for none.
         inspect_batch: what a batch reads, for the traffic bound and the hot-lookup fraction.
         description: added to summary.json as it is (name, placement, model, batch_size, ...).
-        prediction: "step_s", "stage_s" by stage, "total_sent_bytes"; the summary is set against it.
+        prediction: "step_s", "stage_s" by stage, "total_sent_bytes", "memory" by rank; the summary
+            is set against it.
         first_compared_step: from which on, counted from this start; those before warm up.
         alternation: told of every evaluation on the way; its state is the loader's.
         trace: steps to record; None for none.
@@ -116,7 +122,9 @@ def train(
     with _logged_with_rank(ranks), stop_on_sigterm() as stop_request:
         splits = _start_workers(eval_batches or {})
         start, train_batches = _start(model, optimizer, train_loader, num_steps, checkpoints)
-        pipeline = make_pipeline(pipeline_kind, model, optimizer, ranks.device, look_ahead)
+        pipeline = make_pipeline(
+            pipeline_kind, model, optimizer, ranks.device, look_ahead, grad_clip_norm
+        )
         traffic = TrafficMeter(ranks.world_size, count_dense_values(model), inspect_batch)
         with (
             closing(pipeline),
@@ -125,7 +133,7 @@ def train(
             Tracer(trace, ranks, start_step=start.step, num_steps=num_steps) as tracer,
         ):
             measured = (first_compared_step, tracer, pipeline.settle)
-            records = Records(run_log, bar, traffic, ranks, cadence, start, *measured)
+            records = Records(run_log, bar, traffic, ranks, cadence, start, *measured, count_tables)
             span = (start.step, num_steps)
             steps = _Steps(pipeline, optimizer, records, cadence, lr_factor, *span, check_replicas)
             if alternation is not None and _owes_evaluation(start, num_steps, cadence, alternation):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,18 @@ class MarkedOptimizer:
 
     Args:
         optimizer: that does the work.
+        clipped: parameters whose gradients are scaled down to ``max_norm`` together before it.
+        max_norm: None to leave them as they are.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clipped: Sequence[nn.Parameter] = (),
+        max_norm: float | None = None,
+    ) -> None:
         self._optimizer = optimizer
+        self._clipped, self._max_norm = clipped, max_norm
 
     def zero_grad(self) -> None:
         mark("other")
@@ -30,7 +39,9 @@ class MarkedOptimizer:
         mark("other")
 
     def step(self) -> None:
-        mark("hot_exchange")  # DDP waited at the end of backward
+        mark("hot_exchange")  # DDP waited at the end of backward, so gradients are means
+        if self._max_norm is not None:
+            nn.utils.clip_grad_norm_(self._clipped, self._max_norm)
         self._optimizer.step()
         mark("optimizer")
 

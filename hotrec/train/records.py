@@ -17,6 +17,7 @@ from hotrec.distributed import Ranks
 from hotrec.train.checkpoint import Position
 from hotrec.train.meter import Meter, SegmentBatches
 from hotrec.train.metrics import Quality
+from hotrec.train.peak_memory import Tables, compare_memory, memory_figures, peak_bytes
 from hotrec.train.run_log import RunLog
 from hotrec.train.schedule import Cadence
 from hotrec.train.stage_times import EXPOSED, StageTimes, compare
@@ -33,6 +34,7 @@ class Records:
         first_compared_step: see ``train``.
         tracer: records some steps; they are in no rate.
         settle: waits for what the pipeline's threads still send.
+        count_tables: see ``train``.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Records:
         first_compared_step: int,
         tracer: Tracer,
         settle: Callable[[], None],
+        count_tables: Callable[[], Tables] | None = None,
     ) -> None:
         self.position = start
         self._stages = StageTimes(ranks.device, start.step + first_compared_step)
@@ -59,6 +62,7 @@ class Records:
         self._cadence = cadence
         self._tracer = tracer
         self._settle = settle
+        self._count_tables = count_tables
         self._losses: dict[int, torch.Tensor] = {}
         self._wait_s = 0.0  # since the last checkup
         self._line_wait_s = 0.0  # since the last line, mean over the ranks
@@ -155,6 +159,7 @@ class Records:
             "sent_bytes": traffic.sent_bytes if traffic else None,
             "bound_bytes": traffic.bound_bytes if traffic else None,
             "hot_lookup_frac": traffic.hot_lookup_frac if traffic else None,
+            **peak_bytes(self._ranks.device),
             "elapsed_s": self.elapsed_s,
         }
         self._line_wait_s, self._line_steps = 0.0, 0
@@ -175,12 +180,15 @@ class Records:
             description: goes in as it is.
             prediction: see ``compare``.
         """
-        figures = {**self._figures(), **self._stages.summary()}
+        tables = None if self._count_tables is None else self._count_tables()
+        memory = memory_figures(self._ranks.device, tables)
+        figures = {**self._figures(), **self._stages.summary(), **memory}
         summary = {
             "world_size": self._ranks.world_size,
             **description,
             **figures,
             **compare(prediction, figures),
+            **compare_memory(prediction or {}, memory),
         }
         self._run_log.write_summary(summary)
         return summary

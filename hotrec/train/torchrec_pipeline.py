@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import (
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
 from torchrec.distributed.types import ShardedModule
 
 from hotrec.batch import Batch
+from hotrec.train.dense import dense_parameters
 from hotrec.train.marks import MarkedOptimizer, mark_lookups
 from hotrec.train.pipeline_base import Output, Pipeline
 
@@ -30,13 +35,22 @@ class TorchRecPipeline(Pipeline):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
+        grad_clip_norm: float | None = None,
     ) -> None:
         super().__init__(kind, model, device)
         self._is_checked = False
         self._pipeline: TrainPipelineBase[Batch, Output] | TrainPipelineSparseDist[Batch, Output]
-        marked: Any = MarkedOptimizer(optimizer)
+        clipped = list(dense_parameters(model).values()) if grad_clip_norm is not None else []
+        marked: Any = MarkedOptimizer(optimizer, clipped, grad_clip_norm)
+        if kind == "prefetch" and device.type == "cpu":
+            raise ValueError(
+                "pipeline prefetch: expected a CUDA device, whose caches it fills, got cpu. Use "
+                "pipeline=sparse_dist."
+            )
         if kind == "sparse_dist":
             self._pipeline = TrainPipelineSparseDist(model, marked, device)
+        elif kind == "prefetch":
+            self._pipeline = PrefetchTrainPipelineSparseDist(model, marked, device)
         else:
             self._pipeline = TrainPipelineBase(model, marked, device)
         mark_lookups(model)
@@ -47,7 +61,7 @@ class TorchRecPipeline(Pipeline):
             self._pipeline.reset()
         elif self._pipeline.batches:
             raise RuntimeError(
-                f"pipeline sparse_dist: expected it drained, got {len(self._pipeline.batches)} "
+                f"pipeline {self.kind}: expected it drained, got {len(self._pipeline.batches)} "
                 "batches in it. Progress until the iterator's last batch is computed."
             )
 
@@ -68,7 +82,7 @@ class TorchRecPipeline(Pipeline):
         """There is nothing to end."""
 
     def _check_all_pipelined(self) -> None:
-        if self.kind != "sparse_dist":
+        if self.kind == "base":
             return
         # The one private attribute of TorchRec that hotrec reads; there is no public one.
         pipelined = {id(module) for module in self._pipeline._pipelined_modules}
@@ -76,7 +90,7 @@ class TorchRecPipeline(Pipeline):
         missing = [name for name, module in sharded.items() if id(module) not in pipelined]
         if missing:
             raise RuntimeError(
-                f"pipeline sparse_dist: expected {len(sharded)} of {len(sharded)} sharded modules "
+                f"pipeline {self.kind}: expected {len(sharded)} of {len(sharded)} sharded modules "
                 f"pipelined, got {len(sharded) - len(missing)}; not pipelined: {missing}. Pass the "
                 "batch's attributes to them unmodified, or use the base pipeline."
             )

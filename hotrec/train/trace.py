@@ -53,11 +53,13 @@ class TraceWindow:
         first_step: counted from this start, from 1; those before warm up.
         num_steps: recorded one after the other.
         directory: of ``rank0.json.gz`` and so on; made on each host.
+        warn_of_syncs: let CUDA warn, in these steps, of whatever makes the host wait for it.
     """
 
     first_step: int
     num_steps: int
     directory: Path
+    warn_of_syncs: bool = False
 
 
 class Tracer:
@@ -70,7 +72,7 @@ class Tracer:
 
     Raises:
         ValueError: if a new run is too short for the window. In a resumed one that may be what is
-            left, so a warning says that nothing is recorded.
+            left, so a warning says that nothing is recorded. Also if a CPU is asked for syncs.
     """
 
     def __init__(
@@ -85,6 +87,11 @@ class Tracer:
         self._names: dict[int, str] = {}
         if window is None:
             return
+        if window.warn_of_syncs and ranks.device.type != "cuda":
+            raise ValueError(
+                f"profiler.warn_of_syncs: expected a CUDA device, got {ranks.device.type}, which "
+                "the host never waits for. Set profiler.warn_of_syncs=false."
+            )
         first = start_step + window.first_step
         last = first + window.num_steps - 1
         if last <= num_steps:
@@ -127,7 +134,8 @@ class Tracer:
         """Record the step made inside the block; the first one is a collective."""
         if self._profiler is None:
             same_verdict(self._start)
-        with self._clock.step():
+        assert self._window is not None
+        with self._clock.step(), _warning_of_syncs(self._window.warn_of_syncs):
             yield
         self._steps.append(step)
 
@@ -172,6 +180,20 @@ class Tracer:
         path = self._window.directory / f"rank{ranks.rank}.json.gz"
         write_trace(document, path)
         logger.info("[rank %d] trace of %d steps: %s", ranks.rank, len(steps), path)
+
+
+@contextmanager
+def _warning_of_syncs(is_wanted: bool) -> Iterator[None]:
+    """In the block each line of code that makes the host wait for the device is told once."""
+    if not is_wanted:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _thread_names() -> dict[int, str]:

@@ -15,8 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from hotrec.distributed import RankError
+from hotrec.postmortem import write_flight_recorder
 from hotrec.watchdog.board import Board, BoardError, host_key, started_at
 from hotrec.watchdog.errors import EXIT_CODE, LostRank, is_of_others, one_line, tell_torchrun
 from hotrec.watchdog.place import Place, place_of, place_of_error
@@ -48,6 +50,8 @@ class Watchdog:
         limit_s: seconds without any movement after which a step is given up.
         advice: what to do about a lost rank, for the message; asked when it is needed.
         grace_s: how long the main thread gets to end by itself when a rank has died.
+        flight_recorder: directory for this rank's last collectives when the run is lost; None to
+            leave none.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Watchdog:
         limit_s: float,
         advice: Callable[[], str],
         grace_s: float = GRACE_S,
+        flight_recorder: Path | None = None,
     ) -> None:
         self._board = board
         self._rank, self._world_size = rank, world_size
@@ -67,6 +72,7 @@ class Watchdog:
         self._limit_s = limit_s
         self._advice = advice
         self._grace_s = grace_s
+        self._flight_recorder = flight_recorder
         self._silent_s = min(SILENT_S, limit_s / 2)
         self._beat_s = min(max(BEAT_S, world_size / _BEATS_PER_S), self._silent_s / 5)
         self._beat = 0
@@ -134,6 +140,11 @@ class Watchdog:
             return None
         except BoardError:
             return self._lost(self._store_is_gone()) if is_of_others(error) else None
+
+    def write_flight_recorder(self) -> None:
+        """Leave this rank's last collectives; for a process that is about to end."""
+        if self._flight_recorder is not None:
+            write_flight_recorder(self._flight_recorder, self._rank)
 
     def _lost(self, verdict: Verdict) -> LostRank:
         return LostRank(f"{verdict.text} {self._advice()}", verdict.ranks)
@@ -213,6 +224,7 @@ class Watchdog:
         telling.start()
         telling.join(timeout=5)
         tell_torchrun(message)
+        self.write_flight_recorder()
         os._exit(EXIT_CODE)
 
     # What is known

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +28,11 @@ def _no_advice() -> str:
 
 @contextmanager
 def watching(
-    ranks: Ranks, *, limit_s: float = 120.0, advice: Callable[[], str] = _no_advice
+    ranks: Ranks,
+    *,
+    limit_s: float = 120.0,
+    advice: Callable[[], str] = _no_advice,
+    flight_recorder: Path | None = None,
 ) -> Iterator[None]:
     """Watch the ranks inside the block; to be entered on every rank of the process group.
 
@@ -40,6 +45,8 @@ def watching(
         limit_s: for anything to move on any rank in a step, above 0. Start, first step, evaluation
             and checkpoints have no other limit than that of the process group's collectives.
         advice: the message's last sentence; asked when it is needed.
+        flight_recorder: directory in which every rank that is left writes its last collectives when
+            a rank is lost; None for none.
 
     Raises:
         LostRank: instead of the error of a collective that failed; that error is its cause.
@@ -63,6 +70,7 @@ def watching(
             limit_s=limit_s,
             advice=advice,
             grace_s=grace_s,
+            flight_recorder=flight_recorder,
         )
         dog.start()
         try:
@@ -71,6 +79,8 @@ def watching(
         except BaseException as error:
             with _sigterm_ignored():
                 lost = dog.explain(error)
+                if lost is not None:
+                    dog.write_flight_recorder()
                 dog.leave(f"ended by {type(error).__name__}")
             if lost is not None:
                 raise lost from error

@@ -46,6 +46,7 @@ WRONG_TYPE = [
 ]
 BAD_CHOICE = [
     (["model.pooling=max"], "model.pooling: Invalid value 'max'", "[sum, mean]"),
+    (["trainer.precision=fp16"], "trainer.precision: Invalid value 'fp16'", "bf16"),
     (["optimizer.schedule.decay=cosin"], "optimizer.schedule.decay: Invalid", "cosine"),
     (
         ["placement=fae", "placement.cold_tier=hbm"],
@@ -68,6 +69,17 @@ OUT_OF_RANGE = [
         ["model.embedding_dim=5", "model.dense_layer_sizes=[5]"],
         "model.embedding_dim: expected a multiple of 4",
         "got 5. Take 4 or 8.",
+    ),
+    (["trainer.grad_clip_norm=0"], "trainer.grad_clip_norm: expected a value above 0", "got 0"),
+    (
+        ["trainer.compile=true", "trainer.warmup_steps=0"],
+        "trainer.warmup_steps: expected at least 1 with trainer.compile",
+        "got 0",
+    ),
+    (
+        ["trainer.precision=tf32", "trainer.device=cpu"],
+        "trainer.precision: expected fp32 or bf16",
+        "got tf32",
     ),
     (["trainer.max_steps=0"], "trainer.max_steps: expected a value at least 1", "got 0"),
     (["trainer.seed=-1"], "trainer.seed: expected a value at least 0", "got -1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hotrec.models import ModelKind
 from hotrec.traffic import count_sent_bytes
 from hotrec.train import grad_mean
 from hotrec.train.dense import DenseSync, dense_parameters
@@ -122,6 +124,44 @@ def expect_parity(optimizers: list[str]) -> None:
             together, {n: w.tolist() for n, w in got[1].items() if "t_" not in n}
         )
         assert all(weights == together[0] for weights in together), case
+
+
+class NewTensors(TorchDispatchMode):
+    """Counts the tensors that are made of Python's numbers; on CUDA each is a wait of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.count += func._schema.name == "aten::lift_fresh"
+        return func(*args, **(kwargs or {}))
+
+
+def expect_no_new_tensors() -> None:
+    with NewTensors() as made:
+        torch.tensor([1.0])
+    assert made.count == 1, "the count sees none"
+    model = Clicks(ModelKind.DLRM, 0)
+    dense = DenseSync(model, make_optimizer(model, "sgd"), dist.new_group(), max_norm=0.1)
+    counts = []
+    for step in range(4):
+        loss = loss_of(model, make_inputs(dist.get_rank(), step), 6)
+        with NewTensors() as made:
+            with dense.backward():
+                loss.backward()
+            dense.finish_backward()
+            dense.step()
+            dense.flush()
+        counts.append(made.count)
+    dense.close()
+    assert counts[1:] == [0, 0, 0], counts
+
+
+def test_the_host_hands_nothing_to_the_device_after_the_first_step() -> None:
+    run_ranks(expect_no_new_tensors, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,12 +38,12 @@ def slow_steps() -> list[str]:
     return done
 
 
-def end_of_rank(error_rank: int) -> tuple[str, str]:
+def end_of_rank(error_rank: int, folder: Path) -> tuple[str, str]:
     """What a rank ends with when ``error_rank`` raises in step 3, and what caused that."""
     assert slow_steps() == ["run 0", "run 1"]
     ranks = ranks_here()
     try:
-        with watching(ranks, limit_s=20.0):
+        with watching(ranks, limit_s=20.0, flight_recorder=folder):
             for step in range(1, 6):
                 enter(MAIN, STEP, step)
                 if step == 3 and ranks.rank == error_rank:
@@ -54,8 +56,9 @@ def end_of_rank(error_rank: int) -> tuple[str, str]:
     raise AssertionError("nothing has happened")
 
 
-def test_slow_ranks_are_left_alone_and_an_error_reaches_all() -> None:
-    told = run_ranks(end_of_rank, 3, timeout_s=120, error_rank=1)
+def test_slow_ranks_are_left_alone_and_an_error_reaches_all(tmp_path: Path) -> None:
+    folder = tmp_path / "flight_recorder"
+    told = run_ranks(end_of_rank, 3, timeout_s=120, error_rank=1, folder=folder)
     assert told[1] == ("ArithmeticError: the model has had enough", "NoneType")
     for rank in (0, 2):
         message, cause = told[rank]
@@ -64,3 +67,11 @@ def test_slow_ranks_are_left_alone_and_an_error_reaches_all() -> None:
         assert "rank 1 in step 3 (at test_watchdog.py:" in message
         assert "ArithmeticError: the model has had enough." in message
         assert cause == "RuntimeError"
+    # The ranks that were left alone leave what they waited for.
+    assert sorted(path.name for path in folder.iterdir()) == ["rank_0", "rank_2"]
+    for path in folder.iterdir():
+        last = pickle.loads(path.read_bytes())["entries"][-1]
+        assert last["profiling_name"] == "gloo:all_reduce"
+        assert last["input_sizes"] == [[4]]
+        frames = [(frame["name"], Path(frame["filename"]).name) for frame in last["frames"]]
+        assert ("end_of_rank", "test_watchdog.py") in frames

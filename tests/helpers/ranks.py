@@ -35,7 +35,11 @@ class RanksError(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int = 2, timeout_s: float = 60.0, **kwargs: Any
+    fn: Callable[..., Any],
+    world_size: int = 2,
+    timeout_s: float = 60.0,
+    start_method: str = "forkserver",
+    **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(**kwargs)`` on every rank of a gloo process group and return the results.
 
@@ -47,6 +51,7 @@ def run_ranks(
         fn: a function at the top level of a module, so that it pickles.
         world_size: number of ranks.
         timeout_s: limit for the whole call, imports included; what still runs then is killed.
+        start_method: "spawn" where the ranks start CUDA, which a forked process may not be able to.
         kwargs: arguments of ``fn``, picklable; the same for every rank.
 
     Returns:
@@ -59,10 +64,10 @@ def run_ranks(
     call = pickle.dumps((fn, kwargs))
     with tempfile.TemporaryDirectory(prefix="hotrec-ranks-") as name:
         folder = Path(name)
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context(start_method)
         context.set_forkserver_preload(PRELOAD)
         processes: list[BaseProcess] = [
-            context.Process(
+            context.Process(  # type: ignore[attr-defined]
                 target=_run_rank,
                 args=(call, dict(os.environ), rank, world_size, timeout_s, folder),
                 daemon=True,

@@ -22,6 +22,14 @@ case "$1" in
     *) echo "$0 $*" >> "$RECORD"; exit 9 ;;
 esac
 """
+# An environment's Python: records what pip is to install from.
+PIP_RECORDER = """#!/bin/sh
+case "$*" in
+    *" -r "*) for file; do :; done; cat "$file" >> "$RECORD" ;;
+    *" show "*) exit 1 ;;
+    -c*) echo True ;;
+esac
+"""
 
 
 @pytest.fixture
@@ -99,6 +107,39 @@ def test_a_named_interpreter_that_does_not_do(programs: Path) -> None:
 def test_unknown_arguments(programs: Path, arguments: list[str], message: str) -> None:
     done = run(programs, *arguments)
     assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_unknown_torch(programs: Path) -> None:
+    done = run(programs, "cpu", TORCH="2.10")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "TORCH: expected one of 2.11 2.14, or nothing for the pinned one, got '2.10'.\n"
+    )
+
+
+def test_pins_are_the_pairs_where_it_has_others(programs: Path) -> None:
+    """pip is given the whole set, with the versions of the pair and no CPU build of torch."""
+    for name in ("awk", "sed", "rm", "cat"):
+        found = shutil.which(name)
+        assert found is not None
+        (programs / name).symlink_to(found)
+    venv = programs.parent / "venv"
+    (venv / "bin").mkdir(parents=True)
+    add(venv / "bin", "python", PIP_RECORDER)
+    done = run(programs, "cuda", "pins", TORCH="2.11")
+    assert done.returncode == 0, done.stderr
+    pins = (programs.parent / "record").read_text().splitlines()
+    lock = REPOSITORY / "requirements"
+    expected = set()
+    for file in ("common.lock", "cuda-libs.lock", "cuda.lock"):
+        expected |= {line for line in (lock / file).read_text().splitlines() if "==" in line}
+    assert len(pins) == len(set(pins)) == len(expected)
+    assert {"torch===2.11.0", "torchrec==1.6.1", "fbgemm-gpu==1.6.0"} <= set(pins)
+    pair = (lock / "torch-2.11.lock").read_text().splitlines()
+    names = {line.partition("==")[0] for line in pair} - {"torch"}
+    others = {pin for pin in pins if pin.partition("==")[0] not in names | {"torch"}}
+    assert others < expected
+    assert {pin for pin in pins if pin.partition("==")[0] in names} <= set(pair)
 
 
 def test_it_can_be_run() -> None:

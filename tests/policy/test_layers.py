@@ -26,6 +26,8 @@ RUNTIME = {
     "doctor",
     "wire",
     "watchdog",
+    "postmortem",
+    "numa",
 }
 SIBLINGS = {
     "data",

@@ -1,4 +1,4 @@
-"""The locks: exact, closed, alike for CPU and CUDA, and in step with pyproject.toml."""
+"""The locks: exact, closed, alike for CPU and CUDA, in step with pyproject.toml and the pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from hotrec.doctor.packages import RELEASES
+from hotrec.doctor.pairs import PAIRS, PINNED, Pair
 from tests.policy.source import REPOSITORY
 
 REQUIREMENTS = REPOSITORY / "requirements"
@@ -43,6 +43,11 @@ CPU = read_lock(REQUIREMENTS / "cpu.lock")
 CUDA = read_lock(REQUIREMENTS / "cuda.lock")
 LIBRARIES = read_lock(REQUIREMENTS / "cuda-libs.lock")
 DEV = read_lock(REQUIREMENTS / "dev.lock")
+# By torch's minor version, what a pair has other versions of.
+OTHERS = {
+    int(path.stem.removeprefix("torch-2.")): read_lock(path)
+    for path in REQUIREMENTS.glob("torch-2.*.lock")
+}
 
 
 def test_cpu_and_cuda_differ_by_fbgemm_and_cuda_libraries() -> None:
@@ -57,10 +62,25 @@ def test_dev_adds_and_does_not_change() -> None:
     assert DEV.keys() & CPU.keys() == set()
 
 
-def test_pinned_pair_is_the_doctors() -> None:
-    newest = max(RELEASES)
-    assert CPU["torch"] == f"2.{newest}.0"
-    assert (CPU["torchrec"], CPU["fbgemm-gpu-cpu"]) == RELEASES[newest]
+def pair_in(pins: dict[str, str]) -> Pair:
+    assert pins["fbgemm-gpu-cpu"] == pins["fbgemm-gpu"]
+    return Pair(pins["torch"], pins["torchrec"], pins["fbgemm-gpu"])
+
+
+def test_locks_hold_the_doctors_pairs() -> None:
+    assert pair_in(CPU | CUDA) == PINNED
+    tested = {minor: pair for minor, pair in PAIRS.items() if pair.is_tested}
+    assert {minor: pair_in(pins) for minor, pins in OTHERS.items()} == {
+        minor: pair for minor, pair in tested.items() if pair != PINNED
+    }
+
+
+def test_pairs_change_pins_and_add_none() -> None:
+    """What make_venv.sh puts in the place of a pin must be a pin; the same version is no change."""
+    pinned = CPU | CUDA | DEV
+    for minor, pins in OTHERS.items():
+        same = {name for name, version in pins.items() if pinned.get(name, version) == version}
+        assert same == set(), f"torch-2.{minor}.lock"
 
 
 @pytest.mark.parametrize("extra", ["", "torchx", "dev"])
@@ -82,18 +102,27 @@ def installed_version(name: str) -> str | None:
 
 
 def test_locks_are_closed() -> None:
-    """Every need of every locked package is locked, in a version that it accepts."""
-    pins = CPU | DEV
+    """Every need of every locked package is locked, in a version that it accepts.
+
+    In an environment of another torch, with the versions of its pair.
+    """
+    pair = OTHERS.get(Version(installed_version("torch") or "0").minor, {})
+    of_torch = [Requirement(need) for need in importlib.metadata.requires("torch") or []]
+    # torch's CUDA build asks for its libraries as extras of one package.
+    libraries = {extra for need in of_torch if need.name == "cuda-toolkit" for extra in need.extras}
+    pins = CPU | DEV | (LIBRARIES if libraries else {})
+    pins |= {name: version for name, version in pair.items() if name in pins}
     installed = {name: installed_version(name) for name in pins}
     others = {name: found for name, found in installed.items() if found != pins[name]}
     if others:
         pytest.skip(f"this environment was not made from the locks: {others}")
     missing = []
     for name in pins:
+        extras = {"", *libraries} if name == "cuda-toolkit" else {""}
         for need in map(Requirement, importlib.metadata.requires(name) or []):
             wanted = canonicalize_name(need.name)
-            if (need.marker and not need.marker.evaluate({"extra": ""})) or (
-                (name, wanted) in LEFT_OUT or wanted in LIBRARIES
+            if (name, wanted) in LEFT_OUT or (
+                need.marker and not any(need.marker.evaluate({"extra": extra}) for extra in extras)
             ):
                 continue
             if wanted not in pins or not need.specifier.contains(pins[wanted]):

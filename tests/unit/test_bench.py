@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+)
 
 from benchmarks import cpu_rows, networks_page, one_gpu, routing_speed
 from hotrec.batch import Batch
@@ -22,11 +27,14 @@ from hotrec.cli.bench.machine import interface_sent_bytes
 from hotrec.cli.bench.measure import takes_part
 from hotrec.cli.bench.page import render_page
 from hotrec.cli.bench.samples import ZipfTables
+from hotrec.cli.bench.semi_sync import refuse_caches
 from hotrec.cli.bench.stages import OTHER, stage_of
+from hotrec.cli.predict import Rival
 from hotrec.cli.schema import (
     BenchCase,
     BenchConfig,
     BenchRootConfig,
+    ColdTier,
     HotExchange,
     HotRowsRule,
     PipelineKind,
@@ -99,6 +107,23 @@ def test_criteo_like_has_the_design_s_tables() -> None:
         (
             "bench.variants.planner_semi_sync.assign=by_owner",
             "bench.variants.planner_semi_sync.assign: expected as_read .* planner, .* by_owner",
+        ),
+        (
+            "bench.variants.planner_semi_sync.tier=fused_uvm_caching",
+            "bench.variants.planner_semi_sync.tier: expected fused or .*got fused_uvm_caching",
+        ),
+        (
+            "bench.variants.look_ahead.pipeline=prefetch",
+            "bench.variants.look_ahead.pipeline: expected prefetch only .* hot_cold and the tier",
+        ),
+        (
+            "bench.variants.planner_semi_sync.pipeline=prefetch",
+            "bench.variants.planner_semi_sync.pipeline: expected prefetch only .* planner and the",
+        ),
+        ("bench.pipeline=prefetch", "bench.pipeline: expected sparse_dist or base.*prefetch"),
+        (
+            "bench.variants.look_ahead.cache_load_frac=1",
+            "bench.variants.look_ahead.cache_load_frac: expected a value above 0 and below 1",
         ),
         ("bench.table_rows=[3,0]", "bench.table_rows: expected rows >= 1, got \\[3, 0\\]"),
         ("+bench.rounds_of.warm=3", "bench.rounds_of: expected one of .*, got 'warm'"),
@@ -238,6 +263,36 @@ def test_a_variant_is_a_placement_and_a_pipeline() -> None:
     base: Any = cases["hot_cold_base"]
     assert base.placement.hot_exchange is HotExchange.dense
     assert (base.partition.total_hot, cases["hot_cold"].partition.total_hot) == (10, 60)
+
+
+def test_torchrecs_host_tiers_are_cases() -> None:
+    config: BenchRootConfig = build_config(compose_config("bench", ["bench=host_tiers"]))
+    counts = zipf_tables(list(config.bench.table_rows)).count(1000)
+    cases = {case.name: case for case in make_cases(config.bench, counts, world_size=1)}
+    built = {name: case_config(config, case) for name, case in cases.items()}
+    assert {name: Rival.of(built[name]).name for name in cases if "planner" in name} == {
+        "planner": "torchrec planner",
+        "planner_uvm": "torchrec planner fused_uvm",
+        "planner_cache": "torchrec planner fused_uvm_caching prefetch",
+    }
+    cache: Any = built["planner_cache"].placement
+    cold: Any = built["all_cold_cache"].placement
+    assert cache.cache_load_frac == 0.1
+    assert (cold.cold_tier, cold.cache_load_frac) == (ColdTier.fused_uvm_caching, 0.1)
+    assert all(case.is_exact for case in cases.values())
+
+
+def test_semi_sync_refuses_a_cache_that_torchrecs_planner_chose() -> None:
+    def plan(*kernels: str) -> ShardingPlan:
+        tables = {
+            f"t{i}": ParameterSharding("table_wise", kernel, [0])
+            for i, kernel in enumerate(kernels)
+        }
+        return ShardingPlan({"e": EmbeddingModuleShardingPlan(tables)})
+
+    refuse_caches(plan("fused", "fused_uvm", "dense"))
+    with pytest.raises(ValueError, match=r"^pipeline semi_sync: expected no .* got 1: \['t1'\]"):
+        refuse_caches(plan("fused", "fused_uvm_caching"))
 
 
 # Measuring and adding up.

@@ -14,6 +14,7 @@ import pytest
 from hotrec.doctor import Check, check_versions, diagnose
 from hotrec.doctor.machine import GIB, Gpu, Machine, check_machine, has_gpu_device, read_memory
 from hotrec.doctor.packages import Packages, check_packages, read_packages
+from hotrec.doctor.pairs import MINOR_OFFSET, PAIRS
 
 REPOSITORY = Path(__file__).parents[2]
 CPU_SET = {
@@ -28,6 +29,7 @@ OLD_CUDA_SET = CUDA_SET | {
     "torchrec": "1.6.1",
     "fbgemm-gpu": "1.6.0",
 }
+NEW_CPU_SET = CPU_SET | {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}
 MACHINE = Machine(
     shm_bytes=16 * GIB,
     open_files=65536,
@@ -69,6 +71,7 @@ def without(versions: dict[str, str], name: str) -> dict[str, str]:
         # torch's CUDA build used on the CPU.
         (packages(CPU_SET | {"torch": "2.13.0"}, cuda="13.0"), False),
         (packages(OLD_CUDA_SET, cuda="13.0"), True),
+        (packages(NEW_CPU_SET), False),
         (packages(CPU_SET | {"torchrec": "1.8.3", "fbgemm-gpu-cpu": "1.8.1+cpu"}), False),
         (packages(CPU_SET, pin=None), False),
     ],
@@ -77,6 +80,8 @@ def test_sets_that_fit_are_accepted(installed: Packages, has_gpu: bool) -> None:
     assert problems(check_packages(installed, has_gpu=has_gpu)) == {}
 
 
+PINNED = "pip install torch==2.13.0 && pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0"
+NEWEST = "pip install torch==2.14.1 && pip install --no-deps torchrec==1.9.2 fbgemm-gpu-cpu==1.9.0"
 SWAP = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps "
 
 
@@ -167,16 +172,72 @@ SWAP = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps "
         pytest.param(
             packages(CPU_SET | {"torch": "2.10.0"}),
             False,
-            {"torch": ("fail", "2.10.0 (CPU build)", "pip install torch==2.13.0")},
+            {"torch": ("fail", "2.10.0 (CPU build)", PINNED)},
             id="torch too old: companions are judged by the pinned set",
         ),
         pytest.param(
+            packages(CPU_SET | {"torch": "3.0.0"}),
+            False,
+            {"torch": ("fail", "3.0.0 (CPU build)", PINNED)},
+            id="another torch altogether",
+        ),
+        pytest.param(
+            packages(CPU_SET | {"torch": "2.12.1", "torchrec": "1.7.0", "fbgemm-gpu-cpu": "1.7.0"}),
+            False,
+            {"torch": ("warn", "2.12.1 (CPU build)", PINNED)},
+            id="a pair that is not tested",
+        ),
+        pytest.param(
+            packages(CPU_SET | {"torch": "2.12.1"}),
+            False,
+            {
+                "torch": ("warn", "2.12.1 (CPU build)", PINNED),
+                "torchrec": ("fail", "1.8.0", "pip install --no-deps torchrec==1.7.0"),
+                "fbgemm-gpu-cpu": ("fail", "1.8.0", "pip install --no-deps fbgemm-gpu-cpu==1.7.0"),
+            },
+            id="torch 2.12 with the pinned companions",
+        ),
+        pytest.param(
+            packages(CPU_SET | {"torch": "2.14.1"}),
+            False,
+            {
+                "torchrec": ("fail", "1.8.0", "pip install --no-deps torchrec==1.9.2"),
+                "fbgemm-gpu-cpu": ("fail", "1.8.0", "pip install --no-deps fbgemm-gpu-cpu==1.9.0"),
+            },
+            id="torch 2.14 with the pinned companions",
+        ),
+        # torchrec 1.10 is on no index: nothing that does not exist may be recommended.
+        pytest.param(
+            packages(NEW_CPU_SET | {"torch": "2.15.0"}),
+            False,
+            {
+                "torch": ("warn", "2.15.0 (CPU build)", NEWEST),
+                "torchrec": ("fail", "1.9.2", NEWEST),
+                "fbgemm-gpu-cpu": ("fail", "1.9.0", NEWEST),
+            },
+            id="newer than all pairs",
+        ),
+        pytest.param(
+            packages(CUDA_SET | {"torch": "2.15.0+cpu"}),
+            False,
+            {
+                "torch": ("warn", "2.15.0+cpu (CPU build)", NEWEST),
+                "torchrec": ("fail", "1.8.0", NEWEST),
+                "fbgemm": (
+                    "fail",
+                    "fbgemm-gpu 1.8.0",
+                    f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {NEWEST}",
+                ),
+            },
+            id="newer than all pairs, the other fbgemm",
+        ),
+        pytest.param(
             packages(
-                {**CPU_SET, "torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}
+                CPU_SET | {"torch": "2.15.0", "torchrec": "1.10.0", "fbgemm-gpu-cpu": "1.10.0"}
             ),
             False,
-            {"torch": ("warn", "2.14.1 (CPU build)", "pip install torch==2.13.0")},
-            id="newer, but a pair",
+            {"torch": ("warn", "2.15.0 (CPU build)", NEWEST)},
+            id="newer than all pairs, but a pair by its numbers",
         ),
         pytest.param(
             packages(without(CPU_SET, "torchrec"), pin=None),
@@ -188,7 +249,7 @@ SWAP = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps "
             packages({}, pin=None),
             True,
             {
-                "torch": ("fail", "nothing", "pip install torch==2.13.0"),
+                "torch": ("fail", "nothing", PINNED.replace("gpu-cpu", "gpu")),
                 "torchrec": ("fail", "nothing", "pip install --no-deps torchrec==1.8.0"),
                 "fbgemm-gpu": ("fail", "nothing", "pip install --no-deps fbgemm-gpu==1.8.0"),
                 "torchmetrics": ("fail", "nothing", "pip install --no-deps torchmetrics==1.0.3"),
@@ -210,6 +271,20 @@ def test_message_names_thing_expected_found_and_line() -> None:
         "fbgemm-gpu-cpu: expected 1.8.x, which goes with torch 2.13, got 1.7.0. "
         "Run: pip install --no-deps fbgemm-gpu-cpu==1.8.0"
     )
+
+
+def test_a_torch_that_is_too_new_is_said_to_be_untested() -> None:
+    new = CPU_SET | {"torch": "2.15.0", "torchrec": "1.9.2"}
+    found = {check.name: check for check in check_packages(packages(new), has_gpu=False)}
+    assert found["torch"].expected == "2.11 to 2.14 (hotrec has not been tested with 2.15)"
+    assert found["torchrec"].expected == ("1.10.x, which goes with torch 2.15, if there is one")
+
+
+def test_pairs_are_numbered_as_released() -> None:
+    for minor, pair in PAIRS.items():
+        assert pair.torch.startswith(f"2.{minor}.")
+        for release in (pair.torchrec, pair.fbgemm):
+            assert release.startswith(f"1.{minor - MINOR_OFFSET}.")
 
 
 def write_fake_packages(folder: Path, versions: dict[str, str], cuda: str | None) -> None:
@@ -343,6 +418,45 @@ def test_this_environment_fits() -> None:
 )
 def test_hosts_are_judged(machine: Machine, expected: dict[str, tuple[str, str, str]]) -> None:
     assert problems(check_machine(machine, packages(CPU_SET))) == expected
+
+
+def test_a_cuda_fbgemm_without_a_driver() -> None:
+    """Not a broken installation: the same packages again would not load either."""
+    missing = (
+        "OSError: libnvidia-ml.so.1: cannot open shared object file: No such file or directory"
+    )
+    cuda = packages(CUDA_SET, cuda="13.0")
+    login_node = problems(check_machine(replace(MACHINE, import_error=missing), cuda))
+    assert login_node["import torchrec"] == ("fail", missing, SWAP + "fbgemm-gpu-cpu==1.8.0")
+    container = replace(MACHINE, import_error=missing, has_gpu_device=True)
+    assert problems(check_machine(container, cuda))["import torchrec"][2].startswith("nvidia-smi")
+
+
+def test_the_cause_of_a_failed_import_is_told(tmp_path: Path) -> None:
+    """torch raises one error for any library of fbgemm; the one behind it says why."""
+    (tmp_path / "torchrec.py").write_text(
+        "raise OSError('Could not load this library') from OSError('no libx.so')\n"
+    )
+    code = "from hotrec.doctor.machine import read_machine; print(read_machine().import_error)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "OSError: no libx.so\n", done.stderr
+
+
+def test_an_installation_is_mended_with_its_own_pair() -> None:
+    """A host whose torch is given, such as 2.11, is not told to renew it."""
+    broken = replace(MACHINE, import_error="OSError: undefined symbol", has_gpu_device=True)
+    told = problems(check_machine(broken, packages(OLD_CUDA_SET, cuda="13.0")))
+    assert told["import torchrec"][2] == (
+        "pip install --force-reinstall --no-deps torch==2.11.0 torchrec==1.6.1 fbgemm-gpu==1.6.0"
+    )
+    no_gloo = problems(check_machine(replace(MACHINE, has_gloo=False), packages(NEW_CPU_SET)))
+    assert no_gloo["gloo"][2] == "pip install --force-reinstall torch==2.14.1"
 
 
 def test_gpus_are_judged() -> None:

@@ -20,7 +20,7 @@ from hotrec.cli.bench.assigned import assigned_batches
 from hotrec.cli.bench.blocks import Block
 from hotrec.cli.bench.machine import resident_bytes
 from hotrec.cli.bench.samples import ZipfTables
-from hotrec.cli.bench.semi_sync import SemiSyncPipeline
+from hotrec.cli.bench.semi_sync import SemiSyncPipeline, refuse_caches
 from hotrec.cli.schema import (
     AllColdPlacement,
     AllHotPlacement,
@@ -44,7 +44,7 @@ from hotrec.cli.schema import (
     WireKind,
 )
 from hotrec.cli.schema.bench import HOT_COLD_CASES, BenchPipeline, BenchVariant
-from hotrec.distributed import Ranks, barrier
+from hotrec.distributed import Ranks, barrier, broadcast_object
 from hotrec.placement.policies import (
     choose_all_cold,
     choose_all_hot,
@@ -133,8 +133,13 @@ def _place(
     variant: BenchVariant, bench: BenchConfig, counts: Mapping[str, Rows], world_size: int
 ) -> tuple[PlacementConfig, Partition | None]:
     if variant.placement not in HOT_COLD_CASES:
-        return TorchrecPlacement(plan=TorchrecPlan[variant.placement.name]), None
+        plan = TorchrecPlan[variant.placement.name]
+        return TorchrecPlacement(
+            plan=plan, tier=variant.tier, cache_load_frac=variant.cache_load_frac
+        ), None
     shared: dict[str, Any] = {
+        "cold_tier": variant.tier,
+        "cache_load_frac": variant.cache_load_frac,
         "hot_exchange": variant.hot_exchange or bench.hot_exchange,
         "routing": Routing.loader if bench.routing is BenchRouting.loader else Routing.device,
     }
@@ -256,7 +261,8 @@ def build_runner(
     start = time.perf_counter()
     gc.collect()
     before = resident_bytes(ranks.device)
-    machine = machine_of(config, ranks)
+    # What is free of a device differs a little between ranks; they must plan alike.
+    machine = broadcast_object(machine_of(config, ranks))
     placed = None
     if case.partition is not None:
         assert isinstance(case.placement, HotColdConfig)
@@ -291,5 +297,6 @@ def build_runner(
 
 def _pipe(pipeline: BenchPipeline, sharded: Sharded, device: torch.device) -> Pipeline:
     if pipeline is BenchPipeline.semi_sync:
+        refuse_caches(sharded.plan)
         return SemiSyncPipeline(sharded.model, sharded.optimizer, device)
     return sharded.make_pipeline(device)

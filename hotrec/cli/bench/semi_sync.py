@@ -15,10 +15,11 @@ from torchrec.distributed.train_pipeline.pipeline_context import EmbeddingTrainP
 from torchrec.distributed.train_pipeline.runtime_forwards import EmbeddingPipelinedForward
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.train_pipeline.utils import _start_embedding_lookup
-from torchrec.distributed.types import LazyNoWait, ShardedModule
+from torchrec.distributed.types import LazyNoWait, ShardedModule, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from hotrec.batch import Batch
+from hotrec.planner import ColdTier, plan_document
 from hotrec.train.marks import MarkedOptimizer, mark_lookups
 from hotrec.train.pipeline import Output, Pipeline
 
@@ -89,6 +90,33 @@ class _CpuSemiSync(TrainPipelineSemiSync[Batch, Output]):
             return
         for module in self._pipelined_modules:
             _start_embedding_lookup(module, context, None, None, self._stream_context)
+
+
+def refuse_caches(plan: ShardingPlan) -> None:
+    """Refuse a plan with device caches, whoever chose them.
+
+    FBGEMM notes in forward in which slot of the cache a row is, and updates that slot in backward.
+    Here the lookup of batch t + 1 comes in between and may evict the row: backward would update
+    another row's slot. Its prefetch mode looks again, but this pipeline does not use it.
+
+    Args:
+        plan: the same on every rank, so that all reach the same verdict.
+
+    Raises:
+        ValueError: if a table is cached.
+    """
+    cached = [
+        name
+        for tables in plan_document(plan).values()
+        for name, facts in tables.items()
+        if facts["compute_kernel"] == ColdTier.UVM_CACHING.value
+    ]
+    if cached:
+        raise ValueError(
+            f"pipeline semi_sync: expected no table behind a device cache, whose slots the next "
+            f"lookup may give to other rows before the update, got {len(cached)}: {cached}. Take "
+            "the tier fused or fused_uvm, or the pipeline sparse_dist or prefetch."
+        )
 
 
 class SemiSyncPipeline(Pipeline):

@@ -8,7 +8,7 @@ from enum import Enum
 from hotrec.cli.schema.choices import ModelConfig, OptimizerConfig
 from hotrec.cli.schema.fields import key, section
 from hotrec.cli.schema.order import OrderAssign
-from hotrec.cli.schema.placements import HotExchange
+from hotrec.cli.schema.placements import ColdTier, HotExchange
 from hotrec.cli.schema.sections import Device, LaunchConfig, PlannerConfig, WireKind
 
 
@@ -32,6 +32,7 @@ class BenchPipeline(Enum):
     sparse_dist = "sparse_dist"
     base = "base"
     look_ahead = "look_ahead"
+    prefetch = "prefetch"
     semi_sync = "semi_sync"
 
 
@@ -55,8 +56,13 @@ class BenchVariant:
 
     placement: BenchCase = key("the placement")
     pipeline: BenchPipeline | None = key(
-        "sparse_dist, base, look_ahead (hot and cold rows) or semi_sync (TorchRec's plans; stale)",
+        "sparse_dist, base, look_ahead (hot and cold rows), prefetch (TorchRec's plans in the tier "
+        "fused_uvm_caching) or semi_sync (TorchRec's plans; stale)",
         None,
+    )
+    tier: ColdTier = key("memory of the rows that are sharded; see placement", ColdTier.auto)
+    cache_load_frac: float = key(
+        "share of those rows that fused_uvm_caching keeps in GPU memory", 0.2, above=0, below=1
     )
     num_hot_rows: int | None = key("the so many most looked-up rows are hot", None, at_least=0)
     hot_exchange: HotExchange | None = key("gradients of hot rows", None)

@@ -38,3 +38,6 @@ class TraceProfiler(ProfilerConfig):
         "first step to record, counted from this start; those before warm up", 20, at_least=1
     )
     num_steps: int = key("steps to record; they are in no rate", 5, at_least=1, at_most=100)
+    warn_of_syncs: bool = key(
+        "in these steps CUDA warns of each line that makes the host wait for the device", False
+    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hotrec.cli.schema.fields import key
+from hotrec.types import Precision
 
 
 class PipelineKind(Enum):
@@ -15,6 +16,7 @@ class PipelineKind(Enum):
     look_ahead = "look_ahead"
     sparse_dist = "sparse_dist"
     base = "base"
+    prefetch = "prefetch"
 
 
 class WireKind(Enum):
@@ -31,8 +33,9 @@ class PipelineConfig:
 
     kind: PipelineKind = key(
         "look_ahead (the next batches' rows travel during this step), sparse_dist (only their ids "
-        "do), base, or auto: look_ahead for hot and cold rows on CPU over several hosts or with "
-        "2048 samples a rank and more, else sparse_dist; pipeline=",
+        "do), base, prefetch (TorchRec's, with placement=torchrec and its tier fused_uvm_caching), "
+        "or auto: look_ahead for hot and cold rows on CPU over several hosts or with 2048 samples "
+        "a rank and more, else sparse_dist; pipeline=",
         PipelineKind.auto,
     )
     depth: int = key(
@@ -65,6 +68,22 @@ class TrainerConfig:
     )
     seed: int = key("of weights and of the order of samples", 0, at_least=0)
     device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)
+    precision: Precision = key(
+        "of the dense layers' products: fp32, tf32 (GPUs), or bf16 (autocast); rows, pooling, loss "
+        "and updates are fp32 always",
+        Precision.fp32,
+    )
+    compile: bool = key(
+        "compile the dense layers with torch.compile, in the first steps, which warmup_steps "
+        "leaves out of all rates; needs a C++ compiler",
+        False,
+    )
+    grad_clip_norm: float | None = key(
+        "largest norm of the dense layers' mean gradient, all of them together; null: any. "
+        "Gradients of embedding rows are not clipped, nor in the norm: backward updates the rows",
+        None,
+        above=0,
+    )
     num_workers: int = key("loader processes per rank; 0: none", 1, at_least=0)
     eval_splits: list[str] = key(
         "splits to evaluate; the last gives the summary", ["valid", "test"]
@@ -137,7 +156,9 @@ class ProfileConfig:
 class PlannerConfig:
     """The machine that the plan is for."""
 
-    hbm_gib: float | None = key("GPU memory per device; null: as found, or 80", None, above=0)
+    hbm_gib: float | None = key(
+        "GPU memory per device; null: what is free of it, or 80", None, above=0
+    )
     host_gib: float | None = key("host memory per host; null: as found", None, above=0)
     costs: str = key(
         "measured (at paths.costs), the name of a built-in set, or auto: measured if there and of "

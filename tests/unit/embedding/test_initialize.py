@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotrec.embedding import initialize
 from hotrec.embedding.initialize import initial_rows
@@ -25,6 +27,30 @@ def test_any_way_of_asking_gives_the_same_rows(monkeypatch: pytest.MonkeyPatch) 
     for size in (1, DIM, 7 * DIM + 1):
         monkeypatch.setattr(initialize, "_CHUNK_VALUES", size)
         assert torch.equal(rows_of(0, 100), whole[:100])
+
+
+class _Operators(TorchDispatchMode):
+    """Counts what a device would launch."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_makes_its_rows_in_few_launches() -> None:
+    """2^26 values: 4 chunks, not 256; "meta" is a device that computes nothing."""
+    rows = torch.arange(1 << 19, device="meta")
+    with _Operators() as operators:
+        assert initial_rows(3, "t", rows, 128, 1000).shape == (1 << 19, 128)
+    assert operators.num_calls < 200
+
+
+def test_the_chunks_of_a_device_give_the_rows_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = rows_of(0, 1000)
+    monkeypatch.setattr(initialize, "_CHUNK_VALUES", initialize._DEVICE_CHUNK_VALUES)
+    assert torch.equal(rows_of(0, 1000), whole)
 
 
 def test_a_wider_row_begins_like_a_narrow_one() -> None:

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.placement.caches import lfu_hit_frac, lru_hit_frac, miss_ratio_curve
+from hotrec.placement.caches import (
+    CachedTable,
+    conflict_frac,
+    lfu_hit_frac,
+    lru_hit_frac,
+    miss_ratio_curve,
+    num_slots,
+    shared_cache_shares,
+)
 from hotrec.placement.demand import build_demand
 from hotrec.placement.histogram import build_histogram
 
@@ -183,3 +191,89 @@ def test_refuses():
         lru_hit_frac(demand, 1, -3)
     with pytest.raises(ValueError, match="expected 'lfu' or 'lru', got 'fifo'"):
         miss_ratio_curve(demand, [1], "fifo")
+
+
+# --- FBGEMM's cache: sets of 32 ways, shared by tables
+
+
+@pytest.mark.parametrize(
+    ("load", "percent", "digits"), [(1.0, 7.0, 1), (0.9, 3.3, 1), (0.8, 1.1, 1), (0.7, 0.24, 2)]
+)
+def test_conflicts_by_load(load, percent, digits):
+    """The published figures, and the same by drawing sets for rows."""
+    assert round(100 * conflict_frac(load), digits) == percent
+    num_sets = 40_000
+    num_rows = round(32 * load * num_sets)
+    in_set = np.bincount(np.random.default_rng(0).integers(0, num_sets, num_rows))
+    left_out = np.maximum(in_set - 32, 0).sum() / num_rows
+    assert conflict_frac(load) == pytest.approx(left_out, rel=0.05)
+
+
+def test_conflicts_at_the_ends():
+    assert conflict_frac(0.0) == 0.0
+    assert conflict_frac(0.1) < 1e-12
+    assert conflict_frac(4.0) == pytest.approx(0.75, abs=1e-6)  # a quarter of the rows fits
+
+
+def simulate_sets(lookups, num_sets, num_warm, seed=0):
+    """Share of hits of an LRU cache of sets of 32, a row's set drawn at random."""
+    set_of = np.random.default_rng(seed).integers(0, num_sets, max(lookups) + 1)
+    caches = [OrderedDict() for _ in range(num_sets)]
+    num_hits = 0
+    for position, row in enumerate(lookups):
+        cache = caches[set_of[row]]
+        if row in cache:
+            num_hits += position >= num_warm
+            cache.move_to_end(row)
+        else:
+            cache[row] = None
+            if len(cache) > 32:
+                cache.popitem(last=False)
+    return num_hits / (len(lookups) - num_warm)
+
+
+@pytest.mark.parametrize(("exponent", "num_sets"), [(1.05, 4), (1.05, 16), (0.8, 30), (0.0, 55)])
+def test_sets_as_simulated(exponent, num_sets):
+    counts, probs = zipf(2000, exponent)
+    lookups = np.random.default_rng(3).choice(2000, 90_000, p=probs).tolist()
+    found = np.mean([simulate_sets(lookups, num_sets, 30_000, seed) for seed in range(3)])
+    table = CachedTable(make_demand(counts, batch_size=1, world_size=1), is_per_lookup=True)
+    [shares] = shared_cache_shares([table], 32 * num_sets)
+    assert shares.hit == pytest.approx(found, abs=LRU_TOLERANCE)
+
+
+@pytest.mark.parametrize("load", [0.7, 0.8, 0.9, 1.0])
+def test_rows_alike_miss_what_finds_no_way(load):
+    """Where all rows are as popular, what LRU misses is what the sets leave out."""
+    num_rows = round(3200 * load)
+    demand = make_demand(np.full(num_rows, 10), batch_size=1, world_size=1)
+    [shares] = shared_cache_shares([CachedTable(demand, is_per_lookup=True)], 3200)
+    assert 1 - shares.hit == pytest.approx(conflict_frac(load), abs=1e-3)
+
+
+def test_tables_share_a_cache():
+    """Where one is not looked up, the other has it all, whatever their sizes."""
+    counts, _ = zipf(2000, 1.05)
+    busy, idle = make_demand(counts), make_demand(np.zeros(5000, np.int64))
+    [alone] = shared_cache_shares([CachedTable(busy)], 320)
+    both = shared_cache_shares([CachedTable(idle), CachedTable(busy)], 320)
+    assert both[1].hit == pytest.approx(alone.hit, abs=1e-3)
+    assert both[0].hit == 1.0
+    # Two that are alike have as much together as one has of half the cache.
+    twice = shared_cache_shares([CachedTable(busy), CachedTable(busy)], 640)
+    assert [share.hit for share in twice] == pytest.approx([alone.hit] * 2, abs=2e-3)
+
+
+def test_the_rows_of_a_step_that_find_no_way_are_conflicts():
+    counts, _ = zipf(2000, 0.5)
+    table = CachedTable(make_demand(counts, batch_size=200, world_size=2))
+    in_step = float(table.demand.rows_G @ table.demand.by_any_G)
+    slots = in_step / 0.9
+    [shares] = shared_cache_shares([table], slots)
+    assert shares.conflict == pytest.approx(conflict_frac(0.9))
+    assert shares.hit + shares.miss + shares.conflict == pytest.approx(1)
+    # With prefetch the rows of two steps are in it.
+    [ahead] = shared_cache_shares([table], 2 * slots, is_prefetched=True)
+    assert ahead.conflict == pytest.approx(conflict_frac(0.9))
+    assert ahead.hit > shares.hit
+    assert (num_slots(0), num_slots(33), num_slots(64)) == (32, 64, 64)

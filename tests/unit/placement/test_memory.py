@@ -41,8 +41,9 @@ def test_row_wise_shards_as_torchrec_cuts_them():
 
 def test_hot_and_cold_by_hand():
     demand = make_demand("a", 5)  # 16 bytes of floats, 4 of state
-    # 2 replicas of 20 and their gradients of 16; shards of 3 and 2 rows; the router's 4 x 5.
-    expected = [(2 * 36 + 3 * 20 + 20, 20), (2 * 36 + 2 * 20 + 20, 20)]
+    # 2 replicas of 20 and 16 of gradients, which DDP has twice at the first steps; shards of 3 and
+    # 2 rows; the router's 4 x 5.
+    expected = [(2 * 52 + 3 * 20 + 20, 20), (2 * 52 + 2 * 20 + 20, 20)]
     assert memory([demand], {"a": 2}, {"a": TablePlacement()}) == expected
     by_loader = [(device - 20, host) for device, host in expected]
     found = memory([demand], {"a": 2}, {"a": TablePlacement()}, is_routed_on_device=False)
@@ -60,14 +61,33 @@ def test_tiers_by_hand():
     full = make_demand("a", 4, state_bytes=16)
     assert memory([full], {}, {"a": host}) == [(16, 2 * 32 + 16)] * 2
     cached = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.5)
-    # A cached row of each rank, 16 + 8; maps of 12 for each of its 2 rows.
-    assert memory([full], {}, {"a": cached}) == [(24 + 2 * 12 + 16, 2 * 32 + 16)] * 2
+    # A slot of each rank, 16 and FBGEMM's 8 + 8; its map's 4 for each of its 2 rows; the state of
+    # a whole row is not cached.
+    assert memory([full], {}, {"a": cached}) == [(32 + 2 * 4 + 16, 2 * 32 + 16)] * 2
+    # The state of one float is on the device for every row, cached or not.
+    assert memory([make_demand("a", 4)], {}, {"a": cached}) == [(32 + 2 * 8 + 16, 2 * 16 + 16)] * 2
+
+
+def test_slots_are_as_wide_as_the_widest_table_that_shares_the_cache():
+    narrow, wide = make_demand("a", 4, state_bytes=16), make_demand("b", 4, dim=8, state_bytes=32)
+    cached = {"tier": Tier.HOST_CACHED, "cache_load_frac": 0.5}
+    # Rows of two dimensions are two modules of FBGEMM's: 2 slots of 16 + 16 and of 32 + 16 bytes
+    # over 2 ranks, and maps of 4 for 2 rows of each on a rank.
+    rows = dict.fromkeys("ab", TablePlacement(**cached))
+    [(found, _), _] = memory([narrow, wide], {}, rows, is_routed_on_device=False)
+    assert found == 32 + 48 + 4 * 4
+    # TorchRec's pooled tables are one: 4 slots of 32 + 16 on the owner, maps for 8 rows.
+    plan = {name: TableSharding("table_wise", (0,), **cached) for name in "ab"}
+    assert memory([narrow, wide], {}, plan)[0][0] == 4 * 48 + 8 * 4
+    # Filled ahead, they are by dimension, and have locks.
+    ahead = {name: TableSharding("table_wise", (0,), **cached, is_prefetched=True) for name in "ab"}
+    assert memory([narrow, wide], {}, ahead)[0][0] == 2 * (32 + 4) + 2 * (48 + 4) + 8 * 4
 
 
 def test_a_wholly_hot_table_has_no_shards():
     demand = make_demand("a", 3)
-    assert memory([demand], {"a": 3}, {"a": TablePlacement()}) == [(3 * 36 + 12, 12)] * 2
-    assert memory([demand], {"a": 3}, {"a": TABLE_WISE}) == [(3 * 36 + 12, 12)] * 2
+    assert memory([demand], {"a": 3}, {"a": TablePlacement()}) == [(3 * 52 + 12, 12)] * 2
+    assert memory([demand], {"a": 3}, {"a": TABLE_WISE}) == [(3 * 52 + 12, 12)] * 2
 
 
 def test_table_wise_tables_go_where_there_is_room():
@@ -84,15 +104,15 @@ def test_torchrec_plans_by_hand():
         "a": TableSharding("table_wise", (1,)),
         "b": TableSharding("data_parallel", ()),
     }
-    # b: 3 rows of 36 bytes and 32 of gradients on every rank.
-    assert memory(demands, {}, shardings) == [(3 * 68, 0), (3 * 68 + 5 * 20, 0)]
+    # b: 3 rows of 36 bytes and twice 32 of gradients on every rank.
+    assert memory(demands, {}, shardings) == [(3 * 100, 0), (3 * 100 + 5 * 20, 0)]
     rows = TableSharding("row_wise", (0, 1), Tier.HOST)
     columns = TableSharding("column_wise", (0, 1))
     found = memory(demands, {}, {"a": rows, "b": columns})
     assert found == [(3 * 4 + 54, 3 * 16), (2 * 4 + 54, 2 * 16)]
     cached = TableSharding("table_wise", (0,), Tier.HOST_CACHED, 0.4)
     found = memory(demands[:1], {}, {"a": cached})
-    assert found == [(5 * (4 + 12) + 2 * 24, 5 * 16), (0, 0)]
+    assert found == [(5 * (4 + 4) + 2 * 32, 5 * 16), (0, 0)]
     grid = TableSharding("grid_shard", (0, 1, 2, 3))
     found = memory_by_rank(demands[1:], {}, {"b": grid}, World(4, 2), "cuda")
     assert [entry["device_bytes"] for entry in found] == [36, 18, 36, 18]

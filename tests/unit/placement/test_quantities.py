@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from hotrec.costs import Costs, Line, Link, World
 from hotrec.costs.costs import KERNELS, REQUIRED
-from hotrec.placement.caches import lfu_hit_frac
+from hotrec.placement.caches import (
+    CachedTable,
+    lfu_hit_frac,
+    num_slots,
+    shared_cache_shares,
+)
 from hotrec.placement.demand import (
     TableDemand,
     build_demand,
@@ -18,9 +23,11 @@ from hotrec.placement.histogram import build_histogram
 from hotrec.placement.quantities import (
     TableSharding,
     cached_rows,
+    hot_cold_caches,
     hot_cold_quantities,
     predict_torchrec,
     served_by_shard,
+    torchrec_caches,
     torchrec_quantities,
 )
 from hotrec.placement.step import QUANTITIES, Workload, make_step_model
@@ -238,8 +245,77 @@ def test_torchrec_other_kinds_by_hand():
     assert column(grid, "pooled_sent_bytes") == [3 * 64] * 4
     assert column(grid, "pooled_sent_ids") == [8 + 16] * 4
     cached = per_rank("table_wise", 0, tier=Tier.HOST_CACHED, cache_load_frac=0.5)
-    assert column(cached, "pooled_ids_hit") == pytest.approx([48 * 2 / 3, 0, 0, 0])
-    assert column(cached, "pooled_ids_miss") == pytest.approx([48 / 3, 0, 0, 0])
+    # A set of 32 slots is the least that FBGEMM has.
+    assert column(cached, "pooled_ids_hit") == pytest.approx([48, 0, 0, 0])
+    assert column(cached, "pooled_ids_miss") == pytest.approx([0, 0, 0, 0], abs=1e-9)
+
+
+def test_cached_tables_of_a_rank_share_its_cache():
+    demands = [make_demand(name, list(range(400, 0, -1)), world_size=2) for name in "abc"]
+    cache = {"tier": Tier.HOST_CACHED, "cache_load_frac": 0.4}
+    shardings = {
+        "a": TableSharding("table_wise", (0,), **cache),
+        "b": TableSharding("table_wise", (0,), **cache),
+        "c": TableSharding("row_wise", (0, 1), **cache),
+    }
+    found = torchrec_caches(demands, shardings, World(2, 2))
+    parts = [CachedTable(demand, is_per_lookup=True) for demand in demands]
+    # 160 rows each of a and b; of c half of its 160 rows on each rank, in a cache of its own.
+    together = shared_cache_shares(parts[:2], 320)
+    half = dataclasses.replace(parts[2], share=0.5)
+    [alone] = shared_cache_shares([half], num_slots(80))
+    assert found == {
+        (0, "a"): together[0], (0, "b"): together[1], (0, "c"): alone, (1, "c"): alone
+    }  # fmt: skip
+    assert together[0] != shared_cache_shares(parts[:1], 160)[0]
+    per_rank = torchrec_quantities(demands, shardings, World(2, 2), 4)
+    ids = per_rank[0]["pooled_ids_hit"] + per_rank[0]["pooled_ids_miss"]
+    assert ids + per_rank[0]["pooled_ids_host"] == pytest.approx(2 * 4 * (1 + 1 + 0.5))
+    assert per_rank[1]["pooled_ids_hit"] == pytest.approx(4 * alone.hit)
+
+
+def test_caches_of_a_placement_are_by_dimension_and_one_for_pooled():
+    counts = list(range(300, 0, -1))
+    demands = [
+        make_demand(name, counts, dim=dim) for name, dim in zip("abcd", (4, 4, 8, 8), strict=True)
+    ]
+    cached = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.4)
+    pooled = dataclasses.replace(cached, exchange=Exchange.POOLED, sharding=Sharding.TABLE_WISE)
+    tables = {"a": cached, "b": cached, "c": cached, "d": pooled}
+    found = hot_cold_caches(demands, {"a": 20}, tables, World(1, 1))
+    both = [CachedTable(demands[0], 20), CachedTable(demands[1])]
+    assert [found["a"], found["b"]] == shared_cache_shares(both, 256)
+    assert [found["c"]] == shared_cache_shares([CachedTable(demands[2])], 128)
+    last = CachedTable(demands[3], is_per_lookup=True)
+    assert [found["d"]] == shared_cache_shares([last], 128)
+    quantities = hot_cold_quantities(demands, {"a": 20}, tables, World(1, 1), 4, found)
+    cold = {d.name: expected_distinct(d, {"a": 20}.get(d.name, 0))[1] for d in demands}
+    hits = sum(cold[name] * found[name].hit for name in "abc")
+    assert quantities["rows_hit"] == pytest.approx(hits)
+    assert quantities["rows_host"] == pytest.approx(
+        sum(cold[name] * found[name].conflict for name in "abc")
+    )
+    # No cache does better than to hold the most looked-up rows for good.
+    best = hot_cold_quantities(demands, {"a": 20}, tables, World(1, 1), 4)
+    assert best["rows_miss"] < quantities["rows_miss"] + quantities["rows_host"]
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize(("state_bytes", "crosses"), [(0, 0), (4, 0), (16, 16), (32, 32)])
+def test_element_wise_state_crosses_the_bus_whatever_is_cached(tier, state_bytes, crosses):
+    demand = dataclasses.replace(
+        make_demand("a", [9, 4, 2, 1], world_size=2), row_bytes=16 + state_bytes
+    )
+    frac = 0.5 if tier is Tier.HOST_CACHED else None
+    placed = TablePlacement(tier=tier, cache_load_frac=frac)
+    found = hot_cold_quantities([demand], {"a": 1}, {"a": placed}, World(2, 2), 4)
+    touched = float(demand.by_any_G[1:] @ demand.rows_G[1:]) / 2
+    expected = 0 if tier is Tier.DEVICE else touched * crosses
+    assert found["state_bytes_host"] == pytest.approx(expected)
+    owned = {"a": TableSharding("table_wise", (1,), tier, frac)}
+    per_rank = torchrec_quantities([demand], owned, World(2, 2), 4)
+    whole = float(demand.by_any_G @ demand.rows_G) * (0 if tier is Tier.DEVICE else crosses)
+    assert [q["state_bytes_host"] for q in per_rank] == pytest.approx([0, whole])
 
 
 def test_torchrec_data_parallel_by_hand():

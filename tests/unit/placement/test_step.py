@@ -8,6 +8,7 @@ import pytest
 
 from hotrec.costs import STAGES, CollectiveCurve, Costs, World
 from hotrec.costs.builtin import BUILTIN
+from hotrec.placement.pipelines import PipelineKind, PipelineSpec
 from hotrec.placement.step import Workload, make_step_model, predict_step
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.5)
@@ -124,3 +125,36 @@ def test_corrections_scale_a_stage() -> None:
     assert predict_step(twice, WORLD, WORKLOAD, COLD).stage_s["row_update"] == pytest.approx(
         2 * before
     )
+
+
+def test_optimizer_state_crosses_the_bus_unless_it_was_measured_with_the_rows() -> None:
+    costs = BUILTIN["dgx_h100_infiniband"]
+    host = {"rows_host": 4e3, "bytes_host": 4e3 * 256, "cold_groups": 1}
+    alone = predict_step(costs, WORLD, WORKLOAD, host)
+    state = predict_step(costs, WORLD, WORKLOAD, {**host, "state_bytes_host": 1e6})
+    more_s = state.stage_s["row_update"] - alone.stage_s["row_update"]
+    assert more_s == pytest.approx(1e6 * costs.kernels["read_host"].per_byte_s)
+    for optimizer, is_in in (("adam", True), ("adagrad", True), ("rowwise_adagrad", False)):
+        measured = replace(costs, facts={"optimizer": optimizer})
+        found = predict_step(measured, WORLD, WORKLOAD, {**host, "state_bytes_host": 1e6})
+        assert found.stage_s["row_update"] == pytest.approx(
+            (alone if is_in else state).stage_s["row_update"]
+        )
+
+
+def test_prefetch_hides_what_a_miss_takes_more_than_a_hit() -> None:
+    costs = BUILTIN["dgx_h100_infiniband"]
+    spec = PipelineSpec(PipelineKind.PREFETCH)
+    hits = {"pooled_ids_hit": 5e4, "pooled_bytes_hit": 5e4 * 256, "pooled_groups": 1}
+    misses = {"pooled_ids_miss": 5e4, "pooled_bytes_miss": 5e4 * 256, "pooled_groups": 1}
+    busy = replace(WORKLOAD, dense_flops=1e9)
+    for workload in (busy, replace(WORKLOAD, dense_flops=0.0)):
+        hit = predict_step(costs, WORLD, workload, hits, pipeline=spec)
+        miss = predict_step(costs, WORLD, workload, misses, pipeline=spec)
+        in_line = predict_step(costs, WORLD, workload, misses)
+        fetch_s = in_line.stage_s["row_lookup"] - hit.stage_s["row_lookup"]
+        hidden_s = min(fetch_s, costs.overlap * in_line.stage_s["dense"])
+        assert miss.hidden_s["row_lookup"] == pytest.approx(hidden_s)
+        assert in_line.step_s - miss.step_s == pytest.approx(hidden_s)
+    assert hidden_s < fetch_s  # idle layers hide less
+    assert hit.hidden_s["row_lookup"] == 0

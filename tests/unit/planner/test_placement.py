@@ -101,7 +101,7 @@ def test_a_cache_gets_its_size_policy_and_statistics() -> None:
     constraints = placement_constraints(PLACEMENT, {"big": curve})
     cache = constraints["big"].cache_params
     assert cache is not None
-    assert (cache.algorithm, cache.load_factor) == (CacheAlgorithm.LFU, 0.3)
+    assert (cache.algorithm, cache.load_factor) == (CacheAlgorithm.LRU, 0.3)
     assert cache.stats is not None
     assert cache.stats.expected_lookups == 38
     assert cache.stats.expected_miss_rate(0.3) == pytest.approx(1 - 0.8 * 300 / 500, abs=2e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,17 @@ import pytest
 import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import (
+    EmbeddingPerfEstimator,
+    EmbeddingStorageEstimator,
+)
+from torchrec.distributed.types import CacheAlgorithm
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from hotrec.cli.assemble import make_machine
+from hotrec.cli.schema import PlannerConfig
 from hotrec.distributed import Ranks
 from hotrec.embedding import (
     HotColdEmbeddingBagCollection,
@@ -28,11 +37,13 @@ from hotrec.planner import (
     cold_tier_for,
     hot_cold_constraints,
     make_plan,
+    placement_constraints,
     plan_document,
     plan_text,
     torchrec_constraints,
 )
-from hotrec.types import Partition
+from hotrec.planner.storage import TrainedStorageEstimator, state_floats
+from hotrec.types import Partition, Placement, TablePlacement, Tier
 
 SGD = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
 META = torch.device("meta")
@@ -107,6 +118,47 @@ def test_constraints_name_the_halves() -> None:
     assert cached["cold"].compute_kernels == ["fused_uvm_caching"]
     assert cached["cold"].cache_params.load_factor == 0.3  # type: ignore[union-attr]
     assert cached["big_hot"].cache_params is None
+
+
+def test_both_ways_into_the_library_choose_lru() -> None:
+    """FBGEMM's prefetch asserts it, and LFU keeps 8 bytes for each row behind the cache."""
+    cold = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.3)
+    placement = Placement(PARTITION, dict.fromkeys(NUM_ROWS, cold))
+    of_torchrec = torchrec_constraints(
+        tables(), TorchRecPlan.TABLE_WISE, batch_size=64, tier=ColdTier.UVM_CACHING,
+        cache_load_factor=0.3, is_prefetched=True,
+    )  # fmt: skip
+    assert of_torchrec is not None
+    by_tier = hot_cold_constraints(
+        tables(), PARTITION, cold_tier=ColdTier.UVM_CACHING, cache_load_factor=0.3
+    )
+    for constraints in (placement_constraints(placement), by_tier, of_torchrec):
+        caches = [c.cache_params for name, c in constraints.items() if not name.endswith("_hot")]
+        assert {(c.algorithm, c.load_factor) for c in caches if c} == {(CacheAlgorithm.LRU, 0.3)}
+    for name, constraint in of_torchrec.items():
+        assert constraint.cache_params is not None, name
+        assert constraint.cache_params.prefetch_pipeline
+
+
+def test_more_cache_sets_than_fbgemm_can_count_are_refused(one_rank: Ranks) -> None:
+    many = 1 << 30
+    config = EmbeddingBagConfig(name="t", num_embeddings=many, embedding_dim=4, feature_names=["f"])
+    model = Model(EmbeddingBagCollection(tables=[config], device=META))
+    sharders: Any = [EmbeddingBagCollectionSharder(fused_params(SGD))]
+
+    def plan(load_factor: float) -> None:
+        constraints = torchrec_constraints(
+            [config], TorchRecPlan.TABLE_WISE, batch_size=64, tier=ColdTier.UVM_CACHING,
+            cache_load_factor=load_factor,
+        )  # fmt: skip
+        on = machine(1, device="cuda", device_bytes=1 << 40, host_bytes=1 << 40)
+        make_plan(model, sharders, on, constraints)
+
+    plan(0.49)
+    with pytest.raises(
+        ValueError, match=r"on rank 0: expected fewer than 16777215 sets .* got 16777216 for"
+    ):
+        plan(0.5)
 
 
 def test_hot_cold_plan() -> None:
@@ -205,6 +257,72 @@ def test_a_model_that_is_itself_the_collection() -> None:
 def test_tables_that_do_not_fit(on: Machine, tier: ColdTier) -> None:
     with pytest.raises(ValueError, match=r"^plan for 2 ranks on .*: expected the tables to fit"):
         plan_of(None, on, tier)
+
+
+def test_a_share_of_the_free_device_memory_is_kept_for_what_is_in_no_table() -> None:
+    """NCCL, activations, messages: TorchRec's planner and the cost model keep the same."""
+    with pytest.raises(ValueError, match=r"expected the tables to fit 8500 bytes of device memory"):
+        plan_of(None, machine(2, device="cuda", device_bytes=10_000))
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_element", "by_row"),
+    [
+        (OptimizerKind.SGD, 0, 0),
+        (OptimizerKind.ADAGRAD, 1, 0),
+        (OptimizerKind.ROWWISE_ADAGRAD, 0, 1),
+        (OptimizerKind.ADAM, 2, 0),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
+def test_states_and_gradients_are_counted_where_they_are(
+    kind: OptimizerKind, by_element: int, by_row: int, kernel: str
+) -> None:
+    """TorchRec counts neither: it looks for the optimizer on the parameters."""
+    topology = machine(2, device="cuda").topology()
+    tier = ColdTier(kernel)
+    constraints = hot_cold_constraints(tables(), PARTITION, cold_tier=tier, cache_load_factor=0.1)
+    sharders: Any = [HotColdSharder(OptimizerSpec(kind, learning_rate=0.1))]
+
+    def storages(estimator: type[EmbeddingStorageEstimator]) -> dict[str, list[Any]]:
+        estimators: Any = [
+            EmbeddingPerfEstimator(topology, constraints),
+            estimator(topology, constraints),
+        ]
+        enumerator = EmbeddingEnumerator(topology, 64, constraints, estimators)
+        options = enumerator.enumerate(hot_cold_model(), sharders)
+        return {option.name: [shard.storage for shard in option.shards] for option in options}
+
+    plain, found = storages(EmbeddingStorageEstimator), storages(TrainedStorageEstimator)
+    beside = {
+        name: [
+            (f.hbm - p.hbm, f.ddr - p.ddr) for f, p in zip(found[name], plain[name], strict=True)
+        ]
+        for name in plain
+    }
+    element, row = by_element * 4 * 8, by_row * 4
+    # A replica of 50 rows: its state, and gradients in two of DDP's buckets.
+    assert beside["big_hot"] == [(50 * (2 * 4 * 8 + element + row), 0)] * 2
+    # A shard of 350 rows: row-wise state is on the device for every row, no state is cached.
+    of_element = (350 * element, 0) if tier is ColdTier.FUSED else (0, 350 * element)
+    assert beside["cold"] == [(of_element[0] + 350 * row, of_element[1])] * 2
+
+
+def test_an_optimizer_of_unknown_size_is_refused() -> None:
+    assert state_floats(None) == (0, 0)
+    with pytest.raises(ValueError, match=r"fused_params optimizer: expected one of .* got SHAMPOO"):
+        state_floats(SimpleNamespace(name="SHAMPOO"))
+
+
+def test_the_memory_of_a_device_is_what_is_free_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free, and what torch holds in reserve; a given size goes before."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2 << 30)
+    shape: Any = {"world_size": 2, "ranks_per_host": 2, "device": "cuda", "batch_size": 8}
+    assert make_machine(PlannerConfig(), **shape).device_bytes == 63 << 30
+    assert make_machine(PlannerConfig(hbm_gib=40), **shape).device_bytes == 40 << 30
 
 
 def test_replicas_count_against_the_memory_of_each_rank() -> None:

@@ -130,7 +130,16 @@ def test_page_needs_nothing_from_outside(tmp_path, runs, artifacts):
     assert targets
     assert all(target.startswith("#") for target in targets)
     assert page.links == [f"#{anchor}" for anchor in page.ids]
-    assert page.ids == ["compare", "hot", "learning", "steps", "predicted", "traffic", "runs"]
+    assert page.ids == [
+        "compare",
+        "hot",
+        "learning",
+        "steps",
+        "predicted",
+        "memory",
+        "traffic",
+        "runs",
+    ]
 
 
 def test_same_input_same_bytes(tmp_path, runs, artifacts):

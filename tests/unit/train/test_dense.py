@@ -18,6 +18,7 @@ from hotrec.models import ModelKind
 from hotrec.stages import StageClock
 from hotrec.train.deferred import DeferredLinears, deferrable_layers
 from hotrec.train.dense import DenseSync, dense_parameters
+from hotrec.types import Precision
 from tests.helpers.dense import (
     DIM,
     NUM_DENSE,
@@ -69,8 +70,9 @@ def test_what_can_be_put_off() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 5, 3), (1, 3), (0, 3), (3,)])
 @pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 def test_deferred_gradients_are_autograds_bit_for_bit(
-    shape: tuple[int, ...], has_bias: bool
+    shape: tuple[int, ...], has_bias: bool, precision: Precision
 ) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(3, 2, bias=has_bias)
@@ -80,7 +82,11 @@ def test_deferred_gradients_are_autograds_bit_for_bit(
     def run(inputs: torch.Tensor) -> torch.Tensor | None:
         inputs = inputs.clone().requires_grad_()
         # Called three times in a pass: autograd adds these up before it adds to ``grad``.
-        out = layer(inputs) + layer(2 * inputs).tanh() + layer(inputs.square())
+        with torch.autocast(
+            "cpu", torch.bfloat16, enabled=precision is Precision.bf16, cache_enabled=False
+        ):
+            out = layer(inputs) + layer(2 * inputs).tanh() + layer(inputs.square())
+        assert (out.dtype is torch.bfloat16) == (precision is Precision.bf16)
         (out * weights).sum().backward()
         return inputs.grad
 

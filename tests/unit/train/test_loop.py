@@ -87,6 +87,9 @@ def test_records_of_a_run(one_rank: Ranks, tmp_path: Path) -> None:
         "sent_bytes",
         "bound_bytes",
         "hot_lookup_frac",
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "peak_resident_bytes",
         "elapsed_s",
     }
     assert lines[-1]["hot_lookup_frac"] == pytest.approx(1 / 3)

@@ -25,6 +25,7 @@ from hotrec.train.trace import (
     STEP,
     Tracer,
     TraceWindow,
+    _warning_of_syncs,
     build_trace,
     merge_traces,
     read_trace,
@@ -91,6 +92,29 @@ def test_a_run_too_short_for_its_window(
         tracer = Tracer(window, one_rank, start_step=100, num_steps=103)
     assert not any(tracer.is_due(step) for step in range(90, 120))
     assert "expected steps 103 to 104" in caplog.text
+
+
+def test_syncs_are_asked_of_cuda_alone(one_rank: Ranks, tmp_path: Path) -> None:
+    window = TraceWindow(1, 1, tmp_path, warn_of_syncs=True)
+    with pytest.raises(ValueError, match=r"^profiler\.warn_of_syncs: expected a CUDA .*, got cpu"):
+        Tracer(window, one_rank, start_step=0, num_steps=3)
+
+
+def test_cuda_warns_of_syncs_in_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def fail() -> None:
+        with _warning_of_syncs(True):
+            assert modes == [0, "warn"]
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        fail()
+    assert modes == [0, "warn", 0]
+    with _warning_of_syncs(False):
+        assert modes == [0, "warn", 0]
 
 
 def test_events_come_under_their_rank() -> None:

@@ -1,0 +1,236 @@
+"""Precision, compiling and clipping of the dense layers, by pipeline, against an unsplit model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.batch import Batch
+from hotrec.embedding import (
+    HotColdEmbeddingBagCollection,
+    HotColdSharder,
+    OptimizerKind,
+    OptimizerSpec,
+    RowsAhead,
+    gather_tables,
+    initialize_embeddings,
+    make_optimizer,
+    shard,
+)
+from hotrec.models import ClickTask, ModelKind, build_model, set_up_dense_layers
+from hotrec.planner import ColdTier, Machine, hot_cold_constraints, make_plan
+from hotrec.train.dense import dense_parameters
+from hotrec.train.pipeline import LookAhead, Pipeline, make_pipeline
+from hotrec.types import Partition, Precision
+from tests.helpers.ranks import run_ranks
+
+CPU = torch.device("cpu")
+DIM, NUM_DENSE = 4, 3
+NUM_ROWS = {"a": 40, "b": 9, "c": 17}
+PARTITION = Partition(NUM_ROWS, {"a": torch.arange(6).numpy(), "c": torch.arange(17).numpy()})
+# The last batch is a smaller one.
+SIZES = (6, 6, 6, 3)
+LR = 0.3
+PIPELINES = ("base", "sparse_dist", "look_ahead", "micro_batches")
+# Above the norm of some steps and below that of others.
+MAX_NORM = 0.13
+
+
+def tables() -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(name=t, num_embeddings=n, embedding_dim=DIM, feature_names=[t])
+        for t, n in NUM_ROWS.items()
+    ]
+
+
+def make_model(kind: ModelKind, embeddings: nn.Module, **how: Any) -> nn.Module:
+    model = build_model(
+        kind,
+        embeddings,
+        num_dense=NUM_DENSE,
+        dense_layer_sizes=[8, DIM],
+        over_layer_sizes=[8, 1],
+        cross_num_layers=2,
+        cross_low_rank_dim=3,
+        seed=1,
+        device=CPU,
+    )
+    precision = how.get("precision", Precision.fp32)
+    set_up_dense_layers(model, CPU, precision, is_compiled=how.get("is_compiled", False))
+    return model
+
+
+def make_batch(step: int, rank: int, size: int, num_global: int) -> Batch:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids = [torch.randint(0, n, (size,), generator=generator) for n in NUM_ROWS.values()]
+    lengths = torch.ones(size * len(ids), dtype=torch.int64)
+    return Batch(
+        4 * torch.rand(size, NUM_DENSE, generator=generator),
+        KeyedJaggedTensor(list(NUM_ROWS), torch.cat(ids), lengths=lengths),
+        torch.randint(0, 2, (size,), generator=generator).float(),
+        torch.ones(size),
+        num_global,
+    )
+
+
+def batches(rank: int, world_size: int) -> Iterator[Batch]:
+    for step, size in enumerate(SIZES):
+        yield make_batch(step, rank, size, size * world_size)
+
+
+def shard_model(kind: ModelKind, pipeline: str, **how: Any) -> tuple[Any, Any, Pipeline]:
+    spec = OptimizerSpec(OptimizerKind.SGD, learning_rate=LR)
+    embeddings = HotColdEmbeddingBagCollection(tables(), PARTITION, device=torch.device("meta"))
+    sharders: list[Any] = [HotColdSharder(spec)]
+    task = ClickTask(make_model(kind, embeddings, **how), dist.get_world_size())
+    machine = Machine(dist.get_world_size(), dist.get_world_size(), "cpu", 1 << 30, 1 << 33, 6)
+    constraints = hot_cold_constraints(tables(), PARTITION, cold_tier=ColdTier.FUSED)
+    plan = make_plan(task, sharders, machine, constraints)
+    is_ahead = pipeline in ("look_ahead", "micro_batches")
+    model = shard(task, plan, sharders, CPU, data_parallel=not is_ahead)
+    initialize_embeddings(model, 1)
+    optimizer = make_optimizer(model, spec, spec)
+    ahead = LookAhead(lambda: RowsAhead(model, CPU), pipeline == "micro_batches")
+    made = make_pipeline(
+        "look_ahead" if is_ahead else pipeline,
+        model,
+        optimizer,
+        CPU,
+        ahead if is_ahead else None,
+        how.get("grad_clip_norm"),
+    )
+    return model, optimizer, made
+
+
+def train_plainly(
+    kind: ModelKind, weights: dict[str, torch.Tensor], **how: Any
+) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
+    """The unsplit model on the concatenated batches: losses, weights, norms before clipping."""
+    model = make_model(kind, EmbeddingBagCollection(tables()), **how)
+    bags = model.sparse_arch.embedding_bag_collection.embedding_bags
+    with torch.no_grad():
+        for table, weight in weights.items():
+            bags[table].weight.copy_(weight)
+    layers = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses, norms = [], []
+    for parts in zip(*(batches(rank, dist.get_world_size()) for rank in range(2)), strict=True):
+        logits = [model(part.dense, part.sparse).squeeze(-1).float() for part in parts]
+        labels = torch.cat([part.labels for part in parts])
+        optimizer.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(torch.cat(logits), labels)
+        loss.backward()
+        max_norm = how.get("grad_clip_norm") or float("inf")
+        norms.append(float(nn.utils.clip_grad_norm_(layers, max_norm)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {table: bags[table].weight.detach() for table in weights} | dense(model), norms
+
+
+def dense(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Dense weights by their names in the click model."""
+    return {
+        name[name.index(part) :]: parameter.detach().clone()
+        for name, parameter in dense_parameters(model).items()
+        for part in ("dense_arch", "inter_arch", "over_arch")
+        if part in name
+    }
+
+
+def train_sharded(
+    kind: ModelKind, pipeline: str, **how: Any
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses, weights and the rows before the first step; evaluated in between and afterwards."""
+    model, _, made = shard_model(kind, pipeline, **how)
+    before = gather_tables(model)
+    made.start()
+    losses = []
+    iterator = batches(dist.get_rank(), dist.get_world_size())
+    for _ in SIZES:
+        loss, logits, _ = made.progress(iterator)
+        assert loss.dtype is logits.dtype is torch.float32
+        total = loss.clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    made.settle()
+    weights = gather_tables(model) | dense(model)
+    model.eval()
+    made.start()
+    with torch.no_grad():
+        made.progress(iter([make_batch(9, dist.get_rank(), 5, 10)]))
+    model.train()
+    made.close()
+    assert all(weight.dtype is torch.float32 for weight in weights.values())
+    return losses, weights, before
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def clipped_as_unsplit() -> None:
+    for kind in ModelKind:
+        for pipeline in PIPELINES:
+            got, weights, before = train_sharded(kind, pipeline, grad_clip_norm=MAX_NORM)
+            expected, plain, norms = train_plainly(kind, before, grad_clip_norm=MAX_NORM)
+            case = f"{kind} {pipeline}"
+            assert max(norms) > MAX_NORM > min(norms), norms
+            assert got == pytest.approx(expected, abs=1e-5), case
+            assert difference(weights, plain) < 1e-5, case
+            together: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(together, {n: w.tolist() for n, w in weights.items()})
+            assert together[0] == together[1], case
+
+
+def test_clipping_is_that_of_the_unsplit_model() -> None:
+    run_ranks(clipped_as_unsplit, 2, timeout_s=120)
+
+
+def bf16_by_pipeline() -> None:
+    for kind in ModelKind:
+        of_pipeline = {}
+        for pipeline in PIPELINES:
+            got, weights, before = train_sharded(kind, pipeline, precision=Precision.bf16)
+            expected, plain, _ = train_plainly(kind, before, precision=Precision.bf16)
+            exact, _, _ = train_plainly(kind, before)
+            # The same products, but weight gradients are rounded by rank and by part of a batch.
+            assert got == pytest.approx(expected, abs=5e-3), (kind, pipeline)
+            assert difference(weights, plain) < 2e-2, (kind, pipeline)
+            assert max(abs(a - b) for a, b in zip(got, exact, strict=True)) > 1e-5
+            of_pipeline[pipeline] = got, weights
+        losses, weights = of_pipeline["base"]
+        for pipeline in ("sparse_dist", "look_ahead"):
+            assert of_pipeline[pipeline][0] == pytest.approx(losses, abs=1e-6), (kind, pipeline)
+            assert difference(of_pipeline[pipeline][1], weights) < 1e-6, (kind, pipeline)
+
+
+def test_bf16_is_the_same_in_every_pipeline() -> None:
+    run_ranks(bf16_by_pipeline, 2, timeout_s=120)
+
+
+def compiled_as_unsplit(kind: ModelKind, pipeline: str) -> None:
+    got, weights, before = train_sharded(kind, pipeline, is_compiled=True, grad_clip_norm=MAX_NORM)
+    expected, plain, _ = train_plainly(kind, before, grad_clip_norm=MAX_NORM)
+    assert got == pytest.approx(expected, abs=1e-5)
+    assert difference(weights, plain) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on CPU")
+@pytest.mark.parametrize(
+    ("kind", "pipeline"),
+    [(ModelKind.DLRM, "sparse_dist"), (ModelKind.DCNV2, "micro_batches")],
+)
+def test_compiled_layers_train_as_eager_ones(kind: ModelKind, pipeline: str) -> None:
+    run_ranks(compiled_as_unsplit, 2, timeout_s=280, kind=kind, pipeline=pipeline)

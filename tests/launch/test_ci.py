@@ -1,0 +1,65 @@
+""".ci/run: the last line is a closing line of pytest, and the exit status that of what failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import REPOSITORY
+
+# Prints what pytest would, then adds lines after it, as make does when something fails.
+MAKE = """#!/bin/sh
+echo "$1" >> "$RECORD"
+case "$1" in
+    lint) exit "$LINT" ;;
+    test-oldest) closing="$OLDEST in 2.00s" ;;
+    test) closing="$ALL in 3.00s (0:00:03)" ;;
+esac
+echo "=== $closing ==="
+echo "make: leaving" >&2
+case "$closing" in
+    *failed*) exit 2 ;;
+esac
+"""
+
+
+def run(folder: Path, oldest: str, everything: str, lint: int = 0) -> tuple[int, str, list[str]]:
+    make, record = folder / "make", folder / "record"
+    make.write_text(MAKE)
+    make.chmod(0o755)
+    done = subprocess.run(
+        [str(REPOSITORY / ".ci" / "run")],
+        env={
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "RECORD": str(record),
+            "LINT": str(lint),
+            "OLDEST": oldest,
+            "ALL": everything,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    last = done.stdout.splitlines()[-1] if done.stdout else ""
+    return done.returncode, last, record.read_text().split()
+
+
+@pytest.mark.parametrize(
+    ("oldest", "everything", "status", "last"),
+    [
+        ("20 passed", "90 passed", 0, "=== 90 passed in 3.00s (0:00:03) ==="),
+        ("1 failed, 19 passed", "90 passed", 2, "=== 1 failed, 19 passed in 2.00s ==="),
+        ("20 passed", "2 failed, 88 passed", 2, "=== 2 failed, 88 passed in 3.00s (0:00:03) ==="),
+    ],
+)
+def test_the_last_line_is_that_of_what_failed(
+    tmp_path: Path, oldest: str, everything: str, status: int, last: str
+) -> None:
+    assert run(tmp_path, oldest, everything) == (status, last, ["lint", "test-oldest", "test"])
+
+
+def test_lint_stops_it(tmp_path: Path) -> None:
+    assert run(tmp_path, "20 passed", "90 passed", lint=1) == (1, "", ["lint"])

@@ -1,0 +1,258 @@
+"""FBGEMM's operators that exist for CUDA alone, computed on the values underneath.
+
+The lookup of a fused table is one operator, and so is its update. A UVM cache holds nothing here:
+rows are read from, and written to, the memory behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import fbgemm_gpu.split_embedding_codegen_lookup_invokers as invokers
+import torch
+
+NONE, MEAN = 2, 1  # PoolingMode
+_ops = torch.library.Library("stand_in", "DEF")
+_ops.define(
+    "lookup(Tensor dev, Tensor uvm, Tensor placements, Tensor starts, Tensor dim_offsets, "
+    "Tensor indices, Tensor offsets, int pooling, Tensor? scales) -> Tensor"
+)
+_ops.define(
+    "update(Tensor(a!) dev, Tensor(b!) uvm, Tensor placements, Tensor starts, Tensor dim_offsets, "
+    "Tensor indices, Tensor offsets, int pooling, Tensor? scales, Tensor grad, str rule, "
+    "Tensor learning_rate, float[] numbers, Tensor(c!)[] states, Tensor[] state_places) -> ()"
+)
+
+
+@dataclass
+class _Feature:
+    """The ids of one feature: where its table is, its rows, and the bag of each id."""
+
+    weights_RD: torch.Tensor
+    rows_K: torch.Tensor
+    bags_K: torch.Tensor
+    columns: slice
+    ids: slice
+    at: int
+
+
+def _features(
+    dev: torch.Tensor,
+    uvm: torch.Tensor,
+    placements: torch.Tensor,
+    starts: torch.Tensor,
+    dim_offsets: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+) -> list[_Feature]:
+    num = dim_offsets.numel() - 1
+    batch = (offsets.numel() - 1) // max(num, 1)
+    ends = offsets.tolist()
+    found = []
+    for at in range(num):
+        begin, end = ends[at * batch], ends[(at + 1) * batch]
+        dim = int(dim_offsets[at + 1] - dim_offsets[at])
+        memory = dev if int(placements[at]) == 0 else uvm
+        start = int(starts[at])
+        num_rows = (memory.numel() - start) // dim
+        lengths = offsets[at * batch : (at + 1) * batch + 1].diff().long()
+        found.append(
+            _Feature(
+                memory[start : start + num_rows * dim].view(num_rows, dim),
+                indices[begin:end].long(),
+                torch.repeat_interleave(torch.arange(batch), lengths),
+                slice(int(dim_offsets[at]), int(dim_offsets[at + 1])),
+                slice(begin, end),
+                at,
+            )
+        )
+    return found
+
+
+def _factors(
+    feature: _Feature, batch: int, pooling: int, scales: torch.Tensor | None
+) -> torch.Tensor | None:
+    factors = None if scales is None else scales[feature.ids]
+    if pooling == MEAN:
+        lengths = torch.bincount(feature.bags_K, minlength=batch).clamp(min=1)
+        mean = 1.0 / lengths[feature.bags_K]
+        factors = mean if factors is None else factors * mean
+    return factors
+
+
+@torch.no_grad()
+def _lookup(
+    dev: torch.Tensor,
+    uvm: torch.Tensor,
+    placements: torch.Tensor,
+    starts: torch.Tensor,
+    dim_offsets: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    pooling: int,
+    scales: torch.Tensor | None,
+) -> torch.Tensor:
+    features = _features(dev, uvm, placements, starts, dim_offsets, indices, offsets)
+    if pooling == NONE:
+        dim = int(dim_offsets[1] - dim_offsets[0])
+        out = dev.new_empty(indices.numel(), dim)
+        for feature in features:
+            out[feature.ids] = feature.weights_RD[feature.rows_K]
+        return out
+    batch = (offsets.numel() - 1) // max(len(features), 1)
+    out = dev.new_zeros(batch, int(dim_offsets[-1]))
+    for feature in features:
+        rows = feature.weights_RD[feature.rows_K]
+        factors = _factors(feature, batch, pooling, scales)
+        if factors is not None:
+            rows = rows * factors[:, None]
+        out[:, feature.columns] = torch.zeros(batch, rows.shape[1]).index_add_(
+            0, feature.bags_K, rows
+        )
+    return out
+
+
+@torch.no_grad()
+def _update(
+    dev: torch.Tensor,
+    uvm: torch.Tensor,
+    placements: torch.Tensor,
+    starts: torch.Tensor,
+    dim_offsets: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    pooling: int,
+    scales: torch.Tensor | None,
+    grad: torch.Tensor,
+    rule: str,
+    learning_rate: torch.Tensor,
+    numbers: list[float],
+    states: list[torch.Tensor],
+    state_places: list[torch.Tensor],
+) -> None:
+    features = _features(dev, uvm, placements, starts, dim_offsets, indices, offsets)
+    batch = (offsets.numel() - 1) // max(len(features), 1)
+    tables: dict[tuple[int, int], list[tuple[_Feature, torch.Tensor]]] = {}
+    for feature in features:
+        if pooling == NONE:
+            grads = grad[feature.ids]
+        else:
+            grads = grad[feature.bags_K, feature.columns]
+            factors = _factors(feature, batch, pooling, scales)
+            if factors is not None:
+                grads = grads * factors[:, None]
+        key = (int(placements[feature.at]), int(starts[feature.at]))
+        tables.setdefault(key, []).append((feature, grads))
+    for parts in tables.values():
+        feature = parts[0][0]
+        rows_K = torch.cat([part.rows_K for part, _ in parts])
+        grad_KD = torch.cat([grads for _, grads in parts])
+        rows_U, at_K = torch.unique(rows_K, return_inverse=True)
+        grad_UD = torch.zeros(rows_U.numel(), grad_KD.shape[1]).index_add_(0, at_K, grad_KD)
+        _step(feature, rows_U, grad_UD, rule, float(learning_rate), numbers, states, state_places)
+
+
+def _step(
+    feature: _Feature,
+    rows_U: torch.Tensor,
+    grad_UD: torch.Tensor,
+    rule: str,
+    learning_rate: float,
+    numbers: list[float],
+    states: list[torch.Tensor],
+    state_places: list[torch.Tensor],
+) -> None:
+    """One update of distinct rows, as FBGEMM's kernels make it."""
+    weights = feature.weights_RD
+    num_rows, dim = weights.shape
+
+    def state(number: int, width: int) -> torch.Tensor:
+        dev, uvm = states[2 * number : 2 * number + 2]
+        placements, starts = state_places[2 * number : 2 * number + 2]
+        memory = dev if int(placements[feature.at]) == 0 else uvm
+        start = int(starts[feature.at])
+        available = min(num_rows, (memory.numel() - start) // width)
+        return memory[start : start + available * width].view(available, width)
+
+    eps, beta1, beta2, iteration = numbers
+    if rule == "sgd":
+        weights[rows_U] -= learning_rate * grad_UD
+    elif rule in ("adagrad", "rowwise_adagrad"):
+        is_rowwise = rule == "rowwise_adagrad"
+        sums = state(0, 1 if is_rowwise else dim)
+        square = grad_UD**2
+        sums[rows_U] += square.mean(1, keepdim=True) if is_rowwise else square
+        weights[rows_U] -= learning_rate * grad_UD / (sums[rows_U].sqrt() + eps)
+    else:
+        first, second = state(0, dim), state(1, dim)
+        first[rows_U] = beta1 * first[rows_U] + (1 - beta1) * grad_UD
+        second[rows_U] = beta2 * second[rows_U] + (1 - beta2) * grad_UD**2
+        mean = first[rows_U] / (1 - beta1**iteration)
+        deviation = (second[rows_U] / (1 - beta2**iteration)).sqrt()
+        weights[rows_U] -= learning_rate * mean / (deviation + eps)
+
+
+_ops.impl("lookup", _lookup, "CPU")
+_ops.impl("update", _update, "CPU")
+
+
+def _keep_nothing(*args: Any) -> None:
+    """The cache stays empty: what is behind it is read and written."""
+
+
+_cache_ops = torch.library.Library("fbgemm", "IMPL")
+for _name in (
+    "lru_cache_populate", "lfu_cache_populate", "lxu_cache_flush",
+    "lxu_cache_locking_counter_decrement", "lxu_cache_locations_update",
+):  # fmt: skip
+    _cache_ops.impl(_name, _keep_nothing, "CPU")
+
+
+class _Fused(torch.autograd.Function):
+    """Looks rows up; backward updates them and gives no gradient on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, placeholder: torch.Tensor, args: Any, rule: str, numbers: list[float], moments: Any
+    ) -> torch.Tensor:
+        ctx.where = (
+            args.dev_weights, args.uvm_weights, args.weights_placements, args.weights_offsets,
+            args.D_offsets, args.indices, args.offsets, args.pooling_mode, args.indice_weights,
+        )  # fmt: skip
+        ctx.rule, ctx.numbers, ctx.moments = rule, numbers, moments
+        ctx.learning_rate = args.learning_rate_tensor
+        ctx.shape = placeholder
+        return torch.ops.stand_in.lookup(*ctx.where)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        torch.ops.stand_in.update(
+            *ctx.where, grads[0].contiguous(), ctx.rule, ctx.learning_rate, ctx.numbers,
+            [part for moment in ctx.moments for part in (moment.dev, moment.uvm)],
+            [part for moment in ctx.moments for part in (moment.placements, moment.offsets)],
+        )  # fmt: skip
+        return torch.zeros_like(ctx.shape), None, None, None, None
+
+
+def _invoker(rule: str, invoke: Any) -> Any:
+    def on_device(
+        common_args: Any, optimizer_args: Any, *moments: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if common_args.dev_weights.device.type != "cuda":
+            found: torch.Tensor = invoke(common_args, optimizer_args, *moments, **kwargs)
+            return found
+        iteration = kwargs.get("iter", next((m for m in moments if isinstance(m, int)), 0))
+        numbers = [
+            optimizer_args.eps, optimizer_args.beta1, optimizer_args.beta2, float(iteration),
+        ]  # fmt: skip
+        kept = [m for m in moments if isinstance(m, invokers.lookup_args.Momentum)]
+        placeholder = common_args.placeholder_autograd_tensor
+        return _Fused.apply(placeholder, common_args, rule, numbers, kept)  # type: ignore[return-value]
+
+    return on_device
+
+
+for _rule in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
+    _module = getattr(invokers, f"lookup_{_rule}")
+    _module.invoke = _invoker(_rule, _module.invoke)

@@ -1,0 +1,55 @@
+"""The dense layers' optimizer: torch's fused kernel where there is one, with the plain results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hotrec.embedding import OptimizerKind, OptimizerSpec
+from hotrec.embedding.optimizers import make_dense
+
+NUM_STEPS = 20
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(NUM_STEPS):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        if step % 3 == 2:
+            params[-1].grad = None  # not used in this step
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_fused_on_cpu_and_equal_to_the_plain_loop(kind: OptimizerKind) -> None:
+    spec = OptimizerSpec(kind, learning_rate=0.1, eps=1e-6)
+    weights = []
+    for is_plain in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(37, 19), (19,), (3, 5)]
+        params: list[torch.Tensor] = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes
+        ]
+        optimizer = make_dense(spec, params)
+        assert all(group["fused"] is True for group in optimizer.param_groups)
+        if is_plain:
+            optimizer = type(optimizer)(params, **plain_arguments(spec), foreach=False)
+        train(optimizer, params)
+        weights.append([param.detach() for param in params])
+    for fused, plain in zip(*weights, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
+
+
+def plain_arguments(spec: OptimizerSpec) -> dict[str, object]:
+    if spec.kind is OptimizerKind.SGD:
+        return {"lr": spec.learning_rate}
+    if spec.kind is OptimizerKind.ADAM:
+        return {"lr": spec.learning_rate, "betas": (spec.beta1, spec.beta2), "eps": spec.eps}
+    return {"lr": spec.learning_rate, "eps": spec.eps}
+
+
+def test_a_device_without_the_kernel_gets_torchs_own_choice() -> None:
+    params: list[torch.Tensor] = [torch.nn.Parameter(torch.empty(3, device="meta"))]
+    optimizer = make_dense(OptimizerSpec(OptimizerKind.ADAM, learning_rate=0.1), params)
+    assert [group["fused"] for group in optimizer.param_groups] == [None]

@@ -1,0 +1,74 @@
+"""What hotrec passes to FBGEMM reaches it through TorchRec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from hotrec.distributed import Ranks
+from hotrec.embedding import (
+    HotColdEmbeddingBagCollection,
+    HotColdSharder,
+    OptimizerKind,
+    OptimizerSpec,
+    fused_params,
+    shard,
+)
+from hotrec.planner import Machine, TorchRecPlan, make_plan, torchrec_constraints
+from hotrec.planner.constraints import placement_constraints
+from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+
+SPEC = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, learning_rate=0.1)
+TABLES = [
+    EmbeddingBagConfig(name=name, num_embeddings=30, embedding_dim=8, feature_names=[f"f_{name}"])
+    for name in ("rows", "pooled")
+]
+MACHINE = Machine(1, 1, "cpu", 0, 1 << 33, 8)
+
+
+def fused_modules(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """TorchRec keeps its lookups in plain lists, so ``modules()`` does not find these."""
+    found = []
+    for module in model.modules():
+        for lookup in getattr(module, "_lookups", []):
+            found += [kernel.emb_module for kernel in lookup._emb_modules]
+    return [m for m in found if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+@pytest.mark.parametrize("kind", ["hot_cold", "torchrec"])
+def test_host_tiers_are_host_memory_that_the_device_maps(one_rank: Ranks, kind: str) -> None:
+    """Managed memory, FBGEMM's default, can hang a device that has not enough of it free."""
+    meta = torch.device("meta")
+    if kind == "hot_cold":
+        placement = Placement(
+            Partition({"rows": 30, "pooled": 30}),
+            {
+                "rows": TablePlacement(),
+                "pooled": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
+            },
+        )
+        model: nn.Module = HotColdEmbeddingBagCollection(TABLES, placement, device=meta)
+        sharders: Any = [HotColdSharder(SPEC)]
+        constraints = placement_constraints(placement)
+    else:
+        model = EmbeddingBagCollection(tables=TABLES, device=meta)
+        sharders = [EmbeddingBagCollectionSharder(fused_params(SPEC))]
+        found = torchrec_constraints(TABLES, TorchRecPlan.TABLE_WISE, batch_size=8)
+        assert found is not None
+        constraints = found
+    sharded = shard(
+        nn.Sequential(model), make_plan(nn.Sequential(model), sharders, MACHINE, constraints),
+        sharders, torch.device("cpu"),
+    )  # fmt: skip
+    modules = fused_modules(sharded)
+    assert len(modules) == (2 if kind == "hot_cold" else 1)
+    assert all(module.uvm_host_mapped for module in modules)
