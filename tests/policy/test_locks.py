@@ -83,6 +83,14 @@ def test_pairs_change_pins_and_add_none() -> None:
         assert same == set(), f"torch-2.{minor}.lock"
 
 
+def test_readme_has_the_tested_pairs() -> None:
+    """With the day and the commit of the last run of the whole suite that passed, if any did."""
+    text = (REPOSITORY / "README.md").read_text()
+    run = r"(?:\d{4}-\d\d-\d\d, [0-9a-f]{7}|none yet)"
+    rows = re.findall(rf"^\| (2\.\S+) \| (\S+) \| (\S+) \| {run} \|$", text, re.MULTILINE)
+    assert [Pair(*row) for row in rows] == [pair for pair in PAIRS.values() if pair.is_tested]
+
+
 @pytest.mark.parametrize("extra", ["", "torchx", "dev"])
 def test_pyproject_accepts_the_pins(extra: str) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
