@@ -7,6 +7,7 @@ torch. So a test puts many cases into one call.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import pickle
 import subprocess
@@ -99,12 +100,10 @@ def _collect(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[Any
 
 
 def _main(folder: Path) -> None:
-    import importlib
+    device = importlib.import_module("tests.stand_in.device")  # before torch
 
     import torch
     import torch.distributed as dist
-
-    from tests.stand_in import device  # before torch
 
     function, kwargs, timeout_s = pickle.loads((folder / "call.pickle").read_bytes())
     torch.set_num_threads(1)
