@@ -34,7 +34,7 @@ COLD_TIERS = {
     UVM: ColdTier.fused_uvm,
     UVM_CACHE: ColdTier.fused_uvm_caching,
 }
-STEPS, NUM_STEPS = ("hot_cold", "look_ahead", "torchrec"), 3
+STEPS, NUM_STEPS = ("hot_cold", "look_ahead", "torchrec", "torchrec_prefetch"), 3
 TOLERANCE = 1e-5
 TESTS, STAGED = "tests/gpu", "tests/gpu/test_staged_parity.py"  # the latter in stage 6
 TESTS_LIMIT_S = 400
@@ -93,9 +93,11 @@ def check_tables(tables: Tables, device: torch.device) -> dict[str, Any]:
 def make_case(name: str, tier: str, counts: Mapping[str, Any]) -> Case:
     """A step of the program: hot and cold rows, with look-ahead, or TorchRec's own tables."""
     cold = COLD_TIERS[tier]
-    if name == "torchrec":
+    if name.startswith("torchrec"):
         placement = TorchrecPlacement(plan=TorchrecPlan.table_wise, tier=cold)
-        return Case(name, placement, None, BenchPipeline.sparse_dist)
+        is_ahead = name == "torchrec_prefetch"
+        pipeline = BenchPipeline.prefetch if is_ahead else BenchPipeline.sparse_dist
+        return Case(name, placement, None, pipeline)
     return Case(
         name,
         FractionPlacement(cold_tier=cold, routing=Routing.device),
@@ -234,6 +236,8 @@ def run(day: Day) -> None:
         for kind in optimizers_of(device):
             for name in STEPS:
                 for tier in tiers_of(device):
+                    if name == "torchrec_prefetch" and tier != UVM_CACHE:
+                        continue  # only a cache can be filled ahead
                     day.record.part(
                         f"step {kind.value} {name} {tier}",
                         lambda k=kind, n=name, t=tier: check_step(k, n, t, ranks),

@@ -1,8 +1,8 @@
 """Stage 5: calibrate, plan, train and report on one GPU: predicted against measured.
 
-The program's own commands, as a user would start them, on synthetic data. Memory is read beside the
-training process: what the device has in use at most, less what it had before, so that the context,
-the libraries and the allocator's reserve are in it, as they are in what has to fit.
+The program's own commands, as a user would start them, on synthetic data. A prediction of memory is
+one of the tables and their state, and is compared with what they take; beside it stands what the
+device had in use at most because of the run, by everything that has to fit.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "all cold, UVM": (
         "placement=all_cold", "placement.cold_tier=fused_uvm", "pipeline=sparse_dist",
+    ),
+    "TorchRec's planner, UVM cache 10%, prefetch": (
+        "placement=torchrec", "placement.tier=fused_uvm_caching", "placement.cache_load_frac=0.1",
+        "pipeline=prefetch",
     ),
     "all cold, UVM cache 10%": (
         "placement=all_cold", "placement.cold_tier=fused_uvm_caching",
@@ -117,34 +121,23 @@ class Program:
 
 def train(program: Program, name: str, words: list[str], folder: Path) -> dict[str, Any]:
     """Train as RUNS says; what was predicted and what was measured."""
-    run_dir = f"runs/{name.replace(' ', '_').replace(',', '')}".replace("'", "").replace("%", "")
+    run_dir = f"runs/{''.join(letter if letter.isalnum() else '_' for letter in name)}"
     figures = program("train", *words, *RUNS[name], run_dir=run_dir)
-    prediction = json.loads((folder / run_dir / "prediction.json").read_text())
-    plan = prediction["plans"][prediction["chosen"]]
-    memory = plan["memory"][0]
-    return {
-        "run_dir": run_dir,
-        "summary": figures,
-        "predicted_step_s": figures["predicted_step_s"],
-        "measured_step_s": figures["measured_step_s"],
-        "predicted_stage_s": figures["predicted_stage_s"],
-        "measured_stage_s": figures["measured_stage_s"],
-        "step_p50_s": figures["step_p50_s"],
-        "step_p90_s": figures["step_p90_s"],
-        "data_wait_frac": figures["data_wait_frac"],
-        "predicted_bytes": memory["device_bytes"] or memory["host_bytes"],
-        "peak_bytes": figures["peak_bytes"],
-    }
+    return {"run_dir": run_dir, **figures}
 
 
 def errors(part: Mapping[str, Any]) -> tuple[float | None, float | None]:
     """Of the predicted step and memory, relative to what was measured; None if one is missing."""
-    pairs = (
-        (part["predicted_step_s"], part["measured_step_s"]),
-        (part["predicted_bytes"], part["peak_bytes"]),
-    )
+    predicted, measured = _table_bytes(part)
+    pairs = ((part["predicted_step_s"], part["measured_step_s"]), (predicted, measured))
     step, memory = ((p / m - 1) if p and m else None for p, m in pairs)
     return step, memory
+
+
+def _table_bytes(part: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Predicted and measured bytes of the tables in the device's memory; on CPU, in the host's."""
+    place = "device" if part["measured_device_bytes"] else "host"
+    return part[f"predicted_{place}_bytes"], part[f"measured_{place}_bytes"]
 
 
 def summarize(parts: Parts) -> Summary:
@@ -163,17 +156,18 @@ def summarize(parts: Parts) -> Summary:
                 name,
                 *_cells(part["predicted_step_s"], part["measured_step_s"], step, show_seconds),
                 f"{100 * part['data_wait_frac']:.0f}%",
-                *_cells(part["predicted_bytes"], part["peak_bytes"], memory, show_bytes),
+                *_cells(*_table_bytes(part), memory, show_bytes),
+                show_bytes(part["peak_bytes"]),
             ]
         )
     header = [
-        "run", "step predicted", "measured", "error", "waits for data", "memory predicted",
-        "measured", "error",
+        "run", "step predicted", "measured", "error", "waits for data", "tables predicted",
+        "measured", "error", "in use at most",
     ]  # fmt: skip
     note = (
-        "Step: the median from step 50 on, as `hotrec train` compares it. Memory: of the tables "
-        "and their state as planned, and what the device had in use at most because of the run, "
-        "CUDA's context, NCCL and activations included."
+        "Step: the median from step 50 on, as `hotrec train` compares it. Tables: the device's "
+        "memory (on CPU the host's) of the tables and their state. In use at most: by all of the "
+        "run, CUDA's context, NCCL and activations included."
     )
     tables = [Table("Predicted and measured", header, rows, note)]
     tables += [_stage_table(name, part) for name, part in runs.items() if part["measured_stage_s"]]
@@ -187,7 +181,9 @@ def summarize(parts: Parts) -> Summary:
     return Summary(verdict, tables)
 
 
-def _cells(predicted: float, measured: float, error: float | None, show: Any) -> list[str]:
+def _cells(
+    predicted: float | None, measured: float | None, error: float | None, show: Any
+) -> list[str]:
     texts = ["-" if value is None else show(value) for value in (predicted, measured)]
     return [*texts, "-" if error is None else show_error(error)]
 

@@ -34,7 +34,7 @@ from hotrec.cli.schema import (
     TorchrecPlacement,
 )
 from hotrec.cli.schema import HotExchange as Exchange
-from hotrec.distributed import same_verdict
+from hotrec.distributed import all_gather_object, same_verdict
 from hotrec.doctor.machine import read_memory
 from hotrec.embedding import (
     HotColdEmbeddingBagCollection,
@@ -48,6 +48,7 @@ from hotrec.embedding import (
 from hotrec.embedding import OptimizerKind as Rule
 from hotrec.embedding.codecs import compress_dense, wire_codecs
 from hotrec.embedding.fused import check_optimizer
+from hotrec.memory import check_mappable
 from hotrec.models import (
     ClickTask,
     build_model,
@@ -63,6 +64,7 @@ from hotrec.planner import (
     TorchRecPlan,
     cold_tier_for,
     free_device_bytes,
+    host_tier_bytes,
     make_plan,
     placement_constraints,
     torchrec_constraints,
@@ -339,6 +341,10 @@ def build_sharded(
     )
     plan = unsharded.plan(machine)
     embedding, dense = optimizer_specs(config.optimizer)
+    if device.type == "cuda":
+        mapped = host_tier_bytes(plan, machine.local_world_size, embedding.state_bytes_per_row)
+        # Of the host with least, so that all ranks reach the same verdict.
+        check_mappable("plan host tiers", mapped, min(all_gather_object(read_memory()[1])))
     kind = choose_pipeline(config, machine)
     is_ahead = kind is PipelineKind.look_ahead
     model = shard(unsharded.task, plan, unsharded.sharders, device, data_parallel=not is_ahead)

@@ -28,6 +28,8 @@ def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
         "optimizer": _FBGEMM_OPTIMIZER[spec.kind],
         "learning_rate": spec.learning_rate,
         "uvm_host_mapped": True,
+        # Six numbers a cache and step, on the device; nothing where there is no cache.
+        "gather_uvm_cache_stats": True,
     }
     if spec.kind is not OptimizerKind.SGD:
         params["eps"] = spec.eps

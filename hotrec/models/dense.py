@@ -26,12 +26,12 @@ def use_precision(precision: Precision, device: torch.device) -> None:
             raise ValueError(
                 f"trainer.precision: expected fp32 on a GPU of compute capability "
                 f"{major}.{minor}, got {precision.name}, which takes 8.0. Set "
-                "trainer.precision=fp32."
+                "trainer.precision=fp32, or compute on a newer GPU."
             )
     elif precision is Precision.tf32:
         raise ValueError(
             f"trainer.precision: expected fp32 or bf16 on {device.type}, got tf32, which only GPUs "
-            "have. Set trainer.precision=fp32."
+            "have. Set trainer.precision=fp32, or compute on a GPU."
         )
     # Of the ways to say it the one that no version from 2.11 to 2.14 warns of or mixes up.
     torch.set_float32_matmul_precision("high" if precision is Precision.tf32 else "highest")

@@ -12,7 +12,7 @@ from hotrec.planner.constraints import (
 from hotrec.planner.describe import plan_document, plan_text
 from hotrec.planner.hot_cold_planner import HotColdPlanner
 from hotrec.planner.machine import Machine, free_device_bytes
-from hotrec.planner.plan import make_plan
+from hotrec.planner.plan import host_tier_bytes, make_plan
 
 __all__ = [
     "ColdTier",
@@ -22,6 +22,7 @@ __all__ = [
     "TorchRecPlan",
     "cold_tier_for",
     "free_device_bytes",
+    "host_tier_bytes",
     "hot_cold_constraints",
     "make_plan",
     "offload_stats",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 from torchrec.distributed.planner import (
@@ -32,6 +32,8 @@ from torchrec.distributed.types import (
 from hotrec.planner.constraints import ColdTier, cold_tier_for
 from hotrec.planner.machine import DEVICE_RESERVED_FRAC, Machine
 from hotrec.planner.storage import (
+    BYTES_PER_FLOAT,
+    HOST_KERNELS,
     Shortfall,
     TrainedStorageEstimator,
     describe_shortfall,
@@ -146,3 +148,29 @@ def check_caches(plan: ShardingPlan) -> None:
                     f"{int(num_cached)} cached rows. Cache a smaller share of them, or use more "
                     "ranks."
                 )
+
+
+def host_tier_bytes(
+    plan: ShardingPlan, ranks_per_host: int, state_bytes: Callable[[int], int]
+) -> int:
+    """Host memory that the devices of a host map for the host tiers of a plan, on the fullest one.
+
+    Args:
+        plan: for all ranks.
+        ranks_per_host: consecutive ranks are on one host.
+        state_bytes: of D, bytes of a row's optimizer state; one of a float stays on the device.
+    """
+    hosts: dict[int, int] = defaultdict(int)
+    for tables in plan.plan.values():
+        assert isinstance(tables, EmbeddingModuleShardingPlan), type(tables)
+        for sharding in tables.values():
+            spec = sharding.sharding_spec
+            if sharding.compute_kernel not in HOST_KERNELS:
+                continue
+            assert isinstance(spec, EnumerableShardingSpec), type(spec)
+            for shard, rank in zip(spec.shards, sharding.ranks or [], strict=True):
+                num_rows, dim = shard.shard_sizes
+                state = state_bytes(dim)
+                row_bytes = BYTES_PER_FLOAT * dim + (state if state > BYTES_PER_FLOAT else 0)
+                hosts[rank // ranks_per_host] += num_rows * row_bytes
+    return max(hosts.values(), default=0)

@@ -162,12 +162,14 @@ def build_comparison(runs: Sequence[Run], baseline: Run | None) -> str:
     )
     kinds = "".join(_text_cell(run.summary.get("placement")) for run in runs)
     models = "".join(_text_cell(run.summary.get("model")) for run in runs)
+    layers = "".join(_text_cell(_dense_layers(run.summary)) for run in runs)
     finished = "".join(
         f"<td>{'yes' if run.summary.get('finished') is True else 'no'}</td>" for run in runs
     )
     rows = [
         f"<tr><td>Placement</td>{kinds}</tr>",
         f"<tr><td>Model</td>{models}</tr>",
+        f"<tr><td>Dense layers</td>{layers}</tr>",
         f"<tr><td>Finished</td>{finished}</tr>",
     ]
     for group, figures in GROUPS:
@@ -187,6 +189,18 @@ def build_comparison(runs: Sequence[Run], baseline: Run | None) -> str:
         f'<p class="soft">{note}</p><div class="wide"><table><thead><tr><th></th>{heads}</tr>'
         f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _dense_layers(summary: Mapping[str, Any]) -> str | None:
+    """How they computed, such as "bf16, compiled, gradients clipped to 1"; None if not recorded."""
+    if summary.get("precision") is None:
+        return None
+    texts = [str(summary["precision"])]
+    if summary.get("compile"):
+        texts.append("compiled")
+    if summary.get("grad_clip_norm") is not None:
+        texts.append(f"gradients clipped to {summary['grad_clip_norm']:g}")
+    return ", ".join(texts)
 
 
 def _dot(position: int) -> str:

@@ -48,6 +48,7 @@ NUMERIC = (
     "predicted_sent_bytes",
     "sent_bytes_error_frac",
     "compared_from_step",
+    "grad_clip_norm",
     *PEAKS,
     "predicted_device_bytes",
     "measured_device_bytes",

@@ -217,6 +217,7 @@ def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
         "path": str(run.path),
         "placement": run.summary.get("placement"),
         "model": run.summary.get("model"),
+        **{name: run.summary.get(name) for name in ("precision", "compile")},
         "finished": run.summary.get("finished") is True,
         **{name: run.summary.get(name) for name in NUMERIC},
         "sent_bytes": dict(run.sent_bytes),

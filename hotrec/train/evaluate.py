@@ -97,13 +97,14 @@ def _predict(pipeline: Pipeline, iterator: Iterator[Batch], step: int | None) ->
     if first is None:
         return torch.empty(0, 2)
     batches = chain([first], remembered)
-    parts = []
+    # On the device until all are there: a copy of each would make the host wait for its batch.
+    pairs, are_samples = [], []
     while weights:  # one for every batch that is handed out and not yet computed
         watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, step)
         _, logits, labels = pipeline.progress(batches)
-        pair = torch.stack([logits.float(), labels.float()], dim=1)
-        parts.append(pair.cpu()[weights.popleft() > 0])
-    return torch.cat(parts)
+        pairs.append(torch.stack([logits.float(), labels.float()], dim=1))
+        are_samples.append(weights.popleft() > 0)
+    return torch.cat(pairs).cpu()[torch.cat(are_samples).cpu()]
 
 
 def _gather_on_first(predictions: torch.Tensor) -> np.ndarray | None:

@@ -62,7 +62,8 @@ def test_every_stage_is_rehearsed(tmp_path: Path) -> None:
         if name.startswith("train "):
             assert part["predicted_step_s"] > 0
             assert part["measured_step_s"] > 0
-            assert part["predicted_bytes"] > 0
+            assert part["predicted_host_bytes"] > 0
+            assert part["measured_host_bytes"] > 0
             assert part["peak_bytes"] > 0
     # Nothing is made again that is there.
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}

@@ -171,9 +171,13 @@ def test_segments_are_the_bags_of_each_row() -> None:
 
 
 def test_errors_of_predictions() -> None:
-    part = {"predicted_step_s": 1.1, "measured_step_s": 1.0, "predicted_bytes": 9, "peak_bytes": 10}
+    part = {
+        "predicted_step_s": 1.1, "measured_step_s": 1.0, "predicted_device_bytes": 9,
+        "measured_device_bytes": 10, "predicted_host_bytes": 5, "measured_host_bytes": 4,
+    }  # fmt: skip
     assert prediction.errors(part) == (pytest.approx(0.1), pytest.approx(-0.1))
     assert prediction.errors({**part, "measured_step_s": None})[0] is None
+    assert prediction.errors({**part, "measured_device_bytes": 0})[1] == pytest.approx(0.25)
 
 
 def test_places_have_names_of_their_own() -> None:

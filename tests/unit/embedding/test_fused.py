@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -23,6 +20,7 @@ from hotrec.embedding import (
     fused_params,
     shard,
 )
+from hotrec.embedding.cache_counters import fused_modules
 from hotrec.planner import Machine, TorchRecPlan, make_plan, torchrec_constraints
 from hotrec.planner.constraints import placement_constraints
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
@@ -33,15 +31,6 @@ TABLES = [
     for name in ("rows", "pooled")
 ]
 MACHINE = Machine(1, 1, "cpu", 0, 1 << 33, 8)
-
-
-def fused_modules(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """TorchRec keeps its lookups in plain lists, so ``modules()`` does not find these."""
-    found = []
-    for module in model.modules():
-        for lookup in getattr(module, "_lookups", []):
-            found += [kernel.emb_module for kernel in lookup._emb_modules]
-    return [m for m in found if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
 @pytest.mark.parametrize("kind", ["hot_cold", "torchrec"])
@@ -72,3 +61,4 @@ def test_host_tiers_are_host_memory_that_the_device_maps(one_rank: Ranks, kind: 
     modules = fused_modules(sharded)
     assert len(modules) == (2 if kind == "hot_cold" else 1)
     assert all(module.uvm_host_mapped for module in modules)
+    assert all(module.gather_uvm_cache_stats for module in modules)

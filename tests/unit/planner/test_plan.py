@@ -35,6 +35,7 @@ from hotrec.planner import (
     Machine,
     TorchRecPlan,
     cold_tier_for,
+    host_tier_bytes,
     hot_cold_constraints,
     make_plan,
     placement_constraints,
@@ -306,6 +307,23 @@ def test_states_and_gradients_are_counted_where_they_are(
     # A shard of 350 rows: row-wise state is on the device for every row, no state is cached.
     of_element = (350 * element, 0) if tier is ColdTier.FUSED else (0, 350 * element)
     assert beside["cold"] == [(of_element[0] + 350 * row, of_element[1])] * 2
+
+
+@pytest.mark.parametrize(("state_bytes", "row_bytes"), [(0, 32), (4, 32), (32, 64), (64, 96)])
+def test_what_host_tiers_map_is_that_of_the_fullest_host(state_bytes: int, row_bytes: int) -> None:
+    """Rows with element-wise state; a state of one float and hot rows are on the device."""
+    sharders: Any = [HotColdSharder(SGD)]
+    on = Machine(4, 2, "cuda", 1 << 30, 1 << 33, batch_size=64)
+    for tier in (ColdTier.UVM, ColdTier.UVM_CACHING):
+        constraints = hot_cold_constraints(
+            tables(), PARTITION, cold_tier=tier, cache_load_factor=0.1
+        )
+        plan = make_plan(hot_cold_model(), sharders, on, constraints)
+        found = host_tier_bytes(plan, 2, lambda dim: state_bytes)
+        assert found == (1000 + 700) // 2 * row_bytes
+    constraints = hot_cold_constraints(tables(), PARTITION)
+    plan = make_plan(hot_cold_model(), sharders, on, constraints)
+    assert host_tier_bytes(plan, 2, lambda dim: state_bytes) == 0
 
 
 def test_an_optimizer_of_unknown_size_is_refused() -> None:

@@ -70,6 +70,23 @@ def test_page_comparison_and_json_hold_it(tmp_path: Path) -> None:
     assert {name: kept[name] for name in MEMORY} == MEMORY
 
 
+def test_page_and_json_say_how_the_dense_layers_computed(tmp_path: Path) -> None:
+    how = {"precision": "bf16", "compile": True, "grad_clip_norm": 0.5}
+    runs = [
+        write_whole_run(tmp_path / "new", {**SUMMARY, **how}),
+        write_whole_run(tmp_path / "old", {**SUMMARY, "name": "old"}),
+    ]
+    write_report(runs, tmp_path / "out")
+    page = (tmp_path / "out/report.html").read_text()
+    assert (
+        "<tr><td>Dense layers</td><td>bf16, compiled, gradients clipped to 0.5</td>"
+        '<td class="none">not recorded</td></tr>' in page
+    )
+    new, old = json.loads((tmp_path / "out/report.json").read_text())["runs"]
+    assert {name: new[name] for name in how} == how
+    assert {old[name] for name in how} == {None}
+
+
 def test_broken_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="host_bytes_by_kind: expected numbers by name"):
         read(tmp_path / "run", host_bytes_by_kind={"hot_rows": "many"})

@@ -1,0 +1,140 @@
+"""What the device caches of host tables did: FBGEMM's counters, and what follows from them.
+
+FBGEMM counts on the device, if its module was made with ``gather_uvm_cache_stats`` and evicts by
+LRU (split_table_batched_embeddings_ops_training.py, ``UVMCacheStatsIndex``). It does not count
+evictions; but a row that was brought in took a free slot or another row's, and the slots in use are
+known. It writes every row back that it evicts. So, with R bytes of a row and S of its element-wise
+optimizer state, which no cache holds:
+
+    read      R a row brought in; R a lookup without a way; S a row touched
+    written   R a row evicted; R a row without a way; S a row touched
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    UVMCacheStatsIndex,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+BYTES_PER_FLOAT = 4
+COUNTED = (
+    UVMCacheStatsIndex.num_requested_indices,
+    UVMCacheStatsIndex.num_unique_indices,
+    UVMCacheStatsIndex.num_unique_misses,
+    UVMCacheStatsIndex.num_conflict_unique_misses,
+    UVMCacheStatsIndex.num_conflict_misses,
+)
+
+
+@dataclass(frozen=True)
+class CacheFigures:
+    """What caches did in some steps, added up over tables.
+
+    Args:
+        num_lookups: ids looked up.
+        num_rows: distinct rows of each step.
+        num_hits: of these rows, found in the cache.
+        num_misses: not found, conflict misses included.
+        num_conflict_misses: not found, and without a way in their set: used in host memory.
+        num_evictions: rows put out, and written back, for others.
+        read_bytes: from host memory over the bus.
+        written_bytes: to it.
+    """
+
+    num_lookups: float = 0
+    num_rows: float = 0
+    num_hits: float = 0
+    num_misses: float = 0
+    num_conflict_misses: float = 0
+    num_evictions: float = 0
+    read_bytes: float = 0
+    written_bytes: float = 0
+
+    def __add__(self, other: CacheFigures) -> CacheFigures:
+        return CacheFigures(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def values(self) -> tuple[float, ...]:
+        """In the order of the fields, to be added up over ranks; ``CacheFigures(*values)``."""
+        return tuple(getattr(self, item.name) for item in fields(self))
+
+
+def fused_modules(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """FBGEMM's modules of a sharded model; TorchRec keeps its lookups in plain lists."""
+    found: list[Any] = []
+    for module in model.modules():
+        lookups: Iterable[Any] = getattr(module, "_lookups", [])
+        for lookup in lookups:
+            inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            found += [kernel.emb_module for kernel in inner._emb_modules]
+    return [m for m in found if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+class CacheCounters:
+    """The counters of this rank's device caches.
+
+    Args:
+        modules: FBGEMM's, see ``fused_modules``; those without a cache are left out.
+    """
+
+    def __init__(self, modules: Iterable[SplitTableBatchedEmbeddingBagsCodegen]) -> None:
+        self._modules = [module for module in modules if module.lxu_cache_weights.numel() > 0]
+        self._last = [[0] * (len(COUNTED) + 1) for _ in self._modules]
+
+    @property
+    def num_caches(self) -> int:
+        """Caches of this rank; another may have more or fewer."""
+        return len(self._modules)
+
+    def end_line(self) -> CacheFigures:
+        """What the caches did since the last call; waits for the device once."""
+        total = CacheFigures()
+        if not self._modules:
+            return total
+        # FBGEMM sums into a new tensor each step, so it is asked for anew.
+        rows = [
+            torch.cat(
+                [
+                    module.get_uvm_cache_stats()[list(COUNTED)],
+                    (module.lxu_cache_state >= 0).sum().view(1),
+                ]
+            )
+            for module in self._modules
+        ]
+        now: list[list[int]] = torch.stack(rows).tolist()
+        for module, counts, last in zip(self._modules, now, self._last, strict=True):
+            total += _figures(module, [a - b for a, b in zip(counts, last, strict=True)])
+        self._last = now
+        return total
+
+
+def _figures(module: SplitTableBatchedEmbeddingBagsCodegen, counts: list[int]) -> CacheFigures:
+    num_lookups, num_rows, misses, conflicts, conflict_lookups, num_filled = counts
+    row_bytes = BYTES_PER_FLOAT * module.max_D_cache
+    state = sum(
+        int(getattr(module, f"{name}_uvm").numel())
+        for name in ("momentum1", "momentum2")
+        if hasattr(module, f"{name}_uvm")
+    )
+    # Whole floats: FBGEMM registers a tensor of one value where an optimizer has no such state.
+    state_bytes = BYTES_PER_FLOAT * (state // int(module.total_cache_hash_size))
+    brought_in = misses - conflicts
+    # A cache that was emptied meanwhile (a checkpoint was loaded) has fewer rows than before.
+    evicted = max(0, brought_in - max(0, num_filled))
+    return CacheFigures(
+        num_lookups=num_lookups,
+        num_rows=num_rows,
+        num_hits=num_rows - misses,
+        num_misses=misses,
+        num_conflict_misses=conflicts,
+        num_evictions=evicted,
+        read_bytes=row_bytes * (brought_in + conflict_lookups) + state_bytes * num_rows,
+        written_bytes=row_bytes * (evicted + conflicts) + state_bytes * num_rows,
+    )
