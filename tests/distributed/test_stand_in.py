@@ -21,6 +21,7 @@ OF_THE_TOOL = [
     "mixed_devices_raise",
     "tensors_are_torchs_own",
     "synchronisations_are_counted",
+    "values_arrive_late",
     "memory_freed_too_early_is_seen",
     "another_order_is_seen",
 ]
@@ -78,9 +79,9 @@ class Bound:
 BOUNDS = {
     "sparse_dist-loader": Bound({"pipeline": "sparse_dist", "routing": "loader"}, 2, 6),
     "sparse_dist-device": Bound({"pipeline": "sparse_dist", "routing": "device"}, 2, 10),
-    "base-loader": Bound({"pipeline": "base", "routing": "loader"}, 6, 6),
+    "base-loader": Bound({"pipeline": "base", "routing": "loader"}, 4, 4),
     "look_ahead-loader": Bound({"pipeline": "look_ahead", "routing": "loader"}, 2, 12),
-    "look_ahead-device": Bound({"pipeline": "look_ahead", "routing": "device"}, 6, 12),
+    "look_ahead-device": Bound({"pipeline": "look_ahead", "routing": "device"}, 3, 12),
     "look_ahead-two-dims": Bound(
         {"pipeline": "look_ahead", "dims": 2, "depth": 2, "micro_batches": True}, 12, 24
     ),
@@ -103,7 +104,7 @@ BOUNDS = {
             "num_rows": {"a": 100, "b": 50_000, "c": 60, "d": 4_000},
             "skews": {"a": 60.0, "b": 1.0},
         },
-        6,
+        3,
         12,
     ),
 }

@@ -28,6 +28,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -184,10 +185,65 @@ bool is_pinned(const void* data) {
 std::atomic<int64_t> next_stream{1};
 std::atomic<int64_t> next_event{1};
 
+using Clock = std::map<int64_t, int64_t>;  // by stream, how many of its late copies are over
+
 struct Event {
   int64_t id;
   std::chrono::steady_clock::time_point time;
+  Clock clock;
 };
+
+// A copy to pinned memory that does not block arrives when the host has waited for it: until then
+// the host finds other values there. (On a GPU it may find these, or the old ones, or the new.)
+struct LateCopy {
+  int64_t stream;
+  int64_t number;
+  at::Tensor to;
+  at::Tensor values;
+};
+
+std::mutex late_mutex;
+std::deque<LateCopy> late_copies;
+Clock num_late;
+std::map<int64_t, Clock> seen;  // by stream, what it has waited for
+
+void advance(Clock& clock, const Clock& other) {
+  for (const auto& [stream, number] : other) clock[stream] = std::max(clock[stream], number);
+}
+
+// Both with ``late_mutex`` held.
+Clock clock_of(int64_t stream) {
+  Clock clock = seen[stream];
+  clock[stream] = num_late[stream];
+  return clock;
+}
+
+void arrive(const Clock& clock) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  for (auto at = late_copies.begin(); at != late_copies.end();) {
+    const auto known = clock.find(at->stream);
+    if (known != clock.end() && known->second >= at->number) {
+      at->to.copy_(at->values);
+      at = late_copies.erase(at);
+    } else {
+      ++at;
+    }
+  }
+}
+
+void arrive_of_stream(int64_t stream) {
+  std::lock_guard<std::mutex> guard(late_mutex);
+  arrive(clock_of(stream));
+}
+
+void arrive_late(int64_t stream, const at::Tensor& to, const at::Tensor& from) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  at::Tensor values = at::empty_like(to, to.options().pinned_memory(false));
+  values.copy_(from);
+  to.fill_(to.is_floating_point() ? at::Scalar(std::nan("")) : at::Scalar(85));
+  std::lock_guard<std::mutex> lock(late_mutex);
+  late_copies.push_back({stream, ++num_late[stream], to, values});
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
@@ -211,11 +267,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream = stream.id();
     return stream_of(before);
   }
-  bool queryStream(const c10::Stream&) const override { return true; }
+  bool queryStream(const c10::Stream& stream) const override {
+    arrive_of_stream(stream.id());
+    return true;
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
+    arrive_of_stream(stream.id());
     note(kSync, "stream.synchronize", stream.id(), {-1}, 0, true);
   }
-  void synchronizeDevice(const DeviceIndex) const override { note_sync("device.synchronize"); }
+  void synchronizeDevice(const DeviceIndex) const override {
+    {
+      std::lock_guard<std::mutex> guard(late_mutex);
+      arrive(num_late);
+    }
+    note_sync("device.synchronize");
+  }
 
   void record(void** event, const c10::Stream& stream, const DeviceIndex,
               const c10::EventFlag) const override {
@@ -224,15 +290,29 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     // A new number each time: who waited for the last record waited for that one.
     recorded->id = next_event++;
     recorded->time = std::chrono::steady_clock::now();
+    {
+      std::lock_guard<std::mutex> guard(late_mutex);
+      recorded->clock = clock_of(stream.id());
+    }
     note(kRecordEvent, "", stream.id(), {recorded->id}, 0, false);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
+    {
+      std::lock_guard<std::mutex> guard(late_mutex);
+      advance(seen[stream.id()], static_cast<Event*>(event)->clock);
+    }
     note(kWaitEvent, "", stream.id(), {static_cast<Event*>(event)->id}, 0, false);
   }
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {
+    if (event == nullptr) return true;
+    std::lock_guard<std::mutex> guard(late_mutex);
+    arrive(static_cast<Event*>(event)->clock);
+    return true;
+  }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) note_sync("event.synchronize", static_cast<Event*>(event)->id);
+    if (!queryEvent(event) || event == nullptr) return;
+    note_sync("event.synchronize", static_cast<Event*>(event)->id);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -396,7 +476,8 @@ bool takes_host_indices(const std::string& name) {
 
 int64_t num_host_indices(const std::string& name, const IValue& indices) {
   int64_t num = 0;
-  if (!takes_host_indices(name)) return num;
+  // Torch has moved a copy of those of ``index`` already, to find the shape of its result.
+  if (!takes_host_indices(name) || name == "aten::index") return num;
   for (const auto& index : indices.toOptionalTensorVector()) {
     num += index && index->defined() && !index->is_cuda() && index->dim() > 0;
   }
@@ -483,6 +564,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (int64_t i = 0; i < num_waits; ++i) note_sync(name);
     for (int64_t i = 0; i < num_moved; ++i) note_sync("copy to device");
   }
+  if (num_waits > 0) arrive_of_stream(current_stream);
   call.blocks.clear();
   {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -573,9 +655,15 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   if (to_host || from_host) {
     if (!non_blocking || (to_host && !is_pinned(host))) {
       note_sync(name);
+      arrive_of_stream(current_stream);
     } else if (!is_pinned(host)) {
       note(kPageableCopy, name, current_stream, {}, 0, true);
     }
+  }
+  if (from_host) arrive_of_stream(current_stream);  // it may read what a copy before it brings
+  if (to_host && non_blocking && is_pinned(host)) {
+    arrive_late(current_stream, to, from);
+    return self;
   }
   at::AutoDispatchBelowADInplaceOrView guard;
   to.copy_(from);
@@ -587,6 +675,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
   at::Tensor value = call.to_cpu(self);
   note(kOperator, "aten::_local_scalar_dense", current_stream, call.blocks, 0, true);
   note_sync("aten::_local_scalar_dense");
+  arrive_of_stream(current_stream);
   at::AutoDispatchBelowADInplaceOrView guard;
   return at::_local_scalar_dense(value);
 }

@@ -196,7 +196,7 @@ def _patch_distributed() -> None:
     for module in modules:
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
         module.new_group = make_group  # type: ignore[attr-defined]
-    dist.get_backend = get_backend
+    dist.get_backend = get_backend  # type: ignore[assignment]
     torch.cuda.nccl.version = lambda: (2, 27, 5)  # the logger of collectives asks
 
 

@@ -214,7 +214,12 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, placeholder: torch.Tensor, args: Any, rule: str, numbers: list[float], moments: Any
+        ctx: Any,
+        placeholder: torch.Tensor,
+        args: Any,
+        rule: str,
+        numbers: list[float],
+        moments: Any,
     ) -> torch.Tensor:
         ctx.where = (
             args.dev_weights, args.uvm_weights, args.weights_placements, args.weights_offsets,
@@ -222,8 +227,9 @@ class _Fused(torch.autograd.Function):
         )  # fmt: skip
         ctx.rule, ctx.numbers, ctx.moments = rule, numbers, moments
         ctx.learning_rate = args.learning_rate_tensor
-        ctx.shape = placeholder
-        return torch.ops.stand_in.lookup(*ctx.where)
+        ctx.placeholder = placeholder
+        rows: torch.Tensor = torch.ops.stand_in.lookup(*ctx.where)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -232,7 +238,7 @@ class _Fused(torch.autograd.Function):
             [part for moment in ctx.moments for part in (moment.dev, moment.uvm)],
             [part for moment in ctx.moments for part in (moment.placements, moment.offsets)],
         )  # fmt: skip
-        return torch.zeros_like(ctx.shape), None, None, None, None
+        return torch.zeros_like(ctx.placeholder), None, None, None, None
 
 
 def _invoker(rule: str, invoke: Any) -> Any:
@@ -248,7 +254,8 @@ def _invoker(rule: str, invoke: Any) -> Any:
         ]  # fmt: skip
         kept = [m for m in moments if isinstance(m, invokers.lookup_args.Momentum)]
         placeholder = common_args.placeholder_autograd_tensor
-        return _Fused.apply(placeholder, common_args, rule, numbers, kept)  # type: ignore[return-value]
+        rows: torch.Tensor = _Fused.apply(placeholder, common_args, rule, numbers, kept)
+        return rows
 
     return on_device
 

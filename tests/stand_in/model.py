@@ -60,9 +60,7 @@ class Run:
     routing: str = "loader"
     optimizer: str = "sgd"
     dims: int = 1
-    num_rows: dict[str, int] = field(
-        default_factory=lambda: {"a": 200, "b": 120, "c": 60, "d": 90}
-    )
+    num_rows: dict[str, int] = field(default_factory=lambda: {"a": 200, "b": 120, "c": 60, "d": 90})
     hot: dict[str, int] = field(default_factory=lambda: {"a": 20, "b": 10, "d": 12})
     most_ids: int = 3
     batch_size: int = 16
@@ -99,9 +97,7 @@ class Training:
         load = 0.2 if run.tier == "host_cached" else None
         placement = Placement(
             partition,
-            dict.fromkeys(
-                run.num_rows, TablePlacement(tier=Tier(run.tier), cache_load_frac=load)
-            ),
+            dict.fromkeys(run.num_rows, TablePlacement(tier=Tier(run.tier), cache_load_frac=load)),
         )
         tables = configs(run)
         embeddings = HotColdEmbeddingBagCollection(tables, placement, device=torch.device("meta"))

@@ -7,6 +7,7 @@ torch. So a test puts many cases into one call.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import pickle
 import subprocess
@@ -21,7 +22,9 @@ from typing import Any
 from tests.helpers.ranks import GRACE_S, RanksError
 
 
-def run_on_device(function: str, world_size: int = 1, timeout_s: float = 90.0, **kwargs: Any) -> Any:
+def run_on_device(
+    function: str, world_size: int = 1, timeout_s: float = 90.0, **kwargs: Any
+) -> Any:
     """Call a function on every rank, in a process group "nccl", and return the results.
 
     Args:
@@ -41,7 +44,8 @@ def run_on_device(function: str, world_size: int = 1, timeout_s: float = 90.0, *
         (folder / "call.pickle").write_bytes(pickle.dumps((function, kwargs, timeout_s)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        processes = []
+        command = [sys.executable, "-m", "tests.stand_in.ranks"]
+        processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world_size):
                 environment |= {
@@ -53,10 +57,12 @@ def run_on_device(function: str, world_size: int = 1, timeout_s: float = 90.0, *
                 with (folder / f"output-{rank}.txt").open("wb") as output:
                     processes.append(
                         subprocess.Popen(
-                            [sys.executable, "-m", "tests.stand_in.ranks", name, str(0.9 * timeout_s)],
-                            env=environment, stdout=output, stderr=subprocess.STDOUT,
+                            [*command, name, str(0.9 * timeout_s)],
+                            env=environment,
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
                         )
-                    )  # fmt: skip
+                    )
             _wait(processes, timeout_s)
             return _collect(processes, folder)
         finally:
@@ -94,12 +100,10 @@ def _collect(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[Any
 
 
 def _main(folder: Path) -> None:
-    from tests.stand_in import device  # before torch
+    device = importlib.import_module("tests.stand_in.device")  # before torch
 
     import torch
     import torch.distributed as dist
-
-    import importlib
 
     function, kwargs, timeout_s = pickle.loads((folder / "call.pickle").read_bytes())
     torch.set_num_threads(1)

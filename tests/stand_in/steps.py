@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.stand_in.build import why_not
 from tests.stand_in.lifetimes import violations
 from tests.stand_in.log import Entry, Kind, note_step, recording, steps_of, stream_name
 from tests.stand_in.order import Calls, calls, differences
@@ -182,6 +183,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--operators", action="store_true")
     options = vars(parser.parse_args())
+    if (reason := why_not()) is not None:
+        raise SystemExit(reason)
     world_size, num_steps = options.pop("world_size"), options.pop("steps")
     rank, is_long = options.pop("rank"), options.pop("operators")
     results = run_on_device(
