@@ -43,8 +43,14 @@ Tensors = Sequence[torch.Tensor]
 _uses = itertools.count()
 
 
-def use_staged(timeout_s: float = 120.0) -> None:
-    """Put a staged group in the place of the default group, on every rank of it."""
+def use_staged(device: str = "cpu", timeout_s: float = 120.0) -> None:
+    """Put a staged group in the place of the default group, on every rank of it.
+
+    Args:
+        device: "cpu" or "cuda", which groups say is theirs.
+        timeout_s: how long an exchange may wait.
+    """
+    StagedProcessGroup.device_type = device
     rank, world_size, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
     dist.destroy_process_group()
     dist.init_process_group(
@@ -61,7 +67,7 @@ def run_staged(action: Callable[..., Any], device: str = "cpu", **kwargs: Any) -
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(0)
-    use_staged()
+    use_staged(device)
     return action(**kwargs)
 
 
@@ -72,10 +78,15 @@ class StagedProcessGroup(dist.ProcessGroup):
     stream has made the copies. A thread of the group waits for it and copies back.
     """
 
+    device_type = "cpu"
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         # Any: its collectives are not in torch's type hints.
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        # TorchRec and collectives of objects ask a group for its device.
+        device = torch.device(self.device_type)
+        self._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, self._gloo)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=NAME)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     yield
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), ALLOWED)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), ALLOWED)
 
 
 def make_system(folder: Path, node: int, cpus: str = "") -> Path:
