@@ -1,4 +1,10 @@
-"""The update rules as FBGEMM's fused kernels have them."""
+"""The update rules as FBGEMM's fused kernels have them.
+
+On CUDA FBGEMM adds up the gradients of one row in pieces of 1,024 ids, whose order is not fixed, so
+two runs are equal bit for bit only where no row is asked for more often in a step. Rows that travel
+are: a rank asks for a row once, so its owner has a run of at most W. Tables that are pooled where
+they are, and TorchRec's own plans, are not, unless ``torch.use_deterministic_algorithms(True)``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Checkpoints: everything that a run needs to go on bit for bit.
 
+So it does on CPU, and on CUDA where FBGEMM's updates are reproducible (``hotrec.embedding.fused``).
+
 ``step-00000100/`` holds model and optimizer (torch.distributed.checkpoint, written by all ranks in
 parallel), one file per rank with the loader's position and the random generators, and a manifest
 with the step, the facts that must match, and every file's size. It is written under a hidden name
