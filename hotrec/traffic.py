@@ -95,6 +95,11 @@ class SentBytes(TorchDispatchMode):
     def total_bytes(self) -> int:
         return sum(self.sent_bytes.values())
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled layers run inside the block; without this torch.compile refuses to."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -103,3 +103,16 @@ def test_lower_bound() -> None:
     assert lower_bound_bytes([(64, 600), (64, 400)], 2) == lower_bound_bytes({64: 1000}, 2)
     assert lower_bound_bytes({64: 1000}, 1) == 0
     assert lower_bound_bytes({8: 3}, 4, num_dense_values=100) == 2 * (24 + 100) * 4 * 3 // 4
+
+
+def test_compiled_layers_run_while_bytes_are_counted() -> None:
+    compiled = torch.compile(
+        lambda x: (2 * x).relu().sum(), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    for size in (5, 7):
+        inputs = torch.ones(size, 3, requires_grad=True)
+        with count_sent_bytes() as traffic:
+            compiled(inputs).backward()
+        assert inputs.grad is not None
+        assert torch.equal(inputs.grad, torch.full((size, 3), 2.0))
+        assert traffic.total_bytes == 0
