@@ -14,7 +14,7 @@ from benchmarks.gpu_day.__main__ import STAGES
 from benchmarks.gpu_day.record import REHEARSAL
 from tests.e2e.conftest import REPOSITORY, environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 # Parts that show that a stage has measured what it is for.
 PARTS = {
     1: {"fbgemm sgd rows device memory", "step rowwise_adagrad look_ahead device memory"},
