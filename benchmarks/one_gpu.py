@@ -5,15 +5,17 @@
 
 Cases, in turn and interleaved as `hotrec bench` runs them (same code), NCCL with one rank:
 
-    all_hbm         TorchRec, all rows in GPU memory: what no budget would give
-    uvm             TorchRec, rows in host memory, read by the GPU over the bus
-    uvm_cache       TorchRec, rows in host memory, the budget as FBGEMM's cache
-    hot_cold_uvm    the budget as hot rows in GPU memory, cold rows in host memory
-    hot_cold_cache  half of the budget as hot rows, half as a cache of the cold rows
+    all_hbm             TorchRec, all rows in GPU memory: what no budget would give
+    uvm                 TorchRec, rows in host memory, read by the GPU over the bus
+    uvm_cache           TorchRec, rows in host memory, the budget as FBGEMM's cache
+    uvm_cache_prefetch  the same, filled for the next batch by TorchRec's prefetch pipeline
+    hot_cold_uvm        the budget as hot rows in GPU memory, cold rows in host memory
+    hot_cold_cache      half of the budget as hot rows, half as a cache of the cold rows
 
 The budget counts what a row costs in GPU memory: a cached row its weights, a hot row its weights,
-gradient and optimizer state. The tables must also fit the GPU's free memory: managed memory beyond
-it is known to hang devices. The last line on stdout is one JSON object.
+gradient and optimizer state. All cases live side by side: the GPU's memory must hold the tables
+once, the host's, which the GPU maps, once for each of the other cases. The last line on stdout is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -39,15 +41,18 @@ from hotrec.cli.schema import (
     TorchrecPlacement,
     TorchrecPlan,
 )
+from hotrec.cli.schema.bench import BenchPipeline
 from hotrec.cli.store import build_config, compose_config
 from hotrec.distributed import process_group
+from hotrec.doctor.machine import read_memory
 from hotrec.placement.policies import choose_fraction
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
 from hotrec.types import Partition, Rows
 
 GIB = 1 << 30
-# Free memory that is left to activations, batches and the libraries.
+# Free memory that is left to activations, batches and the libraries, of the GPU and of the host.
 SPARE_GIB = 6.0
+NUM_HOST_CASES, NUM_BUDGETS = 5, 4
 BASELINE = "uvm_cache"
 COLUMNS = ("case", "step p50", "p10", "p90", "samples/s", f"step / {BASELINE}", "GPU memory", "hot")
 
@@ -120,6 +125,14 @@ def case_chooser(budget_bytes: float, dim: int) -> CaseChooser:
                 None,
             ),
             Case(
+                "uvm_cache_prefetch",
+                TorchrecPlacement(
+                    plan=plan, tier=ColdTier.fused_uvm_caching, cache_load_frac=cached_frac
+                ),
+                None,
+                BenchPipeline.prefetch,
+            ),
+            Case(
                 "hot_cold_uvm",
                 FractionPlacement(cold_tier=ColdTier.fused_uvm, **on_device),
                 hottest_rows(counts, budget_bytes, dim),
@@ -138,19 +151,28 @@ def case_chooser(budget_bytes: float, dim: int) -> CaseChooser:
     return choose
 
 
-def check_device(table_gib: float, free_bytes: int) -> None:
-    """Refuse tables that the GPU's free memory could not hold.
+def check_memory(
+    table_gib: float, budget_gib: float, *, device_bytes: int, host_bytes: int
+) -> None:
+    """Refuse tables that do not fit.
+
+    Args:
+        device_bytes: free memory of the GPU.
+        host_bytes: free memory of the host.
 
     Raises:
-        ValueError: if they are too large.
+        ValueError: if they are too large for either.
     """
-    # all_hbm lives beside three managed copies, of which the GPU may hold what it touched.
-    if table_gib * 5 + SPARE_GIB > free_bytes / GIB:
-        raise ValueError(
-            f"--table-gib: expected five times the tables and {SPARE_GIB:g} GiB to fit the "
-            f"{free_bytes / GIB:.1f} GiB of free GPU memory (five cases live side by side), got "
-            f"{table_gib:g}. Make the tables smaller."
-        )
+    for place, copies, free in (
+        ("GPU", table_gib + NUM_BUDGETS * budget_gib, device_bytes / GIB),
+        ("host", table_gib * NUM_HOST_CASES, host_bytes / GIB),
+    ):
+        if copies + SPARE_GIB > free:
+            raise ValueError(
+                f"--table-gib: expected all cases side by side and {SPARE_GIB:g} GiB to fit the "
+                f"{free:.1f} GiB of free {place} memory, got {copies:g} GiB with tables of "
+                f"{table_gib:g}. Make the tables smaller."
+            )
 
 
 def result_rows(document: Mapping[str, Any]) -> list[list[str]]:
@@ -187,7 +209,7 @@ def render(document: Mapping[str, Any], options: argparse.Namespace) -> str:
             f"{document['optimizer']}. NCCL, one rank.",
             markdown_table(COLUMNS, result_rows(document)),
             f"{agreement} Steps interleaved over {options.rounds} rounds; the ratio is the median "
-            "over the rounds. GPU memory: growth of what torch's allocator holds; managed memory "
+            "over the rounds. GPU memory: growth of what torch's allocator holds; host memory "
             "(UVM) is not in it. Hot: share of the lookups.",
             f"{machine['processor']}, {machine['num_cores']} cores; Python {machine['python']}, "
             f"{packages}; code {machine['code']}.",
@@ -204,7 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 77
-    check_device(options.table_gib, torch.cuda.mem_get_info()[0])
+    check_memory(
+        options.table_gib,
+        options.budget_gib,
+        device_bytes=torch.cuda.mem_get_info()[0],
+        host_bytes=read_memory()[1],
+    )
     config = make_config(options)
     choose = case_chooser(options.budget_gib * GIB, config.model.embedding_dim)
     with process_group(device="cuda") as ranks:

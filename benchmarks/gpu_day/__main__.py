@@ -152,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"gpu_day: {error}", file=sys.stderr)
         return 1
+    # So that a stage under way is ended with this script, as by Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     documents = {stage: run_stage(stage, options) for stage in options.stages}
     print(f"\npages: {options.out}")
     for stage, document in documents.items():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu_day.record import Parts, Summary, Table
 from benchmarks.gpu_day.stage import (
@@ -52,7 +52,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 # A copy to memory that is not pinned: the host waits in cudaMemcpyAsync itself.
 WAITING_COPY = "Memcpy DtoH (Device -> Pageable)"
-NUM_KERNELS, NUM_RANKS = 12, 8
+NUM_KERNELS, NUM_RANKS, STEPS = 12, 8, "## steps of gpu_day"
 CASES: dict[str, tuple[BenchPipeline, bool]] = {
     "all cold, base": (BenchPipeline.base, True),
     "all cold, sparse_dist": (BenchPipeline.sparse_dist, True),
@@ -108,24 +108,20 @@ def _profiled(runner: Runner, num_steps: int, device: torch.device) -> dict[str,
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
     with profile(activities=activities) as profiler:
-        for _ in range(num_steps):
-            runner.step()
-        # Waits, so it must stay the only one that the steps do not make themselves.
+        with record_function(STEPS):
+            for _ in range(num_steps):
+                runner.step()
         runner.settle()
         if is_cuda:
             torch.cuda.synchronize(device)
     events: Any = profiler.events()
     wanted = DeviceType.CUDA if is_cuda else DeviceType.CPU
     kernels: dict[str, list[float]] = {}
-    calls: Counter[str] = Counter()
     for event in events:
         # Annotated blocks are drawn on the device's line as well, over the kernels in them.
         if event.device_type == wanted and not event.is_user_annotation:
             time_us = event.time_range.elapsed_us() if is_cuda else event.self_cpu_time_total
             kernels.setdefault(event.name, []).append(time_us)
-        if event.name in WAITS or event.name == WAITING_COPY:
-            calls[event.name] += 1
-    calls["cudaDeviceSynchronize"] -= is_cuda  # the one above
     longest = sorted(kernels.items(), key=lambda kernel: -sum(kernel[1]))[:NUM_KERNELS]
     return {
         "kernels": [
@@ -133,8 +129,20 @@ def _profiled(runner: Runner, num_steps: int, device: torch.device) -> dict[str,
             for n, t in longest
         ],
         "kernels_s": sum(map(sum, kernels.values())) / 1e6 / num_steps,
-        "waits": {name: count / num_steps for name, count in calls.items() if count},
+        "waits": {name: count / num_steps for name, count in count_waits(events).items()},
     }
+
+
+def count_waits(events: Sequence[Any]) -> Counter[str]:
+    """Calls of the profiled steps in which the host waits; not those of the profiler's own end."""
+    block = next(e for e in events if e.name == STEPS and e.device_type == DeviceType.CPU)
+    begin, end = block.time_range.start, block.time_range.end
+    return Counter(
+        event.name
+        for event in events
+        if begin <= event.time_range.start <= end
+        and (event.name in WAITS or event.name == WAITING_COPY)
+    )
 
 
 def _waits_by_line(runner: Runner, device: torch.device) -> dict[str, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from benchmarks.gpu_day.__main__ import STAGES
 from benchmarks.gpu_day.record import REHEARSAL
 from tests.e2e.conftest import REPOSITORY, environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 # Parts that show that a stage has measured what it is for.
 PARTS = {
     1: {"fbgemm sgd rows device memory", "step rowwise_adagrad look_ahead device memory"},
@@ -94,3 +96,30 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     page = (tmp_path / "4_tiers.md").read_text()
     assert "expected a CUDA device, got none visible to torch" in page
     assert REHEARSAL not in page
+
+
+def test_a_stage_ends_with_the_script(tmp_path: Path) -> None:
+    words = ["--rehearse", "--out", str(tmp_path), "--stages", "4"]
+    script = subprocess.Popen(
+        [REPOSITORY / "benchmarks" / "gpu_day.sh", *words],
+        env=environment(PYTHON=sys.executable), stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while not stages_under_way(tmp_path):
+        assert script.poll() is None
+        time.sleep(0.05)
+    script.terminate()
+    assert script.wait() == 128 + signal.SIGTERM
+    assert not stages_under_way(tmp_path)
+
+
+def stages_under_way(folder: Path) -> list[str]:
+    """Processes that write a document into a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_text().replace("\0", " ")
+        except OSError:  # it has just ended
+            continue
+        if f"{folder}/4_tiers.json" in command:
+            found.append(command)
+    return found

@@ -546,14 +546,17 @@ def test_one_gpu_cases_cost_the_same_gpu_memory() -> None:
         return hot + cached * num_bytes
 
     assert cost("uvm") == 0
-    for name in ("uvm_cache", "hot_cold_uvm", "hot_cold_cache"):
+    for name in ("uvm_cache", "uvm_cache_prefetch", "hot_cold_uvm", "hot_cold_cache"):
         assert cost(name) == pytest.approx(budget, rel=1e-3), name
 
 
-def test_one_gpu_keeps_managed_memory_below_the_free_memory() -> None:
-    one_gpu.check_device(8.0, 100 * one_gpu.GIB)
-    with pytest.raises(ValueError, match="--table-gib: expected .* got 8"):
-        one_gpu.check_device(8.0, 40 * one_gpu.GIB)
+@pytest.mark.parametrize(("place", "device_gib", "host_gib"), [("GPU", 17, 100), ("host", 40, 45)])
+def test_one_gpu_refuses_tables_that_do_not_fit(place: str, device_gib: int, host_gib: int) -> None:
+    one_gpu.check_memory(8.0, 1.0, device_bytes=18 * one_gpu.GIB, host_bytes=46 * one_gpu.GIB)
+    with pytest.raises(ValueError, match=f"--table-gib: expected .* free {place} memory, got .* 8"):
+        one_gpu.check_memory(
+            8.0, 1.0, device_bytes=device_gib * one_gpu.GIB, host_bytes=host_gib * one_gpu.GIB
+        )
 
 
 def test_cpu_rows_measures_every_kernel() -> None:

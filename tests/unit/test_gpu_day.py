@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from benchmarks.gpu_day import machinery, parity, prediction, profiles, tbe, tiers
 from benchmarks.gpu_day.__main__ import Stage, check_out, main, parse, run_stage
@@ -168,6 +170,29 @@ def test_segments_are_the_bags_of_each_row() -> None:
     assert bags.tolist() == [0, 2, 1, 3, 4, 5]
     assert starts.tolist() == [0, 2, 3]
     assert longest == 3
+
+
+def test_waits_of_the_steps_alone_are_counted() -> None:
+    def event(name: str, start: float, end: float, on: DeviceType = DeviceType.CPU) -> Any:
+        return SimpleNamespace(
+            name=name, device_type=on, time_range=SimpleNamespace(start=start, end=end)
+        )
+
+    events = [
+        event("cudaDeviceSynchronize", 0, 1),
+        event(profiles.STEPS, 15, 90, DeviceType.CUDA),  # the block, as the device's line shows it
+        event(profiles.STEPS, 10, 20),
+        event("cudaStreamSynchronize", 11, 12),
+        event("cudaStreamSynchronize", 13, 14),
+        event("aten::item", 12, 15),
+        event("Memcpy DtoH (Device -> Pinned)", 14, 15, DeviceType.CUDA),
+        event(profiles.WAITING_COPY, 16, 17, DeviceType.CUDA),
+        event("cudaDeviceSynchronize", 21, 22),  # the profiler's own
+    ]
+    assert profiles.count_waits(events) == {
+        "cudaStreamSynchronize": 2,
+        profiles.WAITING_COPY: 1,
+    }
 
 
 def test_errors_of_predictions() -> None:
