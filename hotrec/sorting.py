@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 
@@ -25,3 +27,39 @@ def sort_keys(keys_K: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Ten
     packed_K = (keys_K << position_bits) | torch.arange(keys_K.numel())
     packed_K.numpy().sort()
     return packed_K >> position_bits, packed_K & ((1 << position_bits) - 1)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of equal keys among sorted ones.
+
+    On CUDA the number of runs is not on the host, and asking for it would wait for the device.
+    There ``keys`` and ``begins`` are K long; what is behind the last run is to be cut off.
+
+    Args:
+        keys: int64 (U,), the key of each run, ascending; behind them the largest integer.
+        begins: int64 (U,), where each run begins; behind them K.
+        run_K: int64 (K,), the run of each sorted key.
+        num: int64 (1,), U.
+    """
+
+    keys: torch.Tensor
+    begins: torch.Tensor
+    run_K: torch.Tensor
+    num: torch.Tensor
+
+
+def find_runs(sorted_K: torch.Tensor) -> Runs:
+    """Find the runs of sorted keys, int64 (K,), without waiting for the device."""
+    if not sorted_K.is_cuda or sorted_K.numel() == 0:
+        keys, run_K, counts = torch.unique_consecutive(
+            sorted_K, return_inverse=True, return_counts=True
+        )
+        num = sorted_K.new_full((1,), keys.numel())
+        return Runs(keys, counts.cumsum(0) - counts, run_K, num)
+    run_K = torch.zeros_like(sorted_K)
+    torch.cumsum(sorted_K[1:] != sorted_K[:-1], 0, out=run_K[1:])
+    # All keys of a run are written to one place; they are the same.
+    keys = torch.full_like(sorted_K, torch.iinfo(torch.int64).max).scatter_(0, run_K, sorted_K)
+    places = torch.arange(sorted_K.numel(), device=sorted_K.device)
+    return Runs(keys, torch.searchsorted(run_K, places), run_K, run_K[-1:] + 1)

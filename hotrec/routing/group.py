@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.bags import find_bags
 from hotrec.routing.checks import KeyLengths, check_weights, refuse_ids
 from hotrec.routing.features import Column, RoutedGroup, hot_name, hot_rows
-from hotrec.sorting import sort_keys
+from hotrec.sorting import find_runs, sort_keys
 from hotrec.types import Partition
 
 COLD = -1
@@ -67,7 +67,7 @@ class GroupRouter:
 
     @torch.no_grad()
     def route(self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]) -> RoutedGroup:
-        """Route the ids of a batch; the device is asked twice, for U and for what follows from it.
+        """Route the ids of a batch; the device is asked once.
 
         Args:
             features: keys are this group's column features, in order; values are rows.
@@ -91,30 +91,28 @@ class GroupRouter:
         is_cold_K = self._slots.index_select(0, key_K) == COLD  # half of an index's time on CPU
         key_K += is_cold_K.long() * self._total_rows
         sorted_K, by_row_K = sort_keys(key_K, 2 * self._total_rows)
-        distinct_U, position_of_sorted_K, counts_U = torch.unique_consecutive(
-            sorted_K, return_inverse=True, return_counts=True
-        )
-        positions_K = torch.empty_like(key_K).scatter_(0, by_row_K, position_of_sorted_K)
+        runs = find_runs(sorted_K)
+        positions_K = torch.empty_like(key_K).scatter_(0, by_row_K, runs.run_K)
 
-        ends = torch.searchsorted(distinct_U, self._key_ends)
-        facts = [ends, is_outside_K.any().view(1)]
-        if counts_U.numel():
-            facts.append(counts_U.max().view(1))
-        *ends_here, any_outside, longest_row = [*torch.cat(facts).tolist(), 0][: ends.numel() + 2]
+        ends = torch.searchsorted(runs.keys, self._key_ends)
+        lengths_U = runs.begins.diff(append=runs.begins.new_full((1,), rows_K.numel()))
+        longest = lengths_U.max() if rows_K.numel() else lengths_U.new_zeros(())
+        facts = torch.stack([is_outside_K.any().long(), runs.num[0], longest])
+        *ends_here, any_outside, num_rows, longest_row = torch.cat([ends, facts]).tolist()
         if any_outside:
             refuse_ids(self.columns, self._num_rows_F, rows_K, is_outside_K, lengths_FB.sum(1))
         num_hot = ends_here[len(self.tables) - 1]
 
         scales_K = self._scales(features, lengths_FB, bags.bag_K)
         return RoutedGroup(
-            rows=self._rows(distinct_U, num_hot, ends, ends_here),
+            rows=self._rows(runs.keys[:num_rows], num_hot, ends, ends_here),
             positions_K=bags.by_bag(positions_K),
             bag_offsets=bags.offsets,
             bags_K=bags.bag_K.index_select(0, by_row_K),
-            row_offsets_U=counts_U.cumsum(0) - counts_U,
+            row_offsets_U=runs.begins[:num_rows],
             scales_K=None if scales_K is None else bags.by_bag(scales_K),
             row_scales_K=None if scales_K is None else scales_K[by_row_K],
-            num_hot_lookups=counts_U[:num_hot].sum(),
+            num_hot_lookups=(sorted_K < self._total_rows).sum(),
             longest_bag=max((key.longest for key in known), default=0),
             longest_row=longest_row,
         )

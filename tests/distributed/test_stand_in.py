@@ -77,11 +77,11 @@ class Bound:
 
 
 BOUNDS = {
-    "sparse_dist-loader": Bound({"pipeline": "sparse_dist", "routing": "loader"}, 2, 6),
-    "sparse_dist-device": Bound({"pipeline": "sparse_dist", "routing": "device"}, 2, 10),
+    "sparse_dist-loader": Bound({"pipeline": "sparse_dist", "routing": "loader"}, 2, 4),
+    "sparse_dist-device": Bound({"pipeline": "sparse_dist", "routing": "device"}, 2, 6),
     "base-loader": Bound({"pipeline": "base", "routing": "loader"}, 4, 4),
-    "look_ahead-loader": Bound({"pipeline": "look_ahead", "routing": "loader"}, 2, 12),
-    "look_ahead-device": Bound({"pipeline": "look_ahead", "routing": "device"}, 3, 12),
+    "look_ahead-loader": Bound({"pipeline": "look_ahead", "routing": "loader"}, 2, 5),
+    "look_ahead-device": Bound({"pipeline": "look_ahead", "routing": "device"}, 2, 7),
     "look_ahead-two-dims": Bound(
         {"pipeline": "look_ahead", "dims": 2, "depth": 2, "micro_batches": True}, 12, 24
     ),
@@ -104,7 +104,7 @@ BOUNDS = {
             "num_rows": {"a": 100, "b": 50_000, "c": 60, "d": 4_000},
             "skews": {"a": 60.0, "b": 1.0},
         },
-        3,
+        2,
         12,
     ),
 }
