@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 FLIGHT_RECORDER = "flight_recorder"
 _PREFIX = "rank_"
-# Allocations and frees that a snapshot of memory looks back on, with their Python stacks: some
-# microseconds for each when it is recorded, some hundred bytes in host memory.
+# Allocations and frees that a snapshot of memory looks back on. Python stacks are kept of what is
+# allocated, not of what is freed: recording is for every run, so it has to be cheap.
 _NUM_ALLOCATIONS = 100_000
 # Beyond that the driver hangs while it is asked how far each collective has come.
 _DUMP_LIMIT_S = 10.0
@@ -86,7 +86,9 @@ def memory_snapshot(run_dir: Path, ranks: Ranks) -> Iterator[None]:
     if ranks.device.type != "cuda":
         yield
         return
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=_NUM_ALLOCATIONS)
+    torch.cuda.memory._record_memory_history(
+        context="state", stacks="python", max_entries=_NUM_ALLOCATIONS
+    )
     try:
         yield
     except torch.OutOfMemoryError as error:

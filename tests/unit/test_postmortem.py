@@ -84,8 +84,10 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What torch.cuda.memory is asked for."""
     asked: list[tuple[Any, ...]] = []
 
-    def record(enabled: str | None = "all", *, stacks: str = "", max_entries: int = 0) -> None:
-        asked.append((enabled, stacks, max_entries))
+    def record(
+        enabled: str | None = "all", *, context: str = "", stacks: str = "", max_entries: int = 0
+    ) -> None:
+        asked.append((enabled, context, stacks, max_entries))
 
     def dump(path: str) -> None:
         asked.append(("dump",))
@@ -111,7 +113,7 @@ def test_out_of_memory_says_where_its_snapshot_is(
     assert str(caught.value).endswith(OUT_OF_MEMORY)
     assert path.read_text() == "a snapshot"
     # Bounded: a long run must not fill the host's memory.
-    assert memory == [("all", "python", 100_000), ("dump",), (None, "", 0)]
+    assert memory == [("all", "state", "python", 100_000), ("dump",), (None, "", "", 0)]
 
 
 def test_other_errors_and_other_devices_leave_no_snapshot(
