@@ -73,9 +73,8 @@ def sum_segments(
     """
     if positions_K.numel() == 0:
         return source.new_zeros(offsets_S.numel(), source.shape[1])
-    if source.is_cuda and longest > MOST_IDS:
-        return sum_in_pieces(source, positions_K, offsets_S, scales_K, longest)
-    return F.embedding_bag(positions_K, source, offsets_S, mode="sum", per_sample_weights=scales_K)
+    longest = longest if source.is_cuda else 0
+    return sum_in_pieces(source, positions_K, offsets_S, scales_K, longest)
 
 
 def sum_in_pieces(
