@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from hotrec.artifact import Artifact
 from hotrec.batch import Batch
@@ -42,8 +44,9 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.distributed import Ranks, broadcast_object, same_verdict
 from hotrec.embedding import check_replicas
+from hotrec.embedding.cache_counters import CacheCounters, fused_modules
 from hotrec.embedding.memory_by_tier import memory_by_tier
-from hotrec.planner import Machine
+from hotrec.planner import ColdTier, Machine
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import train
 from hotrec.train.schedule import Cadence, Schedule, count_steps
@@ -97,6 +100,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             cadence=_cadence(trainer),
             check_replicas=lambda: check_replicas(sharded.model),
             count_tables=lambda: memory_by_tier(sharded.model, sharded.optimizer),
+            count_caches=cache_counts(sharded, ranks.device),
             lr_factor=_schedule(config.optimizer.schedule),
             pipeline_kind=sharded.pipeline_kind,
             look_ahead=sharded.look_ahead,
@@ -133,6 +137,26 @@ def make_run_machine(config: Config, ranks: Ranks) -> Machine:
         batch_size=config.trainer.batch_size,
     )
     return broadcast_object(machine)
+
+
+def cache_counts(
+    sharded: Sharded, device: torch.device
+) -> Callable[[], Mapping[str, float]] | None:
+    """What ``train`` counts of device caches: None on every rank, or on none.
+
+    The plan says it, which is the same on every rank, also where a rank's own shards have no cache.
+    On CPU FBGEMM makes none, whatever the plan says.
+    """
+    kernels = {
+        sharding.compute_kernel
+        for module in sharded.plan.plan.values()
+        if isinstance(module, EmbeddingModuleShardingPlan)
+        for sharding in module.values()
+    }
+    if device.type == "cpu" or ColdTier.UVM_CACHING.value not in kernels:
+        return None
+    counters = CacheCounters(fused_modules(sharded.model))
+    return lambda: asdict(counters.end_line())
 
 
 def checkpoint_facts(

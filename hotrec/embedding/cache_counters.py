@@ -98,17 +98,18 @@ class CacheCounters:
         total = CacheFigures()
         if not self._modules:
             return total
-        # FBGEMM sums into a new tensor each step, so it is asked for anew.
+        device = self._modules[0].lxu_cache_weights.device
+        if device.type == "cuda":
+            # A pipeline that prefetches counts on a stream of its own.
+            torch.cuda.synchronize(device)
+        # FBGEMM sums into a new tensor each step, so it is asked for anew. Indices would be copied
+        # to the device for each module, so the host chooses from all counters.
         rows = [
-            torch.cat(
-                [
-                    module.get_uvm_cache_stats()[list(COUNTED)],
-                    (module.lxu_cache_state >= 0).sum().view(1),
-                ]
-            )
+            torch.cat([module.get_uvm_cache_stats(), (module.lxu_cache_state >= 0).sum().view(1)])
             for module in self._modules
         ]
-        now: list[list[int]] = torch.stack(rows).tolist()
+        told: list[list[int]] = torch.stack(rows).tolist()
+        now = [[*(counts[index] for index in COUNTED), counts[-1]] for counts in told]
         for module, counts, last in zip(self._modules, now, self._last, strict=True):
             total += _figures(module, [a - b for a, b in zip(counts, last, strict=True)])
         self._last = now

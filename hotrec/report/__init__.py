@@ -8,7 +8,10 @@ of ``summary.json`` and ``metrics.jsonl`` optional; what is absent is said on th
     ``samples_per_s``, ``step_p50_s``, ``step_p90_s``, ``data_wait_s`` (per step), ``sent_bytes``
     {collective: bytes per step and rank}, ``bound_bytes`` (per step and rank), ``hot_lookup_frac``,
     ``elapsed_s``, and any number of stages of the step, ``stage_s`` {stage: seconds per step} or
-    flat ``stage_s.<stage>``.
+    flat ``stage_s.<stage>``. Of a run with device caches ``cache``, added up over ranks and the
+    ``num_steps`` steps since the line before: ``num_lookups``, ``num_rows`` (distinct in a step),
+    ``num_hits``, ``num_misses``, ``num_conflict_misses``, ``num_evictions``, ``read_bytes``,
+    ``written_bytes``.
 ``eval.jsonl``
     A line per evaluation: ``step``, ``split``, ``auc``, ``log_loss``, ``normalized_entropy``,
     ``num_samples``, ``elapsed_s``.
@@ -17,11 +20,11 @@ of ``summary.json`` and ``metrics.jsonl`` optional; what is absent is said on th
     ``log_loss``, ``normalized_entropy``, ``samples_per_s``, ``step_p50_s``, ``step_p90_s``,
     ``data_wait_frac``, ``sent_bytes`` (as above), ``sent_bytes_total`` (their sum, per step and
     rank), ``bound_bytes``, ``hot_rows``, ``total_rows``, ``hot_rows_frac``, ``hot_lookup_frac``,
-    ``finished``, and ``stage_s`` as above. Where the run was predicted or its stages measured:
-    ``predicted_step_s``, ``measured_step_s`` (median from ``compared_from_step`` on),
-    ``step_error_frac``, ``predicted_sent_bytes``, ``sent_bytes_error_frac``, and by stage
-    ``predicted_stage_s``, ``measured_stage_s``, ``slowest_rank_stage_s``. An error is
-    (predicted - measured) / measured.
+    ``finished``, ``stage_s`` as above, and ``cache`` as above, of all steps since the start. Where
+    the run was predicted or its stages measured: ``predicted_step_s``, ``measured_step_s`` (median
+    from ``compared_from_step`` on), ``step_error_frac``, ``predicted_sent_bytes``,
+    ``sent_bytes_error_frac``, and by stage ``predicted_stage_s``, ``measured_stage_s``,
+    ``slowest_rank_stage_s``. An error is (predicted - measured) / measured.
 ``environment.json``, ``config.yaml``, ``plan.txt`` (else ``plan.json``)
     Shown as they are.
 

@@ -59,6 +59,17 @@ NUMERIC = (
 )
 COMPARED = ("predicted_stage_s", "measured_stage_s", "slowest_rank_stage_s")
 BY_KIND = ("device_bytes_by_kind", "host_bytes_by_kind")
+CACHE = (
+    "num_steps",
+    "num_lookups",
+    "num_rows",
+    "num_hits",
+    "num_misses",
+    "num_conflict_misses",
+    "num_evictions",
+    "read_bytes",
+    "written_bytes",
+)
 LINE_NUMERIC = (*FROM_METRICS, *FROM_EVAL, *PEAKS, "loss", "data_wait_s")
 
 
@@ -81,6 +92,8 @@ class Run:
         device_bytes_by_kind: memory of the tables on the device, by what it holds, of each the rank
             with most.
         host_bytes_by_kind: the same on the host.
+        cache: what the device caches did in "num_steps" steps, added up over ranks; empty where no
+            rank has one.
         texts: contents of the files that the page shows as they are, by file name.
         notes: what the reader should know, such as files that are absent.
     """
@@ -97,6 +110,7 @@ class Run:
     slowest_rank_stage_s: Mapping[str, float] = field(default_factory=dict)
     device_bytes_by_kind: Mapping[str, float] = field(default_factory=dict)
     host_bytes_by_kind: Mapping[str, float] = field(default_factory=dict)
+    cache: Mapping[str, float] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -181,6 +195,7 @@ def _read_run(path: Path) -> Run:
             name: _named_numbers(str(path / SUMMARY), name, summary.get(name))
             for name in (*COMPARED, *BY_KIND)
         },
+        cache=_read_cache(path, summary, metrics),
         texts=_read_texts(path, notes),
         notes=tuple(notes),
     )
@@ -286,6 +301,27 @@ def _named_numbers(where: str, name: str, value: object) -> dict[str, float]:
     if not isinstance(value, dict) or not all(_is_number(part) for part in value.values()):
         raise ValueError(f"{where} {name}: expected numbers by name, got {value!r}.")
     return {str(key): float(part) for key, part in value.items()}
+
+
+def _read_cache(path: Path, summary: Line, metrics: tuple[Line, ...]) -> dict[str, float]:
+    """What the summary says of all steps; of a run without one, what its lines add up to."""
+    total = _cache_figures(str(path / SUMMARY), summary)
+    lines = [_cache_figures(f"{path / METRICS} step {line['step']}", line) for line in metrics]
+    counted = [line for line in lines if line]
+    if total or not counted:
+        return total
+    return {name: math.fsum(line[name] for line in counted) for name in CACHE}
+
+
+def _cache_figures(where: str, line: Line) -> dict[str, float]:
+    figures = _named_numbers(where, "cache", line.get("cache"))
+    missing = [name for name in CACHE if name not in figures]
+    if figures and (missing or figures["num_steps"] <= 0):
+        raise ValueError(
+            f"{where} cache: expected {', '.join(CACHE)}, of at least one step, got {figures}. "
+            "Take the key out to report the run without it."
+        )
+    return figures
 
 
 def _read_stages(path: Path, summary: Line, metrics: tuple[Line, ...]) -> dict[str, float]:

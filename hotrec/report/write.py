@@ -13,6 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from hotrec.report.cache import build_caches
 from hotrec.report.compare import choose_baseline, choose_focus
 from hotrec.report.coverage import draw_coverage, read_coverage
 from hotrec.report.figures import draw_learning, draw_steps, draw_traffic
@@ -117,6 +118,7 @@ def _sections(
     baseline: Run | None,
     coverage: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None],
 ) -> list[Section]:
+    caches = build_caches(runs)
     return [
         Section("compare", "Side by side", build_comparison(runs, baseline)),
         Section("hot", "What is hot", _hot_section(*coverage)),
@@ -143,6 +145,7 @@ def _sections(
         ),
         Section("predicted", "Predicted and measured", build_predicted(runs)),
         Section("memory", "Memory", build_memory(runs)),
+        *([Section("cache", "Device cache", caches)] if caches else []),
         Section(
             "traffic",
             "What a step sends",
@@ -223,6 +226,7 @@ def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
         "sent_bytes": dict(run.sent_bytes),
         "stage_s": dict(run.stage_s),
         **{name: run.summary.get(name) for name in (*COMPARED, *BY_KIND)},
+        **({"cache": dict(run.cache)} if run.cache else {}),
         "sent_over_bound": sent / bound if sent is not None and bound else None,
         "relative_to_baseline": relative,
         "loss": _pairs(run.series("loss")),

@@ -80,6 +80,7 @@ def train(
     checkpoints: Checkpoints | None = None,
     check_replicas: Callable[[], None] | None = None,
     count_tables: Callable[[], Tables] | None = None,
+    count_caches: Callable[[], Mapping[str, float]] | None = None,
     run_dir: Path | None = None,
     inspect_batch: Callable[[Batch], BatchFacts] | None = None,
     description: Mapping[str, Any] | None = None,
@@ -106,6 +107,8 @@ def train(
         checkpoints: where to save and what to resume from; None for neither.
         check_replicas: raises on every rank if replicated rows differ between ranks.
         count_tables: the memory of this rank's tables, for the summary.
+        count_caches: what this rank's device caches did since it was called last, to be added up
+            over ranks: the same names on each, zeros where it has no cache. None if no rank has.
         run_dir: where rank 0 writes its records; None for none.
         inspect_batch: what a batch reads, for the traffic bound and the hot-lookup fraction.
         description: added to summary.json as it is (name, placement, model, batch_size, ...).
@@ -133,7 +136,8 @@ def train(
             Tracer(trace, ranks, start_step=start.step, num_steps=num_steps) as tracer,
         ):
             measured = (first_compared_step, tracer, pipeline.settle)
-            records = Records(run_log, bar, traffic, ranks, cadence, start, *measured, count_tables)
+            counts = (count_tables, count_caches)
+            records = Records(run_log, bar, traffic, ranks, cadence, start, *measured, *counts)
             span = (start.step, num_steps)
             steps = _Steps(pipeline, optimizer, records, cadence, lr_factor, *span, check_replicas)
             if alternation is not None and _owes_evaluation(start, num_steps, cadence, alternation):

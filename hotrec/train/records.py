@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -35,6 +36,7 @@ class Records:
         tracer: records some steps; they are in no rate.
         settle: waits for what the pipeline's threads still send.
         count_tables: see ``train``.
+        count_caches: see ``train``.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Records:
         tracer: Tracer,
         settle: Callable[[], None],
         count_tables: Callable[[], Tables] | None = None,
+        count_caches: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         self.position = start
         self._stages = StageTimes(ranks.device, start.step + first_compared_step)
@@ -63,6 +66,10 @@ class Records:
         self._tracer = tracer
         self._settle = settle
         self._count_tables = count_tables
+        self._count_caches = count_caches
+        # Of all ranks, with the number of steps; empty without caches.
+        self._cache: Counter[str] = Counter()
+        self._line_cache: Counter[str] = Counter()  # since the last line
         self._losses: dict[int, torch.Tensor] = {}
         self._wait_s = 0.0  # since the last checkup
         self._line_wait_s = 0.0  # since the last line, mean over the ranks
@@ -133,11 +140,15 @@ class Records:
             must_stop=must_stop,
             wait_s=self._wait_s,
             stage_s=self._stages.end_line() if is_line_due else [],
+            cache={} if self._count_caches is None else self._count_caches(),
             traffic=self._traffic,
             ranks=self._ranks,
         )
         self._line_steps += len(self._losses)
         self._line_wait_s += checkup.wait_s
+        if self._count_caches is not None:
+            self._line_cache.update(num_steps=len(self._losses), **checkup.cache)
+            self._cache.update(num_steps=len(self._losses), **checkup.cache)
         self._losses.clear()
         self._wait_s = 0.0
         self._checkup = checkup
@@ -159,14 +170,20 @@ class Records:
             "sent_bytes": traffic.sent_bytes if traffic else None,
             "bound_bytes": traffic.bound_bytes if traffic else None,
             "hot_lookup_frac": traffic.hot_lookup_frac if traffic else None,
+            **_cache_figures(self._line_cache),
             **peak_bytes(self._ranks.device),
             "elapsed_s": self.elapsed_s,
         }
         self._line_wait_s, self._line_steps = 0.0, 0
+        self._line_cache.clear()
         return line
 
     def add_quality(self, split: str, quality: Quality) -> None:
         """Write a line of eval.jsonl."""
+        if self._count_caches is not None:
+            # Evaluation reads through the caches too: no step's doing. The checkup at the end of
+            # the segment has taken what its steps did.
+            self._count_caches()
         self._quality = quality
         line = {"step": self.position.step, "split": split, **asdict(quality)}
         self._run_log.write_eval({**line, "elapsed_s": self.elapsed_s})
@@ -209,9 +226,15 @@ class Records:
             "sent_bytes_total": traffic.total_bytes if traffic else None,
             "bound_bytes": traffic.bound_bytes if traffic else None,
             "hot_lookup_frac": traffic.hot_lookup_frac if traffic else None,
+            **_cache_figures(self._cache),
             "elapsed_s": self.elapsed_s,
             "finished": not self.must_stop,
         }
+
+
+def _cache_figures(counted: Mapping[str, int]) -> dict[str, Any]:
+    """No key where there are no caches."""
+    return {"cache": dict(counted)} if counted else {}
 
 
 def _by_stage(seconds: Sequence[float]) -> dict[str, float] | None:

@@ -1,8 +1,9 @@
 """What the ranks tell one another every few steps, and the traffic of sampled steps.
 
 One small all-reduce carries everything: the losses since the last one, whether a rank has been
-asked to stop, the time it waited for data, and its traffic sums. It is the only wait for the device
-and the only exchange beside the model's own, and its outcome is the same on every rank.
+asked to stop, the time it waited for data, what its device caches did, and its traffic sums. It is
+the only exchange beside the model's own, and with the reading of the caches' counters, where there
+are caches, the only wait for the device; its outcome is the same on every rank.
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ class Checkup:
         must_stop: whether any rank was asked to stop.
         wait_s: time waited for data since the last checkup, mean over the ranks.
         stage_s: mean over the ranks of what they told; NaN if one of them told so.
+        cache: what the device caches did since the last checkup, added up over the ranks.
         traffic: means so far.
     """
 
@@ -162,6 +164,7 @@ class Checkup:
     must_stop: bool
     wait_s: float
     stage_s: list[float]
+    cache: dict[str, int]
     traffic: TrafficMeans | None
 
 
@@ -171,6 +174,7 @@ def check_up(
     must_stop: bool,
     wait_s: float,
     stage_s: Sequence[float],
+    cache: Mapping[str, float],
     traffic: TrafficMeter,
     ranks: Ranks,
 ) -> Checkup:
@@ -179,11 +183,13 @@ def check_up(
     Args:
         losses: this rank's loss () of each step since the last checkup, by step.
         stage_s: this rank's seconds by stage, or none; as many on every rank.
+        cache: what this rank's device caches did, or nothing; the same names on every rank.
 
     Raises:
         RuntimeError: on every rank, if the loss of a step is not finite.
     """
-    told = torch.tensor([float(must_stop), wait_s, *stage_s, *traffic.sums()], dtype=torch.float64)
+    figures = [float(must_stop), wait_s, *stage_s, *cache.values(), *traffic.sums()]
+    told = torch.tensor(figures, dtype=torch.float64)
     own = torch.stack([loss.double().reshape(()) for loss in losses.values()])
     values = torch.cat([own, told.to(own.device)])
     if ranks.world_size > 1:
@@ -197,11 +203,13 @@ def check_up(
                 "lengthen the warm-up, or look for extreme dense values in the data."
             )
     num_stops, sum_wait_s, *sums = added[len(losses) :]
-    stage_sums, traffic_sums = sums[: len(stage_s)], sums[len(stage_s) :]
+    stage_sums, sums = sums[: len(stage_s)], sums[len(stage_s) :]
+    cache_sums, traffic_sums = sums[: len(cache)], sums[len(cache) :]
     return Checkup(
         loss=mean_losses[-1],
         must_stop=num_stops > 0,
         wait_s=sum_wait_s / ranks.world_size,
         stage_s=[total / ranks.world_size for total in stage_sums],
+        cache={name: round(total) for name, total in zip(cache, cache_sums, strict=True)},
         traffic=traffic.means(traffic_sums),
     )

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hotrec.artifact import ArtifactError
 from hotrec.batch import Batch
 from hotrec.distributed import RankError, Ranks, all_gather_object, process_group
+from hotrec.embedding.cache_counters import CacheCounters, CacheFigures, fused_modules
 from hotrec.traffic import BatchFacts, count_distinct_rows, count_sent_bytes
 from hotrec.train.checkpoint import Checkpoints, find_latest, load_checkpoint
 from hotrec.train.evaluate import evaluate
@@ -96,6 +98,7 @@ def check_training(folder: Path) -> None:
     )
     check_resume(folder, evals, whole)
     check_traffic_of_training(whole)
+    check_device_caches_add_up(folder)
     check_failures_reach_all_ranks(folder)
     check_evaluation()
     check_ddp_is_counted()
@@ -135,6 +138,53 @@ def check_traffic_of_training(whole: TrainResult) -> None:
     assert whole.summary["sent_bytes_total"] == sum(sent.values())
     assert dense * 4 < whole.summary["bound_bytes"] < whole.summary["sent_bytes_total"]
     assert whole.summary["hot_lookup_frac"] == 0.25
+
+
+def check_device_caches_add_up(folder: Path) -> None:
+    """They are told with the rest: by a rank without a cache, and by both without a collective."""
+    own = CacheFigures() if dist.get_rank() == 0 else CacheFigures(9, 7, 4, 3, 1, 2, 400, 80)
+    # Sharded for CPU, where FBGEMM makes no cache.
+    assert CacheCounters(fused_modules(build_tiny()[0])).end_line() == CacheFigures()
+    num_reduced = []
+    for name, caches in (("cached", lambda: asdict(own)), ("uncached", None)):
+        with counted_all_reduces() as calls:
+            result = run(
+                TinyLoader(num_batches=16),
+                Cadence(log_every=3),
+                num_steps=4,
+                count_caches=caches,
+                run_dir=folder / name,
+            )
+        num_reduced.append(len(calls))
+        # A check-up after step 3, which writes a line, and one after the last.
+        both = {"num_steps": 4, **asdict(own + own)}
+        totals = all_gather_object(result.summary.get("cache"))
+        assert totals[0] == totals[1]
+        if dist.get_rank() == 1:
+            assert totals[0] == (both if caches else None)
+    assert num_reduced[0] == num_reduced[1] == 2
+    (line,) = read_lines(folder / "cached/metrics.jsonl") if dist.get_rank() == 0 else ({},)
+    if line:
+        assert line["cache"]["num_hits"] == 4
+        assert line["cache"]["num_steps"] == 3
+        assert line["sent_bytes"]["all_reduce"] > 0  # the figures behind them are in their place
+
+
+@contextmanager
+def counted_all_reduces() -> Iterator[list[torch.Tensor]]:
+    """What this process reduces from Python; DDP's reducer is not among it."""
+    calls: list[torch.Tensor] = []
+    reduce = dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor)
+        return reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = noted
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = reduce
 
 
 def error_of(action: Callable[[], object]) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,3 +89,18 @@ def test_a_cache_that_was_emptied_counts_no_negative_evictions() -> None:
     module.lxu_cache_state.fill_(-1)
     count(module, 10, 10, 10, 0, 0, num_filled=10)
     assert counters.end_line().num_evictions == 10
+
+
+def test_counts_of_a_prefetching_stream_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    stats = torch.zeros(6, dtype=torch.int64)
+    module: Any = SimpleNamespace(
+        lxu_cache_weights=SimpleNamespace(numel=lambda: 1, device=device),
+        lxu_cache_state=torch.full((2, 32), -1),
+        get_uvm_cache_stats=lambda: stats,
+        max_D_cache=DIM,
+        total_cache_hash_size=NUM_ROWS,
+    )
+    late = {device: torch.tensor([1, 9, 7, 0, 0, 0])}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda of: stats.copy_(late[of]))
+    assert CacheCounters([module]).end_line() == CacheFigures(9, 7, 7)

@@ -112,6 +112,79 @@ def test_records_of_a_run(one_rank: Ranks, tmp_path: Path) -> None:
     assert result.is_finished
 
 
+class FakeCaches:
+    """What device caches would tell; ``factor`` is asked for before each step."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_calls = 0
+
+    def factor(self, step: int) -> float:
+        self.num_steps += 1
+        return 1.0
+
+    def evaluation(self) -> list[Batch]:
+        self.num_steps += 1000
+        return [tiny_batch(1, 8)]
+
+    def count(self) -> dict[str, float]:
+        figures = {"num_rows": 10.0 * self.num_steps, "read_bytes": 3.0 * self.num_steps}
+        self.num_steps = 0
+        self.num_calls += 1
+        return figures
+
+
+class CachedSplit:
+    """A split that is read through the caches."""
+
+    def __init__(self, caches: FakeCaches) -> None:
+        self.caches = caches
+        self.num_begun = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.num_begun += 1
+        # Begun once before the first step, without being read.
+        return iter(self.caches.evaluation() if self.num_begun > 1 else [])
+
+
+def test_device_caches_are_counted_by_line_and_in_all(one_rank: Ranks, tmp_path: Path) -> None:
+    caches = FakeCaches()
+    result = run(
+        one_rank,
+        TinyLoader(num_batches=14),
+        Cadence(log_every=6, check_every=4, eval_every=8),
+        num_steps=14,
+        lr_factor=caches.factor,
+        eval_batches={"valid": CachedSplit(caches)},
+        count_caches=caches.count,
+        run_dir=tmp_path,
+    )
+
+    def of_steps(num_steps: int) -> dict[str, int]:
+        return {
+            "num_steps": num_steps,
+            "num_rows": 10 * num_steps,
+            "read_bytes": 3 * num_steps,
+        }
+
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    # Without what the evaluations after steps 8 and 14 read; steps 13 and 14 have no line.
+    assert [(line["step"], line["cache"]) for line in lines] == [
+        (6, of_steps(6)),
+        (12, of_steps(6)),
+    ]
+    assert result.summary["cache"] == of_steps(14)
+    assert json.loads((tmp_path / "summary.json").read_text()) == result.summary
+    # After steps 4, 6, 8, 12, 14 and two evaluations: each call waits for the device.
+    assert caches.num_calls == 7
+
+
+def test_without_device_caches_there_is_no_key(one_rank: Ranks, tmp_path: Path) -> None:
+    result = run(one_rank, TinyLoader(num_batches=6), num_steps=6, run_dir=tmp_path)
+    assert "cache" not in result.summary
+    assert not any("cache" in line for line in read_lines(tmp_path / "metrics.jsonl"))
+
+
 PREDICTION = {"step_s": 1e6, "stage_s": {"dense": 1e6, "other": 0.0}, "total_sent_bytes": 0.0}
 
 
