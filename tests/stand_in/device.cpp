@@ -211,29 +211,37 @@ void advance(Clock& clock, const Clock& other) {
   for (const auto& [stream, number] : other) clock[stream] = std::max(clock[stream], number);
 }
 
-// Both with ``late_mutex`` held.
+// With ``late_mutex`` held, as is the next one.
 Clock clock_of(int64_t stream) {
   Clock clock = seen[stream];
   clock[stream] = num_late[stream];
   return clock;
 }
 
-void arrive(const Clock& clock) {
+// The copies that are over; to be destroyed without the mutex, since a tensor's end may wait for
+// Python's lock, which another thread may hold while it waits for the mutex.
+[[nodiscard]] std::vector<LateCopy> arrive(const Clock& clock) {
   at::AutoDispatchBelowADInplaceOrView guard;
+  c10::impl::ExcludeDispatchKeyGuard no_python(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  std::vector<LateCopy> over;
   for (auto at = late_copies.begin(); at != late_copies.end();) {
     const auto known = clock.find(at->stream);
     if (known != clock.end() && known->second >= at->number) {
       at->to.copy_(at->values);
+      over.push_back(std::move(*at));
       at = late_copies.erase(at);
     } else {
       ++at;
     }
   }
+  return over;
 }
 
 void arrive_of_stream(int64_t stream) {
+  std::vector<LateCopy> over;
   std::lock_guard<std::mutex> guard(late_mutex);
-  arrive(clock_of(stream));
+  over = arrive(clock_of(stream));
 }
 
 void arrive_late(int64_t stream, const at::Tensor& to, const at::Tensor& from) {
@@ -277,8 +285,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const DeviceIndex) const override {
     {
+      std::vector<LateCopy> over;
       std::lock_guard<std::mutex> guard(late_mutex);
-      arrive(num_late);
+      over = arrive(num_late);
     }
     note_sync("device.synchronize");
   }
@@ -306,8 +315,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
+    std::vector<LateCopy> over;
     std::lock_guard<std::mutex> guard(late_mutex);
-    arrive(static_cast<Event*>(event)->clock);
+    over = arrive(static_cast<Event*>(event)->clock);
     return true;
   }
   void synchronizeEvent(void* event) const override {
