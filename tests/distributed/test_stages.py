@@ -220,7 +220,7 @@ def probe(clock: Clock) -> list[Any]:
         (stages, "time", clock),
         (dist, "all_to_all_single", slow_all_to_all),
         (sharding, "route", clock.takes("route", sharding.route)),
-        (pooling, "_sum_segments", clock.takes("pool", pooling._sum_segments)),
+        (pooling, "sum_segments", clock.takes("pool", pooling.sum_segments)),
         (cpu_rows, "update_rows", clock.takes("cold_update", cpu_rows.update_rows)),
     ]
     for owner, name, part in (

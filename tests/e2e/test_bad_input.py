@@ -128,7 +128,9 @@ def test_budget_larger_than_memory(refuse: Refuse, copied: Path) -> None:
 
 def test_hot_rows_larger_than_memory(refuse: Refuse, copied: Path) -> None:
     words = [SMOKE, "placement=all_hot", "planner.host_gib=0.0001"]
-    assert "expected hot rows of at most" in refuse("plan", *words)
+    assert "expected hot rows, with optimizer state and gradients, of at most" in refuse(
+        "plan", *words
+    )
 
 
 def test_override_of_an_unknown_table(refuse: Refuse, copied: Path) -> None:
