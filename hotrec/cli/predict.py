@@ -22,7 +22,7 @@ from hotrec.placement.caches import miss_ratio_curve
 from hotrec.placement.demand import TableDemand, expected_distinct
 from hotrec.placement.forms import TIERS
 from hotrec.placement.histogram import CountHistogram, order_all_rows, top_rows
-from hotrec.placement.memory import memory_by_rank
+from hotrec.placement.memory import NUM_LASTING_GRADIENTS, memory_by_rank
 from hotrec.placement.pipelines import SPARSE_DIST, PipelineKind, PipelineSpec
 from hotrec.placement.quantities import (
     TableSharding,
@@ -203,6 +203,7 @@ def predict_plan(
             world,
             device=situation.machine.device,
             is_routed_on_device=not situation.workload.is_routed_by_loader,
+            num_gradients=NUM_LASTING_GRADIENTS,
         ),
         shardings=shardings,
         pipeline=pipeline,
@@ -242,6 +243,7 @@ def predict_placement(
             world,
             device=situation.machine.device,
             is_routed_on_device=not situation.workload.is_routed_by_loader,
+            num_gradients=0 if situation.pipeline.is_look_ahead else NUM_LASTING_GRADIENTS,
         ),
         num_hot=num_hot,
         tables=tables,

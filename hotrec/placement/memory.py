@@ -37,13 +37,15 @@ CACHE_TAG_BYTES = 8
 CACHE_CLOCK_BYTES = 8
 CACHE_LOCK_BYTES = 4
 CACHE_MAP_BYTES = 4
-# Gradients of a replica, DDP's second bucket included.
+# Gradients of a replica at the first steps, when they are most: DDP's second bucket included.
 NUM_REPLICA_GRADIENTS = 2
+# Afterwards. Look-ahead has none: it keeps the gradients of the rows that a step touches alone.
+NUM_LASTING_GRADIENTS = 1
 
 
-def replica_row_bytes(demand: TableDemand) -> int:
-    """Device memory of a replicated row, at the first steps, when it is most."""
-    return demand.row_bytes + NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * demand.dim
+def replica_row_bytes(demand: TableDemand, num_gradients: int = NUM_REPLICA_GRADIENTS) -> int:
+    """Device memory of a replicated row, with so many copies of its gradient."""
+    return demand.row_bytes + num_gradients * BYTES_PER_FLOAT * demand.dim
 
 
 def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
@@ -78,6 +80,7 @@ def memory_by_rank(
     device: str,
     *,
     is_routed_on_device: bool = True,
+    num_gradients: int = NUM_REPLICA_GRADIENTS,
 ) -> list[dict[str, float]]:
     """Memory of every rank.
 
@@ -89,6 +92,7 @@ def memory_by_rank(
         tables: of every table.
         device: "cpu" or "cuda".
         is_routed_on_device: of a placement: ids are routed by the rank, else by loader workers.
+        num_gradients: copies of a replicated row's gradient; what has to fit is the most there is.
 
     Returns:
         By rank {"device_bytes", "host_bytes"}; on CPU device_bytes is 0.
@@ -103,9 +107,13 @@ def memory_by_rank(
     for demand in demands:
         placed = tables[demand.name]
         if isinstance(placed, TableSharding):
-            _add_sharding(bytes_W2, demand, placed, world, widest)
+            if placed.is_replicated:
+                bytes_W2[:, 0] += demand.num_rows * replica_row_bytes(demand, num_gradients)
+            else:
+                _add_sharding(bytes_W2, demand, placed, world, widest)
             continue
-        bytes_W2[:, 0] += num_hot.get(demand.name, 0) * replica_row_bytes(demand)
+        row_bytes = replica_row_bytes(demand, num_gradients)
+        bytes_W2[:, 0] += num_hot.get(demand.name, 0) * row_bytes
         if placed.exchange is Exchange.ROWS:
             bytes_W2[:, 1] += ROUTER_BYTES * demand.num_rows
             if is_routed_on_device and device != "cpu":
@@ -177,9 +185,6 @@ def _add_sharding(
     world: World,
     widest: Mapping[tuple[str, int], int],
 ) -> None:
-    if sharding.is_replicated:
-        bytes_W2[:, 0] += demand.num_rows * replica_row_bytes(demand)
-        return
     blocks = sharding.blocks(world)
     for owners in blocks:
         for rank, num_rows in zip(owners, row_wise_rows(demand.num_rows, len(owners)), strict=True):

@@ -48,6 +48,10 @@ def test_hot_and_cold_by_hand():
     by_loader = [(device - 20, host) for device, host in expected]
     found = memory([demand], {"a": 2}, {"a": TablePlacement()}, is_routed_on_device=False)
     assert found == by_loader
+    for num_gradients in (0, 1):  # look-ahead, and DDP after its first steps
+        lasting = [(device - 2 * 16 * (2 - num_gradients), host) for device, host in expected]
+        found = memory([demand], {"a": 2}, {"a": TablePlacement()}, num_gradients=num_gradients)
+        assert found == lasting
     # On CPU everything is host memory, and the router is there once.
     on_cpu = [(0, device - 20 + host) for device, host in expected]
     assert memory([demand], {"a": 2}, {"a": TablePlacement()}, device="cpu") == on_cpu
