@@ -88,13 +88,24 @@ def measure_probe(
 
 
 def fit_line(
-    points: Sequence[Point], *, is_by_items: bool = True, is_by_bytes: bool = True
+    points: Sequence[Point],
+    *,
+    is_by_items: bool = True,
+    is_by_bytes: bool = True,
+    is_growing: bool = False,
 ) -> Line:
     """The line with the least relative errors whose three parts are not negative.
 
     Least squares of (predicted - measured) / measured. With three columns the non-negative
     optimum (Lawson, Hanson 1974, ch. 23) is found by trying every set of columns: it is the best
     among those whose own optimum has no negative part.
+
+    Args:
+        points: what was measured.
+        is_by_items: whether an item may cost something.
+        is_by_bytes: whether a byte may cost something.
+        is_growing: refuse the flat line. Noise at small sizes can hide what an item of a kernel
+            costs, but it is never nothing, and a planner would take it for infinite bandwidth.
 
     Raises:
         CostsError: if there are fewer points than parts, or a time is not above 0.
@@ -114,6 +125,8 @@ def fit_line(
     best_error = np.inf
     for num_columns in range(1, len(columns) + 1):
         for names in combinations(columns, num_columns):
+            if is_growing and names == ("fixed_s",):
+                continue
             matrix = np.stack([columns[name] for name in names], axis=1) / seconds[:, None]
             # Items, bytes and calls differ by many orders of magnitude.
             scales = np.abs(matrix).max(axis=0)

@@ -156,7 +156,10 @@ def measure_costs(
             found = measure_probe(probe, ranks.device, effort, advance)
             points[probe.name] = found
             lines[probe.name] = fit_line(
-                found, is_by_items=probe.is_by_items, is_by_bytes=probe.is_by_bytes
+                found,
+                is_by_items=probe.is_by_items,
+                is_by_bytes=probe.is_by_bytes,
+                is_growing=probe.is_by_items or probe.is_by_bytes,
             )
     device_bytes, host_bytes = measure_memory(ranks.device)
     fingerprints = all_gather_object(read_fingerprint(ranks.device.type))

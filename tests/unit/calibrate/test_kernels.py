@@ -94,6 +94,19 @@ def test_a_kernel_counted_by_items_alone_has_no_cost_of_a_byte() -> None:
     assert line.per_item_s == 0
 
 
+def test_a_kernel_that_grows_is_never_flat() -> None:
+    # Small sizes under noise: the largest was the fastest, so a flat line fits best.
+    points = [
+        Point(64, 4096, 2e-5, 0.0),
+        Point(256, 16384, 1.5e-5, 0.0),
+        Point(512, 32768, 1e-5, 0.0),
+    ]
+    flat = fit_line(points)
+    assert flat.per_item_s == flat.per_byte_s == 0
+    growing = fit_line(points, is_growing=True)
+    assert growing.per_item_s + growing.per_byte_s > 0
+
+
 @pytest.mark.parametrize("bad", [0.0, -1e-3, float("nan"), float("inf")])
 def test_impossible_times_are_refused(bad: float) -> None:
     points = [*points_of(Line(1e-4)), Point(1, 1, bad, 0.0)]
