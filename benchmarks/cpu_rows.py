@@ -28,7 +28,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.cli.bench.machine import machine_facts
+from hotrec.bench.machine import machine_facts
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.flat import put_rows
 from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec

@@ -29,10 +29,10 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from hotrec.cli.bench.machine import machine_facts
-from hotrec.distributed import process_group
+from hotrec.bench.machine import machine_facts
 from hotrec.models.interaction import CrossNet, DotInteraction
-from hotrec.train.dense import DenseSync, dense_parameters
+from hotrec.runtime.ranks import process_group
+from hotrec.train.dense_sync import DenseSync, dense_parameters
 
 NUM_DENSE, LEARNING_RATE = 13, 0.01
 CROSS_LAYERS, CROSS_RANK = 3, 512

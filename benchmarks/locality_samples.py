@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.cli.bench.samples import ZipfTables
+from hotrec.bench.samples import ZipfTables
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader, num_steps
 from hotrec.types import Schema

@@ -18,10 +18,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from hotrec.cli.bench.page import markdown_table
+from hotrec.bench.page import markdown_table
 from hotrec.report.style import PART_COLORS, light_grid, report_style, run_color
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
-from hotrec.stages import EXPOSED_STAGES
+from hotrec.runtime.stages import EXPOSED_STAGES
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402

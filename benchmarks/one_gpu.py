@@ -29,24 +29,22 @@ from typing import Any
 
 import torch
 
-from hotrec.cli.bench.cases import Case
-from hotrec.cli.bench.command import CaseChooser, measure
-from hotrec.cli.bench.page import markdown_table, plain_table
-from hotrec.cli.schema import (
-    BenchConfig,
-    BenchRootConfig,
+from hotrec.bench.cases import Case
+from hotrec.bench.command import CaseChooser, measure
+from hotrec.bench.page import markdown_table, plain_table
+from hotrec.cli.store import build_config, compose_config
+from hotrec.config.bench import BenchConfig, BenchPipeline, BenchRootConfig
+from hotrec.config.placements import (
     ColdTier,
     FractionPlacement,
     Routing,
     TorchrecPlacement,
     TorchrecPlan,
 )
-from hotrec.cli.schema.bench import BenchPipeline
-from hotrec.cli.store import build_config, compose_config
-from hotrec.distributed import process_group
 from hotrec.doctor.machine import read_memory
-from hotrec.placement.policies import choose_fraction
+from hotrec.planning.policies import choose_fraction
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
+from hotrec.runtime.ranks import process_group
 from hotrec.types import Partition, Rows
 
 GIB = 1 << 30

@@ -24,37 +24,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hotrec.cli.bench.cases import Case, build_runner
-from hotrec.cli.bench.figures import gather_measured, summarize
-from hotrec.cli.bench.machine import machine_facts
-from hotrec.cli.bench.measure import run_counted, run_timed, run_warmup
-from hotrec.cli.bench.samples import ZipfTables
-from hotrec.cli.bench.situate import situate
-from hotrec.cli.calibrate import measure_costs
+from hotrec.bench.cases import Case, build_runner, situate
+from hotrec.bench.figures import gather_measured, summarize
+from hotrec.bench.machine import machine_facts
+from hotrec.bench.measure import run_counted, run_timed, run_warmup
+from hotrec.bench.samples import ZipfTables
+from hotrec.calibrate.measure import measure_costs
+from hotrec.calibrate.probes import Subject
 from hotrec.cli.logs import quiet_torch
-from hotrec.cli.optimum import optimise_placement
-from hotrec.cli.predict import (
-    HOT_COLD,
-    Predicted,
-    make_placement,
-    predict_placement,
-    predict_plan,
-)
-from hotrec.cli.probes import Subject
-from hotrec.cli.schema import (
-    BenchRootConfig,
+from hotrec.cli.store import build_config, compose_config
+from hotrec.config.bench import BenchPipeline, BenchRootConfig
+from hotrec.config.placements import (
     CostPlacement,
     FractionPlacement,
     Routing,
     TorchrecPlacement,
     TorchrecPlan,
 )
-from hotrec.cli.schema.bench import BenchPipeline
-from hotrec.cli.situation import Situation
-from hotrec.cli.store import build_config, compose_config
-from hotrec.distributed import Ranks, broadcast_object, process_group
-from hotrec.placement.histogram import CountHistogram, build_histogram
-from hotrec.placement.policies import choose_all_cold, choose_fraction
+from hotrec.cost_model.histogram import CountHistogram, build_histogram
+from hotrec.planning.optimum import optimise_placement
+from hotrec.planning.policies import choose_all_cold, choose_fraction
+from hotrec.planning.predict import (
+    HOT_COLD,
+    Predicted,
+    make_placement,
+    predict_placement,
+    predict_plan,
+)
+from hotrec.planning.scenario import Situation
+from hotrec.runtime.ranks import Ranks, broadcast_object, process_group
 from hotrec.types import Partition, TablePlacement
 
 logger = logging.getLogger("prediction_grid")

@@ -10,8 +10,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from hotrec.cli.bench.page import markdown_table
-from hotrec.costs import STAGES
+from hotrec.bench.page import markdown_table
+from hotrec.cost_model.costs import STAGES
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402

@@ -83,8 +83,8 @@ def peak_bytes() -> int:
 def run_prepare(
     files: list[str], output: str, block_mib: int, results: multiprocessing.Queue
 ) -> None:
+    from hotrec.config.data import SourceFormat, SourceSpec, SplitKind, SplitSpec
     from hotrec.data.prepare import prepare
-    from hotrec.data.spec import SourceFormat, SourceSpec, SplitKind, SplitSpec
 
     start_bytes = peak_bytes()
     start, start_cpu = time.perf_counter(), time.process_time()

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from hotrec.placement.blocks import Block
-from hotrec.placement.profile import count_rows
+from hotrec.cost_model.blocks import Block
+from hotrec.cost_model.profile import count_rows
 from hotrec.types import Feature, Schema, Table
 
 NUM_IDS, NUM_BLOCKS, NUM_ROWS = 1 << 20, 4, 1_000_000

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torchrec
 
-from hotrec.cli.bench.page import markdown_table
+from hotrec.bench.page import markdown_table
 
 PAGE = """# Quality: AUC of what is not exact
 

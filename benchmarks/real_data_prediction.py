@@ -26,18 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.cli.bench.page import markdown_table, plain_table
+from hotrec.bench.page import markdown_table, plain_table
+from hotrec.cost_model.demand import build_demand, build_demand_heldout, coverage, expected_distinct
+from hotrec.cost_model.locality import step_draws
+from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader, num_steps
-from hotrec.placement.demand import (
-    build_demand,
-    build_demand_heldout,
-    coverage,
-    expected_distinct,
-)
-from hotrec.placement.locality import step_draws
-from hotrec.placement.policies import choose_fraction
-from hotrec.placement.profile import Profile, read_profile
+from hotrec.planning.policies import choose_fraction
 from hotrec.types import Partition, Schema
 
 DIM = 16
@@ -330,7 +325,7 @@ are held against what the loader's batches read, on {num_ranks} ranks. Made by
 ```
 
 The profile counts rows and, in the same pass, draws batches from single chunks and counts the
-distinct rows they read (`hotrec/placement/locality.py`). "If independent" is the prediction without
+distinct rows they read (`hotrec/cost_model/locality.py`). "If independent" is the prediction without
 the latter, as if the lookups of a batch were independent.
 
 * **train**: shuffled batches of an epoch, predicted from the train counts.

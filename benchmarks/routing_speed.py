@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.cli.bench.cases import choose_hot_rows
-from hotrec.cli.bench.machine import machine_facts
-from hotrec.cli.bench.samples import ZipfTables
-from hotrec.cli.schema import BenchConfig
+from hotrec.bench.cases import choose_hot_rows
+from hotrec.bench.machine import machine_facts
+from hotrec.bench.samples import ZipfTables
 from hotrec.cli.store import build_config, compose_config
-from hotrec.routing import Column, Router
+from hotrec.config.bench import BenchConfig
+from hotrec.routing.features import Column
+from hotrec.routing.router import Router
 
 TARGET_IDS_PER_S = 10e6
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from hotrec.cli.bench.page import markdown_table
-from hotrec.costs import Costs
+from hotrec.bench.page import markdown_table
+from hotrec.cost_model.costs import Costs
 from hotrec.report.plan_figures import draw_stages, write_png
 from hotrec.report.style import report_style
 from hotrec.report.units import show_bytes, show_count, show_frac, show_rate, show_seconds

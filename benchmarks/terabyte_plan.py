@@ -36,23 +36,22 @@ from benchmarks.terabyte_page import (
     setting_rows,
     setting_title,
 )
-from hotrec.cli.bench.page import markdown_table
-from hotrec.cli.flops import dense_flops
+from hotrec.bench.page import markdown_table
 from hotrec.cli.store import build_config, compose_config
-from hotrec.costs import Costs, World
-from hotrec.costs.builtin import BUILTIN
-from hotrec.placement.demand import TableDemand, coverage
-from hotrec.placement.draws import Floats, prob_met
-from hotrec.placement.memory import memory_by_rank
-from hotrec.placement.optimise import Limits, optimise
-from hotrec.placement.profile import read_profile
-from hotrec.placement.quantities import (
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.costs import Costs, World
+from hotrec.cost_model.demand import Floats, TableDemand, coverage, prob_met
+from hotrec.cost_model.memory import memory_by_rank
+from hotrec.cost_model.profile import read_profile
+from hotrec.cost_model.quantities import (
     TableSharding,
     hot_cold_quantities,
     predict_torchrec,
     torchrec_quantities,
 )
-from hotrec.placement.step import StepPrediction, Workload, make_step_model
+from hotrec.cost_model.step import StepPrediction, Workload, make_step_model
+from hotrec.models.flops import dense_flops
+from hotrec.planning.optimise import Limits, optimise
 from hotrec.report.units import show_count, show_frac
 from hotrec.types import Exchange, TablePlacement, Tier
 

@@ -8,10 +8,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec import embedding, planner
-from hotrec.batch import Batch
-from hotrec.distributed import Ranks, process_group
-from hotrec.models import ClickTask
+from hotrec import embedding
+from hotrec import planning as planner
+from hotrec.data.batch import Batch
+from hotrec.models.task import ClickTask
+from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.types import Partition
 
 NUM_ROWS = {"user": 100_000, "item": 20_000, "city": 500}

@@ -19,14 +19,19 @@ import torch
 from benchmarks.gpu_day.record import FAILED, Parts, Summary, Table
 from benchmarks.gpu_day.stage import DASH, Day, bench_config, free_memory, main
 from benchmarks.gpu_day.tbe import DEVICE, UVM, UVM_CACHE, Tables, optimizers_of, tiers_of
-from hotrec.cli.bench.cases import Case, build_runner
-from hotrec.cli.bench.samples import ZipfTables
-from hotrec.cli.schema import ColdTier, FractionPlacement, Routing, TorchrecPlacement, TorchrecPlan
-from hotrec.cli.schema.bench import BenchPipeline
-from hotrec.distributed import Ranks, process_group
-from hotrec.embedding import OptimizerKind, OptimizerSpec
-from hotrec.embedding.update_rules import sum_by_row, update_rows
-from hotrec.placement.policies import choose_fraction
+from hotrec.bench.cases import Case, build_runner
+from hotrec.bench.samples import ZipfTables
+from hotrec.config.bench import BenchPipeline
+from hotrec.config.placements import (
+    ColdTier,
+    FractionPlacement,
+    Routing,
+    TorchrecPlacement,
+    TorchrecPlan,
+)
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec, sum_by_row, update_rows
+from hotrec.planning.policies import choose_fraction
+from hotrec.runtime.ranks import Ranks, process_group
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COLD_TIERS = {

@@ -21,24 +21,23 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.gpu_day.record import DoesNotFitError, Parts, Summary, Table
 from benchmarks.gpu_day.stage import Day, bench_config, free_memory, main
-from hotrec.batch import Batch
-from hotrec.cli.bench.cases import Case, build_runner
-from hotrec.cli.bench.figures import gather_measured, losses_apart
-from hotrec.cli.bench.figures import summarize as sum_up
-from hotrec.cli.bench.measure import run_counted, run_timed, run_warmup
-from hotrec.cli.bench.samples import ZipfTables
-from hotrec.cli.schema import (
+from hotrec.bench.cases import Case, build_runner
+from hotrec.bench.figures import gather_measured, losses_apart
+from hotrec.bench.figures import summarize as sum_up
+from hotrec.bench.measure import run_counted, run_timed, run_warmup
+from hotrec.bench.samples import ZipfTables
+from hotrec.config.bench import BenchPipeline, BenchRootConfig
+from hotrec.config.placements import (
     AllColdPlacement,
-    BenchRootConfig,
     ColdTier,
     Routing,
     TorchrecPlacement,
     TorchrecPlan,
 )
-from hotrec.cli.schema.bench import BenchPipeline
-from hotrec.distributed import Ranks, process_group
-from hotrec.placement.policies import choose_all_cold
+from hotrec.data.batch import Batch
+from hotrec.planning.policies import choose_all_cold
 from hotrec.report.units import show_bytes, show_count, show_seconds
+from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.types import Rows
 
 BASELINE = "TorchRec's planner"

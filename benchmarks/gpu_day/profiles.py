@@ -1,6 +1,6 @@
 """Stage 2: where the time of a step goes, and how often the host waits for the device.
 
-Whole steps of the program at two batch sizes, cut into stages by the marks of ``hotrec/stages.py``,
+Whole steps of the program at two batch sizes, cut into stages by the marks of ``hotrec/runtime/stages.py``,
 with torch's profiler for kernels and for what makes the host wait; then lookup, update, id exchange
 and pooling alone, with one long bag or segment for a table and with many short ones.
 """
@@ -30,22 +30,22 @@ from benchmarks.gpu_day.stage import (
     show,
 )
 from benchmarks.gpu_day.tbe import DEVICE, Tables
-from hotrec.cli.bench.cases import Case, Runner, build_runner
-from hotrec.cli.bench.samples import ZipfTables
-from hotrec.cli.schema import (
+from hotrec.bench.cases import Case, Runner, build_runner
+from hotrec.bench.samples import ZipfTables
+from hotrec.config.bench import BenchPipeline
+from hotrec.config.placements import (
     AllColdPlacement,
     ColdTier,
     Routing,
     TorchrecPlacement,
     TorchrecPlan,
 )
-from hotrec.cli.schema.bench import BenchPipeline
-from hotrec.distributed import Ranks, process_group
-from hotrec.embedding import OptimizerKind, OptimizerSpec
 from hotrec.embedding.flat import MOST_BAG_IDS, cut_lengths
 from hotrec.embedding.pooling import MOST_IDS, sum_in_pieces
-from hotrec.placement.policies import choose_all_cold
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.planning.policies import choose_all_cold
 from hotrec.report.units import show_count, show_seconds
+from hotrec.runtime.ranks import Ranks, process_group
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Calls of CUDA's runtime in which the host waits, by the names that the profiler gives them.
@@ -278,7 +278,9 @@ def _stage_table(cases: Parts) -> Table:
     rows.append(["step, host", *[show(part["host"]) for part in cases.values()]])
     rows.append(["of it in kernels", *[show_seconds(part["kernels_s"]) for part in cases.values()]])
     rows += [[stage, *[show(p["stages"].get(stage)) for p in cases.values()]] for stage in stages]
-    note = "P50 (P10 to P90). Stages: the device's time between the marks of hotrec/stages.py."
+    note = (
+        "P50 (P10 to P90). Stages: the device's time between the marks of hotrec/runtime/stages.py."
+    )
     return Table("Whole steps", ["", *cases], rows, note)
 
 

@@ -173,7 +173,7 @@ def render(title: str, document: Mapping[str, Any], log_tail: str = "") -> str:
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    # hotrec.cli.bench.page has the like, behind torch.
+    # hotrec.bench.page has the like, behind torch.
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)

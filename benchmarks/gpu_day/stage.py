@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_day.record import Parts, Record, Summary
-from hotrec.cli.bench.machine import machine_facts
-from hotrec.cli.schema import BenchRootConfig
+from hotrec.bench.machine import machine_facts
 from hotrec.cli.store import build_config, compose_config
+from hotrec.config.bench import BenchRootConfig
 from hotrec.report.units import show_seconds
 
 DASH = "-"

@@ -21,7 +21,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from hotrec.embedding import OptimizerKind, OptimizerSpec, fused_params
+from hotrec.embedding.fused import fused_params
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
 
 DEVICE, UVM, UVM_CACHE = "device memory", "UVM", "UVM cache"
 LOCATIONS = {

@@ -28,7 +28,7 @@ from benchmarks.gpu_day.tbe import (
     tiers_of,
 )
 from hotrec.doctor.machine import read_memory
-from hotrec.embedding import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
 from hotrec.report.units import show_bytes, show_count, show_seconds
 
 NUM_TABLES, EXPONENT = 10, 1.05

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotrec.distributed import all_gather_object, barrier
+from hotrec.runtime.ranks import all_gather_object, barrier
 
 # A point is measured at least so often, however long it takes: a median of two is a mean.
 LEAST_REPEATS = 3

@@ -1,6 +1,6 @@
 """Collectives over sizes: one curve each, and from them the links inside and between hosts.
 
-Byte counts are those of ``hotrec.traffic`` (n bytes of a rank's tensor, W ranks):
+Byte counts are those of ``hotrec.runtime.traffic`` (n bytes of a rank's tensor, W ranks):
 
     all_to_all      (W-1)/W n       n: what the rank sends to all, itself included
     all_reduce      2 (W-1)/W n
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from hotrec.calibrate.clock import Effort, slowest_rank, time_on_all_ranks
-from hotrec.costs import COLLECTIVES, CollectiveCurve, CostsError, Link, World
-from hotrec.distributed import Ranks, new_group
+from hotrec.cost_model.costs import COLLECTIVES, CollectiveCurve, CostsError, Link, World
+from hotrec.runtime.ranks import Ranks, new_group
 
 BYTES_PER_FLOAT = 4
 LEAST_BYTES = 1024.0
@@ -112,7 +112,7 @@ def measure_curve(
     Sizes grow until the next would take longer than half a second.
 
     Args:
-        kind: one of ``hotrec.costs.COLLECTIVES``.
+        kind: one of ``hotrec.cost_model.COLLECTIVES``.
         world: that the group is.
         group: this rank's; None for all ranks.
         max_bytes: the most that a rank sends.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.costs import STAGES, Costs, CostsError
+from hotrec.cost_model.costs import STAGES, Costs, CostsError
 
 # Joins the names of stages that were measured together, as in "row_update+hot_exchange".
 JOINT = "+"

@@ -12,7 +12,7 @@ import torch
 
 from hotrec.calibrate.clock import Effort, slowest_median, time_on_all_ranks
 from hotrec.calibrate.memory import CacheFiller
-from hotrec.costs import CostsError, Line
+from hotrec.cost_model.costs import CostsError, Line
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Work:
 
     Args:
         run: what is timed, called with what ``prepare`` returns.
-        num_items: that it handles, see ``hotrec.costs.KERNELS``.
+        num_items: that it handles, see ``hotrec.cost_model.KERNELS``.
         num_bytes: likewise.
         prepare: called before each run, off the clock.
     """
@@ -37,7 +37,7 @@ class Probe:
     """A kernel to be measured.
 
     Args:
-        name: one of ``hotrec.costs.KERNELS``.
+        name: one of ``hotrec.cost_model.KERNELS``.
         make: (items, dimension) -> the work, on this rank.
         sizes: (items, dimension) to be measured.
         is_by_items: whether its line has a cost of an item.

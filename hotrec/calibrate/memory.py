@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hotrec.distributed import all_gather_object
 from hotrec.doctor.machine import read_memory
+from hotrec.runtime.ranks import all_gather_object
 
 
 def measure_memory(device: torch.device) -> tuple[int, int]:
@@ -20,7 +20,7 @@ def measure_memory(device: torch.device) -> tuple[int, int]:
 def settle_memory(device: torch.device, num_bytes: int) -> None:
     """Let a CPU process own memory that calls can then take without the kernel zeroing pages.
 
-    Where freed memory is kept (``hotrec.memory``) a training run reaches that state after some
+    Where freed memory is kept (``hotrec.runtime.memory``) a training run reaches that state after some
     steps; a call that is measured a few times would pay for its pages in half of them.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.cli.errors import EndedEarly
-from hotrec.cli.schema import DoctorConfig
+from hotrec.config.roots import DoctorConfig
 from hotrec.doctor import diagnose
 
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}

@@ -23,7 +23,7 @@ from omegaconf.errors import (
 )
 
 from hotrec.cli.environment import rank_prefix
-from hotrec.cli.schema import VARIANTS
+from hotrec.config.groups import VARIANTS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 FULL_TRACE = "HYDRA_FULL_ERROR"

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.artifact import read_artifact
+from hotrec.build import build_sharded, chosen_device
 from hotrec.cli.app import CONFIG_FILE
-from hotrec.cli.assemble import build_sharded, chosen_device
-from hotrec.cli.record import CHECKPOINTS, find_run
-from hotrec.cli.schema import Config, EvaluateConfig
-from hotrec.cli.settle import settled_before
 from hotrec.cli.store import read_config
-from hotrec.cli.train import checkpoint_facts, make_run_machine, placement_name
+from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
-from hotrec.distributed import broadcast_object, process_group, same_verdict
+from hotrec.planning.training_plan import settled_before
+from hotrec.runs.record import CHECKPOINTS, find_run
+from hotrec.runs.train import checkpoint_facts, make_run_machine, placement_name
+from hotrec.runtime.ranks import broadcast_object, process_group, same_verdict
 from hotrec.train.checkpoint import find_latest, load_checkpoint
 from hotrec.train.evaluate import evaluate
 

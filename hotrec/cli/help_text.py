@@ -20,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from hotrec.cli.commands import COMMANDS, Command
 from hotrec.cli.errors import FULL_TRACE, print_error
 from hotrec.cli.store import compose_config, options_of
-from hotrec.data import spec
+from hotrec.config import data as spec
 
 WIDTH = 100
 LONGEST_VALUE = 40

@@ -12,13 +12,13 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from hotrec.cli.assemble import build_unsharded, chosen_device, make_machine
-from hotrec.cli.record import PARTITION, PLAN_JSON, PLAN_TEXT, PREDICTION, write_plan
-from hotrec.cli.schema import Config
-from hotrec.cli.settle import Settled, settle
+from hotrec.build import build_unsharded, chosen_device, make_machine
+from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
-from hotrec.planner import Machine
+from hotrec.planning.machine import Machine
+from hotrec.planning.training_plan import Settled, settle
 from hotrec.report.plan_page import write_plan_page
+from hotrec.runs.record import PARTITION, PLAN_JSON, PLAN_TEXT, PREDICTION, write_plan
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.artifact import Artifact
-from hotrec.cli.schema import Config
+from hotrec.config.data import DataSpec
+from hotrec.config.roots import Config
 from hotrec.data.chunks import SPLITS, Dataset
 from hotrec.data.prepare import prepare
-from hotrec.data.spec import DataSpec
 from hotrec.data.synthetic import write_synthetic
-from hotrec.distributed import process_group, same_verdict
+from hotrec.runtime.ranks import process_group, same_verdict
 
 logger = logging.getLogger(__name__)
 

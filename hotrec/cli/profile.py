@@ -10,10 +10,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hotrec.cli.schema import Config, ProfileConfig, ProfileMode
+from hotrec.config.roots import Config
+from hotrec.config.sections import ProfileConfig, ProfileMode
+from hotrec.cost_model.blocks import Block
+from hotrec.cost_model.profile import Sampling, write_profile
 from hotrec.data.chunks import Dataset, Jagged
-from hotrec.placement.blocks import Block
-from hotrec.placement.profile import Sampling, write_profile
 from hotrec.report import plot_coverage
 
 logger = logging.getLogger(__name__)

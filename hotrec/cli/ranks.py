@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
-from hotrec.watchdog import EXIT_CODE
+from hotrec.runtime.watchdog import EXIT_CODE
 
 # What follows from another rank's end: the watchdog's verdict, then torchrun's SIGTERM.
 CONSEQUENCES = {EXIT_CODE: 1, -signal.SIGTERM: 2}

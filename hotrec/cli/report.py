@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hotrec.cli.app import CONFIG_FILE
-from hotrec.cli.schema import ReportConfig
+from hotrec.config.roots import ReportConfig
 from hotrec.report import write_report
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 def run(config: ReportConfig, run_dir: Path) -> dict[str, Any]:
     """Write report.html and report.json, by default into this command's own run directory."""
-    from hotrec.cli.record import PARTITION, find_run
+    from hotrec.runs.record import PARTITION, find_run
 
     runs = [find_run(path, holding="summary.json", key="runs") for path in config.runs]
     if not runs:

@@ -14,8 +14,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hotrec.cli.errors import describe_unknown_field
-from hotrec.cli.schema import ROOTS, VARIANTS
-from hotrec.cli.validate import validate
+from hotrec.config.groups import VARIANTS
+from hotrec.config.roots import ROOTS
+from hotrec.config.validate import validate
 
 PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"

@@ -10,19 +10,19 @@ from pathlib import Path
 from hotrec.cli.environment import RUN_DIR
 from hotrec.cli.errors import CommandFailed, print_error
 from hotrec.cli.logs import log_trace
-from hotrec.cli.record import CHECKPOINTS
-from hotrec.cli.schema import TrainerConfig
-from hotrec.distributed import Ranks, process_group
-from hotrec.postmortem import keep_flight_recorder, memory_snapshot
+from hotrec.config.sections import TrainerConfig
+from hotrec.runs.record import CHECKPOINTS
+from hotrec.runtime.postmortem import keep_flight_recorder, memory_snapshot
+from hotrec.runtime.ranks import Ranks, process_group
+from hotrec.runtime.watchdog import EXIT_CODE, LostRank, watching
 from hotrec.train.checkpoint import find_latest
-from hotrec.watchdog import EXIT_CODE, LostRank, watching
 
 
 @contextmanager
 def watched_ranks(trainer: TrainerConfig, device: str, run_dir: Path) -> Iterator[Ranks]:
     """Join the process group of a training run and watch its ranks until the block ends.
 
-    What helps to find out why it ended is left in the run's directory: see ``hotrec.postmortem``.
+    What helps to find out why it ended is left in the run's directory: see ``hotrec.runtime.postmortem``.
 
     Raises:
         CommandFailed: with the watchdog's exit code, if a rank was lost; that has been printed.

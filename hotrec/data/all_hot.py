@@ -26,7 +26,7 @@ from hotrec.artifact import (
 )
 from hotrec.data.chunks import Dataset, Integers, Jagged
 from hotrec.data.order import num_steps_of
-from hotrec.distributed import all_gather_object, rank, same_verdict, world_size
+from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, world_size
 from hotrec.types import Feature, Partition, Rows, Schema
 
 KIND = "all_hot_samples"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hotrec.data.spec import Derive
+from hotrec.config.data import Derive
 
 Codes = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -184,7 +184,7 @@ def cut_lists(lists: Lists, max_length: int) -> Lists:
 
 
 def derive_numbers(derive: Derive, numbers: Numbers, utc_offset_h: float) -> Numbers:
-    """What ``derive`` makes of a column, see ``hotrec.data.spec.Derive``; NaN stays NaN."""
+    """What ``derive`` makes of a column, see ``hotrec.config.data.Derive``; NaN stays NaN."""
     values = numbers.values
     match derive:
         case Derive.none:

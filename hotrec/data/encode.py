@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hotrec.config.data import ColumnKind, ColumnSpec, DenseTransform, Derive
 from hotrec.data.chunks import Block, Floats, Integers, Jagged
 from hotrec.data.columns import (
     Float64s,
@@ -24,7 +25,6 @@ from hotrec.data.columns import (
 )
 from hotrec.data.gather import gather_bags
 from hotrec.data.readers import numbers_of
-from hotrec.data.spec import ColumnKind, ColumnSpec, DenseTransform, Derive
 from hotrec.data.vocabulary import RowEncoder
 
 

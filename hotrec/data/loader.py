@@ -1,4 +1,4 @@
-"""The loader: prepared chunks -> ``hotrec.batch.Batch``, per rank, in worker processes.
+"""The loader: prepared chunks -> ``hotrec.data.batch.Batch``, per rank, in worker processes.
 
 Every rank takes the same number of steps; nothing is lost or seen twice in an epoch. Worker k of n
 makes steps k, k + n, ..., and the loader takes them in turn, so the order of batches does not
@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.batch import Batch
 from hotrec.data.all_hot import SampleSubset
+from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.gather import Gathered, Gatherer, select_bags
 from hotrec.data.locality import AS_READ, BY_OWNER, Assign

@@ -10,6 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotrec.config.data import (
+    ColumnKind,
+    ColumnSpec,
+    JoinSpec,
+    SourceFormat,
+    SourceSpec,
+    SplitKind,
+    columns_of,
+)
 from hotrec.data.columns import RawBlock
 from hotrec.data.encode import feature_columns, label_source, needs_numbers
 from hotrec.data.joins import SideTable, join, read_side_table
@@ -20,15 +29,6 @@ from hotrec.data.readers import (
     count_samples,
     find_files,
     read_blocks,
-)
-from hotrec.data.spec import (
-    ColumnKind,
-    ColumnSpec,
-    JoinSpec,
-    SourceFormat,
-    SourceSpec,
-    SplitKind,
-    columns_of,
 )
 from hotrec.data.splits import Splitter
 

@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from hotrec import distributed
 from hotrec.artifact import Artifact, read_artifact, scratch_directory
-from hotrec.data.check import check_source_spec
+from hotrec.config.check_data import check_source_spec
+from hotrec.config.data import ColumnKind, Encoding, SourceSpec, SplitKind, tables_of
 from hotrec.data.chunks import SPLITS, ChunkInfo, ChunkWriter, commit_dataset, write_arrow
 from hotrec.data.columns import RawBlock, Texts
 from hotrec.data.encode import (
@@ -40,13 +40,6 @@ from hotrec.data.encode import (
 )
 from hotrec.data.log import Log, feature_tables, make_splitter, open_log
 from hotrec.data.readers import keep_samples, numbers_of
-from hotrec.data.spec import (
-    ColumnKind,
-    Encoding,
-    SourceSpec,
-    SplitKind,
-    tables_of,
-)
 from hotrec.data.splits import TRAIN, Splitter
 from hotrec.data.vocabulary import (
     Counted,
@@ -60,6 +53,7 @@ from hotrec.data.vocabulary import (
     read_vocabulary,
     write_vocabulary,
 )
+from hotrec.runtime import ranks as distributed
 from hotrec.types import Feature, Schema, Table
 
 _LOGGER = logging.getLogger(__name__)

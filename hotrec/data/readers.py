@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hotrec.config.data import CRITEO_COLUMNS, OnBadLine, SourceFormat
 from hotrec.data import text
 from hotrec.data.columns import (
     Numbers,
@@ -26,7 +27,6 @@ from hotrec.data.columns import (
     numbers_from_texts,
     texts_from_arrow,
 )
-from hotrec.data.spec import CRITEO_COLUMNS, OnBadLine, SourceFormat
 from hotrec.types import Rows
 
 _SUFFIXES = {
@@ -57,7 +57,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class LogFormat:
-    """How the files of a log or a side table are stored; see ``hotrec.data.spec.SourceSpec``."""
+    """How the files of a log or a side table are stored; see ``hotrec.config.data.SourceSpec``."""
 
     format: SourceFormat
     separator: str = "\t"

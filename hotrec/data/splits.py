@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hotrec.config.data import SplitKind, SplitSpec
 from hotrec.data.columns import RawBlock
 from hotrec.data.hashing import hash_numbers
 from hotrec.data.readers import numbers_of
-from hotrec.data.spec import SplitKind, SplitSpec
 
 TRAIN, VALID, TEST = range(3)  # positions in hotrec.data.chunks.SPLITS
 

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from hotrec.artifact import Artifact, scratch_directory
-from hotrec.data.check import check_synthetic_spec
+from hotrec.config.check_data import check_synthetic_spec
+from hotrec.config.data import SyntheticSpec
 from hotrec.data.chunks import SPLITS, Block, ChunkWriter, Integers, Jagged, commit_dataset
-from hotrec.data.spec import SyntheticSpec
 from hotrec.types import Feature, Rows, Schema, Table
 
 # Samples drawn at once. Part of the definition of the data: another value, other samples.

@@ -28,7 +28,8 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.pooling import pool_rows
-from hotrec.routing import Column, RoutedFeatures, Router, hot_name
+from hotrec.routing.features import Column, RoutedFeatures, hot_name
+from hotrec.routing.router import Router
 from hotrec.types import Exchange, Partition, Placement
 
 

@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
-from hotrec.stages import mark
+from hotrec.runtime.stages import mark
 
 
 def _flat_view(flat: torch.Tensor, parts: list[torch.Tensor], what: str) -> torch.Tensor:

@@ -50,7 +50,7 @@ def hot_messages(
         value_bytes: of a value on the wire.
 
     Returns:
-        By exchange (not AUTO), bytes by name of the collective, see ``hotrec.traffic``.
+        By exchange (not AUTO), bytes by name of the collective, see ``hotrec.runtime.traffic``.
     """
     world_size = len(num_touched_RG)
     row_bytes_G = [value_bytes * dim + SLOT_BYTES for _, dim in shapes]

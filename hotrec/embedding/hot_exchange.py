@@ -22,10 +22,10 @@ from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.hot_choice import HotChooser
 from hotrec.embedding.hot_choice import HotExchange as HotExchange  # the replicas' users need it
 from hotrec.embedding.hot_reduce import HotReducer
-from hotrec.host_ints import HostInts
-from hotrec.sorting import sort_keys
-from hotrec.stages import mark
-from hotrec.wire import Wire, WireType
+from hotrec.routing.sorting import sort_keys
+from hotrec.runtime.host_ints import HostInts
+from hotrec.runtime.stages import mark
+from hotrec.runtime.wire import Wire, WireType
 
 
 def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -18,8 +18,8 @@ import torch
 
 from hotrec.embedding.hot_choice import HotChooser, HotExchange, Seconds
 from hotrec.embedding.hot_ways import Counts, Dense, Owners, TouchedRows, Way
-from hotrec.host_ints import HostInts, ints_on
-from hotrec.wire import Wire, WireType
+from hotrec.runtime.host_ints import HostInts, ints_on
+from hotrec.runtime.wire import Wire, WireType
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 

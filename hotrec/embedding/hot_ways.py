@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch.nn.functional import embedding_bag
 
-from hotrec.host_ints import HostInts, ints_on
-from hotrec.sorting import sort_keys
-from hotrec.wire import Wire
+from hotrec.routing.sorting import sort_keys
+from hotrec.runtime.host_ints import HostInts, ints_on
+from hotrec.runtime.wire import Wire
 
 Counts = list[list[int]]  # rows that each rank touched, by dimension: (W, G)
 

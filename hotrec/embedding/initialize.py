@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.tables import sharded_collections, table_parts
-from hotrec.routing import hot_name, hot_rows
+from hotrec.routing.features import hot_name, hot_rows
 
 # Values made at a time. On CPU few enough for its cache; on a device as many as there is room for
 # beside the table (5 buffers of 4 bytes each, 320 MiB): 1e9 rows of 128 floats are 1.3e11 values,

@@ -18,12 +18,12 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from hotrec.embedding.codecs import wire_codecs
 from hotrec.embedding.fused import fused_params, undo_update_count
-from hotrec.embedding.sharded_rows import check_sharding
+from hotrec.embedding.row_exchange import check_sharding
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.stages import backward_point, mark, mark_backward
-from hotrec.wire import WireType
+from hotrec.runtime.codecs import wire_codecs
+from hotrec.runtime.stages import backward_point, mark, mark_backward
+from hotrec.runtime.wire import WireType
 
 
 class ShardedPooledBags(ShardedEmbeddingBagCollection):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hotrec.routing import RoutedGroup
-from hotrec.stages import mark
+from hotrec.routing.features import RoutedGroup
+from hotrec.runtime.stages import mark
 
 # On CUDA one thread walks a segment for each value of a row, and a hot row's segment has thousands
 # of ids; in pieces of so many the longest walk is bounded whatever the batch and the skew.

@@ -39,11 +39,11 @@ from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.hot_exchange import HotCounts, HotExchange, HotReplicas
 from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.pooling import pool_rows
-from hotrec.embedding.sharded_rows import COLD_SHARDINGS, HOT_SHARDINGS, ShardedRows
+from hotrec.embedding.row_exchange import COLD_SHARDINGS, HOT_SHARDINGS, ShardedRows
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.routing import RoutedFeatures
-from hotrec.stages import mark
-from hotrec.wire import WireType
+from hotrec.routing.features import RoutedFeatures
+from hotrec.runtime.stages import mark
+from hotrec.runtime.wire import WireType
 
 
 class HotColdContext(EmbeddingCollectionContext):

@@ -24,7 +24,7 @@ from enum import Enum
 import torch
 
 from hotrec.embedding.flat import put_rows
-from hotrec.sorting import sort_keys
+from hotrec.routing.sorting import sort_keys
 
 
 class OptimizerKind(Enum):

@@ -7,8 +7,8 @@ import torch.fx
 import torch.nn.functional as F
 from torch import nn
 
-from hotrec.batch import Batch
-from hotrec.stages import mark, mark_backward
+from hotrec.data.batch import Batch
+from hotrec.runtime.stages import mark, mark_backward
 
 # A leaf for the tracer of TorchRec's pipelines.
 torch.fx.wrap("mark_backward")

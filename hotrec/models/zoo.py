@@ -13,7 +13,7 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from hotrec.models.interaction import CrossNet, DotInteraction
-from hotrec.stages import backward_point, mark, mark_backward
+from hotrec.runtime.stages import backward_point, mark, mark_backward
 
 
 class ModelKind(Enum):

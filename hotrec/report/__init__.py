@@ -28,8 +28,8 @@ of ``summary.json`` and ``metrics.jsonl`` optional; what is absent is said on th
 ``environment.json``, ``config.yaml``, ``plan.txt`` (else ``plan.json``)
     Shown as they are.
 
-A profile or partition directory is read through its manifest, see ``hotrec.placement.profile`` and
-``hotrec.placement.partition`` for the contents.
+A profile or partition directory is read through its manifest, see ``hotrec.cost_model.profile`` and
+``hotrec.planning.partition`` for the contents.
 """
 
 from hotrec.report.coverage import plot_coverage

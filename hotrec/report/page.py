@@ -10,12 +10,7 @@ from typing import Any
 from hotrec.report.compare import GROUPS, Figure, show_against
 from hotrec.report.read import CONFIG, ENVIRONMENT, PLANS, Run
 from hotrec.report.style import run_color
-from hotrec.report.units import (
-    NOT_RECORDED,
-    show_bytes,
-    show_count,
-    show_frac,
-)
+from hotrec.report.units import NOT_RECORDED, show_bytes, show_count, show_frac
 
 CSS = """
 :root { --ink:#1f2933; --soft:#5b6672; --line:#e3e7eb; --tint:#f5f7f9; --accent:#0072B2; }

@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from hotrec.costs import STAGES
+from hotrec.cost_model.costs import STAGES
 from hotrec.report.plan_pipeline import pipeline_cells
 from hotrec.report.plan_text import (
     MAX_TABLES_SHOWN,

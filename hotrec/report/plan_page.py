@@ -8,12 +8,7 @@ from pathlib import Path
 from hotrec.report.page import Section, build_figure, build_page
 from hotrec.report.passages import passage_html, passages_text, tiles_html
 from hotrec.report.plan_figures import build_plan_figure, draw_plan
-from hotrec.report.plan_text import (
-    Document,
-    baseline_name,
-    describe_world,
-    plan_passages,
-)
+from hotrec.report.plan_text import Document, baseline_name, describe_world, plan_passages
 from hotrec.report.style import to_svg
 from hotrec.report.units import show_bytes, show_frac, show_rate, show_ratio, show_seconds
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.bags import find_bags
+from hotrec.routing.bags import find_bags
 from hotrec.routing.checks import KeyLengths, check_weights, refuse_ids
 from hotrec.routing.features import Column, RoutedGroup, hot_name, hot_rows
-from hotrec.sorting import find_runs, sort_keys
+from hotrec.routing.sorting import find_runs, sort_keys
 from hotrec.types import Partition
 
 COLD = -1

@@ -18,9 +18,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hotrec.batch import Batch
+from hotrec.data.batch import Batch
 from hotrec.train.checkpoint import StatefulLoader
-from hotrec.train.metrics import Quality
+from hotrec.train.evaluate import Quality
 
 logger = logging.getLogger(__name__)
 

@@ -30,19 +30,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from hotrec.artifact import (
-    ArtifactError,
-    commit_artifact,
-    read_artifact,
-    scratch_directory,
-)
-from hotrec.distributed import (
-    all_gather_object,
-    broadcast_object,
-    rank,
-    same_verdict,
-    world_size,
-)
+from hotrec.artifact import ArtifactError, commit_artifact, read_artifact, scratch_directory
+from hotrec.runtime.ranks import all_gather_object, broadcast_object, rank, same_verdict, world_size
 from hotrec.train.run_log import replace_text
 
 KIND = "checkpoint"

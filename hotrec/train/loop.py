@@ -20,10 +20,10 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 from tqdm import tqdm
 
-from hotrec import watchdog
-from hotrec.batch import Batch
-from hotrec.distributed import Ranks, same_verdict
-from hotrec.traffic import BatchFacts, count_dense_values
+from hotrec.data.batch import Batch
+from hotrec.runtime import watchdog
+from hotrec.runtime.ranks import Ranks, same_verdict
+from hotrec.runtime.traffic import BatchFacts, count_dense_values
 from hotrec.train.alternate import Alternation
 from hotrec.train.checkpoint import (
     Checkpoints,
@@ -34,13 +34,12 @@ from hotrec.train.checkpoint import (
     save_checkpoint,
 )
 from hotrec.train.evaluate import evaluate
-from hotrec.train.meter import SegmentBatches
 from hotrec.train.peak_memory import Tables
-from hotrec.train.pipeline import LookAhead, Pipeline, make_pipeline
-from hotrec.train.records import Records
-from hotrec.train.run_log import RunLog
+from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
+from hotrec.train.run_log import RunLog, SegmentBatches
 from hotrec.train.schedule import Cadence, segments, set_learning_rates
 from hotrec.train.stage_times import FIRST_COMPARED_STEP
+from hotrec.train.step_log import Records
 from hotrec.train.trace import Tracer, TraceWindow
 from hotrec.train.watch import StopRequest, TrafficMeter, sigterm_held_back, stop_on_sigterm
 

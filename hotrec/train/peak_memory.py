@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hotrec.distributed import all_gather_object
+from hotrec.runtime.ranks import all_gather_object
 
 # Bytes of a table's tensors: what they hold -> "device" and "host" -> bytes.
 Tables = Mapping[str, Mapping[str, int]]

@@ -1,13 +1,22 @@
-"""What a run leaves in its directory: metrics.jsonl, eval.jsonl, summary.json, TensorBoard."""
+"""What a run leaves in its directory, and the clocks behind it."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import time
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import numpy as np
+
+from hotrec.data.batch import Batch
+from hotrec.runtime.stages import mark
+from hotrec.train.schedule import Segment
 
 
 class RunLog:
@@ -96,3 +105,114 @@ def _drop_later_lines(path: Path, last_step: int) -> None:
         if step <= last_step:
             kept.append(line + "\n")
     replace_text(path, "".join(kept))
+
+
+class SegmentBatches(Iterator[Batch]):
+    """The batches of one segment, with the time spent waiting for them.
+
+    Bounded, so that the pipeline drains; and it can be cut short, when the run has to stop: the
+    pipeline then computes what it already holds, and the loader stands exactly behind that.
+    """
+
+    def __init__(self, source: Iterator[Batch], segment: Segment) -> None:
+        self.first_step = segment.first_step
+        self.num_steps = segment.num_steps
+        self.wait_s = 0.0
+        self.last_taken: Batch | None = None
+        self._source = source
+        self._num_samples: list[int] = []
+
+    def __next__(self) -> Batch:
+        if len(self._num_samples) >= self.num_steps:
+            raise StopIteration
+        mark("ids_exchange")
+        start = time.perf_counter()
+        batch = next(self._source)
+        self.wait_s += time.perf_counter() - start
+        mark("other")
+        self.last_taken = batch
+        self._num_samples.append(batch.num_global_samples)
+        return batch
+
+    def steps(self) -> Iterator[int]:
+        """The steps to make until the pipeline is drained."""
+        index = 0
+        while index < self.num_steps:  # which may become less in between
+            yield self.first_step + index
+            index += 1
+
+    def cut(self) -> None:
+        """Hand out no more batches."""
+        self.num_steps = len(self._num_samples)
+
+    def num_samples(self, step: int) -> int:
+        """Samples over all ranks in the batch of ``step``."""
+        return self._num_samples[step - self.first_step]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Step times of some steps; None where no step was measured."""
+
+    samples_per_s: float | None
+    step_p50_s: float | None
+    step_p90_s: float | None
+
+
+class Meter:
+    """Adds up the times of the steps of this process."""
+
+    def __init__(self, *, warmup_steps: int) -> None:
+        self._warmup_left = warmup_steps
+        self._step_s = array("d")
+        self._samples = array("q")
+        self._interval_start = 0
+        self._wait_s = 0.0
+        self._last = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Leave out the time since the last step: evaluation, saving, starting."""
+        self._last = time.perf_counter()
+
+    def end_step(self, *, num_samples: int, wait_s: float, is_slowed: bool = False) -> float:
+        """Take the time since the last step.
+
+        Args:
+            num_samples: of this step, over all ranks.
+            wait_s: part of the time in which the loader was waited for.
+            is_slowed: leave the step out of all rates.
+
+        Returns:
+            That time, in seconds.
+        """
+        now = time.perf_counter()
+        step_s, self._last = now - self._last, now
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+        elif not is_slowed:
+            self._step_s.append(step_s)
+            self._samples.append(num_samples)
+            self._wait_s += wait_s
+        return step_s
+
+    def end_interval(self) -> Rates:
+        """Rates of the steps since the last call."""
+        start, self._interval_start = self._interval_start, len(self._step_s)
+        return _rates(self._step_s[start:], self._samples[start:])
+
+    def total(self) -> Rates:
+        """Rates of all measured steps."""
+        return _rates(self._step_s, self._samples)
+
+    @property
+    def data_wait_frac(self) -> float | None:
+        """Fraction of all measured steps' time in which this rank waited for its loader."""
+        total_s = sum(self._step_s)
+        return self._wait_s / total_s if total_s else None
+
+
+def _rates(step_s: array[float], samples: array[int]) -> Rates:
+    if not step_s:
+        return Rates(None, None, None)
+    p50, p90 = np.percentile(np.asarray(step_s), [50, 90])
+    return Rates(sum(samples) / sum(step_s), float(p50), float(p90))

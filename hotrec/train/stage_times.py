@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotrec.costs import STAGES
-from hotrec.distributed import all_gather_object
-from hotrec.stages import StageClock, exposed_s
+from hotrec.cost_model.costs import STAGES
+from hotrec.runtime.ranks import all_gather_object
+from hotrec.runtime.stages import StageClock, exposed_s
 
 FIRST_COMPARED_STEP = 50
 MOST_KEPT_STEPS = 4096

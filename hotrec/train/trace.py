@@ -1,7 +1,7 @@
 """Traces of a few steps, one file per rank, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 torch.profiler records the operators, the named ranges and the collectives of every thread, the
-communication thread's among them, and on CUDA the kernels. The stages of ``hotrec.stages`` come
+communication thread's among them, and on CUDA the kernels. The stages of ``hotrec.runtime.stages`` come
 from a clock: a mark ends a stage, so its name is known only then, and it may cut through operators;
 they are written into the file as a lane of their own. Steps that are recorded are in no rate.
 
@@ -30,8 +30,8 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hotrec.distributed import Ranks, same_verdict
-from hotrec.stages import RANGE_PREFIX, StageClock, StepIntervals
+from hotrec.runtime.ranks import Ranks, same_verdict
+from hotrec.runtime.stages import RANGE_PREFIX, StageClock, StepIntervals
 
 # Categories of the events that are hotrec's, for those who read the file.
 STEP, STAGE, RANGE = "hotrec_step", "hotrec_stage", "hotrec_range"

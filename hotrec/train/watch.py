@@ -19,10 +19,10 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from hotrec.batch import Batch
-from hotrec.distributed import Ranks
-from hotrec.traffic import COLLECTIVES, BatchFacts, count_sent_bytes, lower_bound_bytes
-from hotrec.train.meter import SegmentBatches
+from hotrec.data.batch import Batch
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.traffic import COLLECTIVES, BatchFacts, count_sent_bytes, lower_bound_bytes
+from hotrec.train.run_log import SegmentBatches
 
 # Exit code of a run that SIGTERM ended, as a shell would report it. The checkpoint is whole.
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM

@@ -6,8 +6,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from hotrec.cli.commands import COMMANDS
-from hotrec.cli.schema import ROOTS, VARIANTS, Config, SavedPlacement
 from hotrec.cli.store import build_config, compose_config, conf_dir, options_of, read_config
+from hotrec.config.groups import VARIANTS
+from hotrec.config.placements import SavedPlacement
+from hotrec.config.roots import ROOTS, Config
 
 GROUPS = (
     "data",

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hotrec.cli import schema
-from hotrec.cli.schema import ROOTS, VARIANTS
+from hotrec import config as schema
 from hotrec.cli.store import conf_dir
+from hotrec.config.groups import VARIANTS
+from hotrec.config.roots import ROOTS
 
 CLI = Path(schema.__file__).parents[1]
 # Constants of the update rules, which optimizer_specs takes by name from those that have them.

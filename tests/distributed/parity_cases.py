@@ -13,24 +13,21 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.batch import Batch
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    HotExchange,
-    OptimizerKind,
-    OptimizerSpec,
-    RowsAhead,
-    check_replicas,
-    gather_tables,
-    initialize_embeddings,
-    make_optimizer,
-    shard,
-)
-from hotrec.embedding.initialize import initial_rows
-from hotrec.models import ClickTask
-from hotrec.planner import Machine, make_plan, placement_constraints
-from hotrec.train.pipeline import LookAhead, make_pipeline
+from hotrec.data.batch import Batch
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import check_replicas, shard
+from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.initialize import initial_rows, initialize_embeddings
+from hotrec.embedding.optimizers import make_optimizer
+from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.models.task import ClickTask
+from hotrec.planning.constraints import placement_constraints
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
 from tests.helpers.reference import (
     Bags,

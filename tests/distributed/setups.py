@@ -17,28 +17,25 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.batch import Batch
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    HotExchange,
-    OptimizerKind,
-    OptimizerSpec,
-    fused_params,
-    initialize_embeddings,
-    make_optimizer,
-    shard,
-)
-from hotrec.models import ClickTask
-from hotrec.planner import (
+from hotrec.data.batch import Batch
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import shard
+from hotrec.embedding.fused import fused_params
+from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.initialize import initialize_embeddings
+from hotrec.embedding.optimizers import make_optimizer
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.models.task import ClickTask
+from hotrec.planning.constraints import (
     ColdTier,
-    Machine,
     TorchRecPlan,
     hot_cold_constraints,
-    make_plan,
     placement_constraints,
     torchrec_constraints,
 )
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
 
 NUM_DENSE = 3

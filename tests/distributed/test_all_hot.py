@@ -16,7 +16,7 @@ from hotrec.artifact import ArtifactError, read_artifact
 from hotrec.data.all_hot import KIND, AllHotSamples, count_steps_of_kinds, write_all_hot
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
-from hotrec.distributed import RankError, Ranks, all_gather_object
+from hotrec.runtime.ranks import RankError, Ranks, all_gather_object
 from hotrec.train.alternate import AlternatingLoader, Alternation
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import TrainResult, train

@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 
 from hotrec.artifact import scratch_directory
-from hotrec.cli.assemble import Sharded, build_sharded
-from hotrec.cli.assign import by_owner, check_assign, choose_assign
-from hotrec.cli.order import make_train_loader
-from hotrec.cli.schema import Config
+from hotrec.build import Sharded, build_sharded
 from hotrec.cli.store import build_config, compose_config
+from hotrec.config.roots import Config
 from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
 from hotrec.data.locality import NOBODY
-from hotrec.distributed import Ranks, all_gather_object
-from hotrec.embedding import gather_tables
-from hotrec.embedding.ahead.stores import OwnedRows
+from hotrec.data_assign import by_owner, check_assign, choose_assign
+from hotrec.data_order import make_train_loader
+from hotrec.embedding.prefetch.stores import OwnedRows
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
-from hotrec.planner import Machine
+from hotrec.embedding.tables import gather_tables
+from hotrec.planning.machine import Machine
+from hotrec.runtime.ranks import Ranks, all_gather_object
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hotrec.traffic import COLLECTIVES
+from hotrec.runtime.traffic import COLLECTIVES
 
 REPOSITORY = Path(__file__).parents[2]
 EXACT = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.costs import COLLECTIVES, KERNELS, STAGES, Costs, World
+from hotrec.cost_model.costs import COLLECTIVES, KERNELS, STAGES, Costs, World
 from tests.helpers.ranks import run_ranks
 
 # Kernels of memories that only a GPU has.
@@ -16,17 +16,17 @@ GPU_KERNELS = {name for name in KERNELS if name.endswith(("_host", "_hit", "_mis
 
 
 def tiny_subject(optimizer: Any) -> Any:
-    from hotrec.cli.probes import Subject
-    from hotrec.cli.schema import DlrmConfig
+    from hotrec.calibrate.probes import Subject
+    from hotrec.config.groups import DlrmConfig
 
     model = DlrmConfig(embedding_dim=8, dense_layer_sizes=[8, 8], over_layer_sizes=[4, 1])
     return Subject([50, 3, 400], model, optimizer, num_dense=2, batch_size=16, cap_bytes=1 << 14)
 
 
 def calibrate() -> list[dict[str, Any]]:
-    from hotrec.cli.calibrate import measure_costs
-    from hotrec.cli.schema import AdamConfig, RowwiseAdagradConfig
-    from hotrec.distributed import Ranks
+    from hotrec.calibrate.measure import measure_costs
+    from hotrec.config.groups import AdamConfig, RowwiseAdagradConfig
+    from hotrec.runtime.ranks import Ranks
 
     ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
     optimizers = [RowwiseAdagradConfig(learning_rate=0.1), AdamConfig(learning_rate=0.1)]
@@ -41,7 +41,7 @@ def calibrate() -> list[dict[str, Any]]:
 def count_bytes() -> list[tuple[str, float, int]]:
     """What the module says that a rank sends, and what the traffic counter sees."""
     from hotrec.calibrate.collectives import make_call, num_values, sent_bytes
-    from hotrec.traffic import count_sent_bytes
+    from hotrec.runtime.traffic import count_sent_bytes
 
     found = []
     for kind in COLLECTIVES:
@@ -89,7 +89,7 @@ def measure_two_hosts() -> tuple[list[Any], float, float, int]:
     """Four ranks that take themselves for two hosts of two."""
     from hotrec.calibrate.clock import Effort
     from hotrec.calibrate.collectives import measure_network, num_network_points
-    from hotrec.distributed import Ranks
+    from hotrec.runtime.ranks import Ranks
 
     rank, advanced = dist.get_rank(), []
     ranks = Ranks(rank, 4, rank % 2, 2, torch.device("cpu"))

@@ -12,30 +12,27 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    OptimizerKind,
-    OptimizerSpec,
-    fused_params,
-    gather_tables,
-    initialize_embeddings,
-    make_optimizer,
-    shard,
-)
-from hotrec.embedding.codecs import compress_dense, wire_codecs
-from hotrec.models import ClickTask
-from hotrec.planner import (
-    Machine,
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import shard
+from hotrec.embedding.fused import fused_params
+from hotrec.embedding.initialize import initialize_embeddings
+from hotrec.embedding.optimizers import make_optimizer
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.models.task import ClickTask
+from hotrec.planning.constraints import (
     TorchRecPlan,
     hot_cold_constraints,
-    make_plan,
     placement_constraints,
     torchrec_constraints,
 )
-from hotrec.traffic import count_sent_bytes
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.runtime.codecs import compress_dense, wire_codecs
+from hotrec.runtime.traffic import count_sent_bytes
+from hotrec.runtime.wire import WireType
 from hotrec.types import Partition, Placement
-from hotrec.wire import WireType
 from tests.distributed.setups import (
     PARTITIONS,
     PLACEMENT,

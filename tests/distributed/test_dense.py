@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotrec.models import ModelKind
-from hotrec.traffic import count_sent_bytes
-from hotrec.train import grad_mean
-from hotrec.train.dense import DenseSync, dense_parameters
-from hotrec.wire import WireType
+from hotrec.models.zoo import ModelKind
+from hotrec.runtime.traffic import count_sent_bytes
+from hotrec.runtime.wire import WireType
+from hotrec.train import dense_sync as grad_mean
+from hotrec.train.dense_sync import DenseSync, dense_parameters
 from tests.helpers.dense import (
     MODELS,
     OPTIMIZERS,

@@ -15,22 +15,23 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.batch import Batch
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    OptimizerKind,
-    OptimizerSpec,
-    RowsAhead,
-    gather_tables,
-    initialize_embeddings,
-    make_optimizer,
-    shard,
-)
-from hotrec.models import ClickTask, ModelKind, build_model, set_up_dense_layers
-from hotrec.planner import ColdTier, Machine, hot_cold_constraints, make_plan
-from hotrec.train.dense import dense_parameters
-from hotrec.train.pipeline import LookAhead, Pipeline, make_pipeline
+from hotrec.data.batch import Batch
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import shard
+from hotrec.embedding.initialize import initialize_embeddings
+from hotrec.embedding.optimizers import make_optimizer
+from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.models.dense import set_up_dense_layers
+from hotrec.models.task import ClickTask
+from hotrec.models.zoo import ModelKind, build_model
+from hotrec.planning.constraints import ColdTier, hot_cold_constraints
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.train.dense_sync import dense_parameters
+from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
 from hotrec.types import Partition, Precision
 from tests.helpers.ranks import run_ranks
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.embedding import HotExchange, OptimizerKind, check_replicas, gather_tables
+from hotrec.embedding.convert import check_replicas
+from hotrec.embedding.hot_exchange import HotExchange
 from hotrec.embedding.optimizers import hot_replicas
-from hotrec.wire import WireType
+from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.update_rules import OptimizerKind
+from hotrec.runtime.wire import WireType
 from tests.distributed.setups import PARTITIONS, Setup, build, make_batch
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks

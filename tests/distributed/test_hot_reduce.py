@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from hotrec.embedding.hot_choice import HotExchange, hot_messages
 from hotrec.embedding.hot_reduce import HotPlan, HotReducer
-from hotrec.traffic import count_sent_bytes
-from hotrec.wire import Wire, WireType
+from hotrec.runtime.traffic import count_sent_bytes
+from hotrec.runtime.wire import Wire, WireType
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
 SHAPES = [(50, 8), (7, 4), (300, 16)]
 WAYS = [HotExchange.TOUCHED_ROWS, HotExchange.OWNERS, HotExchange.DENSE]
-# Of each value and of the largest value of a message, see ``hotrec.wire.encode``.
+# Of each value and of the largest value of a message, see ``hotrec.runtime.wire.encode``.
 BOUNDS = {WireType.FP32: (0.0, 0.0), WireType.FP16: (2**-11, 2**-39), WireType.BF16: (2**-8, 0.0)}
 Rows = tuple[torch.Tensor, torch.Tensor]
 

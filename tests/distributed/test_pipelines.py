@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedModule
 
-from hotrec.batch import Batch
-from hotrec.distributed import broadcast_object
-from hotrec.embedding import OptimizerKind, gather_tables
+from hotrec.data.batch import Batch
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
-from hotrec.planner import TorchRecPlan
+from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.update_rules import OptimizerKind
+from hotrec.planning.constraints import TorchRecPlan
+from hotrec.runtime.ranks import broadcast_object
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from tests.distributed.setups import (
     ALL_POOLED,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hotrec.wire import Wire, WireType
+from hotrec.runtime.wire import Wire, WireType
 from tests.distributed import test_wire as wire
 from tests.distributed.parity_cases import make_pipeline_cases, run_cases
 from tests.helpers.checks import run_checks

@@ -24,39 +24,33 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec import stages
-from hotrec.batch import Batch
-from hotrec.costs import STAGES
-from hotrec.distributed import Ranks
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    HotExchange,
-    OptimizerKind,
-    OptimizerSpec,
-    cpu_rows,
-    fused_params,
-    initialize_embeddings,
-    make_optimizer,
-    pooling,
-    shard,
-    sharding,
-)
-from hotrec.embedding.hot_exchange import HotReplicas
-from hotrec.embedding.hot_optimizer import HotOptimizer
-from hotrec.models import ClickTask, ModelKind, build_model
-from hotrec.planner import (
+from hotrec.cost_model.costs import STAGES
+from hotrec.data.batch import Batch
+from hotrec.embedding import cpu_rows, pooling, sharding
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import shard
+from hotrec.embedding.fused import fused_params
+from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
+from hotrec.embedding.initialize import initialize_embeddings
+from hotrec.embedding.optimizers import HotOptimizer, make_optimizer
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.models.task import ClickTask
+from hotrec.models.zoo import ModelKind, build_model
+from hotrec.planning.constraints import (
     ColdTier,
-    Machine,
     TorchRecPlan,
     hot_cold_constraints,
-    make_plan,
     torchrec_constraints,
 )
-from hotrec.stages import StageClock
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.runtime import stages
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.stages import StageClock
 from hotrec.train.loop import train
-from hotrec.train.meter import SegmentBatches
-from hotrec.train.pipeline import make_pipeline
+from hotrec.train.pipelines import make_pipeline
+from hotrec.train.run_log import SegmentBatches
 from hotrec.train.schedule import Cadence, Schedule, Segment
 from hotrec.types import Partition
 from tests.helpers.ranks import run_ranks
@@ -95,7 +89,7 @@ CASES: dict[str, Any] = {
 
 
 class Clock:
-    """Time for ``hotrec.stages``, moved on by what is said to take some."""
+    """Time for ``hotrec.runtime.stages``, moved on by what is said to take some."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from hotrec import stages
-from hotrec.costs import STAGES
-from hotrec.distributed import Ranks
-from hotrec.stages import EXPOSED_STAGES, StageClock, exposed_s, named_range
+from hotrec.cost_model.costs import STAGES
+from hotrec.runtime import stages
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.stages import EXPOSED_STAGES, StageClock, exposed_s, named_range
 from hotrec.train.loop import train
-from hotrec.train.meter import SegmentBatches
-from hotrec.train.pipeline import make_pipeline
+from hotrec.train.pipelines import make_pipeline
+from hotrec.train.run_log import SegmentBatches
 from hotrec.train.schedule import Cadence, Schedule, Segment
 from hotrec.train.trace import (
     PIDS_PER_RANK,

@@ -24,15 +24,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hotrec.artifact import ArtifactError
-from hotrec.batch import Batch
-from hotrec.distributed import RankError, Ranks, all_gather_object, process_group
-from hotrec.embedding.cache_counters import CacheCounters, CacheFigures, fused_modules
-from hotrec.traffic import BatchFacts, count_distinct_rows, count_sent_bytes
+from hotrec.data.batch import Batch
+from hotrec.embedding.table_memory import CacheCounters, CacheFigures, fused_modules
+from hotrec.runtime.ranks import RankError, Ranks, all_gather_object, process_group
+from hotrec.runtime.traffic import BatchFacts, count_distinct_rows, count_sent_bytes
 from hotrec.train.checkpoint import Checkpoints, find_latest, load_checkpoint
-from hotrec.train.evaluate import evaluate
+from hotrec.train.evaluate import evaluate, measure_quality
 from hotrec.train.loop import TrainResult, train
-from hotrec.train.metrics import measure_quality
-from hotrec.train.pipeline import make_pipeline
+from hotrec.train.pipelines import make_pipeline
 from hotrec.train.schedule import Cadence, Schedule
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import DIM, NUM_ROWS, TinyLoader, TinySplit, build_tiny, tiny_batch
@@ -374,7 +373,7 @@ def test_counted_bytes_are_those_of_the_kernel(
     two_hosts: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     for counts in run_ranks(count_both_ways, hosts=two_hosts, folder=tmp_path):
-        # gloo makes it of an all-reduce, which NCCL does not; see hotrec.traffic.
+        # gloo makes it of an all-reduce, which NCCL does not; see hotrec.runtime.traffic.
         counted, by_kernel = counts.pop("reduce_scatter")
         assert counted == 2_000_000
         assert by_kernel <= 2.2 * counted

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hotrec.distributed import Ranks
-from hotrec.watchdog import MAIN, STEP, LostRank, enter, watching
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.watchdog import MAIN, STEP, LostRank, enter, watching
 from tests.helpers.ranks import run_ranks
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.traffic import SentBytes, count_sent_bytes
-from hotrec.wire import Wire, WireType, wire_numel
+from hotrec.runtime.traffic import SentBytes, count_sent_bytes
+from hotrec.runtime.wire import Wire, WireType, wire_numel
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 

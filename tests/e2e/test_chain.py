@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrec.placement.partition import read_partition
+from hotrec.planning.partition import read_partition
 from hotrec.train.watch import STOPPED_EXIT_CODE
 from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec
 

@@ -14,7 +14,7 @@ from subprocess import Popen
 import pytest
 
 from benchmarks.faults import rank_processes
-from hotrec.watchdog import EXIT_CODE
+from hotrec.runtime.watchdog import EXIT_CODE
 from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec
 from tests.helpers.faults import Fault, run_of_ranks, wait_for_step
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hotrec.artifact import commit_artifact, scratch_directory
-from hotrec.costs.store import read_costs
-from hotrec.placement.partition import read_placement
+from hotrec.cost_model.store import read_costs
+from hotrec.planning.partition import read_placement
 from tests.e2e.conftest import SMOKE, Workspace, hotrec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

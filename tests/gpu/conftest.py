@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hotrec.distributed import Ranks, process_group
+from hotrec.runtime.ranks import Ranks, process_group
 
 
 @pytest.fixture(scope="module")

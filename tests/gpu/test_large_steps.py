@@ -19,26 +19,24 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.gpu_day.kernels import check_tables
 from benchmarks.gpu_day.tbe import DEVICE, UVM, UVM_CACHE, Tables
-from hotrec.batch import Batch
-from hotrec.distributed import Ranks
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    HotExchange,
-    OptimizerKind,
-    OptimizerSpec,
-    RowsAhead,
-    gather_tables,
-    initialize_embeddings,
-    make_optimizer,
-    shard,
-)
+from hotrec.data.batch import Batch
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import shard
 from hotrec.embedding.flat import MOST_BAG_IDS
-from hotrec.embedding.initialize import initial_rows
+from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.initialize import initial_rows, initialize_embeddings
+from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.pooling import MOST_IDS
-from hotrec.models import ClickTask
-from hotrec.planner import Machine, make_plan, placement_constraints
-from hotrec.train.pipeline import LookAhead, make_pipeline
+from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.models.task import ClickTask
+from hotrec.planning.constraints import placement_constraints
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.runtime.ranks import Ranks
+from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import Partition, Placement, Tier
 from tests.helpers.reference import PlainLazyAdam, PlainRowWiseAdagrad, mean_loss
 

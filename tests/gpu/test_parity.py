@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hotrec.distributed import Ranks
-from hotrec.embedding import OptimizerKind
+from hotrec.embedding.update_rules import OptimizerKind
+from hotrec.runtime.ranks import Ranks
 from hotrec.types import Tier
 from tests.distributed.parity_cases import (
     BATCHES,

@@ -7,10 +7,11 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.distributed import Ranks
 from hotrec.embedding.collection import columns_by_dim
 from hotrec.embedding.initialize import initial_rows
-from hotrec.routing import RoutedFeatures, Router
+from hotrec.routing.features import RoutedFeatures
+from hotrec.routing.router import Router
+from hotrec.runtime.ranks import Ranks
 from tests.distributed.parity_cases import Case, make_cases, make_global_batch, make_partition
 from tests.distributed.parity_cases import to_kjt as to_features
 

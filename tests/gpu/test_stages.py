@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hotrec.distributed import Ranks
-from hotrec.embedding import OptimizerKind
-from hotrec.stages import StageClock
-from hotrec.train.pipeline import make_pipeline
+from hotrec.embedding.update_rules import OptimizerKind
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.stages import StageClock
+from hotrec.train.pipelines import make_pipeline
 from tests.distributed.setups import PARTITIONS, batches, build
 
 pytestmark = pytest.mark.gpu

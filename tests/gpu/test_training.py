@@ -8,10 +8,11 @@ import pytest
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from hotrec.distributed import Ranks
-from hotrec.embedding import OptimizerKind, gather_tables, initialize_embeddings
-from hotrec.embedding.initialize import initial_rows
-from hotrec.planner import ColdTier, TorchRecPlan
+from hotrec.embedding.initialize import initial_rows, initialize_embeddings
+from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.update_rules import OptimizerKind
+from hotrec.planning.constraints import ColdTier, TorchRecPlan
+from hotrec.runtime.ranks import Ranks
 from tests.distributed.setups import DIMS, NUM_ROWS, PARTITIONS, Setup, batches, build, make_batch
 
 pytestmark = [

@@ -13,8 +13,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.models import ModelKind, build_model
-from hotrec.train.dense import dense_parameters
+from hotrec.models.zoo import ModelKind, build_model
+from hotrec.train.dense_sync import dense_parameters
 
 NUM_DENSE, NUM_FEATURES, NUM_ROWS, DIM = 5, 3, 11, 8
 

@@ -91,9 +91,7 @@ def _put_in(fault: Fault) -> None:
     """Patch the pipelines of this process."""
     import torch
 
-    from hotrec.train.look_ahead import LookAheadPipeline
-    from hotrec.train.pipeline import Pipeline
-    from hotrec.train.torchrec_pipeline import TorchRecPipeline
+    from hotrec.train.pipelines import LookAheadPipeline, Pipeline, TorchRecPipeline
 
     progress_of = {kind: kind.progress for kind in (LookAheadPipeline, TorchRecPipeline)}
     num_steps = 0

@@ -27,7 +27,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.batch import Batch
+from hotrec.data.batch import Batch
 
 DIM = 4
 NUM_ROWS = {"table_wise": 30, "row_wise": 21, "data_parallel": 10}

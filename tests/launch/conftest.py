@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hotrec.watchdog import EXIT_CODE
+from hotrec.runtime.watchdog import EXIT_CODE
 
 REPOSITORY = Path(__file__).parents[2]
 # Whatever starts the tests must not leak into what they start.

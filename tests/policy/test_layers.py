@@ -50,7 +50,7 @@ WALLS = {
     "torchdata": {"hotrec.data"},
     "tensorboard": {"hotrec.train"},
     "matplotlib": {"hotrec.report"},
-    "scipy": {"hotrec.placement"},
+    "scipy": {"hotrec.cost_model"},
 }
 
 # Start in a tenth of a second and are tested without torch; ".*" is the package with all it holds.
@@ -58,14 +58,14 @@ WITHOUT_TORCH = [
     "hotrec",
     "hotrec.types",
     "hotrec.artifact",
-    "hotrec.costs.*",
+    "hotrec.cost_model.*",
     "hotrec.doctor.*",
     "hotrec.cli",
-    "hotrec.placement.*",
+    "hotrec.cost_model.*",
     "hotrec.report.*",
     "hotrec.data.chunks",
     "hotrec.data.readers",
-    "hotrec.data.spec",
+    "hotrec.config.data",
     "hotrec.data.synthetic",
 ]
 HEAVY = {"torch", "torchrec", "fbgemm_gpu", "torchdata", "tensordict"}

@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.batch import Batch
-from hotrec.distributed import Ranks, broadcast_object
-from hotrec.embedding import HotExchange, OptimizerKind, gather_tables
+from hotrec.data.batch import Batch
+from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.update_rules import OptimizerKind
+from hotrec.runtime.ranks import Ranks, broadcast_object
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.evaluate import evaluate
 from hotrec.types import Tier
@@ -388,9 +390,9 @@ def _save_and_load(run: Run, *, has_trained: bool) -> None:
 
 def calibration_runs() -> None:
     """Every probe of the calibration, once: no kernel is missing and no devices are mixed."""
-    from hotrec.cli.probes import all_probes
-    from hotrec.cli.probes.subject import Bench, group_alone
-    from hotrec.cli.schema import AdamConfig
+    from hotrec.calibrate.probes import all_probes
+    from hotrec.calibrate.workload import Bench, group_alone
+    from hotrec.config.groups import AdamConfig
     from tests.distributed.test_calibrate import tiny_subject
 
     world_size, rank = dist.get_world_size(), dist.get_rank()

@@ -12,22 +12,21 @@ import torch.distributed as dist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.batch import Batch
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    HotExchange,
-    OptimizerKind,
-    OptimizerSpec,
-    RowsAhead,
-    initialize_embeddings,
-    make_optimizer,
-    shard,
-)
-from hotrec.models import ClickTask
+from hotrec.data.batch import Batch
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import shard
+from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.initialize import initialize_embeddings
+from hotrec.embedding.optimizers import make_optimizer
+from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.models.task import ClickTask
 from hotrec.models.zoo import ModelKind, build_model
-from hotrec.planner import Machine, make_plan, placement_constraints
-from hotrec.train.pipeline import LookAhead, make_pipeline
+from hotrec.planning.constraints import placement_constraints
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import Partition, Placement, TablePlacement, Tier
 from tests.helpers.reference import TinyClickModel
 

@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from benchmarks.gpu_day import machinery, parity, prediction, profiles, tbe, tiers
 from benchmarks.gpu_day.__main__ import Stage, check_out, main, parse, run_stage
 from benchmarks.gpu_day.record import DoesNotFitError, Parts, Record, Summary, Table, render
-from hotrec.embedding import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
 
 CPU = torch.device("cpu")
 FACTS = {"is_rehearsal": True, "code": "c1"}

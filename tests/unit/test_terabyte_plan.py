@@ -19,11 +19,11 @@ from benchmarks.terabyte_plan import (
     spread_tables,
     zipf_groups,
 )
-from hotrec.costs import World
-from hotrec.costs.builtin import BUILTIN
-from hotrec.placement.blocks import Block
-from hotrec.placement.demand import expected_distinct
-from hotrec.placement.profile import write_profile
+from hotrec.cost_model.blocks import Block
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.costs import World
+from hotrec.cost_model.demand import expected_distinct
+from hotrec.cost_model.profile import write_profile
 from hotrec.types import Feature, Schema, Table, Tier
 
 COSTS = "dgx_h100_infiniband"

@@ -11,8 +11,8 @@ from hotrec.calibrate.collectives import (
     sent_bytes,
     sizes_up_to,
 )
-from hotrec.costs import COLLECTIVES, CollectiveCurve, CostsError, World
-from hotrec.distributed import Ranks
+from hotrec.cost_model.costs import COLLECTIVES, CollectiveCurve, CostsError, World
+from hotrec.runtime.ranks import Ranks
 
 WORLD = World(4, 4)
 

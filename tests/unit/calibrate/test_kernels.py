@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrec.calibrate.kernels import Point, fit_line, largest_error
-from hotrec.costs import CostsError, Line
+from hotrec.cost_model.costs import CostsError, Line
 
 ITEMS, DIMS = (100, 1000, 10_000, 100_000), (16, 64)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from hotrec.artifact import scratch_directory
+from hotrec.config.data import ColumnKind, ColumnSpec, SourceFormat, SourceSpec, SplitSpec
 from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
-from hotrec.data.spec import ColumnKind, ColumnSpec, SourceFormat, SourceSpec, SplitSpec
 from hotrec.types import Feature, Schema, Table
 
 SCHEMA = Schema(

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotrec.config.data import Derive
 from hotrec.data.columns import (
     Lists,
     Numbers,
@@ -17,7 +18,6 @@ from hotrec.data.columns import (
     texts_from_arrow,
     texts_from_numbers,
 )
-from hotrec.data.spec import Derive
 
 
 def plain(column: Texts | Lists) -> list:

@@ -6,8 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
-from hotrec.data.check import check_data_spec
-from hotrec.data.spec import DataSpec, SourceSpec, tables_of
+from hotrec.config.check_data import check_data_spec
+from hotrec.config.data import DataSpec, SourceSpec, tables_of
 
 CONF = Path(__file__).parents[3] / "conf" / "data"
 OUTCOMES = {

@@ -3,10 +3,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hotrec.config.data import SourceFormat
 from hotrec.data.columns import RawBlock, texts_from_arrow
 from hotrec.data.joins import join, read_side_table
 from hotrec.data.readers import LogFormat, Wanted
-from hotrec.data.spec import SourceFormat
 from tests.unit.data.test_columns import plain
 
 CSV = LogFormat(SourceFormat.delimited, ",")

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrec.artifact import scratch_directory
-from hotrec.batch import Batch
 from hotrec.data.all_hot import write_all_hot
+from hotrec.data.batch import Batch
 from hotrec.data.chunks import ChunkWriter, Dataset, Jagged, commit_dataset
 from hotrec.data.gather import select_bags
 from hotrec.data.loader import make_loader

@@ -15,10 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrec.artifact import read_artifact
-from hotrec.data import prepare as module
-from hotrec.data.chunks import Dataset, Jagged
-from hotrec.data.prepare import prepare, read_ahead
-from hotrec.data.spec import (
+from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
     DenseTransform,
@@ -32,6 +29,9 @@ from hotrec.data.spec import (
     SplitSpec,
     TableSpec,
 )
+from hotrec.data import prepare as module
+from hotrec.data.chunks import Dataset, Jagged
+from hotrec.data.prepare import prepare, read_ahead
 from hotrec.data.vocabulary import read_vocabulary
 from tests.helpers.ranks import run_ranks
 from tests.unit.data.logs import HEADER, criteo_line, delimited_spec

@@ -5,6 +5,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hotrec.config.data import (
+    CRITEO_COLUMNS,
+    CRITEO_DENSE,
+    CRITEO_FEATURES,
+    OnBadLine,
+    SourceFormat,
+)
 from hotrec.data.columns import Lists, Numbers, RawBlock, Texts
 from hotrec.data.readers import (
     LogFormat,
@@ -15,7 +22,6 @@ from hotrec.data.readers import (
     numbers_of,
     read_blocks,
 )
-from hotrec.data.spec import CRITEO_COLUMNS, CRITEO_DENSE, CRITEO_FEATURES, OnBadLine, SourceFormat
 from tests.unit.data.logs import criteo_line
 from tests.unit.data.test_columns import plain
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hotrec.artifact import read_artifact
+from hotrec.config.data import SyntheticSpec
 from hotrec.data.chunks import Dataset, Jagged
-from hotrec.data.spec import SyntheticSpec
 from hotrec.data.synthetic import SyntheticLog, write_synthetic
 
 

@@ -13,8 +13,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from hotrec.embedding import OptimizerKind, OptimizerSpec, fused_params
-from hotrec.embedding.cache_counters import CacheCounters, CacheFigures
+from hotrec.embedding.fused import fused_params
+from hotrec.embedding.table_memory import CacheCounters, CacheFigures
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
 
 DIM, NUM_ROWS, NUM_SLOTS = 8, 100, 64
 

@@ -12,21 +12,17 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.distributed import Ranks
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    OptimizerKind,
-    OptimizerSpec,
-    gather_tables,
-    initialize_embeddings,
-    make_optimizer,
-    shard,
-    use_hot_cold,
-)
-from hotrec.embedding.initialize import initial_rows
-from hotrec.embedding.tables import sharded_collections
-from hotrec.planner import Machine, hot_cold_constraints, make_plan
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import shard, use_hot_cold
+from hotrec.embedding.initialize import initial_rows, initialize_embeddings
+from hotrec.embedding.optimizers import make_optimizer
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.tables import gather_tables, sharded_collections
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.planning.constraints import hot_cold_constraints
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN

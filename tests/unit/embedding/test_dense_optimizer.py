@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotrec.embedding import OptimizerKind, OptimizerSpec
 from hotrec.embedding.optimizers import make_dense
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
 
 NUM_STEPS = 20
 

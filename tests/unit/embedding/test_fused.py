@@ -11,18 +11,16 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.distributed import Ranks
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    OptimizerKind,
-    OptimizerSpec,
-    fused_params,
-    shard,
-)
-from hotrec.embedding.cache_counters import fused_modules
-from hotrec.planner import Machine, TorchRecPlan, make_plan, torchrec_constraints
-from hotrec.planner.constraints import placement_constraints
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import shard
+from hotrec.embedding.fused import fused_params
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.table_memory import fused_modules
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.planning.constraints import TorchRecPlan, placement_constraints, torchrec_constraints
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.runtime.ranks import Ranks
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
 
 SPEC = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, learning_rate=0.1)

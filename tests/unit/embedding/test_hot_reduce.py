@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.distributed import Ranks
 from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.hot_reduce import HotReducer
-from hotrec.traffic import count_sent_bytes
-from hotrec.wire import Wire, WireType
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.traffic import count_sent_bytes
+from hotrec.runtime.wire import Wire, WireType
 
 SHAPES = [(20, 8), (5, 4)]
 

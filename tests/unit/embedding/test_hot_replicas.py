@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.distributed import Ranks
 from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
-from hotrec.embedding.hot_optimizer import HotOptimizer
+from hotrec.embedding.optimizers import HotOptimizer
 from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.runtime.ranks import Ranks
 
 NUM_ROWS = [7, 1, 5]
 NUM_HOT = sum(NUM_ROWS)

@@ -12,25 +12,22 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.distributed import Ranks
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    OptimizerKind,
-    OptimizerSpec,
-    fused_params,
-    make_optimizer,
-    shard,
-)
-from hotrec.embedding.memory_by_tier import _tensors_of, memory_by_tier
-from hotrec.planner import (
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import shard
+from hotrec.embedding.fused import fused_params
+from hotrec.embedding.optimizers import make_optimizer
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.table_memory import _tensors_of, memory_by_tier
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.planning.constraints import (
     ColdTier,
-    Machine,
     TorchRecPlan,
     hot_cold_constraints,
-    make_plan,
     torchrec_constraints,
 )
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition
 
 NUM_ROWS = {"t": 50, "u": 30}

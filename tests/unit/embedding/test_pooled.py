@@ -12,22 +12,19 @@ from torch import nn
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.distributed import Ranks
-from hotrec.embedding import (
-    HotColdEmbeddingBagCollection,
-    HotColdSharder,
-    OptimizerKind,
-    OptimizerSpec,
-    gather_tables,
-    initialize_embeddings,
-    make_optimizer,
-    shard,
-    use_hot_cold,
-)
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.convert import shard, use_hot_cold
 from hotrec.embedding.hot_exchange import HotExchange
-from hotrec.embedding.initialize import initial_rows
-from hotrec.planner import Machine, make_plan, placement_constraints
-from hotrec.traffic import count_dense_values, count_distinct_rows
+from hotrec.embedding.initialize import initial_rows, initialize_embeddings
+from hotrec.embedding.optimizers import make_optimizer
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.planning.constraints import placement_constraints
+from hotrec.planning.machine import Machine
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.traffic import count_dense_values, count_distinct_rows
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
 from tests.unit.embedding.test_collection import NUM_ROWS, some_features, some_tables
 

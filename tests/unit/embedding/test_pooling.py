@@ -12,7 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding import pooling
 from hotrec.embedding.pooling import MOST_IDS, pool_rows, sum_in_pieces
-from hotrec.routing import Column, RoutedGroup, Router
+from hotrec.routing.features import Column, RoutedGroup
+from hotrec.routing.router import Router
 from hotrec.types import Partition
 
 COLUMNS = [

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hotrec.models import ModelKind, check_compiler, set_up_dense_layers, use_precision
+from hotrec.models.dense import check_compiler, set_up_dense_layers, use_precision
+from hotrec.models.zoo import ModelKind
 from hotrec.types import Precision
 from tests.helpers.dense import Clicks, loss_of, make_inputs
 

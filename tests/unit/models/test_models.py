@@ -13,10 +13,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.batch import Batch
-from hotrec.embedding import HotColdEmbeddingBagCollection
+from hotrec.data.batch import Batch
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.initialize import copy_weights
-from hotrec.models import ClickTask, ModelKind, build_model
+from hotrec.models.task import ClickTask
+from hotrec.models.zoo import ModelKind, build_model
 from hotrec.types import Partition
 
 DIM = 4

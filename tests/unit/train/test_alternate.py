@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrec.train.alternate import AlternatingLoader, Alternation
-from hotrec.train.metrics import Quality
+from hotrec.train.evaluate import Quality
 
 
 def letters(alternation: Alternation, num_steps: int) -> str:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hotrec.artifact import ArtifactError
-from hotrec.distributed import Ranks
+from hotrec.runtime.ranks import Ranks
 from hotrec.train import checkpoint as checkpoint_module
 from hotrec.train.checkpoint import (
     Checkpoints,
@@ -25,7 +25,7 @@ from hotrec.train.checkpoint import (
     restore_random_state,
     save_checkpoint,
 )
-from hotrec.train.pipeline import make_pipeline
+from hotrec.train.pipelines import make_pipeline
 from tests.helpers.tiny import TinyLoader, build_tiny
 
 FACTS = {"dataset": "3f2a91", "partition": None, "model": {"name": "dlrm", "dim": 4}}

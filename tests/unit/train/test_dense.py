@@ -13,11 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from hotrec.distributed import Ranks
-from hotrec.models import ModelKind
-from hotrec.stages import StageClock
-from hotrec.train.deferred import DeferredLinears, deferrable_layers
-from hotrec.train.dense import DenseSync, dense_parameters
+from hotrec.models.zoo import ModelKind
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.stages import StageClock
+from hotrec.train.dense_sync import DeferredLinears, DenseSync, deferrable_layers, dense_parameters
 from hotrec.types import Precision
 from tests.helpers.dense import (
     DIM,

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from hotrec.batch import Batch
-from hotrec.distributed import Ranks
-from hotrec.train.evaluate import evaluate
-from hotrec.train.metrics import measure_quality
-from hotrec.train.pipeline import Pipeline, make_pipeline
+from hotrec.data.batch import Batch
+from hotrec.runtime.ranks import Ranks
+from hotrec.train.evaluate import evaluate, measure_quality
+from hotrec.train.pipelines import Pipeline, make_pipeline
 from tests.helpers.tiny import TinyLoader, build_tiny, tiny_batch
 
 

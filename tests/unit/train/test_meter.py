@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hotrec.train import meter as meter_module
-from hotrec.train.meter import Meter, SegmentBatches
+from hotrec.train import run_log as meter_module
+from hotrec.train.run_log import Meter, SegmentBatches
 from hotrec.train.schedule import Segment
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torchmetrics.classification import BinaryAUROC
 from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
-from hotrec.train.metrics import measure_auc, measure_log_loss, measure_quality
+from hotrec.train.evaluate import measure_auc, measure_log_loss, measure_quality
 
 
 def auc_by_pairs(scores: np.ndarray, is_click: np.ndarray) -> float:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from hotrec.batch import Batch
-from hotrec.distributed import Ranks
-from hotrec.train.pipeline import make_pipeline
+from hotrec.data.batch import Batch
+from hotrec.runtime.ranks import Ranks
+from hotrec.train.pipelines import make_pipeline
 from tests.helpers.tiny import TinyLoader, TinyModel, build_tiny
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from hotrec import stages
-from hotrec.costs import STAGES
-from hotrec.distributed import Ranks
-from hotrec.stages import mark
+from hotrec.cost_model.costs import STAGES
+from hotrec.runtime import stages
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.stages import mark
 from hotrec.train.stage_times import (
     EXPOSED,
     MEASURED,

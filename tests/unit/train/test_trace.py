@@ -15,8 +15,8 @@ import torch
 from torch.autograd import profiler
 
 from hotrec.cli.store import build_config, compose_config
-from hotrec.distributed import Ranks
-from hotrec.stages import RANGE_PREFIX, StepIntervals, mark, named_range
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.stages import RANGE_PREFIX, StepIntervals, mark, named_range
 from hotrec.train.trace import (
     PIDS_PER_RANK,
     RANGE,

@@ -1,0 +1,200 @@
+"""The command: configuration -> samples and cases -> measurement -> bench.json and the page."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hotrec.bench.cases import Case, build_runner, make_cases
+from hotrec.bench.figures import BASELINES, gather_measured, losses_apart, reference_case, summarize
+from hotrec.bench.machine import load_average, machine_facts
+from hotrec.bench.measure import is_profilable, run_counted, run_profiled, run_timed, run_warmup
+from hotrec.bench.page import COLUMNS, plain_table, render_page, result_rows
+from hotrec.bench.samples import ZipfTables
+from hotrec.config.bench import BenchConfig, BenchRootConfig
+from hotrec.config.groups import OrderAssign
+from hotrec.config.sections import WireKind
+from hotrec.runtime.ranks import Ranks, process_group
+from hotrec.types import Rows
+
+logger = logging.getLogger("hotrec.bench")
+
+RESULT, PAGE, CONFIG_FILE = "bench.json", "bench.md", "config.yaml"
+# At least the batches that a pipeline holds beside the one it computes.
+NUM_AHEAD = 8
+
+CaseChooser = Callable[[BenchConfig, Mapping[str, Rows], int], list[Case]]
+
+
+def run(config: BenchRootConfig, run_dir: Path) -> dict[str, Any]:
+    """Measure the configured cases; the figures of bench.json.
+
+    Raises:
+        RuntimeError: on every rank, after the results are written, if losses of two cases differ.
+    """
+    warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
+    with process_group(device=config.bench.device.name, timeout_s=config.bench.timeout_s) as ranks:
+        document = measure(config, ranks, make_cases)
+        if ranks.is_first:
+            _write(config, document, run_dir)
+    if document["losses_apart"]:
+        tolerance = config.bench.loss_tolerance
+        apart = {
+            name: document["cases"][name]["largest_loss_difference"]
+            for name in document["losses_apart"]
+        }
+        raise RuntimeError(
+            f"bench losses: expected all cases within {tolerance} of "
+            f"{reference_case(document['cases'])}, got {apart}. The cases do not train the same "
+            f"model; do not use these results."
+        )
+    return document
+
+
+def measure(
+    config: BenchRootConfig,
+    ranks: Ranks,
+    choose_cases: CaseChooser,
+    baselines: Sequence[str] = BASELINES,
+) -> dict[str, Any]:
+    """Build the cases, run them in turn, and sum up; the same document on every rank.
+
+    Args:
+        choose_cases: (configuration, lookups per row by table, W) -> what is measured.
+        baselines: names of cases that the others are compared with.
+    """
+    bench = config.bench
+    machine = machine_facts()
+    samples = ZipfTables(
+        bench.table_rows,
+        exponent=bench.zipf_exponent,
+        num_dense=bench.num_dense,
+        seed=bench.seed,
+    )
+    cases = choose_cases(bench, samples.count(bench.profile_samples), ranks.world_size)
+    num_profiled = bench.profile_steps if bench.profile and is_profilable(ranks.device) else 0
+    num_timed = bench.rounds * bench.block_steps
+    batches = samples.batches(
+        bench.warmup_rounds + num_timed + bench.counted_steps + num_profiled + NUM_AHEAD,
+        batch_size=bench.batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    runners = [
+        build_runner(config, case, samples.schema, batches, ranks, samples) for case in cases
+    ]
+    run_warmup(runners, bench.warmup_rounds)
+    run_timed(
+        runners,
+        rounds=bench.rounds,
+        rounds_of=bench.rounds_of,
+        block_steps=bench.block_steps,
+        block_skip=bench.block_skip,
+        ranks=ranks,
+    )
+    run_counted(runners, num_steps=bench.counted_steps, interface=bench.interface, ranks=ranks)
+    stages_s = {}
+    if num_profiled:
+        stages_s = {r.case.name: run_profiled(r, num_profiled) for r in runners}
+    for runner in runners:
+        runner.pipeline.close()
+    measured = gather_measured(runners, ranks)
+    figures = summarize(
+        measured,
+        global_batch_size=bench.batch_size * ranks.world_size,
+        dim=config.model.embedding_dim,
+        baselines=baselines,
+    )
+    machine["load_average_after"] = load_average()
+    return {
+        **_settings(config, ranks),
+        "data": _data_facts(config, next(iter(measured.values()))[0].num_dense_values),
+        "partitions": _partition_facts(cases, config),
+        "pipelines": {case.name: _pipeline_words(case, bench) for case in cases},
+        "assigned": [c.name for c in cases if c.assign is OrderAssign.by_owner],
+        "cases": figures,
+        "losses_apart": losses_apart(figures, bench.loss_tolerance),
+        "stages_s": stages_s,
+        "machine": machine,
+    }
+
+
+def _settings(config: BenchRootConfig, ranks: Ranks) -> dict[str, Any]:
+    bench = config.bench
+    return {
+        "name": bench.name,
+        "world_size": ranks.world_size,
+        "num_hosts": ranks.num_hosts,
+        "network": bench.network,
+        "interface": bench.interface,
+        "device": ranks.device.type,
+        "optimizer": config.optimizer.kind.name,
+        "pipeline": bench.pipeline.name,
+        "routing": bench.routing.name,
+        "hot_exchange": bench.hot_exchange.name,
+        "rounds": bench.rounds,
+        "block_steps": bench.block_steps,
+        "block_skip": bench.block_skip,
+        "warmup_rounds": bench.warmup_rounds,
+        "counted_steps": bench.counted_steps,
+        "loss_tolerance": bench.loss_tolerance,
+    }
+
+
+def _data_facts(config: BenchRootConfig, num_dense_values: int) -> dict[str, Any]:
+    bench = config.bench
+    return {
+        "num_tables": len(bench.table_rows),
+        "num_rows": sum(bench.table_rows),
+        "zipf_exponent": bench.zipf_exponent,
+        "embedding_dim": config.model.embedding_dim,
+        "batch_size": bench.batch_size,
+        "num_dense_values": num_dense_values,
+    }
+
+
+def _partition_facts(cases: Sequence[Case], config: BenchRootConfig) -> dict[str, Any]:
+    """What is hot, by case with hot rows."""
+    return {
+        case.name: {
+            "policy": case.partition.policy,
+            "num_hot_rows": case.partition.total_hot,
+            "hot_frac": case.partition.total_hot / case.partition.total_rows,
+            "hot_bytes": 4 * config.model.embedding_dim * case.partition.total_hot,
+        }
+        for case in cases
+        if case.partition is not None and case.partition.total_hot
+    }
+
+
+def _pipeline_words(case: Case, bench: BenchConfig) -> str:
+    words = [(case.pipeline or bench.pipeline).name]
+    if case.depth != 1:
+        words.append(f"depth {case.depth}")
+    if case.micro_batches:
+        words.append("micro-batches")
+    if case.wire is not WireKind.fp32:
+        words.append(case.wire.name)
+    return " ".join(words)
+
+
+def _write(config: BenchRootConfig, document: dict[str, Any], run_dir: Path) -> None:
+    print(plain_table(COLUMNS, result_rows(document["cases"])), file=sys.stderr)
+    (run_dir / RESULT).write_text(json.dumps(document, indent=2) + "\n")
+    page = render_page(
+        document,
+        command=" ".join(["hotrec bench", *map(shlex.quote, sys.argv[1:])]),
+        configuration=(run_dir / CONFIG_FILE).read_text(),
+    )
+    (run_dir / PAGE).write_text(page)
+    if config.bench.page is not None:
+        target = Path(config.bench.page)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page)
+    logger.info("page: %s", config.bench.page or run_dir / PAGE)

@@ -1,0 +1,191 @@
+"""The measurement: cases in turn, block by block, then steps whose bytes and stages are counted."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from tqdm import tqdm
+
+from hotrec.bench.blocks import Block, Stopwatch
+from hotrec.bench.cases import Runner
+from hotrec.bench.machine import interface_sent_bytes
+from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.traffic import count_sent_bytes
+
+
+def takes_part(round_number: int, num_rounds: int, own_rounds: int) -> bool:
+    """Whether a case that makes ``own_rounds`` of ``num_rounds`` blocks has one in this round.
+
+    They are spread evenly over the rounds.
+    """
+    before = round_number * own_rounds // num_rounds
+    return (round_number + 1) * own_rounds // num_rounds > before
+
+
+def rotated(runners: Sequence[Runner], round_number: int) -> list[Runner]:
+    """The order of a round: each case comes first, and after each other one, as often."""
+    shift = round_number % len(runners)
+    return [*runners[shift:], *runners[:shift]]
+
+
+def run_warmup(runners: Sequence[Runner], num_rounds: int) -> None:
+    """Steps before the clock; building a case has made the first."""
+    for runner in runners:
+        for _ in range(num_rounds - 1):
+            runner.step()
+        runner.settle()
+
+
+def run_timed(
+    runners: Sequence[Runner],
+    *,
+    rounds: int,
+    rounds_of: dict[str, int],
+    block_steps: int,
+    block_skip: int,
+    ranks: Ranks,
+) -> None:
+    """The timed blocks."""
+    turns = [
+        (round_number, runner)
+        for round_number in range(rounds)
+        for runner in rotated(runners, round_number)
+        if takes_part(round_number, rounds, min(rounds_of.get(runner.case.name, rounds), rounds))
+    ]
+    with _no_collection():
+        for round_number, runner in _progress(turns, "timed blocks", ranks):
+            runner.blocks[round_number] = run_block(runner, block_steps, block_skip, ranks)
+
+
+def run_block(runner: Runner, num_steps: int, num_skipped: int, ranks: Ranks) -> Block:
+    """Consecutive steps of one case, from when nothing is under way to when nothing is."""
+    runner.settle()
+    watch = Stopwatch(ranks.device)
+    for number in range(num_steps):
+        if number < num_skipped:
+            runner.step()
+        else:
+            with runner.clock.step():
+                runner.step()
+        watch.lap()
+    runner.settle()
+    watch.lap()
+    cpu_s, main_cpu_s = watch.cpu_seconds()
+    *returned_s, ended_s = watch.seconds()
+    return Block(returned_s, ended_s, num_skipped, cpu_s, main_cpu_s)
+
+
+def run_counted(
+    runners: Sequence[Runner], *, num_steps: int, interface: str | None, ranks: Ranks
+) -> None:
+    """Untimed steps whose sent bytes are counted, by collective and by the network interface.
+
+    Nothing is under way before and after them. The interface also counts the barriers around them,
+    a few hundred bytes, and the acknowledgements of received data.
+    """
+    for _, runner in _progress(list(enumerate(runners)), "counted steps", ranks):
+        runner.settle()
+        before = interface_sent_bytes(interface) if interface else 0
+        with count_sent_bytes() as traffic:
+            for _ in range(num_steps):
+                runner.counted.append(runner.num_steps)
+                runner.step()
+            runner.settle()
+        runner.sent_bytes = dict(traffic.sent_bytes)
+        if interface:
+            runner.wire_bytes = interface_sent_bytes(interface) - before
+
+
+def _progress(
+    steps: Sequence[tuple[int, Runner]], what: str, ranks: Ranks
+) -> Iterator[tuple[int, Runner]]:
+    # disable=None: shown on a terminal only.
+    yield from tqdm(steps, desc=what, unit="step", disable=None if ranks.is_first else True)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage is collected before the clock, not at some case's expense."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# First match wins, tried on an event's name, then on its parent's, and so on.
+STAGES: tuple[tuple[str, str], ...] = (
+    (
+        "waiting and exchange",
+        r"All2All|all2all|AllGather|ReduceScatter|alltoall|^c10d::|^gloo:|nccl",
+    ),
+    ("waiting and exchange", r"^## wait_sparse_data_dist"),
+    ("pooling", r"PoolRows"),
+    ("row update", r"_ReadAndUpdateBackward"),
+    ("row lookup", r"_ReadAndUpdate|IndexSelectBackward"),
+    ("row lookup and fused update", r"^fbgemm::|[Ll]ookup.*unction|embedding_codegen|BoundsCheck"),
+    ("optimizer step", r"^Optimizer\.step|^## optimizer"),
+    ("routing", r"^## start_sparse_data_dist"),
+    (
+        "dense layers",
+        r"[Aa]ddmm|[Bb]mm|[Mm]m[bB]ackward|^aten::(linear|bmm|addmm|mm)$|Relu|relu|Sigmoid"
+        r"|binary_cross|BinaryCross|IndexBackward|^aten::index$|Threshold",
+    ),
+    # The hooks of the gradients' buckets run inside: copies, and the sums of the hot exchange.
+    ("buckets of gradients, sums of the hot exchange", r"AccumulateGrad|torch::distributed::"),
+)
+OTHER = "other (Python, views, copies)"
+STEP = "## step"  # around each step, to know the thread that makes it
+NAMES = (*dict.fromkeys(name for name, _ in STAGES), OTHER)
+
+
+def stage_of(names: Iterable[str]) -> str:
+    """The stage of an event.
+
+    Args:
+        names: of the event, of the one around it, and so on outwards.
+    """
+    for name in names:
+        for stage, pattern in STAGES:
+            if re.search(pattern, name):
+                return stage
+    return OTHER
+
+
+def run_profiled(runner: Runner, num_steps: int) -> dict[str, float]:
+    """Profile some steps of a case.
+
+    Returns:
+        Seconds of one step by stage, on this rank; the profiler's own cost is in them.
+    """
+    runner.settle()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(num_steps):
+            with record_function(STEP):
+                runner.step()
+    runner.settle()
+    totals = dict.fromkeys(NAMES, 0.0)
+    events: Any = profiler.events()
+    main_thread = next(event.thread for event in events if event.name == STEP)
+    for event in events:
+        if event.thread == main_thread:
+            totals[stage_of(_names_outwards(event))] += event.self_cpu_time_total
+    return {stage: total_us / 1e6 / num_steps for stage, total_us in totals.items()}
+
+
+def _names_outwards(event: Any) -> Iterable[str]:
+    while event is not None:
+        yield event.name
+        event = event.cpu_parent
+
+
+def is_profilable(device: torch.device) -> bool:
+    """Whether host time says where a step's time goes; on CUDA it does not."""
+    return device.type == "cpu"

@@ -1,0 +1,136 @@
+"""Samples with Zipf popularity, made before the clock starts, and counts as of a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.data.batch import Batch
+from hotrec.data.gather import select_bags
+from hotrec.data.locality import ByOwner
+from hotrec.runtime.ranks import Ranks
+from hotrec.types import Feature, Rows, Schema, Table
+
+# Streams of random numbers that must not be the same: popularity, profile, samples of rank r.
+_POPULARITY, _PROFILE, _SAMPLES = 1, 2, 3
+
+
+class ZipfTables:
+    """Tables whose k-th most popular row is looked up with probability ~ k^-exponent.
+
+    Rows are numbered without regard to popularity (a seeded permutation), since row-wise shards are
+    contiguous.
+
+    Args:
+        table_rows: rows of each table; feature and table ``C1`` is the first.
+        exponent: of the Zipf law.
+        num_dense: N.
+        seed: of the run.
+    """
+
+    def __init__(
+        self, table_rows: Sequence[int], *, exponent: float, num_dense: int, seed: int
+    ) -> None:
+        names = [f"C{number}" for number in range(1, len(table_rows) + 1)]
+        self.schema = Schema(
+            dense=tuple(f"I{number}" for number in range(1, num_dense + 1)),
+            features=tuple(Feature(name, name) for name in names),
+            tables=tuple(Table(name, rows) for name, rows in zip(names, table_rows, strict=True)),
+        )
+        self._seed = seed
+        rng = np.random.default_rng([seed, _POPULARITY])
+        self._cumulative = []
+        self._rows_by_rank = []
+        for num_rows in table_rows:
+            cumulative = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent)
+            self._cumulative.append(cumulative / cumulative[-1])
+            self._rows_by_rank.append(rng.permutation(num_rows).astype(np.int64))
+
+    @property
+    def tables(self) -> dict[str, tuple[str, int]]:
+        """Name and rows of the table that each feature reads."""
+        return {table.name: (table.name, table.num_rows) for table in self.schema.tables}
+
+    def count(self, num_samples: int) -> dict[str, Rows]:
+        """Lookups per row, int64 (R,) by table, of a profile of ``num_samples`` other samples."""
+        rng = np.random.default_rng([self._seed, _PROFILE])
+        counts = {}
+        for table, cumulative, rows in zip(
+            self.schema.tables, self._cumulative, self._rows_by_rank, strict=True
+        ):
+            by_rank = rng.multinomial(num_samples, np.diff(cumulative, prepend=0.0))
+            counts[table.name] = np.empty(table.num_rows, np.int64)
+            counts[table.name][rows] = by_rank
+        return counts
+
+    def batches(
+        self, num_batches: int, *, batch_size: int, rank: int, world_size: int
+    ) -> list[Batch]:
+        """The samples of one rank: an id per feature, labels that a dense column predicts."""
+        return list(
+            self.stream(num_batches, batch_size=batch_size, rank=rank, world_size=world_size)
+        )
+
+    def stream(
+        self, num_batches: int, *, batch_size: int, rank: int, world_size: int
+    ) -> Iterator[Batch]:
+        """The same, one after the other."""
+        rng = np.random.default_rng([self._seed, _SAMPLES, rank])
+        for _ in range(num_batches):
+            yield self._batch(rng, batch_size, world_size)
+
+    def _batch(self, rng: np.random.Generator, batch_size: int, world_size: int) -> Batch:
+        ids = [
+            rows[np.searchsorted(cumulative, rng.random(batch_size), side="right")]
+            for cumulative, rows in zip(self._cumulative, self._rows_by_rank, strict=True)
+        ]
+        dense_BN = rng.standard_normal((batch_size, len(self.schema.dense)), dtype=np.float32)
+        click_prob = 1 / (1 + np.exp(1.0 - dense_BN[:, 0]))
+        labels = (rng.random(batch_size) < click_prob).astype(np.float32)
+        sparse = KeyedJaggedTensor(
+            keys=list(self.schema.feature_names),
+            values=torch.from_numpy(np.concatenate(ids)),
+            lengths=torch.ones(len(ids) * batch_size, dtype=torch.int32),
+        )
+        return Batch(
+            dense=torch.from_numpy(dense_BN),
+            sparse=sparse,
+            labels=torch.from_numpy(labels),
+            weights=torch.ones(batch_size),
+            num_global_samples=batch_size * world_size,
+        )
+
+
+def assigned_batches(
+    samples: ZipfTables, assign: ByOwner, num_batches: int, *, batch_size: int, ranks: Ranks
+) -> list[Batch]:
+    """This rank's part of the same global batches as ``samples.batches`` of all ranks make."""
+    streams = [
+        samples.stream(num_batches, batch_size=batch_size, rank=rank, world_size=ranks.world_size)
+        for rank in range(ranks.world_size)
+    ]
+    return [_take(of_ranks, assign, ranks.rank) for of_ranks in zip(*streams, strict=True)]
+
+
+def _take(of_ranks: Sequence[Batch], assign: ByOwner, rank: int) -> Batch:
+    """One rank's part of a global batch; a benchmark's bags hold one id each."""
+    keys = of_ranks[0].sparse.keys()
+    values_FS = torch.cat([b.sparse.values().view(len(keys), -1) for b in of_ranks], dim=1)
+    lengths = np.ones(values_FS.numel(), np.int32)
+    values = values_FS.flatten().numpy()
+    shares = np.array([batch.labels.numel() for batch in of_ranks])
+    mine = np.flatnonzero(assign(values, lengths, shares) == rank)
+    own_values, own_lengths = select_bags(values, lengths, mine, len(keys))
+    at = torch.from_numpy(mine)
+    return Batch(
+        dense=torch.cat([batch.dense for batch in of_ranks]).index_select(0, at),
+        sparse=KeyedJaggedTensor(
+            keys=keys, values=torch.from_numpy(own_values), lengths=torch.from_numpy(own_lengths)
+        ),
+        labels=torch.cat([batch.labels for batch in of_ranks]).index_select(0, at),
+        weights=torch.ones(mine.size),
+        num_global_samples=of_ranks[0].num_global_samples,
+    )

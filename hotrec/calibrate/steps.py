@@ -1,0 +1,344 @@
+"""Whole steps of the model at hand, against what their parts took alone.
+
+A kernel that is timed alone finds the processor's cache and the memory to itself, and no Python
+around it. So a hot/cold placement and TorchRec's hand-tuned plan each make a few real steps at two
+batch sizes, and what their stages took corrects the parts: of every stage
+
+    measured = overhead + factor * predicted                             stages that compute
+    measured = overhead + waiting * dense layers + factor * predicted    stages that exchange
+
+with one overhead and waiting, and one factor for each family of kernels that serves the stage.
+
+Then steps with look-ahead, whose thread of communication competes with the layers for the cores:
+
+    measured step = predicted step + fixed + per_byte * bytes of cold rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+import torch
+
+from hotrec.bench.blocks import step_seconds
+from hotrec.bench.cases import Case, Runner, build_runner, situate
+from hotrec.bench.measure import run_block
+from hotrec.bench.samples import ZipfTables
+from hotrec.calibrate.kernels import Point, fit_line
+from hotrec.calibrate.probes.rows import row_spec
+from hotrec.calibrate.workload import Bench, cut_tables
+from hotrec.config.bench import BenchConfig, BenchPipeline, BenchRootConfig
+from hotrec.config.placements import FractionPlacement, Routing, TorchrecPlacement, TorchrecPlan
+from hotrec.config.sections import LaunchConfig, PlannerConfig
+from hotrec.cost_model.costs import STAGES, Costs, Line
+from hotrec.cost_model.forms import TIERS
+from hotrec.cost_model.histogram import build_histogram
+from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
+from hotrec.planning.predict import Predicted, predict_placement, predict_plan
+from hotrec.planning.scenario import Situation
+from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, broadcast_object
+from hotrec.runtime.stages import StageClock
+from hotrec.types import Partition, Rows, TablePlacement
+
+# Rows of both halves in every stage; and, since a large replica is slower to read, all rows hot.
+COVERAGES = (0.8, 1.0)
+# Of the steps with look-ahead, whose thread has most to do then.
+ALL_COLD = 0.0
+# Steps closer than that say nothing of a byte's price: a millisecond of noise would be all of it.
+LEAST_SPAN_BYTES = 1 << 16
+PROFILE_SAMPLES = 200_000
+NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
+# The smaller batch tells what a stage takes whatever it does.
+BATCH_PARTS = (4, 1)
+LEAST_BATCH = 32
+HOT_COLD, TORCHREC, AHEAD = "hot_cold", "torchrec", "look_ahead"
+# The kernels of each family by stage; the other stages are the same for both.
+KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
+    (HOT_COLD, "route"): ("route",),
+    (HOT_COLD, "pool"): ("pool",),
+    (HOT_COLD, "row_lookup"): ("read_device", "read_host", "read_hit", "read_miss", "hot_read"),
+    (HOT_COLD, "row_update"): ("update_device", "update_host", "update_hit"),
+    (HOT_COLD, "hot_exchange"): ("hot_pack", "hot_add"),
+    (HOT_COLD, "optimizer"): ("hot_update", "dense_update"),
+    (TORCHREC, "row_lookup"): (
+        "pooled_device",
+        "pooled_host",
+        "pooled_hit",
+        "pooled_miss",
+        "replicated_read",
+    ),
+    (TORCHREC, "row_update"): (
+        "pooled_update_device",
+        "pooled_update_host",
+        "pooled_update_hit",
+    ),
+    (TORCHREC, "optimizer"): ("replicated_update",),
+}
+
+
+LEAST_FACTOR = 1.0
+HOT_STAGES = ("hot_exchange", "optimizer")
+EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange")
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Real steps of one case.
+
+    Args:
+        family: HOT_COLD, TORCHREC or AHEAD.
+        coverage: share of the lookups that are hot; None for TorchRec's plan.
+        predicted_s: by stage, from the parts alone.
+        measured_s: by stage, median over the steps, mean over the ranks.
+        step_s: median of the slowest rank's step.
+        row_bytes: of a rank's distinct cold rows, as predicted.
+    """
+
+    family: str
+    coverage: float | None
+    predicted_s: Mapping[str, float]
+    measured_s: Mapping[str, float]
+    step_s: float
+    row_bytes: float = 0.0
+
+
+def coverages(bench: Bench) -> tuple[float | None, ...]:
+    """Of the cases to run; None is TorchRec's plan. Adam has no cold rows on CPU."""
+    has_cold = row_spec(bench) == bench.specs[0]
+    return (*COVERAGES, None) if has_cold else (1.0,)
+
+
+def num_step_points(bench: Bench) -> int:
+    """How often ``correct_by_steps`` makes progress."""
+    return (len(coverages(bench)) + looks_ahead(bench)) * len(BATCH_PARTS)
+
+
+def looks_ahead(bench: Bench) -> bool:
+    """Whether steps with look-ahead can be measured; on CUDA they have not been run yet."""
+    is_cpu = bench.ranks.device.type == "cpu"
+    return is_cpu and bench.ranks.world_size > 1 and None in coverages(bench)
+
+
+def correct_by_steps(
+    bench: Bench, costs: Costs, advance: Callable[[], object]
+) -> tuple[Costs, list[Anchor]]:
+    """Correct what was measured of the parts by what whole steps take; collective.
+
+    Args:
+        costs: what has been measured of the parts.
+        advance: called after each case.
+
+    Returns:
+        The corrected costs, and what they were corrected by.
+    """
+    sizes = [max(LEAST_BATCH, bench.subject.batch_size // part) for part in BATCH_PARTS]
+    anchors, ahead = [], []
+    for batch_size in sizes:
+        for coverage in coverages(bench):
+            anchors.append(_run(bench, costs, coverage, batch_size))
+            advance()
+    fitted = fit_steps(costs, anchors)
+    for batch_size in sizes if looks_ahead(bench) else ():
+        ahead.append(_run(bench, fitted, ALL_COLD, batch_size))
+        advance()
+    return replace(fitted, look_ahead=fit_look_ahead(ahead)), [*anchors, *ahead]
+
+
+def fit_look_ahead(anchors: list[Anchor]) -> Line:
+    """What steps with look-ahead took beside what was predicted."""
+    left = [(a.row_bytes, a.step_s - sum(a.predicted_s.values())) for a in anchors]
+    points = [Point(0.0, num_bytes, seconds, 0.0) for num_bytes, seconds in left if seconds > 0]
+    if not points:
+        return Line() if anchors else Line(source="not measured")
+    span_bytes = max(p.num_bytes for p in points) - min(p.num_bytes for p in points)
+    return fit_line(points, is_by_items=False, is_by_bytes=span_bytes >= LEAST_SPAN_BYTES)
+
+
+def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
+    """The costs with which the anchors' stages come out as measured, as nearly as can be."""
+    kernels = dict(costs.kernels)
+    corrections, overheads, waiting = {}, {}, {}
+    for stage in STAGES:
+        if stage == "other":
+            continue
+        if stage in EXCHANGES:
+            overheads[stage], waiting[stage], corrections[stage] = _fit_exchange(anchors, stage)
+            continue
+        is_own = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
+        # Rows of a large replica are dearer, but a line has one price; too dear errs on the side of
+        # fewer replicas.
+        told = [a for a in anchors if stage not in HOT_STAGES or a.coverage in (None, 1.0)]
+        points = [_point(anchor, stage, is_own) for anchor in told]
+        used = [point for point in points if point.seconds > 0]
+        if len(used) < 2:
+            continue
+        is_by_bytes = is_own and any(point.num_bytes for point in used)
+        line = fit_line(used, is_by_bytes=is_by_bytes and len(used) > 2)
+        overheads[stage] = line.fixed_s
+        if not is_own:
+            corrections[stage] = line.per_item_s
+            continue
+        for family, factor in ((HOT_COLD, line.per_item_s), (TORCHREC, line.per_byte_s)):
+            for name in KERNELS_OF.get((family, stage), ()):
+                if name in kernels and factor > 0:
+                    kernels[name] = _scaled(kernels[name], factor)
+    corrections["other"] = _fit_dense_exchange(anchors)
+    fitted = replace(
+        costs,
+        kernels=kernels,
+        corrections=corrections,
+        stage_overhead_s=overheads,
+        waiting_frac=waiting,
+    )
+    left = [
+        anchor.step_s - sum(anchor.measured_s[s] for s in STAGES if s != "other")
+        for anchor in anchors
+    ]
+    return replace(fitted, overhead_s=max(0.0, float(np.median(left))))
+
+
+def _fit_dense_exchange(anchors: list[Anchor]) -> float:
+    """Share of the dense layers' all-reduce that a step waits for, beside other exchanges.
+
+    It is waited for where replicated rows' gradients are; TorchRec's plan has next to none.
+    """
+    shares = []
+    for anchor in anchors:
+        predicted_s = anchor.predicted_s["other"]
+        if anchor.family == TORCHREC and predicted_s > 0:
+            waited_s = sum(anchor.measured_s[s] for s in ("hot_exchange", "other"))
+            shares.append((waited_s - anchor.predicted_s["hot_exchange"]) / predicted_s)
+    return float(np.clip(np.median(shares), 0.0, 1.0)) if shares else 1.0
+
+
+def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, float]:
+    """Overhead, waiting as a share of the dense layers, and the factor of what was predicted.
+
+    Least squares of the errors as shares of the step; overhead and waiting not negative, the factor
+    at least LEAST_FACTOR, since messages take no less than alone, wherever they are waited for.
+    """
+    measured = np.array([a.measured_s[stage] for a in anchors])
+    predicted = np.array([a.predicted_s[stage] for a in anchors])
+    used = (predicted > 0) & (measured > 0)
+    if np.count_nonzero(used) < 3:
+        return 0.0, 0.0, 1.0
+    measured, predicted = measured[used], predicted[used]
+    dense = np.array([a.measured_s["dense"] for a in anchors])[used]
+    step = np.array([a.step_s for a in anchors])[used]
+    columns = np.stack([np.ones_like(dense), dense, predicted], axis=1) / step[:, None]
+    wanted = measured / step - LEAST_FACTOR * columns[:, 2]
+    best, least = np.zeros(3), float(wanted @ wanted)
+    for size in (1, 2, 3):
+        for names in combinations(range(3), size):
+            chosen = columns[:, names]
+            found = np.linalg.lstsq(chosen, wanted, rcond=None)[0]
+            error = float(((chosen @ found - wanted) ** 2).sum())
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(3), error
+                best[list(names)] = found
+    return float(best[0]), float(best[1]), LEAST_FACTOR + float(best[2])
+
+
+def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
+    """Items are the prediction of the one family (or both), bytes that of the other."""
+    predicted, measured = anchor.predicted_s[stage], anchor.measured_s[stage]
+    if is_own and (anchor.family, stage) not in KERNELS_OF:
+        return Point(0.0, 0.0, 0.0, 0.0)
+    if is_own and anchor.family == TORCHREC:
+        return Point(0.0, predicted, measured, 0.0)
+    return Point(predicted, 0.0, measured, 0.0)
+
+
+def _scaled(line: Line, factor: float) -> Line:
+    return replace(
+        line,
+        fixed_s=line.fixed_s * factor,
+        per_item_s=line.per_item_s * factor,
+        per_byte_s=line.per_byte_s * factor,
+    )
+
+
+def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) -> Anchor:
+    """Steps with so much of the lookups hot, or of TorchRec's hand-tuned plan."""
+    family = {None: TORCHREC, ALL_COLD: AHEAD}.get(coverage, HOT_COLD)
+    subject, ranks = bench.subject, bench.ranks
+    most_rows = ranks.world_size * subject.cap_bytes // (4 * bench.dim)
+    samples = ZipfTables(
+        cut_tables(subject.table_rows, most_rows),
+        exponent=subject.zipf_exponent,
+        num_dense=subject.num_dense,
+        seed=subject.seed,
+    )
+    config = BenchRootConfig(
+        bench=BenchConfig(name="calibrate", batch_size=batch_size, seed=subject.seed),
+        model=subject.model,
+        optimizer=subject.optimizer,
+        planner=PlannerConfig(),
+        launch=LaunchConfig(),
+    )
+    counts = samples.count(PROFILE_SAMPLES)
+    partition = None if coverage is None else _choose(counts, coverage)
+    case = Case(family, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
+    if partition is not None:
+        pipeline = BenchPipeline.look_ahead if family == AHEAD else BenchPipeline.sparse_dist
+        case = Case(family, FractionPlacement(routing=Routing.device), partition, pipeline)
+    batches = samples.batches(
+        1 + NUM_WARM + NUM_STEPS + NUM_AHEAD,
+        batch_size=batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    runner = build_runner(config, case, samples.schema, batches, ranks)
+    measured, step_s = (_time_ahead if family == AHEAD else _time_steps)(runner, ranks)
+    runner.pipeline.close()
+    histograms = {table: build_histogram(rows) for table, rows in counts.items()}
+    situation = situate(config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks)
+    plan = broadcast_object(runner.sharded.plan)
+    predicted = (
+        predict_plan(situation, plan)
+        if partition is None
+        else _predict(situation, partition, ranks.device)
+    )
+    row_bytes = sum(predicted.quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
+    return Anchor(family, coverage, dict(predicted.step.stage_s), measured, step_s, row_bytes)
+
+
+def _choose(counts: Mapping[str, Rows], coverage: float) -> Partition:
+    if coverage == ALL_COLD:
+        return choose_all_cold(counts)
+    return choose_all_hot(counts) if coverage == 1 else choose_coverage(counts, coverage=coverage)
+
+
+def _time_steps(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:
+    """Seconds by stage and of a step; steps that all ranks begin together; collective."""
+    for _ in range(NUM_WARM):
+        runner.step()
+    clock, times = StageClock(ranks.device), []
+    for _ in range(NUM_STEPS):
+        barrier()
+        with clock.step():
+            runner.step()
+        times.append(sum(float(s[-1]) for s in clock.seconds().values()))
+    gathered = all_gather_object((clock.medians(), times))
+    step_s = float(np.median(np.max([times for _, times in gathered], axis=0)))
+    return _mean_stages([medians for medians, _ in gathered]), step_s
+
+
+def _time_ahead(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:
+    """The same of consecutive steps: a barrier between them would end what overlaps; collective."""
+    block = run_block(runner, NUM_WARM + NUM_STEPS, NUM_WARM, ranks)
+    gathered = all_gather_object((runner.clock.medians(), block))
+    step_s = float(np.median(step_seconds([block for _, block in gathered])))
+    return _mean_stages([medians for medians, _ in gathered]), step_s
+
+
+def _mean_stages(medians: list[dict[str, float]]) -> dict[str, float]:
+    return {stage: float(np.mean([of[stage] for of in medians])) for stage in STAGES}
+
+
+def _predict(situation: Situation, partition: Partition, device: torch.device) -> Predicted:
+    num_hot = {table: partition.num_hot(table) for table in partition.num_rows}
+    return predict_placement(situation, num_hot, dict.fromkeys(num_hot, TablePlacement()))

@@ -1,0 +1,285 @@
+"""What to prepare a dataset from: plain dataclasses, and the checks of their values.
+
+They serve as Hydra's structured configurations as they are, so there is no ``frozen`` and no
+``Literal`` in them, enum members are lower case (YAML shows their names), and nothing is checked on
+construction: call ``hotrec.config.check_data.check_data_spec`` on the finished object. A field without a
+default is required. No third-party imports.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class SourceFormat(Enum):
+    """How the log is stored."""
+
+    criteo = "criteo"  # tab separated, no header: label, 13 integers, 26 hexadecimal strings
+    delimited = "delimited"  # text with a header line
+    parquet = "parquet"
+    arrow = "arrow"  # Arrow IPC, file or stream format
+
+
+class ColumnKind(Enum):
+    """The part a column plays in a sample."""
+
+    label = "label"
+    dense = "dense"
+    categorical = "categorical"
+    categorical_list = "categorical_list"
+
+
+class Derive(Enum):
+    """What a column's value is computed from its source by, before anything else."""
+
+    none = "none"
+    hour_of_day = "hour_of_day"  # source: Unix time in milliseconds
+    day_of_week = "day_of_week"  # source: Unix time in milliseconds; 0 is Monday
+    log_bucket = "log_bucket"  # source: a number; floor(4 * log2(1 + |x|)), with the sign of x
+
+
+class DenseTransform(Enum):
+    """Applied to a dense value after its missing values are filled."""
+
+    none = "none"
+    log1p = "log1p"  # sign(x) * log(1 + |x|), so that the negative counts of Criteo have a value
+
+
+class Encoding(Enum):
+    """How raw ids become rows."""
+
+    vocabulary = "vocabulary"  # a row per value seen min_count times in training; the rest row 0
+    hashing = "hashing"  # 1 + hash(value) mod (num_rows - 1); missing values are row 0
+
+
+class SplitKind(Enum):
+    """How samples are divided into train, valid and test."""
+
+    fraction = "fraction"  # by a hash of the sample's position: at random, always the same
+    last = "last"  # the last samples in file order, for logs in order of time without a time column
+    time = "time"  # by the bounds of a numeric column
+
+
+class OnBadLine(Enum):
+    """What to do with a sample that cannot be read."""
+
+    error = "error"
+    skip = "skip"
+
+
+@dataclass
+class ColumnSpec:
+    """A column of the prepared samples.
+
+    Args:
+        kind: the part it plays.
+        source: the column of the log or of a joined table; empty means this entry's own name.
+        table: for categorical kinds the table it reads; empty means a table of this entry's name.
+        derive: compute the value from the source first.
+        utc_offset_h: for ``hour_of_day`` and ``day_of_week``, hours to add to UTC.
+        separator: for ``categorical_list`` in text files, what stands between two ids.
+        max_length: for ``categorical_list``, keep only the last so many ids; 0 keeps all.
+        fill: for dense, the value that takes the place of a missing one.
+        transform: for dense, applied after filling.
+        standardize: for dense, subtract the mean and divide by the standard deviation that the
+            transformed column has in the training split.
+    """
+
+    kind: ColumnKind
+    source: str = ""
+    table: str = ""
+    derive: Derive = Derive.none
+    utc_offset_h: float = 0.0
+    separator: str = " "
+    max_length: int = 0
+    fill: float = 0.0
+    transform: DenseTransform = DenseTransform.none
+    standardize: bool = False
+
+
+@dataclass
+class TableSpec:
+    """How the raw ids of one table become rows.
+
+    Args:
+        encoding: by vocabulary or by hashing.
+        min_count: vocabulary: occurrences in the training split that earn a value its own row.
+        num_rows: hashing: rows of the table, with row 0 for missing values. Not used otherwise.
+    """
+
+    encoding: Encoding = Encoding.vocabulary
+    min_count: int = 1
+    num_rows: int = 0
+
+
+@dataclass
+class JoinSpec:
+    """A side table, joined to the log on a key. It is held in memory.
+
+    Args:
+        files: paths or glob patterns.
+        on: the key column of the log, or of a side table joined before this one.
+        key: the key column of the side table; empty means the same name as ``on``. A key that
+            occurs twice is an error; a log entry without a match gets missing values.
+        format: delimited, parquet or arrow.
+        separator: of delimited files.
+    """
+
+    files: list[str]
+    on: str
+    key: str = ""
+    format: SourceFormat = SourceFormat.delimited
+    separator: str = "\t"
+
+
+@dataclass
+class SplitSpec:
+    """How samples are divided.
+
+    Args:
+        kind: see ``SplitKind``.
+        valid_frac: ``fraction`` and ``last``: share of the samples for validation.
+        test_frac: ``fraction`` and ``last``: share of the samples for the test, after ``valid``.
+        seed: ``fraction``: another seed, another division.
+        column: ``time``: a numeric column of the log.
+        valid_from: ``time``: the first value that is validation.
+        test_from: ``time``: the first value that is test; infinity for no test split.
+    """
+
+    kind: SplitKind = SplitKind.fraction
+    valid_frac: float = 0.1
+    test_frac: float = 0.1
+    seed: int = 0
+    column: str = ""
+    valid_from: float = math.inf
+    test_from: float = math.inf
+
+
+@dataclass
+class SourceSpec:
+    """A log to read and what to make of its columns.
+
+    Args:
+        format: how the files are stored.
+        files: paths, directories or glob patterns, relative to the current directory; read in
+            this order, matches of a pattern or directory in order of name. Text may be
+            compressed (.gz, .zst, .bz2).
+        columns: the prepared columns by name; their order is the order of the model's features.
+            With format criteo it may be empty: dense ``I1..I13`` with log1p, features ``C1..C26``.
+        tables: settings of tables by name, where they differ from ``table_defaults``.
+        table_defaults: settings of all other tables.
+        joins: side tables by name.
+        split: how samples are divided into train, valid and test.
+        separator: delimited text: what stands between two columns, one ASCII character.
+        null_values: text that means "missing".
+        on_bad_line: stop at a line that cannot be read, or leave it out and count it.
+        rows_per_chunk: samples per chunk: the window within which training shuffles rows.
+        block_mib: text is read in blocks of so many MiB. Blocks that fit in the processor's cache
+            are parsed twice as fast as large ones.
+    """
+
+    format: SourceFormat
+    files: list[str]
+    columns: dict[str, ColumnSpec] = field(default_factory=dict)
+    tables: dict[str, TableSpec] = field(default_factory=dict)
+    table_defaults: TableSpec = field(default_factory=TableSpec)
+    joins: dict[str, JoinSpec] = field(default_factory=dict)
+    split: SplitSpec = field(default_factory=SplitSpec)
+    separator: str = "\t"
+    null_values: list[str] = field(default_factory=lambda: [""])
+    on_bad_line: OnBadLine = OnBadLine.error
+    rows_per_chunk: int = 262_144
+    block_mib: int = 8
+
+
+@dataclass
+class SyntheticSpec:
+    """A log drawn from known distributions.
+
+    Args:
+        num_rows: rows of each table ``t0, t1, ...``, each read by one feature ``c0, c1, ...``.
+        mean_lengths: ids per sample of each feature; exactly 1.0 is one-hot, another mean is
+            multi-hot with Poisson lengths (0 included). One value serves all; empty means one-hot.
+        zipf_exponent: the row of popularity rank k is drawn with probability ~ k ** -exponent.
+        num_periods: the log is so many equal periods of constant popularity ("days").
+        drift_frac: share of the popularity ranks that get another row when a period ends.
+        rows_by_popularity: number the rows by falling popularity instead of at random. Row-wise
+            shards are then unbalanced; only for tests of that.
+        num_dense: dense columns, standard normal.
+        num_train: samples of the training split; then come ``valid`` and ``test``, in time order.
+        num_valid: samples of the validation split.
+        num_test: samples of the test split.
+        click_rate: expected mean of the labels, about.
+        signal: standard deviation of the logit; 0 makes labels that cannot be learned.
+        seed: everything is a pure function of the specification.
+        rows_per_chunk: samples per chunk.
+        num_hot_recorded: most popular rows per table and period that the dataset records.
+    """
+
+    num_rows: list[int]
+    mean_lengths: list[float] = field(default_factory=list)
+    zipf_exponent: float = 1.05
+    num_periods: int = 1
+    drift_frac: float = 0.0
+    rows_by_popularity: bool = False
+    num_dense: int = 13
+    num_train: int = 1_000_000
+    num_valid: int = 0
+    num_test: int = 0
+    click_rate: float = 0.25
+    signal: float = 1.5
+    seed: int = 0
+    rows_per_chunk: int = 262_144
+    num_hot_recorded: int = 10_000
+
+
+@dataclass
+class DataSpec:
+    """A dataset: exactly one of a log to read and a synthetic log."""
+
+    source: SourceSpec | None = None
+    synthetic: SyntheticSpec | None = None
+
+
+CRITEO_DENSE = tuple(f"I{number}" for number in range(1, 14))
+CRITEO_FEATURES = tuple(f"C{number}" for number in range(1, 27))
+CRITEO_COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_FEATURES)
+
+
+def criteo_columns() -> dict[str, ColumnSpec]:
+    """The columns of a Criteo log, as they are used by default."""
+    columns = {"label": ColumnSpec(ColumnKind.label)}
+    for name in CRITEO_DENSE:
+        columns[name] = ColumnSpec(ColumnKind.dense, transform=DenseTransform.log1p)
+    for name in CRITEO_FEATURES:
+        columns[name] = ColumnSpec(ColumnKind.categorical)
+    return columns
+
+
+def columns_of(spec: SourceSpec) -> dict[str, ColumnSpec]:
+    """The columns to prepare: those given, or Criteo's own."""
+    if spec.format is SourceFormat.criteo and not spec.columns:
+        return criteo_columns()
+    return spec.columns
+
+
+def table_of(name: str, column: ColumnSpec) -> str:
+    """The table that the categorical column ``name`` reads."""
+    return column.table or name
+
+
+def table_spec(spec: SourceSpec, table: str) -> TableSpec:
+    """The settings of a table."""
+    return spec.tables.get(table, spec.table_defaults)
+
+
+def tables_of(spec: SourceSpec) -> dict[str, TableSpec]:
+    """The tables that the categorical columns read, in order of first use."""
+    tables = {}
+    for name, column in columns_of(spec).items():
+        if column.kind in (ColumnKind.categorical, ColumnKind.categorical_list):
+            table = table_of(name, column)
+            tables[table] = table_spec(spec, table)
+    return tables

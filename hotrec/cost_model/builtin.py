@@ -1,0 +1,284 @@
+"""Costs of machines that are not at hand, for planning on paper; each number with its source.
+
+Kernels of GPUs are bytes moved / (bandwidth x efficiency). Moved for each byte of a row (4 D):
+
+    read                2: the row in, the row out
+    update              5: gradient in, out and in again (sum by row), weight in and out; with a
+                           row's scalar optimizer state
+    pool                4: rows in and vectors out, forward; the same backward
+    hot_add             3: message in, gradient in and out
+    replicated_read     6: rows in, vectors out; gradient zeroed, read, written
+    replicated_update   6: gradient, state and weight, each in and out
+
+Costs of an item are its ids and indices, 8 bytes each time they are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hotrec.cost_model.costs import Costs, Line, Link
+
+GIB = 1 << 30
+# TorchRec's planner constants take 0.5 of HBM for data-parallel tables and 1.0 for fused ones
+# (torchrec/distributed/planner/constants.py, kernel_bw_lookup); rows of 256 bytes at random
+# reach about half of a memory's peak.
+ROW_FRAC = 0.5
+ROW_SOURCE = "assumed: half of the peak for rows at random"
+# One kernel launch, and how many a step makes of each kind.
+LAUNCH_S = 5e-6
+LAUNCH_SOURCE = "assumed: 5 us a launch"
+ID_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """Peak rates of a GPU in its host, and where they are published.
+
+    Args:
+        hbm: bytes/s of the device's memory.
+        pcie: bytes/s to the host, one way.
+        flops: float32 operations/s without tensor cores, torch's default for float32.
+        source: of the three.
+    """
+
+    hbm: float
+    pcie: float
+    flops: float
+    source: str
+
+
+def _moved(rate: float, factor: float, launches: int, touches: int, source: str) -> Line:
+    """A kernel that moves ``factor`` bytes for each of a row, and touches its id so many times."""
+    return Line(
+        fixed_s=launches * LAUNCH_S,
+        per_item_s=touches * ID_BYTES / rate,
+        per_byte_s=factor / rate,
+        source=f"{source}; {ROW_SOURCE}; {LAUNCH_SOURCE}",
+    )
+
+
+def _gpu_kernels(gpu: _Gpu) -> dict[str, Line]:
+    hbm, pcie = gpu.hbm * ROW_FRAC, gpu.pcie * ROW_FRAC
+
+    def on_device(factor: float, launches: int, touches: int = 2) -> Line:
+        return _moved(hbm, factor, launches, touches, gpu.source)
+
+    def on_host(factor: float, launches: int) -> Line:
+        # Unified memory moves rows over the bus in both directions at once.
+        return _moved(pcie, factor, launches, 1, f"{gpu.source}, over the bus")
+
+    # DynamicEmb's benchmark of TorchRec (NVIDIA recsys-examples, corelib/dynamicemb README): 1.05 M
+    # ids of 512 bytes on an H100, forward and backward with SGD, take 13.56 ms in unified memory
+    # and 4.15 ms from a full cache: 40 GB/s, near what half of PCIe 5 for 1.3 bytes a byte gives.
+    read, update = on_device(2, 2), on_device(5, 20, 20)
+    hit = on_device(3, 12, 10)  # the cache's own index is looked up, and its tags are updated
+    lines = {
+        "route": _moved(hbm, 0, 60, 64, f"{gpu.source}; radix sort of 8-byte keys, 8 passes"),
+        "read_device": read,
+        "read_host": on_host(1, 2),
+        "read_hit": hit,
+        "read_miss": on_host(1.5, 12),  # half of the rows put out were changed and go back
+        "update_device": update,
+        "update_host": on_host(1, 20),
+        "update_hit": on_device(5, 24, 30),
+        "pool": on_device(4, 6, 4),
+        "hot_read": on_device(2, 2),
+        "hot_pack": on_device(5, 8, 4),
+        "hot_add": on_device(3, 8, 20),
+        "hot_update": on_device(5, 8, 4),
+        "pooled_device": on_device(1, 2),
+        "pooled_host": on_host(1, 2),
+        "pooled_hit": on_device(1, 12, 10),
+        "pooled_miss": on_host(1.5, 12),
+        "pooled_update_device": on_device(3, 20, 20),
+        "pooled_update_host": on_host(1, 20),
+        "pooled_update_hit": on_device(3, 24, 30),
+        "replicated_read": on_device(6, 10),
+        "replicated_update": on_device(6, 8, 0),
+        "copy": Line(LAUNCH_S, 0.0, 2 / gpu.hbm, source=f"{gpu.source}; in and out, at the peak"),
+    }
+    dense_rate = 0.4 * gpu.flops
+    lines["dense"] = Line(
+        120 * LAUNCH_S,
+        1 / dense_rate,
+        source=f"{gpu.source}; assumed: 0.4 of the peak, 120 launches; {LAUNCH_SOURCE}",
+    )
+    lines["dense_update"] = Line(
+        20 * LAUNCH_S,
+        4 * 6 / (gpu.hbm * 0.8),
+        source=f"{gpu.source}; assumed: 6 values moved a parameter, at 0.8 of the peak",
+    )
+    return lines
+
+
+# TorchRec's bookkeeping in Python, which GPUs wait for where a step is short.
+_OVERHEAD_S = 2e-3
+_OVERHEAD_SOURCE = "assumed: 2 ms of Python and TorchRec's bookkeeping a step"
+# Sending takes no processor time of the device, but memory bandwidth and some of its cores.
+_GPU_OVERLAP, _OVERLAP_SOURCE = 0.8, "assumed: 0.8 on GPUs, where NCCL uses some of the cores"
+
+
+def _gpu_costs(
+    name: str,
+    gpu: _Gpu,
+    *,
+    intra: Link,
+    inter: Link | None,
+    device_gib: int,
+    host_gib: int,
+    memory_source: str,
+) -> Costs:
+    return Costs(
+        name=name,
+        origin="built-in",
+        device="cuda",
+        kernels=_gpu_kernels(gpu),
+        intra=intra,
+        inter=inter,
+        device_bytes=device_gib * GIB,
+        host_bytes=host_gib * GIB,
+        overlap=_GPU_OVERLAP,
+        overhead_s=_OVERHEAD_S,
+        facts={
+            "memory": memory_source,
+            "overhead_s": _OVERHEAD_SOURCE,
+            "overlap": _OVERLAP_SOURCE,
+        },
+    )
+
+
+_H100_SXM = _Gpu(
+    3.35e12, 64e9, 67e12,
+    "NVIDIA H100 data sheet, SXM5: 3.35 TB/s HBM3, PCIe 5 x16 64 GB/s each way, 67 TFLOP/s fp32",
+)  # fmt: skip
+_A100_SXM = _Gpu(
+    2.039e12, 32e9, 19.5e12,
+    "NVIDIA A100 80GB data sheet, SXM4: 2,039 GB/s HBM2e, PCIe 4 x16 32 GB/s each way, 19.5 "
+    "TFLOP/s fp32",
+)  # fmt: skip
+_H100_PCIE = _Gpu(
+    2.0e12, 64e9, 51e12,
+    "NVIDIA H100 PCIe product brief PB-11133: 2.0 TB/s HBM2e, PCIe 5 x16 64 GB/s each way, 51 "
+    "TFLOP/s fp32",
+)  # fmt: skip
+_LATENCY = "latency assumed: {} of a small NCCL collective"
+
+
+def _cpu_kernels() -> dict[str, Line]:
+    """Nanoseconds of an item, picoseconds of a byte, microseconds of a call."""
+    source = (
+        "measured with hotrec calibrate: 2 ranks on 2 cores of an Intel Xeon virtual machine, "
+        "D = 64, row-wise Adagrad, corrected by whole steps; rounded"
+    )
+    figures = {
+        "route": (47, 0, 620),
+        "read_device": (12, 280, 300),
+        "update_device": (140, 840, 800),
+        "pool": (4.5, 165, 190),
+        "hot_read": (23, 250, 330),
+        "hot_pack": (40, 620, 260),
+        "hot_add": (43, 520, 270),
+        "hot_update": (150, 1100, 240),
+        "pooled_device": (15, 330, 550),
+        "pooled_update_device": (165, 140, 970),
+        "replicated_read": (10, 280, 540),
+        "replicated_update": (8, 180, 590),
+        "copy": (0, 90, 30),
+        "dense_update": (1.1, 0, 400),
+        # 70 Gflop/s a core: small layers, and the interactions between them.
+        "dense": (0.0142, 0, 0),
+    }
+    return {
+        name: Line(fixed * 1e-6, item * 1e-9, byte * 1e-12, source=source)
+        for name, (item, byte, fixed) in figures.items()
+    }
+
+
+_CPU = Costs(
+    name="cpu_1gbit",
+    origin="built-in",
+    device="cpu",
+    kernels=_cpu_kernels(),
+    intra=Link(
+        2e-4,
+        1.6e9,
+        "measured with hotrec calibrate: gloo over the loopback of a 2-core Intel Xeon, rounded",
+    ),
+    inter=Link(
+        3e-4,
+        0.94 * 1e9 / 8,
+        "1 Gbit/s Ethernet; TCP carries 1448 of the 1538 bytes of a full frame on the wire "
+        "(IEEE 802.3, RFC 9293 with time stamps); latency assumed: 0.3 ms of a gloo collective",
+    ),
+    device_bytes=0,
+    host_bytes=32 * GIB,
+    overlap=0.5,
+    overhead_s=5e-3,
+    facts={
+        "memory": "assumed: 32 GiB a host",
+        "overhead_s": "measured: 3 ms a step, and 2 ms of waiting for ids; rounded",
+        "overlap": "measured: 0 to 0.5 on loopback, 0.9 to 1 at 1 Gbit/s; 0.5 between",
+    },
+)
+
+BUILTIN: Mapping[str, Costs] = {
+    costs.name: costs
+    for costs in (
+        _gpu_costs(
+            "dgx_h100_infiniband",
+            _H100_SXM,
+            intra=Link(
+                3e-5,
+                370e9,
+                "NCCL over NVLink 4 reaches about 370 of its 450 GB/s each way (an NCCL developer "
+                "in github.com/NVIDIA/nccl-tests/issues/212); " + _LATENCY.format("30 us"),
+            ),
+            inter=Link(
+                4e-5,
+                0.9 * 8 * 50e9,
+                "NVIDIA DGX H100 data sheet: 8 ConnectX-7 of 400 Gbit/s; assumed: 0.9 of it; "
+                + _LATENCY.format("40 us"),
+            ),
+            device_gib=80,
+            host_gib=2048,
+            memory_source="NVIDIA DGX H100 data sheet: 8 x 80 GB, 2 TB of host memory",
+        ),
+        _gpu_costs(
+            "dgx_a100",
+            _A100_SXM,
+            intra=Link(
+                3e-5,
+                230e9,
+                "NVIDIA A100 data sheet: NVLink 3, 300 GB/s each way; nccl-tests measure 200 to "
+                "235 GB/s (github.com/NVIDIA/nccl-tests/issues/149 and 178); "
+                + _LATENCY.format("30 us"),
+            ),
+            inter=Link(
+                4e-5,
+                0.9 * 8 * 25e9,
+                "NVIDIA DGX A100 data sheet: 8 HDR InfiniBand adapters of 200 Gbit/s; assumed: "
+                "0.9 of it; " + _LATENCY.format("40 us"),
+            ),
+            device_gib=80,
+            host_gib=2048,
+            memory_source="NVIDIA DGX A100 640GB data sheet: 8 x 80 GB, 2 TB of host memory",
+        ),
+        _gpu_costs(
+            "one_gpu_pcie",
+            _H100_PCIE,
+            intra=Link(
+                3e-5,
+                0.8 * 64e9,
+                "PCIe 5 x16, 64 GB/s each way, for more than one card; assumed: 0.8 of it; "
+                + _LATENCY.format("30 us"),
+            ),
+            inter=None,
+            device_gib=80,
+            host_gib=256,
+            memory_source="H100 PCIe: 80 GB; assumed: 256 GB of host memory",
+        ),
+        _CPU,
+    )
+}

@@ -1,0 +1,319 @@
+"""Locality: how many distinct rows batches really read, and as how many independent lookups.
+
+The lookups of a batch are not independent: a sample may read a row more than once (two histories
+that share a table), and a batch is a random sample of one chunk (the loader shuffles inside
+chunks), whose samples are close in time and read rows that others do not. So the profile's pass
+also draws batches from the blocks it meets, seeded and without replacement, and counts the distinct
+rows that they read of each table, over all features that share it. What comes of it is the
+*effective number of draws* of a batch: the n for which n independent lookups (``prob_drawn`` over
+the table's counts) are expected to read as many distinct rows. With histories of some ninety ids
+per sample it is four fifths of the lookups. One number per table serves hot and cold rows alike, to
+two or three percent of either.
+
+A batch is drawn inside one block, so a batch of more samples than a block holds is not measured:
+beyond the largest measured batch the ratio to independence is taken to stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotrec.cost_model.blocks import Block, IntArray
+from hotrec.cost_model.demand import prob_drawn
+from hotrec.cost_model.histogram import CountHistogram
+from hotrec.types import Rows, Schema
+
+MIN_BATCH_SIZE, MAX_BATCH_SIZE = 64, 1 << 16
+# What is drawn of a stream: a share of its samples, and of a short one some lookups more, which
+# take less than a tenth of a second; of a long one no more than so many of the largest batches.
+DRAWN_FRAC = 1 / 32
+FREE_LOOKUPS = 1 << 21
+ENOUGH_BATCHES = 32
+# Batches are to be of several places of the stream: it is drawn from so often at least, and of one
+# draw so many are made of a size. A stream of unknown length is taken to have as many blocks.
+LEAST_DRAWS = 4
+BATCHES_PER_DRAW = 4
+# Measured and independent are taken as one if they differ by less: there the number of draws is
+# read off a flat curve, and noise would move it far.
+NEGLIGIBLE_FRAC = 0.002
+
+
+@dataclass(frozen=True)
+class TableLocality:
+    """Distinct rows of one table that batches were seen to read; entry i is of one batch size.
+
+    Args:
+        batch_sizes: samples of a batch, rising.
+        num_batches: batches that were drawn, at least 1.
+        lookups: of a batch, mean over the batches.
+        mean: distinct rows, mean over the batches.
+        spread: their standard deviation; 0 for one batch.
+    """
+
+    batch_sizes: tuple[int, ...]
+    num_batches: tuple[int, ...]
+    lookups: tuple[float, ...]
+    mean: tuple[float, ...]
+    spread: tuple[float, ...]
+
+
+class LocalityMeter:
+    """Draws batches from the blocks of a stream and counts their distinct rows.
+
+    A draw is some samples of one block in random order: one large batch, and its parts the smaller
+    ones, down by powers of two. All draws are of one size, as far as the blocks allow, and evenly
+    spread over the stream. Memory holds the ids of one draw.
+
+    Args:
+        schema: of the blocks.
+        seed: of the draws.
+        num_samples: of the stream that will be counted; None if unknown.
+    """
+
+    def __init__(self, schema: Schema, *, seed: int, num_samples: int | None = None) -> None:
+        self._features_of = {
+            table.name: tuple(f.name for f in schema.features_of(table.name))
+            for table in schema.tables
+        }
+        self._num_rows = {table.name: table.num_rows for table in schema.tables}
+        self._rng = np.random.default_rng([seed, 1])
+        self._num_samples = num_samples
+        self._draw_size, self._drawn_frac, self._samples_due = 0, 0.0, 0.0
+        # By batch size, for each batch: lookups and distinct rows of each table.
+        self._found: dict[int, list[list[tuple[int, int]]]] = {}
+
+    def observe(self, block: Block, *, num_counted: int) -> None:
+        """Draw from a block what is due.
+
+        Args:
+            num_counted: samples of it that the profile counts: all, unless it counts a sample.
+        """
+        num_lookups = sum(rows.size for rows in block.rows.values())
+        if num_lookups == 0 or num_counted == 0:
+            return
+        if self._draw_size == 0:
+            self._plan(num_counted, num_lookups / block.num_samples)
+        self._samples_due += self._drawn_frac * num_counted
+        num_drawn = min(self._draw_size, _power_of_two(block.num_samples))
+        if num_drawn < MIN_BATCH_SIZE:
+            return
+        while (
+            self._samples_due >= num_drawn and len(self._found.get(num_drawn, ())) < ENOUGH_BATCHES
+        ):
+            self._samples_due -= num_drawn
+            self._draw(block, num_drawn)
+
+    def _plan(self, num_counted: int, lookups_per_sample: float) -> None:
+        expected = self._num_samples or LEAST_DRAWS * num_counted
+        num_drawn = min(
+            DRAWN_FRAC * expected + FREE_LOOKUPS / lookups_per_sample,
+            ENOUGH_BATCHES * MAX_BATCH_SIZE,
+        )
+        self._drawn_frac = num_drawn / expected
+        size = _power_of_two(num_drawn / LEAST_DRAWS)
+        self._draw_size = min(max(size, MIN_BATCH_SIZE), MAX_BATCH_SIZE)
+
+    def _draw(self, block: Block, num_drawn: int) -> None:
+        chosen = self._rng.choice(block.num_samples, num_drawn, replace=False)
+        drawn = {name: _take(block, name, chosen) for name in block.rows}
+        batch_size = MIN_BATCH_SIZE
+        while batch_size <= num_drawn:
+            found = self._found.setdefault(batch_size, [])
+            for index in range(min(num_drawn // batch_size, BATCHES_PER_DRAW)):
+                found.append(self._count(drawn, index * batch_size, (index + 1) * batch_size))
+            batch_size *= 2
+
+    def _count(
+        self, drawn: Mapping[str, tuple[IntArray, Rows]], first: int, last: int
+    ) -> list[tuple[int, int]]:
+        """Lookups and distinct rows of each table, of samples ``first`` to ``last`` of a draw."""
+        counts = []
+        for table, features in self._features_of.items():
+            parts = []
+            for name in features:
+                rows, offsets = drawn[name]
+                parts.append(rows[offsets[first] : offsets[last]])
+            num_lookups = sum(part.size for part in parts)
+            counts.append((num_lookups, count_distinct(parts, self._num_rows[table])))
+        return counts
+
+    def localities(self) -> dict[str, TableLocality]:
+        """What was measured, by table; empty if no block was large enough."""
+        if not self._found:
+            return {}
+        sizes = sorted(self._found)
+        # (batches, tables, 2) each
+        arrays = [np.asarray(self._found[size], np.float64) for size in sizes]
+        return {
+            table: TableLocality(
+                batch_sizes=tuple(sizes),
+                num_batches=tuple(len(array) for array in arrays),
+                lookups=tuple(float(array[:, i, 0].mean()) for array in arrays),
+                mean=tuple(float(array[:, i, 1].mean()) for array in arrays),
+                spread=tuple(
+                    float(array[:, i, 1].std(ddof=1)) if len(array) > 1 else 0.0 for array in arrays
+                ),
+            )
+            for i, table in enumerate(self._features_of)
+        }
+
+
+def _take(block: Block, feature: str, samples: Rows) -> tuple[IntArray, Rows]:
+    """The bags of some samples laid end to end, and where each starts, int64 (S + 1,)."""
+    rows, lengths = block.rows[feature], block.lengths.get(feature)
+    if lengths is None:
+        return rows[samples], np.arange(samples.size + 1)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    taken = lengths[samples].astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(taken)])
+    shift = (ends[samples] - taken) - offsets[:-1]
+    return rows[np.arange(offsets[-1]) + np.repeat(shift, taken)], offsets
+
+
+def _power_of_two(number: float) -> int:
+    """The largest one that is not above a number; 0 for numbers below 1."""
+    return 1 << int(math.log2(number)) if number >= 1 else 0
+
+
+def count_distinct(parts: Sequence[IntArray], num_rows: int) -> int:
+    """Distinct rows among several vectors of rows of one table."""
+    num_ids = sum(part.size for part in parts)
+    if num_ids == 0:
+        return 0
+    if num_rows <= 4 * num_ids:
+        # Marking beats sorting where the table is not much larger than the batch.
+        seen = np.zeros(num_rows, np.bool_)
+        for part in parts:
+            seen[part] = True
+        return int(np.count_nonzero(seen))
+    # np.unique, which also finds where they are, takes ten times as long.
+    rows = np.sort(np.concatenate(parts))
+    return int(np.count_nonzero(rows[1:] != rows[:-1])) + 1
+
+
+def effective_draws(
+    histogram: CountHistogram,
+    locality: TableLocality | None,
+    batch_size: int,
+    lookups_per_sample: float,
+) -> float:
+    """As how many independent lookups of a table the lookups of a batch count, for distinct rows.
+
+    The ratio to the batch's lookups is that of the measured batch sizes around it, interpolated in
+    its logarithm over that of the batch size, and that of the nearest one beyond them.
+
+    Args:
+        histogram: counts of the table's rows in the part that the locality was measured in.
+        locality: of the table; None if it was not measured, which leaves the lookups as they are.
+        batch_size: samples.
+        lookups_per_sample: of all features that read the table together.
+
+    Returns:
+        0 if the batch has no lookups.
+    """
+    num_lookups = batch_size * lookups_per_sample
+    if locality is None or num_lookups <= 0 or histogram.num_lookups == 0:
+        return num_lookups
+    sizes = np.asarray(locality.batch_sizes, np.float64)
+    after = int(np.searchsorted(sizes, batch_size))
+    around = sorted({max(after - 1, 0), min(after, sizes.size - 1)})
+    logs = [math.log(_draw_ratio(histogram, locality, i)) for i in around]
+    return num_lookups * math.exp(
+        float(np.interp(math.log(batch_size), np.log(sizes[around]), logs))
+    )
+
+
+def step_draws(
+    histogram: CountHistogram,
+    locality: TableLocality | None,
+    *,
+    batch_size: int,
+    world_size: int,
+    lookups_per_sample: float,
+) -> tuple[float, float]:
+    """``effective_draws`` of a rank's batch and of the global batch, the latter no fewer."""
+    of_rank = effective_draws(histogram, locality, batch_size, lookups_per_sample)
+    of_all = effective_draws(histogram, locality, batch_size * world_size, lookups_per_sample)
+    return of_rank, max(of_rank, of_all)
+
+
+def _draw_ratio(histogram: CountHistogram, locality: TableLocality, index: int) -> float:
+    """Effective draws per lookup of the measured batches of one size; 1 where none met a row."""
+    # Of the very batches: bags differ, and so would these batches from others of as many samples.
+    num_lookups = locality.lookups[index]
+    target = locality.mean[index]
+    error = locality.spread[index] / math.sqrt(locality.num_batches[index])
+    independent = _expected_distinct(histogram, num_lookups)
+    if target == 0 or abs(independent - target) <= max(2 * error, NEGLIGIBLE_FRAC * target):
+        return 1.0
+    return _solve_draws(histogram, target, num_lookups) / num_lookups
+
+
+def _expected_distinct(histogram: CountHistogram, num_draws: float) -> float:
+    counts = histogram.values.astype(np.float64)
+    return float(histogram.num_rows @ prob_drawn(counts, histogram.num_lookups, num_draws))
+
+
+def _solve_draws(histogram: CountHistogram, num_distinct: float, start: float) -> float:
+    """The draws that read ``num_distinct`` rows in the mean; all lookups if even they read fewer.
+
+    By the secant through the ends of a bracket, the far end's weight halved each time it stays
+    ("Illinois": Dowell and Jarratt, BIT 11, 1971): a few evaluations, each over all counts.
+    """
+    low, high = 0.0, float(histogram.num_lookups)
+    below, above = -num_distinct, histogram.num_distinct - num_distinct
+    if above <= 0:
+        return high
+    draws, side = min(start, high), 0
+    for _ in range(60):
+        excess = _expected_distinct(histogram, draws) - num_distinct
+        if abs(excess) <= 1e-6 * num_distinct:
+            break
+        if excess < 0:
+            low, below = draws, excess
+            above, side = (above / 2, -1) if side == -1 else (above, -1)
+        else:
+            high, above = draws, excess
+            below, side = (below / 2, 1) if side == 1 else (below, 1)
+        draws = (low * above - high * below) / (above - below)
+    return draws
+
+
+def localities_to_json(localities: Mapping[str, TableLocality]) -> dict[str, Any] | None:
+    """As a manifest holds them: the batches once, then what they read by table."""
+    if not localities:
+        return None
+    any_table = next(iter(localities.values()))
+    return {
+        "batch_sizes": list(any_table.batch_sizes),
+        "num_batches": list(any_table.num_batches),
+        "tables": {
+            name: {
+                "lookups": list(table.lookups),
+                "mean": list(table.mean),
+                "spread": list(table.spread),
+            }
+            for name, table in localities.items()
+        },
+    }
+
+
+def localities_from_json(found: Mapping[str, Any] | None) -> dict[str, TableLocality]:
+    """The inverse; none for None, as profiles have that were made before it was measured."""
+    if found is None:
+        return {}
+    return {
+        name: TableLocality(
+            batch_sizes=tuple(found["batch_sizes"]),
+            num_batches=tuple(found["num_batches"]),
+            lookups=tuple(table["lookups"]),
+            mean=tuple(table["mean"]),
+            spread=tuple(table["spread"]),
+        )
+        for name, table in found["tables"].items()
+    }

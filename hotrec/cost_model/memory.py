@@ -1,0 +1,190 @@
+"""Memory that each rank takes on its device and on its host, for a placement or a plan.
+
+By row (R rows of a table, D floats each; ``row_bytes`` counts a row's optimizer state too):
+
+    replica       device: row_bytes, 4 D of gradients, and as much of DDP's bucket, which it makes
+                  anew in its third iteration beside the old one
+    shard         of its rows, on the device or on the host: row_bytes; where the row is on the
+                  host, an optimizer state of one float a row stays on the device (FBGEMM's
+                  row-wise optimizers), for every row; others are never cached
+    device cache  a slot: 4 D of the widest table that shares it, 8 of FBGEMM's tags, 8 of its LRU
+                  clock, and 4 of locks if it is filled ahead; a row behind it: 4 of FBGEMM's map
+    router        4 for every row of the tables whose rows travel: on the host, where loader workers
+                  share it, and on the device if ids are routed there
+
+On CPU everything is host memory. Dense layers, activations and messages are not counted: they do
+not depend on the placement by much; planners keep a reserve for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hotrec.cost_model.costs import World
+from hotrec.cost_model.demand import Floats, TableDemand
+from hotrec.cost_model.quantities import TableSharding, cached_rows, check_tables
+from hotrec.cost_model.step import BYTES_PER_FLOAT
+from hotrec.types import Exchange, Sharding, TablePlacement, Tier
+
+ROUTER_BYTES = 4
+# FBGEMM's device cache with LRU (split_table_batched_embeddings_ops_training.py,
+# _apply_cache_state): lxu_cache_state and lxu_state of a slot, lxu_cache_locking_counter of a slot
+# with prefetch, cache_index_table_map of a row.
+CACHE_TAG_BYTES = 8
+CACHE_CLOCK_BYTES = 8
+CACHE_LOCK_BYTES = 4
+CACHE_MAP_BYTES = 4
+# Gradients of a replica at the first steps, when they are most: DDP's second bucket included.
+NUM_REPLICA_GRADIENTS = 2
+# Afterwards. Look-ahead has none: it keeps the gradients of the rows that a step touches alone.
+NUM_LASTING_GRADIENTS = 1
+
+
+def replica_row_bytes(demand: TableDemand, num_gradients: int = NUM_REPLICA_GRADIENTS) -> int:
+    """Device memory of a replicated row, with so many copies of its gradient."""
+    return demand.row_bytes + num_gradients * BYTES_PER_FLOAT * demand.dim
+
+
+def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
+    """Device and host memory of a row of a shard, on a machine with devices."""
+    if tier is Tier.DEVICE:
+        return demand.row_bytes, 0
+    state_bytes = demand.row_bytes - BYTES_PER_FLOAT * demand.dim
+    on_device = state_bytes if state_bytes <= BYTES_PER_FLOAT else 0
+    maps = CACHE_MAP_BYTES if tier is Tier.HOST_CACHED else 0
+    return on_device + maps, demand.row_bytes - on_device
+
+
+def cached_row_bytes(
+    demand: TableDemand, widest: int | None = None, *, is_prefetched: bool = False
+) -> int:
+    """Device memory of a row that a cache can hold, besides that of its shard.
+
+    Args:
+        widest: largest D of the tables that share the cache; None: of this one.
+        is_prefetched: TorchRec's prefetch pipeline fills the cache.
+    """
+    num_bytes = BYTES_PER_FLOAT * (demand.dim if widest is None else widest)
+    num_bytes += CACHE_TAG_BYTES + CACHE_CLOCK_BYTES
+    return num_bytes + CACHE_LOCK_BYTES if is_prefetched else num_bytes
+
+
+def memory_by_rank(
+    demands: Sequence[TableDemand],
+    num_hot: Mapping[str, int],
+    tables: Mapping[str, TablePlacement] | Mapping[str, TableSharding],
+    world: World,
+    device: str,
+    *,
+    is_routed_on_device: bool = True,
+    num_gradients: int = NUM_REPLICA_GRADIENTS,
+) -> list[dict[str, float]]:
+    """Memory of every rank.
+
+    A placement does not name the owners of its table-wise tables; here each goes to the rank with
+    least so far, largest table first, as TorchRec's planner does in essence.
+
+    Args:
+        num_hot: hot rows by table; none where absent.
+        tables: of every table.
+        device: "cpu" or "cuda".
+        is_routed_on_device: of a placement: ids are routed by the rank, else by loader workers.
+        num_gradients: copies of a replicated row's gradient; what has to fit is the most there is.
+
+    Returns:
+        By rank {"device_bytes", "host_bytes"}; on CPU device_bytes is 0.
+
+    Raises:
+        ValueError: if a table has no place, too many hot rows, or a cache no size.
+    """
+    check_tables(demands, num_hot, tables)
+    bytes_W2 = np.zeros((world.num_ranks, 2))
+    owned = []
+    widest = _widest_cached(demands, tables)
+    for demand in demands:
+        placed = tables[demand.name]
+        if isinstance(placed, TableSharding):
+            if placed.is_replicated:
+                bytes_W2[:, 0] += demand.num_rows * replica_row_bytes(demand, num_gradients)
+            else:
+                _add_sharding(bytes_W2, demand, placed, world, widest)
+            continue
+        row_bytes = replica_row_bytes(demand, num_gradients)
+        bytes_W2[:, 0] += num_hot.get(demand.name, 0) * row_bytes
+        if placed.exchange is Exchange.ROWS:
+            bytes_W2[:, 1] += ROUTER_BYTES * demand.num_rows
+            if is_routed_on_device and device != "cpu":
+                bytes_W2[:, 0] += ROUTER_BYTES * demand.num_rows
+        if num_hot.get(demand.name, 0) == demand.num_rows:
+            continue  # a table that is wholly hot has no shards
+        if placed.sharding is Sharding.TABLE_WISE:
+            owned.append(_shard_bytes(demand, placed, demand.num_rows, widest))
+        else:
+            for rank, num_rows in enumerate(row_wise_rows(demand.num_rows, world.num_ranks)):
+                bytes_W2[rank] += _shard_bytes(demand, placed, num_rows, widest)
+    for shard_bytes in sorted(owned, key=lambda size: -float(size.sum())):
+        bytes_W2[int(bytes_W2.sum(axis=1).argmin())] += shard_bytes
+    if device == "cpu":
+        bytes_W2 = np.stack([np.zeros(world.num_ranks), bytes_W2.sum(axis=1)], axis=1)
+    return [{"device_bytes": float(d), "host_bytes": float(h)} for d, h in bytes_W2]
+
+
+def row_wise_rows(num_rows: int, num_shards: int) -> list[int]:
+    """Rows of each shard as TorchRec cuts them: ceil(R / W), as long as there are any."""
+    size = -(-num_rows // num_shards)
+    return [max(0, min(size, num_rows - size * shard)) for shard in range(num_shards)]
+
+
+def _cache_key(demand: TableDemand, placed: TablePlacement | TableSharding) -> tuple[str, int]:
+    """What the tables that can share a device cache have in common."""
+    if isinstance(placed, TableSharding):
+        return placed.kind, demand.dim if placed.is_prefetched else 0
+    is_rows = placed.exchange is Exchange.ROWS
+    return placed.exchange.value, demand.dim if is_rows else 0
+
+
+def _widest_cached(
+    demands: Sequence[TableDemand],
+    tables: Mapping[str, TablePlacement] | Mapping[str, TableSharding],
+) -> dict[tuple[str, int], int]:
+    """Largest D of the tables that share a device cache: its slots are all as wide."""
+    widest: dict[tuple[str, int], int] = {}
+    for demand in demands:
+        placed = tables[demand.name]
+        if placed.tier is Tier.HOST_CACHED:
+            key = _cache_key(demand, placed)
+            widest[key] = max(widest.get(key, 0), demand.dim)
+    return widest
+
+
+def _shard_bytes(
+    demand: TableDemand,
+    placed: TablePlacement | TableSharding,
+    num_rows: int,
+    widest: Mapping[tuple[str, int], int],
+) -> Floats:
+    """Device and host memory of a shard with these rows, float64 (2,)."""
+    shard = num_rows * np.array(shard_row_bytes(demand, placed.tier), np.float64)
+    if placed.tier is Tier.HOST_CACHED:
+        slot_bytes = cached_row_bytes(
+            demand,
+            widest[_cache_key(demand, placed)],
+            is_prefetched=isinstance(placed, TableSharding) and placed.is_prefetched,
+        )
+        shard[0] += num_rows * cached_rows(demand, placed) / demand.num_rows * slot_bytes
+    return shard
+
+
+def _add_sharding(
+    bytes_W2: Floats,
+    demand: TableDemand,
+    sharding: TableSharding,
+    world: World,
+    widest: Mapping[tuple[str, int], int],
+) -> None:
+    blocks = sharding.blocks(world)
+    for owners in blocks:
+        for rank, num_rows in zip(owners, row_wise_rows(demand.num_rows, len(owners)), strict=True):
+            bytes_W2[rank] += _shard_bytes(demand, sharding, num_rows, widest) / len(blocks)

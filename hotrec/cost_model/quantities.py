@@ -1,0 +1,506 @@
+"""What a rank does in a step: from demands and a placement, or a plan of TorchRec, to QUANTITIES.
+
+Bytes are counted as ``hotrec.runtime.traffic`` counts them. Symbols: B batch per rank, W ranks, L lookups
+per sample, n = B L lookups of a rank, F columns of a table, D; q as in ``hotrec.cost_model.demand``.
+
+Pooled exchange, as TorchRec does it for an ``EmbeddingBagCollection``: ids travel undeduplicated,
+8 bytes each, with the lengths of their bags, 4 bytes each, which are counted as half an id. A shard
+in charge of a table, of some of its columns or of some of its rows sends W - 1 times its pooled
+vectors of a batch, B F D 4 bytes, in forward, and is sent as much in backward:
+
+    table-wise      all_to_all: one batch of vectors to each of the other ranks
+    row-wise        reduce_scatter of W batches of vectors, of which (W-1)/W travel; all_gather back
+    table-row-wise  on m ranks of a host: reduce_scatter, (m-1)/m W, then all_to_all between hosts,
+                    W/m - 1: together W - 1 again
+    column-wise     as table-wise, with a part of D; the ids go to every part
+    data-parallel   nothing but the gradient of the whole table, all-reduced
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotrec.cost_model.caches import (
+    CachedTable,
+    CacheShares,
+    lfu_hit_frac,
+    num_slots,
+    shared_cache_shares,
+)
+from hotrec.cost_model.costs import World
+from hotrec.cost_model.demand import (
+    Floats,
+    TableDemand,
+    expected_distinct,
+    expected_urgent,
+    prob_drawn,
+    take_rows,
+)
+from hotrec.cost_model.histogram import slices
+from hotrec.cost_model.step import (
+    BYTES_PER_FLOAT,
+    BYTES_PER_ID,
+    QUANTITIES,
+    StepModel,
+    StepPrediction,
+)
+from hotrec.types import Exchange, Rows, Sharding, TablePlacement, Tier
+
+BYTES_PER_LENGTH = 4
+# What FBGEMM takes for a cache whose size nobody names.
+DEFAULT_CACHE_LOAD_FRAC = 0.2
+REPLICATED = "data_parallel"
+# Kinds of TorchRec's sharding (ShardingType), and whether a shard has some of the rows, columns.
+KINDS: Mapping[str, tuple[bool, bool]] = {
+    REPLICATED: (False, False),
+    "table_wise": (False, False),
+    "row_wise": (True, False),
+    "column_wise": (False, True),
+    "table_row_wise": (True, False),
+    "table_column_wise": (False, True),
+    "grid_shard": (True, True),
+}
+
+
+@dataclass(frozen=True)
+class TableSharding:
+    """How a plan of TorchRec shards a whole table.
+
+    Args:
+        kind: one of KINDS.
+        ranks: owner of each shard, in order: by columns, then by rows; not read if data-parallel.
+        tier: of the shards.
+        cache_load_frac: of HOST_CACHED, the cached share of the rows; None is FBGEMM's own, 0.2.
+        is_prefetched: of HOST_CACHED, TorchRec's prefetch pipeline fills the cache.
+
+    Raises:
+        ValueError: if the kind is unknown, or a table that is not data-parallel has no owner.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    tier: Tier = Tier.DEVICE
+    cache_load_frac: float | None = None
+    is_prefetched: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"sharding kind: expected one of {sorted(KINDS)}, got {self.kind!r}.")
+        if self.kind != REPLICATED and not self.ranks:
+            raise ValueError(f"sharding {self.kind}: expected the rank of each shard, got none.")
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.kind == REPLICATED
+
+    def blocks(self, world: World) -> list[tuple[int, ...]]:
+        """Sets of owners that share the rows of the same columns; columns are shared evenly."""
+        has_rows, has_columns = KINDS[self.kind]
+        if not has_columns:
+            return [self.ranks]
+        size = world.ranks_per_host if has_rows else 1
+        return [self.ranks[i : i + size] for i in range(0, len(self.ranks), size)]
+
+
+def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> float:
+    """Rows of the table that device caches hold, over all ranks; 0 if its tier has no cache.
+
+    Raises:
+        ValueError: if a placement with a cache does not say how large it is.
+    """
+    if placed.tier is not Tier.HOST_CACHED:
+        return 0.0
+    load_frac = placed.cache_load_frac
+    if load_frac is None and isinstance(placed, TableSharding):
+        load_frac = DEFAULT_CACHE_LOAD_FRAC
+    if load_frac is None or not 0 <= load_frac <= 1:
+        raise ValueError(
+            f"placement table {demand.name} cache_load_frac: expected a fraction in 0..1 with the "
+            f"tier host_cached, got {load_frac}."
+        )
+    return load_frac * demand.num_rows
+
+
+def check_tables(
+    demands: Sequence[TableDemand], num_hot: Mapping[str, int], tables: Mapping[str, Any]
+) -> None:
+    """Refuse what does not fit the demands.
+
+    Raises:
+        ValueError: if a table has no place, or more hot rows than rows.
+    """
+    names = {demand.name for demand in demands}
+    missing, unknown = sorted(names - set(tables)), sorted(set(num_hot) - names)
+    if missing or unknown:
+        raise ValueError(
+            f"placement: expected the tables {sorted(names)}, got none of {missing} and hot rows "
+            f"of {unknown}. Make it from the same dataset's profile."
+        )
+    for demand in demands:
+        if not 0 <= num_hot.get(demand.name, 0) <= demand.num_rows:
+            raise ValueError(
+                f"placement table {demand.name}: expected 0..{demand.num_rows} hot rows, got "
+                f"{num_hot[demand.name]}."
+            )
+
+
+def hot_cold_quantities(
+    demands: Sequence[TableDemand],
+    num_hot: Mapping[str, int],
+    tables: Mapping[str, TablePlacement],
+    world: World,
+    batch_size: int,
+    caches: Mapping[str, CacheShares] | None = None,
+) -> dict[str, float]:
+    """What the mean rank does in a step with hot and cold rows.
+
+    The hot rows of a table are its most looked-up ones. Tables of one dimension share messages: a
+    group for those whose rows travel, hot and cold, and one for those whose pooled vectors do.
+    Hits and misses of a cache are of the distinct rows of a rank where rows travel, of the ids
+    where pooled vectors do; a row that two ranks miss counts twice.
+
+    Args:
+        num_hot: hot rows by table; none where absent.
+        tables: of every table.
+        batch_size: B, per rank; the one that the demands were built for.
+        caches: of every table behind a cache, see ``hot_cold_caches``. None: as if the cache held
+            the most looked-up rows for good, the best that any policy can do without foresight;
+            that is linear in its size, so it can be optimised, and bounds the step from below.
+
+    Returns:
+        Every key of QUANTITIES.
+
+    Raises:
+        ValueError: if a table has no placement, too many hot rows, hot rows and a pooled exchange,
+            or a cache of no size.
+    """
+    check_tables(demands, num_hot, tables)
+    done = dict.fromkeys(QUANTITIES, 0.0)
+    groups: dict[str, set[int]] = {
+        "cold_groups": set(),
+        "hot_groups": set(),
+        "pooled_groups": set(),
+    }
+    for demand in demands:
+        placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
+        if placed.exchange is Exchange.POOLED:
+            if hot:
+                raise ValueError(
+                    f"placement table {demand.name}: expected no hot rows in a table whose "
+                    f"exchange is pooled, got {hot}."
+                )
+            _add_pooled(done, demand, placed, world, batch_size, caches)
+            _add_state(done, demand, placed.tier, 0, 1 / world.num_ranks)
+            groups["pooled_groups"].add(demand.dim)
+            continue
+        _add_rows(done, demand, placed, hot, batch_size, caches)
+        _add_state(done, demand, placed.tier, hot, 1 / world.num_ranks)
+        if hot:
+            groups["hot_groups"].add(demand.dim)
+        if hot < demand.num_rows:
+            groups["cold_groups"].add(demand.dim)
+    return {**done, **{name: float(len(dims)) for name, dims in groups.items()}}
+
+
+def hot_cold_caches(
+    demands: Sequence[TableDemand],
+    num_hot: Mapping[str, int],
+    tables: Mapping[str, TablePlacement],
+    world: World,
+) -> dict[str, CacheShares]:
+    """What the device caches of a placement do, by table: one for each dimension, one for pooled.
+
+    Tables of one dimension whose rows travel are one module of FBGEMM's, and so are all that are
+    pooled; those that are cached share its cache.
+    """
+    shared: dict[tuple[Exchange, int], list[TableDemand]] = {}
+    for demand in demands:
+        placed = tables[demand.name]
+        if placed.tier is Tier.HOST_CACHED and num_hot.get(demand.name, 0) < demand.num_rows:
+            dim = demand.dim if placed.exchange is Exchange.ROWS else 0
+            shared.setdefault((placed.exchange, dim), []).append(demand)
+    found: dict[str, CacheShares] = {}
+    for (exchange, _), members in shared.items():
+        cached = sum(cached_rows(demand, tables[demand.name]) for demand in members)
+        shares = shared_cache_shares(
+            [
+                CachedTable(
+                    demand, num_hot.get(demand.name, 0), is_per_lookup=exchange is Exchange.POOLED
+                )
+                for demand in members
+            ],
+            world.num_ranks * num_slots(cached / world.num_ranks),
+        )
+        found |= {demand.name: share for demand, share in zip(members, shares, strict=True)}
+    return found
+
+
+def _add_state(
+    done: dict[str, float], demand: TableDemand, tier: Tier, num_hot: int, share: float
+) -> None:
+    """Optimizer state of the rows that any rank touches, where it crosses the bus.
+
+    FBGEMM updates each of them once; a state of one float a row it keeps on the device.
+
+    Args:
+        share: of the table's rows that this rank owns.
+    """
+    if tier is not Tier.DEVICE:
+        cold_G = demand.rows_G - take_rows(demand, num_hot)
+        touched = share * float(cold_G @ demand.by_any_G)
+        done["state_bytes_host"] += touched * host_state_bytes(demand)
+
+
+def host_state_bytes(demand: TableDemand) -> int:
+    """Bytes of a row's optimizer state in a host tier; 0 if it is one float, on the device."""
+    state_bytes = demand.row_bytes - BYTES_PER_FLOAT * demand.dim
+    return state_bytes if state_bytes > BYTES_PER_FLOAT else 0
+
+
+def _add_rows(
+    done: dict[str, float],
+    demand: TableDemand,
+    placed: TablePlacement,
+    num_hot: int,
+    batch_size: int,
+    caches: Mapping[str, CacheShares] | None,
+) -> None:
+    row_bytes = BYTES_PER_FLOAT * demand.dim
+    hot, cold, union = expected_distinct(demand, num_hot)
+    num_ids = batch_size * demand.lookups_per_sample
+    _add(done, "lookups", num_ids, "lookup_bytes", row_bytes)
+    urgent = expected_urgent(demand, num_hot)
+    _add(done, "urgent_rows", urgent, "urgent_bytes", row_bytes)
+    _add(done, "hot_rows", hot, "hot_bytes", row_bytes)
+    _add(done, "union_rows", union, "union_bytes", row_bytes)
+    _add(done, "replica_rows", num_hot, "replica_bytes", row_bytes)
+    if placed.tier is Tier.HOST_CACHED:
+        if caches is None:
+            shares = CacheShares(lfu_hit_frac(demand, cached_rows(demand, placed), num_hot), 0.0)
+        else:
+            shares = caches.get(demand.name, CacheShares(1.0, 0.0))
+        _add(done, "rows_hit", cold * shares.hit, "bytes_hit", row_bytes)
+        _add(done, "rows_miss", cold * shares.miss, "bytes_miss", row_bytes)
+        _add(done, "rows_host", cold * shares.conflict, "bytes_host", row_bytes)
+    else:
+        tier = placed.tier.value
+        _add(done, f"rows_{tier}", cold, f"bytes_{tier}", row_bytes)
+
+
+def _add_pooled(
+    done: dict[str, float],
+    demand: TableDemand,
+    placed: TablePlacement,
+    world: World,
+    batch_size: int,
+    caches: Mapping[str, CacheShares] | None,
+) -> None:
+    """In the mean over ranks, each owns a W-th of the table, or is its owner every W-th time."""
+    num_ids = batch_size * demand.lookups_per_sample
+    num_lengths = batch_size * demand.num_columns
+    others = (world.num_ranks - 1) / world.num_ranks
+    row_bytes = BYTES_PER_FLOAT * demand.dim
+    num_shards = world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
+    shares = None if caches is None else caches.get(demand.name)
+    if shares is None and placed.tier is Tier.HOST_CACHED:
+        hit = lfu_hit_frac(demand, cached_rows(demand, placed), is_per_lookup=True)
+        shares = CacheShares(hit, 0.0)
+    _add_pooled_ids(done, placed.tier, num_ids, row_bytes, shares)
+    done["pooled_sent_ids"] += others * _with_lengths(num_ids, num_lengths * num_shards)
+    done["pooled_sent_bytes"] += others * num_shards * num_lengths * row_bytes
+
+
+def _add_pooled_ids(
+    done: dict[str, float],
+    tier: Tier,
+    num_ids: float,
+    row_bytes: float,
+    shares: CacheShares | None,
+) -> None:
+    if tier is Tier.HOST_CACHED:
+        assert shares is not None
+        by_tier = {"hit": shares.hit, "miss": shares.miss, "host": shares.conflict}
+    else:
+        by_tier = {tier.value: 1.0}
+    for name, share in by_tier.items():
+        _add(done, f"pooled_ids_{name}", num_ids * share, f"pooled_bytes_{name}", row_bytes)
+
+
+def _with_lengths(num_ids: float, num_lengths: float) -> float:
+    """Ids and bag lengths, in ids."""
+    return num_ids + num_lengths * BYTES_PER_LENGTH / BYTES_PER_ID
+
+
+def _add(
+    done: dict[str, float], items: str, number: float, num_bytes: str, item_bytes: float
+) -> None:
+    done[items] += number
+    done[num_bytes] += number * item_bytes
+
+
+def torchrec_quantities(
+    demands: Sequence[TableDemand],
+    shardings: Mapping[str, TableSharding],
+    world: World,
+    batch_size: int,
+) -> list[dict[str, float]]:
+    """What each rank does in a step with TorchRec's ``EmbeddingBagCollection`` on whole tables.
+
+    Row-wise shards are taken to serve equal shares of the lookups. Tables of one kind of sharding
+    share messages, whatever their dimension.
+
+    Args:
+        shardings: of every table.
+        batch_size: B, per rank.
+
+    Returns:
+        By rank, every key of QUANTITIES.
+
+    Raises:
+        ValueError: if a table has no sharding, or a shard no rank of this world.
+    """
+    check_tables(demands, {}, shardings)
+    per_rank = [dict.fromkeys(QUANTITIES, 0.0) for _ in range(world.num_ranks)]
+    kinds = set()
+    caches = torchrec_caches(demands, shardings, world)
+    for demand in demands:
+        sharding = shardings[demand.name]
+        row_bytes = BYTES_PER_FLOAT * demand.dim
+        if sharding.is_replicated:
+            num_ids = batch_size * demand.lookups_per_sample
+            for done in per_rank:
+                _add(done, "replicated_ids", num_ids, "replicated_id_bytes", row_bytes)
+                _add(done, "replicated_rows", demand.num_rows, "replicated_bytes", row_bytes)
+                done["replicated_groups"] = 1.0
+            continue
+        outside = [rank for rank in sharding.ranks if not 0 <= rank < world.num_ranks]
+        if outside:
+            raise ValueError(
+                f"sharding of table {demand.name}: expected ranks in 0..{world.num_ranks - 1}, "
+                f"got {outside[0]}. Plan for this world."
+            )
+        kinds.add(sharding.kind)
+        blocks = sharding.blocks(world)
+        for owners in blocks:
+            _add_block(
+                per_rank, demand, sharding, owners, row_bytes / len(blocks), batch_size, caches
+            )
+            for owner in owners:
+                share = 1 / (len(owners) * len(blocks))
+                _add_state(per_rank[owner], demand, sharding.tier, 0, share)
+    for done in per_rank:
+        done["pooled_groups"] = float(len(kinds))
+    return per_rank
+
+
+def torchrec_caches(
+    demands: Sequence[TableDemand], shardings: Mapping[str, TableSharding], world: World
+) -> dict[tuple[int, str], CacheShares]:
+    """What the device caches of a plan of TorchRec do, by rank and table.
+
+    The tables, or parts of them, that a rank holds by one kind of sharding share a cache; with
+    prefetch, those of one dimension.
+    """
+    shared: dict[tuple[int, str, int], list[tuple[CachedTable, float]]] = {}
+    for demand in demands:
+        sharding = shardings[demand.name]
+        if sharding.tier is not Tier.HOST_CACHED or sharding.is_replicated:
+            continue
+        blocks = sharding.blocks(world)
+        for owners in blocks:
+            for owner in owners:
+                part = CachedTable(demand, share=1 / len(owners), is_per_lookup=True)
+                dim = demand.dim // len(blocks) if sharding.is_prefetched else 0
+                key = (owner, sharding.kind, dim)
+                cached = cached_rows(demand, sharding) / len(owners)
+                shared.setdefault(key, []).append((part, cached))
+    found: dict[tuple[int, str], CacheShares] = {}
+    for (owner, _, _), members in shared.items():
+        shares = shared_cache_shares(
+            [part for part, _ in members],
+            num_slots(sum(cached for _, cached in members)),
+            is_prefetched=shardings[members[0][0].demand.name].is_prefetched,
+        )
+        found |= {
+            (owner, part.demand.name): share
+            for (part, _), share in zip(members, shares, strict=True)
+        }
+    return found
+
+
+def _add_block(
+    per_rank: list[dict[str, float]],
+    demand: TableDemand,
+    sharding: TableSharding,
+    owners: tuple[int, ...],
+    row_bytes: float,
+    batch_size: int,
+    caches: Mapping[tuple[int, str], CacheShares],
+) -> None:
+    """One part of a table's columns, whose rows are split over ``owners``."""
+    world_size, num_parts = len(per_rank), len(owners)
+    num_ids = batch_size * demand.lookups_per_sample
+    num_lengths = batch_size * demand.num_columns
+    for owner in owners:
+        done = per_rank[owner]
+        shares = caches.get((owner, demand.name))
+        _add_pooled_ids(done, sharding.tier, world_size * num_ids / num_parts, row_bytes, shares)
+        done["pooled_sent_bytes"] += (world_size - 1) * num_lengths * row_bytes
+    for rank, done in enumerate(per_rank):
+        num_others = sum(owner != rank for owner in owners)
+        done["pooled_sent_ids"] += num_others * _with_lengths(num_ids / num_parts, num_lengths)
+
+
+def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) -> StepPrediction:
+    """The step of a plan whose ranks do different things.
+
+    Stages are joined by collectives, so each lasts as long as on its slowest rank. What an owner of
+    tables sends in forward it is sent in backward, so the busiest rank is the same for both.
+
+    Returns:
+        Seconds of the slowest rank by stage, bytes in the mean over ranks.
+    """
+    predictions = [model.predict(quantities) for quantities in per_rank]
+    stage_s, hidden_s, sent = {}, {}, {}
+    for stage in model.stages:
+        slowest = predictions[int(np.argmax([p.stage_s[stage] for p in predictions]))]
+        stage_s[stage] = slowest.stage_s[stage]
+        hidden_s[stage] = slowest.hidden_s[stage]
+        sent[stage] = sum(p.sent_bytes[stage] for p in predictions) / len(predictions)
+    return StepPrediction(sum(stage_s.values()), stage_s, hidden_s, sent)
+
+
+def served_by_shard(
+    counts: Rows, hot_rows: Rows, num_lookups_per_rank: float, world_size: int
+) -> Floats:
+    """Cold rows that each row-wise shard of a table is expected to serve in a step.
+
+    TorchRec's shards are contiguous, ceil(R / W) rows each, so they are even only if rows are
+    numbered without regard to popularity. One pass over the rows, a slice at a time.
+
+    Args:
+        counts: int64 (R,), accesses per row in the profile.
+        hot_rows: int64 (H,), rows that no shard is asked for, in any order.
+        num_lookups_per_rank: n, of the table.
+        world_size: W.
+
+    Returns:
+        float64 (W,): distinct rows asked for, added over the ranks that ask.
+    """
+    num_lookups = int(counts.sum())
+    size = -(-counts.size // world_size)
+    hot_rows = np.sort(hot_rows)
+    served = np.zeros(world_size)
+    for part in slices(counts.size):
+        values = np.array(counts[part])
+        start, end = np.searchsorted(hot_rows, [part.start, part.start + values.size])
+        values[hot_rows[start:end] - part.start] = 0
+        asked = np.flatnonzero(values)
+        probs = prob_drawn(values[asked].astype(np.float64), num_lookups, num_lookups_per_rank)
+        shard_of = (asked + part.start) // size
+        served += world_size * np.bincount(shard_of, weights=probs, minlength=world_size)
+    return served

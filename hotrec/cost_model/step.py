@@ -1,0 +1,300 @@
+"""The step of TorchRec's pipelines: seconds by stage, linear in what a rank does.
+
+Look-ahead has a model of its own, ``hotrec.cost_model.look_ahead``; ``make_model`` has either.
+
+Each stage takes ``compute + wire - overlap * min(wire, cover)`` seconds, all three linear in the
+quantities of QUANTITIES; ``cover`` is computation under which the stage's messages travel, and
+``overlap`` the share of that time that is really saved (sending takes processor time on CPU). The
+same forms serve prediction and optimisation, so what the optimiser proves is what is predicted.
+Measured collectives are no lines; they are made lines at the message sizes of the step in question.
+
+All quantities are of one rank and one step, in the mean over ranks. Bytes on the wire are counted
+as ``hotrec.runtime.traffic`` counts them (W ranks, n bytes):
+
+    ids         all_to_all, 8 bytes an id asked of another rank
+    rows        all_to_all of the distinct rows, 4 D (W-1)/W each, and as much for their gradients
+    pooled      all_to_all of one vector a bag, and as much for its gradient
+    hot rows    all_gather of (slot, gradient row), (W-1) (4 D + 4) each; or all_reduce of them all
+    dense       all_reduce of every parameter, 2 (W-1)/W 4 each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hotrec.cost_model.costs import STAGES, Costs, World
+from hotrec.cost_model.forms import (
+    BYTES_PER_FLOAT,
+    BYTES_PER_ID,
+    QUANTITIES,
+    SPARSE_DIST,
+    TIERS,
+    Form,
+    PipelineKind,
+    PipelineSpec,
+    StageForm,
+    StepPrediction,
+    Workload,
+    add_compute,
+    add_overhead,
+)
+from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel, make_look_ahead_model
+
+__all__ = [
+    "BYTES_PER_FLOAT",
+    "BYTES_PER_ID",
+    "QUANTITIES",
+    "Form",
+    "StageForm",
+    "StepModel",
+    "StepPrediction",
+    "Workload",
+    "make_model",
+    "make_step_model",
+    "make_torchrec_model",
+    "predict_step",
+]
+
+COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The forms of all stages for one machine, world, workload and hot exchange.
+
+    Args:
+        stages: by name, in the order of STAGES.
+        overlap: share of a cover that hides what travels.
+    """
+
+    stages: Mapping[str, StageForm]
+    overlap: float
+
+    def predict(self, quantities: Mapping[str, float]) -> StepPrediction:
+        """Seconds and bytes of a step that does ``quantities``."""
+        stage_s, hidden_s, sent = {}, {}, {}
+        for name, form in self.stages.items():
+            wire_s = form.wire.value(quantities)
+            hidden_s[name] = min(wire_s, self.overlap * form.cover.value(quantities))
+            stage_s[name] = form.compute.value(quantities) + wire_s - hidden_s[name]
+            sent[name] = form.sent_bytes.value(quantities)
+        return StepPrediction(sum(stage_s.values()), stage_s, hidden_s, sent)
+
+
+def predict_step(
+    costs: Costs,
+    world: World,
+    workload: Workload,
+    quantities: Mapping[str, float],
+    *,
+    is_hot_dense: bool = False,
+    pipeline: PipelineSpec = SPARSE_DIST,
+) -> StepPrediction:
+    """Predict one step, with measured collectives as they are at its message sizes."""
+    model = make_model(
+        costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense, at=quantities
+    )
+    return model.predict(quantities)
+
+
+def make_model(
+    costs: Costs,
+    world: World,
+    workload: Workload,
+    *,
+    pipeline: PipelineSpec,
+    is_hot_dense: bool = False,
+    at: Mapping[str, float] | None = None,
+) -> StepModel | LookAheadModel:
+    """The model of a pipeline's step with hot and cold rows; arguments as ``make_step_model``.
+
+    Look-ahead reads measured collectives at the message sizes of what is predicted, whatever ``at``
+    says.
+
+    Raises:
+        CostsError: if the costs know nothing of several hosts.
+    """
+    if pipeline.is_look_ahead:
+        return make_look_ahead_model(
+            costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense
+        )
+    return make_torchrec_model(
+        costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense, at=at
+    )
+
+
+def make_torchrec_model(
+    costs: Costs,
+    world: World,
+    workload: Workload,
+    *,
+    pipeline: PipelineSpec,
+    is_hot_dense: bool = False,
+    at: Mapping[str, float] | None = None,
+) -> StepModel:
+    """The model of TorchRec's pipeline in the place of this one: base, prefetch, else sparse_dist.
+
+    ``base`` is ``sparse_dist`` whose ids travel in line; ``prefetch`` is ``sparse_dist`` whose
+    device caches fetch the next batch's rows beside the dense layers: FBGEMM's backward waits for
+    them. Arguments and errors as ``make_step_model``.
+    """
+    model = make_step_model(
+        costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=pipeline.narrow_frac
+    )
+    if pipeline.kind is PipelineKind.BASE:
+        ids = replace(model.stages["ids_exchange"], cover=Form())
+        return replace(model, stages={**model.stages, "ids_exchange": ids})
+    if pipeline.kind is PipelineKind.PREFETCH:
+        lookup = _prefetched(model.stages["row_lookup"], model.stages["dense"].compute)
+        return replace(model, stages={**model.stages, "row_lookup": lookup})
+    return model
+
+
+def _prefetched(lookup: StageForm, dense: Form) -> StageForm:
+    """A lookup in which what a miss takes more than a hit is fetched while layers compute."""
+    compute, wire, cover = Form(), Form(), Form()
+    compute.add_form(lookup.compute)
+    for kind in ("pooled_ids", "pooled_bytes"):
+        miss, hit = (lookup.compute.terms.get(f"{kind}_{tier}", 0.0) for tier in ("miss", "hit"))
+        fetch = max(miss - hit, 0.0)
+        compute.add(f"{kind}_miss", -fetch)
+        wire.add(f"{kind}_miss", fetch)
+    return StageForm(compute, wire, cover.add_form(dense), lookup.sent_bytes)
+
+
+def make_step_model(
+    costs: Costs,
+    world: World,
+    workload: Workload,
+    *,
+    is_hot_dense: bool = False,
+    at: Mapping[str, float] | None = None,
+    narrow_frac: float = 1.0,
+) -> StepModel:
+    """The forms of a step.
+
+    Args:
+        costs: of the machine.
+        world: ranks and hosts.
+        workload: batch and dense layers.
+        is_hot_dense: the hot exchange is a dense all-reduce.
+        at: quantities of a step at whose message sizes measured collectives become lines; None: the
+            lines that fit all sizes best.
+        narrow_frac: bytes of a value on the wire, over those of a float32.
+
+    Raises:
+        CostsError: if the costs know nothing of several hosts.
+    """
+    stages = {name: StageForm(Form(), Form(), Form(), Form()) for name in STAGES}
+    add_compute(stages, costs, world, workload)
+    _add_messages(stages, costs, world, workload, is_hot_dense, at, narrow_frac)
+    for name, form in stages.items():
+        factor = costs.correction(name)
+        form.compute.scale(factor)
+        form.wire.scale(factor)
+    for name in STAGES:
+        waiting_s = costs.waiting_frac.get(name, 0.0) * stages["dense"].compute.constant
+        overhead_s = costs.stage_overhead_s.get(name, 0.0) + waiting_s
+        if name == "other":
+            overhead_s += costs.overhead_s
+        add_overhead(stages[name].compute, name, overhead_s)
+    _add_covers(stages, workload)
+    for name in COVERED:
+        # The share that cannot be hidden counts as computation.
+        stages[name].compute.add_form(stages[name].wire, 1 - costs.overlap)
+        stages[name].wire.scale(costs.overlap)
+    return StepModel(stages, costs.overlap)
+
+
+def _add_messages(
+    stages: Mapping[str, StageForm],
+    costs: Costs,
+    world: World,
+    workload: Workload,
+    is_hot_dense: bool,
+    at: Mapping[str, float] | None,
+    narrow_frac: float,
+) -> None:
+    if world.num_ranks == 1:
+        return
+    others = (world.num_ranks - 1) / world.num_ranks
+    copy = costs.kernels["copy"]
+    ids = stages["ids_exchange"]
+    for tier in TIERS:
+        ids.sent_bytes.add(f"rows_{tier}", BYTES_PER_ID * others)
+    ids.sent_bytes.add("pooled_sent_ids", BYTES_PER_ID)
+    line = costs.collective("all_to_all", world, _message_bytes(ids.sent_bytes, at))
+    ids.wire.add_form(ids.sent_bytes, line.per_byte_s)
+    for group in ("cold_groups", "pooled_groups"):
+        # Split sizes, then lengths and ids; the main thread waits for the first.
+        ids.compute.add(group, line.fixed_s)
+        ids.wire.add(group, 2 * line.fixed_s)
+    for name in ("rows_exchange", "grads_exchange"):
+        stage = stages[name]
+        for tier in TIERS:
+            stage.sent_bytes.add(f"bytes_{tier}", others * narrow_frac)
+        stage.sent_bytes.add("pooled_sent_bytes", narrow_frac)
+        line = costs.collective("all_to_all", world, _message_bytes(stage.sent_bytes, at))
+        stage.wire.add_form(stage.sent_bytes, line.per_byte_s)
+        stage.compute.add_form(stage.sent_bytes, copy.per_byte_s)
+        for group in ("cold_groups", "pooled_groups"):
+            stage.wire.add(group, line.fixed_s)
+    dense_bytes = 2 * others * BYTES_PER_FLOAT * workload.num_dense_values * narrow_frac
+    stages["other"].sent_bytes.constant = dense_bytes
+    line = costs.collective("all_reduce", world, dense_bytes or None)
+    stages["other"].wire.constant = line.seconds(num_bytes=dense_bytes)
+    _add_hot_exchange(stages["hot_exchange"], costs, world, is_hot_dense, at, narrow_frac)
+
+
+def _add_hot_exchange(
+    hot: StageForm,
+    costs: Costs,
+    world: World,
+    is_hot_dense: bool,
+    at: Mapping[str, float] | None,
+    narrow_frac: float,
+) -> None:
+    others = (world.num_ranks - 1) / world.num_ranks
+    reduced, gathered = Form(), Form()
+    reduced.add("replicated_bytes", 2 * others * narrow_frac)
+    peers = world.num_ranks - 1
+    if is_hot_dense:
+        reduced.add("replica_bytes", 2 * others * narrow_frac)
+        gathered.add("hot_rows", BYTES_PER_ID * peers)
+    else:
+        gathered.add("hot_bytes", peers * narrow_frac).add("hot_rows", SLOT_BYTES * peers)
+    hot.sent_bytes.add_form(reduced).add_form(gathered)
+    reduce = costs.collective("all_reduce", world, _message_bytes(reduced, at))
+    gather = costs.collective("all_gather", world, _message_bytes(gathered, at))
+    hot.wire.add_form(gathered, gather.per_byte_s).add_form(reduced, reduce.per_byte_s)
+    hot.wire.add("hot_groups", 2 * gather.fixed_s + (reduce.fixed_s if is_hot_dense else 0.0))
+    hot.wire.add("replicated_groups", reduce.fixed_s)
+    hot.compute.add_form(gathered, costs.kernels["copy"].per_byte_s)
+
+
+def _message_bytes(sent_bytes: Form, at: Mapping[str, float] | None) -> float | None:
+    """What one message of a step sends; messages of several groups are of one size here."""
+    if at is None:
+        return None
+    groups = ("cold_groups", "pooled_groups", "hot_groups")
+    num_messages = max(1.0, *(at.get(group, 0.0) for group in groups))
+    num_bytes = sent_bytes.value(at) / num_messages
+    return num_bytes if num_bytes > 0 else None
+
+
+def _add_covers(stages: Mapping[str, StageForm], workload: Workload) -> None:
+    """What is computed while the messages of a stage travel.
+
+    The next batch's ids travel during the whole step (TorchRec's pipeline); rows during the bottom
+    layers' forward pass, a third of their work; gradients of rows during its backward pass;
+    gradients of hot rows during the update of the cold ones; those of the dense layers while ranks
+    wait for gradients of rows, and during that update.
+    """
+    dense = stages["dense"].compute
+    stages["ids_exchange"].cover.add_form(dense).add_form(stages["pool"].compute)
+    stages["rows_exchange"].cover.add_form(dense, workload.bottom_frac / 3)
+    stages["grads_exchange"].cover.add_form(dense, workload.bottom_frac * 2 / 3)
+    stages["hot_exchange"].cover.add_form(stages["row_update"].compute)
+    cover = stages["other"].cover.add_form(stages["row_update"].compute)
+    cover.add_form(stages["grads_exchange"].wire)

@@ -1,0 +1,95 @@
+"""Costs on disk: an artifact of kind "costs" that holds ``costs.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hotrec.artifact import Artifact, commit_artifact, read_artifact, scratch_directory
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.costs import Costs, CostsError
+
+KIND, COSTS_JSON = "costs", "costs.json"
+
+
+def write_costs(costs: Costs, path: Path) -> Artifact:
+    """Write an artifact; one that is there is replaced.
+
+    Raises:
+        CostsError: if the path is the name of a built-in set, which it would hide.
+        ArtifactError: if something else is there.
+    """
+    if str(path) in BUILTIN:
+        raise CostsError(
+            f"paths.costs: expected a directory to write to, got the built-in set {path}. "
+            "Choose another path, for instance data/costs."
+        )
+    with scratch_directory(path) as scratch:
+        # allow_nan: what is infinite or no number is refused here, not when it is read.
+        text = json.dumps(costs.to_json(), indent=1, allow_nan=False)
+        (scratch / COSTS_JSON).write_text(text + "\n")
+        content = {"name": costs.name, "origin": costs.origin, "device": costs.device}
+        return commit_artifact(scratch, path, kind=KIND, content=content)
+
+
+def read_costs(path: Path) -> Costs:
+    """Read what ``write_costs`` wrote.
+
+    Raises:
+        ArtifactError: if it is missing, of another kind, incomplete or altered.
+        CostsError: if it is not costs that a machine can have.
+    """
+    read_artifact(path, kind=KIND, verify="hash")
+    try:
+        document = json.loads((path / COSTS_JSON).read_text())
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CostsError(
+            f"{path / COSTS_JSON}: expected costs as `hotrec calibrate` writes them, got "
+            f"{error!r}. Calibrate again."
+        ) from error
+    return Costs.from_json(document)
+
+
+def find_costs(where: str) -> Costs:
+    """A built-in set by its name, or costs from a directory.
+
+    Raises:
+        ArtifactError: if it is neither; the message names the built-in sets.
+    """
+    if where in BUILTIN:
+        return BUILTIN[where]
+    path = Path(where)
+    if not path.exists():
+        raise CostsError(
+            f"paths.costs: expected a directory that `hotrec calibrate` wrote or one of "
+            f"{sorted(BUILTIN)}, got {where!r}. Calibrate on the machines that will train."
+        )
+    return read_costs(path)
+
+
+def check_host(costs: Costs, fingerprint: Mapping[str, Any]) -> str | None:
+    """Say it if costs were not measured on the machine at hand, or one just like it.
+
+    Args:
+        fingerprint: of the machine at hand, as ``hotrec.runtime.fingerprint`` reads it.
+
+    Returns:
+        A sentence for people, or None if the machines are alike.
+    """
+    if costs.device != fingerprint.get("device", costs.device):
+        return (
+            f"costs {costs.name} are for the device {costs.device}, this is for "
+            f"{fingerprint['device']}: times will be far off"
+        )
+    if not costs.host:
+        return f"costs {costs.name} are {costs.origin}, not measured on this machine"
+    differences = [
+        f"{key} {costs.host.get(key)!r} there, {fingerprint.get(key)!r} here"
+        for key in sorted(set(costs.host) | set(fingerprint))
+        if costs.host.get(key) != fingerprint.get(key)
+    ]
+    if differences:
+        return f"costs {costs.name} were measured on another host: {'; '.join(differences)}"
+    return None

@@ -1,0 +1,389 @@
+"""The main thread's side of look-ahead: batches in, rows for forward, gradients out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from hotrec.embedding.hot_choice import Seconds
+from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
+from hotrec.embedding.hot_reduce import HotReducer
+from hotrec.embedding.pooling import pool_rows
+from hotrec.embedding.prefetch.exchange import ColdExchange, Group
+from hotrec.embedding.prefetch.groups import find_groups, hot_slots
+from hotrec.embedding.prefetch.lane import Lane, Pending, used_here
+from hotrec.embedding.prefetch.window import AheadBatch, Gradients, num_hot_rows
+from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
+from hotrec.embedding.tables import sharded_collections
+from hotrec.routing.features import RoutedFeatures
+from hotrec.routing.split import samples_reading, select_samples
+from hotrec.runtime.ranks import new_group
+from hotrec.runtime.stages import mark, named_range
+from hotrec.runtime.watchdog import COMMUNICATION, enter
+from hotrec.runtime.wire import Wire, WireType
+
+MOST_DEPTH = 16
+Reduced = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The samples of a batch that are computed together.
+
+    Args:
+        samples: int64 (B',), ascending; None for all.
+        features: to call the model with.
+        routed: of each collection.
+        needs_all_rows: whether to wait for the rows that come last.
+        is_last: of the batch.
+    """
+
+    samples: torch.Tensor | None
+    features: Any
+    routed: list[RoutedFeatures]
+    needs_all_rows: bool
+    is_last: bool
+
+
+class RowsAhead:
+    """Feeds the hot/cold collections of a model, ahead of the step that needs their rows.
+
+    From its construction to ``close`` the collections' forward takes rows that were brought here
+    before, and backward leaves gradients to be brought home; neither calls a collective, except for
+    tables that the placement exchanges pooled.
+
+    Args:
+        model: sharded; every collection in it reads the same features.
+        device: of the model.
+        depth: batches whose rows travel ahead of the step; 0 for none.
+        wire_type: in which rows and gradients travel.
+        hot_exchange: how gradients of hot rows travel.
+        seconds: of collectives by bytes, for AUTO; None to choose by bytes.
+        timeout_s: how long a message may wait for its peer.
+
+    Raises:
+        ValueError: if the model has no hot/cold collection, or the depth is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        depth: int = 1,
+        wire_type: WireType = WireType.FP32,
+        hot_exchange: HotExchange = HotExchange.AUTO,
+        seconds: Seconds | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._collections = [collection for _, collection in sharded_collections(model)]
+        if not self._collections:
+            raise ValueError(
+                "pipeline look_ahead: expected a model with a HotColdEmbeddingBagCollection, got "
+                "none. Choose a hot/cold placement, or pipeline=sparse_dist."
+            )
+        if not 0 <= depth <= MOST_DEPTH:
+            raise ValueError(f"pipeline.depth: expected 0..{MOST_DEPTH}, got {depth}.")
+        self.depth = depth
+        self._device = device
+        self._groups: list[Group] = find_groups(self._collections, device)
+        # Of each collection, the place of its first dimension among all groups.
+        nums = [len(collection.router.groups) for collection in self._collections]
+        self._first_group = [sum(nums[:at]) for at in range(len(nums))]
+        wire = Wire(new_group(timeout_s=timeout_s), wire_type)
+        self._lane = Lane(device, "communication")
+        self._cold = ColdExchange(self._groups, wire, depth, device)
+        self._replicas: list[HotReplicas] = [g.replica for g in self._groups if g.replica]
+        shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
+        self._reducer = HotReducer(shapes, wire, hot_exchange, device=device) if shapes else None
+        self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
+        self._window: deque[AheadBatch] = deque()
+        self._num_new = 0  # batches at the window's end that were never fetched
+        self._num_admitted = 0
+        self._current: AheadBatch | None = None
+        self._part: Part | None = None
+        self._leaves: list[torch.Tensor] = []
+        self._num_arrived = 0
+        self._hot_pending: Pending[Reduced] | None = None
+        for collection in self._collections:
+            collection.forward = self._make_forward(collection)
+
+    @property
+    def num_held(self) -> int:
+        """Batches admitted and not yet begun."""
+        return len(self._window)
+
+    def admit(self, features: Any, *, will_update: bool, is_all_hot: bool = False) -> None:
+        """Take a batch into the window; its rows start to travel when the next step begins.
+
+        Args:
+            features: ids, or what the router made of them.
+            will_update: whether the batch is to be trained on; the same for all in the window.
+            is_all_hot: no rank's batch reads a cold row in this step; agreed by all ranks.
+
+        Raises:
+            ValueError: if a row is cold all the same, an id lies outside its table, ...
+        """
+        mark("other")
+        with named_range("route"):
+            routed = [collection.route(features) for collection in self._collections]
+        if len(self._collections) == 1:
+            features = routed[0]
+        batch = AheadBatch(
+            self._num_admitted,
+            features,
+            routed,
+            [group for part in routed for group in part.groups],
+            will_update,
+            is_all_hot,
+            [
+                torch.empty(routed_group.rows.values().numel(), group.dim, device=self._device)
+                for part, first in zip(routed, self._first_group, strict=True)
+                for routed_group, group in zip(part.groups, self._groups[first:], strict=False)
+            ],
+        )
+        if is_all_hot:
+            self._check_all_hot(batch)
+        mark("route")
+        self._num_admitted += 1
+        self._num_new += 1
+        self._window.append(batch)
+        for part in routed:
+            self._lane.uses(part)
+        self._lane.uses(*batch.rows)
+        self._lane.submit(lambda: self._admit_in_lane(batch))
+
+    def _check_all_hot(self, batch: AheadBatch) -> None:
+        for group, routed in zip(self._groups, batch.groups, strict=True):
+            num_rows = routed.rows.values().numel()
+            num_cold = num_rows - num_hot_rows(routed.rows, group.num_hot_keys)
+            if num_cold:
+                raise ValueError(
+                    f"batch {batch.number}: expected hot rows alone, since it is marked all-hot, "
+                    f"got {num_cold} cold rows. Pack the batches with the partition that is used."
+                )
+
+    def begin(self) -> None:
+        """Begin the step of the oldest batch: let rows travel that became final."""
+        held = list(self._window)
+        batches = [(batch, at >= len(held) - self._num_new) for at, batch in enumerate(held)]
+        self._num_new = 0
+        batch = self._window.popleft()
+        # A batch that is not new has all its rows when the step before it is over.
+        travelling = [pair for pair in batches if pair[1] or pair[0] is not batch]
+        step = batch.number
+        if travelling:
+            fetched = self._lane.submit(lambda: self._cold.fetch(step, travelling))
+            for other, _ in travelling:
+                other.first_rows = None if other is batch else fetched
+                other.all_rows = fetched
+        self._current = batch
+        self._leaves = []
+
+    def parts(self, *, split: bool) -> list[Part]:
+        """The parts of the current batch, in the order in which they are to be computed.
+
+        Args:
+            split: samples that need not wait for rows come first, in a part of their own.
+
+        Raises:
+            ValueError: if the batch is to be split and the model has several collections, or
+                tables that are exchanged pooled.
+        """
+        batch = self._current
+        assert batch is not None
+        whole = Part(None, batch.features, batch.routed, True, True)
+        if not split:
+            return [whole]
+        if len(self._collections) != 1 or batch.routed[0].pooled is not None:
+            raise ValueError(
+                "pipeline.micro_batches: expected one collection whose tables all exchange rows, "
+                f"got {len(self._collections)} collections, "
+                f"{sum(part.pooled is not None for part in batch.routed)} with pooled tables. "
+                "Set pipeline.micro_batches=false."
+            )
+        late_rows = self._late_rows(batch)
+        if late_rows is None:
+            return [whole]
+        routed = batch.routed[0]
+        is_late_B = samples_reading(routed, late_rows)
+        num_hot = [
+            num_hot_rows(of_batch.rows, group.num_hot_keys)
+            for group, of_batch in zip(self._groups, batch.groups, strict=True)
+        ]
+        chosen = [(~is_late_B).nonzero()[:, 0], is_late_B.nonzero()[:, 0]]
+        if not all(samples.numel() for samples in chosen):
+            return [whole]
+        parts = []
+        for samples, is_last in zip(chosen, (False, True), strict=True):
+            some = select_samples(routed, samples, num_hot)
+            parts.append(Part(samples, some, [some], is_last, is_last))
+        mark("route")
+        return parts
+
+    def _late_rows(self, batch: AheadBatch) -> list[torch.Tensor] | None:
+        """Bool (U,) of each group: the row is not here yet; None if all come together."""
+        if self.depth > 0 and batch.first_rows is None:
+            return None
+        if batch.first_rows is not None:
+            self._wait(batch.first_rows)
+        late = [
+            torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device) for rows in batch.rows
+        ]
+        return self._cold.mark_late(batch, late)
+
+    def _wait(self, pending: Pending[None]) -> None:
+        assert self._current is not None
+        mark("other")
+        with named_range("wait for rows"):
+            pending.wait()
+        mark("rows_exchange")
+
+    def enter(self, part: Part) -> None:
+        """Have the rows of a part here for the forward pass that comes next."""
+        batch = self._current
+        assert batch is not None
+        assert batch.all_rows is not None
+        if part.needs_all_rows:
+            self._wait(batch.all_rows)
+        if not self._leaves:
+            self._read_hot(batch)
+            # The part's rows share memory with the batch's, where the last ones still arrive.
+            self._leaves = [rows.detach().requires_grad_() for rows in batch.rows]
+            if batch.will_update:
+                for leaf in self._leaves:
+                    leaf.register_post_accumulate_grad_hook(self._note_gradient)
+        self._part = part
+        self._num_arrived = 0
+
+    @torch.no_grad()
+    def _read_hot(self, batch: AheadBatch) -> None:
+        for group, routed, rows in zip(self._groups, batch.groups, batch.rows, strict=True):
+            if group.replica is not None:
+                slots = hot_slots(group, routed.rows)
+                torch.index_select(group.replica.rows, 0, slots, out=rows[: slots.numel()])
+        mark("row_lookup")
+
+    def _make_forward(
+        self, collection: ShardedHotColdEmbeddingBagCollection
+    ) -> Callable[..., KeyedTensor]:
+        at = self._collections.index(collection)
+        first = self._first_group[at]
+
+        def forward(features: Any) -> KeyedTensor:
+            part = self._part
+            if part is None or features is not part.features:
+                raise RuntimeError(
+                    f"pipeline look_ahead collection {at}: expected the features of the batch, "
+                    "got others. Call the collection with the batch's features as they are, or "
+                    "use pipeline=base."
+                )
+            routed = part.routed[at]
+            mark("dense")
+            pooled = []
+            for index, (columns, group) in enumerate(
+                zip(collection.layout.groups.values(), routed.groups, strict=True)
+            ):
+                with named_range("pool"):
+                    pooled.append(pool_rows(self._leaves[first + index], group, len(columns)))
+                mark("pool")
+            from_torchrec = None
+            if collection.pooled is not None:
+                from_torchrec = collection.pooled.look_up(routed.pooled)
+                mark("rows_exchange")
+            return collection.layout.assemble(pooled, from_torchrec)
+
+        return forward
+
+    def _note_gradient(self, leaf: torch.Tensor) -> None:
+        """The gradient of one group's rows is there; with the last of them it can travel."""
+        self._num_arrived += 1
+        if self._part is not None and self._part.is_last and self._num_arrived == len(self._leaves):
+            mark("pool")
+            self._send_gradients()
+
+    def end_backward(self) -> None:
+        """To be called after the last part's backward pass."""
+        if self._part is not None:
+            # Rows that the loss does not depend on have no gradient, and so no hook.
+            for leaf in self._leaves:
+                if leaf.grad is None:
+                    leaf.grad = torch.zeros_like(leaf)
+            self._send_gradients()
+
+    @torch.no_grad()
+    def _send_gradients(self) -> None:
+        batch, self._part = self._current, None
+        assert batch is not None
+        grads: list[torch.Tensor] = [leaf.grad for leaf in self._leaves]  # type: ignore[misc]
+        self._leaves = []
+        rates = [group.owned.learning_rate for group in self._groups]
+        self._lane.uses(*grads)
+        gradients = Gradients(grads, rates, self._num_updates)
+        self._num_updates += 1
+        if self._reducer is not None:
+            self._hot_pending = self._lane.submit(lambda: self._reduce_hot(batch, gradients))
+        following = self._window[0] if self._window else None
+        if following is not None:
+            following.all_rows = self._lane.submit(
+                lambda: self._cold.urgent(batch, gradients, following)
+            )
+        self._lane.submit(lambda: self._cold.late(batch, gradients))
+
+    def _admit_in_lane(self, batch: AheadBatch) -> None:
+        """On the communication thread: settle what the batch's rows need that ids alone say."""
+        self._cold.admit(batch)
+        if self._reducer is not None and batch.will_update:
+            enter(COMMUNICATION, "hot_exchange")
+            with named_range("hot slots"):
+                batch.hot_plan = self._reducer.plan(self._slots(batch), batch.hot_counts)
+
+    def _slots(self, batch: AheadBatch) -> list[torch.Tensor]:
+        return [
+            hot_slots(group, routed.rows)
+            for group, routed in zip(self._groups, batch.groups, strict=True)
+            if group.replica is not None
+        ]
+
+    def _reduce_hot(self, batch: AheadBatch, gradients: Gradients) -> Reduced:
+        """On the communication thread: the mean gradients of the hot rows that any rank touched."""
+        assert self._reducer is not None
+        assert batch.hot_plan is not None
+        enter(COMMUNICATION, "hot_exchange")
+        with named_range("hot_exchange"):
+            grads = [
+                grad_UD[: num_hot_rows(routed.rows, group.num_hot_keys)]
+                for group, routed, grad_UD in zip(
+                    self._groups, batch.groups, gradients.rows, strict=True
+                )
+                if group.replica is not None
+            ]
+            return self._reducer.reduce_planned(grads, batch.hot_plan)
+
+    def finish(self) -> None:
+        """Wait for the hot rows' gradients and give them to the replicas."""
+        pending, self._hot_pending = self._hot_pending, None
+        if pending is None:  # there are no hot rows
+            return
+        with named_range("wait for hot gradients"):
+            reduced = pending.wait()
+        mark("hot_exchange")
+        for replica, (slots_U, grad_UD) in zip(self._replicas, reduced, strict=True):
+            used_here(slots_U, grad_UD)
+            replica.set_reduced(slots_U, grad_UD)
+
+    def settle(self) -> None:
+        """Wait until nothing travels; batches that are held stay held."""
+        self._lane.settle()
+
+    def close(self) -> None:
+        """Give the collections their own forward back, and let the thread end."""
+        for collection in self._collections:
+            collection.__dict__.pop("forward", None)
+        self._lane.close()

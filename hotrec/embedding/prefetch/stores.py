@@ -1,0 +1,183 @@
+"""The cold rows that a rank owns, read and updated by position, without autograd.
+
+On CPU hotrec's own rows do the work. On CUDA FBGEMM's module does, with its UVM caches: rows are
+read by its forward, and updated by its fused backward, called for the rows in question alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hotrec.embedding.cpu_rows import ColdRowsOnCpu
+from hotrec.embedding.flat import cut_lengths
+from hotrec.embedding.prefetch.layout import Shard
+from hotrec.embedding.row_exchange import ShardedRows
+from hotrec.routing.sorting import sort_keys
+from hotrec.runtime.host_ints import HostInts, ints_on
+
+
+class Rows(Protocol):
+    """The rows of one fused module, its tables laid one after the other."""
+
+    def read(self, rows_K: torch.Tensor) -> torch.Tensor:
+        """Float (K, D), a copy."""
+        ...
+
+    def update(self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float) -> None:
+        """One update of the named rows; gradients of the same row are added up."""
+        ...
+
+    @property
+    def learning_rate(self) -> float:
+        """As the optimizer has it now."""
+        ...
+
+
+class FbgemmRows:
+    """The rows of a fused FBGEMM module, through its own kernels.
+
+    Args:
+        kernel: TorchRec's ``BatchedFusedEmbedding``.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._module = kernel.emb_module
+        local_rows = [table.local_rows for table in kernel.config.embedding_tables]
+        device = self._module.current_device
+        self._ends_T = torch.tensor(local_rows, device=device).cumsum(0)
+        self._begins_T = self._ends_T - torch.tensor(local_rows, device=device)
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self._kernel.fused_optimizer.param_groups[0]["lr"])
+
+    def _look_up(self, rows_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """FBGEMM's output for the rows by rising position, and their order."""
+        sorted_K, order_K = torch.sort(rows_K, stable=True)
+        ends_T = torch.searchsorted(sorted_K, self._ends_T)
+        lengths_T = ends_T.diff(prepend=ends_T.new_zeros(1))
+        num_ids = sorted_K.numel()
+        begins_K = torch.repeat_interleave(self._begins_T, lengths_T, output_size=num_ids)
+        lengths = cut_lengths(lengths_T, num_ids).view(-1)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return self._module(sorted_K - begins_K, offsets), order_K
+
+    def read(self, rows_K: torch.Tensor) -> torch.Tensor:
+        count = self.update_count
+        found, order_K = self._look_up(rows_K)
+        self._set_update_count(count)
+        return torch.empty_like(found).index_copy_(0, order_K, found)
+
+    def update(self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float) -> None:
+        self._module.set_learning_rate(learning_rate)
+        with torch.enable_grad():
+            found, order_K = self._look_up(rows_K)
+            found.backward(grad_KD.index_select(0, order_K))
+
+    def begin_update(self, count: int) -> None:
+        """Say that the updates to come are number ``count`` + 1, for Adam's bias correction."""
+        self._set_update_count(count)
+
+    @property
+    def update_count(self) -> int:
+        """Updates made so far."""
+        # FBGEMM counts twice. The count on the host is behind only until the first update after
+        # loading, when the other is read.
+        count = int(getattr(self._module, "iter_cpu", 0))
+        return count or int(getattr(self._module, "iter", 0))
+
+    def _set_update_count(self, count: int) -> None:
+        for name in ("iter", "iter_cpu"):
+            counter = getattr(self._module, name, None)
+            if counter is not None:
+                counter.fill_(count)
+
+
+class OwnedRows:
+    """All cold rows that this rank owns of one group, in one line of positions.
+
+    Args:
+        rows: the sharded collection of the group.
+    """
+
+    def __init__(self, rows: ShardedRows) -> None:
+        self.shards: list[Shard] = []
+        self._parts: list[tuple[int, int, Rows]] = []  # begin, end, rows
+        end = 0
+        lookups: Any = rows._lookups
+        for lookup in lookups:
+            if isinstance(lookup, DistributedDataParallel):
+                continue
+            for kernel in lookup._emb_modules:
+                begin = end
+                for table in kernel.config.embedding_tables:
+                    first_row = table.local_metadata.shard_offsets[0] if table.local_rows else 0
+                    self.shards.append(Shard(table.name, first_row, table.local_rows, end))
+                    end += table.local_rows
+                on_cpu = kernel.forward
+                part = on_cpu if isinstance(on_cpu, ColdRowsOnCpu) else FbgemmRows(kernel)
+                self._parts.append((begin, end, part))
+        self.num_rows = end
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update, as the optimizer has it now; 0 where there are no rows."""
+        return self._parts[0][2].learning_rate if self._parts else 0.0
+
+    @property
+    def num_updates(self) -> int:
+        """Updates made so far, where FBGEMM counts them."""
+        counts = [p.update_count for _, _, p in self._parts if isinstance(p, FbgemmRows)]
+        return max(counts, default=0)
+
+    def _by_part(self, positions_K: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The order of the positions by part, and of each part the rows; one read of the device."""
+        sorted_K, order_K = sort_keys(positions_K, self.num_rows)
+        ends = ints_on(positions_K.device, [end for _, end, _ in self._parts])
+        cuts = HostInts(torch.searchsorted(sorted_K, ends)).wait()
+        bounds = zip([0, *cuts], cuts, self._parts, strict=False)
+        return order_K, [sorted_K[first:last] - begin for first, last, (begin, _, _) in bounds]
+
+    def read(self, positions_K: torch.Tensor, dim: int) -> torch.Tensor:
+        """Float (K, D) of the rows at int64 (K,) positions."""
+        if len(self._parts) == 1:
+            return self._parts[0][2].read(positions_K)
+        out = torch.empty(positions_K.numel(), dim, device=positions_K.device)
+        if out.numel() == 0:
+            return out
+        order_K, rows = self._by_part(positions_K)
+        found = [
+            part.read(rows_K)
+            for rows_K, (_, _, part) in zip(rows, self._parts, strict=True)
+            if rows_K.numel()
+        ]
+        return out.index_copy_(0, order_K, torch.cat(found))
+
+    def update(
+        self, positions_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float, count: int
+    ) -> None:
+        """One update of the rows at the positions; gradients of the same row are added up in order.
+
+        Args:
+            positions_K: int64 (K,), with repetition.
+            grad_KD: float (K, D).
+            learning_rate: of this update.
+            count: updates made before, for Adam's bias correction.
+        """
+        if positions_K.numel() == 0:
+            return
+        rows, grads = [positions_K], [grad_KD]
+        if len(self._parts) > 1:
+            order_K, rows = self._by_part(positions_K)
+            sizes = [rows_K.numel() for rows_K in rows]
+            grads = list(grad_KD.index_select(0, order_K).split(sizes))
+        for rows_K, part_grads, (_, _, part) in zip(rows, grads, self._parts, strict=True):
+            if rows_K.numel() == 0:
+                continue
+            if isinstance(part, FbgemmRows):
+                part.begin_update(count)
+            part.update(rows_K, part_grads, learning_rate)

@@ -1,0 +1,372 @@
+"""The rows of one embedding dimension, sharded, and the exchange of ids that looks them up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
+from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
+from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.embedding.cpu_rows import use_cpu_rows
+from hotrec.embedding.flat import cut_bags
+from hotrec.embedding.fused import fused_params, undo_update_count
+from hotrec.embedding.hot_exchange import HotCounts, HotExchange, HotReplicas
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.runtime.codecs import wire_codecs
+from hotrec.runtime.host_ints import HostInts
+from hotrec.runtime.stages import backward_point, mark, mark_backward
+from hotrec.runtime.wire import WireType
+
+
+class IdsExchange(nn.Module):
+    """Sends row ids to the owners of the rows, in place of TorchRec's input dist of a sharding.
+
+    Args:
+        replaced: TorchRec's, row-wise or table-wise.
+        device: of the ids.
+    """
+
+    def __init__(
+        self, replaced: RwSparseFeaturesDist | TwSparseFeaturesDist, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.group: dist.ProcessGroup = replaced._dist._pg
+        self.num_keys_W: list[int] = list(replaced._dist._splits)
+        self.world_size = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        # Rows of each table that a rank owns; None where a table is whole on one rank.
+        self._block_sizes: torch.Tensor | None = None
+        if isinstance(replaced, RwSparseFeaturesDist):
+            self._block_sizes = replaced._feature_block_sizes_tensor.to(device)
+        num_keys = self.num_keys_W[self.rank]
+        ranks = range(self.world_size)
+        # What arrives is ordered by rank and key; lookups want it by key and rank.
+        by_key = [rank * num_keys + key for key in range(num_keys) for rank in ranks]
+        self.by_key = torch.tensor(by_key, dtype=torch.int32, device=device)
+
+    def forward(self, features: KeyedJaggedTensor) -> IdsRequest:
+        """Start the exchange.
+
+        Args:
+            features: jagged (T, 1), the distinct rows of each table.
+        """
+        with torch.no_grad():
+            if self._block_sizes is None:
+                return IdsRequest(self, features, None)
+            is_cuda = features.values().is_cuda
+            bucketized, order = bucketize_kjt_before_all2all(
+                cut_bags(features) if is_cuda else features,
+                num_buckets=self.world_size,
+                block_sizes=self._block_sizes,
+                output_permute=True,
+            )
+            return IdsRequest(self, bucketized, order)
+
+
+class IdsRequest(Awaitable[Awaitable[KeyedJaggedTensor]]):
+    """The lengths are on their way; when they are here, the ids can be.
+
+    Args:
+        features: keys in the order of their ranks.
+        order: where each asked row is among the values; None if they are in the order asked.
+    """
+
+    def __init__(
+        self, exchange: IdsExchange, features: KeyedJaggedTensor, order: torch.Tensor | None
+    ) -> None:
+        super().__init__()
+        self._exchange, self._features, self._order = exchange, features, order
+        self._context: SequenceShardingContext | None = None
+        lengths = features.lengths().view(len(features.keys()), -1).sum(1)
+        num_here = exchange.num_keys_W[exchange.rank]
+        self._sent, self._arriving = lengths, lengths.new_empty(exchange.world_size * num_here)
+        self._work: Any = dist.all_to_all_single(
+            self._arriving,
+            lengths,
+            [num_here] * exchange.world_size,
+            exchange.num_keys_W,
+            group=exchange.group,
+            async_op=True,
+        )
+        self._counts: HostInts | None = None
+        if lengths.is_cuda:
+            self._work.wait()  # holds up the stream, not the host
+            self._counts = HostInts(torch.cat([lengths, self._arriving]))
+
+    def tell(self, context: SequenceShardingContext) -> None:
+        """Tell TorchRec's context what the way back of the rows needs, as it becomes known."""
+        self._context = context
+        context.unbucketize_permute_tensor = self._order
+
+    def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
+        exchange, values = self._exchange, self._features.values()
+        if self._counts is None:
+            self._work.wait()
+            self._counts = HostInts(torch.cat([self._sent, self._arriving]))
+        counts = self._counts.wait()
+        num_sent = _sums(counts[: self._sent.numel()], exchange.num_keys_W)
+        arriving, num_here = counts[self._sent.numel() :], exchange.num_keys_W[exchange.rank]
+        num_received = _sums(arriving, [num_here] * exchange.world_size)
+        if self._context is not None:
+            self._context.input_splits, self._context.output_splits = num_sent, num_received
+        received = values.new_empty(sum(num_received))
+        work: Any = dist.all_to_all_single(
+            received, values, num_received, num_sent, group=exchange.group, async_op=True
+        )
+        first_key = sum(exchange.num_keys_W[: exchange.rank])
+        keys = self._features.keys()[first_key : first_key + num_here]
+        per_key = [sum(arriving[key::num_here]) for key in range(num_here)]
+        return _IdsArriving(exchange, work, keys, self._arriving, received, per_key)
+
+
+def _sums(values: list[int], sizes: list[int]) -> list[int]:
+    sums, begin = [], 0
+    for size in sizes:
+        sums.append(sum(values[begin : begin + size]))
+        begin += size
+    return sums
+
+
+class _IdsArriving(Awaitable[KeyedJaggedTensor]):
+    def __init__(
+        self,
+        exchange: IdsExchange,
+        work: Any,
+        keys: list[str],
+        lengths: torch.Tensor,
+        values: torch.Tensor,
+        length_per_key: list[int],
+    ) -> None:
+        super().__init__()
+        self._exchange, self._work, self._keys = exchange, work, keys
+        self._lengths, self._values, self._length_per_key = lengths, values, length_per_key
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        """The ids that all ranks ask for, jagged (keys here, W)."""
+        self._work.wait()
+        lengths, values = self._lengths, self._values
+        if self._keys and self._exchange.world_size > 1:
+            by_rank_and_key, values, _ = torch.ops.fbgemm.permute_2D_sparse_data(
+                self._exchange.by_key, lengths.view(-1, 1), values, None, values.numel()
+            )
+            lengths = by_rank_and_key.view(-1)
+        return KeyedJaggedTensor(
+            keys=self._keys,
+            values=values,
+            lengths=lengths,
+            stride=self._exchange.world_size,
+            length_per_key=self._length_per_key,
+        )
+
+
+HOT_SHARDINGS = (ShardingType.DATA_PARALLEL,)
+COLD_SHARDINGS = (ShardingType.ROW_WISE, ShardingType.TABLE_WISE)
+
+
+def check_sharding(table: str, sharding: ParameterSharding, wanted: Sequence[ShardingType]) -> None:
+    """Refuse a plan that shards a table otherwise than its half can take.
+
+    Raises:
+        ValueError: if the sharding type is not among the wanted ones.
+    """
+    types = [kind.value for kind in wanted]
+    if sharding.sharding_type not in types:
+        raise ValueError(
+            f"plan table {table}: expected sharding type {' or '.join(map(repr, types))}, got "
+            f"{sharding.sharding_type!r}. Constrain the planner with "
+            "hotrec.planning.placement_constraints."
+        )
+
+
+class ShardedRows(ShardedEmbeddingCollection):
+    """The rows of one embedding dimension, hot and cold, exchanged unpooled.
+
+    Args:
+        module: the unsharded collection; hot tables first.
+        sharding: TorchRec's sharding of each of its tables.
+        env: ranks.
+        device: of the shards.
+        spec: update rule of the cold rows.
+        exchange: of the hot gradients.
+        wire_type: in which cold rows and all gradients travel.
+
+    Raises:
+        ValueError: if a cold table is not sharded row-wise or table-wise, or a hot one is not
+            data-parallel.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device,
+        spec: OptimizerSpec,
+        exchange: HotExchange,
+        hot_tables: list[str],
+        module_fqn: str | None,
+        wire_type: WireType = WireType.FP32,
+    ) -> None:
+        for config in module.embedding_configs():
+            is_hot = config.name in hot_tables
+            wanted = HOT_SHARDINGS if is_hot else COLD_SHARDINGS
+            check_sharding(config.name, sharding[config.name], wanted)
+        codecs = wire_codecs(wire_type, [module.embedding_dim()])
+        super().__init__(
+            module, sharding, env, fused_params(spec), device, codecs, module_fqn=module_fqn
+        )
+        self.hot: HotReplicas | None = None
+        self._num_hot = len(hot_tables)
+        self.dim = module.embedding_dim()
+        self._keys = [config.name for config in module.embedding_configs()]
+        # TorchRec keeps tables by sharding, by owner if table-wise, and by compute kernel.
+        self._arriving = [list(names) for names in self._embedding_names_per_sharding]
+        arriving = [name for names in self._arriving for name in names]
+        if sorted(arriving) != sorted(self._keys):
+            raise RuntimeError(
+                f"torchrec grouped tables: expected each of {self._keys} once, got {arriving}. Use "
+                "the pinned torchrec (see `hotrec doctor`)."
+            )
+        self._is_in_order = arriving == self._keys
+        self._is_cuda = device.type == "cuda"
+        for lookup in self._lookups:
+            if isinstance(lookup, DistributedDataParallel):
+                self._hook_up(lookup, env, exchange, hot_tables, wire_type)
+            elif not self._is_cuda:
+                use_cpu_rows(lookup, spec)
+
+    def _hook_up(
+        self,
+        lookup: DistributedDataParallel,
+        env: ShardingEnv,
+        exchange: HotExchange,
+        hot_tables: list[str],
+        wire_type: WireType,
+    ) -> None:
+        kernels = list(lookup.module._emb_modules)
+        if len(kernels) != 1:
+            raise RuntimeError(
+                f"torchrec data-parallel lookup: expected 1 group of tables, got {len(kernels)}. "
+                "Use the pinned torchrec (see `hotrec doctor`)."
+            )
+        num_rows_T = [
+            config.num_embeddings for config in self._embedding_configs if config.name in hot_tables
+        ]
+        self.hot = HotReplicas(
+            kernels[0].emb_module.weights,
+            num_rows_T,
+            self.dim,
+            env.process_group,
+            exchange,
+            wire_type,
+        )
+        kernels[0].forward = self.hot
+        # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
+        lookup.broadcast_buffers = False
+        lookup.register_comm_hook(None, self.hot.reduce_gradient)
+
+    def _create_input_dist(self, *args: Any, **kwargs: Any) -> None:
+        super()._create_input_dist(*args, **kwargs)
+        for at, input_dist in enumerate(self._input_dists):
+            if isinstance(input_dist, RwSparseFeaturesDist | TwSparseFeaturesDist):
+                self._input_dists[at] = IdsExchange(input_dist, self._device)
+
+    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
+        """Start the exchange of ids; one awaitable and one sharding context per sharding."""
+        requests = super().input_dist(ctx, features)
+        num = len(requests.awaitables)
+        contexts = ctx.sharding_contexts[len(ctx.sharding_contexts) - num :]
+        for request, sharding_ctx in zip(requests.awaitables, contexts, strict=True):
+            if isinstance(request, IdsRequest):
+                request.tell(sharding_ctx)
+        return requests
+
+    def ask_hot_counts(self, asked: KeyedJaggedTensor) -> HotCounts | None:
+        """Ask how many hot rows each rank touches, while ids are exchanged.
+
+        Args:
+            asked: the rows that the batch reads, hot tables first.
+        """
+        if self.hot is None:
+            return None
+        return self.hot.ask_counts(sum(asked.length_per_key()[: self._num_hot]))
+
+    def drop_cached_rows(self) -> None:
+        """Forget what a UVM cache holds, after the rows behind it were written directly."""
+        for lookup in self._lookups:
+            if not isinstance(lookup, DistributedDataParallel):
+                lookup.purge()
+
+    def start_lookups(
+        self,
+        features: list[KeyedJaggedTensor],
+        contexts: list[Any],
+        hot_counts: HotCounts | None,
+    ) -> list[Awaitable[torch.Tensor]]:
+        """Look up this rank's rows and start sending them to the ranks that asked.
+
+        Args:
+            features: the ids that arrived, one per sharding.
+            contexts: TorchRec's sharding contexts, one per sharding.
+            hot_counts: from ``ask_hot_counts``, of the same batch.
+
+        Returns:
+            One awaitable per sharding, of float (U_sharding, D), hot first.
+        """
+        if self.hot is not None:
+            self.hot.expect(hot_counts)
+        awaitables = []
+        stages = list(zip(self._lookups, self._output_dists, features, contexts, strict=True))
+        # Cold rows first: they travel while the hot ones are read, and backward, which goes the
+        # other way round, sends the hot gradients before it updates the cold rows.
+        for lookup, output_dist, ids, sharding_ctx in reversed(stages):
+            sharding_ctx.lengths_after_input_dist = ids.lengths().view(-1, ids.stride())
+            is_hot = isinstance(lookup, DistributedDataParallel)
+            rows = lookup(ids) if is_hot else self._look_up_fused(lookup, ids)
+            mark("row_lookup")
+            awaitables.append(output_dist(rows.view(-1, self.dim), sharding_ctx))
+            mark("rows_exchange")
+        return awaitables[::-1]
+
+    def _look_up_fused(self, lookup: nn.Module, ids: KeyedJaggedTensor) -> torch.Tensor:
+        rows: torch.Tensor
+        if self._is_cuda:
+            point = backward_point("row_update", ids.values())
+            rows = mark_backward(lookup(cut_bags(ids)), "grads_exchange", point)
+        else:
+            rows = lookup(ids)  # hotrec's own rows, which mark their update themselves
+        if not torch.is_grad_enabled():
+            undo_update_count(lookup)
+        return rows
+
+    def join(
+        self, awaitables: list[Awaitable[torch.Tensor]], asked: KeyedJaggedTensor
+    ) -> torch.Tensor:
+        """Wait for the rows and put them into the order of the ids that asked for them.
+
+        Args:
+            awaitables: from ``start_lookups``.
+            asked: the ids, keys in the order of this collection's tables.
+
+        Returns:
+            Float (U, D), a row per id.
+        """
+        parts = [awaitable.wait() for awaitable in awaitables]
+        if self._is_in_order:
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        lengths = dict(zip(asked.keys(), asked.length_per_key(), strict=True))
+        found: dict[str, torch.Tensor] = {}
+        for names, part in zip(self._arriving, parts, strict=True):
+            found |= zip(names, part.split([lengths[name] for name in names]), strict=True)
+        return torch.cat([found[key] for key in self._keys])

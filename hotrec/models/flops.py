@@ -1,0 +1,67 @@
+"""Floating-point operations and parameters of the dense layers, from their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hotrec.config.groups import Dcnv2Config, ModelConfig
+from hotrec.models.interaction import padded_vectors
+
+
+class DenseWork(NamedTuple):
+    """What the dense layers do.
+
+    Args:
+        flops: of a sample, forward and backward.
+        bottom_frac: share of them in the bottom layers, which read no embedding.
+        num_dense_values: parameters.
+    """
+
+    flops: float
+    bottom_frac: float
+    num_dense_values: int
+
+
+def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWork:
+    """Count the multiplications and additions of matrix products; the rest is small beside them.
+
+    A product of (m, k) and (k, n) takes 2 m k n. Backward takes it twice, for the gradients of
+    both factors, but for the first layer, whose input needs none. DLRM's interaction multiplies
+    the F + 1 vectors of a sample, and some zeros, with one another (Naumov et al. 2019, section 2),
+    and in backward once, see ``hotrec.models.interaction``; DCNv2's cross
+    layer x0 * (W V x + b) + x has V (r, n) and W (n, r) for n = (F + 1) D (Wang et al. 2021,
+    section 3.4).
+
+    Args:
+        num_dense: N, dense columns.
+        num_columns: F, pooled columns.
+    """
+    dim, num_vectors = model.embedding_dim, num_columns + 1
+    bottom_flops, bottom_values = _layers(num_dense, model.dense_layer_sizes, is_first=True)
+    if isinstance(model, Dcnv2Config):
+        width, rank, num_layers = (
+            num_vectors * dim,
+            model.cross_low_rank_dim,
+            model.cross_num_layers,
+        )
+        cross_flops = 3 * 2 * 2 * width * rank * num_layers
+        cross_values = (2 * width * rank + width) * num_layers
+    else:
+        width = dim + num_vectors * (num_vectors - 1) // 2
+        padded = padded_vectors(num_columns)
+        cross_flops = 2 * dim * (padded * padded + num_columns * padded + num_columns)
+        cross_values = 0
+    over_flops, over_values = _layers(width, model.over_layer_sizes, is_first=False)
+    flops = bottom_flops + cross_flops + over_flops
+    return DenseWork(flops, bottom_flops / flops, bottom_values + cross_values + over_values)
+
+
+def _layers(num_inputs: int, sizes: Sequence[int], *, is_first: bool) -> tuple[float, int]:
+    """Operations of a sample, both ways, and parameters of linear layers with bias."""
+    flops, values = 0.0, 0
+    for num_outputs in sizes:
+        flops += (2 if is_first else 3) * 2 * num_inputs * num_outputs
+        values += num_inputs * num_outputs + num_outputs
+        num_inputs, is_first = num_outputs, False
+    return flops, values

@@ -1,0 +1,252 @@
+"""The choice by cost: the optimum with hot and cold rows, or TorchRec's own plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hotrec.config.placements import CostPlacement
+from hotrec.config.roots import Config
+from hotrec.cost_model.demand import TableDemand
+from hotrec.cost_model.histogram import CountHistogram
+from hotrec.cost_model.locality import TableLocality
+from hotrec.cost_model.quantities import hot_cold_quantities
+from hotrec.planning.optimise import Choice, InfeasibleError, Limits, compare, optimise
+from hotrec.planning.optimise_shares import HOT_SHARES, hottest_share
+from hotrec.planning.predict import (
+    HOT_COLD,
+    Decision,
+    Predicted,
+    cold_tier,
+    predict_placement,
+    predict_rivals,
+)
+from hotrec.planning.scenario import Situation, describe_situation, resized
+from hotrec.types import Exchange, Schema, TablePlacement
+
+MIB = 1 << 20
+NUM_LINEARISATIONS = 3
+
+
+def make_limits(placement: CostPlacement, situation: Situation) -> Limits:
+    """What the optimiser may use and choose."""
+    device_bytes, host_bytes = situation.memory_bytes
+    budget = placement.hot_budget_mib
+    return Limits(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        replica_bytes=None if budget is None else budget * MIB,
+        # Pooled tables are exchanged in line, which look-ahead is to avoid.
+        exchanges=tuple(Exchange)
+        if placement.may_pool and not situation.pipeline.is_look_ahead
+        else (Exchange.ROWS,),
+    )
+
+
+def optimise_placement(placement: CostPlacement, situation: Situation) -> tuple[Predicted, Choice]:
+    """The best placement with hot and cold rows, by prediction.
+
+    Measured collectives are no lines; the optimum is found with the lines at the message sizes of a
+    likely placement, then again with those of what was found, and the better one is kept. With
+    look-ahead, smaller hot sets are tried too (``optimise_shares``), and the bound is 0.
+
+    Raises:
+        InfeasibleError: if no placement fits the memory.
+    """
+    limits = make_limits(placement, situation)
+    at = _likely_quantities(situation)
+    hot_range = _hot_range(placement, situation)
+    found: list[tuple[Predicted, Choice]] = []
+    for _ in range(NUM_LINEARISATIONS):
+        choice = optimise(
+            list(situation.demands),
+            situation.costs,
+            situation.world,
+            situation.workload,
+            limits,
+            at=at,
+            hot_range=hot_range,
+            narrow_frac=situation.pipeline.narrow_frac,
+        )
+        predicted = predict_placement(
+            situation, choice.num_hot, choice.tables, is_hot_dense=choice.is_hot_dense
+        )
+        found.append((predicted, choice))
+        if any(t.exchange is Exchange.POOLED for t in choice.tables.values()):
+            # The optimum is that of the mean rank; few pooled tables do not spread evenly.
+            limits = dataclasses.replace(limits, exchanges=(Exchange.ROWS,))
+        elif not situation.costs.curves:
+            break  # lines already
+        at = {name: max(value, at[name] / 8) for name, value in choice.quantities.items()}
+    if situation.pipeline.is_look_ahead:
+        found += _with_fewer_hot(situation, found, fixed=hot_range)
+    best, choice = min(found, key=lambda pair: pair[0].step.step_s)
+    bound_s = 0.0 if situation.pipeline.is_look_ahead else min(choice.bound_s, best.step.step_s)
+    return best, dataclasses.replace(
+        choice,
+        num_hot=best.num_hot,
+        is_hot_dense=best.is_hot_dense,
+        prediction=best.step,
+        quantities=best.quantities,
+        bound_s=bound_s,
+    )
+
+
+def _with_fewer_hot(
+    situation: Situation, found: Sequence[tuple[Predicted, Choice]], fixed: Collection[str]
+) -> list[tuple[Predicted, Choice]]:
+    """What was found with smaller hot sets, as far as they fit the memory, by exact prediction."""
+    candidates = []
+    for _, choice in found:
+        for share in (*HOT_SHARES, 1.0):
+            num_hot = hottest_share(list(situation.demands), choice.num_hot, share, fixed)
+            # The trainer may reduce all hot rows even so, in steps in which that sends less.
+            predicted = predict_placement(situation, num_hot, choice.tables, is_hot_dense=False)
+            if _fits(situation, predicted):
+                candidates.append((predicted, choice))
+    return candidates
+
+
+def _fits(situation: Situation, predicted: Predicted) -> bool:
+    device_bytes, host_bytes = situation.memory_bytes
+    return all(
+        rank["device_bytes"] <= device_bytes and rank["host_bytes"] <= host_bytes
+        for rank in predicted.memory
+    )
+
+
+def _hot_range(placement: CostPlacement, situation: Situation) -> dict[str, tuple[int, int]]:
+    """Fewest and most hot rows of the tables that the user decided.
+
+    Raises:
+        ValueError: if an override names no table, or more rows than it has.
+    """
+    tables = {demand.name: demand for demand in situation.demands}
+    unknown = sorted(set(placement.overrides) - set(tables))
+    if unknown:
+        raise ValueError(f"overrides: expected tables of {sorted(tables)}, got {unknown}.")
+    found = {}
+    for name, wanted in placement.overrides.items():
+        num_rows = tables[name].num_rows
+        if isinstance(wanted, str):
+            num_hot = num_rows if wanted == "hot" else 0
+        elif isinstance(wanted, float):
+            num_hot = int(wanted * num_rows) if 0 <= wanted <= 1 else -1
+        else:
+            num_hot = wanted
+        if not 0 <= num_hot <= num_rows:
+            raise ValueError(
+                f"overrides.{name}: expected at most the table's {num_rows} rows, or a fraction in "
+                f"0..1, got {wanted}."
+            )
+        found[name] = (num_hot, num_hot)
+    return found
+
+
+def _likely_quantities(situation: Situation) -> dict[str, float]:
+    """Of the placement that replicates the rows which half of a batch's lookups read."""
+    demands = list(situation.demands)
+    num_hot = {d.name: _rows_covering(d, 0.5) for d in demands}
+    tables = {d.name: TablePlacement(tier=cold_tier(situation)) for d in demands}
+    return hot_cold_quantities(
+        demands, num_hot, tables, situation.world, batch_size=situation.workload.batch_size
+    )
+
+
+def _rows_covering(demand: TableDemand, share: float) -> int:
+    """Most looked-up rows that take a share of the lookups, whole groups."""
+    reached = np.cumsum(demand.probs_G * demand.rows_G)
+    group = int(np.searchsorted(reached, share))
+    return int(demand.rows_G[: group + 1].sum())
+
+
+def decide(config: Config, schema: Schema, situation: Situation) -> Decision:
+    """Choose between the best placement with hot rows and TorchRec's own plans.
+
+    Raises:
+        InfeasibleError: if no placement fits the memory.
+    """
+    assert isinstance(config.placement, CostPlacement)
+    best, choice = optimise_placement(config.placement, situation)
+    all_cold = predict_placement(
+        situation,
+        dict.fromkeys(best.tables, 0),
+        {t.name: TablePlacement(tier=cold_tier(situation)) for t in situation.demands},
+    )
+    predicted = {HOT_COLD: best, "all_cold": all_cold}
+    rivals = predict_rivals(config, schema, situation)
+    chosen, why = compare(choice, {name: rival.step for name, rival in rivals.items()})
+    if chosen != HOT_COLD and not config.placement.may_decline:
+        why = f"{why} placement.may_decline=false keeps hot and cold rows."
+        chosen = HOT_COLD
+    bound_s = None if situation.pipeline.is_look_ahead else choice.bound_s
+    return Decision(chosen, why, bound_s, {**predicted, **rivals})
+
+
+def predict_sensitivity(
+    config: Config,
+    schema: Schema,
+    situation: Situation,
+    decision: Decision,
+    histograms: Mapping[str, CountHistogram],
+    num_samples: int,
+    locality: Mapping[str, TableLocality] | None = None,
+) -> list[dict[str, Any]]:
+    """What half and twice the hot budget, the batch and the ranks would give."""
+    placement = config.placement
+    assert isinstance(placement, CostPlacement)
+    best = decision.predicted[HOT_COLD]
+    bytes_of_row = {demand.name: demand.row_bytes for demand in situation.demands}
+    hot_bytes = sum(best.num_hot[name] * size for name, size in bytes_of_row.items())
+    entries = []
+    for factor in (0.5, 2.0):
+        limited = dataclasses.replace(placement, hot_budget_mib=hot_bytes * factor / (1 << 20))
+        entries.append(_sensitivity(f"hot budget x {factor:g}", limited, situation))
+    for what, world_factor, batch_factor in (
+        ("batch x 0.5", 1, 0.5),
+        ("batch x 2", 1, 2),
+        ("ranks x 0.5", 0.5, 1),
+        ("ranks x 2", 2, 1),
+    ):
+        machine = resized(
+            situation.machine,
+            situation.costs,
+            world_factor=world_factor,
+            batch_factor=batch_factor,
+        )
+        if machine == situation.machine:
+            continue
+        try:
+            other = describe_situation(
+                config,
+                schema,
+                histograms,
+                num_samples,
+                machine,
+                situation.costs,
+                situation.note,
+                locality,
+                situation.pipeline,
+            )
+            entries.append(_sensitivity(what, placement, other))
+        except ValueError as error:  # costs of one host say nothing of two
+            entries.append({"what": what, "step_s": None, "hot_rows": None, "why": str(error)})
+    return entries
+
+
+def _sensitivity(what: str, placement: CostPlacement, situation: Situation) -> dict[str, Any]:
+    try:
+        predicted, _ = optimise_placement(placement, situation)
+    except InfeasibleError as error:
+        return {"what": what, "step_s": None, "hot_rows": None, "why": str(error)}
+    global_batch = situation.workload.batch_size * situation.world.num_ranks
+    return {
+        "what": what,
+        "step_s": predicted.step.step_s,
+        "samples_per_s": global_batch / predicted.step.step_s,
+        "hot_rows": sum(predicted.num_hot.values()),
+        "sent_bytes": predicted.step.total_sent_bytes,
+    }

@@ -1,0 +1,223 @@
+"""The partition artifact: hot rows on disk, tied to the dataset and the profile they came from.
+
+The manifest's content, which ``hotrec.report`` reads: ``policy``, ``parameters``, ``num_rows``
+{table: rows}, ``tables`` {table: summary}, ``total`` (the same over all tables), ``placement``
+(``is_hot_dense`` and, by table, exchange, sharding, tier and cache_load_frac). A summary holds
+num_rows, hot_rows, hot_rows_frac, row_bytes, hot_bytes, coverage_train, coverage_heldout (share of
+the lookups that hot rows take; None without lookups).
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotrec.artifact import (
+    Artifact,
+    ArtifactError,
+    commit_artifact,
+    read_artifact,
+    scratch_directory,
+)
+from hotrec.cost_model.coverage import predict_distinct
+from hotrec.cost_model.histogram import build_histogram
+from hotrec.cost_model.profile import Profile
+from hotrec.types import Exchange, Partition, Placement, Rows, Sharding, TablePlacement, Tier
+
+KIND = "partition"
+HOT_ROWS = "hot_rows.npz"
+
+
+def summarize_partition(
+    partition: Partition, profile: Profile, row_bytes: Mapping[str, int]
+) -> dict[str, Any]:
+    """What is hot and what it covers: ``tables`` and ``total``, as the module's docstring lists."""
+    tables: dict[str, dict[str, Any]] = {}
+    lookups = {"train": [0, 0], "heldout": [0, 0]}
+    for table, num_rows in partition.num_rows.items():
+        hot = partition.hot(table)
+        summary = _summarize_rows(num_rows, int(hot.size), int(hot.size) * row_bytes[table])
+        summary["row_bytes"] = row_bytes[table]
+        for part, counts in (("train", profile.counts), ("heldout", profile.heldout)):
+            num_hot = int(counts[table][hot].sum()) if table in counts else 0
+            num_all = int(counts[table].sum()) if table in counts else 0
+            summary[f"coverage_{part}"] = num_hot / num_all if num_all else None
+            lookups[part][0] += num_hot
+            lookups[part][1] += num_all
+        tables[table] = summary
+    total = _summarize_rows(
+        partition.total_rows,
+        partition.total_hot,
+        sum(summary["hot_bytes"] for summary in tables.values()),
+    )
+    for part, (num_hot, num_all) in lookups.items():
+        total[f"coverage_{part}"] = num_hot / num_all if num_all else None
+    return {"tables": tables, "total": total}
+
+
+def _summarize_rows(num_rows: int, num_hot: int, hot_bytes: int) -> dict[str, Any]:
+    return {
+        "num_rows": num_rows,
+        "hot_rows": num_hot,
+        "hot_rows_frac": num_hot / num_rows if num_rows else 0.0,
+        "hot_bytes": hot_bytes,
+    }
+
+
+def predict_split_rows(
+    profile: Profile, partition: Partition, *, batch_size: int
+) -> dict[str, tuple[float, float]]:
+    """Distinct hot and cold rows that a batch is expected to touch, per table.
+
+    See ``hotrec.cost_model.coverage.predict_distinct_rows`` for the formula and its assumptions.
+    """
+    expected = {}
+    for table, counts in profile.counts.items():
+        everything = build_histogram(counts)
+        num_lookups = everything.num_lookups
+        num_draws = batch_size * num_lookups / max(profile.num_samples, 1)
+        hot_counts = counts[partition.hot(table)]
+        hot = build_histogram(np.ascontiguousarray(hot_counts))
+        both = predict_distinct(
+            everything.values, everything.num_rows, num_lookups=num_lookups, num_draws=num_draws
+        )
+        hot_only = predict_distinct(
+            hot.values, hot.num_rows, num_lookups=num_lookups, num_draws=num_draws
+        )
+        expected[table] = (hot_only, both - hot_only)
+    return expected
+
+
+def write_partition(
+    placement: Placement,
+    output: Path,
+    *,
+    parameters: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    dataset_hash: str,
+    profile_hash: str,
+) -> Artifact:
+    """Write a partition artifact.
+
+    Args:
+        placement: the partition and what goes with it.
+        parameters: what the policy was given, for reports.
+        summary: of ``summarize_partition``.
+    """
+    partition = placement.partition
+    with scratch_directory(output) as scratch:
+        _write_arrays(scratch / HOT_ROWS, {t: partition.hot(t) for t in partition.num_rows})
+        return commit_artifact(
+            scratch,
+            output,
+            kind=KIND,
+            content={
+                "policy": partition.policy,
+                "parameters": dict(parameters),
+                "num_rows": {table: int(n) for table, n in partition.num_rows.items()},
+                "placement": _placement_facts(placement),
+                **summary,
+            },
+            made_from={"dataset": dataset_hash, "profile": profile_hash},
+        )
+
+
+def _write_arrays(path: Path, arrays: Mapping[str, Rows]) -> None:
+    """An .npz file; ``np.savez`` takes names as keywords and so fails for a table named "file"."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            # A fixed time stamp: the same partition is the same bytes, hence the same hash.
+            member = zipfile.ZipInfo(f"{name}.npy")
+            with archive.open(member, "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)
+
+
+def _placement_facts(placement: Placement) -> dict[str, Any]:
+    tables = {
+        name: {
+            "exchange": table.exchange.value,
+            "sharding": table.sharding.value,
+            "tier": table.tier.value,
+            "cache_load_frac": table.cache_load_frac,
+        }
+        for name, table in placement.tables.items()
+    }
+    return {"is_hot_dense": placement.is_hot_dense, "tables": tables}
+
+
+def read_placement(path: Path, *, verify: str = "hash") -> tuple[Placement, Artifact]:
+    """Read a partition back, with what goes with it.
+
+    Raises:
+        ArtifactError: as ``read_partition``, or if it says nothing of exchanges and tiers.
+    """
+    partition, artifact = read_partition(path, verify=verify)
+    try:
+        facts = artifact.content["placement"]
+        tables = {
+            name: TablePlacement(
+                exchange=Exchange(table["exchange"]),
+                sharding=Sharding(table["sharding"]),
+                tier=Tier(table["tier"]),
+                cache_load_frac=table["cache_load_frac"],
+            )
+            for name, table in facts["tables"].items()
+        }
+        placement = Placement(partition, tables, is_hot_dense=bool(facts["is_hot_dense"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{path}: expected exchange, sharding and tier of each table, got {error!r}. Make the "
+            f"partition again."
+        ) from error
+    return placement, artifact
+
+
+def read_partition(path: Path, *, verify: str = "hash") -> tuple[Partition, Artifact]:
+    """Read a partition back.
+
+    Raises:
+        ArtifactError: if it is missing, incomplete, altered, or lists rows outside its tables.
+    """
+    artifact = read_artifact(path, kind=KIND, verify=verify)
+    num_rows = dict(artifact.content["num_rows"])
+    try:
+        with np.load(path / HOT_ROWS, allow_pickle=False) as arrays:
+            hot_rows = {table: arrays[table] for table in num_rows}
+        partition = Partition(num_rows, hot_rows, policy=artifact.content["policy"])
+    except (KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ArtifactError(
+            f"{path / HOT_ROWS}: expected the hot rows of {len(num_rows)} tables, got {error}. "
+            f"Make the partition again."
+        ) from error
+    return partition, artifact
+
+
+def check_partition(artifact: Artifact, *, dataset_hash: str, num_rows: Mapping[str, int]) -> None:
+    """Refuse a partition that was made from another dataset.
+
+    Args:
+        num_rows: rows of each table, from the dataset's schema.
+
+    Raises:
+        ArtifactError: if the dataset's hash or a table differs.
+    """
+    found = artifact.content["num_rows"]
+    tables = sorted(set(num_rows) | set(found))
+    differing = [table for table in tables if num_rows.get(table) != found.get(table)]
+    if differing:
+        table = differing[0]
+        raise ArtifactError(
+            f"{artifact.path} table {table}: expected {num_rows.get(table)} rows as the dataset "
+            f"has, got {found.get(table)}. Make the partition again from this dataset's profile."
+        )
+    claimed = artifact.made_from.get("dataset")
+    if claimed != dataset_hash:
+        raise ArtifactError(
+            f"{artifact.path}: expected a partition made from dataset {dataset_hash[:12]}, got one "
+            f"made from {claimed[:12] if claimed else None}. Make the profile and the partition "
+            f"again from this dataset."
+        )

@@ -1,0 +1,124 @@
+"""From configuration to the train pipeline: which one, and what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotrec.config.placements import ColdTier, TieredConfig, TorchrecPlacement
+from hotrec.config.roots import Config
+from hotrec.config.sections import PipelineKind
+from hotrec.cost_model.costs import World
+from hotrec.embedding.hot_choice import Seconds
+from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.planning.machine import Machine
+from hotrec.runtime.wire import WireType
+from hotrec.train.pipelines import LookAhead
+from hotrec.types import Placement
+
+# Samples per rank from which look-ahead pays on one host. In a smaller step there is little to
+# hide, and its thread competes with the loader's workers for the cores: the quickstart (two ranks
+# and their workers on two cores, 256 samples) takes 25 ms a step with it and 20 without, each as
+# planned for.
+LEAST_BATCH_ON_ONE_HOST = 2048
+
+
+def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
+    """The pipeline that trains the configuration's placement; never auto.
+
+    Raises:
+        ValueError: if the configured one cannot.
+    """
+    is_torchrec = isinstance(config.placement, TorchrecPlacement)
+    kind = config.pipeline.kind
+    if kind is PipelineKind.auto:
+        # look_ahead has not been run on CUDA yet.
+        may_look_ahead = machine.device == "cpu" and not is_torchrec
+        is_on_one_host = machine.world_size <= machine.local_world_size
+        is_worth_it = machine.world_size > 1 and (
+            not is_on_one_host or config.trainer.batch_size >= LEAST_BATCH_ON_ONE_HOST
+        )
+        is_ahead = may_look_ahead and is_worth_it
+        return PipelineKind.look_ahead if is_ahead else PipelineKind.sparse_dist
+    if kind is PipelineKind.look_ahead and is_torchrec:
+        raise ValueError(
+            "pipeline.kind: expected sparse_dist or base for placement=torchrec, whose tables are "
+            "TorchRec's to exchange, got look_ahead. Set pipeline=sparse_dist."
+        )
+    if kind is PipelineKind.prefetch:
+        _check_prefetch(config, machine)
+    return kind
+
+
+def _check_prefetch(config: Config, machine: Machine) -> None:
+    placement = config.placement
+    found, is_cached = placement.kind.name, False
+    if isinstance(placement, TorchrecPlacement):
+        found = f"torchrec with tier {placement.tier.name}"
+        is_cached = placement.tier is ColdTier.fused_uvm_caching
+    if not is_cached or machine.device != "cuda":
+        wanted = "placement=torchrec with placement.tier=fused_uvm_caching on cuda"
+        raise ValueError(
+            f"pipeline.kind: expected {wanted} for prefetch, which fills FBGEMM's device caches, "
+            f"got placement={found} on {machine.device}. Set these, or pipeline=sparse_dist."
+        )
+
+
+def hot_exchange_of(placement: Any, placed: Placement) -> HotExchange:
+    """How gradients of hot rows travel: dense if the placement decided so, else as configured."""
+    if placed.is_hot_dense:
+        return HotExchange.DENSE
+    if isinstance(placement, TieredConfig):
+        return HotExchange(placement.hot_exchange.value)
+    return HotExchange.AUTO
+
+
+def make_look_ahead(
+    config: Config,
+    model: nn.Module,
+    device: torch.device,
+    hot_exchange: HotExchange,
+    machine: Machine,
+) -> LookAhead:
+    """What the pipeline look_ahead needs for a model that was sharded for it.
+
+    Args:
+        machine: whose costs choose how gradients of hot rows travel, if it has been measured.
+    """
+    wire_type = WireType(config.pipeline.wire.value)
+
+    def make_rows() -> RowsAhead:
+        return RowsAhead(
+            model,
+            device,
+            depth=config.pipeline.depth,
+            wire_type=wire_type,
+            hot_exchange=hot_exchange,
+            seconds=_measured_seconds(machine),
+            timeout_s=config.trainer.timeout_s,
+        )
+
+    return LookAhead(make_rows, config.pipeline.micro_batches, wire_type)
+
+
+def _measured_seconds(machine: Machine) -> Seconds | None:
+    """Seconds of collectives by bytes; None unless they were measured with so many ranks."""
+    costs = machine.costs
+    if costs is None:
+        return None
+    world = World(machine.world_size, machine.local_world_size)
+    measured = {curve.kind for curve in costs.curves if curve.world == world}
+    wanted = ("all_gather", "all_to_all", "all_reduce")
+    if not measured.issuperset(wanted):
+        return None
+
+    def seconds_of(kind: str) -> Callable[[float], float]:
+        return lambda num_bytes: costs.collective(kind, world, num_bytes).seconds(
+            num_bytes=num_bytes
+        )
+
+    return {kind: seconds_of(kind) for kind in wanted}

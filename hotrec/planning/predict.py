@@ -1,0 +1,372 @@
+"""Predictions: of a placement with hot rows, and of TorchRec's plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.distributed.types import ShardingPlan
+
+from hotrec.build import build_unsharded
+from hotrec.config.placements import ColdTier, TorchrecPlacement, TorchrecPlan
+from hotrec.config.roots import Config
+from hotrec.config.sections import PipelineKind as Pipeline
+from hotrec.cost_model.caches import miss_ratio_curve
+from hotrec.cost_model.costs import World
+from hotrec.cost_model.demand import TableDemand, expected_distinct
+from hotrec.cost_model.forms import SPARSE_DIST, TIERS, PipelineKind, PipelineSpec
+from hotrec.cost_model.histogram import CountHistogram, order_all_rows, top_rows
+from hotrec.cost_model.memory import NUM_LASTING_GRADIENTS, memory_by_rank
+from hotrec.cost_model.quantities import (
+    TableSharding,
+    hot_cold_caches,
+    hot_cold_quantities,
+    predict_torchrec,
+    torchrec_quantities,
+)
+from hotrec.cost_model.step import StepPrediction
+from hotrec.planning.constraints import MissCurve
+from hotrec.planning.scenario import Situation
+from hotrec.planning.torchrec_plan import plan_document
+from hotrec.types import Exchange, Partition, Placement, Rows, Schema, TablePlacement, Tier
+
+logger = logging.getLogger(__name__)
+
+HOT_COLD = "hot_cold"
+NUM_CURVE_SIZES = 64
+# What the busiest owner of pooled tables does more of than the others.
+POOLED_LOADS = (
+    *(f"pooled_ids_{tier}" for tier in TIERS),
+    *(f"pooled_bytes_{tier}" for tier in TIERS),
+    "pooled_sent_bytes",
+)
+TIER_OF_KERNEL = {
+    "dense": Tier.DEVICE,
+    "fused": Tier.DEVICE,
+    "fused_uvm": Tier.HOST,
+    "fused_uvm_caching": Tier.HOST_CACHED,
+}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One way to train, and what it is predicted to take.
+
+    Args:
+        step: seconds and bytes.
+        memory: bytes by tier of each rank.
+        num_hot: hot rows by table; empty for TorchRec's plans.
+        tables: placement of each table; empty for TorchRec's plans.
+        shardings: TorchRec's plan of each table; empty for hot/cold.
+        quantities: what the mean rank does; empty for TorchRec's plans.
+        is_hot_dense: the hot exchange.
+        pipeline: that was predicted.
+    """
+
+    step: StepPrediction
+    memory: list[dict[str, float]]
+    num_hot: Mapping[str, int] = field(default_factory=dict)
+    tables: Mapping[str, TablePlacement] = field(default_factory=dict)
+    shardings: Mapping[str, TableSharding] = field(default_factory=dict)
+    quantities: Mapping[str, float] = field(default_factory=dict)
+    is_hot_dense: bool = False
+    pipeline: PipelineSpec = SPARSE_DIST
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is predicted to be fastest.
+
+    Args:
+        chosen: name of the fastest: HOT_COLD, or "torchrec <plan>".
+        why: in words.
+        bound_s: no placement with hot rows can be predicted to be faster than this; None where
+            nothing is proven.
+        predicted: what was compared, by name.
+    """
+
+    chosen: str
+    why: str
+    bound_s: float | None
+    predicted: Mapping[str, Predicted]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A way of TorchRec's own to train the tables unsplit.
+
+    Args:
+        plan: how they are sharded.
+        tier: of their rows.
+        is_prefetched: TorchRec's prefetch pipeline fills the device caches.
+    """
+
+    plan: TorchrecPlan
+    tier: ColdTier = ColdTier.auto
+    is_prefetched: bool = False
+
+    @staticmethod
+    def of(config: Config) -> Rival:
+        """What a configuration with placement=torchrec trains."""
+        placement = config.placement
+        assert isinstance(placement, TorchrecPlacement), placement
+        is_prefetched = config.pipeline.kind is Pipeline.prefetch
+        return Rival(placement.plan, placement.tier, is_prefetched)
+
+    @property
+    def name(self) -> str:
+        """In a prediction."""
+        tier = "" if self.tier is ColdTier.auto else f" {self.tier.name}"
+        return f"torchrec {self.plan.name}{tier}{' prefetch' if self.is_prefetched else ''}"
+
+    def configure(self, config: Config) -> Config:
+        """The configuration that trains it instead."""
+        placement = TorchrecPlacement(plan=self.plan, tier=self.tier)
+        pipeline = config.pipeline
+        if self.is_prefetched:
+            pipeline = dataclasses.replace(pipeline, kind=Pipeline.prefetch)
+        elif pipeline.kind is Pipeline.look_ahead:
+            # Asked for hot and cold rows; unsplit tables cannot have it.
+            pipeline = dataclasses.replace(pipeline, kind=Pipeline.sparse_dist)
+        return dataclasses.replace(config, placement=placement, pipeline=pipeline)
+
+
+# What a placement is compared with; the first is what is trained where none pays.
+RIVALS = (Rival(TorchrecPlan.planner), Rival(TorchrecPlan.hand_tuned))
+# On CUDA also TorchRec's host tiers: what people run whose tables do not fit the devices.
+HOST_RIVALS = (
+    Rival(TorchrecPlan.planner, ColdTier.fused_uvm),
+    Rival(TorchrecPlan.planner, ColdTier.fused_uvm_caching, is_prefetched=True),
+)
+
+
+def read_shardings(plan: ShardingPlan) -> dict[str, TableSharding]:
+    """What TorchRec's plan does with each table, in the cost model's terms."""
+    shardings = {}
+    for tables in plan_document(plan).values():
+        for name, facts in tables.items():
+            tier = TIER_OF_KERNEL.get(facts["compute_kernel"])
+            if tier is None:
+                raise ValueError(
+                    f"plan table {name} kernel: expected one of {sorted(TIER_OF_KERNEL)}, got "
+                    f"{facts['compute_kernel']!r}, which has no cost model."
+                )
+            shardings[name] = TableSharding(
+                kind=facts["sharding_type"],
+                ranks=tuple(facts["ranks"] or ()),
+                tier=tier,
+                cache_load_frac=None,
+            )
+    return shardings
+
+
+def predict_plan(
+    situation: Situation,
+    plan: ShardingPlan,
+    cache_load_frac: float | None = None,
+    *,
+    is_prefetched: bool = False,
+) -> Predicted:
+    """Predict a TorchRec plan on unsplit tables.
+
+    Args:
+        cache_load_frac: cached share of the rows of tables behind a device cache.
+        is_prefetched: TorchRec's prefetch pipeline fills these caches.
+    """
+    pipeline = situation.pipeline.of_torchrec
+    if is_prefetched:
+        pipeline = dataclasses.replace(pipeline, kind=PipelineKind.PREFETCH)
+    situation = dataclasses.replace(situation, pipeline=pipeline)
+    shardings = {
+        name: dataclasses.replace(
+            sharding,
+            cache_load_frac=cache_load_frac if sharding.tier is Tier.HOST_CACHED else None,
+            is_prefetched=is_prefetched and sharding.tier is Tier.HOST_CACHED,
+        )
+        for name, sharding in read_shardings(plan).items()
+    }
+    world, demands = situation.world, list(situation.demands)
+    per_rank = torchrec_quantities(
+        demands, shardings, world, batch_size=situation.workload.batch_size
+    )
+    return Predicted(
+        step=predict_torchrec(situation.torchrec_model(_mean(per_rank)), per_rank),
+        memory=memory_by_rank(
+            demands,
+            {},
+            shardings,
+            world,
+            device=situation.machine.device,
+            is_routed_on_device=not situation.workload.is_routed_by_loader,
+            num_gradients=NUM_LASTING_GRADIENTS,
+        ),
+        shardings=shardings,
+        pipeline=pipeline,
+    )
+
+
+def _mean(per_rank: list[dict[str, float]]) -> dict[str, float]:
+    names = {name for quantities in per_rank for name in quantities}
+    return {name: sum(q.get(name, 0.0) for q in per_rank) / len(per_rank) for name in names}
+
+
+def predict_placement(
+    situation: Situation,
+    num_hot: Mapping[str, int],
+    tables: Mapping[str, TablePlacement],
+    *,
+    is_hot_dense: bool = False,
+) -> Predicted:
+    """Predict a placement with hot and cold rows."""
+    world, demands = situation.world, list(situation.demands)
+    quantities = hot_cold_quantities(
+        demands,
+        num_hot,
+        tables,
+        world,
+        batch_size=situation.workload.batch_size,
+        caches=hot_cold_caches(demands, num_hot, tables, world),
+    )
+    factor = _pooled_imbalance(demands, tables, world)
+    quantities = {n: v * factor if n in POOLED_LOADS else v for n, v in quantities.items()}
+    return Predicted(
+        step=situation.model(quantities, is_hot_dense=is_hot_dense).predict(quantities),
+        memory=memory_by_rank(
+            demands,
+            num_hot,
+            tables,
+            world,
+            device=situation.machine.device,
+            is_routed_on_device=not situation.workload.is_routed_by_loader,
+            num_gradients=0 if situation.pipeline.is_look_ahead else NUM_LASTING_GRADIENTS,
+        ),
+        num_hot=num_hot,
+        tables=tables,
+        quantities=quantities,
+        is_hot_dense=is_hot_dense,
+        pipeline=situation.pipeline,
+    )
+
+
+def predict_rivals(config: Config, schema: Schema, situation: Situation) -> dict[str, Predicted]:
+    """Predict TorchRec's own ways for these tables; those that do not fit are left out.
+
+    So are those whose memory the costs know nothing of.
+    """
+    predicted = {}
+    rivals: tuple[Rival, ...] = RIVALS
+    if situation.machine.device == "cuda" and "pooled_host" in situation.costs.kernels:
+        rivals += HOST_RIVALS
+    for rival in rivals:
+        rivals_config = rival.configure(config)
+        assert isinstance(rivals_config.placement, TorchrecPlacement)
+        unsharded = build_unsharded(
+            rivals_config,
+            schema,
+            None,
+            world_size=situation.world.num_ranks,
+            compute_device=situation.machine.device,
+            dense_device=torch.device("meta"),
+        )
+        try:
+            sharding_plan = unsharded.plan(situation.machine)
+        except ValueError as error:
+            logger.info("%s does not fit: %s", rival.name, error)
+            continue
+        predicted[rival.name] = predict_plan(
+            situation,
+            sharding_plan,
+            rivals_config.placement.cache_load_frac,
+            is_prefetched=rival.is_prefetched,
+        )
+    return predicted
+
+
+def _pooled_imbalance(
+    demands: Sequence[TableDemand], tables: Mapping[str, TablePlacement], world: World
+) -> float:
+    """Work of the rank with most pooled tables, over the mean: the largest goes to the emptiest."""
+    loads = sorted(
+        (
+            d.dim * (d.lookups_per_sample + d.num_columns)
+            for d in demands
+            if tables[d.name].exchange is Exchange.POOLED
+        ),
+        reverse=True,
+    )
+    if not loads:
+        return 1.0
+    ranks = [0.0] * world.num_ranks
+    for load in loads:
+        heapq.heapreplace(ranks, ranks[0] + load)
+    return max(ranks) * world.num_ranks / sum(loads)
+
+
+def miss_curves(situation: Situation, placement: Placement | None) -> dict[str, MissCurve]:
+    """Misses of the device caches that a placement has, by table, for TorchRec's planner."""
+    if placement is None:
+        return {}
+    curves = {}
+    for demand in situation.demands:
+        if placement.tables[demand.name].tier is not Tier.HOST_CACHED:
+            continue
+        num_hot = placement.partition.num_hot(demand.name)
+        sizes = np.unique(np.geomspace(1, demand.num_rows, NUM_CURVE_SIZES).astype(np.int64))
+        misses = miss_ratio_curve(demand, sizes, "lru", num_hot)
+        hot, cold, _ = expected_distinct(demand, num_hot)
+        curves[demand.name] = MissCurve(
+            sizes.astype(np.float64), misses, cold * situation.world.num_ranks
+        )
+    return curves
+
+
+def cold_tier(situation: Situation) -> Tier:
+    """Of cold rows where nothing else is said."""
+    return Tier.DEVICE if situation.machine.device == "cpu" else Tier.HOST
+
+
+def make_placement(
+    predicted: Predicted,
+    counts: Mapping[str, Rows],
+    histograms: Mapping[str, CountHistogram],
+    policy: str,
+) -> Placement:
+    """The rows behind the numbers: the most looked-up ones of each table."""
+    partition = Partition(
+        num_rows={table: int(c.size) for table, c in counts.items()},
+        hot_rows={
+            table: _hottest(counts[table], predicted.num_hot[table], histograms[table])
+            for table in counts
+        },
+        policy=policy,
+    )
+    return Placement(partition, dict(predicted.tables), predicted.is_hot_dense)
+
+
+def _hottest(counts: Rows, num_hot: int, histogram: CountHistogram) -> Rows:
+    """The most looked-up rows; where those that were seen do not suffice, unseen ones as well."""
+    if num_hot <= histogram.num_distinct:
+        return top_rows(counts, num_hot, histogram)
+    return order_all_rows(counts)[:num_hot]
+
+
+def plan_entry(predicted: Predicted, global_batch_size: int) -> dict[str, Any]:
+    """A plan of the prediction document."""
+    step = predicted.step
+    return {
+        "pipeline": predicted.pipeline.kind.value,
+        "wire": predicted.pipeline.wire,
+        "step_s": step.step_s,
+        "stage_s": dict(step.stage_s),
+        "hidden_s": dict(step.hidden_s),
+        "sent_bytes": dict(step.sent_bytes),
+        "total_sent_bytes": step.total_sent_bytes,
+        "samples_per_s": global_batch_size / step.step_s,
+        "memory": predicted.memory,
+    }

@@ -1,0 +1,329 @@
+"""Constraints -> TorchRec's planner -> an ordinary ``ShardingPlan``, as JSON and as text."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    Topology,
+)
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError, ShardEstimator
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ModuleSharder,
+    ShardingPlan,
+    ShardingPlanner,
+)
+
+from hotrec.planning.constraints import ColdTier, MissCurve, cold_tier_for, placement_constraints
+from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine
+from hotrec.planning.storage import (
+    BYTES_PER_FLOAT,
+    HOST_KERNELS,
+    Shortfall,
+    TrainedStorageEstimator,
+    describe_shortfall,
+    table_storage,
+)
+from hotrec.types import Partition, Placement
+
+# FBGEMM's device cache: its associativity, the sets it can count, the share of the rows that it
+# holds where nothing is said (split_table_batched_embeddings_ops_training.py).
+CACHE_WAYS = 32
+MOST_CACHE_SETS = 2**24 - 1
+DEFAULT_CACHE_LOAD_FACTOR = 0.2
+
+
+def make_plan(
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    machine: Machine,
+    constraints: Mapping[str, ParameterConstraints] | None,
+) -> ShardingPlan:
+    """Run TorchRec's planner; every rank computes the same plan from the same inputs.
+
+    Args:
+        model: not sharded yet; may be on the meta device.
+        sharders: of its collections.
+        machine: ranks and memory, and what they take.
+        constraints: by table, see ``placement_constraints`` and ``torchrec_constraints``.
+
+    Raises:
+        ValueError: if the tables do not fit the machine under the constraints, or the machine's
+            costs are of another kind of machine.
+    """
+    return plan_on(model, sharders, machine.topology(), machine.batch_size, constraints)
+
+
+def plan_on(
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    topology: Topology,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints] | None,
+) -> ShardingPlan:
+    """``make_plan`` for a topology of one's own.
+
+    Raises:
+        ValueError: if the tables do not fit the topology under the constraints.
+    """
+    for constraint in (constraints or {}).values():
+        for kernel in constraint.compute_kernels or []:
+            if kernel in {tier.value for tier in ColdTier}:
+                cold_tier_for(topology.compute_device, ColdTier(kernel))
+    given = dict(constraints) if constraints is not None else None
+    estimators: list[ShardEstimator] = [
+        EmbeddingPerfEstimator(topology, given),
+        TrainedStorageEstimator(topology, given),
+    ]
+    enumerator = EmbeddingEnumerator(topology, batch_size, given, estimators)
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=enumerator,
+        constraints=given,
+        storage_reservation=FixedPercentageStorageReservation(percentage=DEVICE_RESERVED_FRAC),
+    )
+    try:
+        plan = planner.plan(model, list(sharders))
+    except PlannerError as error:
+        options = enumerator.enumerate(model, list(sharders))
+        of_device = topology.compute_device != "cpu"
+        memory = topology.devices[0].storage
+        shortfall = Shortfall(
+            tables=table_storage(options, on_device=of_device),
+            world_size=topology.world_size,
+            device_bytes=int((1 - DEVICE_RESERVED_FRAC) * memory.hbm) if of_device else 0,
+            host_bytes=memory.ddr,
+        )
+        where = f"{topology.world_size} ranks on {topology.compute_device}"
+        raise ValueError(
+            f"plan for {where}: expected the tables to fit {describe_shortfall(shortfall)} "
+            f"TorchRec says: {error}"
+        ) from error
+    check_caches(plan)
+    return plan
+
+
+def check_caches(plan: ShardingPlan) -> None:
+    """Refuse device caches with more sets than FBGEMM can tell apart.
+
+    All tables that TorchRec puts into one of FBGEMM's modules share one cache, of 32 slots a set.
+
+    Raises:
+        ValueError: if a rank's caches of one collection have too many.
+    """
+    for path, tables in plan.plan.items():
+        assert isinstance(tables, EmbeddingModuleShardingPlan), type(tables)
+        rows: dict[int, float] = defaultdict(float)
+        for sharding in tables.values():
+            spec = sharding.sharding_spec
+            if sharding.compute_kernel != ColdTier.UVM_CACHING.value:
+                continue
+            assert isinstance(spec, EnumerableShardingSpec), type(spec)
+            cache = sharding.cache_params
+            load_factor = None if cache is None else cache.load_factor
+            share = DEFAULT_CACHE_LOAD_FACTOR if load_factor is None else load_factor
+            for shard, rank in zip(spec.shards, sharding.ranks or [], strict=True):
+                rows[rank] += share * shard.shard_sizes[0]
+        for rank, num_cached in rows.items():
+            num_sets = math.ceil(num_cached / CACHE_WAYS)
+            if num_sets >= MOST_CACHE_SETS:
+                raise ValueError(
+                    f"plan device caches of {path or 'the model'} on rank {rank}: expected fewer "
+                    f"than {MOST_CACHE_SETS} sets of {CACHE_WAYS} rows, got {num_sets} for "
+                    f"{int(num_cached)} cached rows. Cache a smaller share of them, or use more "
+                    "ranks."
+                )
+
+
+def host_tier_bytes(
+    plan: ShardingPlan, ranks_per_host: int, state_bytes: Callable[[int], int]
+) -> int:
+    """Host memory that the devices of a host map for the host tiers of a plan, on the fullest one.
+
+    Args:
+        plan: for all ranks.
+        ranks_per_host: consecutive ranks are on one host.
+        state_bytes: of D, bytes of a row's optimizer state; one of a float stays on the device.
+    """
+    hosts: dict[int, int] = defaultdict(int)
+    for tables in plan.plan.values():
+        assert isinstance(tables, EmbeddingModuleShardingPlan), type(tables)
+        for sharding in tables.values():
+            spec = sharding.sharding_spec
+            if sharding.compute_kernel not in HOST_KERNELS:
+                continue
+            assert isinstance(spec, EnumerableShardingSpec), type(spec)
+            for shard, rank in zip(spec.shards, sharding.ranks or [], strict=True):
+                num_rows, dim = shard.shard_sizes
+                state = state_bytes(dim)
+                row_bytes = BYTES_PER_FLOAT * dim + (state if state > BYTES_PER_FLOAT else 0)
+                hosts[rank // ranks_per_host] += num_rows * row_bytes
+    return max(hosts.values(), default=0)
+
+
+def plan_document(plan: ShardingPlan) -> dict[str, Any]:
+    """A plan as plain lists and dicts: module path -> table -> sharding, kernel, shards."""
+    document: dict[str, Any] = {}
+    for path, module_plan in plan.plan.items():
+        assert isinstance(module_plan, EmbeddingModuleShardingPlan), type(module_plan)
+        tables = {}
+        for table, sharding in module_plan.items():
+            spec = sharding.sharding_spec
+            shards = []
+            if isinstance(spec, EnumerableShardingSpec):
+                shards = [
+                    {
+                        "offsets": list(shard.shard_offsets),
+                        "sizes": list(shard.shard_sizes),
+                        "placement": str(shard.placement),
+                    }
+                    for shard in spec.shards
+                ]
+            tables[table] = {
+                "sharding_type": sharding.sharding_type,
+                "compute_kernel": sharding.compute_kernel,
+                "ranks": sharding.ranks,
+                "shards": shards,
+            }
+        document[path] = tables
+    return document
+
+
+def plan_text(plan: ShardingPlan) -> str:
+    """A plan as a table for people: one line per table."""
+    lines = []
+    for path, tables in plan_document(plan).items():
+        width = max(len(name) for name in tables)
+        lines.append(f"module {path or '(root)'}")
+        lines.append(f"  {'table':<{width}}  {'sharding':<13}  {'kernel':<17}  rows per rank")
+        for name, facts in tables.items():
+            rows = ", ".join(str(shard["sizes"][0]) for shard in facts["shards"]) or "all"
+            lines.append(
+                f"  {name:<{width}}  {facts['sharding_type']:<13}  "
+                f"{facts['compute_kernel']:<17}  {rows}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+class HotColdPlanner(ShardingPlanner):
+    """Plans the sharding of a model with hot/cold collections, as a placement says.
+
+    ::
+
+        model = use_hot_cold(model, placement)
+        planner = HotColdPlanner(placement, machine=machine)
+        sharders = [HotColdSharder(spec)]
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+        model = shard(model, plan, sharders, device)
+
+    Args:
+        placement: of the tables; a partition means all cold rows row-wise in the first tier.
+        machine: ranks, memory, batch size and measured costs; or, in its stead,
+        topology: TorchRec's own description, and
+        batch_size: B.
+        curves: misses of the device caches by table, for TorchRec's estimates.
+        constraints: of tables in other collections of the model.
+
+    Raises:
+        ValueError: if both or neither of machine and topology are given, or the placement cannot
+            be sharded.
+    """
+
+    def __init__(
+        self,
+        placement: Placement | Partition,
+        *,
+        machine: Machine | None = None,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        curves: Mapping[str, MissCurve] | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+    ) -> None:
+        if machine is not None and topology is None and batch_size is None:
+            topology, batch_size = machine.topology(), machine.batch_size
+        elif machine is not None or topology is None or batch_size is None:
+            given = {"machine": machine, "topology": topology, "batch_size": batch_size}
+            raise ValueError(
+                "planner: expected a machine alone, or a topology and a batch_size, got "
+                f"{', '.join(name for name, value in given.items() if value is not None) or None}."
+                " Pass one description of the machine."
+            )
+        self._topology, self._batch_size = topology, batch_size
+        if isinstance(placement, Partition):
+            placement = Placement.alike(placement)
+        self._constraints = {
+            **(constraints or {}),
+            **placement_constraints(placement, curves),
+        }
+
+    @property
+    def constraints(self) -> dict[str, ParameterConstraints]:
+        """What each table is held to, by the name of its half."""
+        return dict(self._constraints)
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Plan on this rank alone; every rank computes the same from the same inputs.
+
+        Args:
+            module: not sharded yet; may be on the meta device.
+            sharders: of its collections, ``HotColdSharder`` among them.
+
+        Raises:
+            ValueError: if the tables do not fit the machine.
+        """
+        return plan_on(module, sharders, self._topology, self._batch_size, self._constraints)
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Plan on the group's first rank and give every rank the plan, or the same error.
+
+        Args:
+            module: not sharded yet.
+            sharders: of its collections. TorchRec's default sharders know no hot/cold collection,
+                so they have to be named.
+            pg: the ranks; the default group if left out.
+
+        Raises:
+            ValueError: on every rank, if there are no sharders or the tables do not fit.
+            RuntimeError: on every rank, with the text of whatever else the first rank met.
+        """
+        if sharders is None:
+            raise ValueError(
+                "planner sharders: expected a list with a HotColdSharder, got None. "
+                "Pass the sharders that DistributedModelParallel gets."
+            )
+        group = pg if pg is not None else dist.group.WORLD
+        outcome: list[tuple[ShardingPlan | None, str, bool] | None] = [None]
+        error: Exception | None = None
+        if dist.get_rank(group) == 0:
+            try:
+                outcome = [(self.plan(module, sharders), "", False)]
+            except Exception as caught:  # every kind: the other ranks wait for the verdict
+                error = caught
+                outcome = [(None, str(caught), isinstance(caught, ValueError))]
+        if dist.get_world_size(group) > 1:
+            dist.broadcast_object_list(outcome, group=group, group_src=0)
+        if error is not None:
+            raise error
+        assert outcome[0] is not None
+        plan, text, is_value_error = outcome[0]
+        if plan is None:
+            raise ValueError(text) if is_value_error else RuntimeError(text)
+        return plan

@@ -1,0 +1,93 @@
+"""What a run writes beside its figures: the plan, the environment; and how to find a run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrec.distributed.types import ShardingPlan
+
+from hotrec.planning.torchrec_plan import plan_document, plan_text
+from hotrec.report.plan_page import plan_report_text
+
+PLAN_JSON, PLAN_TEXT, ENVIRONMENT = "plan.json", "plan.txt", "environment.json"
+CHECKPOINTS, PARTITION, PREDICTION = "checkpoints", "partition", "prediction.json"
+TRACES = "traces"
+RUNS = Path("runs")
+PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchdata", "numpy")
+
+
+def write_plan(
+    plan: ShardingPlan, run_dir: Path, prediction: Mapping[str, Any] | None = None
+) -> str:
+    """The plan for programs and for people, with what it is predicted to take; the latter's text.
+
+    Args:
+        prediction: document of ``hotrec.planning.document``.
+    """
+    (run_dir / PLAN_JSON).write_text(json.dumps(plan_document(plan), indent=2) + "\n")
+    text = plan_text(plan)
+    if prediction is not None:
+        (run_dir / PREDICTION).write_text(json.dumps(prediction, indent=2) + "\n")
+        text = f"{plan_report_text(prediction)}\n{text}"
+    (run_dir / PLAN_TEXT).write_text(text)
+    return text
+
+
+def write_environment(run_dir: Path, *, world_size: int, num_hosts: int, device: str) -> None:
+    """Versions, host and words of the run, so that its figures can be judged later."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    document = {
+        "argv": sys.argv,
+        "packages": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "num_cpus": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
+        "world_size": world_size,
+        "num_hosts": num_hosts,
+    }
+    (run_dir / ENVIRONMENT).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def find_run(path: str, *, holding: str, key: str) -> Path:
+    """A run directory as configured, or the newest under ``runs/`` for "latest".
+
+    Args:
+        holding: a file that makes a directory a run of the wanted kind.
+        key: the configuration key, for messages.
+
+    Raises:
+        ValueError: if there is no such run.
+    """
+    if path != "latest":
+        run_dir = Path(path)
+        if not (run_dir / holding).exists():
+            raise ValueError(
+                f"{key}: expected a run directory with {holding}, got {path}, which has none. "
+                "Pass a directory that `hotrec train` wrote."
+            )
+        return run_dir
+    found = sorted(RUNS.rglob(holding), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise ValueError(
+            f"{key}: expected a run with {holding} under {RUNS}/ for latest, got none. "
+            "Run `hotrec train` first, or name a run."
+        )
+    return found[-1].parents[len(Path(holding).parts) - 1]

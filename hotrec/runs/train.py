@@ -1,0 +1,327 @@
+"""``hotrec train``: dataset, partition, model, plan, shards, loop; all in one run directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
+
+from hotrec.artifact import Artifact
+from hotrec.build import Sharded, build_sharded, chosen_device, make_machine
+from hotrec.cli.errors import EndedEarly
+from hotrec.cli.watched import watched_ranks
+from hotrec.config.groups import OptimizerKind, OrderKind, ScheduleConfig, TraceProfiler
+from hotrec.config.placements import TorchrecPlacement
+from hotrec.config.roots import Config
+from hotrec.config.sections import TrainerConfig
+from hotrec.data.all_hot import AllHotSamples
+from hotrec.data.batch import Batch
+from hotrec.data.chunks import Dataset
+from hotrec.data.loader import make_loader
+from hotrec.data_assign import check_assign, choose_assign
+from hotrec.data_order import count_epoch_steps, find_all_hot, make_alternation, make_train_loader
+from hotrec.embedding.convert import check_replicas
+from hotrec.embedding.table_memory import CacheCounters, fused_modules, memory_by_tier
+from hotrec.planning.constraints import ColdTier
+from hotrec.planning.machine import Machine
+from hotrec.planning.training_plan import Settled, settle, settled_before
+from hotrec.runs.record import CHECKPOINTS, PARTITION, TRACES, write_environment, write_plan
+from hotrec.runtime.ranks import Ranks, broadcast_object, same_verdict
+from hotrec.train.checkpoint import Checkpoints, find_latest
+from hotrec.train.loop import train
+from hotrec.train.schedule import Cadence, Schedule, count_steps
+from hotrec.train.trace import TraceWindow
+from hotrec.train.watch import STOPPED_EXIT_CODE
+from hotrec.types import Partition
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config, run_dir: Path) -> dict[str, Any]:
+    """Train; the figures are those of summary.json."""
+    trainer = config.trainer
+    device = chosen_device(trainer.device)
+    with watched_ranks(trainer, device, run_dir) as ranks:
+        dataset = same_verdict(lambda: Dataset.open(config.paths.dataset))
+        same_verdict(lambda: _count_steps(config, dataset, ranks))  # refuse before the long part
+        machine = make_run_machine(config, ranks)
+        resume_from = same_verdict(lambda: _resume_from(config, run_dir, device))
+        settled = _agree(config, dataset, machine, run_dir, ranks, resume_from)
+        config = settled.config
+        check_assign(config, settled.placement)
+        is_own = resume_from is not None and resume_from.is_relative_to(run_dir)
+        all_hot = find_all_hot(config, dataset, settled, run_dir, is_resumed=is_own)
+        steps = _count_steps(config, dataset, ranks, all_hot)
+        alternation = make_alternation(config, all_hot, ranks.world_size)
+        torch.manual_seed(trainer.seed)
+        sharded = build_sharded(
+            config,
+            dataset.schema,
+            settled.placement,
+            settled.machine(machine),
+            ranks.device,
+            settled.curves,
+        )
+        assign = choose_assign(config, dataset.schema, settled.placement, sharded.plan)
+        if ranks.is_first:
+            write_plan(sharded.plan, run_dir, settled.prediction)
+            write_environment(
+                run_dir,
+                world_size=ranks.world_size,
+                num_hosts=ranks.num_hosts,
+                device=ranks.device.type,
+            )
+        result = train(
+            sharded.model,
+            sharded.optimizer,
+            make_train_loader(config, ranks, sharded.transform, all_hot, alternation, assign),
+            ranks,
+            num_steps=steps,
+            cadence=_cadence(trainer),
+            check_replicas=lambda: check_replicas(sharded.model),
+            count_tables=lambda: memory_by_tier(sharded.model, sharded.optimizer),
+            count_caches=cache_counts(sharded, ranks.device),
+            lr_factor=_schedule(config.optimizer.schedule),
+            pipeline_kind=sharded.pipeline_kind,
+            look_ahead=sharded.look_ahead,
+            grad_clip_norm=sharded.grad_clip_norm,
+            eval_batches=_eval_batches(config, dataset, sharded, ranks),
+            checkpoints=Checkpoints(
+                directory=run_dir / CHECKPOINTS,
+                facts=checkpoint_facts(config, dataset, settled.artifact),
+                keep_last=trainer.keep_checkpoints,
+                resume_from=resume_from,
+            ),
+            run_dir=run_dir,
+            inspect_batch=sharded.inspect_batch,
+            description=_description(
+                config, settled.partition, dataset, all_hot, sharded.pipeline_kind
+            ),
+            prediction=settled.predicted,
+            trace=_trace_window(config, run_dir),
+            alternation=alternation,
+        )
+    figures = {"command": "train", "run_dir": run_dir, **result.summary}
+    if not result.is_finished:
+        raise EndedEarly(figures, STOPPED_EXIT_CODE)
+    return figures
+
+
+def make_run_machine(config: Config, ranks: Ranks) -> Machine:
+    """The machine of these ranks, as rank 0 sees it, so that all of them plan alike."""
+    machine = make_machine(
+        config.planner,
+        world_size=ranks.world_size,
+        ranks_per_host=ranks.local_world_size,
+        device=ranks.device.type,
+        batch_size=config.trainer.batch_size,
+    )
+    return broadcast_object(machine)
+
+
+def cache_counts(
+    sharded: Sharded, device: torch.device
+) -> Callable[[], Mapping[str, float]] | None:
+    """What ``train`` counts of device caches: None on every rank, or on none.
+
+    The plan says it, which is the same on every rank, also where a rank's own shards have no cache.
+    On CPU FBGEMM makes none, whatever the plan says.
+    """
+    kernels = {
+        sharding.compute_kernel
+        for module in sharded.plan.plan.values()
+        if isinstance(module, EmbeddingModuleShardingPlan)
+        for sharding in module.values()
+    }
+    if device.type == "cpu" or ColdTier.UVM_CACHING.value not in kernels:
+        return None
+    counters = CacheCounters(fused_modules(sharded.model))
+    return lambda: asdict(counters.end_line())
+
+
+def checkpoint_facts(
+    config: Config, dataset: Dataset, partition: Artifact | None
+) -> dict[str, Any]:
+    """What must be the same in the run that saved a checkpoint and the one that loads it."""
+    model = {
+        name: getattr(value, "name", value) for name, value in sorted(vars(config.model).items())
+    }
+    placement = config.placement
+    if isinstance(placement, TorchrecPlacement):
+        split = f"torchrec {placement.plan.name}"
+    else:
+        assert partition is not None
+        split = partition.content_hash
+    facts = {
+        "dataset": dataset.artifact.content_hash,
+        "partition": split,
+        "model": model,
+        "optimizer": config.optimizer.kind.name,
+    }
+    if config.order.kind is OrderKind.all_hot:
+        facts["order"] = config.order.kind.name
+    return facts
+
+
+def placement_name(config: Config) -> str:
+    """The placement for reports: its kind, and which of TorchRec's plans."""
+    placement = config.placement
+    if isinstance(placement, TorchrecPlacement):
+        return f"torchrec {placement.plan.name}"
+    return placement.kind.name
+
+
+def _agree(
+    config: Config,
+    dataset: Dataset,
+    machine: Machine,
+    run_dir: Path,
+    ranks: Ranks,
+    resume_from: Path | None,
+) -> Settled:
+    """Rank 0 settles what is trained; the others take what it settled.
+
+    A run that resumes its own checkpoint goes on with what it chose, whatever was measured since.
+    """
+
+    def choose() -> Settled | None:
+        if not ranks.is_first:
+            return None
+        if resume_from is not None and resume_from.is_relative_to(run_dir):
+            return settled_before(config, run_dir)
+        return settle(config, dataset, machine, output=run_dir / PARTITION)
+
+    settled = broadcast_object(same_verdict(choose))
+    assert settled is not None
+    if settled.artifact is not None and settled.partition is not None:
+        total = settled.artifact.content["total"]
+        logger.info(
+            "%s: %d of %d rows hot", settled.partition.policy, total["hot_rows"], total["num_rows"]
+        )
+    return settled
+
+
+def _count_steps(
+    config: Config, dataset: Dataset, ranks: Ranks, all_hot: AllHotSamples | None = None
+) -> int:
+    trainer = config.trainer
+    per_epoch = count_epoch_steps(config, dataset, all_hot, ranks.world_size)
+    return count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
+
+
+def _eval_batches(
+    config: Config, dataset: Dataset, sharded: Sharded, ranks: Ranks
+) -> dict[str, Iterable[Batch]]:
+    trainer = config.trainer
+    present = [split for split in dataset.splits if dataset.num_samples(split)]
+    missing = [split for split in trainer.eval_splits if split not in present]
+    if missing:
+        raise ValueError(
+            f"trainer.eval_splits: expected splits with samples, of {present}, got {missing}. "
+            f"Set 'trainer.eval_splits=[]', or prepare the data with these splits."
+        )
+
+    def make(split: str) -> Iterable[Batch]:
+        return make_loader(
+            config.paths.dataset,
+            split,
+            batch_size=trainer.eval_batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            epochs=1,
+            shuffle=False,
+            num_workers=trainer.num_workers,
+            keep_workers=True,
+            transform=sharded.transform,
+            pin_memory=ranks.device.type == "cuda",
+        )
+
+    return same_verdict(lambda: {split: make(split) for split in trainer.eval_splits})
+
+
+def _cadence(trainer: TrainerConfig) -> Cadence:
+    return Cadence(
+        eval_every=trainer.eval_every_steps,
+        save_every=trainer.save_every_steps,
+        log_every=trainer.log_every_steps,
+        check_every=trainer.check_every_steps,
+        check_replicas_every=trainer.check_replicas_every_steps,
+        warmup_steps=trainer.warmup_steps,
+    )
+
+
+def _trace_window(config: Config, run_dir: Path) -> TraceWindow | None:
+    profiler = config.profiler
+    if not isinstance(profiler, TraceProfiler):
+        return None
+    return TraceWindow(
+        profiler.first_step, profiler.num_steps, run_dir / TRACES, profiler.warn_of_syncs
+    )
+
+
+def _schedule(schedule: ScheduleConfig) -> Schedule:
+    return Schedule(
+        decay=schedule.decay.name,
+        warmup_steps=schedule.warmup_steps,
+        decay_start_step=schedule.decay_start_step,
+        num_decay_steps=schedule.num_decay_steps,
+        end_factor=schedule.end_factor,
+        power=schedule.power,
+    )
+
+
+def _resume_from(config: Config, run_dir: Path, device: str) -> Path | None:
+    resume = config.trainer.resume
+    if resume == "none":
+        return None
+    if resume == "latest":
+        path = find_latest(run_dir / CHECKPOINTS)
+    else:
+        path = Path(resume)
+        if not path.is_dir():
+            raise ValueError(
+                "trainer.resume: expected latest, none or a checkpoint's directory, "
+                f"got {resume!r}."
+            )
+    if path is not None and device == "cuda" and config.optimizer.kind is OptimizerKind.adam:
+        raise ValueError(
+            f"trainer.resume: expected sgd, adagrad or rowwise_adagrad to resume on CUDA, got adam "
+            f"for {path}: TorchRec does not save FBGEMM's update count, so cold rows would start "
+            "their bias correction anew. Start a new run with trainer.resume=none."
+        )
+    return path
+
+
+def _description(
+    config: Config,
+    partition: Partition | None,
+    dataset: Dataset,
+    all_hot: AllHotSamples | None,
+    pipeline_kind: str,
+) -> dict[str, Any]:
+    hot_rows = 0 if partition is None else partition.total_hot
+    total_rows = sum(table.num_rows for table in dataset.schema.tables)
+    return {
+        "name": config.run_name,
+        "placement": placement_name(config),
+        "policy": None if partition is None else partition.policy,
+        "model": config.model.kind.name,
+        "optimizer": config.optimizer.kind.name,
+        "pipeline": pipeline_kind,
+        "wire": config.pipeline.wire.name,
+        "order": config.order.kind.name,
+        "assign": config.order.assign.name,
+        "all_hot_samples_frac": None if all_hot is None else all_hot.frac,
+        "batch_size": config.trainer.batch_size,
+        "precision": config.trainer.precision.name,
+        "compile": config.trainer.compile,
+        "grad_clip_norm": config.trainer.grad_clip_norm,
+        "hot_rows": hot_rows,
+        "total_rows": total_rows,
+        "hot_rows_frac": hot_rows / total_rows,
+    }

@@ -1,0 +1,202 @@
+"""TorchRec's own exchanges in 16 bits: codecs for its sharders, and DDP's all-reduce.
+
+TorchRec encodes what goes to all ranks as one tensor, and decodes what came from all of them as
+one; everything goes through, the rank's own share as well. bf16 has fp32's range. In fp16 the
+gradients of a mean loss (1e-8 and less) would vanish, and FBGEMM's codec loses them even with a
+loss scale, since it divides before it widens. So gradients travel in blocks of up to 32 values,
+each with its own power of two in front: 33 halves for 32 floats.
+
+Where a collective adds up or fixes sizes (reduce-scatter of row-wise pooled tables, the all-reduce
+of the dense layers) there is no room for that; fp16 takes a factor for all of them there, and what
+leaves its range arrives as infinity, not as another number.
+"""
+
+# No `from __future__ import annotations`: DDP reads the hook's annotations as objects.
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import CommOp, QuantizedCommCodec, QuantizedCommCodecs
+
+from hotrec.runtime.wire import WireType
+
+DTYPES = {WireType.FP16: torch.float16, WireType.BF16: torch.bfloat16}
+# The most values that share a power of two; more would save nothing to speak of.
+_MOST_PER_BLOCK = 32
+# With them fp16 holds gradients up to 4 and up to 64, and keeps 11 bits down to 4e-9 and 6e-8.
+_POOLED_GRADIENT_FACTOR = 2.0**14
+_DENSE_GRADIENT_FACTOR = 2.0**10
+# Scaled values stay below 2^15, fp16's largest is nearly 2^16; powers of two that a float holds.
+_TOP_EXPONENT, _LARGEST_SHIFT, _FLOAT_BIAS, _FLOAT_MANTISSA_BITS = 15, 126, 127, 23
+
+
+def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """2^exponent, exactly; int (...) in -126..127 -> float32 (...)."""
+    return ((exponents.int() + _FLOAT_BIAS) << _FLOAT_MANTISSA_BITS).view(torch.float32)
+
+
+class Codec(QuantizedCommCodec[None]):
+    """What TorchRec asks of a codec whose messages have a value for each value.
+
+    Args:
+        dtype: on the wire.
+        factor: a power of two that values are multiplied by on the wire.
+    """
+
+    def __init__(self, dtype: torch.dtype, factor: float = 1.0) -> None:
+        self._dtype = dtype
+        self._factor = factor
+
+    def encode(self, input_tensor: torch.Tensor, ctx: None = None) -> torch.Tensor:
+        """Float32 of any shape -> the wire's type, same shape."""
+        scaled = input_tensor if self._factor == 1.0 else input_tensor * self._factor
+        return scaled.to(self._dtype)
+
+    def decode(self, input_grad: torch.Tensor, ctx: None = None) -> torch.Tensor:
+        """The wire's type of any shape -> float32, same shape."""
+        values = input_grad.float()
+        return values if self._factor == 1.0 else values.div_(self._factor)
+
+    def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
+        """Elements on the wire of so many values."""
+        return input_len
+
+    @property
+    def quantized_dtype(self) -> torch.dtype:
+        """Of what ``encode`` returns."""
+        return self._dtype
+
+    def create_context(self) -> None:
+        """Nothing is carried from encoding to decoding."""
+
+    def padded_size(
+        self, input_tensor: torch.Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: None
+    ) -> tuple[int, int]:
+        """Columns of the pooled vectors (B, sum of D), and how many to add: none."""
+        return input_tensor.shape[-1], 0
+
+
+class BlockCodec(Codec):
+    """fp16 with a power of two for each block of values, which stands in front of them.
+
+    Args:
+        block: values of a block; divides the length of every message.
+    """
+
+    def __init__(self, block: int) -> None:
+        super().__init__(torch.float16)
+        self._block = block
+
+    def encode(self, input_tensor: torch.Tensor, ctx: None = None) -> torch.Tensor:
+        """Float32, n values of any shape -> float16 (n / block * (block + 1),)."""
+        blocks = input_tensor.reshape(-1, self._block)
+        # Their largest value is below 2^exponent; zeros, infinities and NaNs stay what they are.
+        exponents = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent
+        shifts = (_TOP_EXPONENT - exponents).clamp(-_LARGEST_SHIFT, _LARGEST_SHIFT)
+        message = torch.empty(
+            blocks.shape[0], self._block + 1, dtype=torch.float16, device=blocks.device
+        )
+        message[:, :1] = shifts
+        message[:, 1:] = blocks * _power_of_two(shifts)
+        return message.view(-1)
+
+    def decode(self, input_grad: torch.Tensor, ctx: None = None) -> torch.Tensor:
+        """Float16 (n / block * (block + 1),) -> float32 (n,)."""
+        message = input_grad.view(-1, self._block + 1)
+        return (message[:, 1:].float() * _power_of_two(-message[:, :1].int())).view(-1)
+
+    def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
+        """Elements on the wire of so many values.
+
+        Raises:
+            ValueError: if they are no whole number of blocks.
+        """
+        if input_len % self._block:
+            raise ValueError(
+                f"wire fp16: expected messages of whole blocks of {self._block} values, got "
+                f"{input_len}. Pass the dimensions of all shards to wire_codecs."
+            )
+        return input_len // self._block * (self._block + 1)
+
+
+def wire_codecs(wire_type: WireType, dims: Iterable[int]) -> dict[str, QuantizedCommCodecs] | None:
+    """The registry that TorchRec's sharders and sharded modules take as ``qcomm_codecs_registry``.
+
+    Args:
+        wire_type: in which rows, pooled vectors and their gradients travel; ids stay integers.
+        dims: D of the tables, and of their shards if they are sharded by columns.
+
+    Returns:
+        Codecs by TorchRec's name of the exchange; None for fp32, which leaves TorchRec as it is.
+    """
+    if wire_type is WireType.FP32:
+        return None
+    dtype = DTYPES[wire_type]
+    rows = Codec(dtype)
+    if wire_type is WireType.FP16:
+        gradients: Codec = BlockCodec(math.gcd(_MOST_PER_BLOCK, *dims))
+        fixed = Codec(dtype, _POOLED_GRADIENT_FACTOR)
+    else:
+        gradients = fixed = rows
+    of_op = {
+        CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL: gradients,
+        CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL: gradients,
+        CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER: fixed,
+    }
+    return {op.name: QuantizedCommCodecs(rows, backward) for op, backward in of_op.items()}
+
+
+def compress_dense(model: nn.Module, wire_type: WireType) -> None:
+    """Let DDP all-reduce gradients in 16 bits, which also adds them up in 16 bits.
+
+    Those of the dense layers, and those of the tables that a TorchRec plan replicates. The hot rows
+    of a ``HotColdEmbeddingBagCollection`` have an exchange of their own. On one rank, or without
+    such layers, there is nothing to do.
+
+    Args:
+        model: a ``DistributedModelParallel``, before its first step.
+        wire_type: fp32 leaves DDP as it is.
+    """
+    if wire_type is WireType.FP32:
+        return
+    factor = _DENSE_GRADIENT_FACTOR if wire_type is WireType.FP16 else 1.0
+    codec = Codec(DTYPES[wire_type], factor)
+    for ddp in _replicated(model):
+        ddp.register_comm_hook(_Reduction(ddp.process_group, codec), _reduce_mean)
+
+
+def _replicated(model: nn.Module) -> Iterator[DistributedDataParallel]:
+    candidates: list[Any] = [getattr(model, "_dmp_wrapped_module", None)]
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            candidates += module._lookups
+    return (module for module in candidates if isinstance(module, DistributedDataParallel))
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    group: dist.ProcessGroup
+    codec: Codec
+
+
+def _reduce_mean(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A DDP communication hook: the mean over the ranks, by an all-reduce in the codec's type.
+
+    Unlike torch's own hooks it scales before it narrows, and takes bf16 over gloo.
+    """
+    buffer = bucket.buffer()
+    message = state.codec.encode(buffer.div_(dist.get_world_size(state.group)))
+    work = dist.all_reduce(message, group=state.group, async_op=True)
+
+    def take(_: Any) -> torch.Tensor:
+        return buffer.copy_(state.codec.decode(message))
+
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(take)
+    return future

@@ -1,0 +1,106 @@
+"""What a run leaves in its directory when it dies: the last collectives, and who held GPU memory.
+
+Both are recorded all the time in bounded buffers of torch's own and written when it matters.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from hotrec.runtime.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+FLIGHT_RECORDER = "flight_recorder"
+_PREFIX = "rank_"
+# Allocations and frees that a snapshot of memory looks back on. Python stacks are kept of what is
+# allocated, not of what is freed: recording is for every run, so it has to be cheap.
+_NUM_ALLOCATIONS = 100_000
+# Beyond that the driver hangs while it is asked how far each collective has come.
+_DUMP_LIMIT_S = 10.0
+
+
+def keep_flight_recorder(run_dir: Path, device: str) -> Path:
+    """Have NCCL's own watchdog write into the run's directory; before the process group is made.
+
+    What is set in the environment already stays.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Returns:
+        The directory. What NCCL's ranks leave in it is read by ``torchfrtrace DIRECTORY --prefix
+        rank_ --allow-incomplete-ranks``; gloo's are pickles of the same form.
+    """
+    directory = (run_dir / FLIGHT_RECORDER).absolute()
+    if device == "cuda":
+        directory.mkdir(parents=True, exist_ok=True)  # NCCL's watchdog does not make it
+    for names, value in (
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+        (
+            ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+            str(directory / _PREFIX),
+        ),
+    ):
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
+    return directory
+
+
+def write_flight_recorder(directory: Path, rank: int) -> None:
+    """Write the last collectives of this rank, with their sizes, states and Python stacks.
+
+    For a process that is about to end: if the driver does not answer, it ends here.
+    """
+    # Holds the interpreter's lock, so that no thread of Python's could give up.
+    faulthandler.dump_traceback_later(_DUMP_LIMIT_S, exit=True, file=2)
+    try:
+        c10d: Any = _distributed_c10d  # torch has no public way to it
+        dump = c10d._dump_nccl_trace if dist.get_backend() == "nccl" else c10d._dump_fr_trace
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{_PREFIX}{rank}").write_bytes(dump())
+    except Exception as error:  # of every kind: the run has ended for another reason
+        logger.warning("flight recorder of rank %d: not written: %s", rank, error)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def memory_snapshot(run_dir: Path, ranks: Ranks) -> Iterator[None]:
+    """Where CUDA runs out of memory in the block, write what holds it, and say where.
+
+    Raises:
+        torch.OutOfMemoryError: torch's own, with the name of the file.
+    """
+    if ranks.device.type != "cuda":
+        yield
+        return
+    torch.cuda.memory._record_memory_history(
+        context="state", stacks="python", max_entries=_NUM_ALLOCATIONS
+    )
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        path = run_dir / f"memory_rank_{ranks.rank}.pickle"
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))
+        except (OSError, RuntimeError) as failure:
+            logger.warning("memory snapshot: not written to %s: %s", path, failure)
+            raise error from None
+        raise torch.OutOfMemoryError(
+            f"memory of {ranks.device}: expected room, got none; {path} shows what holds it, at "
+            f"pytorch.org/memory_viz. {error}"
+        ) from error
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,240 @@
+"""Ranks, device, process group, and the few collectives that also mean something for one process.
+
+Nothing else asks whether the process group exists: each function here has a one-process meaning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from hotrec.runtime.memory import keep_freed_memory
+from hotrec.runtime.process import batch_threads, bind_to_gpu, make_forks_safe
+
+T = TypeVar("T")
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+# With several ranks a kernel that is loaded at its first launch may wait for the whole device, and
+# so for a collective of another thread whose peer waits in turn (CUDA programming guide, "Lazy
+# Loading"). CUDA reads this when it starts, so it is set before anything here asks for a device.
+if os.environ.get("WORLD_SIZE", "1") != "1":
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands. ``local_rank`` chooses a device, never "am I the first"."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.world_size // self.local_world_size)
+
+
+def _environment_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"environment {name}: expected an integer, got {text!r}. Start with torchrun."
+        ) from None
+
+
+@contextmanager
+def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator[Ranks]:
+    """Join the process group that torchrun describes, or form one of a single process.
+
+    With a GPU each rank keeps to the processors beside it. The ranks are connected when the block
+    begins, not at their first exchange. A block that ends with an error does not wait for the other
+    ranks, which may be gone.
+
+    Args:
+        device: "cpu", "cuda", or "auto" (cuda where there is one).
+        timeout_s: how long a collective may wait for the slowest rank.
+
+    Raises:
+        RuntimeError: if cuda is asked for and there is none, or if the ranks cannot exchange.
+    """
+    rank = _environment_int("RANK", 0)
+    world_size = _environment_int("WORLD_SIZE", 1)
+    local_rank = _environment_int("LOCAL_RANK", 0)
+    local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            "trainer.device: expected a CUDA device, got none visible to torch "
+            f"{torch.__version__}. Set trainer.device=cpu, or run `hotrec doctor`."
+        )
+    if device == "cuda":
+        chosen = torch.device("cuda", local_rank)
+        torch.cuda.set_device(chosen)
+        bind_to_gpu(chosen)
+    else:
+        chosen = torch.device("cpu")
+        keep_freed_memory()
+    backend = BACKENDS[device]
+    timeout = timedelta(seconds=timeout_s)
+    # NCCL makes the communicator now, and those of later groups with them.
+    bound = chosen if device == "cuda" else None
+    make_forks_safe()
+    with _threads_of(backend):
+        if world_size > 1 or "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        else:
+            dist.init_process_group(
+                backend,
+                store=dist.HashStore(),
+                rank=0,
+                world_size=1,
+                timeout=timeout,
+                device_id=bound,
+            )
+    try:
+        assert dist.group.WORLD is not None
+        _connect(dist.group.WORLD)
+        yield Ranks(rank, world_size, local_rank, local_world_size, chosen)
+    except BaseException:
+        if dist.is_initialized():
+            _leave()
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """End all groups after an error, whether or not the other ranks are still there."""
+    if dist.get_backend() == "gloo":
+        dist.destroy_process_group()  # closes the connections
+    else:
+        # To destroy NCCL's groups is to wait for what they still have to do with the others. There
+        # is no public way to abort several of them at once, without which they may block.
+        _abort_process_group()
+
+
+def _connect(group: dist.ProcessGroup) -> None:
+    """Run a group's first collectives here and now, in the thread that makes it.
+
+    NCCL connects ranks at their first collective of a kind. Threads that do so at the same time,
+    each with a group of its own, can wait for one another for ever.
+    """
+    device = torch.device("cpu")
+    if "nccl" in dist.get_backend_config(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    own, others = torch.ones(2, group.size(), device=device)
+    dist.all_to_all_single(others, own, group=group)
+    dist.all_reduce(others, group=group)
+    sums = others.tolist()  # waits for the device
+    if sums != [group.size()] * group.size():
+        raise RuntimeError(
+            f"process group {dist.get_backend(group)}: expected sums of {group.size()} over its "
+            f"ranks, got {sums}. Check the network, or NCCL with NCCL_DEBUG=INFO."
+        )
+
+
+def _threads_of(backend: str) -> AbstractContextManager[None]:
+    """How threads are started that a process group starts."""
+    return batch_threads() if backend == "gloo" else nullcontext()
+
+
+def new_group(
+    members: Sequence[int] | None = None, timeout_s: float | None = None
+) -> dist.ProcessGroup:
+    """Another process group of the default one's backend; collective over all ranks.
+
+    Its ranks are connected when it returns.
+
+    Args:
+        members: ranks of the group; None for all.
+        timeout_s: how long a collective may wait; None for the backend's default.
+    """
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    with _threads_of(dist.get_backend()):
+        group: Any = dist.new_group(  # on other ranks it is no group
+            None if members is None else list(members), timeout=timeout
+        )
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            _connect(group)
+    return group
+
+
+def world_size() -> int:
+    """Ranks of the process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process in the group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def all_gather_object(value: T) -> list[T]:
+    """The value of every rank, in rank order."""
+    if world_size() == 1:
+        return [value]
+    values: list[T | None] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    if world_size() == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+class RankError(RuntimeError):
+    """What another rank raised; every rank of the group ends with the same message."""
+
+
+def same_verdict(action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank; if any rank raises, all ranks raise, with the first one's text.
+
+    Use around whatever may fail on one rank alone (reading a file, checking an input) before a
+    collective, which the failing rank would never reach.
+
+    Raises:
+        RankError: on the ranks whose own action succeeded; the others raise their own exception.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except Exception as caught:  # every kind: the verdict must reach the other ranks
+        error = caught
+    texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    failed = [(index, text) for index, text in enumerate(texts) if text is not None]
+    if not failed:
+        return result  # type: ignore[return-value]
+    if error is not None:
+        raise error
+    index, text = failed[0]
+    raise RankError(f"[rank {index}] {text}")

@@ -1,0 +1,223 @@
+"""Where the time of a step goes, measured in the step itself.
+
+A step is one line of work on the main thread (and on CUDA on its stream); ``mark(stage)`` says that
+everything since the last mark belonged to that stage. Marks cost next to nothing where no clock
+runs. Stages are those of ``hotrec.cost_model.STAGES``.
+
+On CUDA a mark is an event on the step's own stream, so what is measured is the device's time line,
+not the host's; it is read when the step is long over. What other streams do meanwhile (the next
+batch's ids) shows where the step's stream waits for it.
+
+What other threads do has no stage: the main thread's clock shows where it waits for them. In a
+trace they show by ``named_range``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import profiler
+
+from hotrec.cost_model.costs import STAGES
+from hotrec.runtime.watchdog.position import passed
+
+# The stages in which a step does nothing but wait for other ranks.
+EXPOSED_STAGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
+# What the names of ``named_range`` begin with in the profiler's events.
+RANGE_PREFIX = "hotrec::"
+
+_clock: StageClock | None = None
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
+
+def exposed_s(stage_s: Mapping[str, Any]) -> Any:
+    """Exposed communication: what a step waits for other ranks, the sum of EXPOSED_STAGES.
+
+    Args:
+        stage_s: seconds by stage, of one step or as arrays over steps (``StageClock.seconds``).
+
+    Returns:
+        A sum for each step; float64 (steps,) from arrays.
+    """
+    return sum(stage_s[stage] for stage in EXPOSED_STAGES)
+
+
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """Name what the block does in a trace, on whichever thread it runs.
+
+    Costs a quarter of a microsecond where no profiler runs, record_function's 10 where one does.
+    """
+    if profiler._is_profiler_enabled:  # of the process, not of the thread
+        return profiler.record_function(RANGE_PREFIX + name)
+    return _NO_RANGE
+
+
+def mark(stage: str) -> None:
+    """The time since the last mark belongs to ``stage``; nothing if no clock runs."""
+    passed(stage)
+    if _clock is not None:
+        _clock.mark(stage)
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, stage: str, *points: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.stage, ctx.num_points = stage, len(points)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        mark(ctx.stage)
+        return grads[0], None, *(None,) * ctx.num_points
+
+
+@lru_cache
+def _leaf(device: torch.device) -> torch.Tensor:
+    """Gives points a gradient function; gets no gradient itself."""
+    return torch.zeros((), device=device, requires_grad=True)
+
+
+def backward_point(stage: str, like: torch.Tensor) -> torch.Tensor | None:
+    """A point in forward; for ``mark_backward`` of something computed after it.
+
+    Autograd goes backward from what was computed last. When it has undone everything that was
+    computed after this point, the time since the last mark is ``stage``'s. None if no clock runs.
+
+    Args:
+        like: on the device whose backward is meant.
+    """
+    if _clock is None or not torch.is_grad_enabled():
+        return None
+    point = _leaf(like.device).view(())
+    assert point.grad_fn is not None
+    # As in all of autograd, a node without a gradient takes its turn all the same.
+    point.grad_fn.register_prehook(lambda _: mark(stage))
+    return point
+
+
+def mark_backward(tensor: torch.Tensor, stage: str, *points: torch.Tensor | None) -> torch.Tensor:
+    """The same tensor; when backward comes to it, the time since the last mark is ``stage``'s.
+
+    Args:
+        points: from ``backward_point``; backward comes to them by way of this tensor.
+    """
+    if _clock is None or not tensor.requires_grad:
+        return tensor
+    if not points:
+        tensor.register_hook(lambda _: mark(stage))
+        return tensor
+    out: torch.Tensor = _Boundary.apply(tensor, stage, *points)
+    return out
+
+
+@dataclass(frozen=True)
+class StepIntervals:
+    """One step on the line of time, in seconds of ``time.perf_counter``.
+
+    Args:
+        stages: stage, start and end, in order and without gaps.
+    """
+
+    start_s: float
+    end_s: float
+    stages: list[tuple[str, float, float]]
+
+
+class StageClock:
+    """Adds up marks, step by step.
+
+    Args:
+        device: whose time is measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._stream: Any = None
+        self._marks: list[tuple[str, Any]] = []
+        self._steps: list[list[tuple[str, Any]]] = []
+        self._start: Any = None
+        self._starts: list[Any] = []
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def mark(self, stage: str) -> None:
+        self._marks.append((stage, self._now()))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure the step made inside the block; what is left at its end is the optimizer's."""
+        global _clock
+        if self._is_cuda:
+            self._stream = torch.cuda.current_stream()
+        outer, _clock = _clock, self
+        self._marks, start = [], self._now()
+        try:
+            yield
+            self.mark("optimizer")
+            self._starts.append(start)
+            self._steps.append(self._marks)
+        finally:
+            _clock = outer
+            self._marks = []
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._steps)
+
+    def seconds(self) -> dict[str, np.ndarray]:
+        """Float64 (steps,) by stage, in the order of STAGES; waits for the device."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        totals = np.zeros((len(self._steps), len(STAGES)))
+        for number, (last, marks) in enumerate(zip(self._starts, self._steps, strict=True)):
+            total_s = dict.fromkeys(STAGES, 0.0)
+            for stage, at in marks:
+                total_s[stage] += last.elapsed_time(at) / 1000 if self._is_cuda else at - last
+                last = at
+            totals[number] = list(total_s.values())
+        return dict(zip(STAGES, totals.T, strict=True))
+
+    def _host_time(self) -> Callable[[Any], float]:
+        if not self._is_cuda:
+            return float
+        # Events tell only distances, so one is made now, at a known time of the host.
+        torch.cuda.synchronize()
+        now = self._now()
+        now.synchronize()
+        now_s = time.perf_counter()
+        return lambda event: float(now_s - event.elapsed_time(now) / 1000)
+
+    def intervals(self) -> list[StepIntervals]:
+        """Every step with its stages where they lay in time; waits for the device."""
+        at_s = self._host_time()
+        steps = []
+        for start, marks in zip(self._starts, self._steps, strict=True):
+            times_s = [at_s(start), *(at_s(at) for _, at in marks)]
+            names = [stage for stage, _ in marks]
+            stages = list(zip(names, times_s[:-1], times_s[1:], strict=True))
+            steps.append(StepIntervals(times_s[0], times_s[-1], stages))
+        return steps
+
+    def medians(self) -> dict[str, float]:
+        """Median seconds by stage over the steps so far; empty without steps."""
+        if not self._steps:
+            return {}
+        return {stage: float(np.median(s)) for stage, s in self.seconds().items()}
+
+    def clear(self) -> None:
+        """Forget the steps so far."""
+        self._steps, self._starts = [], []

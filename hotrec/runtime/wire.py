@@ -1,0 +1,227 @@
+"""Messages of float values between the ranks of a process group, in 32 or 16 bits.
+
+Everything that hotrec's own exchanges send goes through here: what travels is counted, and may
+travel in half the bytes. The calls return when the result is there; what is to overlap with
+computing is called from a thread of its own.
+
+fp16 holds 5 bits of exponent: gradients of a mean loss (1e-8 and less) would vanish. So every
+message to a rank carries a factor, a power of two that brings its largest value near fp16's
+largest; multiplying by it is exact. bf16 has fp32's range and needs none. A rank's own share never
+travels and stays in fp32, except where all ranks have to add up the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+from hotrec.runtime.traffic import counted_by_sender, note_sent
+
+
+class WireType(Enum):
+    """The type in which float values travel."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+# The factor, a float32, in front of a message in fp16.
+_HEADER = 2
+# Largest values are brought to 2**14 .. 2**15; fp16 ends below 2**16.
+_FP16_EXPONENT = 15
+
+
+def wire_numel(num_values: int, wire_type: WireType) -> int:
+    """Elements that a message of so many values has on the wire."""
+    return num_values + _HEADER if wire_type is WireType.FP16 and num_values else num_values
+
+
+def encode(values: torch.Tensor, wire_type: WireType) -> torch.Tensor:
+    """A message as it travels.
+
+    fp16 is off by at most 2**-11 of each value and 2**-39 of the largest one, bf16 by 2**-8 of each
+    value. Infinities and NaNs stay what they are; beside them fp16 has no factor, so that finite
+    values above 65504 become infinite too.
+
+    Args:
+        values: float32 (n,).
+        wire_type: of the message.
+
+    Returns:
+        (wire_numel(n),) of the wire's type.
+    """
+    if wire_type is WireType.FP32:
+        return values  # integers too
+    dtype = torch.bfloat16 if wire_type is WireType.BF16 else torch.float16
+    if wire_type is WireType.BF16 or values.numel() == 0:
+        return values.to(dtype)
+    low, high = torch.aminmax(values)
+    most = torch.maximum(-low, high)
+    # The power of two from its bits: exp2 need not be exact on every device.
+    bits = ((_FP16_EXPONENT - torch.frexp(most).exponent).clamp(max=126) + 127) << 23
+    is_usable = torch.isfinite(most) & (most > 0)
+    factor = torch.where(is_usable, bits.int().view(torch.float32), 1.0).view(1)
+    message = torch.empty(values.numel() + _HEADER, dtype=dtype, device=values.device)
+    message[:_HEADER] = factor.view(dtype)
+    message[_HEADER:] = values * factor
+    return message
+
+
+def decode(message: torch.Tensor, wire_type: WireType) -> torch.Tensor:
+    """The values of a message, float32 (n,)."""
+    if wire_type is WireType.FP32:
+        return message
+    if wire_type is WireType.BF16 or message.numel() == 0:
+        return message.float()
+    # A copy: the header may stand anywhere in a buffer, and a float must be aligned.
+    factor = message[:_HEADER].clone().view(torch.float32)
+    return message[_HEADER:].float().div_(factor)
+
+
+class Wire:
+    """Exchanges over one process group; calls must come in the same order on every rank.
+
+    Args:
+        group: the ranks; nothing else may use it at the same time.
+        wire_type: in which float32 values travel; other types travel as they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wire_type: WireType = WireType.FP32) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.wire_type = wire_type
+        self._is_gloo = dist.get_backend(group) == "gloo"
+        self._peers = [dist.get_global_rank(group, r) for r in range(self.world_size)]
+
+    def all_to_all(
+        self, source: torch.Tensor, sizes_to: Sequence[int], sizes_from: Sequence[int]
+    ) -> torch.Tensor:
+        """Send each rank its part of ``source``.
+
+        Args:
+            source: (sum of sizes_to,), the parts in rank order.
+            sizes_to: elements for each rank.
+            sizes_from: elements that each rank sends here.
+
+        Returns:
+            (sum of sizes_from,), of the same type, the parts in rank order.
+        """
+        if self.world_size == 1:
+            return source
+        wire_type = self._type_of(source)
+        parts = list(source.split(list(sizes_to)))
+        if wire_type is WireType.FP32:
+            return self._exchange("all_to_all", parts, sizes_from)
+        own = parts[self.rank]
+        # What stays here is not sent: an empty part stands for it.
+        parts[self.rank] = own[:0]
+        arriving = [wire_numel(size, wire_type) for size in sizes_from]
+        arriving[self.rank] = 0
+        received = self._exchange(
+            "all_to_all", [encode(part, wire_type) for part in parts], arriving
+        ).split(arriving)
+        return torch.cat(
+            [
+                own if rank == self.rank else decode(part, wire_type)
+                for rank, part in enumerate(received)
+            ]
+        )
+
+    def all_gather(self, source: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Every rank's ``source``, in rank order, the same bits on all ranks.
+
+        Args:
+            source: (n,) of this rank.
+            sizes: n of every rank.
+        """
+        return list(self.all_gather_joined(source, sizes).split(list(sizes)))
+
+    def all_gather_joined(self, source: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The same in one tensor, (sum of sizes,)."""
+        if self.world_size == 1:
+            return source
+        wire_type = self._type_of(source)
+        # The own message as well in what the others read of it.
+        arriving = [wire_numel(size, wire_type) for size in sizes]
+        message = encode(source, wire_type)
+        if self._is_gloo:
+            received = self._exchange("all_gather", [message] * self.world_size, arriving)
+        else:
+            received = self._gather(message, arriving)
+        if wire_type is not WireType.FP16:
+            return decode(received, wire_type)
+        return torch.cat([decode(part, wire_type) for part in received.split(arriving)])
+
+    def _type_of(self, values: torch.Tensor) -> WireType:
+        return self.wire_type if values.dtype == torch.float32 else WireType.FP32
+
+    def _exchange(
+        self, collective: str, parts: list[torch.Tensor], sizes_from: Sequence[int]
+    ) -> torch.Tensor:
+        """Send ``parts[r]`` to rank r; what all ranks sent, joined."""
+        source = parts[self.rank]
+        out = source.new_empty(sum(sizes_from))
+        num_sent = sum(part.numel() for part in parts) - source.numel()
+        note_sent(collective, num_sent * source.element_size())
+        with counted_by_sender():
+            self._send_and_receive(list(out.split(list(sizes_from))), parts)
+        return out
+
+    def _gather(self, message: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The messages of all ranks, joined."""
+        out = message.new_empty(sum(sizes))
+        note_sent("all_gather", (self.world_size - 1) * message.numel() * message.element_size())
+        with counted_by_sender():
+            if len(set(sizes)) == 1:
+                dist.all_gather_into_tensor(out, message, group=self.group)
+            else:  # NCCL runs it as one group of broadcasts
+                dist.all_gather(list(out.split(list(sizes))), message, group=self.group)
+        return out
+
+    def _send_and_receive(self, out: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+        if not self._is_gloo:
+            dist.all_to_all(out, parts, group=self.group)
+            return
+        # gloo's all-to-all gets half of a slow link's rate, single messages all of it.
+        out[self.rank].copy_(parts[self.rank])
+        works = []
+        for step in range(1, self.world_size):
+            peer = (self.rank - step) % self.world_size
+            if out[peer].numel():
+                works.append(dist.irecv(out[peer], self._peers[peer], self.group))
+        for step in range(1, self.world_size):
+            peer = (self.rank + step) % self.world_size
+            if parts[peer].numel():
+                works.append(dist.isend(parts[peer], self._peers[peer], self.group))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """Add up over the ranks, in place; float32 travels and is added in the wire's type."""
+        if self.world_size == 1:
+            return
+        if self._type_of(values) is WireType.FP32:
+            self._all_reduce(values)
+            return
+        # Sums in 16 bits lose what is small beside them: gather shares, add up in fp32.
+        flat = values.view(-1)
+        length = -(-flat.numel() // self.world_size)
+        share_sizes = [
+            max(0, min(length, flat.numel() - length * rank)) for rank in range(self.world_size)
+        ]
+        own = share_sizes[self.rank]
+        received = self.all_to_all(flat, share_sizes, [own] * self.world_size)
+        share = received.view(self.world_size, own).sum(0)
+        flat.copy_(self.all_gather_joined(share, share_sizes))
+
+    def _all_reduce(self, values: torch.Tensor) -> None:
+        num_bytes = values.numel() * values.element_size()
+        note_sent("all_reduce", 2 * num_bytes * (self.world_size - 1) // self.world_size)
+        with counted_by_sender():
+            dist.all_reduce(values, group=self.group)

@@ -1,0 +1,122 @@
+"""What order=all_hot refuses and says before a run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotrec.artifact import ArtifactError
+from hotrec.cli.store import build_config, compose_config
+from hotrec.config.roots import Config
+from hotrec.data.chunks import Dataset
+from hotrec.data_order import count_epoch_steps, find_all_hot, make_alternation
+from hotrec.planning.partition import write_partition
+from hotrec.planning.training_plan import Settled
+from hotrec.types import Partition, Placement
+from tests.unit.data.logs import write_dataset
+
+NUM_ROWS = {"t_a": 10, "t_b": 1000}
+
+
+def config_of(*words: str) -> Config:
+    return build_config(compose_config("config", ["trainer.batch_size=4", *words]))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    path = tmp_path_factory.mktemp("order") / "d"
+    write_dataset(path, {"train": 90})
+    return Dataset.open(path)
+
+
+def settled(config: Config, dataset: Dataset, folder: Path, num_hot: tuple[int, int]) -> Settled:
+    hot = {t: np.arange(n, dtype=np.int64) for t, n in zip(NUM_ROWS, num_hot, strict=True)}
+    placement = Placement.alike(Partition(NUM_ROWS, hot, policy="by hand"))
+    artifact = write_partition(
+        placement,
+        folder / "partition",
+        parameters={},
+        summary={"tables": {}, "total": {}},
+        dataset_hash=dataset.artifact.content_hash,
+        profile_hash="none",
+    )
+    return Settled(config, placement, artifact, None)
+
+
+def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> None:
+    config = config_of()
+    found = find_all_hot(
+        config, dataset, Settled(config, None, None, None), tmp_path, is_resumed=False
+    )
+    assert found is None
+    assert make_alternation(config, found, 2) is None
+    assert count_epoch_steps(config, dataset, found, 2) == 12
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_placements_without_hot_rows_are_refused(dataset: Dataset, tmp_path: Path) -> None:
+    config = config_of("order=all_hot")
+    torchrec = Settled(config, None, None, None)
+    cold = settled(config, dataset, tmp_path, (0, 0))
+    for given, found in ((torchrec, "TorchRec's own plan"), (cold, "by hand: 0 hot rows")):
+        with pytest.raises(ValueError, match=f"with hot rows for order=all_hot, got {found}"):
+            find_all_hot(config, dataset, given, tmp_path, is_resumed=False)
+
+
+def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    config = config_of("order=all_hot")
+    first = find_all_hot(
+        config, dataset, settled(config, dataset, tmp_path, (8, 900)), tmp_path, is_resumed=False
+    )
+    other = settled(config, dataset, tmp_path, (9, 900))
+    with pytest.raises(ArtifactError, match="all-hot samples of the partition"):
+        find_all_hot(config, dataset, other, tmp_path, is_resumed=True)
+    second = find_all_hot(config, dataset, other, tmp_path, is_resumed=False)
+    again = find_all_hot(config, dataset, other, tmp_path, is_resumed=True)
+    assert first is not None
+    assert second is not None
+    assert again is not None
+    assert first.artifact.content_hash != second.artifact.content_hash
+    assert again.artifact.content_hash == second.artifact.content_hash
+
+
+@pytest.mark.parametrize(
+    ("num_hot", "words", "said"),
+    [
+        ((10, 1000), ["trainer.eval_every_steps=5"], "90 of 90 (100.0%) are all-hot"),
+        ((8, 900), ["trainer.eval_every_steps=5"], "in blocks of 0.5 of each kind's at first"),
+        ((8, 900), [], "; no evaluation changes that"),
+        ((0, 1), [], "0 of 90 (0.0%) are all-hot"),
+    ],
+)
+def test_the_order_is_logged_once(
+    dataset: Dataset,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    num_hot: tuple[int, int],
+    words: list[str],
+    said: str,
+) -> None:
+    config = config_of("order=all_hot", *words)
+    given = settled(config, dataset, tmp_path, num_hot)
+    samples = find_all_hot(config, dataset, given, tmp_path, is_resumed=False)
+    with caplog.at_level(logging.INFO, logger="hotrec"):
+        alternation = make_alternation(config, samples, 2)
+    assert alternation is not None
+    assert samples is not None
+    lines = [record.getMessage() for record in caplog.records]
+    [line] = [line for line in lines if "training samples are reordered" in line]
+    assert said in line
+    assert ("no sample is all-hot" in lines[-1]) == (num_hot == (0, 1))
+    steps = count_epoch_steps(config, dataset, samples, 2)
+    kinds = []
+    for _ in range(steps):
+        kinds.append(alternation.next_is_all_hot())
+        alternation.advance()
+    assert sum(kinds) == -(-sum(samples.num_all_hot) // 8)
+    assert steps - sum(kinds) == -(-(90 - sum(samples.num_all_hot)) // 8)

@@ -1,0 +1,122 @@
+"""Whole steps correct the parts: known overheads and factors are found again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hotrec.calibrate.steps import AHEAD, HOT_COLD, TORCHREC, Anchor, fit_look_ahead, fit_steps
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.costs import STAGES
+
+COSTS = replace(BUILTIN["cpu_1gbit"], overhead_s=0.0)
+PREDICTED = {stage: 1e-3 * (number + 1) for number, stage in enumerate(STAGES)}
+ROUTED = ("route", "pool")
+
+
+def anchor(family: str, coverage: float | None, size: float, **measured: float) -> Anchor:
+    predicted = {stage: size * seconds for stage, seconds in PREDICTED.items()}
+    if family == TORCHREC:
+        predicted |= dict.fromkeys(ROUTED, 0.0)
+    found = {**predicted, "other": 0.0, **measured}
+    return Anchor(family, coverage, predicted, found, sum(found.values()) + 2e-3)
+
+
+def all_anchors(**change: object) -> list[Anchor]:
+    anchors = []
+    for size in (1.0, 4.0):
+        for family, coverage in ((HOT_COLD, 0.8), (HOT_COLD, 1.0), (TORCHREC, None)):
+            measured = {
+                stage: rule(family, size * PREDICTED[stage], size)  # type: ignore[operator]
+                for stage, rule in change.items()
+            }
+            anchors.append(anchor(family, coverage, size, **measured))
+    return anchors
+
+
+def test_steps_as_predicted_change_nothing_but_the_overhead() -> None:
+    fitted = fit_steps(COSTS, all_anchors())
+    for name, line in COSTS.kernels.items():
+        assert fitted.kernels[name].per_item_s == pytest.approx(line.per_item_s)
+        assert fitted.kernels[name].per_byte_s == pytest.approx(line.per_byte_s)
+    assert fitted.overhead_s == pytest.approx(2e-3)
+    assert fitted.correction("dense") == pytest.approx(1.0)
+    assert max(fitted.stage_overhead_s.values()) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_each_family_has_its_factor() -> None:
+    def slower(family: str, predicted_s: float, size: float) -> float:
+        return 5e-4 + predicted_s * (3.0 if family == TORCHREC else 2.0)
+
+    fitted = fit_steps(COSTS, all_anchors(row_update=slower))
+    assert fitted.stage_overhead_s["row_update"] == pytest.approx(5e-4)
+    for name, factor in (("update_device", 2.0), ("pooled_update_device", 3.0), ("pool", 1.0)):
+        wanted = factor * COSTS.kernels[name].per_item_s
+        assert fitted.kernels[name].per_item_s == pytest.approx(wanted)
+
+
+def test_exchanges_have_waiting_and_a_factor() -> None:
+    def waiting(family: str, predicted_s: float, size: float) -> float:
+        factor = 3.0 if family == TORCHREC else 1.5
+        return 1e-4 + 0.1 * size * PREDICTED["dense"] + factor * predicted_s
+
+    def predicted_twice(found: Anchor) -> Anchor:
+        if found.family != TORCHREC:
+            return found
+        twice = 2 * found.predicted_s["rows_exchange"]
+        return replace(found, predicted_s={**found.predicted_s, "rows_exchange": twice})
+
+    fitted = fit_steps(COSTS, [predicted_twice(a) for a in all_anchors(rows_exchange=waiting)])
+    assert fitted.correction("rows_exchange") == pytest.approx(1.5, rel=1e-6)
+    assert fitted.waiting_frac["rows_exchange"] == pytest.approx(0.1, rel=1e-6)
+    assert fitted.stage_overhead_s["rows_exchange"] == pytest.approx(1e-4, rel=1e-4)
+
+
+def test_messages_never_take_less_than_alone() -> None:
+    fitted = fit_steps(COSTS, all_anchors(grads_exchange=lambda family, seconds, size: seconds / 4))
+    assert fitted.correction("grads_exchange") == 1.0
+
+
+def test_large_replicas_set_the_price_of_hot_rows() -> None:
+    anchors = all_anchors()
+    dear = [
+        replace(a, measured_s={**a.measured_s, "optimizer": 3 * a.predicted_s["optimizer"]})
+        if a.coverage == 1.0
+        else a
+        for a in anchors
+    ]
+    fitted = fit_steps(COSTS, dear)
+    wanted = 3 * COSTS.kernels["hot_update"].per_item_s
+    assert fitted.kernels["hot_update"].per_item_s == pytest.approx(wanted)
+
+
+def test_the_dense_exchange_counts_as_far_as_it_is_waited_for() -> None:
+    assert fit_steps(COSTS, all_anchors()).correction("other") == 0.0
+
+    def waited(family: str, predicted_s: float, size: float) -> float:
+        return predicted_s / 2
+
+    assert fit_steps(COSTS, all_anchors(other=waited)).correction("other") == pytest.approx(0.5)
+
+
+def ahead(row_bytes: float, left_s: float) -> Anchor:
+    """A step with look-ahead that took so much more than was predicted."""
+    return Anchor(AHEAD, 0.0, PREDICTED, PREDICTED, sum(PREDICTED.values()) + left_s, row_bytes)
+
+
+def test_what_look_ahead_takes_beside_its_stages_is_found() -> None:
+    line = fit_look_ahead([ahead(1e6, 3e-3), ahead(4e6, 9e-3)])
+    assert line.fixed_s == pytest.approx(1e-3)
+    assert line.per_byte_s == pytest.approx(2e-9)
+    assert fit_look_ahead([ahead(1e6, -1e-3), ahead(4e6, 9e-3)]).seconds(num_bytes=4e6) == (
+        pytest.approx(9e-3)
+    )
+    assert fit_look_ahead([ahead(1e6, -1e-3), ahead(4e6, -2e-3)]).seconds(num_bytes=4e6) == 0
+    assert fit_look_ahead([]).source == "not measured"
+
+
+def test_steps_of_nearly_as_many_bytes_say_nothing_of_a_byte_s_price() -> None:
+    line = fit_look_ahead([ahead(1300.0, 2e-3), ahead(1400.0, 4e-3)])
+    assert line.per_byte_s == 0
+    assert 2e-3 < line.seconds(num_bytes=1e6) < 4e-3

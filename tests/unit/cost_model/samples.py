@@ -1,0 +1,63 @@
+"""Small streams of samples with known contents, and slow oracles."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hotrec.cost_model.blocks import Block
+from hotrec.types import Feature, Schema, Table
+
+# "query" and "item" read one table; "tags" is multi-hot.
+SCHEMA = Schema(
+    dense=(),
+    features=(
+        Feature("user", "users"),
+        Feature("query", "words"),
+        Feature("item", "words"),
+        Feature("tags", "tags", is_multi_hot=True),
+    ),
+    tables=(Table("users", 50), Table("words", 20), Table("tags", 9)),
+)
+
+
+def make_samples(num_samples: int, *, seed: int = 0, dtype: type = np.int32) -> Block:
+    """Skewed ids, bags of 0 to 4 tags."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 5, num_samples)
+    sizes = {feature.name: SCHEMA.table(feature.table).num_rows for feature in SCHEMA.features}
+    rows = {}
+    for name, size in sizes.items():
+        num_ids = int(lengths.sum()) if name == "tags" else num_samples
+        rows[name] = np.minimum(rng.geometric(0.15, num_ids) - 1, size - 1).astype(dtype)
+    return Block(num_samples, rows, {"tags": lengths.astype(np.int32)})
+
+
+def cut(block: Block, size: int) -> list[Block]:
+    """The same samples in blocks of ``size``."""
+    blocks = []
+    while block.num_samples > size:
+        first, block = block.split(size)
+        blocks.append(first)
+    return [*blocks, block]
+
+
+def as_lists(block: Block) -> list[dict[str, list[int]]]:
+    """One dict of id lists per sample, by a plain loop."""
+    samples: list[dict[str, list[int]]] = [{} for _ in range(block.num_samples)]
+    for name, values in block.rows.items():
+        start = 0
+        for i in range(block.num_samples):
+            num_ids = int(block.lengths[name][i]) if name in block.lengths else 1
+            samples[i][name] = [int(v) for v in values[start : start + num_ids]]
+            start += num_ids
+    return samples
+
+
+def count_slowly(samples: list[dict[str, list[int]]]) -> dict[str, list[int]]:
+    """Accesses per row, by a plain loop."""
+    counts = {table.name: [0] * table.num_rows for table in SCHEMA.tables}
+    for sample in samples:
+        for feature in SCHEMA.features:
+            for row in sample[feature.name]:
+                counts[feature.table][row] += 1
+    return counts

@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotrec.cost_model.blocks import Block, check_block, sample_mask
+from tests.unit.cost_model.samples import SCHEMA, as_lists, cut, make_samples
+
+
+@given(num_first=st.integers(0, 30), seed=st.integers(0, 20))
+def test_split_keeps_every_sample_in_order(num_first, seed):
+    block = make_samples(30, seed=seed)
+    first, other = block.split(num_first)
+    assert (first.num_samples, other.num_samples) == (num_first, 30 - num_first)
+    assert as_lists(first) + as_lists(other) == as_lists(block)
+
+
+@given(keep=st.lists(st.booleans(), min_size=12, max_size=12))
+def test_take_is_the_list_comprehension(keep):
+    block = make_samples(12)
+    expected = [sample for sample, kept in zip(as_lists(block), keep, strict=True) if kept]
+    assert as_lists(block.take(np.array(keep))) == expected
+
+
+def test_check_accepts_both_widths_and_empty_blocks():
+    for dtype in (np.int32, np.int64):
+        check_block(make_samples(20, dtype=dtype), SCHEMA, position=0)
+    check_block(make_samples(20).take(np.zeros(20, bool)), SCHEMA, position=0)
+
+
+def changed(**columns):
+    block = make_samples(10)
+    return Block(10, {**block.rows, **columns}, block.lengths)
+
+
+def test_check_names_the_sample_of_a_row_outside_its_table():
+    values = np.zeros(10, np.int32)
+    values[7] = 50
+    with pytest.raises(ValueError, match=r"user at sample 107: .*users in 0\.\.49, got 50"):
+        check_block(changed(user=values), SCHEMA, position=100)
+    with pytest.raises(ValueError, match=r"item at sample 0: .*words in 0\.\.19, got -1"):
+        check_block(changed(item=np.full(10, -1, np.int64)), SCHEMA, position=0)
+
+
+def test_check_finds_the_sample_of_a_bag():
+    lengths = np.array([2, 0, 3], np.int64)
+    rows = {"user": np.zeros(3, np.int32), "query": np.zeros(3, np.int32)}
+    rows |= {"item": np.zeros(3, np.int32), "tags": np.array([0, 1, 2, 9, 0], np.int32)}
+    with pytest.raises(ValueError, match=r"tags at sample 2: .*got 9"):
+        check_block(Block(3, rows, {"tags": lengths}), SCHEMA, position=0)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (changed(user=np.zeros(10)), "int32 or int64 vector of rows, got float64"),
+        (changed(user=np.zeros(9, np.int32)), "one id for each of 10 samples, got 9"),
+        (changed(other=np.zeros(10, np.int32)), r"got \['other'\] too many and \[\] missing"),
+        (Block(0, {}), r"got \[\] too many and \['item', 'query', 'tags', 'user'\] missing"),
+        (
+            Block(10, make_samples(10).rows, {"tags": np.full(10, 7)}),
+            r"lengths that add up to \d+ ids, got 70",
+        ),
+        (Block(10, make_samples(10).rows, {"tags": np.full(9, 2)}), "expected 10 lengths"),
+        (Block(10, make_samples(10).rows, {"tags": np.full(10, -1)}), "with minimum -1"),
+    ],
+)
+def test_check_refuses(block, message):
+    with pytest.raises(ValueError, match=message):
+        check_block(block, SCHEMA, position=0)
+
+
+def test_sample_does_not_depend_on_blocks():
+    whole = sample_mask(0, 1000, frac=0.3, seed=5)
+    parts = [sample_mask(start, 77, frac=0.3, seed=5) for start in range(0, 924, 77)]
+    assert (np.concatenate(parts) == whole[:924]).all()
+
+
+@pytest.mark.parametrize("frac", [0.01, 0.05, 0.5, 0.99])
+def test_sample_has_the_rate_and_seeds_are_independent(frac):
+    size = 200_000
+    first = sample_mask(0, size, frac=frac, seed=1)
+    second = sample_mask(0, size, frac=frac, seed=2)
+    tolerance = 5 * np.sqrt(frac * (1 - frac) / size)
+    assert abs(first.mean() - frac) < tolerance
+    assert abs((first & second).mean() - frac * frac) < tolerance
+    # Neighbours are independent as well, so a sample of sessions is not a sample of stripes.
+    assert abs((first[1:] & first[:-1]).mean() - frac * frac) < tolerance
+    # Nor is one seed's draw another's, shifted.
+    assert abs((first[1:] & second[:-1]).mean() - frac * frac) < tolerance
+
+
+def test_sample_of_everything():
+    assert sample_mask(3, 10, frac=1.0, seed=0).all()
+
+
+def test_helper_cut_is_lossless():
+    block = make_samples(25)
+    assert sum((as_lists(part) for part in cut(block, 7)), []) == as_lists(block)

@@ -1,0 +1,127 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from hotrec.cost_model.break_even import break_even, marginal_s
+from hotrec.cost_model.costs import KERNELS, Costs, CostsError, Line, Link, World
+from hotrec.cost_model.demand import TableDemand
+from hotrec.cost_model.quantities import hot_cold_quantities
+from hotrec.cost_model.step import Workload, make_step_model
+from hotrec.planning.optimise import Limits, optimise
+from hotrec.types import Exchange, TablePlacement, Tier
+from tests.unit.planning.optimise_cases import make_costs
+
+WORKLOAD = Workload(64, 0.0, 0.3, 0)
+WORLD = World(4, 4)
+
+
+def machine(**changed):
+    kernels = {name: Line() for name in KERNELS}
+    kernels.update(changed)
+    return Costs("c", "built-in", "cuda", kernels, Link(0.0, 1e12), None, 1, 1, overlap=0.0)
+
+
+def gain(costs, world, dim, lookups, *, is_dense, tier="device"):
+    """Seconds saved by a replica of one row, by the whole model on one quantity at a time."""
+    model = make_step_model(costs, world, WORKLOAD, is_hot_dense=is_dense)
+    q, any_q = -math.expm1(-lookups / world.num_ranks), -math.expm1(-lookups)
+    cold = {f"rows_{tier}": q, f"bytes_{tier}": 4 * dim * q}
+    hot = {"hot_rows": q, "hot_bytes": 4 * dim * q, "union_rows": any_q}
+    hot |= {"union_bytes": 4 * dim * any_q, "replica_rows": 1, "replica_bytes": 4 * dim}
+    nothing = model.predict({}).step_s
+    return (model.predict(cold).step_s - nothing) - (model.predict(hot).step_s - nothing)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_gain_changes_sign_where_it_says(seed):
+    rng = np.random.default_rng(seed)
+    costs = dataclasses.replace(make_costs(rng, "cuda", hosts=1), overlap=0.0, overhead_s=0.0)
+    is_dense, dim = bool(seed % 2), 8
+    at = break_even(costs, WORLD, WORKLOAD, dim, is_hot_dense=is_dense)
+    lookups = np.geomspace(1e-9, 100, 400)
+    gains = np.array([gain(costs, WORLD, dim, m, is_dense=is_dense) for m in lookups])
+    scale = np.abs(gains).max() * 1e-7
+    if at is None:
+        assert (gains <= scale).all()
+    else:
+        assert (gains[lookups > at * 1.001] >= -scale).all()
+        assert (gains[lookups < at * 0.999] <= scale).all()
+
+
+def test_cases_reach_all_three_answers():
+    answers = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        costs = dataclasses.replace(make_costs(rng, "cuda", hosts=1), overlap=0.0)
+        answers.append(break_even(costs, WORLD, WORKLOAD, 8, is_hot_dense=bool(seed % 2)))
+    assert None in answers
+    assert 0.0 in answers
+    assert any(answers)
+
+
+def test_closed_form():
+    # A cold row costs 3, a hot one 1, a replica 1 dense: (3 - 1) q = 1, q = 1/2.
+    costs = machine(read_device=Line(0, 3.0), hot_read=Line(0, 1.0))
+    assert break_even(costs, World(1, 1), WORKLOAD, 4) == 0.0
+    costs = machine(read_device=Line(0, 1.0), hot_update=Line(0, 1.5))
+    # On 4 ranks 4 lookups are some 2.5 reads by ranks, one update: q - 1.5 Q is below 0 for all m.
+    assert break_even(costs, WORLD, WORKLOAD, 4) is None
+    costs = machine(read_device=Line(0, 1.0), hot_update=Line(0, 0.5))
+    # q = Q / 2 with q = 1 - x, Q = 1 - x^4: 1 - x^4 = 2 (1 - x), x = 0.5437.
+    root = min(r.real for r in np.roots([1, 0, 0, -2, 1]) if abs(r.imag) < 1e-9 and r.real < 0.99)
+    expected = -4 * math.log(root)
+    messages = dataclasses.replace(costs, intra=Link(0.0, 1e30))
+    assert break_even(messages, WORLD, WORKLOAD, 4) == pytest.approx(expected, rel=1e-6)
+
+
+def test_hidden_messages_do_not_count():
+    costs = dataclasses.replace(machine(), intra=Link(0.0, 1.0), overlap=1.0)
+    model = make_step_model(costs, WORLD, Workload(64, 1e3, 0.5, 0))
+    row = {"rows_device": 1.0, "bytes_device": 32.0}
+    exposed = marginal_s(model, row, None)
+    assert exposed == pytest.approx((8 + 2 * 32) * 3 / 4)
+    kernels = {**costs.kernels, "dense": Line(0, 1.0)}
+    busy = make_step_model(
+        dataclasses.replace(costs, kernels=kernels), WORLD, Workload(64, 1e3, 0.5, 0)
+    )
+    assert marginal_s(busy, row, row) == 0.0
+    assert marginal_s(model, row, row) == pytest.approx(exposed)
+
+
+def test_agrees_with_the_optimum():
+    """The optimiser replicates the rows above the rule, and not those below it."""
+    costs = machine(read_device=Line(0, 1.0), hot_update=Line(0, 0.5))
+    costs = dataclasses.replace(costs, intra=Link(0.0, 1e30))
+    at = break_even(costs, WORLD, WORKLOAD, 4)
+    lookups = at * np.geomspace(8, 1 / 8, 13)[np.arange(13) != 6]
+    demand = TableDemand(
+        name="t",
+        num_rows=13,  # one is never seen, so the cold messages cannot be saved
+        dim=4,
+        row_bytes=16,
+        lookups_per_sample=1.0,
+        num_columns=1,
+        rows_G=np.ones(12, np.int64),
+        probs_G=lookups / 256,
+        by_rank_G=-np.expm1(-lookups / 4),
+        by_any_G=-np.expm1(-lookups),
+    )
+    limits = Limits(1e9, 1e9, tiers=(Tier.DEVICE,), exchanges=(Exchange.ROWS,))
+    choice = optimise([demand], costs, WORLD, WORKLOAD, limits)
+    assert choice.num_hot == {"t": int((lookups > at).sum())} == {"t": 6}
+    tables = {"t": TablePlacement()}
+    model = make_step_model(costs, WORLD, WORKLOAD)
+    for num_hot in range(14):
+        does = hot_cold_quantities([demand], {"t": num_hot}, tables, WORLD, 64)
+        assert choice.prediction.step_s <= model.predict(does).step_s
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="dim"):
+        break_even(machine(), WORLD, WORKLOAD, 0)
+    costs = machine()
+    kernels = {n: line for n, line in costs.kernels.items() if n != "read_host"}
+    with pytest.raises(CostsError, match="read_host"):
+        break_even(dataclasses.replace(costs, kernels=kernels), WORLD, WORKLOAD, 4, tier=Tier.HOST)

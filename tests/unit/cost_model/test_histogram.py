@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+import hotrec.cost_model.histogram as histogram_module
+from hotrec.cost_model.histogram import (
+    TALLIED_COUNTS,
+    build_histogram,
+    merge_histograms,
+    order_all_rows,
+    top_rows,
+)
+
+# Counts on both sides of the tallied range, with many ties.
+COUNTS = arrays(
+    np.int64,
+    st.integers(1, 60),
+    elements=st.sampled_from([0, 0, 1, 1, 2, 3, TALLIED_COUNTS - 1, TALLIED_COUNTS, 10**12]),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_slices():
+    """Several slices for the small arrays of these tests."""
+    whole = histogram_module.SLICE_ROWS
+    histogram_module.SLICE_ROWS = 7
+    yield
+    histogram_module.SLICE_ROWS = whole
+
+
+def by_oracle(counts):
+    return sorted(range(counts.size), key=lambda row: (-counts[row], row))
+
+
+@given(counts=COUNTS)
+def test_groups_are_those_of_unique(counts):
+    heldout = np.arange(counts.size, dtype=np.int64)
+    histogram = build_histogram(counts, heldout)
+    values, num_rows = np.unique(counts[counts > 0], return_counts=True)
+    assert histogram.values.tolist() == values[::-1].tolist()
+    assert histogram.num_rows.tolist() == num_rows[::-1].tolist()
+    assert histogram.heldout.tolist() == [heldout[counts == v].sum() for v in values[::-1]]
+    assert histogram.num_unseen == (counts == 0).sum()
+    assert histogram.heldout_unseen == heldout[counts == 0].sum()
+    assert histogram.num_lookups == counts.sum()
+    assert histogram.num_heldout_lookups == heldout.sum()
+    assert histogram.num_distinct == (counts > 0).sum()
+    assert histogram.total_rows == counts.size
+
+
+@given(counts=st.lists(COUNTS, min_size=1, max_size=4))
+def test_merged_is_the_histogram_of_all_rows(counts):
+    merged = merge_histograms(build_histogram(c, c) for c in counts)
+    together = np.concatenate(counts)
+    expected = build_histogram(together, together)
+    for name, value in vars(expected).items():
+        assert np.array_equal(getattr(merged, name), value), name
+
+
+def test_merge_of_nothing_is_empty():
+    merged = merge_histograms([])
+    assert (merged.num_lookups, merged.total_rows, merged.values.size) == (0, 0, 0)
+
+
+@given(counts=COUNTS, data=st.data())
+def test_top_rows_are_the_sorted_prefix(counts, data):
+    histogram = build_histogram(counts)
+    num_hot = data.draw(st.integers(0, histogram.num_distinct))
+    rows = top_rows(counts, num_hot, histogram)
+    assert rows.dtype == np.int64
+    assert rows.tolist() == by_oracle(counts)[:num_hot]
+
+
+@given(counts=COUNTS)
+def test_all_rows_in_order(counts):
+    assert order_all_rows(counts).tolist() == by_oracle(counts)
+
+
+@given(counts=COUNTS, least=st.sampled_from([1, 2, 3, TALLIED_COUNTS, 10**13]))
+def test_rows_at_least(counts, least):
+    assert build_histogram(counts).num_at_least(least) == (counts >= least).sum()
+
+
+def test_large_table_in_real_slices(monkeypatch):
+    monkeypatch.setattr(histogram_module, "SLICE_ROWS", 1 << 20)
+    rng = np.random.default_rng(0)
+    counts = rng.zipf(1.3, 2_000_000).clip(0, 10**7) - 1
+    histogram = build_histogram(counts)
+    rows = top_rows(counts, 20_000, histogram)
+    expected = np.lexsort((np.arange(counts.size), -counts))[:20_000]
+    assert np.array_equal(rows, expected)
+
+
+def test_refuses_negative_counts_and_other_shapes():
+    with pytest.raises(ValueError, match="counts at row 9: expected at least 0, got -4"):
+        build_histogram(np.array([0] * 9 + [-4]))
+    with pytest.raises(ValueError, match=r"held-out counts: expected shape \(2,\), got \(3,\)"):
+        build_histogram(np.zeros(2, np.int64), np.zeros(3, np.int64))

@@ -1,0 +1,340 @@
+"""The step with look-ahead: what is on the critical path, what the link can carry, what is sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.costs import STAGES, CollectiveCurve, Line, Link, World
+from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineKind, PipelineSpec
+from hotrec.cost_model.look_ahead import OVERLAPPABLE_DENSE_FRAC
+from hotrec.cost_model.step import Workload, make_step_model, predict_step
+
+COSTS = replace(BUILTIN["cpu_1gbit"], overlap=1.0)
+WORLD = World(2, 1)
+WORKLOAD = Workload(2048, 1e6, 0.2, 100_000)
+EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
+MIXED = {
+    "lookups": 5e4,
+    "lookup_bytes": 5e4 * 256,
+    "rows_device": 12e3,
+    "bytes_device": 12e3 * 256,
+    "cold_groups": 1,
+    "urgent_rows": 2e3,
+    "urgent_bytes": 2e3 * 256,
+    "hot_rows": 3e3,
+    "hot_bytes": 3e3 * 256,
+    "union_rows": 4e3,
+    "union_bytes": 4e3 * 256,
+    "replica_rows": 1e4,
+    "replica_bytes": 1e4 * 256,
+    "hot_groups": 1,
+}
+CALM = {**MIXED, "urgent_rows": 0.0, "urgent_bytes": 0.0}
+COLD = {n: v for n, v in MIXED.items() if not n.startswith(("hot", "union", "replica"))}
+
+
+def predict(quantities=MIXED, *, costs=COSTS, world=WORLD, workload=WORKLOAD, **changes):
+    changes = {"pipeline": LOOK_AHEAD} | changes
+    return predict_step(costs, world, workload, quantities, **changes)
+
+
+def with_link(bytes_per_s, latency_s=3e-4, **changes):
+    intra = Link(0.0, 1e18)
+    return replace(COSTS, intra=intra, inter=Link(latency_s, bytes_per_s), **changes)
+
+
+def travels_s(step):
+    return sum(step.stage_s[s] + step.hidden_s[s] for s in EXCHANGES)
+
+
+def message_s(num_bytes, num_messages=1, costs=COSTS, world=WORLD):
+    line = costs.collective("all_to_all", world, num_bytes / num_messages)
+    return num_messages * line.fixed_s + num_bytes * line.per_byte_s
+
+
+@pytest.mark.parametrize("quantities", [MIXED, CALM, COLD], ids=["mixed", "calm", "cold"])
+@pytest.mark.parametrize("rate", [3e7, 1.2e8, 1e10])
+def test_stages_add_up_to_the_step(quantities, rate):
+    step = predict(quantities, costs=with_link(rate, overlap=0.6))
+    assert set(step.stage_s) == set(STAGES)
+    assert step.step_s == pytest.approx(sum(step.stage_s.values()))
+    assert all(seconds >= 0 for seconds in step.stage_s.values())
+    assert all(seconds >= -1e-15 for seconds in step.hidden_s.values())
+
+
+def test_bytes_are_those_of_the_exchanges():
+    sent = predict().sent_bytes
+    assert sent["ids_exchange"] == pytest.approx(12e3 / 2 * 6)
+    assert sent["rows_exchange"] == pytest.approx(12e3 * 256 / 2)
+    # The dense layers' gradients are exchanged by hotrec as well, with those of the rows.
+    assert sent["grads_exchange"] == pytest.approx(12e3 * 256 / 2 + 100_000 * 4)
+    assert sent["hot_exchange"] == pytest.approx(3e3 * 260)
+    assert sum(sent.values()) == pytest.approx(sum(sent[s] for s in EXCHANGES))
+
+
+def test_a_narrow_wire_halves_what_floats_take():
+    sent = predict(pipeline=PipelineSpec(PipelineKind.LOOK_AHEAD, "bf16")).sent_bytes
+    assert sent["ids_exchange"] == pytest.approx(12e3 / 2 * 6)
+    assert sent["rows_exchange"] == pytest.approx(12e3 * 128 / 2)
+    assert sent["grads_exchange"] == pytest.approx(12e3 * 128 / 2 + 100_000 * 2)
+    assert sent["hot_exchange"] == pytest.approx(3e3 * 132)
+    narrow = predict(costs=with_link(3e7), pipeline=PipelineSpec(PipelineKind.LOOK_AHEAD, "fp16"))
+    assert narrow.step_s < 0.6 * predict(costs=with_link(3e7)).step_s
+
+
+def test_hot_rows_go_the_way_that_sends_least():
+    # Of eight ranks, owners send (W-1)/W (H + union) rows, gathering (W-1) H.
+    world = World(8, 1)
+    assert predict(world=world).sent_bytes["hot_exchange"] == pytest.approx(7 / 8 * 7e3 * 260)
+    few = {**MIXED, "union_rows": 24e3, "union_bytes": 24e3 * 256, "replica_rows": 1e6}
+    few["replica_bytes"] = 1e6 * 256
+    assert predict(few, world=world).sent_bytes["hot_exchange"] == pytest.approx(7 * 3e3 * 260)
+    most = {**MIXED, "replica_rows": 3e3, "replica_bytes": 3e3 * 256}
+    dense = 2 * 7 / 8 * 3e3 * 257
+    assert predict(most, world=world).sent_bytes["hot_exchange"] == pytest.approx(dense)
+    forced = predict(is_hot_dense=True).sent_bytes["hot_exchange"]
+    assert forced == pytest.approx(1e4 * 257)
+
+
+def test_without_conflicts_only_the_hot_exchange_is_critical():
+    # The link is fast enough for everything else to hide, and nothing hides the critical part.
+    costs = with_link(1e9)
+    workload = replace(WORKLOAD, dense_flops=0.0)
+    step = predict(CALM, costs=costs, workload=workload)
+    hot_s = message_s(3e3 * 260, 2, costs)
+    assert step.hidden_s["hot_exchange"] == 0
+    compute = predict(CALM, costs=with_link(1e15, 0.0), workload=workload)
+    assert step.step_s - compute.step_s == pytest.approx(hot_s, rel=1e-3)
+    assert predict({**CALM, "hot_rows": 0.0, "hot_bytes": 0.0}, costs=costs).hidden_s[
+        "grads_exchange"
+    ] == pytest.approx(
+        message_s(12e3 * 256 / 2, costs=costs)
+        + costs.collective("all_reduce", WORLD, 4e5).seconds(num_bytes=4e5)
+    )
+
+
+def test_urgent_rows_travel_both_ways_in_line():
+    costs = with_link(1e9)
+    workload = replace(WORKLOAD, dense_flops=0.0)
+    steps = [predict(q, costs=costs, workload=workload) for q in (CALM, MIXED)]
+    both_s = 2 * message_s(2e3 * 256 / 2, costs=costs)
+    assert steps[1].step_s - steps[0].step_s == pytest.approx(both_s, rel=1e-6)
+
+
+def test_the_end_of_backward_hides_a_part_of_what_is_critical():
+    costs = with_link(1e9)
+    dense_s = predict(costs=costs).stage_s["dense"]
+    hot_s = message_s(3e3 * 260, 2, costs)
+    cover_s = OVERLAPPABLE_DENSE_FRAC * dense_s
+    assert hot_s < cover_s  # or the case says nothing
+    step = predict(costs=costs)
+    assert step.hidden_s["hot_exchange"] == pytest.approx(hot_s)
+    slow = predict(costs=with_link(6e7))
+    assert slow.stage_s["hot_exchange"] > 0
+    # Urgent messages come after the hot ones, which have used up what hides.
+    assert slow.stage_s["rows_exchange"] >= message_s(2e3 * 256 / 2, costs=with_link(6e7))
+
+
+def test_a_slow_link_is_the_step():
+    costs = with_link(1e7)
+    step = predict(costs=costs)
+    assert step.step_s == pytest.approx(travels_s(step) - _copies_s(costs))
+    num_bytes = step.total_sent_bytes
+    assert num_bytes / 1e7 < step.step_s < num_bytes / 1e7 + 12 * 3e-4
+
+
+def _copies_s(costs):
+    """What the exchanges compute; on a link without end they do nothing else."""
+    free = replace(costs, inter=Link(0.0, 1e18))
+    step = predict(costs=free)
+    return sum(step.stage_s[s] for s in EXCHANGES)
+
+
+def test_one_rank_sends_nothing():
+    step = predict(world=World(1, 1))
+    assert step.total_sent_bytes == 0
+    assert all(step.stage_s[s] == 0 for s in EXCHANGES)
+    in_line = predict(world=World(1, 1), pipeline=SPARSE_DIST)
+    assert step.step_s == pytest.approx(in_line.step_s)
+
+
+RATES = st.floats(1e6, 1e11)
+
+
+@given(
+    rates=st.tuples(RATES, RATES),
+    latency_s=st.floats(0, 1e-2),
+    overlap=st.floats(0, 1),
+    urgent_frac=st.floats(0, 1),
+    hot=st.floats(0, 1e5),
+    ranks=st.sampled_from([2, 3, 8]),
+    wire=st.sampled_from(["fp32", "fp16"]),
+)
+def test_more_network_never_makes_a_longer_step(
+    rates, latency_s, overlap, urgent_frac, hot, ranks, wire
+):
+    quantities = {**MIXED, "hot_rows": hot, "hot_bytes": hot * 256}
+    quantities |= {"union_rows": 1.5 * hot, "union_bytes": 1.5 * hot * 256}
+    urgent = urgent_frac * 12e3
+    quantities |= {"urgent_rows": urgent, "urgent_bytes": urgent * 256}
+    pipeline = PipelineSpec(PipelineKind.LOOK_AHEAD, wire)
+    steps = [
+        predict(
+            quantities,
+            costs=with_link(rate, latency_s, overlap=overlap),
+            world=World(ranks, 1),
+            pipeline=pipeline,
+        )
+        for rate in sorted(rates)
+    ]
+    assert steps[1].step_s <= steps[0].step_s * (1 + 1e-9)
+    assert steps[1].total_sent_bytes == pytest.approx(steps[0].total_sent_bytes)
+    # Nothing hides longer than what hides it.
+    for step in steps:
+        assert sum(step.hidden_s.values()) <= step.step_s * (1 + 1e-9)
+        assert step.step_s == pytest.approx(sum(step.stage_s.values()))
+
+
+@given(st.floats(0, 1), st.floats(0, 1), RATES)
+def test_more_conflicts_never_make_a_shorter_step(less, more, rate):
+    def step(frac):
+        rows = frac * 12e3
+        urgent = {"urgent_rows": rows, "urgent_bytes": rows * 256}
+        return predict({**MIXED, **urgent}, costs=with_link(rate, latency_s=0.0)).step_s
+
+    low, high = sorted((less, more))
+    assert step(low) <= step(high) * (1 + 1e-9)
+
+
+def test_nothing_is_gained_where_sending_takes_the_processor():
+    """With no overlap, all that travels is added to what is computed."""
+    costs = replace(COSTS, overlap=0.0)
+    step = predict(costs=costs)
+    assert all(seconds == 0 for seconds in step.hidden_s.values())
+    assert step.step_s > predict().step_s
+
+
+def test_ranks_wait_for_one_another_once():
+    waiting = replace(COSTS, waiting_frac={"rows_exchange": 0.1, "grads_exchange": 0.2})
+    more_s = predict(costs=waiting).step_s - predict().step_s
+    assert more_s == pytest.approx(0.2 * predict().stage_s["dense"])
+
+
+def test_the_thread_of_communication_takes_its_share_of_the_cores():
+    busy = replace(COSTS, look_ahead=Line(2e-3, 0.0, 1e-9))
+    more_s = predict(costs=busy).step_s - predict().step_s
+    assert more_s == pytest.approx(2e-3 + 1e-9 * MIXED["bytes_device"])
+    assert predict(costs=busy, world=World(1, 1)).step_s == predict(world=World(1, 1)).step_s
+    # Where the link is the step, there is time for it.
+    slow, slow_busy = with_link(1e7), replace(with_link(1e7), look_ahead=busy.look_ahead)
+    assert predict(costs=slow_busy).step_s == pytest.approx(predict(costs=slow).step_s)
+
+
+def test_corrections_of_exchanges_are_not_those_of_look_ahead():
+    base = predict()
+    exchange = replace(COSTS, corrections={"rows_exchange": 9.0, "ids_exchange": 9.0})
+    assert predict(costs=exchange).step_s == pytest.approx(base.step_s)
+    update = replace(COSTS, corrections={"row_update": 2.0})
+    assert predict(costs=update).stage_s["row_update"] == pytest.approx(
+        2 * base.stage_s["row_update"]
+    )
+
+
+def test_messages_take_what_the_faster_measured_collective_takes():
+    sizes = (1e3, 1e6, 1e7)
+
+    def curve(kind, rate):
+        seconds = tuple(1e-4 + size / rate for size in sizes)
+        return CollectiveCurve(kind, WORLD, sizes, seconds, (0.0,) * 3)
+
+    slow = predict(costs=replace(COSTS, curves=(curve("all_to_all", 5e7),)))
+    both = (curve("all_to_all", 5e7), curve("all_gather", 1e8))
+    fast = predict(costs=replace(COSTS, curves=both))
+    assert travels_s(fast) < 0.7 * travels_s(slow)
+
+
+def test_pooled_tables_are_exchanged_in_line():
+    pooled = {"pooled_sent_bytes": 1e5, "pooled_sent_ids": 1e3, "pooled_groups": 1}
+    costs = with_link(1e9)
+    workload = replace(WORKLOAD, dense_flops=0.0)
+    lines = [
+        predict({**CALM, **more}, costs=costs, workload=workload)
+        for more in ({}, pooled, {"pooled_groups": 1})
+    ]
+    in_line_s = 2 * (message_s(1e5, costs=costs) + 1e5 * costs.kernels["copy"].per_byte_s)
+    assert lines[1].step_s - lines[2].step_s == pytest.approx(in_line_s)
+    assert lines[1].total_sent_bytes - lines[0].total_sent_bytes == pytest.approx(2e5 + 8e3)
+
+
+def test_ids_travel_in_line_in_base():
+    base = predict(pipeline=PipelineSpec(PipelineKind.BASE))
+    ahead = predict(pipeline=SPARSE_DIST)
+    assert base.hidden_s["ids_exchange"] == 0 < ahead.hidden_s["ids_exchange"]
+    assert base.step_s - ahead.step_s == pytest.approx(ahead.hidden_s["ids_exchange"])
+    assert ahead == make_step_model(COSTS, WORLD, WORKLOAD, at=MIXED).predict(MIXED)
+
+
+def test_impossible_wires_are_refused():
+    with pytest.raises(ValueError, match=r"pipeline wire: expected one of .*, got 'fp8'"):
+        PipelineSpec(PipelineKind.LOOK_AHEAD, "fp8")
+    with pytest.raises(ValueError, match="pipeline depth: expected at least 0, got -1"):
+        PipelineSpec(PipelineKind.LOOK_AHEAD, depth=-1)
+
+
+@pytest.mark.parametrize("is_hot_dense", [False, True])
+def test_a_narrow_wire_halves_what_floats_take_in_line(is_hot_dense):
+    pooled = {"pooled_sent_bytes": 1e5, "pooled_groups": 1, "replicated_bytes": 2e5}
+    found = [
+        predict(
+            {**MIXED, **pooled},
+            pipeline=PipelineSpec(PipelineKind.SPARSE_DIST, wire),
+            is_hot_dense=is_hot_dense,
+        ).sent_bytes
+        for wire in ("fp32", "fp16")
+    ]
+    slots = 3e3 * (8 if is_hot_dense else 4)
+    ids = found[0]["ids_exchange"]
+    integers = {**dict.fromkeys(STAGES, 0.0), "ids_exchange": ids, "hot_exchange": slots}
+    for stage in STAGES:
+        values = found[0][stage] - integers[stage]
+        assert found[1][stage] - integers[stage] == pytest.approx(values / 2)
+
+
+def test_without_depth_everything_is_urgent():
+    flat, ahead = (
+        predict(pipeline=PipelineSpec(PipelineKind.LOOK_AHEAD, depth=d), costs=with_link(1e9))
+        for d in (0, 1)
+    )
+    urgent = {**MIXED, "urgent_rows": 12e3, "urgent_bytes": 12e3 * 256}
+    like = predict(urgent, costs=with_link(1e9))
+    assert flat.step_s - like.step_s == pytest.approx(like.hidden_s["ids_exchange"])
+    assert flat.step_s > ahead.step_s
+    assert flat.sent_bytes == pytest.approx(ahead.sent_bytes)
+    deep = predict(pipeline=PipelineSpec(PipelineKind.LOOK_AHEAD, depth=3), costs=with_link(1e9))
+    assert deep == ahead
+
+
+def test_costs_of_one_host_say_nothing_of_two():
+    with pytest.raises(ValueError, match="expected the link between hosts"):
+        predict(costs=replace(COSTS, inter=None))
+
+
+def test_look_ahead_pays_most_where_link_and_layers_take_as_long():
+    """Against the same step in line: nothing at no network, at most twice in between."""
+    gains = []
+    for rate in np.geomspace(1e6, 1e12, 25):
+        costs = with_link(float(rate), 0.0)
+        in_line = predict(costs=costs, pipeline=SPARSE_DIST)
+        gains.append(in_line.step_s / predict(costs=costs).step_s)
+    assert max(gains) == max(gains[5:-5]) > 1.2
+    assert gains[-1] == pytest.approx(1.0, abs=0.1)
+
+
+def test_overhead_is_paid_once():
+    assert predict(costs=replace(COSTS, overhead_s=1.0)).stage_s["other"] == pytest.approx(1.0)

@@ -1,0 +1,150 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotrec.cost_model.costs import World
+from hotrec.cost_model.demand import build_demand
+from hotrec.cost_model.histogram import build_histogram
+from hotrec.cost_model.memory import memory_by_rank, row_wise_rows
+from hotrec.cost_model.quantities import TableSharding
+from hotrec.types import Exchange, Sharding, TablePlacement, Tier
+
+TABLE_WISE = TablePlacement(sharding=Sharding.TABLE_WISE)
+
+
+def make_demand(name, num_rows, *, dim=4, state_bytes=4):
+    return build_demand(
+        name,
+        build_histogram(np.ones(num_rows, np.int64)),
+        dim=dim,
+        row_bytes=4 * dim + state_bytes,
+        lookups_per_sample=1.0,
+        num_columns=1,
+        batch_size=4,
+        world_size=2,
+    )
+
+
+def memory(demands, num_hot, tables, world_size=2, device="cuda", **options):
+    found = memory_by_rank(
+        demands, num_hot, tables, World(world_size, world_size), device, **options
+    )
+    return [(entry["device_bytes"], entry["host_bytes"]) for entry in found]
+
+
+def test_row_wise_shards_as_torchrec_cuts_them():
+    assert row_wise_rows(10, 4) == [3, 3, 3, 1]
+    assert row_wise_rows(5, 4) == [2, 2, 1, 0]
+    assert row_wise_rows(2, 4) == [1, 1, 0, 0]
+
+
+def test_hot_and_cold_by_hand():
+    demand = make_demand("a", 5)  # 16 bytes of floats, 4 of state
+    # 2 replicas of 20 and 16 of gradients, which DDP has twice at the first steps; shards of 3 and
+    # 2 rows; the router's 4 x 5.
+    expected = [(2 * 52 + 3 * 20 + 20, 20), (2 * 52 + 2 * 20 + 20, 20)]
+    assert memory([demand], {"a": 2}, {"a": TablePlacement()}) == expected
+    by_loader = [(device - 20, host) for device, host in expected]
+    found = memory([demand], {"a": 2}, {"a": TablePlacement()}, is_routed_on_device=False)
+    assert found == by_loader
+    for num_gradients in (0, 1):  # look-ahead, and DDP after its first steps
+        lasting = [(device - 2 * 16 * (2 - num_gradients), host) for device, host in expected]
+        found = memory([demand], {"a": 2}, {"a": TablePlacement()}, num_gradients=num_gradients)
+        assert found == lasting
+    # On CPU everything is host memory, and the router is there once.
+    on_cpu = [(0, device - 20 + host) for device, host in expected]
+    assert memory([demand], {"a": 2}, {"a": TablePlacement()}, device="cpu") == on_cpu
+
+
+def test_tiers_by_hand():
+    host = TablePlacement(tier=Tier.HOST)
+    # Row-wise state, one float, stays on the device; the router takes 16 on both.
+    assert memory([make_demand("a", 4)], {}, {"a": host}) == [(2 * 4 + 16, 2 * 16 + 16)] * 2
+    # State of a whole row goes where the row is.
+    full = make_demand("a", 4, state_bytes=16)
+    assert memory([full], {}, {"a": host}) == [(16, 2 * 32 + 16)] * 2
+    cached = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.5)
+    # A slot of each rank, 16 and FBGEMM's 8 + 8; its map's 4 for each of its 2 rows; the state of
+    # a whole row is not cached.
+    assert memory([full], {}, {"a": cached}) == [(32 + 2 * 4 + 16, 2 * 32 + 16)] * 2
+    # The state of one float is on the device for every row, cached or not.
+    assert memory([make_demand("a", 4)], {}, {"a": cached}) == [(32 + 2 * 8 + 16, 2 * 16 + 16)] * 2
+
+
+def test_slots_are_as_wide_as_the_widest_table_that_shares_the_cache():
+    narrow, wide = make_demand("a", 4, state_bytes=16), make_demand("b", 4, dim=8, state_bytes=32)
+    cached = {"tier": Tier.HOST_CACHED, "cache_load_frac": 0.5}
+    # Rows of two dimensions are two modules of FBGEMM's: 2 slots of 16 + 16 and of 32 + 16 bytes
+    # over 2 ranks, and maps of 4 for 2 rows of each on a rank.
+    rows = dict.fromkeys("ab", TablePlacement(**cached))
+    [(found, _), _] = memory([narrow, wide], {}, rows, is_routed_on_device=False)
+    assert found == 32 + 48 + 4 * 4
+    # TorchRec's pooled tables are one: 4 slots of 32 + 16 on the owner, maps for 8 rows.
+    plan = {name: TableSharding("table_wise", (0,), **cached) for name in "ab"}
+    assert memory([narrow, wide], {}, plan)[0][0] == 4 * 48 + 8 * 4
+    # Filled ahead, they are by dimension, and have locks.
+    ahead = {name: TableSharding("table_wise", (0,), **cached, is_prefetched=True) for name in "ab"}
+    assert memory([narrow, wide], {}, ahead)[0][0] == 2 * (32 + 4) + 2 * (48 + 4) + 8 * 4
+
+
+def test_a_wholly_hot_table_has_no_shards():
+    demand = make_demand("a", 3)
+    assert memory([demand], {"a": 3}, {"a": TablePlacement()}) == [(3 * 52 + 12, 12)] * 2
+    assert memory([demand], {"a": 3}, {"a": TABLE_WISE}) == [(3 * 52 + 12, 12)] * 2
+
+
+def test_table_wise_tables_go_where_there_is_room():
+    demands = [make_demand(name, size) for name, size in (("a", 2), ("b", 7), ("c", 4))]
+    pooled = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
+    # 7 on one rank; 4 and 2 on the other; a pooled table needs no router.
+    found = memory(demands, {}, dict.fromkeys("abc", pooled))
+    assert sorted(found) == [(6 * 20, 0), (7 * 20, 0)]
+
+
+def test_torchrec_plans_by_hand():
+    demands = [make_demand("a", 5), make_demand("b", 3, dim=8)]
+    shardings = {
+        "a": TableSharding("table_wise", (1,)),
+        "b": TableSharding("data_parallel", ()),
+    }
+    # b: 3 rows of 36 bytes and twice 32 of gradients on every rank.
+    assert memory(demands, {}, shardings) == [(3 * 100, 0), (3 * 100 + 5 * 20, 0)]
+    rows = TableSharding("row_wise", (0, 1), Tier.HOST)
+    columns = TableSharding("column_wise", (0, 1))
+    found = memory(demands, {}, {"a": rows, "b": columns})
+    assert found == [(3 * 4 + 54, 3 * 16), (2 * 4 + 54, 2 * 16)]
+    cached = TableSharding("table_wise", (0,), Tier.HOST_CACHED, 0.4)
+    found = memory(demands[:1], {}, {"a": cached})
+    assert found == [(5 * (4 + 4) + 2 * 32, 5 * 16), (0, 0)]
+    grid = TableSharding("grid_shard", (0, 1, 2, 3))
+    found = memory_by_rank(demands[1:], {}, {"b": grid}, World(4, 2), "cuda")
+    assert [entry["device_bytes"] for entry in found] == [36, 18, 36, 18]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    world_size=st.sampled_from([1, 2, 4]),
+    tier=st.sampled_from([Tier.DEVICE, Tier.HOST]),
+    sharding=st.sampled_from(list(Sharding)),
+)
+def test_every_row_is_somewhere(sizes, world_size, tier, sharding):
+    demands = [make_demand(f"t{i}", size) for i, size in enumerate(sizes)]
+    tables = {d.name: TablePlacement(tier=tier, sharding=sharding) for d in demands}
+    found = memory(demands, {}, tables, world_size, is_routed_on_device=False)
+    router = 4 * sum(sizes) * world_size
+    assert sum(map(sum, found)) == pytest.approx(20 * sum(sizes) + router)
+    on_cpu = memory(demands, {}, tables, world_size, device="cpu")
+    assert sum(map(sum, on_cpu)) == pytest.approx(20 * sum(sizes) + router)
+    assert all(device == 0 for device, _ in on_cpu)
+    fewer = memory(demands, {demands[0].name: 0}, tables, world_size)
+    more = memory(demands, {demands[0].name: max(sizes[0] - 1, 0)}, tables, world_size)
+    assert all(m[0] >= f[0] for m, f in zip(more, fewer, strict=True))
+
+
+def test_refuses_what_does_not_fit_the_tables():
+    demand = make_demand("a", 3)
+    with pytest.raises(ValueError, match="expected 0..3 hot rows, got 4"):
+        memory([demand], {"a": 4}, {"a": TablePlacement()})
+    with pytest.raises(ValueError, match="got none of \\['a'\\]"):
+        memory([demand], {}, {})

@@ -1,0 +1,254 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotrec.artifact import ArtifactError
+from hotrec.cost_model.blocks import Block, sample_mask
+from hotrec.cost_model.profile import (
+    Profile,
+    Sampling,
+    count_rows,
+    read_profile,
+    summarize_profile,
+    write_profile,
+)
+from hotrec.types import Feature, Schema, Table
+from tests.unit.cost_model.samples import SCHEMA, as_lists, count_slowly, cut, make_samples
+
+
+def lists(counts):
+    return {table: values.tolist() for table, values in counts.items()}
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10), size=st.integers(1, 70), wide=st.booleans())
+def test_exact_counts_are_the_loop_over_samples(seed, size, wide):
+    block = make_samples(60, seed=seed, dtype=np.int64 if wide else np.int32)
+    profile = count_rows(cut(block, size), SCHEMA)
+    assert lists(profile.counts) == count_slowly(as_lists(block))
+    assert profile.heldout == {}
+    assert (profile.num_samples, profile.num_total_samples) == (60, 60)
+    assert all(counts.dtype == np.int64 for counts in profile.counts.values())
+    assert profile.num_rows == {"users": 50, "words": 20, "tags": 9}
+
+
+@settings(max_examples=30)
+@given(size=st.integers(1, 70), frac=st.sampled_from([0.1, 0.25, 0.5]))
+def test_last_part_is_held_out(size, frac):
+    block = make_samples(60)
+    profile = count_rows(cut(block, size), SCHEMA, num_samples=60, heldout_frac=frac)
+    samples, num_train = as_lists(block), 60 - int(60 * frac)
+    assert lists(profile.counts) == count_slowly(samples[:num_train])
+    assert lists(profile.heldout) == count_slowly(samples[num_train:])
+    assert (profile.num_samples, profile.num_heldout_samples) == (num_train, 60 - num_train)
+
+
+@settings(max_examples=20)
+@given(size=st.integers(1, 400), seed=st.integers(0, 5))
+def test_sample_is_the_same_for_all_block_sizes(size, seed):
+    block = make_samples(300)
+    sampling = Sampling(frac=0.3, seed=seed)
+    profile = count_rows(
+        cut(block, size), SCHEMA, num_samples=300, heldout_frac=0.2, sampling=sampling
+    )
+    drawn = sample_mask(0, 300, frac=0.3, seed=seed)
+    samples = as_lists(block)
+    train = [samples[i] for i in range(240) if drawn[i]]
+    heldout = [samples[i] for i in range(240, 300) if drawn[i]]
+    assert lists(profile.counts) == count_slowly(train)
+    assert lists(profile.heldout) == count_slowly(heldout)
+    assert (profile.num_samples, profile.num_heldout_samples) == (len(train), len(heldout))
+    assert profile.num_total_samples == 300
+
+
+def test_separate_heldout_stream():
+    train, heldout = make_samples(40, seed=1), make_samples(30, seed=2)
+    profile = count_rows(cut(train, 9), SCHEMA, heldout_blocks=cut(heldout, 7))
+    assert lists(profile.counts) == count_slowly(as_lists(train))
+    assert lists(profile.heldout) == count_slowly(as_lists(heldout))
+    assert (profile.num_samples, profile.num_heldout_samples) == (40, 30)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heldout_frac": 0.1}, "num_samples: expected the length"),
+        ({"heldout_frac": 1.0, "num_samples": 10}, "heldout_frac: expected .* below 1, got 1.0"),
+        ({"heldout_frac": 0.1, "num_samples": 10, "heldout_blocks": []}, "a held-out stream of"),
+        ({"num_samples": 11}, "expected 11 samples in the stream, got 10"),
+    ],
+)
+def test_refuses_contradictions(options, message):
+    with pytest.raises(ValueError, match=message):
+        count_rows([make_samples(10)], SCHEMA, **options)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"frac": 0.0}, "frac: expected above 0 and at most 1, got 0.0"),
+        ({"frac": 1.1}, "frac: expected above 0 and at most 1, got 1.1"),
+        ({"seed": -1}, "seed: expected at least 0, got -1"),
+        ({"min_count": 0}, "min_count: expected at least 1, got 0"),
+        ({"confidence": 1.0}, "confidence: expected between 0 and 1, got 1.0"),
+    ],
+)
+def test_sampling_refuses(values, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**values)
+
+
+def write(path, **options):
+    options = {"num_samples": 200, "heldout_frac": 0.25, **options}
+    return write_profile(cut(make_samples(200), 33), SCHEMA, path, dataset_hash="d1", **options)
+
+
+def test_artifact_round_trip_is_mapped_and_read_only(tmp_path):
+    written, artifact = write(tmp_path / "profile", sampling=Sampling(0.5, 7, 2, 0.9))
+    assert artifact.made_from == {"dataset": "d1"}
+    profile, again = read_profile(tmp_path / "profile", verify="hash")
+    assert again.content_hash == artifact.content_hash
+    in_memory = count_rows(
+        [make_samples(200)],
+        SCHEMA,
+        num_samples=200,
+        heldout_frac=0.25,
+        sampling=Sampling(0.5, 7, 2, 0.9),
+    )
+    for found in (written, profile):
+        assert lists(found.counts) == lists(in_memory.counts)
+        assert lists(found.heldout) == lists(in_memory.heldout)
+        assert found.sampling == in_memory.sampling
+        assert found.num_samples == in_memory.num_samples
+        assert found.num_heldout_samples == in_memory.num_heldout_samples
+        assert found.num_total_samples == 200
+    assert isinstance(profile.counts["users"], np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        profile.counts["users"][0] = 1
+    assert sorted(p.name for p in (tmp_path / "profile" / "counts").iterdir()) == [
+        "tags.npy",
+        "users.npy",
+        "words.npy",
+    ]
+
+
+def test_locality_is_read_back(tmp_path):
+    blocks = [make_samples(300, seed=seed) for seed in range(4)]
+    options = {"num_samples": 1200, "heldout_frac": 0.25}
+    written, artifact = write_profile(
+        blocks, SCHEMA, tmp_path / "profile", dataset_hash="d", **options
+    )
+    in_memory = count_rows(blocks, SCHEMA, **options)
+    profile = read_profile(tmp_path / "profile")[0]
+    for found in (written, profile):
+        assert found.locality == in_memory.locality
+        assert found.heldout_locality == in_memory.heldout_locality
+    assert set(profile.locality) == set(profile.heldout_locality) == {"users", "words", "tags"}
+    in_manifest = artifact.content["locality"]["train"]
+    assert in_manifest["batch_sizes"] == [64, 128, 256]
+    assert in_manifest["tables"]["users"]["lookups"] == [64, 128, 256]
+    assert in_manifest["tables"]["words"]["lookups"] == [128, 256, 512]
+
+
+def test_profiles_of_older_versions_have_no_locality(tmp_path, monkeypatch):
+    def summarize_as_once(profile):
+        content = summarize_profile(profile)
+        del content["locality"]
+        return content
+
+    monkeypatch.setattr("hotrec.cost_model.profile.summarize_profile", summarize_as_once)
+    write_profile([make_samples(300)], SCHEMA, tmp_path / "profile", dataset_hash="d")
+    profile, artifact = read_profile(tmp_path / "profile")
+    assert "locality" not in artifact.content
+    assert profile.locality == profile.heldout_locality == {}
+    assert profile.num_samples == 300
+
+
+def test_content_of_the_manifest(tmp_path):
+    _, artifact = write(tmp_path / "profile")
+    content = json.loads((tmp_path / "profile" / "manifest.json").read_text())["content"]
+    assert content == artifact.content
+    samples = as_lists(make_samples(200))
+    train, heldout = count_slowly(samples[:150]), count_slowly(samples[150:])
+    assert (content["num_samples"], content["num_heldout_samples"]) == (150, 50)
+    assert content["sampling"] == {"frac": 1.0, "seed": 0, "min_count": 1, "confidence": 0.95}
+    for table in SCHEMA.tables:
+        counts, held = np.array(train[table.name]), np.array(heldout[table.name])
+        facts = content["tables"][table.name]
+        assert facts["num_rows"] == table.num_rows
+        assert facts["num_lookups"] == counts.sum()
+        assert facts["num_distinct"] == (counts > 0).sum()
+        assert facts["num_heldout_lookups"] == held.sum()
+        assert facts["heldout_unseen_frac"] == pytest.approx(held[counts == 0].sum() / held.sum())
+    everything = np.concatenate([train[t.name] for t in SCHEMA.tables])
+    top = np.sort(everything)[::-1]
+    landmark = next(p for p in content["landmarks"] if p["rows_frac"] == 0.1)
+    at = 0.1 * top.size
+    expected = (top[: int(at)].sum() + (at - int(at)) * top[int(at)]) / top.sum()
+    assert landmark["train"] == pytest.approx(expected)
+
+
+def test_without_heldout_data_the_share_is_unknown(tmp_path):
+    profile, artifact = write(tmp_path / "profile", heldout_frac=0.0)
+    assert profile.heldout == {}
+    assert artifact.content["coverage"]["heldout"] is None
+    assert artifact.content["tables"]["users"]["heldout_unseen_frac"] is None
+    assert not (tmp_path / "profile" / "heldout").exists()
+
+
+def test_failure_leaves_nothing_and_keeps_the_old_artifact(tmp_path):
+    _, old = write(tmp_path / "profile")
+    with pytest.raises(ValueError, match="expected 999 samples"):
+        write(tmp_path / "profile", num_samples=999)
+    assert read_profile(tmp_path / "profile")[1].content_hash == old.content_hash
+    assert [p.name for p in tmp_path.iterdir()] == ["profile"]
+
+
+def test_cut_counts_are_found(tmp_path):
+    write(tmp_path / "profile")
+    path = tmp_path / "profile" / "counts" / "users.npy"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ArtifactError, match=r"users\.npy: expected \d+ bytes, got \d+"):
+        read_profile(tmp_path / "profile")
+
+
+def test_table_names_that_cannot_be_files_are_refused(tmp_path):
+    schema = Schema((), (Feature("a", "a/b"),), (Table("a/b", 3),))
+    block = Block(1, {"a": np.zeros(1, np.int32)})
+    with pytest.raises(ValueError, match="table 'a/b': expected a name that can be a file's"):
+        write_profile([block], schema, tmp_path / "profile", dataset_hash="d")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_zipf_hot_set_is_recovered_from_a_sample():
+    """Rows of known popularity: the sample's top rows are the true ones but for the border."""
+    rng = np.random.default_rng(0)
+    size, num_rows = 400_000, 10_000
+    weights = 1.0 / np.arange(1, num_rows + 1) ** 1.2
+    names = rng.permutation(num_rows)
+    rows = names[rng.choice(num_rows, size, p=weights / weights.sum())].astype(np.int32)
+    schema = Schema((), (Feature("c", "c"),), (Table("c", num_rows),))
+    profile = count_rows([Block(size, {"c": rows})], schema, sampling=Sampling(frac=0.1))
+    top = np.argsort(-profile.counts["c"])[:100]
+    assert np.isin(top, names[:100]).mean() > 0.85
+    assert set(names[:20]) <= set(top.tolist())
+
+
+def test_package_starts_without_heavy_imports():
+    code = (
+        "import sys, hotrec.cost_model.profile, hotrec.planning.policies, "
+        "hotrec.planning.partition; "
+        "print([m for m in ('torch', 'pyarrow', 'polars', 'matplotlib') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_histograms_of_a_profile():
+    profile = Profile(3, 0, 3, Sampling(), {"a": np.array([2, 0, 1])})
+    assert profile.build_histograms()["a"].values.tolist() == [2, 1]

@@ -1,0 +1,508 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotrec.cost_model.caches import CachedTable, lfu_hit_frac, num_slots, shared_cache_shares
+from hotrec.cost_model.costs import KERNELS, REQUIRED, Costs, Line, Link, World
+from hotrec.cost_model.demand import TableDemand, build_demand, expected_distinct, expected_urgent
+from hotrec.cost_model.histogram import build_histogram
+from hotrec.cost_model.quantities import (
+    TableSharding,
+    cached_rows,
+    hot_cold_caches,
+    hot_cold_quantities,
+    predict_torchrec,
+    served_by_shard,
+    torchrec_caches,
+    torchrec_quantities,
+)
+from hotrec.cost_model.step import QUANTITIES, Workload, make_step_model
+from hotrec.types import Exchange, Sharding, TablePlacement, Tier
+
+POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
+WORKLOAD = Workload(batch_size=4, dense_flops=0.0, bottom_frac=0.0, num_dense_values=0)
+
+
+def make_demand(name, counts, *, dim=4, lookups=1.0, num_columns=1, batch_size=4, world_size=2):
+    return build_demand(
+        name,
+        build_histogram(np.asarray(counts)),
+        dim=dim,
+        row_bytes=4 * dim + 4,
+        lookups_per_sample=lookups,
+        num_columns=num_columns,
+        batch_size=batch_size,
+        world_size=world_size,
+    )
+
+
+def make_costs(**changes):
+    lines = {name: Line(1e-6, 1e-9, 1e-10) for name in KERNELS}
+    link = Link(1e-4, 1e9)
+    costs = Costs("test", "built-in", "cuda", lines, link, link, 10**9, 10**9)
+    return dataclasses.replace(costs, **changes)
+
+
+def predict(quantities, world, **changes):
+    workload = dataclasses.replace(WORKLOAD, **changes)
+    return make_step_model(make_costs(), world, workload).predict(quantities)
+
+
+def two_tables(world_size=2):
+    """A shared table of two columns, D=4; a multi-hot one of 3 ids a sample, D=8."""
+    return [
+        make_demand("a", [8, 4, 2, 2], dim=4, lookups=2.0, num_columns=2, world_size=world_size),
+        make_demand("b", [3, 3, 3, 0], dim=8, lookups=3.0, world_size=world_size),
+    ]
+
+
+def test_hot_cold_by_hand():
+    demands = two_tables()
+    tables = {"a": TablePlacement(), "b": TablePlacement(tier=Tier.HOST)}
+    found = hot_cold_quantities(demands, {"a": 1, "b": 2}, tables, World(2, 2), 4)
+    assert set(found) == set(QUANTITIES)
+    a, b = (expected_distinct(d, n) for d, n in zip(demands, (1, 2), strict=True))
+    urgent = [expected_urgent(d, n) for d, n in zip(demands, (1, 2), strict=True)]
+    expected = {
+        "lookups": 8 + 12,
+        "lookup_bytes": 8 * 16 + 12 * 32,
+        "rows_device": a[1],
+        "bytes_device": 16 * a[1],
+        "rows_host": b[1],
+        "bytes_host": 32 * b[1],
+        "cold_groups": 2,
+        "urgent_rows": urgent[0] + urgent[1],
+        "urgent_bytes": 16 * urgent[0] + 32 * urgent[1],
+        "hot_rows": a[0] + b[0],
+        "hot_bytes": 16 * a[0] + 32 * b[0],
+        "union_rows": a[2] + b[2],
+        "union_bytes": 16 * a[2] + 32 * b[2],
+        "replica_rows": 3,
+        "replica_bytes": 16 + 2 * 32,
+        "hot_groups": 2,
+    }
+    assert found == pytest.approx({**dict.fromkeys(QUANTITIES, 0.0), **expected})
+
+
+def test_groups_are_dimensions_that_need_them():
+    demands = [make_demand(name, [2, 1], dim=dim) for name, dim in (("a", 4), ("b", 4), ("c", 8))]
+    rows = dict.fromkeys("abc", TablePlacement())
+
+    def groups(num_hot, tables=rows):
+        found = hot_cold_quantities(demands, num_hot, tables, World(2, 2), 4)
+        return tuple(found[f"{name}_groups"] for name in ("hot", "cold", "pooled"))
+
+    assert groups({}) == (0, 2, 0)
+    assert groups({"a": 1}) == (1, 2, 0)
+    assert groups({"a": 2, "b": 2}) == (1, 1, 0)
+    assert groups({"a": 2, "b": 2, "c": 2}) == (2, 0, 0)
+    assert groups({"a": 1}, {**rows, "c": POOLED}) == (1, 1, 1)
+
+
+def test_cache_by_hand():
+    # One lookup of one rank: q is p. Of 6 cold rows the two most looked-up ones are cached.
+    demand = make_demand("a", [50, 20, 10, 5, 5, 5, 3, 2], batch_size=1, world_size=1)
+    placed = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.25)
+    found = hot_cold_quantities([demand], {"a": 2}, {"a": placed}, World(1, 1), 1)
+    assert (found["rows_hit"], found["rows_miss"]) == pytest.approx((0.15, 0.15))
+    assert (found["bytes_hit"], found["bytes_miss"]) == pytest.approx((2.4, 2.4))
+    assert found["rows_host"] == found["rows_device"] == 0
+    pooled = dataclasses.replace(placed, exchange=Exchange.POOLED, sharding=Sharding.TABLE_WISE)
+    found = hot_cold_quantities([demand], {}, {"a": pooled}, World(1, 1), 1)
+    assert (found["pooled_ids_hit"], found["pooled_ids_miss"]) == pytest.approx((0.7, 0.3))
+    assert found["pooled_bytes_miss"] == pytest.approx(0.3 * 16)
+
+
+def test_pooled_by_hand():
+    demands = two_tables(world_size=4)
+    world = World(4, 4)
+    found = hot_cold_quantities(demands, {}, dict.fromkeys("ab", POOLED), world, 4)
+    # Of a rank's 8 + 12 ids three quarters go to others, with 8 + 4 lengths of half an id each.
+    assert found["pooled_sent_ids"] == pytest.approx(0.75 * (8 + 12 + (8 + 4) / 2))
+    # Vectors of 2 x 4 and 1 x 8 floats a sample.
+    assert found["pooled_sent_bytes"] == pytest.approx(0.75 * 4 * (2 * 16 + 32))
+    assert found["pooled_ids_device"] == 20
+    assert found["pooled_bytes_device"] == 8 * 16 + 12 * 32
+    assert found["lookups"] == 0
+    by_rows = TablePlacement(Exchange.POOLED, Sharding.ROW_WISE)
+    found = hot_cold_quantities(demands, {}, dict.fromkeys("ab", by_rows), world, 4)
+    assert found["pooled_sent_ids"] == pytest.approx(0.75 * 20 + 3 * 12 / 2)
+    assert found["pooled_sent_bytes"] == pytest.approx(3 * 4 * (2 * 16 + 32))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_mean_rank_of_table_wise_plan_does_what_a_pooled_placement_does(world_size):
+    demands, world = two_tables(world_size), World(world_size, world_size)
+    for sharding, kind in ((Sharding.TABLE_WISE, "table_wise"), (Sharding.ROW_WISE, "row_wise")):
+        placed = dict.fromkeys("ab", TablePlacement(Exchange.POOLED, sharding))
+        mean = hot_cold_quantities(demands, {}, placed, world, 4)
+        owners = tuple(range(world_size)) if kind == "row_wise" else (world_size - 1,)
+        shardings = dict.fromkeys("ab", TableSharding(kind, owners))
+        per_rank = torchrec_quantities(demands, shardings, world, 4)
+        for name in QUANTITIES:
+            if not name.endswith("groups"):
+                found = np.mean([quantities[name] for quantities in per_rank])
+                assert found == pytest.approx(mean[name]), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_hot_cold_as_simulated(world_size):
+    """Distinct rows and their bytes of drawn multi-hot batches, several columns of one table."""
+    rng = np.random.default_rng(world_size)
+    weights = np.arange(1, 401) ** -1.05
+    counts = np.rint(1e9 * weights / weights.sum()).astype(np.int64)
+    num_columns, bag_size, batch_size, num_hot = 2, 3, 16, 25
+    demand = make_demand(
+        "a",
+        counts,
+        dim=16,
+        lookups=num_columns * bag_size,
+        num_columns=num_columns,
+        batch_size=batch_size,
+        world_size=world_size,
+    )
+    world = World(world_size, world_size)
+    quantities = hot_cold_quantities(
+        [demand], {"a": num_hot}, {"a": TablePlacement()}, world, batch_size
+    )
+    sent = predict(quantities, world).sent_bytes
+    trials = []
+    for _ in range(150):
+        shape = (world_size, num_columns * bag_size * batch_size)
+        ranks = [np.unique(rows) for rows in rng.choice(400, shape, p=counts / counts.sum())]
+        cold = [rows[rows >= num_hot] for rows in ranks]
+        # Owners by row number modulo W: even shards.
+        away = np.mean([(rows % world_size != rank).sum() for rank, rows in enumerate(cold)])
+        hot = np.mean([(rows < num_hot).sum() for rows in ranks])
+        trials.append((8 * away, 64 * away, 64 * away, (64 + 4) * (world_size - 1) * hot))
+    error = np.std(trials, axis=0, ddof=1) / np.sqrt(len(trials))
+    stages = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
+    expected = np.array([sent[stage] for stage in stages])
+    assert (np.abs(np.mean(trials, axis=0) - expected) <= 4 * error + 1e-9).all()
+
+
+def test_torchrec_table_wise_by_hand():
+    demands = two_tables()
+    shardings = {"a": TableSharding("table_wise", (0,)), "b": TableSharding("table_wise", (1,))}
+    first, second = torchrec_quantities(demands, shardings, World(2, 2), 4)
+    # Rank 0 owns a: pools 8 ids of each rank, sends 4 samples of 2 x 4 floats to the other.
+    assert first["pooled_ids_device"] == 16
+    assert first["pooled_bytes_device"] == 16 * 16
+    assert first["pooled_sent_bytes"] == 4 * 2 * 16
+    # It sends its ids of b, 12 and 4 lengths; rank 1 sends those of a, 8 and 8 lengths.
+    assert first["pooled_sent_ids"] == 12 + 2
+    assert second["pooled_sent_ids"] == 8 + 4
+    assert second["pooled_ids_device"] == 24
+    assert second["pooled_sent_bytes"] == 4 * 32
+    assert first["pooled_groups"] == second["pooled_groups"] == 1
+    nothing = [name for name in QUANTITIES if not name.startswith("pooled")]
+    assert all(quantities[name] == 0 for quantities in (first, second) for name in nothing)
+
+
+def test_torchrec_other_kinds_by_hand():
+    demand = make_demand("b", [3, 3, 3, 0], dim=8, lookups=3.0, world_size=4)
+    world = World(4, 2)
+
+    def per_rank(kind, *ranks, **cache):
+        sharding = TableSharding(kind, ranks, **cache)
+        return torchrec_quantities([demand], {"b": sharding}, world, 4)
+
+    def column(found, name):
+        return [quantities[name] for quantities in found]
+
+    # B F D 4 = 128 bytes of pooled vectors, 12 ids, 4 lengths of half an id.
+    rows = per_rank("row_wise", 0, 1, 2, 3)
+    assert column(rows, "pooled_ids_device") == [12] * 4
+    assert column(rows, "pooled_sent_bytes") == [3 * 128] * 4
+    assert column(rows, "pooled_sent_ids") == [3 * (3 + 2)] * 4
+    columns = per_rank("column_wise", 1, 3)
+    assert column(columns, "pooled_ids_device") == [0, 48, 0, 48]
+    assert column(columns, "pooled_bytes_device") == [0, 48 * 16, 0, 48 * 16]
+    assert column(columns, "pooled_sent_bytes") == [0, 3 * 64, 0, 3 * 64]
+    assert column(columns, "pooled_sent_ids") == [28, 14, 28, 14]
+    host = per_rank("table_row_wise", 2, 3)
+    assert column(host, "pooled_ids_device") == [0, 0, 24, 24]
+    # Reduce-scatter of 4 batches on the host, a half of each travels; one batch to the other host.
+    assert column(host, "pooled_sent_bytes") == [0, 0, 2 * 128 + 128, 2 * 128 + 128]
+    assert column(host, "pooled_sent_ids") == [16, 16, 8, 8]
+    grid = per_rank("grid_shard", 0, 1, 2, 3)
+    assert column(grid, "pooled_ids_device") == [24] * 4
+    assert column(grid, "pooled_bytes_device") == [24 * 16] * 4
+    assert column(grid, "pooled_sent_bytes") == [3 * 64] * 4
+    assert column(grid, "pooled_sent_ids") == [8 + 16] * 4
+    cached = per_rank("table_wise", 0, tier=Tier.HOST_CACHED, cache_load_frac=0.5)
+    # A set of 32 slots is the least that FBGEMM has.
+    assert column(cached, "pooled_ids_hit") == pytest.approx([48, 0, 0, 0])
+    assert column(cached, "pooled_ids_miss") == pytest.approx([0, 0, 0, 0], abs=1e-9)
+
+
+def test_cached_tables_of_a_rank_share_its_cache():
+    demands = [make_demand(name, list(range(400, 0, -1)), world_size=2) for name in "abc"]
+    cache = {"tier": Tier.HOST_CACHED, "cache_load_frac": 0.4}
+    shardings = {
+        "a": TableSharding("table_wise", (0,), **cache),
+        "b": TableSharding("table_wise", (0,), **cache),
+        "c": TableSharding("row_wise", (0, 1), **cache),
+    }
+    found = torchrec_caches(demands, shardings, World(2, 2))
+    parts = [CachedTable(demand, is_per_lookup=True) for demand in demands]
+    # 160 rows each of a and b; of c half of its 160 rows on each rank, in a cache of its own.
+    together = shared_cache_shares(parts[:2], 320)
+    half = dataclasses.replace(parts[2], share=0.5)
+    [alone] = shared_cache_shares([half], num_slots(80))
+    assert found == {
+        (0, "a"): together[0], (0, "b"): together[1], (0, "c"): alone, (1, "c"): alone
+    }  # fmt: skip
+    assert together[0] != shared_cache_shares(parts[:1], 160)[0]
+    per_rank = torchrec_quantities(demands, shardings, World(2, 2), 4)
+    ids = per_rank[0]["pooled_ids_hit"] + per_rank[0]["pooled_ids_miss"]
+    assert ids + per_rank[0]["pooled_ids_host"] == pytest.approx(2 * 4 * (1 + 1 + 0.5))
+    assert per_rank[1]["pooled_ids_hit"] == pytest.approx(4 * alone.hit)
+
+
+def test_caches_of_a_placement_are_by_dimension_and_one_for_pooled():
+    counts = list(range(300, 0, -1))
+    demands = [
+        make_demand(name, counts, dim=dim) for name, dim in zip("abcd", (4, 4, 8, 8), strict=True)
+    ]
+    cached = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.4)
+    pooled = dataclasses.replace(cached, exchange=Exchange.POOLED, sharding=Sharding.TABLE_WISE)
+    tables = {"a": cached, "b": cached, "c": cached, "d": pooled}
+    found = hot_cold_caches(demands, {"a": 20}, tables, World(1, 1))
+    both = [CachedTable(demands[0], 20), CachedTable(demands[1])]
+    assert [found["a"], found["b"]] == shared_cache_shares(both, 256)
+    assert [found["c"]] == shared_cache_shares([CachedTable(demands[2])], 128)
+    last = CachedTable(demands[3], is_per_lookup=True)
+    assert [found["d"]] == shared_cache_shares([last], 128)
+    quantities = hot_cold_quantities(demands, {"a": 20}, tables, World(1, 1), 4, found)
+    cold = {d.name: expected_distinct(d, {"a": 20}.get(d.name, 0))[1] for d in demands}
+    hits = sum(cold[name] * found[name].hit for name in "abc")
+    assert quantities["rows_hit"] == pytest.approx(hits)
+    assert quantities["rows_host"] == pytest.approx(
+        sum(cold[name] * found[name].conflict for name in "abc")
+    )
+    # No cache does better than to hold the most looked-up rows for good.
+    best = hot_cold_quantities(demands, {"a": 20}, tables, World(1, 1), 4)
+    assert best["rows_miss"] < quantities["rows_miss"] + quantities["rows_host"]
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize(("state_bytes", "crosses"), [(0, 0), (4, 0), (16, 16), (32, 32)])
+def test_element_wise_state_crosses_the_bus_whatever_is_cached(tier, state_bytes, crosses):
+    demand = dataclasses.replace(
+        make_demand("a", [9, 4, 2, 1], world_size=2), row_bytes=16 + state_bytes
+    )
+    frac = 0.5 if tier is Tier.HOST_CACHED else None
+    placed = TablePlacement(tier=tier, cache_load_frac=frac)
+    found = hot_cold_quantities([demand], {"a": 1}, {"a": placed}, World(2, 2), 4)
+    touched = float(demand.by_any_G[1:] @ demand.rows_G[1:]) / 2
+    expected = 0 if tier is Tier.DEVICE else touched * crosses
+    assert found["state_bytes_host"] == pytest.approx(expected)
+    owned = {"a": TableSharding("table_wise", (1,), tier, frac)}
+    per_rank = torchrec_quantities([demand], owned, World(2, 2), 4)
+    whole = float(demand.by_any_G @ demand.rows_G) * (0 if tier is Tier.DEVICE else crosses)
+    assert [q["state_bytes_host"] for q in per_rank] == pytest.approx([0, whole])
+
+
+def test_torchrec_data_parallel_by_hand():
+    demands = two_tables()
+    shardings = {"a": TableSharding("data_parallel", ()), "b": TableSharding("row_wise", (0, 1))}
+    for quantities in torchrec_quantities(demands, shardings, World(2, 2), 4):
+        assert quantities["replicated_ids"] == 8
+        assert quantities["replicated_id_bytes"] == 8 * 16
+        assert quantities["replicated_rows"] == 4
+        assert quantities["replicated_bytes"] == 64
+        assert quantities["replicated_groups"] == 1
+        assert quantities["pooled_groups"] == 1
+        sent = predict(quantities, World(2, 2)).sent_bytes
+        assert sent["hot_exchange"] == 64  # 2 (W-1)/W of 64 bytes
+    alone = {"a": TableSharding("table_wise", (0,)), "b": TableSharding("row_wise", (0, 1))}
+    assert torchrec_quantities(demands, alone, World(2, 2), 4)[0]["pooled_groups"] == 2
+
+
+def test_slowest_rank_and_mean_bytes():
+    demands, world = two_tables(), World(2, 2)
+    shardings = {"a": TableSharding("table_wise", (0,)), "b": TableSharding("table_wise", (1,))}
+    per_rank = torchrec_quantities(demands, shardings, world, 4)
+    model = make_step_model(make_costs(), world, WORKLOAD)
+    each = [model.predict(quantities) for quantities in per_rank]
+    found = predict_torchrec(model, per_rank)
+    assert each[0].stage_s["row_lookup"] < each[1].stage_s["row_lookup"]
+    assert each[0].stage_s["ids_exchange"] > each[1].stage_s["ids_exchange"]
+    assert found.stage_s["row_lookup"] == each[1].stage_s["row_lookup"]
+    assert found.stage_s["ids_exchange"] == each[0].stage_s["ids_exchange"]
+    assert found.step_s == pytest.approx(sum(found.stage_s.values()))
+    assert found.step_s > max(p.step_s for p in each)
+    assert found.sent_bytes["rows_exchange"] == pytest.approx((128 + 128) / 2)
+    assert found.sent_bytes["ids_exchange"] == pytest.approx(8 * (14 + 12) / 2)
+
+
+# Tables and figures of benchmarks/results/criteo_like_b2048.md and criteo_like_b8192.md.
+TABLE_ROWS = (1461, 584, 876_000, 876_000, 306, 24, 12_518, 634, 4, 93_146, 5684, 876_000, 3195)
+TABLE_ROWS += (28, 14_993, 876_000, 11, 5653, 2173, 5, 876_000, 18, 16, 286_181, 105, 142_572)
+MEASURED = {
+    2048: {"distinct": 14_974, "hot_cold": (1.93e6, 1.98e6), "hand_tuned": (7.51e6, 1.56e6)},
+    8192: {"distinct": 42_491, "hot_cold": (7.25e6, 3.79e6), "hand_tuned": (21.5e6, 5.83e6)},
+}
+TABLE_WISE_BYTES = {2048: 14.0e6, 8192: 55.8e6}
+DENSE_BYTES = 737e3
+
+
+@pytest.fixture(scope="module")
+def criteo_like():
+    """Histograms of the exact Zipf law, and the 20,000 hottest rows by table."""
+    histograms, probs = [], []
+    for rows in TABLE_ROWS:
+        weights = np.arange(1, rows + 1) ** -1.05
+        probs.append(weights / weights.sum())
+        histograms.append(build_histogram(np.rint(1e12 * probs[-1]).astype(np.int64)))
+    threshold = np.sort(np.concatenate([p[:20_000] for p in probs]))[-20_000]
+    return histograms, {f"C{i}": int((p >= threshold).sum()) for i, p in enumerate(probs)}
+
+
+@pytest.mark.parametrize("batch_size", [2048, 8192])
+def test_traffic_of_the_measured_pages(criteo_like, batch_size):
+    histograms, num_hot = criteo_like
+    world, measured = World(2, 2), MEASURED[batch_size]
+    demands = [
+        build_demand(
+            f"C{i}",
+            histogram,
+            dim=64,
+            row_bytes=260,
+            lookups_per_sample=1.0,
+            num_columns=1,
+            batch_size=batch_size,
+            world_size=2,
+        )
+        for i, histogram in enumerate(histograms)
+    ]
+    model = make_step_model(
+        make_costs(), world, Workload(batch_size, 0.0, 0.0, int(DENSE_BYTES / 4))
+    )
+
+    def to_all(prediction):
+        stages = ("ids_exchange", "rows_exchange", "grads_exchange")
+        return sum(prediction.sent_bytes[stage] for stage in stages)
+
+    tables = {demand.name: TablePlacement() for demand in demands}
+    quantities = hot_cold_quantities(demands, num_hot, tables, world, batch_size)
+    found = model.predict(quantities)
+    distinct = quantities["hot_rows"] + quantities["rows_device"]
+    assert distinct == pytest.approx(measured["distinct"], rel=0.03)
+    gathered = found.sent_bytes["hot_exchange"]
+    assert found.sent_bytes["other"] == pytest.approx(DENSE_BYTES, rel=1e-3)
+    assert (to_all(found), gathered) == pytest.approx(measured["hot_cold"], rel=0.03)
+
+    owned = {d.name: TableSharding("table_wise", (i % 2,)) for i, d in enumerate(demands)}
+    found = predict_torchrec(model, torchrec_quantities(demands, owned, world, batch_size))
+    assert to_all(found) == pytest.approx(TABLE_WISE_BYTES[batch_size], rel=0.03)
+
+    for demand in demands:  # what an expert writes: small tables data-parallel
+        if demand.num_rows < batch_size:
+            owned[demand.name] = TableSharding("data_parallel", ())
+    found = predict_torchrec(model, torchrec_quantities(demands, owned, world, batch_size))
+    expected = pytest.approx(measured["hand_tuned"], rel=0.03)
+    reduced = found.sent_bytes["hot_exchange"] + found.sent_bytes["other"]
+    assert (to_all(found), reduced) == expected
+
+
+@given(
+    counts=st.lists(st.integers(0, 20), min_size=2, max_size=20).filter(any),
+    world_size=st.sampled_from([1, 2, 4]),
+    data=st.data(),
+)
+def test_more_hot_rows_move_work_from_shards_to_replicas(counts, world_size, data):
+    demand = make_demand("a", counts, world_size=world_size)
+    load_frac = data.draw(st.floats(0, 1))
+    placed = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=load_frac)
+    first = data.draw(st.integers(0, len(counts) - 1))
+    second = data.draw(st.integers(first, len(counts)))
+    fewer, more = (
+        hot_cold_quantities([demand], {"a": n}, {"a": placed}, World(world_size, 1), 4)
+        for n in (first, second)
+    )
+    for found in (fewer, more):
+        total = found["hot_rows"] + found["rows_hit"] + found["rows_miss"]
+        assert total == pytest.approx(expected_distinct(demand)[1])
+        assert min(found.values()) >= -1e-12
+    assert more["hot_rows"] >= fewer["hot_rows"] - 1e-9
+    assert more["rows_miss"] <= fewer["rows_miss"] + 1e-9
+    hit_frac = lfu_hit_frac(demand, cached_rows(demand, placed), first)
+    cold = fewer["rows_hit"] + fewer["rows_miss"]
+    assert fewer["rows_hit"] == pytest.approx(hit_frac * cold)
+
+
+def test_served_by_shard_by_hand():
+    # Shards of ceil(5 / 2) rows; one lookup of each of 2 ranks: p of each row, twice.
+    counts = np.array([4, 0, 2, 1, 3])
+    assert served_by_shard(counts, np.empty(0, np.int64), 1, 2) == pytest.approx([1.2, 0.8])
+    assert served_by_shard(counts, np.array([4, 0]), 1, 2) == pytest.approx([0.4, 0.2])
+    # More ranks than rows: the last shards are empty.
+    assert served_by_shard(counts, np.array([0]), 1, 8) == pytest.approx(
+        [0, 0, 1.6, 0.8, 2.4, 0, 0, 0]
+    )
+
+
+def test_served_by_shard_adds_up_to_the_cold_rows(monkeypatch):
+    monkeypatch.setattr("hotrec.cost_model.histogram.SLICE_ROWS", 7)
+    counts = np.random.default_rng(0).integers(0, 9, 100)
+    demand = make_demand("a", counts, batch_size=30, world_size=3)
+    hot = np.argsort(-counts, kind="stable")[:20]
+    served = served_by_shard(counts, hot, 30, 3)
+    assert served.sum() == pytest.approx(3 * expected_distinct(demand, 20)[1])
+    # Rows numbered by falling popularity: the first shard serves most.
+    served = served_by_shard(np.sort(counts)[::-1], np.empty(0, np.int64), 30, 3)
+    assert served[0] > served[1] > served[2]
+
+
+@pytest.mark.parametrize(
+    ("num_hot", "tables", "message"),
+    [
+        ({}, {}, "got none of \\['a'\\]"),
+        ({"b": 1}, {"a": TablePlacement()}, "hot rows of \\['b'\\]"),
+        ({"a": 4}, {"a": TablePlacement()}, "expected 0..3 hot rows, got 4"),
+        ({"a": 1}, {"a": POOLED}, "expected no hot rows in a table whose exchange is pooled"),
+        ({}, {"a": TablePlacement(tier=Tier.HOST_CACHED)}, "cache_load_frac: .* got None"),
+        (
+            {},
+            {"a": TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=1.5)},
+            "cache_load_frac: .* got 1.5",
+        ),
+    ],
+)
+def test_refuses_placements(num_hot, tables, message):
+    with pytest.raises(ValueError, match=message):
+        hot_cold_quantities([make_demand("a", [1, 1, 0])], num_hot, tables, World(2, 2), 4)
+
+
+def test_refuses_shardings():
+    demands = [make_demand("a", [1])]
+    with pytest.raises(ValueError, match="sharding kind: expected one of .* got 'rows'"):
+        TableSharding("rows", (0,))
+    with pytest.raises(ValueError, match="sharding table_wise: expected the rank of each shard"):
+        TableSharding("table_wise", ())
+    with pytest.raises(ValueError, match="expected ranks in 0..1, got 2"):
+        torchrec_quantities(demands, {"a": TableSharding("table_wise", (2,))}, World(2, 2), 4)
+    with pytest.raises(ValueError, match="got none of \\['a'\\]"):
+        torchrec_quantities(demands, {}, World(2, 2), 4)
+
+
+def test_a_torchrec_cache_of_unnamed_size_is_fbgemms():
+    demand = make_demand("a", [1] * 10)
+    assert cached_rows(demand, TableSharding("table_wise", (0,), Tier.HOST_CACHED)) == 2.0
+    assert cached_rows(demand, TableSharding("table_wise", (0,), Tier.HOST)) == 0.0
+
+
+def test_required_kernels_are_enough_for_device_memory():
+    lines = {name: Line(0.0, 1e-9) for name in REQUIRED}
+    costs = make_costs(kernels=lines)
+    demand: TableDemand = make_demand("a", [3, 1])
+    quantities = hot_cold_quantities([demand], {"a": 1}, {"a": TablePlacement()}, World(1, 1), 4)
+    step = make_step_model(costs, World(1, 1), WORKLOAD).predict(quantities)
+    assert step.stage_s["row_lookup"] == pytest.approx(
+        1e-9 * (quantities["rows_device"] + quantities["hot_rows"])
+    )

@@ -1,0 +1,160 @@
+"""The step's forms: what hides what, what is paid always, where measured curves become lines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.costs import STAGES, CollectiveCurve, Costs, World
+from hotrec.cost_model.forms import PipelineKind, PipelineSpec
+from hotrec.cost_model.step import Workload, make_step_model, predict_step
+
+COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.5)
+WORLD = World(2, 1)
+WORKLOAD = Workload(512, 1e6, 0.2, 10_000)
+MIXED = {
+    "lookups": 5e3,
+    "lookup_bytes": 5e3 * 256,
+    "rows_device": 4e3,
+    "bytes_device": 4e3 * 256,
+    "cold_groups": 1,
+    "hot_rows": 1e3,
+    "hot_bytes": 1e3 * 256,
+    "union_rows": 1.2e3,
+    "union_bytes": 1.2e3 * 256,
+    "replica_rows": 1e4,
+    "replica_bytes": 1e4 * 256,
+    "hot_groups": 1,
+}
+COLD = {name: value for name, value in MIXED.items() if not name.startswith(("hot", "union", "re"))}
+
+
+def test_stages_add_up_to_the_step() -> None:
+    step = predict_step(COSTS, WORLD, WORKLOAD, MIXED)
+    assert step.step_s == pytest.approx(sum(step.stage_s.values()))
+    assert set(step.stage_s) == set(STAGES)
+    assert all(seconds >= 0 for seconds in step.stage_s.values())
+    assert all(seconds >= 0 for seconds in step.hidden_s.values())
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
+def test_a_share_of_what_travels_is_hidden(overlap: float) -> None:
+    costs = replace(COSTS, overlap=overlap)
+    none = predict_step(replace(COSTS, overlap=0.0), WORLD, WORKLOAD, MIXED)
+    step = predict_step(costs, WORLD, WORKLOAD, MIXED)
+    for stage in ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange"):
+        assert step.stage_s[stage] + step.hidden_s[stage] == pytest.approx(none.stage_s[stage])
+    # Rows travel during the bottom layers' forward pass, a third of a fifth of the dense time.
+    cover_s = none.stage_s["dense"] * 0.2 / 3
+    wire_s = COSTS.collective("all_to_all", WORLD).seconds(num_bytes=4e3 * 256 / 2)
+    assert step.hidden_s["rows_exchange"] == pytest.approx(overlap * min(wire_s, cover_s))
+
+
+def test_bytes_are_those_of_the_exchanges() -> None:
+    sent = predict_step(COSTS, WORLD, WORKLOAD, MIXED).sent_bytes
+    assert sent["ids_exchange"] == pytest.approx(4e3 * 8 / 2)
+    assert sent["rows_exchange"] == sent["grads_exchange"] == pytest.approx(4e3 * 256 / 2)
+    assert sent["hot_exchange"] == pytest.approx(1e3 * 260)
+    assert sent["other"] == pytest.approx(10_000 * 4)
+    dense = predict_step(COSTS, WORLD, WORKLOAD, MIXED, is_hot_dense=True).sent_bytes
+    assert dense["hot_exchange"] == pytest.approx(1e4 * 256 + 1e3 * 8)
+
+
+def test_one_rank_sends_nothing() -> None:
+    step = predict_step(COSTS, World(1, 1), WORKLOAD, MIXED)
+    assert step.total_sent_bytes == 0
+    assert step.stage_s["rows_exchange"] == 0
+
+
+def test_overheads_are_paid_where_their_stage_is() -> None:
+    stages = ("route", "rows_exchange", "hot_exchange", "dense")
+    plain = replace(COSTS, overlap=0.0)  # else the slower dense layers would hide more
+    overhead_s = plain.overhead_s + 2
+    slow = replace(plain, stage_overhead_s=dict.fromkeys(stages, 1.0), overhead_s=overhead_s)
+    for quantities, paid in ((MIXED, 2 + 2 + 4 / 3), (COLD, 2 + 2 + 2 / 3), ({}, 2 + 1)):
+        more = (
+            predict_step(slow, WORLD, WORKLOAD, quantities).step_s
+            - predict_step(plain, WORLD, WORKLOAD, quantities).step_s
+        )
+        wanted = paid + (1 if quantities is MIXED else 0)
+        assert more == pytest.approx(wanted)
+
+
+def test_waiting_grows_with_the_dense_layers() -> None:
+    waiting = replace(COSTS, waiting_frac={"grads_exchange": 0.1})
+    small, large = Workload(512, 1e6, 0.2, 10_000), Workload(512, 2e6, 0.2, 10_000)
+    extra = []
+    for workload in (small, large):
+        before = make_step_model(COSTS, WORLD, workload).stages["dense"].compute.constant
+        more = (
+            predict_step(waiting, WORLD, workload, COLD).stage_s["grads_exchange"]
+            - predict_step(COSTS, WORLD, workload, COLD).stage_s["grads_exchange"]
+        )
+        extra.append((more, 0.1 * before))
+    for more, wanted in extra:
+        assert more == pytest.approx(wanted)
+    assert extra[1][0] > extra[0][0]
+
+
+def shaped() -> Costs:
+    """A network that lets 256 kB pass at once, and then 125 MB/s."""
+    sizes = (1e3, 256e3, 1e6, 4e6)
+    seconds = tuple(2e-4 + max(0.0, size - 256e3) / 125e6 for size in sizes)
+    curve = CollectiveCurve("all_to_all", WORLD, sizes, seconds, (0.0,) * 4)
+    return replace(COSTS, curves=(curve,), overlap=0.0)
+
+
+@pytest.mark.parametrize("rows", [100, 1_000, 20_000])
+def test_curves_are_exact_at_the_message_sizes_of_the_step(rows: int) -> None:
+    quantities = {**COLD, "rows_device": rows, "bytes_device": rows * 256}
+    costs = shaped()
+    sent = rows * 256 / 2
+    wanted = 2e-4 + max(0.0, sent - 256e3) / 125e6 + sent * costs.kernels["copy"].per_byte_s
+    found = predict_step(costs, WORLD, WORKLOAD, quantities).stage_s["rows_exchange"]
+    assert found == pytest.approx(wanted, rel=1e-6)
+    # A line for all sizes cannot be.
+    straight = make_step_model(costs, WORLD, WORKLOAD).predict(quantities).stage_s["rows_exchange"]
+    assert straight != pytest.approx(wanted, rel=0.01)
+
+
+def test_corrections_scale_a_stage() -> None:
+    twice = replace(COSTS, corrections={"row_update": 2.0})
+    before = predict_step(COSTS, WORLD, WORKLOAD, COLD).stage_s["row_update"]
+    assert predict_step(twice, WORLD, WORKLOAD, COLD).stage_s["row_update"] == pytest.approx(
+        2 * before
+    )
+
+
+def test_optimizer_state_crosses_the_bus_unless_it_was_measured_with_the_rows() -> None:
+    costs = BUILTIN["dgx_h100_infiniband"]
+    host = {"rows_host": 4e3, "bytes_host": 4e3 * 256, "cold_groups": 1}
+    alone = predict_step(costs, WORLD, WORKLOAD, host)
+    state = predict_step(costs, WORLD, WORKLOAD, {**host, "state_bytes_host": 1e6})
+    more_s = state.stage_s["row_update"] - alone.stage_s["row_update"]
+    assert more_s == pytest.approx(1e6 * costs.kernels["read_host"].per_byte_s)
+    for optimizer, is_in in (("adam", True), ("adagrad", True), ("rowwise_adagrad", False)):
+        measured = replace(costs, facts={"optimizer": optimizer})
+        found = predict_step(measured, WORLD, WORKLOAD, {**host, "state_bytes_host": 1e6})
+        assert found.stage_s["row_update"] == pytest.approx(
+            (alone if is_in else state).stage_s["row_update"]
+        )
+
+
+def test_prefetch_hides_what_a_miss_takes_more_than_a_hit() -> None:
+    costs = BUILTIN["dgx_h100_infiniband"]
+    spec = PipelineSpec(PipelineKind.PREFETCH)
+    hits = {"pooled_ids_hit": 5e4, "pooled_bytes_hit": 5e4 * 256, "pooled_groups": 1}
+    misses = {"pooled_ids_miss": 5e4, "pooled_bytes_miss": 5e4 * 256, "pooled_groups": 1}
+    busy = replace(WORKLOAD, dense_flops=1e9)
+    for workload in (busy, replace(WORKLOAD, dense_flops=0.0)):
+        hit = predict_step(costs, WORLD, workload, hits, pipeline=spec)
+        miss = predict_step(costs, WORLD, workload, misses, pipeline=spec)
+        in_line = predict_step(costs, WORLD, workload, misses)
+        fetch_s = in_line.stage_s["row_lookup"] - hit.stage_s["row_lookup"]
+        hidden_s = min(fetch_s, costs.overlap * in_line.stage_s["dense"])
+        assert miss.hidden_s["row_lookup"] == pytest.approx(hidden_s)
+        assert in_line.step_s - miss.step_s == pytest.approx(hidden_s)
+    assert hidden_s < fetch_s  # idle layers hide less
+    assert hit.hidden_s["row_lookup"] == 0

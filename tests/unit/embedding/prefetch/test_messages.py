@@ -1,0 +1,83 @@
+"""Rows of several groups in one message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotrec.embedding.prefetch.messages import (
+    ByClass,
+    Selection,
+    pack,
+    read_together,
+    sizes,
+    unpack,
+)
+
+counts_of_ranks = st.integers(1, 3).flatmap(
+    lambda num_groups: st.lists(
+        st.lists(st.integers(0, 4), min_size=num_groups, max_size=num_groups),
+        min_size=1,
+        max_size=4,
+    )
+)
+
+
+@given(counts=counts_of_ranks)
+def test_unpack_undoes_pack(counts: list[list[int]]) -> None:
+    dims = [2, 3, 5][: len(counts[0])]
+    parts = []
+    for group, dim in enumerate(dims):
+        num_rows = sum(row[group] for row in counts)
+        parts.append(torch.arange(num_rows * dim).view(-1, dim).float() + 1000 * group)
+    message = pack(parts, counts, dims)
+    assert message.numel() == sum(sizes(counts, dims))
+    for part, found in zip(parts, unpack(message, counts, dims), strict=True):
+        assert torch.equal(part, found)
+
+
+def test_a_rank_gets_all_groups_side_by_side() -> None:
+    parts = [torch.tensor([1, 2, 3]), torch.tensor([10, 20])]
+    assert pack(parts, [[1, 2], [2, 0]], [1, 1]).tolist() == [1, 10, 20, 2, 3]
+
+
+@given(counts=counts_of_ranks, data=st.data())
+def test_classes_are_chosen_in_the_same_order_by_rank(
+    counts: list[list[int]], data: st.DataObject
+) -> None:
+    num_classes = 3
+    classes = []
+    for group in range(len(counts[0])):
+        num_rows = sum(row[group] for row in counts)
+        drawn = data.draw(
+            st.lists(st.integers(0, num_classes - 1), min_size=num_rows, max_size=num_rows)
+        )
+        classes.append(torch.tensor(drawn, dtype=torch.uint8))
+    rows = ByClass(classes, num_classes, counts)
+    again = ByClass(classes, num_classes, counts)
+    read_together([rows, again])
+    for first, end in [(0, 1), (1, 2), (1, 3), (0, 3), (2, 2)]:
+        chosen = rows.select(first, end)
+        assert chosen.counts == again.select(first, end).counts
+        for group, of_group in enumerate(classes):
+            pieces = of_group.split([row[group] for row in counts])
+            expected = []
+            for rank, piece in enumerate(pieces):
+                begin = sum(row[group] for row in counts[:rank])
+                by_class = [(piece == c).nonzero()[:, 0] + begin for c in range(first, end)]
+                expected += by_class
+                assert chosen.counts[rank][group] == sum(part.numel() for part in by_class)
+            index = torch.cat([*expected, torch.empty(0, dtype=torch.int64)])
+            assert torch.equal(chosen.of(group, torch.arange(of_group.numel())), index)
+
+
+def test_everything_is_selected_without_indices() -> None:
+    rows = torch.arange(3)
+    assert Selection([None], [[1], [2]]).of(0, rows) is rows
+
+
+def test_dims_must_be_of_all_groups() -> None:
+    with pytest.raises(ValueError, match="argument"):
+        sizes([[1, 2]], [4])

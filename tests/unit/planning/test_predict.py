@@ -1,0 +1,163 @@
+"""TorchRec's own ways to train the tables, host tiers included, as configurations and predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotrec.bench.samples import ZipfTables
+from hotrec.build import build_unsharded
+from hotrec.config.groups import DlrmConfig, RowwiseAdagradConfig
+from hotrec.config.placements import AllColdPlacement, ColdTier, TorchrecPlacement, TorchrecPlan
+from hotrec.config.roots import Config
+from hotrec.config.sections import PipelineConfig, PipelineKind, TrainerConfig
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.costs import World
+from hotrec.cost_model.demand import build_demand
+from hotrec.cost_model.histogram import build_histogram
+from hotrec.cost_model.step import Workload
+from hotrec.planning.machine import Machine
+from hotrec.planning.pipelines import choose_pipeline
+from hotrec.planning.predict import HOST_RIVALS, RIVALS, Rival, predict_rivals
+from hotrec.planning.scenario import Situation
+from hotrec.planning.training_plan import _declined
+from hotrec.runtime.ranks import process_group
+from hotrec.types import Tier
+
+NUM_ROWS, BATCH, RANKS = (400_000, 5_000, 300), 512, 2
+SAMPLES = ZipfTables(NUM_ROWS, exponent=1.05, num_dense=4, seed=0)
+SCHEMA = SAMPLES.schema
+CACHED = ColdTier.fused_uvm_caching
+PREFETCHED = Rival(TorchrecPlan.planner, CACHED, is_prefetched=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    with process_group(device="cpu"):
+        yield
+
+
+def configure(placement: Any, pipeline: PipelineKind = PipelineKind.auto) -> Config:
+    return Config(
+        dataset_name="d",
+        run_name="r",
+        model=DlrmConfig(embedding_dim=16, dense_layer_sizes=[8, 16]),
+        placement=placement,
+        optimizer=RowwiseAdagradConfig(learning_rate=0.1),
+        pipeline=PipelineConfig(kind=pipeline),
+        trainer=TrainerConfig(batch_size=BATCH),
+    )
+
+
+def machine(device: str = "cuda", *, device_bytes: int = 1 << 30) -> Machine:
+    return Machine(RANKS, RANKS, device, device_bytes, 64 << 30, BATCH)
+
+
+def situation(on: Machine) -> Situation:
+    demands = [
+        build_demand(
+            table.name,
+            build_histogram(np.maximum(4e6 / np.arange(1, table.num_rows + 1), 1).astype(int)),
+            dim=16,
+            row_bytes=68,
+            lookups_per_sample=1.0,
+            num_columns=1,
+            batch_size=BATCH,
+            world_size=RANKS,
+        )
+        for table in SCHEMA.tables
+    ]
+    costs = BUILTIN["dgx_h100_infiniband" if on.device == "cuda" else "cpu_1gbit"]
+    return Situation(
+        costs=costs,
+        note=None,
+        world=World(RANKS, RANKS),
+        workload=Workload(BATCH, 1e6, 0.2, 10_000),
+        demands=tuple(demands),
+        machine=on,
+    )
+
+
+def test_host_tiers_are_rivals_on_cuda() -> None:
+    config, on = configure(AllColdPlacement()), machine()
+    predicted = predict_rivals(config, SCHEMA, situation(on))
+    assert list(predicted) == [rival.name for rival in (*RIVALS, *HOST_RIVALS)]
+    of_tier = {name: {s.tier for s in p.shardings.values()} for name, p in predicted.items()}
+    assert of_tier["torchrec planner fused_uvm"] == {Tier.HOST}
+    assert of_tier[PREFETCHED.name] == {Tier.HOST_CACHED}
+    ahead = predicted[PREFETCHED.name]
+    assert ahead.pipeline.kind.value == "prefetch"
+    assert {s.is_prefetched for s in ahead.shardings.values()} == {True}
+    assert {s.cache_load_frac for s in ahead.shardings.values()} == {0.2}
+    assert ahead.step.hidden_s["row_lookup"] > 0
+    bytes_of = {n: max(r["device_bytes"] for r in p.memory) for n, p in predicted.items()}
+    assert bytes_of["torchrec planner fused_uvm"] < bytes_of[PREFETCHED.name]
+    assert bytes_of[PREFETCHED.name] < bytes_of["torchrec planner"]
+
+
+def test_what_does_not_fit_the_devices_is_left_to_host_tiers() -> None:
+    """Rows take 26 MB of 10; TorchRec's own choice may take host tiers too."""
+    config, on = configure(AllColdPlacement()), machine(device_bytes=10_000_000)
+    predicted = predict_rivals(config, SCHEMA, situation(on))
+    assert {"torchrec planner fused_uvm", PREFETCHED.name} <= set(predicted)
+
+
+def test_there_are_no_host_tiers_on_cpu() -> None:
+    on = machine("cpu")
+    predicted = predict_rivals(configure(AllColdPlacement()), SCHEMA, situation(on))
+    assert list(predicted) == [rival.name for rival in RIVALS]
+
+
+@pytest.mark.parametrize("rival", [*RIVALS, *HOST_RIVALS])
+def test_a_chosen_rival_is_a_configuration(rival: Rival) -> None:
+    """What a prediction names is what is trained where splitting rows does not pay."""
+    config = configure(AllColdPlacement(), PipelineKind.look_ahead)
+    found = _declined(config, rival.name)
+    assert isinstance(found.placement, TorchrecPlacement)
+    assert (found.placement.plan, found.placement.tier) == (rival.plan, rival.tier)
+    assert Rival.of(found) == rival
+    expected = PipelineKind.prefetch if rival.is_prefetched else PipelineKind.sparse_dist
+    assert choose_pipeline(found, machine()) is expected
+
+
+def test_prefetched_tables_are_lru_and_filled_ahead() -> None:
+    placement = TorchrecPlacement(plan=TorchrecPlan.table_wise, tier=CACHED, cache_load_frac=0.3)
+    config, on = configure(placement, PipelineKind.prefetch), machine()
+    unsharded = build_unsharded(
+        config, SCHEMA, None, world_size=RANKS, compute_device="cuda",
+        dense_device=torch.device("meta"),
+    )  # fmt: skip
+    for tables in unsharded.plan(on).plan.values():
+        for sharding in tables.values():  # type: ignore[attr-defined]
+            assert sharding.compute_kernel == "fused_uvm_caching"
+            cache = sharding.cache_params
+            assert (cache.load_factor, cache.prefetch_pipeline) == (0.3, True)
+            assert cache.algorithm.name == "LRU"
+
+
+@pytest.mark.parametrize(
+    ("placement", "device", "found"),
+    [
+        (AllColdPlacement(), "cuda", "got placement=all_cold on cuda"),
+        (TorchrecPlacement(), "cuda", "got placement=torchrec with tier auto on cuda"),
+        (TorchrecPlacement(tier=CACHED), "cpu", "tier fused_uvm_caching on cpu"),
+    ],
+)
+def test_prefetch_without_a_cache_is_refused(placement: Any, device: str, found: str) -> None:
+    config = configure(placement, PipelineKind.prefetch)
+    with pytest.raises(ValueError, match=rf"^pipeline\.kind: expected .* for prefetch.*{found}"):
+        choose_pipeline(config, machine(device))
+
+
+@pytest.mark.parametrize("tier", [ColdTier.fused_uvm, CACHED])
+def test_host_tiers_on_cpu_are_refused_by_their_key(tier: ColdTier) -> None:
+    config = configure(TorchrecPlacement(tier=tier))
+    with pytest.raises(ValueError, match=rf"^placement\.tier: expected fused .* got {tier.name}\."):
+        build_unsharded(
+            config, SCHEMA, None, world_size=1, compute_device="cpu",
+            dense_device=torch.device("meta"),
+        )  # fmt: skip

@@ -1,0 +1,421 @@
+"""Routing against a loop over bags: what is read, where it goes, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.routing.checks import select_features
+from hotrec.routing.features import Column, RoutedFeatures, RoutedGroup, hot_name
+from hotrec.routing.router import Router
+from hotrec.routing.sorting import sort_keys
+from hotrec.types import Partition
+
+DIM = 4
+
+
+@dataclass
+class Drawn:
+    """Columns, partition and a batch: by feature, per sample, its ids; then weights likewise."""
+
+    columns: list[Column]
+    partition: Partition
+    bags: dict[str, list[list[int]]]
+    weights: dict[str, list[list[float]]] | None
+
+    @property
+    def batch_size(self) -> int:
+        return len(next(iter(self.bags.values())))
+
+    def features(self, *, lengths_dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
+        ids = [i for samples in self.bags.values() for bag in samples for i in bag]
+        weights = None
+        if self.weights is not None:
+            flat = [w for samples in self.weights.values() for bag in samples for w in bag]
+            weights = torch.tensor(flat, dtype=torch.float32)
+        return KeyedJaggedTensor(
+            keys=list(self.bags),
+            values=torch.tensor(ids, dtype=torch.int64),
+            lengths=torch.tensor(
+                [len(bag) for samples in self.bags.values() for bag in samples],
+                dtype=lengths_dtype,
+            ),
+            weights=weights,
+            stride=self.batch_size,
+        )
+
+    def weights_of(self, feature: str, sample: int) -> list[float]:
+        bag = self.bags[feature][sample]
+        return [1.0] * len(bag) if self.weights is None else self.weights[feature][sample]
+
+
+@st.composite
+def drawn_batches(draw: st.DrawFn) -> Drawn:
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    num_tables = draw(st.integers(1, 3))
+    batch_size = draw(st.integers(0, 5))
+    most = draw(st.sampled_from([0, 1, 1, 4]))  # only empty bags, one id in each, jagged
+    is_one_hot = most == 1 and draw(st.booleans())
+    kind = draw(st.sampled_from(["all_hot", "all_cold", "mixed"]))
+    num_rows = {f"t{t}": int(rng.choice([1, 2, 6, 30])) for t in range(num_tables)}
+    hot = {}
+    for table, rows in num_rows.items():
+        num_hot = {"all_hot": rows, "all_cold": 0}.get(kind, int(rng.integers(rows + 1)))
+        hot[table] = rng.permutation(rows)[:num_hot]
+    columns, limits = [], {}
+    for index, table in enumerate(num_rows):
+        features = [f"f{index}_{k}" for k in range(int(rng.integers(1, 3)))]
+        if index > 0 and rng.integers(2):
+            features.append("f0_0")  # read from two tables
+        is_mean = bool(rng.integers(2))
+        for feature in features:
+            columns.append(Column(f"{feature}@{table}", feature, table, is_mean))
+            limits[feature] = min(limits.get(feature, 1 << 40), num_rows[table])
+    bags = {
+        feature: [
+            rng.integers(limit, size=1 if is_one_hot else int(rng.integers(most + 1))).tolist()
+            for _ in range(batch_size)
+        ]
+        for feature, limit in limits.items()
+    }
+    weights = None
+    if draw(st.booleans()):
+        weights = {
+            feature: [rng.uniform(-2.0, 2.0, len(bag)).tolist() for bag in samples]
+            for feature, samples in bags.items()
+        }
+    return Drawn(columns, Partition(num_rows, hot), bags, weights)
+
+
+def tables_of(partition: Partition) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        table: torch.randn(rows, DIM, generator=generator)
+        for table, rows in partition.num_rows.items()
+    }
+
+
+def rows_read(
+    group: RoutedGroup, partition: Partition, tables: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """What a lookup of ``group.rows`` returns, (U, DIM), from the unsplit tables."""
+    by_table = {hot_name(table): (table, partition.hot(table)) for table in partition.num_rows}
+    parts = [torch.empty(0, DIM)]
+    for key in group.rows.keys():  # noqa: SIM118 (a KeyedJaggedTensor is no mapping)
+        values = group.rows[key].values()
+        if key in by_table:
+            table, hot = by_table[key]
+            values = torch.from_numpy(hot)[values]
+        else:
+            table = key
+        parts.append(tables[table][values])
+    return torch.cat(parts)
+
+
+def pool_in_a_loop(group: RoutedGroup, rows_UD: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """(B, F, DIM) from ``positions_K`` and ``bag_offsets``, bag by bag."""
+    ends = [*group.bag_offsets.tolist()[1:], group.positions_K.numel()]
+    bags = []
+    for begin, end in zip(group.bag_offsets.tolist(), ends, strict=False):
+        bag = torch.zeros(DIM)
+        for k in range(begin, end):
+            scale = 1.0 if group.scales_K is None else float(group.scales_K[k])
+            bag += scale * rows_UD[int(group.positions_K[k])]
+        bags.append(bag)
+    return torch.stack([*bags, torch.zeros(DIM)])[:-1].view(-1, num_columns, DIM)
+
+
+def pool_without_routing(drawn: Drawn, tables: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(B, F, DIM) from the definition of a bag."""
+    out = torch.zeros(drawn.batch_size, len(drawn.columns), DIM)
+    for f, column in enumerate(drawn.columns):
+        for b, ids in enumerate(drawn.bags[column.feature]):
+            for row, weight in zip(ids, drawn.weights_of(column.feature, b), strict=True):
+                scale = weight / len(ids) if column.is_mean else weight
+                out[b, f] += scale * tables[column.table][row]
+    return out
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(drawn=drawn_batches(), lengths_dtype=st.sampled_from([torch.int32, torch.int64]))
+def test_routing_and_pooling_equal_a_loop_over_bags(
+    drawn: Drawn, lengths_dtype: torch.dtype
+) -> None:
+    router = Router({DIM: drawn.columns}, drawn.partition)
+    routed = router(drawn.features(lengths_dtype=lengths_dtype))
+    tables = tables_of(drawn.partition)
+    [group] = routed.groups
+
+    assert routed.stride() == drawn.batch_size
+    pooled = pool_in_a_loop(group, rows_read(group, drawn.partition, tables), len(drawn.columns))
+    torch.testing.assert_close(pooled, pool_without_routing(drawn, tables), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(drawn=drawn_batches())
+def test_rows_are_distinct_in_range_and_in_their_half(drawn: Drawn) -> None:
+    routed = Router({DIM: drawn.columns}, drawn.partition)(drawn.features())
+    [group] = routed.groups
+    partition = drawn.partition
+
+    read: dict[str, set[int]] = {table: set() for table in partition.num_rows}
+    num_lookups, num_hot_lookups = 0, 0
+    for column in drawn.columns:
+        ids = [row for bag in drawn.bags[column.feature] for row in bag]
+        read[column.table].update(ids)
+        num_lookups += len(ids)
+        num_hot_lookups += int(np.isin(ids, partition.hot(column.table)).sum())
+    found: dict[str, list[int]] = {}
+    for table in partition.num_rows:
+        hot, is_read = partition.hot(table), read[table]
+        keys = group.rows.keys()
+        assert (hot_name(table) in keys) == (hot.size > 0)
+        assert (table in keys) == (hot.size < partition.num_rows[table])
+        slots = group.rows[hot_name(table)].values().tolist() if hot.size else []
+        cold = group.rows[table].values().tolist() if table in keys else []
+        found[table] = hot[slots].tolist() + cold
+        assert set(hot[slots].tolist()) == is_read & set(hot.tolist())
+        assert set(cold) == is_read - set(hot.tolist())
+        assert len(found[table]) == len(is_read)  # each row once
+    assert group.rows.stride() == 1
+    assert routed.num_distinct == [sum(len(rows) for rows in read.values())]
+    assert routed.num_lookups == num_lookups
+    assert routed.num_hot_lookups() == num_hot_lookups
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(drawn=drawn_batches())
+def test_both_directions_hold_the_same_incidence(drawn: Drawn) -> None:
+    routed = Router({DIM: drawn.columns}, drawn.partition)(drawn.features())
+    [group] = routed.groups
+    num_bags = drawn.batch_size * len(drawn.columns)
+    num_ids, [num_distinct] = routed.num_lookups, routed.num_distinct
+
+    def triples(
+        segment_offsets: torch.Tensor, other: torch.Tensor, scales: torch.Tensor | None
+    ) -> list[tuple[int, int, float]]:
+        lengths = torch.diff(segment_offsets, append=torch.tensor([num_ids]))
+        assert (lengths >= 0).all()
+        segments = torch.repeat_interleave(torch.arange(segment_offsets.numel()), lengths)
+        values = torch.ones(num_ids) if scales is None else scales
+        return list(zip(segments.tolist(), other.tolist(), values.tolist(), strict=True))
+
+    assert group.bag_offsets.numel() == num_bags
+    assert group.row_offsets_U.numel() == num_distinct
+    by_bag = triples(group.bag_offsets, group.positions_K, group.scales_K)
+    by_row = triples(group.row_offsets_U, group.bags_K, group.row_scales_K)
+    assert sorted(by_bag) == sorted((bag, row, scale) for row, bag, scale in by_row)
+    assert (group.scales_K is None) == (group.row_scales_K is None)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(drawn=drawn_batches(), seed=st.integers(0, 1 << 30))
+def test_order_of_keys_and_of_ids_does_not_matter(drawn: Drawn, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    router = Router({DIM: drawn.columns}, drawn.partition)
+    features = drawn.features()
+    keys = list(rng.permutation(features.keys()))
+    shuffled_keys = router(select_features(features, keys))
+
+    first, second = router(features).groups[0], shuffled_keys.groups[0]
+    assert torch.equal(first.rows.values(), second.rows.values())
+    assert torch.equal(first.positions_K, second.positions_K)
+    assert torch.equal(first.bag_offsets, second.bag_offsets)
+
+    order = {f: [rng.permutation(len(bag)) for bag in s] for f, s in drawn.bags.items()}
+    mixed = Drawn(
+        drawn.columns,
+        drawn.partition,
+        {f: [[bag[i] for i in o] for bag, o in zip(s, order[f], strict=True)]
+         for f, s in drawn.bags.items()},
+        None
+        if drawn.weights is None
+        else {f: [[w[i] for i in o] for w, o in zip(s, order[f], strict=True)]
+              for f, s in drawn.weights.items()},
+    )  # fmt: skip
+    third = router(mixed.features()).groups[0]
+    assert torch.equal(first.rows.values(), third.rows.values())
+    assert torch.equal(first.bag_offsets, third.bag_offsets)
+    for begin, end in zip(
+        first.bag_offsets.tolist(),
+        [*first.bag_offsets.tolist()[1:], first.positions_K.numel()],
+        strict=False,
+    ):
+        assert sorted(first.positions_K[begin:end].tolist()) == sorted(
+            third.positions_K[begin:end].tolist()
+        )
+
+
+def one_table_router(*, num_rows: int = 20, hot: list[int] | None = None) -> Router:
+    rows = np.array([3, 1, 7] if hot is None else hot, dtype=np.int64)
+    columns = [Column("a", "a", "t", False), Column("b", "b", "t", False)]
+    return Router({DIM: columns}, Partition({"t": num_rows}, {"t": rows}))
+
+
+def two_features(
+    a: list[int], b: list[int], lengths: list[int], *, keys: tuple[str, ...] = ("a", "b")
+) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=list(keys), values=torch.tensor(a + b), lengths=torch.tensor(lengths), stride=2
+    )
+
+
+def test_hot_slots_are_positions_in_the_partition() -> None:
+    routed = one_table_router()(two_features([7, 3], [3, 19], [1, 1, 1, 1]))
+    rows = routed.groups[0].rows
+    assert rows["t_hot"].values().tolist() == [2, 0] or rows["t_hot"].values().tolist() == [0, 2]
+    assert rows["t"].values().tolist() == [19]
+    assert routed.num_hot_lookups() == 3
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "feature", "found"),
+    [
+        ([1, 20], [0, 0], "a", 20),
+        ([1, 1], [0, -1], "b", -1),
+        ([1, 1], [1 << 40, 0], "b", 1 << 40),
+    ],
+)
+def test_id_outside_its_table_is_refused(
+    a: list[int], b: list[int], feature: str, found: int
+) -> None:
+    for lengths in ([1, 1, 1, 1], [2, 0, 0, 2]):  # one-hot and jagged take different paths
+        message = rf"^table t feature {feature}: expected rows in 0\.\.19, got {found}\."
+        with pytest.raises(ValueError, match=message):
+            one_table_router()(two_features(a, b, lengths))
+
+
+def test_missing_feature_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^features: expected 'b' among .* got \['a', 'c'\]"):
+        one_table_router()(two_features([1, 1], [2, 2], [1, 1, 1, 1], keys=("a", "c")))
+
+
+def test_features_beyond_the_columns_are_left_aside() -> None:
+    features = KeyedJaggedTensor(
+        keys=["c", "b", "a"],
+        values=torch.tensor([999, 2, 7]),
+        lengths=torch.tensor([1, 1, 1]),
+    )
+    routed = one_table_router()(features)
+    assert routed.num_lookups == 2
+    assert routed.num_distinct == [2]
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1, 0], [2, 1, 1, 1], [1, 1, 1], [-1, 3, 1, 1]])
+def test_lengths_that_do_not_add_up_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"^features lengths: expected 2 x 2 lengths"):
+        one_table_router()(two_features([1, 1], [2, 2], lengths))
+
+
+def test_weights_with_a_gradient_are_refused() -> None:
+    features = KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.tensor([1, 2]),
+        lengths=torch.tensor([1, 1]),
+        weights=torch.ones(2, requires_grad=True),
+    )
+    with pytest.raises(ValueError, match=r"^features weights: .*without a gradient"):
+        one_table_router()(features)
+
+
+def test_ids_of_32_bits_route_as_those_of_64() -> None:
+    wide = two_features([7, 3], [3, 19], [2, 0, 1, 1])
+    narrow = KeyedJaggedTensor(
+        keys=["a", "b"], values=wide.values().int(), lengths=wide.lengths().int()
+    )
+    first, second = one_table_router()(wide).groups[0], one_table_router()(narrow).groups[0]
+    assert torch.equal(first.rows.values(), second.rows.values())
+    assert second.rows.values().dtype == torch.int64
+    assert torch.equal(first.positions_K, second.positions_K)
+
+
+def test_routed_features_travel() -> None:
+    """Pickled into a worker and out of it, moved to a device; weights too."""
+    router = one_table_router()
+    features = KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.tensor([7, 3, 3, 19]),
+        lengths=torch.tensor([2, 0, 1, 1]),
+        weights=torch.tensor([0.5, 2.0, 1.0, 3.0]),
+    )
+    routed = router(features)
+    again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(router))(features)))
+    moved = routed.to(torch.device("cpu"), non_blocking=True)
+    for other in (again, moved):
+        assert isinstance(other, RoutedFeatures)
+        assert other.batch_size == routed.batch_size == 2
+        for one, two in zip(routed.groups, other.groups, strict=True):
+            assert one.rows.keys() == two.rows.keys()
+            assert torch.equal(one.rows.values(), two.rows.values())
+            assert torch.equal(one.rows.lengths(), two.rows.lengths())
+            for name in ("positions_K", "bag_offsets", "bags_K", "row_offsets_U", "scales_K",
+                         "row_scales_K", "num_hot_lookups"):  # fmt: skip
+                assert torch.equal(getattr(one, name), getattr(two, name)), name
+
+
+def test_routing_twice_is_bitwise_the_same() -> None:
+    features = two_features([7, 3, 7], [3, 19], [3, 0, 1, 1])
+    first, second = one_table_router()(features), one_table_router()(features)
+    assert torch.equal(first.groups[0].positions_K, second.groups[0].positions_K)
+    assert torch.equal(first.groups[0].bags_K, second.groups[0].bags_K)
+
+
+def test_groups_are_routed_each_by_its_own_tables() -> None:
+    columns = {
+        4: [Column("a", "a", "t", False)],
+        8: [Column("b", "b", "u", True)],
+    }
+    partition = Partition({"t": 10, "u": 5}, {"u": np.array([4])})
+    routed = Router(columns, partition)(two_features([9, 9], [4, 0], [2, 0, 2, 0]))
+    assert [list(group.rows.keys()) for group in routed.groups] == [["t"], ["u_hot", "u"]]
+    assert routed.num_distinct == [1, 2]
+    assert routed.groups[0].scales_K is None
+    assert routed.groups[1].scales_K.tolist() == [0.5, 0.5]
+
+
+def test_distinct_rows_move_not_lookups() -> None:
+    """A million lookups of one row are one row to exchange."""
+    num_ids = 100_000
+    features = KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.full((2 * num_ids,), 5),
+        lengths=torch.full((2 * num_ids,), 1),
+    )
+    routed = one_table_router()(features)
+    assert routed.num_distinct == [1]
+    assert routed.num_lookups == 2 * num_ids
+
+
+@pytest.mark.parametrize("form", ["reversed", "read_only", "strided"])
+def test_hot_rows_come_in_any_memory_layout(form: str) -> None:
+    """``np.argsort(counts)[::-1]`` is how one writes "by falling count"."""
+    rows = np.array([7, 1, 3], dtype=np.int64)
+    match form:
+        case "reversed":
+            rows = np.array([3, 1, 7], dtype=np.int64)[::-1]
+        case "strided":
+            rows = np.array([7, 0, 1, 0, 3, 0], dtype=np.int64)[::2]
+        case _:
+            rows.flags.writeable = False
+    columns = [Column("a", "a", "t", False), Column("b", "b", "t", False)]
+    router = Router({DIM: columns}, Partition({"t": 20}, {"t": rows}))
+    routed = router(two_features([7, 3], [3, 19], [1, 1, 1, 1]))
+    assert sorted(routed.groups[0].rows["t_hot"].values().tolist()) == [0, 2]
+
+
+@given(st.lists(st.integers(0, 40), max_size=60), st.booleans())
+def test_sort_keys_is_a_stable_sort(keys: list[int], fits: bool) -> None:
+    # The larger limit leaves no bits for the position, so torch's sort is used.
+    limit = 41 if fits else 1 << 62
+    given_keys = torch.tensor(keys, dtype=torch.int64)
+    sorted_keys, order = sort_keys(given_keys, limit)
+    expected = sorted(range(len(keys)), key=lambda position: keys[position])
+    assert order.tolist() == expected
+    assert sorted_keys.tolist() == sorted(keys)

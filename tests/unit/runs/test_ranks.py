@@ -1,0 +1,105 @@
+"""Which rank ended first, by exit codes and whole seconds; how long ranks may take to end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.run import get_args_parser
+
+from hotrec.cli import ranks
+from hotrec.cli.ranks import ended_first
+from hotrec.runtime.watchdog import EXIT_CODE
+
+TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
+
+
+def failure(folder: Path, rank: int, exit_code: int, at_s: int) -> ProcessFailure:
+    path = folder / f"error-{rank}.json"
+    path.write_text(
+        json.dumps({"message": {"message": "-", "extraInfo": {"timestamp": str(at_s)}}})
+    )
+    return ProcessFailure(local_rank=rank, pid=1, exitcode=exit_code, error_file=str(path))
+
+
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        # The exit code and the second in which each rank ended.
+        ([(1, 100)], 0),
+        ([(EXIT_CODE, 100), (KILL, 100)], 1),
+        ([(EXIT_CODE, 100), (KILL, 101)], 1),
+        ([(KILL, 100), (EXIT_CODE, 100)], 0),
+        # A rank that was stopped: what torchrun kills half a minute later did not end first.
+        ([(EXIT_CODE, 100), (KILL, 130)], 0),
+        ([(TERM, 100), (EXIT_CODE, 100)], 1),
+        ([(TERM, 99), (EXIT_CODE, 100), (1, 100)], 2),
+        ([(EXIT_CODE, 100), (EXIT_CODE, 99), (TERM, 99)], 0),
+        ([(TERM, 101), (TERM, 100)], 0),
+        # Two that failed by themselves: nothing says more than the time.
+        ([(1, 100), (2, 90)], 1),
+    ],
+)
+def test_a_rank_that_failed_by_itself_goes_before_those_that_follow(
+    tmp_path: Path, ends: list[tuple[int, int]], first: int
+) -> None:
+    failures = {rank: failure(tmp_path, rank, code, at_s) for rank, (code, at_s) in enumerate(ends)}
+    assert ended_first(failures) == first
+
+
+REST = ["--nnodes", "1", "-m", "hotrec", "train", "experiment=quickstart"]
+
+
+class Ranks(PContext):
+    """Ranks to be ended, without any."""
+
+    def __init__(self) -> None:
+        self._tail_logs: list[Any] = []
+        self.filtered_stdout = self.filtered_stderr = None
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        self.closed = (death_sig, timeout)
+
+    def _start(self) -> None: ...
+
+    def _poll(self) -> None: ...
+
+    def pids(self) -> dict[int, int]:
+        return {}
+
+
+@pytest.fixture
+def old_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "get_args_parser", argparse.ArgumentParser)
+    monkeypatch.setattr(PContext, "close", PContext.close)
+
+
+@pytest.mark.usefixtures("old_torchrun")
+@pytest.mark.parametrize("option", [["--shutdown-timeout", "150"], ["--shutdown-timeout=150"]])
+def test_ranks_get_their_time_from_an_old_torchrun(option: list[str]) -> None:
+    assert ranks.obey_shutdown_timeout([*option, *REST]) == REST
+    ended = Ranks()
+    # As LocalElasticAgent does.
+    ended.close(signal.SIGTERM)
+    assert ended.closed == (signal.SIGTERM, 150)
+
+
+@pytest.mark.usefixtures("old_torchrun")
+def test_without_the_option_torchruns_time_stands() -> None:
+    assert ranks.obey_shutdown_timeout(REST) == REST
+    ended = Ranks()
+    ended.close(signal.SIGTERM)
+    assert ended.closed == (signal.SIGTERM, 30)
+
+
+def test_a_torchrun_that_has_it_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PContext, "close", PContext.close)
+    given = ["--shutdown-timeout", "150", *REST]
+    has_it = "--shutdown-timeout" in get_args_parser().format_help()
+    assert ranks.obey_shutdown_timeout(given) == (given if has_it else REST)

@@ -1,0 +1,219 @@
+"""The stage clock, with time that moves by what the test says."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from hotrec.cost_model.costs import STAGES
+from hotrec.runtime import stages
+from hotrec.runtime.stages import (
+    EXPOSED_STAGES,
+    RANGE_PREFIX,
+    StageClock,
+    StepIntervals,
+    backward_point,
+    exposed_s,
+    mark,
+    mark_backward,
+    named_range,
+)
+
+CPU = torch.device("cpu")
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(stages, "time", time)
+    return time
+
+
+def measured(clock: StageClock, step: int = -1) -> dict[str, float]:
+    """What the clock measured, without the stages that took no time."""
+    return {stage: float(s[step]) for stage, s in clock.seconds().items() if s[step]}
+
+
+def test_a_mark_books_the_time_since_the_last_one(time: Time) -> None:
+    clock = StageClock(CPU)
+    for factor in (1, 10, 100):
+        time.now_s += 1000  # between steps: nobody's
+        with clock.step():
+            for stage, seconds in (("route", 1), ("dense", 2), ("route", 4)):
+                time.now_s += seconds * factor
+                mark(stage)
+            time.now_s += 8 * factor
+    assert clock.num_steps == 3
+    assert measured(clock, 0) == {"route": 5, "dense": 2, "optimizer": 8}
+    assert list(clock.seconds()) == list(STAGES)
+    assert clock.medians()["route"] == 50
+    clock.clear()
+    assert clock.num_steps == 0
+    assert clock.medians() == {}
+
+
+def test_marks_outside_a_step_do_nothing(time: Time) -> None:
+    clock = StageClock(CPU)
+    with clock.step():
+        time.now_s += 1
+    time.now_s += 1
+    mark("dense")
+    with pytest.raises(ZeroDivisionError), clock.step():
+        raise ZeroDivisionError
+    mark("dense")
+    assert clock.num_steps == 1  # a step that failed is none
+    assert measured(clock) == {"optimizer": 1}
+    weight = torch.ones(3, requires_grad=True)
+    assert mark_backward(weight, "dense") is weight
+    assert backward_point("dense", weight) is None
+
+
+def test_a_clock_inside_another_takes_the_marks(time: Time) -> None:
+    outer, inner = StageClock(CPU), StageClock(CPU)
+    with outer.step():
+        with inner.step():
+            time.now_s += 1
+            mark("pool")
+        time.now_s += 2
+        mark("route")
+    assert measured(inner) == {"pool": 1}
+    assert measured(outer) == {"route": 3}
+
+
+def test_backward_comes_to_marks_in_the_opposite_order(time: Time) -> None:
+    def slow(tensor: torch.Tensor, seconds: float) -> torch.Tensor:
+        """Multiplies by two; backward takes ``seconds``."""
+        out = tensor * 2
+
+        def take(_: torch.Tensor) -> None:
+            time.now_s += seconds
+
+        out.register_hook(take)
+        return out
+
+    clock = StageClock(CPU)
+    rows = torch.ones(3, requires_grad=True)
+    dense = torch.ones(3, requires_grad=True)
+    with clock.step():
+        before_lookup = backward_point("row_update", rows)
+        looked_up = mark_backward(slow(rows, 1), "grads_exchange", before_lookup)
+        bottom_is_undone = backward_point("dense", rows)
+        bottom = slow(dense, 2)  # does not depend on the rows
+        pooled = mark_backward(slow(looked_up, 4), "dense", bottom_is_undone)
+        loss = mark_backward(slow(pooled + bottom, 8).sum(), "ids_exchange")
+        time.now_s += 16
+        loss.backward()
+    assert measured(clock) == {
+        "ids_exchange": 16,
+        "dense": 8 + 4 + 2,  # the top, and the bottom with what was computed after it
+        "row_update": 1,
+    }
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [8, 8, 8]  # marks change no gradient
+    assert dense.grad is not None
+    assert dense.grad.tolist() == [4, 4, 4]
+
+
+def test_evaluation_inside_a_step_has_no_backward(time: Time) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with StageClock(CPU).step(), torch.no_grad():
+        point = backward_point("dense", weight)
+        assert point is None
+        assert not mark_backward(weight * 2, "dense", point).requires_grad
+
+
+def test_intervals_say_when_a_stage_was(time: Time) -> None:
+    clock = StageClock(CPU)
+    for start_s in (100.0, 200.0):
+        time.now_s = start_s
+        with clock.step():
+            for stage, seconds in (("route", 1), ("dense", 2), ("route", 4)):
+                time.now_s += seconds
+                mark(stage)
+    assert [step.start_s for step in clock.intervals()] == [100.0, 200.0]
+    assert clock.intervals()[1] == StepIntervals(
+        200.0,
+        207.0,
+        [
+            ("route", 200.0, 201.0),
+            ("dense", 201.0, 203.0),
+            ("route", 203.0, 207.0),
+            ("optimizer", 207.0, 207.0),
+        ],
+    )
+
+
+def test_exposed_communication_is_summed_up_step_by_step(time: Time) -> None:
+    assert set(EXPOSED_STAGES) < set(STAGES)
+    clock = StageClock(CPU)
+    for factor in (1, 10):
+        with clock.step():
+            for power, stage in enumerate(STAGES):
+                time.now_s += factor * 2.0**power
+                mark(stage)
+    one = sum(2.0 ** STAGES.index(stage) for stage in EXPOSED_STAGES)
+    assert exposed_s(clock.seconds()).tolist() == [one, 10 * one]
+    assert exposed_s(clock.medians()) == 5.5 * one
+    with pytest.raises(KeyError, match="hot_exchange"):
+        exposed_s({stage: np.zeros(1) for stage in STAGES if stage != "hot_exchange"})
+
+
+def profiled_ranges(work: Any) -> dict[str, set[int]]:
+    """Threads on which each named range was recorded while ``work`` ran."""
+    found: dict[str, set[int]] = {}
+    config = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
+        work()
+    events: Any = profiler.events()
+    for event in events:
+        if event.name.startswith(RANGE_PREFIX):
+            found.setdefault(event.name.removeprefix(RANGE_PREFIX), set()).add(event.thread)
+    return found
+
+
+def test_a_named_range_is_recorded_on_every_thread() -> None:
+    before = threading.Event()
+
+    def communicate() -> None:
+        before.wait()  # this thread is older than the profiler
+        with named_range("rows_exchange"):
+            pass
+
+    def work() -> None:
+        before.set()
+        thread.join()
+        with named_range("outer"), named_range("inner"):
+            pass
+
+    thread = threading.Thread(target=communicate)
+    thread.start()
+    try:
+        found = profiled_ranges(work)
+    finally:
+        before.set()
+        thread.join()
+    assert set(found) == {"rows_exchange", "outer", "inner"}
+    assert found["outer"] == found["inner"]
+    assert found["rows_exchange"].isdisjoint(found["outer"])
+
+
+def test_without_a_profiler_a_named_range_records_nothing() -> None:
+    with named_range("early") as nothing:
+        assert nothing is None
+    assert set(profiled_ranges(lambda: None)) == set()
+    with pytest.raises(ZeroDivisionError), named_range("late"):
+        raise ZeroDivisionError
