@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
+from hotrec.bench.benchmark import CaseChooser, measure
 from hotrec.bench.cases import Case
-from hotrec.bench.command import CaseChooser, measure
 from hotrec.bench.page import markdown_table, plain_table
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.bench import BenchConfig, BenchPipeline, BenchRootConfig

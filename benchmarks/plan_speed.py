@@ -24,10 +24,11 @@ import numpy as np
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import TableDemand, build_demand
+from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram, merge_histograms
 from hotrec.cost_model.memory import memory_by_rank
-from hotrec.cost_model.step import Workload
-from hotrec.planning.optimise import Choice, InfeasibleError, Limits, optimise
+from hotrec.planning.optimise import Choice, optimise
+from hotrec.planning.optimise_limits import InfeasibleError, Limits
 
 TARGET_S, TARGET_BYTES = 10.0, 4e9
 NUM_SAMPLES = 100_000_000

@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 
 from hotrec.bench.page import markdown_table
-from hotrec.cost_model.costs import STAGES
+from hotrec.types import STAGES
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402

@@ -41,6 +41,7 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.demand import Floats, TableDemand, coverage, prob_met
+from hotrec.cost_model.forms import StepPrediction, Workload
 from hotrec.cost_model.memory import memory_by_rank
 from hotrec.cost_model.profile import read_profile
 from hotrec.cost_model.quantities import (
@@ -49,9 +50,10 @@ from hotrec.cost_model.quantities import (
     predict_torchrec,
     torchrec_quantities,
 )
-from hotrec.cost_model.step import StepPrediction, Workload, make_step_model
+from hotrec.cost_model.step import make_step_model
 from hotrec.models.flops import dense_flops
-from hotrec.planning.optimise import Limits, optimise
+from hotrec.planning.optimise import optimise
+from hotrec.planning.optimise_limits import Limits
 from hotrec.report.units import show_count, show_frac
 from hotrec.types import Exchange, TablePlacement, Tier
 

@@ -30,11 +30,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.transforms import blended_transform_factory
 
-from hotrec.cost_model.costs import STAGES
 from hotrec.report.style import GRID, INK, SOFT_INK, report_style, to_png
 from hotrec.report.units import show_frac, show_seconds
 from hotrec.runtime.stages import EXPOSED_STAGES
 from hotrec.train.trace import RANGE, STAGE, STEP, merge_traces, read_trace, write_trace
+from hotrec.types import STAGES
 
 # Computing in cool and earthen colours, exchanges in warm ones: waiting stands out.
 COLORS = {

@@ -1,268 +1,71 @@
-"""From configuration and partition to the sharded model: tables, plan, shards, optimizer."""
+"""From configuration and plan to what a rank trains: sharded model, pipeline, loaders."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 
-from hotrec.config.groups import Dcnv2Config, ModelConfig, OptimizerConfig, OptimizerKind
+from hotrec.config.groups import (
+    AllHotOrder,
+    OrderAssign,
+)
 from hotrec.config.placements import (
-    ColdTier,
     HotColdConfig,
     Routing,
-    TieredConfig,
-    TorchrecPlacement,
 )
-from hotrec.config.placements import HotExchange as Exchange
 from hotrec.config.roots import Config
-from hotrec.config.sections import Device, PipelineKind, PlannerConfig
+from hotrec.config.sections import PipelineKind
+from hotrec.cost_model.costs import World
+from hotrec.data.all_hot import (
+    AllHotSamples,
+    SampleSubset,
+    count_steps_of_kinds,
+    read_all_hot,
+    write_all_hot,
+)
 from hotrec.data.batch import Batch
+from hotrec.data.chunks import Dataset
+from hotrec.data.loader import make_loader, num_steps
+from hotrec.data.locality import Assign, ByOwner, Shard
 from hotrec.doctor.machine import read_memory
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
-from hotrec.embedding.fused import check_optimizer, fused_params
+from hotrec.embedding.hot_choice import HotExchange, Seconds
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.sharding import HotColdSharder
-from hotrec.embedding.update_rules import OptimizerKind as Rule
-from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.models.dense import check_compiler, set_up_dense_layers, use_precision
-from hotrec.models.task import ClickTask
-from hotrec.models.zoo import ModelKind as Arch
-from hotrec.models.zoo import build_model
-from hotrec.planning.constraints import ColdTier as Tier
+from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.models.dense import check_compiler, use_precision
 from hotrec.planning.constraints import (
     MissCurve,
-    TorchRecPlan,
-    cold_tier_for,
-    placement_constraints,
-    torchrec_constraints,
 )
-from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine, free_device_bytes
-from hotrec.planning.pipelines import choose_pipeline, hot_exchange_of, make_look_ahead
-from hotrec.planning.torchrec_plan import host_tier_bytes, make_plan
+from hotrec.planning.machine import Machine
+from hotrec.planning.pipelines import choose_pipeline, hot_exchange_of
+from hotrec.planning.torchrec_plan import host_tier_bytes
+from hotrec.planning.training_plan import Settled
+from hotrec.planning.unsharded import build_unsharded, optimizer_specs
 from hotrec.routing.features import RoutedFeatures
-from hotrec.runtime.codecs import compress_dense, wire_codecs
+from hotrec.runtime.codecs import compress_dense
 from hotrec.runtime.memory import check_mappable
-from hotrec.runtime.ranks import all_gather_object, same_verdict
+from hotrec.runtime.ranks import Ranks, all_gather_object, same_verdict
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
 from hotrec.runtime.wire import WireType
+from hotrec.train.alternate import AlternatingLoader, Alternation
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import Partition, Placement, Schema
-from hotrec.types import Tier as PlacedTier
-
-GIB = 1 << 30
-PLACED_TIERS = {
-    Tier.FUSED: PlacedTier.DEVICE,
-    Tier.UVM: PlacedTier.HOST,
-    Tier.UVM_CACHING: PlacedTier.HOST_CACHED,
-}
-# What `hotrec plan` plans for where no GPU can be asked: an H100's memory.
-ASSUMED_DEVICE_GIB = 80.0
-
-
-def chosen_device(device: Device) -> str:
-    """The device's type: "cpu" or "cuda"."""
-    if device is Device.auto:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device.name
-
-
-def optimizer_specs(optimizer: OptimizerConfig) -> tuple[OptimizerSpec, OptimizerSpec]:
-    """The rules of the embedding rows and of the dense layers."""
-    constants = {
-        name: getattr(optimizer, name)
-        for name in ("eps", "beta1", "beta2")
-        if hasattr(optimizer, name)
-    }
-    embedding = OptimizerSpec(Rule(optimizer.kind.name), optimizer.learning_rate, **constants)
-    kind = optimizer.dense_kind or optimizer.kind
-    if kind is OptimizerKind.rowwise_adagrad:
-        kind = OptimizerKind.adagrad  # a dense layer has no rows
-    rate = optimizer.dense_learning_rate
-    dense = OptimizerSpec(
-        Rule(kind.name), optimizer.learning_rate if rate is None else rate, **constants
-    )
-    return embedding, dense
-
-
-def table_configs(schema: Schema, model: ModelConfig) -> list[EmbeddingBagConfig]:
-    """TorchRec's description of the dataset's tables."""
-    return [
-        EmbeddingBagConfig(
-            name=table.name,
-            num_embeddings=table.num_rows,
-            embedding_dim=model.embedding_dim,
-            feature_names=[feature.name for feature in schema.features_of(table.name)],
-            pooling=PoolingType[model.pooling.name.upper()],
-        )
-        for table in schema.tables
-    ]
-
-
-def row_bytes(schema: Schema, config: Config) -> dict[str, int]:
-    """Bytes of one row with its optimizer state, by table."""
-    dim = config.model.embedding_dim
-    embedding, _ = optimizer_specs(config.optimizer)
-    num_bytes = 4 * dim + embedding.state_bytes_per_row(dim)
-    return {table.name: num_bytes for table in schema.tables}
-
-
-def make_machine(
-    planner: PlannerConfig, *, world_size: int, ranks_per_host: int, device: str, batch_size: int
-) -> Machine:
-    """The machine to plan for: as configured, else as found."""
-    device_bytes = int(ASSUMED_DEVICE_GIB * GIB)
-    if planner.hbm_gib is not None:
-        device_bytes = int(planner.hbm_gib * GIB)
-    elif device == "cuda" and torch.cuda.is_available():
-        device_bytes = free_device_bytes()
-    host_bytes = read_memory()[0]
-    if planner.host_gib is not None:
-        host_bytes = int(planner.host_gib * GIB)
-    return Machine(
-        world_size=world_size,
-        local_world_size=ranks_per_host,
-        device=device,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        batch_size=batch_size,
-    )
-
-
-def replica_memory_bytes(machine: Machine) -> int:
-    """Memory that a rank's hot rows must fit into."""
-    if machine.device == "cuda":
-        return int((1 - DEVICE_RESERVED_FRAC) * machine.device_bytes)
-    return machine.host_bytes // machine.local_world_size
-
-
-@dataclass(frozen=True)
-class Unsharded:
-    """The model before sharding, on no device yet, and how it is to be sharded.
-
-    Args:
-        task: model and loss.
-        embeddings: the collection in it.
-        sharders: TorchRec's word for who shards which module.
-        constraints: for the planner.
-    """
-
-    task: nn.Module
-    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
-    sharders: list[ModuleSharder[nn.Module]]
-    constraints: dict[str, ParameterConstraints] | None
-
-    def plan(self, machine: Machine) -> ShardingPlan:
-        return make_plan(self.task, self.sharders, machine, self.constraints)
-
-
-def build_unsharded(
-    config: Config,
-    schema: Schema,
-    placed: Placement | None,
-    *,
-    world_size: int,
-    compute_device: str,
-    dense_device: torch.device,
-    curves: Mapping[str, MissCurve] | None = None,
-) -> Unsharded:
-    """Build the model and say how to shard it.
-
-    Args:
-        placed: None for TorchRec's plans on unsplit tables.
-        curves: misses of the device caches of host tables, by table, for TorchRec's planner.
-        compute_device: "cpu" or "cuda", where the shards will be; need not be there to plan.
-        dense_device: of the dense layers; "meta" to plan only.
-
-    Raises:
-        ValueError: if the device has no exact kernel for the optimizer, or no such memory tier.
-    """
-    tables = table_configs(schema, config.model)
-    meta = torch.device("meta")
-    spec, _ = optimizer_specs(config.optimizer)
-    placement, wire_type = config.placement, WireType(config.pipeline.wire.value)
-    has_sharded = placed is None or placed.partition.total_hot < placed.partition.total_rows
-    check_optimizer(spec, torch.device(compute_device), has_cold=has_sharded)
-    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
-    sharders: list[ModuleSharder[nn.Module]]
-    constraints: dict[str, ParameterConstraints] | None
-    if isinstance(placement, TorchrecPlacement):
-        embeddings = EmbeddingBagCollection(tables=tables, device=meta)
-        codecs = wire_codecs(wire_type, [config.model.embedding_dim])
-        sharders = [EmbeddingBagCollectionSharder(fused_params(spec), codecs)]
-        constraints = torchrec_constraints(
-            tables,
-            TorchRecPlan(placement.plan.name),
-            batch_size=config.trainer.batch_size,
-            tier=_tier(placement.tier, compute_device, Tier.FUSED, "placement.tier"),
-            cache_load_factor=placement.cache_load_frac,
-            is_prefetched=config.pipeline.kind is PipelineKind.prefetch,
-        )
-    else:
-        assert placed is not None
-        embeddings = HotColdEmbeddingBagCollection(tables, placed, device=meta)
-        sharders = [HotColdSharder(spec, hot_exchange_of(placement, placed), wire_type)]
-        constraints = placement_constraints(placed, curves)
-    model = _build_model(config, embeddings, num_dense=len(schema.dense), device=dense_device)
-    return Unsharded(ClickTask(model, world_size), embeddings, sharders, constraints)
-
-
-def as_placement(placement: HotColdConfig, partition: Partition, device: str) -> Placement:
-    """The placement of a partition, with the exchange and tier that the configuration says.
-
-    Raises:
-        ValueError: if the device has no such memory tier.
-    """
-    assert isinstance(placement, TieredConfig), placement
-    return Placement.alike(
-        partition,
-        PLACED_TIERS[_tier(placement.cold_tier, device, Tier.UVM_CACHING, "placement.cold_tier")],
-        placement.cache_load_frac,
-        is_hot_dense=placement.hot_exchange is Exchange.dense,
-    )
-
-
-def _tier(tier: ColdTier, device: str, on_cuda: Tier, key: str) -> Tier:
-    if tier is ColdTier.auto:
-        return on_cuda if device == "cuda" else Tier.FUSED
-    return cold_tier_for(device, Tier(tier.name), key)
-
-
-def _build_model(
-    config: Config, embeddings: nn.Module, *, num_dense: int, device: torch.device
-) -> nn.Module:
-    model = config.model
-    cross: dict[str, int] = {}
-    if isinstance(model, Dcnv2Config):
-        cross = {
-            "cross_num_layers": model.cross_num_layers,
-            "cross_low_rank_dim": model.cross_low_rank_dim,
-        }
-    built = build_model(
-        Arch(model.kind.name),
-        embeddings,
-        num_dense=num_dense,
-        dense_layer_sizes=model.dense_layer_sizes,
-        over_layer_sizes=model.over_layer_sizes,
-        seed=config.trainer.seed,
-        device=device,
-        **cross,
-    )
-    trainer = config.trainer
-    set_up_dense_layers(built, device, trainer.precision, is_compiled=trainer.compile)
-    return built
+from hotrec.types import Exchange, Placement, Schema, Sharding
 
 
 @dataclass(frozen=True)
@@ -388,3 +191,267 @@ def _inspector(
         return BatchFacts(num_distinct, int(batch.sparse.values().numel()), 0)
 
     return inspect_unrouted
+
+
+def make_look_ahead(
+    config: Config,
+    model: nn.Module,
+    device: torch.device,
+    hot_exchange: HotExchange,
+    machine: Machine,
+) -> LookAhead:
+    """What the pipeline look_ahead needs for a model that was sharded for it.
+
+    Args:
+        machine: whose costs choose how gradients of hot rows travel, if it has been measured.
+    """
+    wire_type = WireType(config.pipeline.wire.value)
+
+    def make_rows() -> RowsAhead:
+        return RowsAhead(
+            model,
+            device,
+            depth=config.pipeline.depth,
+            wire_type=wire_type,
+            hot_exchange=hot_exchange,
+            seconds=_measured_seconds(machine),
+            timeout_s=config.trainer.timeout_s,
+        )
+
+    return LookAhead(make_rows, config.pipeline.micro_batches, wire_type)
+
+
+def _measured_seconds(machine: Machine) -> Seconds | None:
+    """Seconds of collectives by bytes; None unless they were measured with so many ranks."""
+    costs = machine.costs
+    if costs is None:
+        return None
+    world = World(machine.world_size, machine.local_world_size)
+    measured = {curve.kind for curve in costs.curves if curve.world == world}
+    wanted = ("all_gather", "all_to_all", "all_reduce")
+    if not measured.issuperset(wanted):
+        return None
+
+    def seconds_of(kind: str) -> Callable[[float], float]:
+        return lambda num_bytes: costs.collective(kind, world, num_bytes).seconds(
+            num_bytes=num_bytes
+        )
+
+    return {kind: seconds_of(kind) for kind in wanted}
+
+
+logger = logging.getLogger(__name__)
+
+
+def owned_tables(placement: Placement) -> list[str]:
+    """Tables with cold rows that travel to the ranks that read them.
+
+    Pooled vectors travel for every sample that is elsewhere, whatever it reads, so tables that are
+    exchanged pooled are not among them.
+    """
+    partition = placement.partition
+    return [
+        name
+        for name, num_rows in partition.num_rows.items()
+        if partition.num_hot(name) < num_rows and placement.tables[name].exchange is Exchange.ROWS
+    ]
+
+
+def check_assign(config: Config, placement: Placement | None) -> None:
+    """Refuse order.assign=by_owner where no row has an owner.
+
+    Args:
+        placement: as settled; None for TorchRec's plans.
+
+    Raises:
+        ValueError: the same on every rank.
+    """
+    if config.order.assign is not OrderAssign.by_owner:
+        return
+    if placement is not None and owned_tables(placement):
+        return
+    found = "TorchRec's own plan"
+    if placement is not None:
+        found = f"{placement.partition.policy}: none"
+    raise ValueError(
+        "order.assign: expected a placement with cold rows that are exchanged as rows for "
+        f"by_owner, got {found}. Choose order.assign=as_read, or a placement such as "
+        "placement=coverage."
+    )
+
+
+def choose_assign(
+    config: Config, schema: Schema, placement: Placement | None, plan: ShardingPlan
+) -> ByOwner | None:
+    """What assigns the training samples, None for as they are read.
+
+    Args:
+        placement: that passed ``check_assign``.
+        plan: by which the tables are sharded.
+    """
+    if config.order.assign is not OrderAssign.by_owner:
+        return None
+    assert placement is not None
+    logger.info(
+        "order.assign=by_owner: each training sample goes to the rank that holds most of its cold "
+        "rows; loader workers read the ids of the whole global batch"
+    )
+    return by_owner(schema, placement, plan)
+
+
+def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwner:
+    """``ByOwner`` for the tables of a plan.
+
+    Raises:
+        RuntimeError: if the plan shards a table neither row-wise nor table-wise.
+    """
+    shards = {table: _shards(table, plan) for table in owned_tables(placement)}
+    hot_rows = {table: placement.partition.hot(table) for table in shards}
+    return ByOwner(schema, shards, hot_rows)
+
+
+def _shards(table: str, plan: ShardingPlan) -> list[Shard]:
+    """The shards that hold rows, in the order of the rows."""
+    found = [
+        (shard, sharding.sharding_type)
+        for module_plan in plan.plan.values()
+        if isinstance(module_plan, EmbeddingModuleShardingPlan)
+        for name, sharding in module_plan.items()
+        if name == table and isinstance(sharding.sharding_spec, EnumerableShardingSpec)
+        for shard in sharding.sharding_spec.shards
+    ]
+    types = {sharding_type for _, sharding_type in found}
+    if len(types) != 1 or not types <= {Sharding.ROW_WISE.value, Sharding.TABLE_WISE.value}:
+        raise RuntimeError(
+            f"plan table {table}: expected it row-wise or table-wise once, got "
+            f"{sorted(types) or 'no shards'}. Use the pinned torchrec (see `hotrec doctor`)."
+        )
+    shards = []
+    for found_shard, _ in found:
+        assert found_shard.placement is not None, table
+        if found_shard.shard_sizes[0]:
+            shards.append(Shard(found_shard.shard_offsets[0], found_shard.placement.rank()))
+    return sorted(shards, key=lambda shard: shard.first_row)
+
+
+SPLIT = "train"
+
+
+ALL_HOT = "all_hot"
+
+
+def find_all_hot(
+    config: Config, dataset: Dataset, settled: Settled, run_dir: Path, *, is_resumed: bool
+) -> AllHotSamples | None:
+    """The all-hot samples that order=all_hot needs, None for another order; collective.
+
+    Args:
+        is_resumed: the run goes on with its own checkpoint, so what it kept must still hold.
+
+    Raises:
+        ValueError: if nothing is hot, so that no sample can be all-hot.
+        ArtifactError: if the run kept those of another dataset or partition.
+    """
+    if not isinstance(config.order, AllHotOrder):
+        return None
+    partition, artifact = settled.partition, settled.artifact
+    if partition is None or artifact is None or partition.total_hot == 0:
+        found = "TorchRec's own plan" if partition is None else f"{partition.policy}: 0 hot rows"
+        raise ValueError(
+            f"order: expected a placement with hot rows for order=all_hot, got {found}. "
+            "Choose order=shuffled, or a placement that replicates rows, such as "
+            "placement=coverage."
+        )
+    path = run_dir / ALL_HOT
+    if is_resumed and path.exists():
+        return read_all_hot(dataset, SPLIT, partition_hash=artifact.content_hash, path=path)
+    return write_all_hot(
+        dataset, SPLIT, partition, partition_hash=artifact.content_hash, output=path
+    )
+
+
+def count_epoch_steps(
+    config: Config, dataset: Dataset, samples: AllHotSamples | None, world_size: int
+) -> int:
+    """Steps of an epoch, the same on every rank."""
+    batch_size = config.trainer.batch_size
+    if samples is None:
+        return num_steps(dataset, SPLIT, batch_size, world_size)
+    return sum(count_steps_of_kinds(samples, batch_size=batch_size, world_size=world_size))
+
+
+def make_alternation(
+    config: Config, samples: AllHotSamples | None, world_size: int
+) -> Alternation | None:
+    """What says which kind of batch is next, None where there is one kind only; logs the order."""
+    order, trainer = config.order, config.trainer
+    if samples is None or not isinstance(order, AllHotOrder):
+        return None
+    all_hot, mixed = count_steps_of_kinds(
+        samples, batch_size=trainer.batch_size, world_size=world_size
+    )
+    logger.info(
+        "order=all_hot: training samples are reordered: %d of %d (%.1f%%) are all-hot and come in "
+        "batches of their own; an epoch is %d all-hot and %d mixed steps, in blocks of %.3g of "
+        "each kind's at first%s",
+        sum(samples.num_all_hot),
+        samples.num_samples,
+        100 * samples.frac,
+        all_hot,
+        mixed,
+        order.start_rate,
+        "" if trainer.eval_every_steps and trainer.eval_splits else "; no evaluation changes that",
+    )
+    if all_hot == 0:
+        logger.warning("order=all_hot: no sample is all-hot, so no step saves the cold exchange")
+    return Alternation(
+        all_hot,
+        mixed,
+        start_rate=order.start_rate,
+        least_rate=order.least_rate,
+        patience=order.patience,
+    )
+
+
+def make_train_loader(
+    config: Config,
+    ranks: Ranks,
+    transform: Callable[[Any], Any] | None,
+    samples: AllHotSamples | None,
+    alternation: Alternation | None,
+    assign: Assign | None,
+) -> Any:
+    """The loader of all training steps; collective.
+
+    Args:
+        transform: of the ids, in the workers.
+        samples: of ``find_all_hot``.
+        alternation: of ``make_alternation``.
+        assign: of ``hotrec.data_assign.choose_assign``.
+    """
+    trainer = config.trainer
+
+    def make(subset: SampleSubset | None) -> Any:
+        return make_loader(
+            config.paths.dataset,
+            SPLIT,
+            batch_size=trainer.batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            seed=trainer.seed,
+            epochs=trainer.num_epochs,
+            shuffle=True,
+            num_workers=trainer.num_workers,
+            transform=transform,
+            pin_memory=ranks.device.type == "cuda",
+            subset=subset,
+            assign=assign,
+        )
+
+    if samples is None or alternation is None:
+        return same_verdict(lambda: make(None))
+    subsets = {kind: samples.subset(is_all_hot=kind) for kind in (True, False)}
+    loaders = same_verdict(
+        lambda: {kind: make(subset) for kind, subset in subsets.items() if subset.num_samples}
+    )
+    return AlternatingLoader(loaders.get(True), loaders.get(False), alternation)

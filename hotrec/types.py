@@ -22,6 +22,21 @@ import numpy.typing as npt
 
 Rows = npt.NDArray[np.int64]
 
+# The parts of a step, in the order in which a step comes to them.
+STAGES = (
+    "route",  # ids -> hot slots and cold rows
+    "ids_exchange",  # asking the owners, and waiting for that
+    "row_lookup",  # reading rows, hot and for others
+    "rows_exchange",  # waiting for rows
+    "pool",  # bags of rows, forward and backward
+    "dense",  # dense layers and loss, forward and backward
+    "grads_exchange",  # waiting for gradients of cold rows
+    "row_update",  # optimizer of cold rows
+    "hot_exchange",  # gradients of replicated rows
+    "optimizer",  # of hot rows and dense layers
+    "other",  # what every step pays, whatever it does; the dense layers' gradients are in it
+)
+
 
 @dataclass(frozen=True)
 class Table:

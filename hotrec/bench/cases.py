@@ -17,7 +17,7 @@ from hotrec.bench.blocks import Block
 from hotrec.bench.machine import resident_bytes
 from hotrec.bench.samples import ZipfTables, assigned_batches
 from hotrec.bench.semi_sync import SemiSyncPipeline, refuse_caches
-from hotrec.build import Sharded, as_placement, build_sharded, make_machine
+from hotrec.build import Sharded, build_sharded, by_owner
 from hotrec.config.bench import (
     HOT_COLD_CASES,
     BenchCase,
@@ -44,7 +44,6 @@ from hotrec.config.sections import PipelineConfig, PipelineKind, TrainerConfig, 
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.data.batch import Batch
-from hotrec.data_assign import by_owner
 from hotrec.planning.machine import Machine
 from hotrec.planning.policies import (
     choose_all_cold,
@@ -53,6 +52,7 @@ from hotrec.planning.policies import (
     choose_min_accesses,
 )
 from hotrec.planning.scenario import Situation, describe_situation, planned_pipeline
+from hotrec.planning.unsharded import as_placement, make_machine
 from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.train.pipelines import Pipeline

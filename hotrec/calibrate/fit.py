@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hotrec.cost_model.costs import STAGES, Costs, CostsError
+from hotrec.cost_model.costs import Costs, CostsError
+from hotrec.cost_model.store import find_costs
+from hotrec.runtime.run_dir import PREDICTION, SUMMARY
+from hotrec.types import STAGES
 
 # Joins the names of stages that were measured together, as in "row_update+hot_exchange".
 JOINT = "+"
@@ -111,3 +116,51 @@ def _check_stages(run: StageTimes) -> None:
                 raise CostsError(
                     f"run {what}_stage_s {names}: expected seconds of at least 0, got {seconds!r}."
                 )
+
+
+def fit_from_run(run_dir: Path, where: str) -> Costs:
+    """Correct the costs that a run was planned with by what its stages took.
+
+    Args:
+        run_dir: of a training run that predicted and measured its stages.
+        where: the costs that it was planned with, a directory or the name of a built-in set.
+
+    Raises:
+        CostsError: if the run lacks either, looked ahead, or was planned with other costs.
+    """
+    summary = _read_document(run_dir / SUMMARY)
+    if summary.get("pipeline") == "look_ahead":
+        raise CostsError(
+            f"{run_dir / SUMMARY} pipeline: expected sparse_dist or base, whose stages are all on "
+            "the main thread, got look_ahead. Take a run with pipeline=sparse_dist."
+        )
+    times = []
+    for key in ("predicted_stage_s", "measured_stage_s"):
+        found = summary.get(key)
+        if not isinstance(found, Mapping) or not found:
+            raise CostsError(
+                f"{run_dir / SUMMARY} {key}: expected seconds by stage, got {found!r}. Take a run "
+                "that was planned with costs and made more than 50 steps."
+            )
+        times.append({str(stage): seconds for stage, seconds in found.items()})
+    costs = find_costs(where)
+    planned = _read_document(run_dir / PREDICTION).get("costs", {}).get("name")
+    if planned != costs.name:
+        raise CostsError(
+            f"{run_dir / PREDICTION}: expected a run planned with the costs {costs.name!r} of "
+            f"{where}, got one planned with {planned!r}. Set paths.costs to those."
+        )
+    return fit_corrections(costs, [StageTimes(*times)], {"fitted_from": str(run_dir)})
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CostsError(
+            f"{path}: expected what `hotrec train` writes, got {error!r}. Correct "
+            "calibrate.from_run."
+        ) from error
+    if not isinstance(document, dict):
+        raise CostsError(f"{path}: expected a JSON object, got {type(document).__name__}.")
+    return document

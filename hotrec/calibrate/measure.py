@@ -1,20 +1,15 @@
-"""``hotrec calibrate``: measure what the machine takes for the parts of a training step."""
+"""Costs of a machine, measured: all kernels and collectives, on all ranks at the same time."""
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from hotrec.build import chosen_device
 from hotrec.calibrate.clock import Effort
 from hotrec.calibrate.collectives import (
     Network,
@@ -22,97 +17,17 @@ from hotrec.calibrate.collectives import (
     measure_overlap,
     num_network_points,
 )
-from hotrec.calibrate.fit import StageTimes, fit_corrections
 from hotrec.calibrate.kernels import Point, fit_line, largest_error, measure_probe
 from hotrec.calibrate.memory import measure_memory, settle_memory
 from hotrec.calibrate.probes import Bench, Subject, all_probes, group_alone
 from hotrec.calibrate.steps import correct_by_steps, num_step_points
-from hotrec.config.roots import Config
-from hotrec.cost_model.costs import KERNELS, Costs, CostsError, Line, Link, World
-from hotrec.cost_model.store import find_costs, write_costs
-from hotrec.data.chunks import Dataset
+from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.runtime.fingerprint import read_fingerprint
 from hotrec.runtime.ranks import (
     Ranks,
     all_gather_object,
     broadcast_object,
-    process_group,
-    same_verdict,
 )
-
-logger = logging.getLogger(__name__)
-
-# Without a dataset: columns as of the Criteo logs, tables beyond the processor's cache.
-STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE = 26, 100_000, 13
-SUMMARY, PREDICTION = "summary.json", "prediction.json"
-
-
-def run(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Measure, or correct costs by a run; write them to paths.costs; the figures for the caller."""
-    start_s = time.perf_counter()
-    wanted = config.calibrate
-    target = Path(config.paths.costs)
-    if wanted.from_run is not None:
-        costs = fit_from_run(Path(wanted.from_run), config.paths.costs)
-        write_costs(costs, target)
-        return _figures(costs, target, start_s)
-    device = chosen_device(config.trainer.device)
-    with process_group(device=device, timeout_s=config.trainer.timeout_s) as ranks:
-        table_rows, num_dense = same_verdict(
-            lambda: _read_sizes(config.paths.dataset, is_told=ranks.is_first)
-        )
-        subject = Subject(
-            table_rows=table_rows,
-            model=config.model,
-            optimizer=config.optimizer,
-            num_dense=num_dense,
-            batch_size=config.trainer.batch_size,
-            cap_bytes=wanted.cap_mib << 20,
-            seed=config.trainer.seed,
-        )
-        costs = measure_costs(
-            ranks,
-            subject,
-            name=wanted.name,
-            max_bytes=wanted.max_bytes,
-            repeats=wanted.repeats,
-        )
-        same_verdict(lambda: write_costs(costs, target) if ranks.is_first else None)
-        if ranks.is_first:
-            print(costs_table(costs), file=sys.stderr)
-    return _figures(costs, target, start_s)
-
-
-def _read_sizes(dataset: str, *, is_told: bool) -> tuple[list[int], int]:
-    """Rows of the table that each feature reads, and dense columns; a stand-in without dataset."""
-    if not Path(dataset).exists():
-        if is_told:
-            logger.warning(
-                "paths.dataset %s is not there: calibrating on %d tables of %d rows",
-                dataset,
-                STAND_IN_TABLES,
-                STAND_IN_ROWS,
-            )
-        return [STAND_IN_ROWS] * STAND_IN_TABLES, STAND_IN_DENSE
-    schema = Dataset.open(dataset).schema
-    rows = {table.name: table.num_rows for table in schema.tables}
-    return [rows[feature.table] for feature in schema.features], len(schema.dense)
-
-
-def _figures(costs: Costs, target: Path, start_s: float) -> dict[str, Any]:
-    return {
-        "command": "calibrate",
-        "costs": target,
-        "name": costs.name,
-        "origin": costs.origin,
-        "device": costs.device,
-        "overlap": costs.overlap,
-        "overhead_s": costs.overhead_s,
-        "corrections": dict(costs.corrections),
-        "intra_bytes_per_s": costs.intra.bytes_per_s,
-        "inter_bytes_per_s": None if costs.inter is None else costs.inter.bytes_per_s,
-        "elapsed_s": time.perf_counter() - start_s,
-    }
 
 
 def measure_costs(
@@ -261,51 +176,3 @@ def _time_text(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:7.3g} {unit}"
     return f"{seconds * 1e12:7.3g} ps"
-
-
-def fit_from_run(run_dir: Path, where: str) -> Costs:
-    """Correct the costs that a run was planned with by what its stages took.
-
-    Args:
-        run_dir: of a training run that predicted and measured its stages.
-        where: the costs that it was planned with, a directory or the name of a built-in set.
-
-    Raises:
-        CostsError: if the run lacks either, looked ahead, or was planned with other costs.
-    """
-    summary = _read_document(run_dir / SUMMARY)
-    if summary.get("pipeline") == "look_ahead":
-        raise CostsError(
-            f"{run_dir / SUMMARY} pipeline: expected sparse_dist or base, whose stages are all on "
-            "the main thread, got look_ahead. Take a run with pipeline=sparse_dist."
-        )
-    times = []
-    for key in ("predicted_stage_s", "measured_stage_s"):
-        found = summary.get(key)
-        if not isinstance(found, Mapping) or not found:
-            raise CostsError(
-                f"{run_dir / SUMMARY} {key}: expected seconds by stage, got {found!r}. Take a run "
-                "that was planned with costs and made more than 50 steps."
-            )
-        times.append({str(stage): seconds for stage, seconds in found.items()})
-    costs = find_costs(where)
-    planned = _read_document(run_dir / PREDICTION).get("costs", {}).get("name")
-    if planned != costs.name:
-        raise CostsError(
-            f"{run_dir / PREDICTION}: expected a run planned with the costs {costs.name!r} of "
-            f"{where}, got one planned with {planned!r}. Set paths.costs to those."
-        )
-    return fit_corrections(costs, [StageTimes(*times)], {"fitted_from": str(run_dir)})
-
-
-def _read_document(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CostsError(
-            f"{path}: expected what `hotrec train` writes, got {error!r}. Correct "
-            "calibrate.from_run."
-        ) from error
-    if not isinstance(document, dict):
-        raise CostsError(f"{path}: expected a JSON object, got {type(document).__name__}.")
-    return document

@@ -33,7 +33,7 @@ from hotrec.calibrate.workload import Bench, cut_tables
 from hotrec.config.bench import BenchConfig, BenchPipeline, BenchRootConfig
 from hotrec.config.placements import FractionPlacement, Routing, TorchrecPlacement, TorchrecPlan
 from hotrec.config.sections import LaunchConfig, PlannerConfig
-from hotrec.cost_model.costs import STAGES, Costs, Line
+from hotrec.cost_model.costs import Costs, Line
 from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
@@ -41,7 +41,7 @@ from hotrec.planning.predict import Predicted, predict_placement, predict_plan
 from hotrec.planning.scenario import Situation
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
-from hotrec.types import Partition, Rows, TablePlacement
+from hotrec.types import STAGES, Partition, Rows, TablePlacement
 
 # Rows of both halves in every stage; and, since a large replica is slower to read, all rows hot.
 COVERAGES = (0.8, 1.0)

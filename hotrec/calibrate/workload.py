@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.bench.samples import ZipfTables
-from hotrec.build import optimizer_specs
 from hotrec.config.groups import ModelConfig, OptimizerConfig
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.policies import choose_all_cold, choose_fraction
+from hotrec.planning.unsharded import optimizer_specs
 from hotrec.routing.features import Column
 from hotrec.routing.router import Router
 from hotrec.runtime.ranks import Ranks, new_group

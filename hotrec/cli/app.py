@@ -38,6 +38,7 @@ from hotrec.cli.run_dir import decide_run_dir
 from hotrec.cli.store import VERSION_BASE, build_config, conf_dir, register_schemas
 from hotrec.cli.torchrun import run_under_torchrun
 from hotrec.doctor import check_versions
+from hotrec.runtime.run_dir import CONFIG_FILE
 
 FLAGS_OF_CONFIG_DIR = ("--config-dir", "-cd")
 FLAGS_WITH_VALUE = (
@@ -48,7 +49,6 @@ FLAGS_WITH_VALUE = (
 FLAGS_OF_MULTIRUN = ("-m", "--multirun")
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
-CONFIG_FILE = "config.yaml"
 
 Figures = dict[str, Any]
 

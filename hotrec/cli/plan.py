@@ -12,13 +12,14 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from hotrec.build import build_unsharded, chosen_device, make_machine
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
 from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import Settled, settle
+from hotrec.planning.unsharded import build_unsharded, chosen_device, make_machine
 from hotrec.report.plan_page import write_plan_page
-from hotrec.runs.record import PARTITION, PLAN_JSON, PLAN_TEXT, PREDICTION, write_plan
+from hotrec.runs.record import write_plan
+from hotrec.runtime.run_dir import PARTITION, PLAN_JSON, PLAN_TEXT, PREDICTION
 
 logger = logging.getLogger(__name__)
 

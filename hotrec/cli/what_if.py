@@ -64,7 +64,8 @@ def write_page(sweep_dir: Path) -> Path:
     Raises:
         ValueError: if the directory holds no jobs, or they disagree on the wanted rate.
     """
-    from hotrec.report.what_if import read_predictions, what_if_text, write_what_if
+    from hotrec.report.sweep_points import read_predictions
+    from hotrec.report.what_if import what_if_text, write_what_if
 
     points = read_predictions(sweep_dir)
     wanted = _read_wanted(sweep_dir)

@@ -21,7 +21,8 @@ import math
 from collections.abc import Mapping
 
 from hotrec.cost_model.costs import Costs, World
-from hotrec.cost_model.step import BYTES_PER_FLOAT, StepModel, Workload, make_step_model
+from hotrec.cost_model.forms import BYTES_PER_FLOAT, Workload
+from hotrec.cost_model.step import StepModel, make_step_model
 from hotrec.types import Tier
 
 # Halvings of the logarithm of m: to rounding.

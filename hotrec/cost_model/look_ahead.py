@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hotrec.cost_model.costs import STAGES, Costs, Line, World
+from hotrec.cost_model.costs import Costs, Line, World
 from hotrec.cost_model.forms import (
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
@@ -55,6 +55,7 @@ from hotrec.cost_model.forms import (
     add_compute,
     add_overhead,
 )
+from hotrec.types import STAGES
 
 # Share of the dense layers' time, forward and backward, that is left when the gradients of rows are
 # there: the bottom layers' backward pass, and the weight gradients of the others, which can wait.

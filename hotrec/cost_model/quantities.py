@@ -40,14 +40,9 @@ from hotrec.cost_model.demand import (
     prob_drawn,
     take_rows,
 )
+from hotrec.cost_model.forms import BYTES_PER_FLOAT, BYTES_PER_ID, QUANTITIES, StepPrediction
 from hotrec.cost_model.histogram import slices
-from hotrec.cost_model.step import (
-    BYTES_PER_FLOAT,
-    BYTES_PER_ID,
-    QUANTITIES,
-    StepModel,
-    StepPrediction,
-)
+from hotrec.cost_model.step import StepModel
 from hotrec.types import Exchange, Rows, Sharding, TablePlacement, Tier
 
 BYTES_PER_LENGTH = 4

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hotrec.cost_model.costs import STAGES, Costs, World
+from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.forms import (
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
@@ -40,6 +40,7 @@ from hotrec.cost_model.forms import (
     add_overhead,
 )
 from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel, make_look_ahead_model
+from hotrec.types import STAGES
 
 __all__ = [
     "BYTES_PER_FLOAT",

@@ -21,7 +21,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.flat import cut_bags
 from hotrec.embedding.fused import fused_params, undo_update_count
-from hotrec.embedding.hot_exchange import HotCounts, HotExchange, HotReplicas
+from hotrec.embedding.hot_choice import HotExchange
+from hotrec.embedding.hot_exchange import HotCounts, HotReplicas
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.host_ints import HostInts

@@ -36,7 +36,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection, PooledLayout, route
 from hotrec.embedding.fused import check_optimizer, fused_params
-from hotrec.embedding.hot_exchange import HotCounts, HotExchange, HotReplicas
+from hotrec.embedding.hot_choice import HotExchange
+from hotrec.embedding.hot_exchange import HotCounts, HotReplicas
 from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.row_exchange import COLD_SHARDINGS, HOT_SHARDINGS, ShardedRows

@@ -24,7 +24,7 @@ from hotrec.cost_model.look_ahead import FLAGS_BYTES, POSITION_BYTES, SLOT_BYTES
 from hotrec.cost_model.quantities import TableSharding, served_by_shard
 from hotrec.planning.predict import HOT_COLD, Decision, Predicted, plan_entry
 from hotrec.planning.scenario import Situation
-from hotrec.runs.record import PREDICTION
+from hotrec.runtime.run_dir import PREDICTION
 from hotrec.types import Exchange, Partition, Rows, TablePlacement, Tier
 
 

@@ -21,8 +21,9 @@ import numpy as np
 
 from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.demand import TableDemand
+from hotrec.cost_model.forms import StepPrediction, Workload
 from hotrec.cost_model.quantities import hot_cold_quantities
-from hotrec.cost_model.step import StepPrediction, Workload, make_step_model
+from hotrec.cost_model.step import make_step_model
 from hotrec.planning.optimise_limits import InfeasibleError, Limits, explain, split_tiers
 from hotrec.planning.optimise_plans import (
     MEMORIES,

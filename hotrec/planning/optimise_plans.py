@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import Floats, TableDemand
-from hotrec.cost_model.forms import TIERS
+from hotrec.cost_model.forms import BYTES_PER_FLOAT, BYTES_PER_ID, TIERS
 from hotrec.cost_model.memory import (
     ROUTER_BYTES,
     cached_row_bytes,
@@ -26,7 +26,7 @@ from hotrec.cost_model.memory import (
     shard_row_bytes,
 )
 from hotrec.cost_model.quantities import BYTES_PER_LENGTH, host_state_bytes
-from hotrec.cost_model.step import BYTES_PER_FLOAT, BYTES_PER_ID, StepModel
+from hotrec.cost_model.step import StepModel
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 
 Mask = npt.NDArray[np.bool_]

@@ -14,7 +14,8 @@ from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.locality import TableLocality
 from hotrec.cost_model.quantities import hot_cold_quantities
-from hotrec.planning.optimise import Choice, InfeasibleError, Limits, compare, optimise
+from hotrec.planning.optimise import Choice, compare, optimise
+from hotrec.planning.optimise_limits import InfeasibleError, Limits
 from hotrec.planning.optimise_shares import HOT_SHARES, hottest_share
 from hotrec.planning.predict import (
     HOT_COLD,

@@ -1,23 +1,14 @@
-"""From configuration to the train pipeline: which one, and what it needs."""
+"""Which train pipeline trains a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import nn
 
 from hotrec.config.placements import ColdTier, TieredConfig, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.config.sections import PipelineKind
-from hotrec.cost_model.costs import World
-from hotrec.embedding.hot_choice import Seconds
-from hotrec.embedding.hot_exchange import HotExchange
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.embedding.hot_choice import HotExchange
 from hotrec.planning.machine import Machine
-from hotrec.runtime.wire import WireType
-from hotrec.train.pipelines import LookAhead
 from hotrec.types import Placement
 
 # Samples per rank from which look-ahead pays on one host. In a smaller step there is little to
@@ -75,50 +66,3 @@ def hot_exchange_of(placement: Any, placed: Placement) -> HotExchange:
     if isinstance(placement, TieredConfig):
         return HotExchange(placement.hot_exchange.value)
     return HotExchange.AUTO
-
-
-def make_look_ahead(
-    config: Config,
-    model: nn.Module,
-    device: torch.device,
-    hot_exchange: HotExchange,
-    machine: Machine,
-) -> LookAhead:
-    """What the pipeline look_ahead needs for a model that was sharded for it.
-
-    Args:
-        machine: whose costs choose how gradients of hot rows travel, if it has been measured.
-    """
-    wire_type = WireType(config.pipeline.wire.value)
-
-    def make_rows() -> RowsAhead:
-        return RowsAhead(
-            model,
-            device,
-            depth=config.pipeline.depth,
-            wire_type=wire_type,
-            hot_exchange=hot_exchange,
-            seconds=_measured_seconds(machine),
-            timeout_s=config.trainer.timeout_s,
-        )
-
-    return LookAhead(make_rows, config.pipeline.micro_batches, wire_type)
-
-
-def _measured_seconds(machine: Machine) -> Seconds | None:
-    """Seconds of collectives by bytes; None unless they were measured with so many ranks."""
-    costs = machine.costs
-    if costs is None:
-        return None
-    world = World(machine.world_size, machine.local_world_size)
-    measured = {curve.kind for curve in costs.curves if curve.world == world}
-    wanted = ("all_gather", "all_to_all", "all_reduce")
-    if not measured.issuperset(wanted):
-        return None
-
-    def seconds_of(kind: str) -> Callable[[float], float]:
-        return lambda num_bytes: costs.collective(kind, world, num_bytes).seconds(
-            num_bytes=num_bytes
-        )
-
-    return {kind: seconds_of(kind) for kind in wanted}

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.build import build_unsharded
 from hotrec.config.placements import ColdTier, TorchrecPlacement, TorchrecPlan
 from hotrec.config.roots import Config
 from hotrec.config.sections import PipelineKind as Pipeline
 from hotrec.cost_model.caches import miss_ratio_curve
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import TableDemand, expected_distinct
-from hotrec.cost_model.forms import SPARSE_DIST, TIERS, PipelineKind, PipelineSpec
+from hotrec.cost_model.forms import SPARSE_DIST, TIERS, PipelineKind, PipelineSpec, StepPrediction
 from hotrec.cost_model.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.cost_model.memory import NUM_LASTING_GRADIENTS, memory_by_rank
 from hotrec.cost_model.quantities import (
@@ -30,10 +29,10 @@ from hotrec.cost_model.quantities import (
     predict_torchrec,
     torchrec_quantities,
 )
-from hotrec.cost_model.step import StepPrediction
 from hotrec.planning.constraints import MissCurve
 from hotrec.planning.scenario import Situation
 from hotrec.planning.torchrec_plan import plan_document
+from hotrec.planning.unsharded import build_unsharded
 from hotrec.types import Exchange, Partition, Placement, Rows, Schema, TablePlacement, Tier
 
 logger = logging.getLogger(__name__)

@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotrec.build import row_bytes
 from hotrec.config.placements import HotColdConfig, Routing
 from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
 from hotrec.cost_model.demand import TableDemand, build_demand
-from hotrec.cost_model.forms import SPARSE_DIST, PipelineKind, PipelineSpec
+from hotrec.cost_model.forms import SPARSE_DIST, PipelineKind, PipelineSpec, Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.locality import TableLocality, step_draws
 from hotrec.cost_model.look_ahead import LookAheadModel
-from hotrec.cost_model.step import StepModel, Workload, make_model, make_torchrec_model
+from hotrec.cost_model.step import StepModel, make_model, make_torchrec_model
 from hotrec.cost_model.store import check_host, read_costs
 from hotrec.models.flops import dense_flops
 from hotrec.planning.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC, Machine
 from hotrec.planning.pipelines import choose_pipeline
+from hotrec.planning.unsharded import row_bytes
 from hotrec.runtime.fingerprint import read_fingerprint
 from hotrec.types import Schema
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from hotrec.artifact import Artifact, ArtifactError, check_made_from
-from hotrec.build import as_placement, build_unsharded, replica_memory_bytes, row_bytes
 from hotrec.config.placements import CostPlacement, HotColdConfig, SavedPlacement, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs, CostsError, World
@@ -45,7 +44,8 @@ from hotrec.planning.predict import (
     predict_rivals,
 )
 from hotrec.planning.scenario import Situation, choose_costs, describe_situation, planned_pipeline
-from hotrec.runs.record import PARTITION, PREDICTION
+from hotrec.planning.unsharded import as_placement, build_unsharded, replica_memory_bytes, row_bytes
+from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import Partition, Placement
 
 logger = logging.getLogger(__name__)

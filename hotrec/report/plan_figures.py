@@ -13,7 +13,6 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from hotrec.cost_model.costs import STAGES
 from hotrec.report.plan_pipeline import pipeline_cells
 from hotrec.report.plan_text import (
     MAX_TABLES_SHOWN,
@@ -40,6 +39,7 @@ from hotrec.report.style import (
     to_png,
 )
 from hotrec.report.units import show_bytes, show_count, show_rate, show_ratio, show_seconds
+from hotrec.types import STAGES
 
 MAX_PLANS_SHOWN = 6
 # Computation in plain colours, communication hatched: ten stages are more than colours one tells

@@ -1,4 +1,4 @@
-"""What a run writes beside its figures: the plan, the environment; and how to find a run again."""
+"""What a run records beside its figures: the plan and the environment."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from torchrec.distributed.types import ShardingPlan
 
 from hotrec.planning.torchrec_plan import plan_document, plan_text
 from hotrec.report.plan_page import plan_report_text
+from hotrec.runtime.run_dir import ENVIRONMENT, PLAN_JSON, PLAN_TEXT, PREDICTION
 
-PLAN_JSON, PLAN_TEXT, ENVIRONMENT = "plan.json", "plan.txt", "environment.json"
-CHECKPOINTS, PARTITION, PREDICTION = "checkpoints", "partition", "prediction.json"
-TRACES = "traces"
-RUNS = Path("runs")
 PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchdata", "numpy")
 
 
@@ -64,30 +61,3 @@ def write_environment(run_dir: Path, *, world_size: int, num_hosts: int, device:
         "num_hosts": num_hosts,
     }
     (run_dir / ENVIRONMENT).write_text(json.dumps(document, indent=2) + "\n")
-
-
-def find_run(path: str, *, holding: str, key: str) -> Path:
-    """A run directory as configured, or the newest under ``runs/`` for "latest".
-
-    Args:
-        holding: a file that makes a directory a run of the wanted kind.
-        key: the configuration key, for messages.
-
-    Raises:
-        ValueError: if there is no such run.
-    """
-    if path != "latest":
-        run_dir = Path(path)
-        if not (run_dir / holding).exists():
-            raise ValueError(
-                f"{key}: expected a run directory with {holding}, got {path}, which has none. "
-                "Pass a directory that `hotrec train` wrote."
-            )
-        return run_dir
-    found = sorted(RUNS.rglob(holding), key=lambda file: file.stat().st_mtime)
-    if not found:
-        raise ValueError(
-            f"{key}: expected a run with {holding} under {RUNS}/ for latest, got none. "
-            "Run `hotrec train` first, or name a run."
-        )
-    return found[-1].parents[len(Path(holding).parts) - 1]

@@ -1,4 +1,4 @@
-"""``hotrec train``: dataset, partition, model, plan, shards, loop; all in one run directory."""
+"""A training run from top to bottom: dataset, plan, model, batches, loop; in one directory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ import torch
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from hotrec.artifact import Artifact
-from hotrec.build import Sharded, build_sharded, chosen_device, make_machine
-from hotrec.cli.errors import EndedEarly
-from hotrec.cli.watched import watched_ranks
+from hotrec.build import (
+    Sharded,
+    build_sharded,
+    check_assign,
+    choose_assign,
+    count_epoch_steps,
+    find_all_hot,
+    make_alternation,
+    make_train_loader,
+)
 from hotrec.config.groups import OptimizerKind, OrderKind, ScheduleConfig, TraceProfiler
 from hotrec.config.placements import TorchrecPlacement
 from hotrec.config.roots import Config
@@ -23,93 +30,93 @@ from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
-from hotrec.data_assign import check_assign, choose_assign
-from hotrec.data_order import count_epoch_steps, find_all_hot, make_alternation, make_train_loader
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.table_memory import CacheCounters, fused_modules, memory_by_tier
 from hotrec.planning.constraints import ColdTier
 from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import Settled, settle, settled_before
-from hotrec.runs.record import CHECKPOINTS, PARTITION, TRACES, write_environment, write_plan
+from hotrec.planning.unsharded import make_machine
+from hotrec.runs.record import write_environment, write_plan
 from hotrec.runtime.ranks import Ranks, broadcast_object, same_verdict
+from hotrec.runtime.run_dir import CHECKPOINTS, PARTITION, TRACES
 from hotrec.train.checkpoint import Checkpoints, find_latest
-from hotrec.train.loop import train
+from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule, count_steps
 from hotrec.train.trace import TraceWindow
-from hotrec.train.watch import STOPPED_EXIT_CODE
 from hotrec.types import Partition
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Train; the figures are those of summary.json."""
+def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
+    """Train what the configuration says, or go on with the run of this directory; collective.
+
+    Args:
+        config: validated.
+        run_dir: where rank 0 writes plan, records and checkpoints.
+        ranks: of the process group, which exists already.
+    """
     trainer = config.trainer
-    device = chosen_device(trainer.device)
-    with watched_ranks(trainer, device, run_dir) as ranks:
-        dataset = same_verdict(lambda: Dataset.open(config.paths.dataset))
-        same_verdict(lambda: _count_steps(config, dataset, ranks))  # refuse before the long part
-        machine = make_run_machine(config, ranks)
-        resume_from = same_verdict(lambda: _resume_from(config, run_dir, device))
-        settled = _agree(config, dataset, machine, run_dir, ranks, resume_from)
-        config = settled.config
-        check_assign(config, settled.placement)
-        is_own = resume_from is not None and resume_from.is_relative_to(run_dir)
-        all_hot = find_all_hot(config, dataset, settled, run_dir, is_resumed=is_own)
-        steps = _count_steps(config, dataset, ranks, all_hot)
-        alternation = make_alternation(config, all_hot, ranks.world_size)
-        torch.manual_seed(trainer.seed)
-        sharded = build_sharded(
-            config,
-            dataset.schema,
-            settled.placement,
-            settled.machine(machine),
-            ranks.device,
-            settled.curves,
+    device = ranks.device.type
+    dataset = same_verdict(lambda: Dataset.open(config.paths.dataset))
+    same_verdict(lambda: _count_steps(config, dataset, ranks))  # refuse before the long part
+    machine = make_run_machine(config, ranks)
+    resume_from = same_verdict(lambda: _resume_from(config, run_dir, device))
+    settled = _agree(config, dataset, machine, run_dir, ranks, resume_from)
+    config = settled.config
+    check_assign(config, settled.placement)
+    is_own = resume_from is not None and resume_from.is_relative_to(run_dir)
+    all_hot = find_all_hot(config, dataset, settled, run_dir, is_resumed=is_own)
+    steps = _count_steps(config, dataset, ranks, all_hot)
+    alternation = make_alternation(config, all_hot, ranks.world_size)
+    torch.manual_seed(trainer.seed)
+    sharded = build_sharded(
+        config,
+        dataset.schema,
+        settled.placement,
+        settled.machine(machine),
+        ranks.device,
+        settled.curves,
+    )
+    assign = choose_assign(config, dataset.schema, settled.placement, sharded.plan)
+    if ranks.is_first:
+        write_plan(sharded.plan, run_dir, settled.prediction)
+        write_environment(
+            run_dir,
+            world_size=ranks.world_size,
+            num_hosts=ranks.num_hosts,
+            device=ranks.device.type,
         )
-        assign = choose_assign(config, dataset.schema, settled.placement, sharded.plan)
-        if ranks.is_first:
-            write_plan(sharded.plan, run_dir, settled.prediction)
-            write_environment(
-                run_dir,
-                world_size=ranks.world_size,
-                num_hosts=ranks.num_hosts,
-                device=ranks.device.type,
-            )
-        result = train(
-            sharded.model,
-            sharded.optimizer,
-            make_train_loader(config, ranks, sharded.transform, all_hot, alternation, assign),
-            ranks,
-            num_steps=steps,
-            cadence=_cadence(trainer),
-            check_replicas=lambda: check_replicas(sharded.model),
-            count_tables=lambda: memory_by_tier(sharded.model, sharded.optimizer),
-            count_caches=cache_counts(sharded, ranks.device),
-            lr_factor=_schedule(config.optimizer.schedule),
-            pipeline_kind=sharded.pipeline_kind,
-            look_ahead=sharded.look_ahead,
-            grad_clip_norm=sharded.grad_clip_norm,
-            eval_batches=_eval_batches(config, dataset, sharded, ranks),
-            checkpoints=Checkpoints(
-                directory=run_dir / CHECKPOINTS,
-                facts=checkpoint_facts(config, dataset, settled.artifact),
-                keep_last=trainer.keep_checkpoints,
-                resume_from=resume_from,
-            ),
-            run_dir=run_dir,
-            inspect_batch=sharded.inspect_batch,
-            description=_description(
-                config, settled.partition, dataset, all_hot, sharded.pipeline_kind
-            ),
-            prediction=settled.predicted,
-            trace=_trace_window(config, run_dir),
-            alternation=alternation,
-        )
-    figures = {"command": "train", "run_dir": run_dir, **result.summary}
-    if not result.is_finished:
-        raise EndedEarly(figures, STOPPED_EXIT_CODE)
-    return figures
+    return train(
+        sharded.model,
+        sharded.optimizer,
+        make_train_loader(config, ranks, sharded.transform, all_hot, alternation, assign),
+        ranks,
+        num_steps=steps,
+        cadence=_cadence(trainer),
+        check_replicas=lambda: check_replicas(sharded.model),
+        count_tables=lambda: memory_by_tier(sharded.model, sharded.optimizer),
+        count_caches=cache_counts(sharded, ranks.device),
+        lr_factor=_schedule(config.optimizer.schedule),
+        pipeline_kind=sharded.pipeline_kind,
+        look_ahead=sharded.look_ahead,
+        grad_clip_norm=sharded.grad_clip_norm,
+        eval_batches=_eval_batches(config, dataset, sharded, ranks),
+        checkpoints=Checkpoints(
+            directory=run_dir / CHECKPOINTS,
+            facts=checkpoint_facts(config, dataset, settled.artifact),
+            keep_last=trainer.keep_checkpoints,
+            resume_from=resume_from,
+        ),
+        run_dir=run_dir,
+        inspect_batch=sharded.inspect_batch,
+        description=_description(
+            config, settled.partition, dataset, all_hot, sharded.pipeline_kind
+        ),
+        prediction=settled.predicted,
+        trace=_trace_window(config, run_dir),
+        alternation=alternation,
+    )
 
 
 def make_run_machine(config: Config, ranks: Ranks) -> Machine:

@@ -2,7 +2,7 @@
 
 A step is one line of work on the main thread (and on CUDA on its stream); ``mark(stage)`` says that
 everything since the last mark belonged to that stage. Marks cost next to nothing where no clock
-runs. Stages are those of ``hotrec.cost_model.STAGES``.
+runs. Stages are those of ``hotrec.types.STAGES``.
 
 On CUDA a mark is an event on the step's own stream, so what is measured is the device's time line,
 not the host's; it is read when the step is long over. What other streams do meanwhile (the next
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch.autograd import profiler
 
-from hotrec.cost_model.costs import STAGES
 from hotrec.runtime.watchdog.position import passed
+from hotrec.types import STAGES
 
 # The stages in which a step does nothing but wait for other ranks.
 EXPOSED_STAGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotrec.cost_model.costs import STAGES
 from hotrec.runtime.ranks import all_gather_object
 from hotrec.runtime.stages import StageClock, exposed_s
+from hotrec.types import STAGES
 
 FIRST_COMPARED_STEP = 50
 MOST_KEPT_STEPS = 4096

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hotrec.cost_model.costs import STAGES
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.checkpoint import Position
 from hotrec.train.evaluate import Quality
@@ -23,6 +22,7 @@ from hotrec.train.schedule import Cadence
 from hotrec.train.stage_times import EXPOSED, StageTimes, compare
 from hotrec.train.trace import Tracer
 from hotrec.train.watch import Checkup, TrafficMeter, check_up
+from hotrec.types import STAGES
 
 
 class Records:

@@ -21,7 +21,7 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.fused import fused_params
-from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder

@@ -15,13 +15,18 @@ import torch
 import torch.distributed as dist
 
 from hotrec.artifact import scratch_directory
-from hotrec.build import Sharded, build_sharded
+from hotrec.build import (
+    Sharded,
+    build_sharded,
+    by_owner,
+    check_assign,
+    choose_assign,
+    make_train_loader,
+)
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
 from hotrec.data.locality import NOBODY
-from hotrec.data_assign import by_owner, check_assign, choose_assign
-from hotrec.data_order import make_train_loader
 from hotrec.embedding.prefetch.stores import OwnedRows
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables

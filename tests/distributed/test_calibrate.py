@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.cost_model.costs import COLLECTIVES, KERNELS, STAGES, Costs, World
+from hotrec.cost_model.costs import COLLECTIVES, KERNELS, Costs, World
+from hotrec.types import STAGES
 from tests.helpers.ranks import run_ranks
 
 # Kernels of memories that only a GPU has.

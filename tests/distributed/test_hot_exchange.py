@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.embedding.convert import check_replicas
-from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.optimizers import hot_replicas
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerKind

@@ -24,13 +24,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.cost_model.costs import STAGES
 from hotrec.data.batch import Batch
 from hotrec.embedding import cpu_rows, pooling, sharding
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.fused import fused_params
-from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
+from hotrec.embedding.hot_choice import HotExchange
+from hotrec.embedding.hot_exchange import HotReplicas
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import HotOptimizer, make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
@@ -52,7 +52,7 @@ from hotrec.train.loop import train
 from hotrec.train.pipelines import make_pipeline
 from hotrec.train.run_log import SegmentBatches
 from hotrec.train.schedule import Cadence, Schedule, Segment
-from hotrec.types import Partition
+from hotrec.types import STAGES, Partition
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, build_tiny
 

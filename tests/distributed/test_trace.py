@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from hotrec.cost_model.costs import STAGES
 from hotrec.runtime import stages
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import EXPOSED_STAGES, StageClock, exposed_s, named_range
@@ -31,6 +30,7 @@ from hotrec.train.trace import (
     merge_traces,
     read_trace,
 )
+from hotrec.types import STAGES
 from tests.distributed.test_stages import CASES, build, make_batches
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, build_tiny

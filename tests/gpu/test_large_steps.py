@@ -23,7 +23,7 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.flat import MOST_BAG_IDS
-from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.pooling import MOST_IDS

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.data.batch import Batch
-from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerKind
 from hotrec.runtime.ranks import Ranks, broadcast_object

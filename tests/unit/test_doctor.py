@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hotrec.doctor import Check, check_versions, diagnose
+from hotrec.doctor import check_versions, diagnose
+from hotrec.doctor.check import Check
 from hotrec.doctor.machine import GIB, Gpu, Machine, check_machine, has_gpu_device, read_memory
 from hotrec.doctor.packages import Packages, check_packages, read_packages
 from hotrec.doctor.pairs import MINOR_OFFSET, PAIRS

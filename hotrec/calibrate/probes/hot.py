@@ -12,7 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.calibrate.kernels import Probe, Work
 from hotrec.calibrate.workload import Bench, in_turn
-from hotrec.embedding.hot_exchange import HotExchange, HotReplicas, add_rows, pack_rows
+from hotrec.embedding.hot_choice import HotExchange
+from hotrec.embedding.hot_exchange import HotReplicas, add_rows, pack_rows
 from hotrec.embedding.optimizers import HotOptimizer
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from hotrec.embedding.hot_choice import Seconds
-from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
+from hotrec.embedding.hot_choice import HotExchange, Seconds
+from hotrec.embedding.hot_exchange import HotReplicas
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.prefetch.exchange import ColdExchange, Group

@@ -103,7 +103,7 @@ def enter(lane: str, stage: str, step: int | None = None) -> None:
 
     Args:
         lane: MAIN, COMMUNICATION, or another line of work that has a thread of its own.
-        stage: one of ``hotrec.cost_model.STAGES``, or any short words.
+        stage: one of ``hotrec.types.STAGES``, or any short words.
     """
     if _position is not None:
         _position.enter(lane, stage, step)

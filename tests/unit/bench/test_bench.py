@@ -29,13 +29,13 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.bench import BenchCase, BenchConfig, BenchPipeline, BenchRootConfig, HotRowsRule
 from hotrec.config.placements import ColdTier, HotExchange
 from hotrec.config.sections import PipelineKind, WireKind
-from hotrec.cost_model.costs import STAGES
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, Shard
 from hotrec.embedding.update_rules import OptimizerKind
 from hotrec.planning.predict import Rival
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import COLLECTIVES
+from hotrec.types import STAGES
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from torchrec.distributed.types import ShardingPlan
 
+from hotrec.build import by_owner, check_assign, choose_assign, owned_tables
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
-from hotrec.data_assign import by_owner, check_assign, choose_assign, owned_tables
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
 from tests.unit.data.logs import SCHEMA
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hotrec.artifact import ArtifactError
+from hotrec.build import count_epoch_steps, find_all_hot, make_alternation
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
-from hotrec.data_order import count_epoch_steps, find_all_hot, make_alternation
 from hotrec.planning.partition import write_partition
 from hotrec.planning.training_plan import Settled
 from hotrec.types import Partition, Placement

@@ -9,8 +9,10 @@ import pytest
 
 from hotrec.calibrate.fit import StageTimes, fit_corrections
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import STAGES, Costs, CostsError, World
-from hotrec.cost_model.step import Workload, make_step_model
+from hotrec.cost_model.costs import Costs, CostsError, World
+from hotrec.cost_model.forms import Workload
+from hotrec.cost_model.step import make_step_model
+from hotrec.types import STAGES
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.0)
 PREDICTED = {stage: 0.001 * (number + 1) for number, stage in enumerate(STAGES)}

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.calibrate.measure import costs_table, fit_from_run
+from hotrec.calibrate.fit import fit_from_run
+from hotrec.calibrate.measure import costs_table
 from hotrec.calibrate.workload import cut_tables
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import STAGES, CostsError
+from hotrec.cost_model.costs import CostsError
+from hotrec.types import STAGES
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=30), st.integers(1, 100_000))

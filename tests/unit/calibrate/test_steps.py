@@ -8,7 +8,7 @@ import pytest
 
 from hotrec.calibrate.steps import AHEAD, HOT_COLD, TORCHREC, Anchor, fit_look_ahead, fit_steps
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import STAGES
+from hotrec.types import STAGES
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overhead_s=0.0)
 PREDICTED = {stage: 1e-3 * (number + 1) for number, stage in enumerate(STAGES)}

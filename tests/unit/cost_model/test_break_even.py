@@ -7,9 +7,11 @@ import pytest
 from hotrec.cost_model.break_even import break_even, marginal_s
 from hotrec.cost_model.costs import KERNELS, Costs, CostsError, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
+from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.quantities import hot_cold_quantities
-from hotrec.cost_model.step import Workload, make_step_model
-from hotrec.planning.optimise import Limits, optimise
+from hotrec.cost_model.step import make_step_model
+from hotrec.planning.optimise import optimise
+from hotrec.planning.optimise_limits import Limits
 from hotrec.types import Exchange, TablePlacement, Tier
 from tests.unit.planning.optimise_cases import make_costs
 

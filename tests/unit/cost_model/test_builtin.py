@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import KERNELS, REQUIRED, STAGES, Costs, World, check_costs
+from hotrec.cost_model.costs import KERNELS, REQUIRED, Costs, World, check_costs
+from hotrec.types import STAGES
 
 SETS = sorted(BUILTIN)
 

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import STAGES, CollectiveCurve, Line, Link, World
-from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineKind, PipelineSpec
+from hotrec.cost_model.costs import CollectiveCurve, Line, Link, World
+from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineKind, PipelineSpec, Workload
 from hotrec.cost_model.look_ahead import OVERLAPPABLE_DENSE_FRAC
-from hotrec.cost_model.step import Workload, make_step_model, predict_step
+from hotrec.cost_model.step import make_step_model, predict_step
+from hotrec.types import STAGES
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=1.0)
 WORLD = World(2, 1)

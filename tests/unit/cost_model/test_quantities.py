@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hotrec.cost_model.caches import CachedTable, lfu_hit_frac, num_slots, shared_cache_shares
 from hotrec.cost_model.costs import KERNELS, REQUIRED, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand, build_demand, expected_distinct, expected_urgent
+from hotrec.cost_model.forms import QUANTITIES, Workload
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.quantities import (
     TableSharding,
@@ -19,7 +20,7 @@ from hotrec.cost_model.quantities import (
     torchrec_caches,
     torchrec_quantities,
 )
-from hotrec.cost_model.step import QUANTITIES, Workload, make_step_model
+from hotrec.cost_model.step import make_step_model
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 
 POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)

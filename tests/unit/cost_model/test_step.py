@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import STAGES, CollectiveCurve, Costs, World
-from hotrec.cost_model.forms import PipelineKind, PipelineSpec
-from hotrec.cost_model.step import Workload, make_step_model, predict_step
+from hotrec.cost_model.costs import CollectiveCurve, Costs, World
+from hotrec.cost_model.forms import PipelineKind, PipelineSpec, Workload
+from hotrec.cost_model.step import make_step_model, predict_step
+from hotrec.types import STAGES
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.5)
 WORLD = World(2, 1)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.hot_exchange import HotExchange, HotReplicas
+from hotrec.embedding.hot_choice import HotExchange
+from hotrec.embedding.hot_exchange import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer
 from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
 from hotrec.runtime.ranks import Ranks

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard, use_hot_cold
-from hotrec.embedding.hot_exchange import HotExchange
+from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder

@@ -8,10 +8,11 @@ import numpy as np
 
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
+from hotrec.cost_model.forms import QUANTITIES, Workload
 from hotrec.cost_model.memory import cached_row_bytes, replica_row_bytes, shard_row_bytes
 from hotrec.cost_model.quantities import hot_cold_quantities
-from hotrec.cost_model.step import QUANTITIES, Workload, make_step_model
-from hotrec.planning.optimise import Limits
+from hotrec.cost_model.step import make_step_model
+from hotrec.planning.optimise_limits import Limits
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 
 GROUPS = ("cold_groups", "hot_groups", "pooled_groups", "replicated_groups")

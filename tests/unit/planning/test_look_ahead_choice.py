@@ -13,9 +13,8 @@ from hotrec.config.placements import CostPlacement
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Link, World
 from hotrec.cost_model.demand import build_demand
-from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineKind, PipelineSpec
+from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineKind, PipelineSpec, Workload
 from hotrec.cost_model.histogram import build_histogram
-from hotrec.cost_model.step import Workload
 from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimise_shares import HOT_SHARES, hottest_share

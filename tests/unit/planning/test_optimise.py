@@ -7,10 +7,12 @@ import pytest
 
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
+from hotrec.cost_model.forms import StepPrediction, Workload
 from hotrec.cost_model.memory import cached_row_bytes, replica_row_bytes, shard_row_bytes
 from hotrec.cost_model.quantities import hot_cold_quantities
-from hotrec.cost_model.step import StepPrediction, Workload, make_step_model
-from hotrec.planning.optimise import InfeasibleError, Limits, compare, optimise
+from hotrec.cost_model.step import make_step_model
+from hotrec.planning.optimise import compare, optimise
+from hotrec.planning.optimise_limits import InfeasibleError, Limits
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 from tests.unit.planning.optimise_cases import brute_force, make_case, make_costs
 

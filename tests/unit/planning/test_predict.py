@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hotrec.bench.samples import ZipfTables
-from hotrec.build import build_unsharded
 from hotrec.config.groups import DlrmConfig, RowwiseAdagradConfig
 from hotrec.config.placements import AllColdPlacement, ColdTier, TorchrecPlacement, TorchrecPlan
 from hotrec.config.roots import Config
@@ -18,13 +17,14 @@ from hotrec.config.sections import PipelineConfig, PipelineKind, TrainerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import build_demand
+from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import build_histogram
-from hotrec.cost_model.step import Workload
 from hotrec.planning.machine import Machine
 from hotrec.planning.pipelines import choose_pipeline
 from hotrec.planning.predict import HOST_RIVALS, RIVALS, Rival, predict_rivals
 from hotrec.planning.scenario import Situation
 from hotrec.planning.training_plan import _declined
+from hotrec.planning.unsharded import build_unsharded
 from hotrec.runtime.ranks import process_group
 from hotrec.types import Tier
 

@@ -20,7 +20,6 @@ from torchrec.distributed.types import CacheAlgorithm
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.build import make_machine
 from hotrec.config.sections import PlannerConfig
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import fused_params
@@ -37,6 +36,7 @@ from hotrec.planning.constraints import (
 from hotrec.planning.machine import Machine
 from hotrec.planning.storage import TrainedStorageEstimator, state_floats
 from hotrec.planning.torchrec_plan import host_tier_bytes, make_plan, plan_document, plan_text
+from hotrec.planning.unsharded import make_machine
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, Placement, TablePlacement, Tier
 

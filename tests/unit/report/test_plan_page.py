@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hotrec.report.plan_figures import STAGE_LOOKS, build_plan_figure
-from hotrec.report.plan_page import draw_plan, plan_report_text, write_plan_page
+from hotrec.report.plan_figures import STAGE_LOOKS, build_plan_figure, draw_plan
+from hotrec.report.plan_page import plan_report_text, write_plan_page
 from tests.unit.report.predictions import prediction, table
 
 Document = dict[str, Any]

@@ -13,13 +13,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from hotrec.cli.what_if import WhatIf, write_page
-from hotrec.report.what_if import (
-    Point,
-    find_cheapest,
-    read_predictions,
-    what_if_text,
-    write_what_if,
-)
+from hotrec.report.sweep_points import find_cheapest, read_predictions
+from hotrec.report.what_if import Point, what_if_text, write_what_if
 from hotrec.report.what_if_figures import build_what_if_figure
 from tests.unit.report.predictions import prediction
 

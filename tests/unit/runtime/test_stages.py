@@ -11,7 +11,6 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from hotrec.cost_model.costs import STAGES
 from hotrec.runtime import stages
 from hotrec.runtime.stages import (
     EXPOSED_STAGES,
@@ -24,6 +23,7 @@ from hotrec.runtime.stages import (
     mark_backward,
     named_range,
 )
+from hotrec.types import STAGES
 
 CPU = torch.device("cpu")
 

@@ -15,13 +15,13 @@ import torch
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from hotrec.cost_model.costs import STAGES
 from hotrec.data.batch import Batch
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
 from hotrec.train.checkpoint import Checkpoints, StatefulLoader, find_latest
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule
+from hotrec.types import STAGES
 from tests.helpers.tiny import (
     DIM,
     NUM_ROWS,

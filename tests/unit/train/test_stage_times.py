@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from hotrec.cost_model.costs import STAGES
 from hotrec.runtime import stages
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import mark
@@ -19,6 +18,7 @@ from hotrec.train.stage_times import (
     StageTimes,
     compare,
 )
+from hotrec.types import STAGES
 
 CPU = torch.device("cpu")
 

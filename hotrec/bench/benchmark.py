@@ -1,60 +1,26 @@
-"""The command: configuration -> samples and cases -> measurement -> bench.json and the page."""
+"""A benchmark: configuration -> samples and cases -> measurement -> one document."""
 
 from __future__ import annotations
 
-import json
-import logging
-import shlex
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from hotrec.bench.cases import Case, build_runner, make_cases
-from hotrec.bench.figures import BASELINES, gather_measured, losses_apart, reference_case, summarize
+from hotrec.bench.cases import Case, build_runner
+from hotrec.bench.figures import BASELINES, gather_measured, losses_apart, summarize
 from hotrec.bench.machine import load_average, machine_facts
 from hotrec.bench.measure import is_profilable, run_counted, run_profiled, run_timed, run_warmup
-from hotrec.bench.page import COLUMNS, plain_table, render_page, result_rows
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.bench import BenchConfig, BenchRootConfig
 from hotrec.config.groups import OrderAssign
 from hotrec.config.sections import WireKind
-from hotrec.runtime.ranks import Ranks, process_group
+from hotrec.runtime.ranks import Ranks
 from hotrec.types import Rows
 
-logger = logging.getLogger("hotrec.bench")
-
-RESULT, PAGE, CONFIG_FILE = "bench.json", "bench.md", "config.yaml"
 # At least the batches that a pipeline holds beside the one it computes.
 NUM_AHEAD = 8
 
+
 CaseChooser = Callable[[BenchConfig, Mapping[str, Rows], int], list[Case]]
-
-
-def run(config: BenchRootConfig, run_dir: Path) -> dict[str, Any]:
-    """Measure the configured cases; the figures of bench.json.
-
-    Raises:
-        RuntimeError: on every rank, after the results are written, if losses of two cases differ.
-    """
-    warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
-    with process_group(device=config.bench.device.name, timeout_s=config.bench.timeout_s) as ranks:
-        document = measure(config, ranks, make_cases)
-        if ranks.is_first:
-            _write(config, document, run_dir)
-    if document["losses_apart"]:
-        tolerance = config.bench.loss_tolerance
-        apart = {
-            name: document["cases"][name]["largest_loss_difference"]
-            for name in document["losses_apart"]
-        }
-        raise RuntimeError(
-            f"bench losses: expected all cases within {tolerance} of "
-            f"{reference_case(document['cases'])}, got {apart}. The cases do not train the same "
-            f"model; do not use these results."
-        )
-    return document
 
 
 def measure(
@@ -182,19 +148,3 @@ def _pipeline_words(case: Case, bench: BenchConfig) -> str:
     if case.wire is not WireKind.fp32:
         words.append(case.wire.name)
     return " ".join(words)
-
-
-def _write(config: BenchRootConfig, document: dict[str, Any], run_dir: Path) -> None:
-    print(plain_table(COLUMNS, result_rows(document["cases"])), file=sys.stderr)
-    (run_dir / RESULT).write_text(json.dumps(document, indent=2) + "\n")
-    page = render_page(
-        document,
-        command=" ".join(["hotrec bench", *map(shlex.quote, sys.argv[1:])]),
-        configuration=(run_dir / CONFIG_FILE).read_text(),
-    )
-    (run_dir / PAGE).write_text(page)
-    if config.bench.page is not None:
-        target = Path(config.bench.page)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(page)
-    logger.info("page: %s", config.bench.page or run_dir / PAGE)

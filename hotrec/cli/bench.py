@@ -1,0 +1,64 @@
+"""``hotrec bench``: hot/cold against TorchRec's own plans on unsplit tables, in one run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from hotrec.bench.benchmark import measure
+from hotrec.bench.cases import make_cases
+from hotrec.bench.figures import reference_case
+from hotrec.bench.page import COLUMNS, plain_table, render_page, result_rows
+from hotrec.config.bench import BenchRootConfig
+from hotrec.runtime.ranks import process_group
+from hotrec.runtime.run_dir import CONFIG_FILE
+
+logger = logging.getLogger(__name__)
+
+RESULT, PAGE = "bench.json", "bench.md"
+
+
+def run(config: BenchRootConfig, run_dir: Path) -> dict[str, Any]:
+    """Measure the configured cases; the figures of bench.json.
+
+    Raises:
+        RuntimeError: on every rank, after the results are written, if losses of two cases differ.
+    """
+    warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
+    with process_group(device=config.bench.device.name, timeout_s=config.bench.timeout_s) as ranks:
+        document = measure(config, ranks, make_cases)
+        if ranks.is_first:
+            _write(config, document, run_dir)
+    if document["losses_apart"]:
+        tolerance = config.bench.loss_tolerance
+        apart = {
+            name: document["cases"][name]["largest_loss_difference"]
+            for name in document["losses_apart"]
+        }
+        raise RuntimeError(
+            f"bench losses: expected all cases within {tolerance} of "
+            f"{reference_case(document['cases'])}, got {apart}. The cases do not train the same "
+            f"model; do not use these results."
+        )
+    return document
+
+
+def _write(config: BenchRootConfig, document: dict[str, Any], run_dir: Path) -> None:
+    print(plain_table(COLUMNS, result_rows(document["cases"])), file=sys.stderr)
+    (run_dir / RESULT).write_text(json.dumps(document, indent=2) + "\n")
+    page = render_page(
+        document,
+        command=" ".join(["hotrec bench", *map(shlex.quote, sys.argv[1:])]),
+        configuration=(run_dir / CONFIG_FILE).read_text(),
+    )
+    (run_dir / PAGE).write_text(page)
+    if config.bench.page is not None:
+        target = Path(config.bench.page)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page)
+    logger.info("page: %s", config.bench.page or run_dir / PAGE)

@@ -1,0 +1,95 @@
+"""``hotrec calibrate``: measure what the machine takes for the parts of a training step."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hotrec.calibrate.fit import fit_from_run
+from hotrec.calibrate.measure import costs_table, measure_costs
+from hotrec.calibrate.probes import Subject
+from hotrec.config.roots import Config
+from hotrec.cost_model.costs import Costs
+from hotrec.cost_model.store import write_costs
+from hotrec.data.chunks import Dataset
+from hotrec.planning.unsharded import chosen_device
+from hotrec.runtime.ranks import (
+    process_group,
+    same_verdict,
+)
+
+logger = logging.getLogger(__name__)
+
+# Without a dataset: columns as of the Criteo logs, tables beyond the processor's cache.
+STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE = 26, 100_000, 13
+
+
+def run(config: Config, run_dir: Path) -> dict[str, Any]:
+    """Measure, or correct costs by a run; write them to paths.costs; the figures for the caller."""
+    start_s = time.perf_counter()
+    wanted = config.calibrate
+    target = Path(config.paths.costs)
+    if wanted.from_run is not None:
+        costs = fit_from_run(Path(wanted.from_run), config.paths.costs)
+        write_costs(costs, target)
+        return _figures(costs, target, start_s)
+    device = chosen_device(config.trainer.device)
+    with process_group(device=device, timeout_s=config.trainer.timeout_s) as ranks:
+        table_rows, num_dense = same_verdict(
+            lambda: _read_sizes(config.paths.dataset, is_told=ranks.is_first)
+        )
+        subject = Subject(
+            table_rows=table_rows,
+            model=config.model,
+            optimizer=config.optimizer,
+            num_dense=num_dense,
+            batch_size=config.trainer.batch_size,
+            cap_bytes=wanted.cap_mib << 20,
+            seed=config.trainer.seed,
+        )
+        costs = measure_costs(
+            ranks,
+            subject,
+            name=wanted.name,
+            max_bytes=wanted.max_bytes,
+            repeats=wanted.repeats,
+        )
+        same_verdict(lambda: write_costs(costs, target) if ranks.is_first else None)
+        if ranks.is_first:
+            print(costs_table(costs), file=sys.stderr)
+    return _figures(costs, target, start_s)
+
+
+def _read_sizes(dataset: str, *, is_told: bool) -> tuple[list[int], int]:
+    """Rows of the table that each feature reads, and dense columns; a stand-in without dataset."""
+    if not Path(dataset).exists():
+        if is_told:
+            logger.warning(
+                "paths.dataset %s is not there: calibrating on %d tables of %d rows",
+                dataset,
+                STAND_IN_TABLES,
+                STAND_IN_ROWS,
+            )
+        return [STAND_IN_ROWS] * STAND_IN_TABLES, STAND_IN_DENSE
+    schema = Dataset.open(dataset).schema
+    rows = {table.name: table.num_rows for table in schema.tables}
+    return [rows[feature.table] for feature in schema.features], len(schema.dense)
+
+
+def _figures(costs: Costs, target: Path, start_s: float) -> dict[str, Any]:
+    return {
+        "command": "calibrate",
+        "costs": target,
+        "name": costs.name,
+        "origin": costs.origin,
+        "device": costs.device,
+        "overlap": costs.overlap,
+        "overhead_s": costs.overhead_s,
+        "corrections": dict(costs.corrections),
+        "intra_bytes_per_s": costs.intra.bytes_per_s,
+        "inter_bytes_per_s": None if costs.inter is None else costs.inter.bytes_per_s,
+        "elapsed_s": time.perf_counter() - start_s,
+    }

@@ -1,0 +1,256 @@
+"""From configuration and partition to the model before sharding, and how it is to be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from hotrec.config.groups import Dcnv2Config, ModelConfig, OptimizerConfig, OptimizerKind
+from hotrec.config.placements import (
+    ColdTier,
+    HotColdConfig,
+    TieredConfig,
+    TorchrecPlacement,
+)
+from hotrec.config.placements import HotExchange as Exchange
+from hotrec.config.roots import Config
+from hotrec.config.sections import Device, PipelineKind, PlannerConfig
+from hotrec.doctor.machine import read_memory
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.fused import check_optimizer, fused_params
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.update_rules import OptimizerKind as Rule
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.models.dense import set_up_dense_layers
+from hotrec.models.task import ClickTask
+from hotrec.models.zoo import ModelKind as Arch
+from hotrec.models.zoo import build_model
+from hotrec.planning.constraints import ColdTier as Tier
+from hotrec.planning.constraints import (
+    MissCurve,
+    TorchRecPlan,
+    cold_tier_for,
+    placement_constraints,
+    torchrec_constraints,
+)
+from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine, free_device_bytes
+from hotrec.planning.pipelines import hot_exchange_of
+from hotrec.planning.torchrec_plan import make_plan
+from hotrec.runtime.codecs import wire_codecs
+from hotrec.runtime.wire import WireType
+from hotrec.types import Partition, Placement, Schema
+from hotrec.types import Tier as PlacedTier
+
+GIB = 1 << 30
+
+
+PLACED_TIERS = {
+    Tier.FUSED: PlacedTier.DEVICE,
+    Tier.UVM: PlacedTier.HOST,
+    Tier.UVM_CACHING: PlacedTier.HOST_CACHED,
+}
+
+
+# What `hotrec plan` plans for where no GPU can be asked: an H100's memory.
+ASSUMED_DEVICE_GIB = 80.0
+
+
+def chosen_device(device: Device) -> str:
+    """The device's type: "cpu" or "cuda"."""
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.name
+
+
+def optimizer_specs(optimizer: OptimizerConfig) -> tuple[OptimizerSpec, OptimizerSpec]:
+    """The rules of the embedding rows and of the dense layers."""
+    constants = {
+        name: getattr(optimizer, name)
+        for name in ("eps", "beta1", "beta2")
+        if hasattr(optimizer, name)
+    }
+    embedding = OptimizerSpec(Rule(optimizer.kind.name), optimizer.learning_rate, **constants)
+    kind = optimizer.dense_kind or optimizer.kind
+    if kind is OptimizerKind.rowwise_adagrad:
+        kind = OptimizerKind.adagrad  # a dense layer has no rows
+    rate = optimizer.dense_learning_rate
+    dense = OptimizerSpec(
+        Rule(kind.name), optimizer.learning_rate if rate is None else rate, **constants
+    )
+    return embedding, dense
+
+
+def table_configs(schema: Schema, model: ModelConfig) -> list[EmbeddingBagConfig]:
+    """TorchRec's description of the dataset's tables."""
+    return [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_rows,
+            embedding_dim=model.embedding_dim,
+            feature_names=[feature.name for feature in schema.features_of(table.name)],
+            pooling=PoolingType[model.pooling.name.upper()],
+        )
+        for table in schema.tables
+    ]
+
+
+def row_bytes(schema: Schema, config: Config) -> dict[str, int]:
+    """Bytes of one row with its optimizer state, by table."""
+    dim = config.model.embedding_dim
+    embedding, _ = optimizer_specs(config.optimizer)
+    num_bytes = 4 * dim + embedding.state_bytes_per_row(dim)
+    return {table.name: num_bytes for table in schema.tables}
+
+
+def make_machine(
+    planner: PlannerConfig, *, world_size: int, ranks_per_host: int, device: str, batch_size: int
+) -> Machine:
+    """The machine to plan for: as configured, else as found."""
+    device_bytes = int(ASSUMED_DEVICE_GIB * GIB)
+    if planner.hbm_gib is not None:
+        device_bytes = int(planner.hbm_gib * GIB)
+    elif device == "cuda" and torch.cuda.is_available():
+        device_bytes = free_device_bytes()
+    host_bytes = read_memory()[0]
+    if planner.host_gib is not None:
+        host_bytes = int(planner.host_gib * GIB)
+    return Machine(
+        world_size=world_size,
+        local_world_size=ranks_per_host,
+        device=device,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        batch_size=batch_size,
+    )
+
+
+def replica_memory_bytes(machine: Machine) -> int:
+    """Memory that a rank's hot rows must fit into."""
+    if machine.device == "cuda":
+        return int((1 - DEVICE_RESERVED_FRAC) * machine.device_bytes)
+    return machine.host_bytes // machine.local_world_size
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """The model before sharding, on no device yet, and how it is to be sharded.
+
+    Args:
+        task: model and loss.
+        embeddings: the collection in it.
+        sharders: TorchRec's word for who shards which module.
+        constraints: for the planner.
+    """
+
+    task: nn.Module
+    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
+    sharders: list[ModuleSharder[nn.Module]]
+    constraints: dict[str, ParameterConstraints] | None
+
+    def plan(self, machine: Machine) -> ShardingPlan:
+        return make_plan(self.task, self.sharders, machine, self.constraints)
+
+
+def build_unsharded(
+    config: Config,
+    schema: Schema,
+    placed: Placement | None,
+    *,
+    world_size: int,
+    compute_device: str,
+    dense_device: torch.device,
+    curves: Mapping[str, MissCurve] | None = None,
+) -> Unsharded:
+    """Build the model and say how to shard it.
+
+    Args:
+        placed: None for TorchRec's plans on unsplit tables.
+        curves: misses of the device caches of host tables, by table, for TorchRec's planner.
+        compute_device: "cpu" or "cuda", where the shards will be; need not be there to plan.
+        dense_device: of the dense layers; "meta" to plan only.
+
+    Raises:
+        ValueError: if the device has no exact kernel for the optimizer, or no such memory tier.
+    """
+    tables = table_configs(schema, config.model)
+    meta = torch.device("meta")
+    spec, _ = optimizer_specs(config.optimizer)
+    placement, wire_type = config.placement, WireType(config.pipeline.wire.value)
+    has_sharded = placed is None or placed.partition.total_hot < placed.partition.total_rows
+    check_optimizer(spec, torch.device(compute_device), has_cold=has_sharded)
+    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
+    sharders: list[ModuleSharder[nn.Module]]
+    constraints: dict[str, ParameterConstraints] | None
+    if isinstance(placement, TorchrecPlacement):
+        embeddings = EmbeddingBagCollection(tables=tables, device=meta)
+        codecs = wire_codecs(wire_type, [config.model.embedding_dim])
+        sharders = [EmbeddingBagCollectionSharder(fused_params(spec), codecs)]
+        constraints = torchrec_constraints(
+            tables,
+            TorchRecPlan(placement.plan.name),
+            batch_size=config.trainer.batch_size,
+            tier=_tier(placement.tier, compute_device, Tier.FUSED, "placement.tier"),
+            cache_load_factor=placement.cache_load_frac,
+            is_prefetched=config.pipeline.kind is PipelineKind.prefetch,
+        )
+    else:
+        assert placed is not None
+        embeddings = HotColdEmbeddingBagCollection(tables, placed, device=meta)
+        sharders = [HotColdSharder(spec, hot_exchange_of(placement, placed), wire_type)]
+        constraints = placement_constraints(placed, curves)
+    model = _build_model(config, embeddings, num_dense=len(schema.dense), device=dense_device)
+    return Unsharded(ClickTask(model, world_size), embeddings, sharders, constraints)
+
+
+def as_placement(placement: HotColdConfig, partition: Partition, device: str) -> Placement:
+    """The placement of a partition, with the exchange and tier that the configuration says.
+
+    Raises:
+        ValueError: if the device has no such memory tier.
+    """
+    assert isinstance(placement, TieredConfig), placement
+    return Placement.alike(
+        partition,
+        PLACED_TIERS[_tier(placement.cold_tier, device, Tier.UVM_CACHING, "placement.cold_tier")],
+        placement.cache_load_frac,
+        is_hot_dense=placement.hot_exchange is Exchange.dense,
+    )
+
+
+def _tier(tier: ColdTier, device: str, on_cuda: Tier, key: str) -> Tier:
+    if tier is ColdTier.auto:
+        return on_cuda if device == "cuda" else Tier.FUSED
+    return cold_tier_for(device, Tier(tier.name), key)
+
+
+def _build_model(
+    config: Config, embeddings: nn.Module, *, num_dense: int, device: torch.device
+) -> nn.Module:
+    model = config.model
+    cross: dict[str, int] = {}
+    if isinstance(model, Dcnv2Config):
+        cross = {
+            "cross_num_layers": model.cross_num_layers,
+            "cross_low_rank_dim": model.cross_low_rank_dim,
+        }
+    built = build_model(
+        Arch(model.kind.name),
+        embeddings,
+        num_dense=num_dense,
+        dense_layer_sizes=model.dense_layer_sizes,
+        over_layer_sizes=model.over_layer_sizes,
+        seed=config.trainer.seed,
+        device=device,
+        **cross,
+    )
+    trainer = config.trainer
+    set_up_dense_layers(built, device, trainer.precision, is_compiled=trainer.compile)
+    return built

@@ -1,0 +1,93 @@
+"""The quality of a run's checkpoint on a split of the run's dataset."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotrec.artifact import read_artifact
+from hotrec.build import build_sharded
+from hotrec.config.roots import Config, EvaluateConfig
+from hotrec.data.chunks import Dataset
+from hotrec.data.loader import make_loader
+from hotrec.planning.training_plan import settled_before
+from hotrec.runs.train import checkpoint_facts, make_run_machine
+from hotrec.runtime.ranks import Ranks, same_verdict
+from hotrec.runtime.run_dir import CHECKPOINTS
+from hotrec.train.checkpoint import find_latest, load_checkpoint
+from hotrec.train.evaluate import Quality, evaluate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """What was evaluated, and how good it is.
+
+    Args:
+        config: the run's own, with the placement that it trained.
+        checkpoint: its name.
+        step: updates that the checkpoint has seen.
+        quality: over all ranks.
+    """
+
+    config: Config
+    checkpoint: str
+    step: int
+    quality: Quality
+
+
+def evaluate_run(
+    config: EvaluateConfig, trained: Config, trained_dir: Path, ranks: Ranks
+) -> EvaluatedRun:
+    """Evaluate with the model, partition and dataset that a training run recorded; collective.
+
+    Args:
+        config: the split, and which checkpoint.
+        trained: the run's configuration.
+        trained_dir: the run's directory.
+        ranks: of the process group, as many as trained the run.
+    """
+    checkpoint = same_verdict(lambda: _checkpoint(trained_dir, config.checkpoint, ranks.world_size))
+    dataset = same_verdict(lambda: Dataset.open(trained.paths.dataset))
+    settled = same_verdict(lambda: settled_before(trained, trained_dir))
+    trained = settled.config
+    machine = make_run_machine(trained, ranks)
+    sharded = build_sharded(trained, dataset.schema, settled.placement, machine, ranks.device)
+    facts = checkpoint_facts(trained, dataset, settled.artifact)
+    position = load_checkpoint(checkpoint, model=sharded.model, facts=facts)
+    batches = same_verdict(
+        lambda: make_loader(
+            trained.paths.dataset,
+            config.split,
+            batch_size=config.batch_size or trained.trainer.eval_batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            epochs=1,
+            shuffle=False,
+            num_workers=config.num_workers,
+            transform=sharded.transform,
+            pin_memory=ranks.device.type == "cuda",
+        )
+    )
+    pipeline = sharded.make_pipeline(ranks.device)
+    quality = evaluate(pipeline, batches)
+    pipeline.close()
+    logger.info("%s on %s: AUC %.5f", checkpoint, config.split, quality.auc)
+    return EvaluatedRun(trained, checkpoint.name, position.step, quality)
+
+
+def _checkpoint(trained_dir: Path, name: str, world_size: int) -> Path:
+    directory = trained_dir / CHECKPOINTS
+    path = find_latest(directory) if name == "latest" else directory / name
+    if path is None or not path.is_dir():
+        names = sorted(found.name for found in directory.glob("step-*"))
+        raise ValueError(f"checkpoint: expected latest or one of {names}, got {name!r}.")
+    saved = read_artifact(path, kind="checkpoint").content["facts"]["world_size"]
+    if saved != world_size:
+        raise ValueError(
+            f"launch.num_ranks: expected {saved}, the ranks that {path} was trained with, got "
+            f"{world_size}. Set launch.num_ranks={saved}."
+        )
+    return path
