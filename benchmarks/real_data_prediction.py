@@ -325,8 +325,8 @@ are held against what the loader's batches read, on {num_ranks} ranks. Made by
 ```
 
 The profile counts rows and, in the same pass, draws batches from single chunks and counts the
-distinct rows they read (`hotrec/cost_model/locality.py`). "If independent" is the prediction without
-the latter, as if the lookups of a batch were independent.
+distinct rows they read (`hotrec/cost_model/locality.py`). "If independent" is the prediction
+without the latter, as if the lookups of a batch were independent.
 
 * **train**: shuffled batches of an epoch, predicted from the train counts.
 * **held-out, shuffled**: the validation split in the order in which training would read it, several

@@ -1,8 +1,9 @@
 """Stage 2: where the time of a step goes, and how often the host waits for the device.
 
-Whole steps of the program at two batch sizes, cut into stages by the marks of ``hotrec/runtime/stages.py``,
-with torch's profiler for kernels and for what makes the host wait; then lookup, update, id exchange
-and pooling alone, with one long bag or segment for a table and with many short ones.
+Whole steps of the program at two batch sizes, cut into stages by the marks of
+``hotrec/runtime/stages.py``, with torch's profiler for kernels and for what makes the host wait;
+then lookup, update, id exchange and pooling alone, with one long bag or segment for a table and
+with many short ones.
 """
 
 from __future__ import annotations

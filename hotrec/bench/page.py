@@ -205,8 +205,8 @@ def _bytes_table(document: Mapping[str, Any]) -> str:
 def _bytes_note(document: Mapping[str, Any]) -> str:
     text = (
         "Counted on untimed steps, with nothing under way before and after them, by the "
-        "rules of `hotrec/runtime/traffic.py`. The bound is 2 U D 4 (W-1)/W, U the distinct rows of a "
-        "rank's batch; the other one adds the ring all-reduce of the dense layers' gradients."
+        "rules of `hotrec/runtime/traffic.py`. The bound is 2 U D 4 (W-1)/W, U the distinct rows "
+        "of a rank's batch; the other one adds the ring all-reduce of the dense layers' gradients."
     )
     if any(case["wire_bytes"] is not None for case in document["cases"].values()):
         text += (
@@ -250,9 +250,9 @@ def _stages_table(stages_s: Mapping[str, Mapping[str, float]], of: str) -> str:
 
 
 CLOCK_NOTE = (
-    "Medians over the timed steps, by the marks of `hotrec/runtime/stages.py`, mean over the ranks. The "
-    "stages named exchange are the main thread's waiting, and their sum is what is exposed. A sum "
-    "of medians need not be the median step. Where TorchRec starts or waits for something in the "
+    "Medians over the timed steps, by the marks of `hotrec/runtime/stages.py`, mean over the "
+    "ranks. The stages named exchange are the main thread's waiting, and their sum is what is "
+    "exposed. A sum of medians need not be the median step. Where TorchRec starts or waits for something in the "
     "middle of its own parts, it is in the stage of those."
 )
 

@@ -20,8 +20,8 @@ def measure_memory(device: torch.device) -> tuple[int, int]:
 def settle_memory(device: torch.device, num_bytes: int) -> None:
     """Let a CPU process own memory that calls can then take without the kernel zeroing pages.
 
-    Where freed memory is kept (``hotrec.runtime.memory``) a training run reaches that state after some
-    steps; a call that is measured a few times would pay for its pages in half of them.
+    Where freed memory is kept (``hotrec.runtime.memory``) a training run reaches that state after
+    some steps; a call that is measured a few times would pay for its pages in half of them.
 
     Args:
         num_bytes: as much as the largest calls take together.

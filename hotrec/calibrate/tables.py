@@ -16,7 +16,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from hotrec.doctor.machine import read_memory
 from hotrec.runtime.memory import check_mappable
 
-# The memory tiers of hotrec.cost_model.KERNELS: "hit" and "miss" share a module, host behind a cache.
+# The memory tiers of hotrec.cost_model.costs.KERNELS: "hit" and "miss" share a module, whose host
+# memory is behind a cache.
 TIERS = ("device", "host", "cached")
 
 

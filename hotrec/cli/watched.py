@@ -22,7 +22,8 @@ from hotrec.train.checkpoint import find_latest
 def watched_ranks(trainer: TrainerConfig, device: str, run_dir: Path) -> Iterator[Ranks]:
     """Join the process group of a training run and watch its ranks until the block ends.
 
-    What helps to find out why it ended is left in the run's directory: see ``hotrec.runtime.postmortem``.
+    What helps to find out why it ended is left in the run's directory: see
+    ``hotrec.runtime.postmortem``.
 
     Raises:
         CommandFailed: with the watchdog's exit code, if a rank was lost; that has been printed.

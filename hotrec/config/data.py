@@ -2,8 +2,8 @@
 
 They serve as Hydra's structured configurations as they are, so there is no ``frozen`` and no
 ``Literal`` in them, enum members are lower case (YAML shows their names), and nothing is checked on
-construction: call ``hotrec.config.check_data.check_data_spec`` on the finished object. A field without a
-default is required. No third-party imports.
+construction: call ``hotrec.config.check_data.check_data_spec`` on the finished object. A field
+without a default is required. No third-party imports.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ class Costs:
         return float(self.corrections.get(stage, 1.0))
 
     def collective(self, kind: str, world: World, num_bytes: float | None = None) -> Line:
-        """Seconds of a collective by the bytes that a rank sends for it (``hotrec.runtime.traffic``).
+        """Seconds of a collective by the bytes that a rank sends (``hotrec.runtime.traffic``).
 
         A curve measured in this very world (its line for messages of ``num_bytes``, or the one that
         fits all sizes best), else from the links: the slower of what passes inside

@@ -1,7 +1,8 @@
 """What a rank does in a step: from demands and a placement, or a plan of TorchRec, to QUANTITIES.
 
-Bytes are counted as ``hotrec.runtime.traffic`` counts them. Symbols: B batch per rank, W ranks, L lookups
-per sample, n = B L lookups of a rank, F columns of a table, D; q as in ``hotrec.cost_model.demand``.
+Bytes are counted as ``hotrec.runtime.traffic`` counts them. Symbols: B batch per rank, W ranks, L
+lookups per sample, n = B L lookups of a rank, F columns of a table, D; q as in
+``hotrec.cost_model.demand``.
 
 Pooled exchange, as TorchRec does it for an ``EmbeddingBagCollection``: ids travel undeduplicated,
 8 bytes each, with the lengths of their bags, 4 bytes each, which are counted as half an id. A shard

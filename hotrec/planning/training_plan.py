@@ -59,8 +59,8 @@ class Settled:
         config: with TorchRec's placement where the cost model declined to split.
         placement: None for TorchRec's plans on unsplit tables.
         artifact: the partition; None for those.
-        prediction: the document of ``hotrec.planning.document``; None where nothing can be predicted,
-            which was logged with the reason.
+        prediction: the document of ``hotrec.planning.document``; None where nothing can be
+            predicted, which was logged with the reason.
         costs: with which it was predicted.
         curves: misses of the device caches of host tables, by table.
     """

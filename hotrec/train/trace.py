@@ -1,9 +1,10 @@
 """Traces of a few steps, one file per rank, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 torch.profiler records the operators, the named ranges and the collectives of every thread, the
-communication thread's among them, and on CUDA the kernels. The stages of ``hotrec.runtime.stages`` come
-from a clock: a mark ends a stage, so its name is known only then, and it may cut through operators;
-they are written into the file as a lane of their own. Steps that are recorded are in no rate.
+communication thread's among them, and on CUDA the kernels. The stages of ``hotrec.runtime.stages``
+come from a clock: a mark ends a stage, so its name is known only then, and it may cut through
+operators; they are written into the file as a lane of their own. Steps that are recorded are in no
+rate.
 
 Events carry the rank instead of the process number and times since one epoch, so the files of all
 ranks may be opened together or put into one by ``merge_traces``.
