@@ -31,12 +31,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.bench.machine import machine_facts
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.flat import put_rows
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.types import OptimizerKind
 
 FBGEMM = {
-    OptimizerKind.SGD: EmbOptimType.EXACT_SGD,
-    OptimizerKind.ROWWISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    OptimizerKind.ADAGRAD: EmbOptimType.EXACT_ADAGRAD,
+    OptimizerKind.sgd: EmbOptimType.EXACT_SGD,
+    OptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    OptimizerKind.adagrad: EmbOptimType.EXACT_ADAGRAD,
 }
 LEARNING_RATE, EPS = 0.01, 1e-8
 

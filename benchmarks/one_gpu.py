@@ -34,18 +34,12 @@ from hotrec.bench.cases import Case
 from hotrec.bench.page import markdown_table, plain_table
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.bench import BenchConfig, BenchPipeline, BenchRootConfig
-from hotrec.config.placements import (
-    ColdTier,
-    FractionPlacement,
-    Routing,
-    TorchrecPlacement,
-    TorchrecPlan,
-)
+from hotrec.config.placements import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.doctor.machine import read_memory
 from hotrec.planning.policies import choose_fraction
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
 from hotrec.runtime.ranks import process_group
-from hotrec.types import Partition, Rows
+from hotrec.types import ColdTier, Partition, Rows, TorchrecPlan
 
 GIB = 1 << 30
 # Free memory that is left to activations, batches and the libraries, of the GPU and of the host.

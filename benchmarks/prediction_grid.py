@@ -34,13 +34,7 @@ from hotrec.calibrate.probes import Subject
 from hotrec.cli.logs import quiet_torch
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.bench import BenchPipeline, BenchRootConfig
-from hotrec.config.placements import (
-    CostPlacement,
-    FractionPlacement,
-    Routing,
-    TorchrecPlacement,
-    TorchrecPlan,
-)
+from hotrec.config.placements import CostPlacement, FractionPlacement, Routing, TorchrecPlacement
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
 from hotrec.planning.optimum import optimise_placement
 from hotrec.planning.policies import choose_all_cold, choose_fraction
@@ -53,7 +47,7 @@ from hotrec.planning.predict import (
 )
 from hotrec.planning.scenario import Situation
 from hotrec.runtime.ranks import Ranks, broadcast_object, process_group
-from hotrec.types import Partition, TablePlacement
+from hotrec.types import Partition, TablePlacement, TorchrecPlan
 
 logger = logging.getLogger("prediction_grid")
 EXPONENTS = (0.8, 1.05, 1.2)

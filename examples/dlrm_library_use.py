@@ -34,7 +34,7 @@ def main(ranks: Ranks) -> None:
     tables = [EmbeddingBagConfig(n, DIM, name=t, feature_names=[t]) for t, n in NUM_ROWS.items()]
     model = DLRM(EmbeddingBagCollection(tables), 4, [32, DIM], [32, 1], ranks.device)
     partition = Partition(NUM_ROWS, {t: np.arange(min(n, NUM_HOT)) for t, n in NUM_ROWS.items()})
-    spec = embedding.OptimizerSpec(embedding.OptimizerKind.ROWWISE_ADAGRAD, learning_rate=0.1)
+    spec = embedding.OptimizerSpec(embedding.OptimizerKind.rowwise_adagrad, learning_rate=0.1)
     world, local = ranks.world_size, ranks.local_world_size
     machine = planner.Machine(world, local, ranks.device.type, 8 << 30, 8 << 30, B)
 

@@ -28,7 +28,6 @@ from hotrec.config.placements import (
     Routing,
 )
 from hotrec.config.roots import Config
-from hotrec.config.sections import PipelineKind
 from hotrec.cost_model.costs import World
 from hotrec.data.all_hot import (
     AllHotSamples,
@@ -44,7 +43,7 @@ from hotrec.data.locality import Assign, ByOwner, Shard
 from hotrec.doctor.machine import read_memory
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
-from hotrec.embedding.hot_choice import HotExchange, Seconds
+from hotrec.embedding.hot_choice import Seconds
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
@@ -62,10 +61,9 @@ from hotrec.runtime.codecs import compress_dense
 from hotrec.runtime.memory import check_mappable
 from hotrec.runtime.ranks import Ranks, all_gather_object, same_verdict
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
-from hotrec.runtime.wire import WireType
 from hotrec.train.alternate import AlternatingLoader, Alternation
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import Exchange, Placement, Schema, Sharding
+from hotrec.types import Exchange, HotExchange, PipelineKind, Placement, Schema, Sharding
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def build_sharded(
     kind = choose_pipeline(config, machine)
     is_ahead = kind is PipelineKind.look_ahead
     model = shard(unsharded.task, plan, unsharded.sharders, device, data_parallel=not is_ahead)
-    wire_type = WireType(config.pipeline.wire.value)
+    wire_type = config.pipeline.wire
     if not is_ahead:
         compress_dense(model, wire_type)
     initialize_embeddings(model, config.trainer.seed)
@@ -205,7 +203,7 @@ def make_look_ahead(
     Args:
         machine: whose costs choose how gradients of hot rows travel, if it has been measured.
     """
-    wire_type = WireType(config.pipeline.wire.value)
+    wire_type = config.pipeline.wire
 
     def make_rows() -> RowsAhead:
         return RowsAhead(

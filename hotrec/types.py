@@ -187,6 +187,77 @@ class Tier(Enum):
     HOST_CACHED = "host_cached"
 
 
+# Enumerations of the configuration, whose YAML shows these names: hence lower case.
+
+
+class ModelKind(Enum):
+    """DLRM with dot interaction (Naumov et al. 2019), or DCNv2 cross layers (Wang et al. 2021)."""
+
+    dlrm = "dlrm"
+    dcnv2 = "dcnv2"
+
+
+class OptimizerKind(Enum):
+    """The update rules whose hot and cold halves are the same."""
+
+    sgd = "sgd"
+    adagrad = "adagrad"
+    rowwise_adagrad = "rowwise_adagrad"
+    adam = "adam"
+
+
+class PipelineKind(Enum):
+    """The train pipelines: hotrec's look_ahead, and TorchRec's; auto is none, it is replaced."""
+
+    auto = "auto"
+    look_ahead = "look_ahead"
+    sparse_dist = "sparse_dist"
+    base = "base"
+    prefetch = "prefetch"
+
+
+class WireType(Enum):
+    """The type in which rows and gradients travel between ranks."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+class HotExchange(Enum):
+    """How gradients of hot rows are reduced: auto chooses in every step."""
+
+    touched_rows = "touched_rows"
+    owners = "owners"
+    dense = "dense"
+    auto = "auto"
+
+
+class ColdTier(Enum):
+    """TorchRec's compute kernel of sharded rows; all but ``fused`` need CUDA."""
+
+    auto = "auto"
+    fused = "fused"
+    fused_uvm = "fused_uvm"
+    fused_uvm_caching = "fused_uvm_caching"
+
+
+class TorchrecPlan(Enum):
+    """Plans on unsplit tables, the baselines."""
+
+    planner = "planner"
+    table_wise = "table_wise"
+    hand_tuned = "hand_tuned"
+
+
+class HugectrLink(Enum):
+    """HugeCTR's communication types: what joins its GPUs."""
+
+    ib_nvlink = "ib_nvlink"
+    ib_nvlink_hier = "ib_nvlink_hier"
+    nvlink_single_node = "nvlink_single_node"
+
+
 @dataclass(frozen=True)
 class TablePlacement:
     """Where and how the rows of one table that are not hot are served.

@@ -22,16 +22,11 @@ from benchmarks.gpu_day.tbe import DEVICE, UVM, UVM_CACHE, Tables, optimizers_of
 from hotrec.bench.cases import Case, build_runner
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.bench import BenchPipeline
-from hotrec.config.placements import (
-    ColdTier,
-    FractionPlacement,
-    Routing,
-    TorchrecPlacement,
-    TorchrecPlan,
-)
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec, sum_by_row, update_rows
+from hotrec.config.placements import FractionPlacement, Routing, TorchrecPlacement
+from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
 from hotrec.planning.policies import choose_fraction
 from hotrec.runtime.ranks import Ranks, process_group
+from hotrec.types import ColdTier, OptimizerKind, TorchrecPlan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COLD_TIERS = {

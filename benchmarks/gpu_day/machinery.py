@@ -27,18 +27,12 @@ from hotrec.bench.figures import summarize as sum_up
 from hotrec.bench.measure import run_counted, run_timed, run_warmup
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.bench import BenchPipeline, BenchRootConfig
-from hotrec.config.placements import (
-    AllColdPlacement,
-    ColdTier,
-    Routing,
-    TorchrecPlacement,
-    TorchrecPlan,
-)
+from hotrec.config.placements import AllColdPlacement, Routing, TorchrecPlacement
 from hotrec.data.batch import Batch
 from hotrec.planning.policies import choose_all_cold
 from hotrec.report.units import show_bytes, show_count, show_seconds
 from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.types import Rows
+from hotrec.types import ColdTier, Rows, TorchrecPlan
 
 BASELINE = "TorchRec's planner"
 # MLPerf Training, DLRM-DCNv2 on Criteo 1TB: rows and ids per sample of its 26 features.

@@ -34,19 +34,14 @@ from benchmarks.gpu_day.tbe import DEVICE, Tables
 from hotrec.bench.cases import Case, Runner, build_runner
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.bench import BenchPipeline
-from hotrec.config.placements import (
-    AllColdPlacement,
-    ColdTier,
-    Routing,
-    TorchrecPlacement,
-    TorchrecPlan,
-)
+from hotrec.config.placements import AllColdPlacement, Routing, TorchrecPlacement
 from hotrec.embedding.flat import MOST_BAG_IDS, cut_lengths
 from hotrec.embedding.pooling import MOST_IDS, sum_in_pieces
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.policies import choose_all_cold
 from hotrec.report.units import show_count, show_seconds
 from hotrec.runtime.ranks import Ranks, process_group
+from hotrec.types import ColdTier, OptimizerKind, TorchrecPlan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Calls of CUDA's runtime in which the host waits, by the names that the profiler gives them.
@@ -185,7 +180,7 @@ def measure_layouts(batch_size: int, day: Day) -> dict[str, Any]:
     (batch,) = samples.batches(1, batch_size=batch_size, rank=0, world_size=1)
     ids = [jagged.values() for jagged in batch.sparse.to_dict().values()]
     distinct, inverses = zip(*(torch.unique(i, return_inverse=True) for i in ids), strict=True)
-    spec = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, learning_rate=0.01)
+    spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.01)
     tables = Tables(len(ids), max(table_rows), dim, spec, DEVICE)
     module = tables.build(day.device)
     rows = torch.cat(distinct).to(day.device)

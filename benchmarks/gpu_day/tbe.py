@@ -22,7 +22,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from hotrec.embedding.fused import fused_params
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.types import OptimizerKind
 
 DEVICE, UVM, UVM_CACHE = "device memory", "UVM", "UVM cache"
 LOCATIONS = {
@@ -41,7 +42,7 @@ def tiers_of(device: torch.device) -> tuple[str, ...]:
 def optimizers_of(device: torch.device) -> list[OptimizerKind]:
     """The optimizers that FBGEMM has for a device."""
     kinds = list(OptimizerKind)
-    return [k for k in kinds if device.type == "cuda" or k is not OptimizerKind.ADAM]
+    return [k for k in kinds if device.type == "cuda" or k is not OptimizerKind.adam]
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Tables:
         if self.tier == DEVICE:
             return weights + state + work, 0
         # FBGEMM keeps a row-wise sum of every row on the device, and caches no state.
-        is_row_wise = self.optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD
+        is_row_wise = self.optimizer.kind is OptimizerKind.rowwise_adagrad
         on_device, on_host = (state, weights) if is_row_wise else (0, weights + state)
         if self.tier == UVM_CACHE:
             num_sets = math.ceil(total_rows * self.cache_frac / CACHE_WAYS)

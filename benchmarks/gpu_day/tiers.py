@@ -28,13 +28,14 @@ from benchmarks.gpu_day.tbe import (
     tiers_of,
 )
 from hotrec.doctor.machine import read_memory
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.report.units import show_bytes, show_count, show_seconds
+from hotrec.types import OptimizerKind
 
 NUM_TABLES, EXPONENT = 10, 1.05
 FRESH, REPLAYED = "fresh", "replayed"
 POOL = "host memory"
-KINDS = (OptimizerKind.SGD, OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAM)
+KINDS = (OptimizerKind.sgd, OptimizerKind.rowwise_adagrad, OptimizerKind.adam)
 # Tier, share of the rows in the cache, and whether the cache is filled ahead.
 PLACES: tuple[tuple[str, float, bool], ...] = (
     (DEVICE, 0.0, False),
@@ -71,7 +72,7 @@ class Sizes:
     def tables(self, kind: OptimizerKind, place: tuple[str, float, bool]) -> Tables:
         """The tables of a case; those of Adam have half the rows."""
         tier, cache_frac, is_prefetching = place
-        rows = self.num_rows // 2 if kind is OptimizerKind.ADAM else self.num_rows
+        rows = self.num_rows // 2 if kind is OptimizerKind.adam else self.num_rows
         return Tables(
             NUM_TABLES, rows, self.dim, OptimizerSpec(kind, learning_rate=0.01), tier,
             cache_frac=cache_frac or 0.2, is_prefetching=is_prefetching,

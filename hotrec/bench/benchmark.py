@@ -12,9 +12,8 @@ from hotrec.bench.measure import is_profilable, run_counted, run_profiled, run_t
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.bench import BenchConfig, BenchRootConfig
 from hotrec.config.groups import OrderAssign
-from hotrec.config.sections import WireKind
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import Rows
+from hotrec.types import Rows, WireType
 
 # At least the batches that a pipeline holds beside the one it computes.
 NUM_AHEAD = 8
@@ -145,6 +144,6 @@ def _pipeline_words(case: Case, bench: BenchConfig) -> str:
         words.append(f"depth {case.depth}")
     if case.micro_batches:
         words.append("micro-batches")
-    if case.wire is not WireKind.fp32:
+    if case.wire is not WireType.fp32:
         words.append(case.wire.name)
     return " ".join(words)

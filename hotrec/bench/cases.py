@@ -37,10 +37,9 @@ from hotrec.config.placements import (
     PlacementConfig,
     Routing,
     TorchrecPlacement,
-    TorchrecPlan,
 )
 from hotrec.config.roots import Config
-from hotrec.config.sections import PipelineConfig, PipelineKind, TrainerConfig, WireKind
+from hotrec.config.sections import PipelineConfig, TrainerConfig
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.data.batch import Batch
@@ -56,7 +55,7 @@ from hotrec.planning.unsharded import as_placement, make_machine
 from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.train.pipelines import Pipeline
-from hotrec.types import Partition, Rows, Schema
+from hotrec.types import Partition, PipelineKind, Rows, Schema, TorchrecPlan, WireType
 
 logger = logging.getLogger("hotrec.bench")
 
@@ -80,7 +79,7 @@ class Case:
     placement: PlacementConfig
     partition: Partition | None
     pipeline: BenchPipeline | None = None
-    wire: WireKind = WireKind.fp32
+    wire: WireType = WireType.fp32
     depth: int = 1
     micro_batches: bool = False
     assign: OrderAssign = OrderAssign.as_read
@@ -88,7 +87,7 @@ class Case:
     @property
     def is_exact(self) -> bool:
         """Whether its losses are those of the model that all exact cases train."""
-        return self.pipeline is not BenchPipeline.semi_sync and self.wire is WireKind.fp32
+        return self.pipeline is not BenchPipeline.semi_sync and self.wire is WireType.fp32
 
 
 def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> Partition:

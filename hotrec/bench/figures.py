@@ -11,7 +11,6 @@ from torchrec.distributed.types import ShardingPlan
 
 from hotrec.bench.blocks import Block, cpu_seconds, step_seconds, whole_step_seconds
 from hotrec.bench.cases import Case, Runner
-from hotrec.config.sections import WireKind
 from hotrec.data.batch import Batch
 from hotrec.planning.torchrec_plan import plan_document
 from hotrec.runtime.ranks import Ranks, all_gather_object
@@ -22,6 +21,7 @@ from hotrec.runtime.traffic import (
     count_dense_values,
     lower_bound_bytes,
 )
+from hotrec.types import WireType
 
 
 def served_values(
@@ -110,7 +110,7 @@ def _measured(runner: Runner, ranks: Ranks) -> Measured:
     asked = _asked_rows(runner.case, counted[0])
     return Measured(
         is_exact=runner.case.is_exact,
-        bytes_per_value=4 if runner.case.wire is WireKind.fp32 else 2,
+        bytes_per_value=4 if runner.case.wire is WireType.fp32 else 2,
         blocks=dict(runner.blocks),
         stage_s=runner.clock.seconds(),
         losses=[float(loss) for loss in runner.losses],

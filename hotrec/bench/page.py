@@ -252,8 +252,8 @@ def _stages_table(stages_s: Mapping[str, Mapping[str, float]], of: str) -> str:
 CLOCK_NOTE = (
     "Medians over the timed steps, by the marks of `hotrec/runtime/stages.py`, mean over the "
     "ranks. The stages named exchange are the main thread's waiting, and their sum is what is "
-    "exposed. A sum of medians need not be the median step. Where TorchRec starts or waits for something in the "
-    "middle of its own parts, it is in the stage of those."
+    "exposed. A sum of medians need not be the median step. Where TorchRec starts or waits for "
+    "something in the middle of its own parts, it is in the stage of those."
 )
 
 

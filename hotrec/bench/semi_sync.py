@@ -19,9 +19,9 @@ from torchrec.distributed.types import LazyNoWait, ShardedModule, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from hotrec.data.batch import Batch
-from hotrec.planning.constraints import ColdTier
 from hotrec.planning.torchrec_plan import plan_document
 from hotrec.train.pipelines import MarkedOptimizer, Output, Pipeline, mark_lookups
+from hotrec.types import ColdTier
 
 
 class _ReplicaOptimizer(MarkedOptimizer):
@@ -109,7 +109,7 @@ def refuse_caches(plan: ShardingPlan) -> None:
         name
         for tables in plan_document(plan).values()
         for name, facts in tables.items()
-        if facts["compute_kernel"] == ColdTier.UVM_CACHING.value
+        if facts["compute_kernel"] == ColdTier.fused_uvm_caching.value
     ]
     if cached:
         raise ValueError(

@@ -31,7 +31,7 @@ from hotrec.calibrate.kernels import Point, fit_line
 from hotrec.calibrate.probes.rows import row_spec
 from hotrec.calibrate.workload import Bench, cut_tables
 from hotrec.config.bench import BenchConfig, BenchPipeline, BenchRootConfig
-from hotrec.config.placements import FractionPlacement, Routing, TorchrecPlacement, TorchrecPlan
+from hotrec.config.placements import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.sections import LaunchConfig, PlannerConfig
 from hotrec.cost_model.costs import Costs, Line
 from hotrec.cost_model.forms import TIERS
@@ -41,7 +41,7 @@ from hotrec.planning.predict import Predicted, predict_placement, predict_plan
 from hotrec.planning.scenario import Situation
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
-from hotrec.types import STAGES, Partition, Rows, TablePlacement
+from hotrec.types import STAGES, Partition, Rows, TablePlacement, TorchrecPlan
 
 # Rows of both halves in every stage; and, since a large replica is slower to read, all rows hot.
 COVERAGES = (0.8, 1.0)

@@ -7,8 +7,8 @@ from enum import Enum
 
 from hotrec.config.fields import key, section
 from hotrec.config.groups import ModelConfig, OptimizerConfig, OrderAssign
-from hotrec.config.placements import ColdTier, HotExchange
-from hotrec.config.sections import Device, LaunchConfig, PlannerConfig, WireKind
+from hotrec.config.sections import Device, LaunchConfig, PlannerConfig
+from hotrec.types import ColdTier, HotExchange, WireType
 
 
 class BenchCase(Enum):
@@ -65,7 +65,7 @@ class BenchVariant:
     )
     num_hot_rows: int | None = key("the so many most looked-up rows are hot", None, at_least=0)
     hot_exchange: HotExchange | None = key("gradients of hot rows", None)
-    wire: WireKind = key("type in which rows and gradients travel", WireKind.fp32)
+    wire: WireType = key("type in which rows and gradients travel", WireType.fp32)
     depth: int = key("of look_ahead: batches whose rows travel ahead", 1, at_least=0, at_most=16)
     micro_batches: bool = key("of look_ahead: compute what need not wait first", False)
     assign: OrderAssign = key(

@@ -21,6 +21,7 @@ from hotrec.config.placements import (
     ScarsPlacement,
     TorchrecPlacement,
 )
+from hotrec.types import ModelKind, OptimizerKind
 
 
 class OrderKind(Enum):
@@ -109,13 +110,6 @@ class TraceProfiler(ProfilerConfig):
     )
 
 
-class ModelKind(Enum):
-    """Which model is trained."""
-
-    dlrm = "dlrm"
-    dcnv2 = "dcnv2"
-
-
 class Pooling(Enum):
     """How the rows of a bag become one vector."""
 
@@ -154,15 +148,6 @@ class Dcnv2Config(ModelConfig):
     kind: ModelKind = key("the model; choose it with model=", ModelKind.dcnv2)
     cross_num_layers: int = key("cross layers", 3, at_least=1)
     cross_low_rank_dim: int = key("rank of the cross layers' matrices", 64, at_least=1)
-
-
-class OptimizerKind(Enum):
-    """The update rule of all parameters."""
-
-    sgd = "sgd"
-    adagrad = "adagrad"
-    rowwise_adagrad = "rowwise_adagrad"
-    adam = "adam"
 
 
 class Decay(Enum):

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Union
 
 from hotrec.config.fields import key
+from hotrec.types import ColdTier, HotExchange, HugectrLink, TorchrecPlan
 
 
 class PlacementKind(Enum):
@@ -25,24 +26,6 @@ class PlacementKind(Enum):
     all_cold = "all_cold"
     saved = "saved"
     torchrec = "torchrec"
-
-
-class HotExchange(Enum):
-    """How gradients of hot rows travel."""
-
-    auto = "auto"
-    touched_rows = "touched_rows"
-    owners = "owners"
-    dense = "dense"
-
-
-class ColdTier(Enum):
-    """Where rows that are sharded live."""
-
-    auto = "auto"
-    fused = "fused"
-    fused_uvm = "fused_uvm"
-    fused_uvm_caching = "fused_uvm_caching"
 
 
 class Routing(Enum):
@@ -161,14 +144,6 @@ class BreakEvenPlacement(PolicyConfig):
     )
 
 
-class HugectrLink(Enum):
-    """HugeCTR's communication types, for placement=hugectr."""
-
-    ib_nvlink = "ib_nvlink"
-    ib_nvlink_hier = "ib_nvlink_hier"
-    nvlink_single_node = "nvlink_single_node"
-
-
 @dataclass
 class HugectrPlacement(PolicyConfig):
     """HugeCTR's hybrid embedding: a threshold from datasheet bandwidths."""
@@ -237,14 +212,6 @@ class SavedPlacement(HotColdConfig):
 
     kind: PlacementKind = key("the policy; choose it with placement=", PlacementKind.saved)
     partition_dir: str = key("partition to train with", "${paths.partition}")
-
-
-class TorchrecPlan(Enum):
-    """Plans on unsplit tables, the baselines."""
-
-    planner = "planner"
-    table_wise = "table_wise"
-    hand_tuned = "hand_tuned"
 
 
 @dataclass

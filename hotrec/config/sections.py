@@ -6,25 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hotrec.config.fields import key
-from hotrec.types import Precision
-
-
-class PipelineKind(Enum):
-    """The train pipelines: hotrec's look_ahead, and TorchRec's."""
-
-    auto = "auto"
-    look_ahead = "look_ahead"
-    sparse_dist = "sparse_dist"
-    base = "base"
-    prefetch = "prefetch"
-
-
-class WireKind(Enum):
-    """The type in which rows and gradients travel between ranks."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
+from hotrec.types import PipelineKind, Precision, WireType
 
 
 @dataclass
@@ -44,8 +26,8 @@ class PipelineConfig:
     micro_batches: bool = key(
         "of look_ahead: compute the samples first whose rows need not be waited for", False
     )
-    wire: WireKind = key(
-        "type in which rows and gradients travel: fp32 (exact), fp16 or bf16", WireKind.fp32
+    wire: WireType = key(
+        "type in which rows and gradients travel: fp32 (exact), fp16 or bf16", WireType.fp32
     )
 
 

@@ -23,10 +23,10 @@ from hotrec.config.bench import (
 from hotrec.config.check_data import check_data_spec
 from hotrec.config.data import DataSpec
 from hotrec.config.groups import VARIANTS, ModelConfig, OrderAssign
-from hotrec.config.placements import ColdTier, CostPlacement, PolicyConfig
+from hotrec.config.placements import CostPlacement, PolicyConfig
 from hotrec.config.roots import Config
 from hotrec.config.sections import Device, TrainerConfig
-from hotrec.types import Precision
+from hotrec.types import ColdTier, Precision
 
 # FBGEMM asserts it for every table with a fused optimizer (construct_split_state).
 DIM_MULTIPLE = 4

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from hotrec.cost_model.costs import Costs, Line, World
+from hotrec.types import PipelineKind
 
 # Bytes of a float on the wire, by the type in which it travels.
 WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-
-
-class PipelineKind(Enum):
-    """How steps overlap."""
-
-    LOOK_AHEAD = "look_ahead"
-    SPARSE_DIST = "sparse_dist"
-    BASE = "base"
-    PREFETCH = "prefetch"
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class PipelineSpec:
         ValueError: if the wire type is unknown, or the depth negative.
     """
 
-    kind: PipelineKind = PipelineKind.SPARSE_DIST
+    kind: PipelineKind = PipelineKind.sparse_dist
     wire: str = "fp32"
     depth: int = 1
 
@@ -57,16 +48,16 @@ class PipelineSpec:
 
     @property
     def is_look_ahead(self) -> bool:
-        return self.kind is PipelineKind.LOOK_AHEAD
+        return self.kind is PipelineKind.look_ahead
 
     @property
     def of_torchrec(self) -> PipelineSpec:
         """What unsplit tables are trained with where hot and cold rows are with this one."""
-        return replace(self, kind=PipelineKind.SPARSE_DIST) if self.is_look_ahead else self
+        return replace(self, kind=PipelineKind.sparse_dist) if self.is_look_ahead else self
 
 
 SPARSE_DIST = PipelineSpec()
-LOOK_AHEAD = PipelineSpec(PipelineKind.LOOK_AHEAD)
+LOOK_AHEAD = PipelineSpec(PipelineKind.look_ahead)
 
 
 # What a rank does in a step. "groups" are sets of tables that share messages: one per dimension.

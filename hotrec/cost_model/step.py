@@ -31,7 +31,6 @@ from hotrec.cost_model.forms import (
     SPARSE_DIST,
     TIERS,
     Form,
-    PipelineKind,
     PipelineSpec,
     StageForm,
     StepPrediction,
@@ -40,7 +39,7 @@ from hotrec.cost_model.forms import (
     add_overhead,
 )
 from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel, make_look_ahead_model
-from hotrec.types import STAGES
+from hotrec.types import STAGES, PipelineKind
 
 __all__ = [
     "BYTES_PER_FLOAT",
@@ -143,10 +142,10 @@ def make_torchrec_model(
     model = make_step_model(
         costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=pipeline.narrow_frac
     )
-    if pipeline.kind is PipelineKind.BASE:
+    if pipeline.kind is PipelineKind.base:
         ids = replace(model.stages["ids_exchange"], cover=Form())
         return replace(model, stages={**model.stages, "ids_exchange": ids})
-    if pipeline.kind is PipelineKind.PREFETCH:
+    if pipeline.kind is PipelineKind.prefetch:
         lookup = _prefetched(model.stages["row_lookup"], model.stages["dense"].compute)
         return replace(model, stages={**model.stages, "row_lookup": lookup})
     return model

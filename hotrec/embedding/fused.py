@@ -14,13 +14,14 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.types import OptimizerKind
 
 _FBGEMM_OPTIMIZER = {
-    OptimizerKind.SGD: EmbOptimType.EXACT_SGD,
-    OptimizerKind.ADAGRAD: EmbOptimType.EXACT_ADAGRAD,
-    OptimizerKind.ROWWISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    OptimizerKind.ADAM: EmbOptimType.ADAM,
+    OptimizerKind.sgd: EmbOptimType.EXACT_SGD,
+    OptimizerKind.adagrad: EmbOptimType.EXACT_ADAGRAD,
+    OptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    OptimizerKind.adam: EmbOptimType.ADAM,
 }
 
 
@@ -37,9 +38,9 @@ def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
         # Six numbers a cache and step, on the device; nothing where there is no cache.
         "gather_uvm_cache_stats": True,
     }
-    if spec.kind is not OptimizerKind.SGD:
+    if spec.kind is not OptimizerKind.sgd:
         params["eps"] = spec.eps
-    if spec.kind is OptimizerKind.ADAM:
+    if spec.kind is OptimizerKind.adam:
         params |= {"beta1": spec.beta1, "beta2": spec.beta2}
     return params
 
@@ -50,7 +51,7 @@ def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_cold: bool
     Raises:
         ValueError: for Adam with cold rows on CPU, where FBGEMM has no Adam.
     """
-    if spec.kind is OptimizerKind.ADAM and device.type == "cpu" and has_cold:
+    if spec.kind is OptimizerKind.adam and device.type == "cpu" and has_cold:
         raise ValueError(
             "optimizer.kind: expected sgd, adagrad or rowwise_adagrad for cold rows on CPU (FBGEMM "
             "has no Adam there), got adam. Choose one of these, make all rows hot "

@@ -18,17 +18,8 @@ rows; of more they do, as soon as a row is touched by more than W/(W-1) ranks on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 
-
-class HotExchange(Enum):
-    """How gradients of hot rows travel."""
-
-    TOUCHED_ROWS = "touched_rows"
-    OWNERS = "owners"
-    DENSE = "dense"
-    AUTO = "auto"
-
+from hotrec.types import HotExchange
 
 SLOT_BYTES = 4
 # Seconds of a collective by the bytes that the rank sends which sends most.
@@ -62,9 +53,9 @@ def hot_messages(
     dense = sum(num_hot * (value_bytes * dim + 1) for num_hot, dim in shapes)
     others = (world_size - 1) / world_size
     return {
-        HotExchange.TOUCHED_ROWS: {"all_gather": (world_size - 1) * most},
-        HotExchange.OWNERS: {"all_to_all": others * most, "all_gather": others * union},
-        HotExchange.DENSE: {"all_reduce": 2 * others * dense},
+        HotExchange.touched_rows: {"all_gather": (world_size - 1) * most},
+        HotExchange.owners: {"all_to_all": others * most, "all_gather": others * union},
+        HotExchange.dense: {"all_reduce": 2 * others * dense},
     }
 
 
@@ -97,7 +88,7 @@ class HotChooser:
         self._seconds = seconds
         self._union_frac_G = [1.0] * len(self._shapes)
         wanted = {"all_gather", "all_to_all", "all_reduce"}
-        if seconds is not None and exchange is HotExchange.AUTO and not wanted <= set(seconds):
+        if seconds is not None and exchange is HotExchange.auto and not wanted <= set(seconds):
             raise ValueError(
                 f"hot exchange seconds: expected the collectives {sorted(wanted)}, got "
                 f"{sorted(seconds)}. Pass all of them, or none to choose by bytes."
@@ -109,7 +100,7 @@ class HotChooser:
         Args:
             num_touched_RG: rows that each rank touched, by dimension.
         """
-        if self._exchange is not HotExchange.AUTO:
+        if self._exchange is not HotExchange.auto:
             return self._exchange
         messages = hot_messages(
             self._shapes, num_touched_RG, self._estimate(num_touched_RG), self._value_bytes

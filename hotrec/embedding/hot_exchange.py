@@ -20,12 +20,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.hot_choice import HotChooser
-from hotrec.embedding.hot_choice import HotExchange as HotExchange  # the replicas' users need it
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.host_ints import HostInts
 from hotrec.runtime.stages import mark
-from hotrec.runtime.wire import Wire, WireType
+from hotrec.runtime.wire import Wire
+from hotrec.types import HotExchange as HotExchange
+from hotrec.types import WireType
 
 
 def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -153,7 +154,7 @@ class HotReplicas:
         dim: int,
         group: dist.ProcessGroup,
         exchange: HotExchange,
-        wire_type: WireType = WireType.FP32,
+        wire_type: WireType = WireType.fp32,
     ) -> None:
         self.weight = weight
         self.num_rows_T = num_rows_T
@@ -279,9 +280,9 @@ class HotReplicas:
             return future
         num_rows = counts.wait()
         exchange = self._chooser.choose([[num] for num in num_rows])
-        if exchange is HotExchange.OWNERS or self._wire_type is not WireType.FP32:
+        if exchange is HotExchange.owners or self._wire_type is not WireType.fp32:
             self._reduce_by_messages(buffer, slots_U, num_rows)
-        elif exchange is HotExchange.TOUCHED_ROWS:
+        elif exchange is HotExchange.touched_rows:
             return self._exchange_touched(buffer, slots_U, num_rows)
         else:
             self._reduce_dense(buffer, slots_U, num_rows)
@@ -308,11 +309,11 @@ class HotReplicas:
         self, buffer: torch.Tensor, slots_U: torch.Tensor, num_rows: list[int]
     ) -> None:
         if self._reducer is None:
-            is_plain = self._wire_type is WireType.FP32
+            is_plain = self._wire_type is WireType.fp32
             self._reducer = HotReducer(
                 [self._shape],
                 Wire(self._group, self._wire_type),
-                HotExchange.OWNERS if is_plain else self._exchange,
+                HotExchange.owners if is_plain else self._exchange,
                 device=self.weight.device,
             )
         grad_HD = buffer.view(-1, self.dim)

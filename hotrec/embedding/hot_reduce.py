@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hotrec.embedding.hot_choice import HotChooser, HotExchange, Seconds
+from hotrec.embedding.hot_choice import HotChooser, Seconds
 from hotrec.embedding.hot_ways import Counts, Dense, Owners, TouchedRows, Way
 from hotrec.runtime.host_ints import HostInts, ints_on
-from hotrec.runtime.wire import Wire, WireType
+from hotrec.runtime.wire import Wire
+from hotrec.types import HotExchange, WireType
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 
@@ -64,14 +65,14 @@ class HotReducer:
         self,
         shapes: Sequence[tuple[int, int]],
         wire: Wire,
-        exchange: HotExchange = HotExchange.AUTO,
+        exchange: HotExchange = HotExchange.auto,
         seconds: Seconds | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self._shapes = list(shapes)
         self._wire = wire
         self._device = device
-        value_bytes = 4 if wire.wire_type is WireType.FP32 else 2
+        value_bytes = 4 if wire.wire_type is WireType.fp32 else 2
         self._chooser = HotChooser(self._shapes, exchange, value_bytes, seconds)
         self._dense: list[torch.Tensor] = []  # kept, all zeros between steps
 
@@ -99,7 +100,7 @@ class HotReducer:
         slots = list(slots)
         self._check_num(len(slots), "slots")
         if self._wire.world_size == 1:
-            return HotPlan(HotExchange.TOUCHED_ROWS, slots, slots, None)
+            return HotPlan(HotExchange.touched_rows, slots, slots, None)
         mine = [slots_U.numel() for slots_U in slots]
         if counts is None:
             counts = self.exchange_counts(mine)
@@ -111,9 +112,9 @@ class HotReducer:
         exchange = self._chooser.choose(counts)
         way: Way
         match exchange:
-            case HotExchange.TOUCHED_ROWS:
+            case HotExchange.touched_rows:
                 way = TouchedRows(self._shapes, self._wire, slots, counts)
-            case HotExchange.OWNERS:
+            case HotExchange.owners:
                 way = Owners(self._shapes, self._wire, slots)
             case _:
                 way = Dense(self._shapes, self._wire, slots, self._dense)

@@ -14,8 +14,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from hotrec.embedding.hot_exchange import HotReplicas
 from hotrec.embedding.tables import sharded_collections, torchrec_collections
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec, update_rows
+from hotrec.embedding.update_rules import OptimizerSpec, update_rows
 from hotrec.routing.features import hot_name
+from hotrec.types import OptimizerKind
 
 
 class HotOptimizer(KeyedOptimizer):
@@ -107,11 +108,11 @@ def make_dense(spec: OptimizerSpec, params: list[torch.Tensor]) -> torch.optim.O
     """The optimizer of the dense layers: one kernel for all of them, where the device has it."""
     lr, fused = spec.learning_rate, _has_fused(spec.kind, params)
     match spec.kind:
-        case OptimizerKind.SGD:
+        case OptimizerKind.sgd:
             return torch.optim.SGD(params, lr=lr, fused=fused)
-        case OptimizerKind.ADAGRAD | OptimizerKind.ROWWISE_ADAGRAD:
+        case OptimizerKind.adagrad | OptimizerKind.rowwise_adagrad:
             return torch.optim.Adagrad(params, lr=lr, eps=spec.eps, fused=fused)
-        case OptimizerKind.ADAM:
+        case OptimizerKind.adam:
             betas = (spec.beta1, spec.beta2)
             return torch.optim.Adam(params, lr=lr, betas=betas, eps=spec.eps, fused=fused)
 
@@ -123,7 +124,7 @@ def _has_fused(kind: OptimizerKind, params: list[torch.Tensor]) -> bool | None:
     """
     keys = {"cpu": "CPU", "cuda": "CUDA"}
     found = {keys.get(param.device.type) for param in params}
-    name = {OptimizerKind.SGD: "sgd", OptimizerKind.ADAM: "adam"}.get(kind, "adagrad")
+    name = {OptimizerKind.sgd: "sgd", OptimizerKind.adam: "adam"}.get(kind, "adagrad")
     operator = f"aten::_fused_{name}_"
     is_there = found and all(
         key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
@@ -136,9 +137,9 @@ def make_replicated_tables(
     spec: OptimizerSpec, params: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
     """For tables that a TorchRec plan makes data-parallel: the same rule over all their rows."""
-    if spec.kind is OptimizerKind.ROWWISE_ADAGRAD:
+    if spec.kind is OptimizerKind.rowwise_adagrad:
         return RowWiseAdagrad(params, lr=spec.learning_rate, eps=spec.eps)
-    if spec.kind is OptimizerKind.ADAM:
+    if spec.kind is OptimizerKind.adam:
         raise ValueError(
             "optimizer.kind: expected sgd, adagrad or rowwise_adagrad for data-parallel tables of "
             "a TorchRec plan (its dense Adam also moves rows that no sample touched), got adam. "

@@ -23,7 +23,7 @@ from hotrec.embedding.row_exchange import check_sharding
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.stages import backward_point, mark, mark_backward
-from hotrec.runtime.wire import WireType
+from hotrec.types import WireType
 
 
 class ShardedPooledBags(ShardedEmbeddingBagCollection):
@@ -49,7 +49,7 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         device: torch.device,
         spec: OptimizerSpec,
         module_fqn: str | None,
-        wire_type: WireType = WireType.FP32,
+        wire_type: WireType = WireType.fp32,
     ) -> None:
         for config in module.embedding_bag_configs():
             # Row-wise ships every pooled vector once per rank; replicas would be hot rows.

@@ -21,13 +21,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.flat import cut_bags
 from hotrec.embedding.fused import fused_params, undo_update_count
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.hot_exchange import HotCounts, HotReplicas
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.host_ints import HostInts
 from hotrec.runtime.stages import backward_point, mark, mark_backward
-from hotrec.runtime.wire import WireType
+from hotrec.types import HotExchange, WireType
 
 
 class IdsExchange(nn.Module):
@@ -217,7 +216,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         exchange: HotExchange,
         hot_tables: list[str],
         module_fqn: str | None,
-        wire_type: WireType = WireType.FP32,
+        wire_type: WireType = WireType.fp32,
     ) -> None:
         for config in module.embedding_configs():
             is_hot = config.name in hot_tables

@@ -36,7 +36,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection, PooledLayout, route
 from hotrec.embedding.fused import check_optimizer, fused_params
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.hot_exchange import HotCounts, HotReplicas
 from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.pooling import pool_rows
@@ -44,7 +43,7 @@ from hotrec.embedding.row_exchange import COLD_SHARDINGS, HOT_SHARDINGS, Sharded
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.stages import mark
-from hotrec.runtime.wire import WireType
+from hotrec.types import HotExchange, WireType
 
 
 class HotColdContext(EmbeddingCollectionContext):
@@ -125,7 +124,7 @@ class ShardedHotColdEmbeddingBagCollection(
         spec: OptimizerSpec,
         exchange: HotExchange,
         module_fqn: str | None,
-        wire_type: WireType = WireType.FP32,
+        wire_type: WireType = WireType.fp32,
     ) -> None:
         super().__init__()
         self._tables = module.embedding_bag_configs()
@@ -264,7 +263,7 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         self,
         spec: OptimizerSpec,
         exchange: HotExchange | None = None,
-        wire_type: WireType = WireType.FP32,
+        wire_type: WireType = WireType.fp32,
     ) -> None:
         super().__init__(fused_params(spec))
         self._spec = spec
@@ -290,7 +289,7 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         exchange = self._exchange
         if exchange is None:
             is_dense = module.placement.is_hot_dense
-            exchange = HotExchange.DENSE if is_dense else HotExchange.AUTO
+            exchange = HotExchange.dense if is_dense else HotExchange.auto
         return ShardedHotColdEmbeddingBagCollection(
             module, params, env, device, self._spec, exchange, module_fqn, self._wire_type
         )

@@ -19,21 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
 from hotrec.embedding.flat import put_rows
 from hotrec.routing.sorting import sort_keys
-
-
-class OptimizerKind(Enum):
-    """The optimizers whose hot and cold halves follow the same rule."""
-
-    SGD = "sgd"
-    ADAGRAD = "adagrad"
-    ROWWISE_ADAGRAD = "rowwise_adagrad"
-    ADAM = "adam"
+from hotrec.types import OptimizerKind
 
 
 @dataclass(frozen=True)
@@ -68,19 +59,19 @@ class OptimizerSpec:
     def state_names(self) -> tuple[str, ...]:
         """The state tensors of a row, as FBGEMM counts its momenta."""
         return {
-            OptimizerKind.SGD: (),
-            OptimizerKind.ADAGRAD: ("momentum1",),
-            OptimizerKind.ROWWISE_ADAGRAD: ("momentum1",),
-            OptimizerKind.ADAM: ("momentum1", "momentum2"),
+            OptimizerKind.sgd: (),
+            OptimizerKind.adagrad: ("momentum1",),
+            OptimizerKind.rowwise_adagrad: ("momentum1",),
+            OptimizerKind.adam: ("momentum1", "momentum2"),
         }[self.kind]
 
     def state_shape(self, num_rows: int, dim: int) -> tuple[int, ...]:
         """Shape of a state tensor of a table."""
-        return (num_rows,) if self.kind is OptimizerKind.ROWWISE_ADAGRAD else (num_rows, dim)
+        return (num_rows,) if self.kind is OptimizerKind.rowwise_adagrad else (num_rows, dim)
 
     def state_bytes_per_row(self, dim: int) -> int:
         """Bytes of fp32 optimizer state per row."""
-        num_values = 1 if self.kind is OptimizerKind.ROWWISE_ADAGRAD else dim
+        num_values = 1 if self.kind is OptimizerKind.rowwise_adagrad else dim
         return 4 * num_values * len(self.state_names)
 
 
@@ -109,19 +100,19 @@ def update_rows(
     if rows_U.numel() == 0:
         return
     match spec.kind:
-        case OptimizerKind.SGD:
+        case OptimizerKind.sgd:
             direction_UD = grad_UD
-        case OptimizerKind.ADAGRAD:
+        case OptimizerKind.adagrad:
             sum_UD = states["momentum1"].index_select(0, rows_U).addcmul_(grad_UD, grad_UD)
             states["momentum1"].index_copy_(0, rows_U, sum_UD)
             direction_UD = grad_UD.div_(sum_UD.sqrt_().add_(spec.eps))
-        case OptimizerKind.ROWWISE_ADAGRAD:
+        case OptimizerKind.rowwise_adagrad:
             sum_U = states["momentum1"].index_select(0, rows_U)
             # The norm reads the gradient once; squaring first would write and read a copy.
             sum_U += torch.linalg.vector_norm(grad_UD, dim=1).square_().div_(grad_UD.shape[1])
             states["momentum1"].index_copy_(0, rows_U, sum_U)
             direction_UD = grad_UD.div_(sum_U.sqrt_().add_(spec.eps)[:, None])
-        case OptimizerKind.ADAM:
+        case OptimizerKind.adam:
             first_UD = states["momentum1"].index_select(0, rows_U)
             first_UD.mul_(spec.beta1).add_(grad_UD, alpha=1 - spec.beta1)
             states["momentum1"].index_copy_(0, rows_U, first_UD)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -14,13 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from hotrec.models.interaction import CrossNet, DotInteraction
 from hotrec.runtime.stages import backward_point, mark, mark_backward
-
-
-class ModelKind(Enum):
-    """DLRM with dot interaction (Naumov et al. 2019), or DCNv2 cross layers (Wang et al. 2021)."""
-
-    DLRM = "dlrm"
-    DCNV2 = "dcnv2"
+from hotrec.types import ModelKind
 
 
 def _stack_columns(pooled: KeyedTensor, names: list[str], dim: int) -> torch.Tensor:
@@ -122,7 +115,7 @@ def build_model(
     made_on = device if device.type == "meta" else torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        if kind is ModelKind.DLRM:
+        if kind is ModelKind.dlrm:
             model: DLRM = _LookupsFirst(
                 embeddings, num_dense, list(dense_layer_sizes), list(over_layer_sizes), made_on
             )

@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from enum import Enum
 
 import numpy as np
 
 from hotrec.cost_model.demand import Floats, prob_met
 from hotrec.cost_model.histogram import CountHistogram, build_histogram, order_all_rows
 from hotrec.planning.policies import Counts, _check_frac, _check_row_bytes, _Tables, _take_densest
-from hotrec.types import Partition, Rows
+from hotrec.types import HugectrLink, Partition, Rows
 
 FREQ_CACHE_FRAC = 0.015
 FAE_SMALL_TABLE_BYTES = 1 << 20
-
-
-class HugectrLink(Enum):
-    """HugeCTR's communication types: what joins its GPUs."""
-
-    IB_NVLINK = "IB_NVLink"
-    IB_NVLINK_HIER = "IB_NVLink_Hier"
-    NVLINK_SINGLE_NODE = "NVLink_SingleNode"
 
 
 def hugectr_threshold(
@@ -64,7 +55,7 @@ def hugectr_threshold(
     ):
         if not value > 0:
             raise ValueError(f"{name}: expected above 0, got {value}.")
-    if link is HugectrLink.NVLINK_SINGLE_NODE:
+    if link is HugectrLink.nvlink_single_node:
         samples = global_batch_size / num_ranks
         if samples <= 1:
             raise ValueError(
@@ -72,11 +63,11 @@ def hugectr_threshold(
                 f"got {global_batch_size}."
             )
         return global_batch_size * math.sqrt(2 * max_duplicate_prob / (samples * (samples - 1)))
-    parts, what = (num_ranks, "ranks") if link is HugectrLink.IB_NVLINK else (num_hosts, "hosts")
+    parts, what = (num_ranks, "ranks") if link is HugectrLink.ib_nvlink else (num_hosts, "hosts")
     if parts < 2:
         raise ValueError(
             f"num_{what}: expected at least 2 for {link.value}, got {parts}. Take "
-            f"{HugectrLink.NVLINK_SINGLE_NODE.value}."
+            f"{HugectrLink.nvlink_single_node.value}."
         )
     ratio = all_to_all_bytes_per_s / all_reduce_bytes_per_s * efficiency
     return num_ranks * ratio * parts / (parts - 1)

@@ -24,7 +24,6 @@ from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.profile import Profile
 from hotrec.planning.baselines import (
-    HugectrLink,
     choose_fae,
     choose_freq_cache,
     choose_hugectr,
@@ -146,7 +145,7 @@ def _follow_rival(
     match placement:
         case HugectrPlacement():
             threshold = hugectr_threshold(
-                HugectrLink[placement.link.name.upper()],
+                placement.link,
                 num_ranks=terms.num_ranks,
                 num_hosts=terms.num_hosts,
                 global_batch_size=terms.global_batch_size,

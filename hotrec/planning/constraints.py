@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,16 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from hotrec.routing.features import hot_name
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
+from hotrec.types import (
+    ColdTier,
+    Exchange,
+    Partition,
+    Placement,
+    Sharding,
+    TablePlacement,
+    Tier,
+    TorchrecPlan,
+)
 
 # Of the histogram. A bin is read at its upper end, so this bounds how much the curve loses: what it
 # falls within R / 4096 rows. TorchRec copies the statistics with every option it considers.
@@ -106,26 +114,10 @@ def offload_stats(curve: MissCurve, num_rows: int) -> EmbeddingOffloadStats:
     )
 
 
-class ColdTier(Enum):
-    """Where cold rows live; all but ``FUSED`` need CUDA."""
-
-    FUSED = "fused"
-    UVM = "fused_uvm"
-    UVM_CACHING = "fused_uvm_caching"
-
-
-class TorchRecPlan(Enum):
-    """Plans for unsplit tables."""
-
-    PLANNER = "planner"
-    TABLE_WISE = "table_wise"
-    HAND_TUNED = "hand_tuned"
-
-
 KERNEL_OF_TIER: Mapping[Tier, ColdTier] = {
-    Tier.DEVICE: ColdTier.FUSED,
-    Tier.HOST: ColdTier.UVM,
-    Tier.HOST_CACHED: ColdTier.UVM_CACHING,
+    Tier.DEVICE: ColdTier.fused,
+    Tier.HOST: ColdTier.fused_uvm,
+    Tier.HOST_CACHED: ColdTier.fused_uvm_caching,
 }
 
 
@@ -140,7 +132,7 @@ def cold_tier_for(device: str, tier: ColdTier, key: str = "placement.cold_tier")
     Raises:
         ValueError: for a UVM tier on CPU.
     """
-    if device == "cpu" and tier is not ColdTier.FUSED:
+    if device == "cpu" and tier is not ColdTier.fused:
         raise ValueError(
             f"{key}: expected fused on CPU (UVM kernels need CUDA), got {tier.value}."
             f" Set {key}=fused, or train on CUDA."
@@ -237,7 +229,7 @@ def hot_cold_constraints(
     tables: Sequence[EmbeddingBagConfig],
     partition: Partition,
     *,
-    cold_tier: ColdTier = ColdTier.FUSED,
+    cold_tier: ColdTier = ColdTier.fused,
     cache_load_factor: float | None = None,
 ) -> dict[str, ParameterConstraints]:
     """Constraints that make hot tables data-parallel and cold tables row-wise on one tier.
@@ -254,17 +246,17 @@ def hot_cold_constraints(
     for table in tables:
         if table.name in constraints:
             constraints[table.name].compute_kernels = [cold_tier.value]
-            if cold_tier is ColdTier.UVM_CACHING:
+            if cold_tier is ColdTier.fused_uvm_caching:
                 constraints[table.name].cache_params = cache_params(cache_load_factor)
     return constraints
 
 
 def torchrec_constraints(
     tables: Sequence[EmbeddingBagConfig],
-    variant: TorchRecPlan,
+    variant: TorchrecPlan,
     *,
     batch_size: int,
-    tier: ColdTier = ColdTier.FUSED,
+    tier: ColdTier = ColdTier.fused,
     cache_load_factor: float | None = None,
     is_prefetched: bool = False,
 ) -> dict[str, ParameterConstraints] | None:
@@ -280,17 +272,17 @@ def torchrec_constraints(
         cache_load_factor: fraction of the rows that the UVM cache holds; None is FBGEMM's.
         is_prefetched: the UVM cache is filled ahead, by TorchRec's prefetch pipeline.
     """
-    if variant is TorchRecPlan.PLANNER and tier is ColdTier.FUSED:
+    if variant is TorchrecPlan.planner and tier is ColdTier.fused:
         return None
     cache = None
-    if tier is ColdTier.UVM_CACHING:
+    if tier is ColdTier.fused_uvm_caching:
         cache = cache_params(cache_load_factor, is_prefetched=is_prefetched)
     constraints = {}
     for table in tables:
-        if variant is TorchRecPlan.HAND_TUNED and table.num_embeddings < batch_size:
+        if variant is TorchrecPlan.hand_tuned and table.num_embeddings < batch_size:
             constraints[table.name] = _replicated()
         else:
-            types = None if variant is TorchRecPlan.PLANNER else [ShardingType.TABLE_WISE.value]
+            types = None if variant is TorchrecPlan.planner else [ShardingType.TABLE_WISE.value]
             constraints[table.name] = ParameterConstraints(
                 sharding_types=types, compute_kernels=[tier.value], cache_params=cache
             )

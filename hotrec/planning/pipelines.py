@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotrec.config.placements import ColdTier, TieredConfig, TorchrecPlacement
+from hotrec.config.placements import TieredConfig, TorchrecPlacement
 from hotrec.config.roots import Config
-from hotrec.config.sections import PipelineKind
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.planning.machine import Machine
-from hotrec.types import Placement
+from hotrec.types import ColdTier, HotExchange, PipelineKind, Placement
 
 # Samples per rank from which look-ahead pays on one host. In a smaller step there is little to
 # hide, and its thread competes with the loader's workers for the cores: the quickstart (two ranks
@@ -62,7 +60,7 @@ def _check_prefetch(config: Config, machine: Machine) -> None:
 def hot_exchange_of(placement: Any, placed: Placement) -> HotExchange:
     """How gradients of hot rows travel: dense if the placement decided so, else as configured."""
     if placed.is_hot_dense:
-        return HotExchange.DENSE
+        return HotExchange.dense
     if isinstance(placement, TieredConfig):
-        return HotExchange(placement.hot_exchange.value)
-    return HotExchange.AUTO
+        return placement.hot_exchange
+    return HotExchange.auto

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.config.placements import ColdTier, TorchrecPlacement, TorchrecPlan
+from hotrec.config.placements import TorchrecPlacement
 from hotrec.config.roots import Config
-from hotrec.config.sections import PipelineKind as Pipeline
 from hotrec.cost_model.caches import miss_ratio_curve
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import TableDemand, expected_distinct
-from hotrec.cost_model.forms import SPARSE_DIST, TIERS, PipelineKind, PipelineSpec, StepPrediction
+from hotrec.cost_model.forms import SPARSE_DIST, TIERS, PipelineSpec, StepPrediction
 from hotrec.cost_model.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.cost_model.memory import NUM_LASTING_GRADIENTS, memory_by_rank
 from hotrec.cost_model.quantities import (
@@ -33,7 +32,18 @@ from hotrec.planning.constraints import MissCurve
 from hotrec.planning.scenario import Situation
 from hotrec.planning.torchrec_plan import plan_document
 from hotrec.planning.unsharded import build_unsharded
-from hotrec.types import Exchange, Partition, Placement, Rows, Schema, TablePlacement, Tier
+from hotrec.types import (
+    ColdTier,
+    Exchange,
+    Partition,
+    PipelineKind,
+    Placement,
+    Rows,
+    Schema,
+    TablePlacement,
+    Tier,
+    TorchrecPlan,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +125,7 @@ class Rival:
         """What a configuration with placement=torchrec trains."""
         placement = config.placement
         assert isinstance(placement, TorchrecPlacement), placement
-        is_prefetched = config.pipeline.kind is Pipeline.prefetch
+        is_prefetched = config.pipeline.kind is PipelineKind.prefetch
         return Rival(placement.plan, placement.tier, is_prefetched)
 
     @property
@@ -129,10 +139,10 @@ class Rival:
         placement = TorchrecPlacement(plan=self.plan, tier=self.tier)
         pipeline = config.pipeline
         if self.is_prefetched:
-            pipeline = dataclasses.replace(pipeline, kind=Pipeline.prefetch)
-        elif pipeline.kind is Pipeline.look_ahead:
+            pipeline = dataclasses.replace(pipeline, kind=PipelineKind.prefetch)
+        elif pipeline.kind is PipelineKind.look_ahead:
             # Asked for hot and cold rows; unsplit tables cannot have it.
-            pipeline = dataclasses.replace(pipeline, kind=Pipeline.sparse_dist)
+            pipeline = dataclasses.replace(pipeline, kind=PipelineKind.sparse_dist)
         return dataclasses.replace(config, placement=placement, pipeline=pipeline)
 
 
@@ -180,7 +190,7 @@ def predict_plan(
     """
     pipeline = situation.pipeline.of_torchrec
     if is_prefetched:
-        pipeline = dataclasses.replace(pipeline, kind=PipelineKind.PREFETCH)
+        pipeline = dataclasses.replace(pipeline, kind=PipelineKind.prefetch)
     situation = dataclasses.replace(situation, pipeline=pipeline)
     shardings = {
         name: dataclasses.replace(

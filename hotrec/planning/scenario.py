@@ -12,7 +12,7 @@ from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
 from hotrec.cost_model.demand import TableDemand, build_demand
-from hotrec.cost_model.forms import SPARSE_DIST, PipelineKind, PipelineSpec, Workload
+from hotrec.cost_model.forms import SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.locality import TableLocality, step_draws
 from hotrec.cost_model.look_ahead import LookAheadModel
@@ -86,7 +86,7 @@ def planned_pipeline(config: Config, machine: Machine) -> PipelineSpec:
         ValueError: if the configured one cannot.
     """
     pipeline = config.pipeline
-    kind = PipelineKind[choose_pipeline(config, machine).name.upper()]
+    kind = choose_pipeline(config, machine)
     return PipelineSpec(kind, pipeline.wire.value, pipeline.depth)
 
 

@@ -26,7 +26,7 @@ from torchrec.distributed.types import (
     ShardingPlanner,
 )
 
-from hotrec.planning.constraints import ColdTier, MissCurve, cold_tier_for, placement_constraints
+from hotrec.planning.constraints import MissCurve, cold_tier_for, placement_constraints
 from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine
 from hotrec.planning.storage import (
     BYTES_PER_FLOAT,
@@ -36,7 +36,7 @@ from hotrec.planning.storage import (
     describe_shortfall,
     table_storage,
 )
-from hotrec.types import Partition, Placement
+from hotrec.types import ColdTier, Partition, Placement
 
 # FBGEMM's device cache: its associativity, the sets it can count, the share of the rows that it
 # holds where nothing is said (split_table_batched_embeddings_ops_training.py).
@@ -129,7 +129,7 @@ def check_caches(plan: ShardingPlan) -> None:
         rows: dict[int, float] = defaultdict(float)
         for sharding in tables.values():
             spec = sharding.sharding_spec
-            if sharding.compute_kernel != ColdTier.UVM_CACHING.value:
+            if sharding.compute_kernel != ColdTier.fused_uvm_caching.value:
                 continue
             assert isinstance(spec, EnumerableShardingSpec), type(spec)
             cache = sharding.cache_params

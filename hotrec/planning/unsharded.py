@@ -13,30 +13,20 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.config.groups import Dcnv2Config, ModelConfig, OptimizerConfig, OptimizerKind
-from hotrec.config.placements import (
-    ColdTier,
-    HotColdConfig,
-    TieredConfig,
-    TorchrecPlacement,
-)
-from hotrec.config.placements import HotExchange as Exchange
+from hotrec.config.groups import Dcnv2Config, ModelConfig, OptimizerConfig
+from hotrec.config.placements import HotColdConfig, TieredConfig, TorchrecPlacement
 from hotrec.config.roots import Config
-from hotrec.config.sections import Device, PipelineKind, PlannerConfig
+from hotrec.config.sections import Device, PlannerConfig
 from hotrec.doctor.machine import read_memory
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.sharding import HotColdSharder
-from hotrec.embedding.update_rules import OptimizerKind as Rule
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import ModelKind as Arch
 from hotrec.models.zoo import build_model
-from hotrec.planning.constraints import ColdTier as Tier
 from hotrec.planning.constraints import (
     MissCurve,
-    TorchRecPlan,
     cold_tier_for,
     placement_constraints,
     torchrec_constraints,
@@ -45,17 +35,24 @@ from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine, free_device_b
 from hotrec.planning.pipelines import hot_exchange_of
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.codecs import wire_codecs
-from hotrec.runtime.wire import WireType
-from hotrec.types import Partition, Placement, Schema
-from hotrec.types import Tier as PlacedTier
+from hotrec.types import (
+    ColdTier,
+    HotExchange,
+    OptimizerKind,
+    Partition,
+    PipelineKind,
+    Placement,
+    Schema,
+    Tier,
+)
 
 GIB = 1 << 30
 
 
 PLACED_TIERS = {
-    Tier.FUSED: PlacedTier.DEVICE,
-    Tier.UVM: PlacedTier.HOST,
-    Tier.UVM_CACHING: PlacedTier.HOST_CACHED,
+    ColdTier.fused: Tier.DEVICE,
+    ColdTier.fused_uvm: Tier.HOST,
+    ColdTier.fused_uvm_caching: Tier.HOST_CACHED,
 }
 
 
@@ -77,14 +74,12 @@ def optimizer_specs(optimizer: OptimizerConfig) -> tuple[OptimizerSpec, Optimize
         for name in ("eps", "beta1", "beta2")
         if hasattr(optimizer, name)
     }
-    embedding = OptimizerSpec(Rule(optimizer.kind.name), optimizer.learning_rate, **constants)
+    embedding = OptimizerSpec(optimizer.kind, optimizer.learning_rate, **constants)
     kind = optimizer.dense_kind or optimizer.kind
     if kind is OptimizerKind.rowwise_adagrad:
         kind = OptimizerKind.adagrad  # a dense layer has no rows
     rate = optimizer.dense_learning_rate
-    dense = OptimizerSpec(
-        Rule(kind.name), optimizer.learning_rate if rate is None else rate, **constants
-    )
+    dense = OptimizerSpec(kind, optimizer.learning_rate if rate is None else rate, **constants)
     return embedding, dense
 
 
@@ -183,7 +178,7 @@ def build_unsharded(
     tables = table_configs(schema, config.model)
     meta = torch.device("meta")
     spec, _ = optimizer_specs(config.optimizer)
-    placement, wire_type = config.placement, WireType(config.pipeline.wire.value)
+    placement, wire_type = config.placement, config.pipeline.wire
     has_sharded = placed is None or placed.partition.total_hot < placed.partition.total_rows
     check_optimizer(spec, torch.device(compute_device), has_cold=has_sharded)
     embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
@@ -195,9 +190,9 @@ def build_unsharded(
         sharders = [EmbeddingBagCollectionSharder(fused_params(spec), codecs)]
         constraints = torchrec_constraints(
             tables,
-            TorchRecPlan(placement.plan.name),
+            placement.plan,
             batch_size=config.trainer.batch_size,
-            tier=_tier(placement.tier, compute_device, Tier.FUSED, "placement.tier"),
+            tier=_tier(placement.tier, compute_device, ColdTier.fused, "placement.tier"),
             cache_load_factor=placement.cache_load_frac,
             is_prefetched=config.pipeline.kind is PipelineKind.prefetch,
         )
@@ -219,16 +214,18 @@ def as_placement(placement: HotColdConfig, partition: Partition, device: str) ->
     assert isinstance(placement, TieredConfig), placement
     return Placement.alike(
         partition,
-        PLACED_TIERS[_tier(placement.cold_tier, device, Tier.UVM_CACHING, "placement.cold_tier")],
+        PLACED_TIERS[
+            _tier(placement.cold_tier, device, ColdTier.fused_uvm_caching, "placement.cold_tier")
+        ],
         placement.cache_load_frac,
-        is_hot_dense=placement.hot_exchange is Exchange.dense,
+        is_hot_dense=placement.hot_exchange is HotExchange.dense,
     )
 
 
-def _tier(tier: ColdTier, device: str, on_cuda: Tier, key: str) -> Tier:
+def _tier(tier: ColdTier, device: str, on_cuda: ColdTier, key: str) -> ColdTier:
     if tier is ColdTier.auto:
-        return on_cuda if device == "cuda" else Tier.FUSED
-    return cold_tier_for(device, Tier(tier.name), key)
+        return on_cuda if device == "cuda" else ColdTier.fused
+    return cold_tier_for(device, tier, key)
 
 
 def _build_model(
@@ -242,7 +239,7 @@ def _build_model(
             "cross_low_rank_dim": model.cross_low_rank_dim,
         }
     built = build_model(
-        Arch(model.kind.name),
+        model.kind,
         embeddings,
         num_dense=num_dense,
         dense_layer_sizes=model.dense_layer_sizes,

@@ -22,7 +22,7 @@ from hotrec.build import (
     make_alternation,
     make_train_loader,
 )
-from hotrec.config.groups import OptimizerKind, OrderKind, ScheduleConfig, TraceProfiler
+from hotrec.config.groups import OrderKind, ScheduleConfig, TraceProfiler
 from hotrec.config.placements import TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.config.sections import TrainerConfig
@@ -32,7 +32,6 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.table_memory import CacheCounters, fused_modules, memory_by_tier
-from hotrec.planning.constraints import ColdTier
 from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import Settled, settle, settled_before
 from hotrec.planning.unsharded import make_machine
@@ -43,7 +42,7 @@ from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule, count_steps
 from hotrec.train.trace import TraceWindow
-from hotrec.types import Partition
+from hotrec.types import ColdTier, OptimizerKind, Partition
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +144,7 @@ def cache_counts(
         if isinstance(module, EmbeddingModuleShardingPlan)
         for sharding in module.values()
     }
-    if device.type == "cpu" or ColdTier.UVM_CACHING.value not in kernels:
+    if device.type == "cpu" or ColdTier.fused_uvm_caching.value not in kernels:
         return None
     counters = CacheCounters(fused_modules(sharded.model))
     return lambda: asdict(counters.end_line())

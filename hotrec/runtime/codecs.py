@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import CommOp, QuantizedCommCodec, QuantizedCommCodecs
 
-from hotrec.runtime.wire import WireType
+from hotrec.types import WireType
 
-DTYPES = {WireType.FP16: torch.float16, WireType.BF16: torch.bfloat16}
+DTYPES = {WireType.fp16: torch.float16, WireType.bf16: torch.bfloat16}
 # The most values that share a power of two; more would save nothing to speak of.
 _MOST_PER_BLOCK = 32
 # With them fp16 holds gradients up to 4 and up to 64, and keeps 11 bits down to 4e-9 and 6e-8.
@@ -136,11 +136,11 @@ def wire_codecs(wire_type: WireType, dims: Iterable[int]) -> dict[str, Quantized
     Returns:
         Codecs by TorchRec's name of the exchange; None for fp32, which leaves TorchRec as it is.
     """
-    if wire_type is WireType.FP32:
+    if wire_type is WireType.fp32:
         return None
     dtype = DTYPES[wire_type]
     rows = Codec(dtype)
-    if wire_type is WireType.FP16:
+    if wire_type is WireType.fp16:
         gradients: Codec = BlockCodec(math.gcd(_MOST_PER_BLOCK, *dims))
         fixed = Codec(dtype, _POOLED_GRADIENT_FACTOR)
     else:
@@ -164,9 +164,9 @@ def compress_dense(model: nn.Module, wire_type: WireType) -> None:
         model: a ``DistributedModelParallel``, before its first step.
         wire_type: fp32 leaves DDP as it is.
     """
-    if wire_type is WireType.FP32:
+    if wire_type is WireType.fp32:
         return
-    factor = _DENSE_GRADIENT_FACTOR if wire_type is WireType.FP16 else 1.0
+    factor = _DENSE_GRADIENT_FACTOR if wire_type is WireType.fp16 else 1.0
     codec = Codec(DTYPES[wire_type], factor)
     for ddp in _replicated(model):
         ddp.register_comm_hook(_Reduction(ddp.process_group, codec), _reduce_mean)

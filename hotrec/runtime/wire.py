@@ -13,21 +13,12 @@ travels and stays in fp32, except where all ranks have to add up the same values
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 import torch.distributed as dist
 
 from hotrec.runtime.traffic import counted_by_sender, note_sent
-
-
-class WireType(Enum):
-    """The type in which float values travel."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-
+from hotrec.types import WireType
 
 # The factor, a float32, in front of a message in fp16.
 _HEADER = 2
@@ -37,7 +28,7 @@ _FP16_EXPONENT = 15
 
 def wire_numel(num_values: int, wire_type: WireType) -> int:
     """Elements that a message of so many values has on the wire."""
-    return num_values + _HEADER if wire_type is WireType.FP16 and num_values else num_values
+    return num_values + _HEADER if wire_type is WireType.fp16 and num_values else num_values
 
 
 def encode(values: torch.Tensor, wire_type: WireType) -> torch.Tensor:
@@ -54,10 +45,10 @@ def encode(values: torch.Tensor, wire_type: WireType) -> torch.Tensor:
     Returns:
         (wire_numel(n),) of the wire's type.
     """
-    if wire_type is WireType.FP32:
+    if wire_type is WireType.fp32:
         return values  # integers too
-    dtype = torch.bfloat16 if wire_type is WireType.BF16 else torch.float16
-    if wire_type is WireType.BF16 or values.numel() == 0:
+    dtype = torch.bfloat16 if wire_type is WireType.bf16 else torch.float16
+    if wire_type is WireType.bf16 or values.numel() == 0:
         return values.to(dtype)
     low, high = torch.aminmax(values)
     most = torch.maximum(-low, high)
@@ -73,9 +64,9 @@ def encode(values: torch.Tensor, wire_type: WireType) -> torch.Tensor:
 
 def decode(message: torch.Tensor, wire_type: WireType) -> torch.Tensor:
     """The values of a message, float32 (n,)."""
-    if wire_type is WireType.FP32:
+    if wire_type is WireType.fp32:
         return message
-    if wire_type is WireType.BF16 or message.numel() == 0:
+    if wire_type is WireType.bf16 or message.numel() == 0:
         return message.float()
     # A copy: the header may stand anywhere in a buffer, and a float must be aligned.
     factor = message[:_HEADER].clone().view(torch.float32)
@@ -90,7 +81,7 @@ class Wire:
         wire_type: in which float32 values travel; other types travel as they are.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire_type: WireType = WireType.FP32) -> None:
+    def __init__(self, group: dist.ProcessGroup, wire_type: WireType = WireType.fp32) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -115,7 +106,7 @@ class Wire:
             return source
         wire_type = self._type_of(source)
         parts = list(source.split(list(sizes_to)))
-        if wire_type is WireType.FP32:
+        if wire_type is WireType.fp32:
             return self._exchange("all_to_all", parts, sizes_from)
         own = parts[self.rank]
         # What stays here is not sent: an empty part stands for it.
@@ -153,12 +144,12 @@ class Wire:
             received = self._exchange("all_gather", [message] * self.world_size, arriving)
         else:
             received = self._gather(message, arriving)
-        if wire_type is not WireType.FP16:
+        if wire_type is not WireType.fp16:
             return decode(received, wire_type)
         return torch.cat([decode(part, wire_type) for part in received.split(arriving)])
 
     def _type_of(self, values: torch.Tensor) -> WireType:
-        return self.wire_type if values.dtype == torch.float32 else WireType.FP32
+        return self.wire_type if values.dtype == torch.float32 else WireType.fp32
 
     def _exchange(
         self, collective: str, parts: list[torch.Tensor], sizes_from: Sequence[int]
@@ -206,7 +197,7 @@ class Wire:
         """Add up over the ranks, in place; float32 travels and is added in the wire's type."""
         if self.world_size == 1:
             return
-        if self._type_of(values) is WireType.FP32:
+        if self._type_of(values) is WireType.fp32:
             self._all_reduce(values)
             return
         # Sums in 16 bits lose what is small beside them: gather shares, add up in fp32.

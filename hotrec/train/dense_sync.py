@@ -20,7 +20,8 @@ from torchrec.distributed.types import ShardedModule
 
 from hotrec.runtime.stages import mark
 from hotrec.runtime.traffic import counted_by_sender, note_sent
-from hotrec.runtime.wire import Wire, WireType
+from hotrec.runtime.wire import Wire
+from hotrec.types import WireType
 
 
 class Sender:
@@ -31,7 +32,7 @@ class Sender:
         wire_type: in which float32 values travel; sums are made in float32.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire_type: WireType = WireType.FP32) -> None:
+    def __init__(self, group: dist.ProcessGroup, wire_type: WireType = WireType.fp32) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self._is_nccl = dist.get_backend(group) == "nccl"
@@ -73,7 +74,7 @@ class Sender:
         Args:
             message: (n,); the first ``num_values`` travel in the wire's type, the rest as they are.
         """
-        if self._wire.wire_type is WireType.FP32 or message.dtype != torch.float32:
+        if self._wire.wire_type is WireType.fp32 or message.dtype != torch.float32:
             num_bytes = message.numel() * message.element_size()
             note_sent("all_reduce", 2 * num_bytes * (self.world_size - 1) // self.world_size)
             with counted_by_sender():
@@ -491,7 +492,7 @@ class DenseSync:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup,
-        wire_type: WireType = WireType.FP32,
+        wire_type: WireType = WireType.fp32,
         max_norm: float | None = None,
     ) -> None:
         named = dense_parameters(model)

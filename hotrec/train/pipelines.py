@@ -23,8 +23,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from hotrec.data.batch import Batch
 from hotrec.runtime.ranks import new_group
 from hotrec.runtime.stages import backward_point, mark, mark_backward, named_range
-from hotrec.runtime.wire import WireType
 from hotrec.train.dense_sync import DenseSync, dense_parameters
+from hotrec.types import WireType
 
 # What the model returns beside the loss to differentiate: loss (), logits (B,), labels (B,).
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -272,7 +272,7 @@ class LookAhead:
 
     make_rows: Callable[[], RowSource]
     micro_batches: bool = False
-    wire_type: WireType = WireType.FP32
+    wire_type: WireType = WireType.fp32
 
 
 class LookAheadPipeline(Pipeline):

@@ -16,19 +16,27 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import check_replicas, shard
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planning.constraints import placement_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.train.pipelines import LookAhead, make_pipeline
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
+from hotrec.types import (
+    Exchange,
+    HotExchange,
+    OptimizerKind,
+    Partition,
+    Placement,
+    Sharding,
+    TablePlacement,
+    Tier,
+)
 from tests.helpers.reference import (
     Bags,
     PlainBags,
@@ -85,14 +93,14 @@ class Case:
 def make_cases(num_cases: int, seed: int = 0) -> list[Case]:
     """A seeded grid: every partition with every optimizer, the rest drawn."""
     rng = np.random.default_rng(seed)
-    kinds = [OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD]
+    kinds = [OptimizerKind.sgd, OptimizerKind.adagrad, OptimizerKind.rowwise_adagrad]
     cases = []
     for index in range(num_cases):
         partition = PARTITIONS[index % len(PARTITIONS)]
         kind = kinds[(index // len(PARTITIONS)) % len(kinds)]
         placement = str(rng.choice(PLACEMENTS, p=[0.25, 0.45, 0.2, 0.1]))
         if partition == "all_hot" and index % 4 == 0:
-            kind, placement = OptimizerKind.ADAM, "row_wise"
+            kind, placement = OptimizerKind.adam, "row_wise"
         cases.append(
             Case(
                 seed=int(rng.integers(1 << 30)),
@@ -100,7 +108,7 @@ def make_cases(num_cases: int, seed: int = 0) -> list[Case]:
                 optimizer=kind,
                 is_weighted=bool(rng.integers(2)),
                 is_uniform_dim=bool(rng.integers(2)),
-                exchange=HotExchange.DENSE if index % 5 == 4 else HotExchange.TOUCHED_ROWS,
+                exchange=HotExchange.dense if index % 5 == 4 else HotExchange.touched_rows,
                 route_in_loader=bool(rng.integers(2)),
                 # Every partition meets every kind of batch, with different optimizers.
                 batches=BATCHES[(index // 2) % len(BATCHES)],
@@ -307,13 +315,13 @@ def run_reference(case: Case, world_size: int) -> tuple[list[float], dict[str, t
     lr, eps = spec.learning_rate, spec.eps
     lazy: PlainLazyAdam | None = None
     match case.optimizer:
-        case OptimizerKind.SGD:
+        case OptimizerKind.sgd:
             optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(tables, lr=lr)]
-        case OptimizerKind.ADAGRAD:
+        case OptimizerKind.adagrad:
             optimizers = [torch.optim.Adagrad(tables, lr=lr, eps=eps)]
-        case OptimizerKind.ROWWISE_ADAGRAD:
+        case OptimizerKind.rowwise_adagrad:
             optimizers = [PlainRowWiseAdagrad(tables, lr=lr, eps=eps)]
-        case OptimizerKind.ADAM:
+        case OptimizerKind.adam:
             lazy = PlainLazyAdam(tables, lr, (spec.beta1, spec.beta2), eps)
             optimizers = [lazy]
     optimizers.append(torch.optim.SGD(layers, lr=0.1))
@@ -373,7 +381,7 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     in_ddp = case.pipeline != "look_ahead"
     model = shard(task, plan, sharders, device, data_parallel=in_ddp)
     initialize_embeddings(model, SEED)
-    optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1))
+    optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1))
     batches = []
     for step in range(NUM_STEPS):
         batch = rank_batch(case, step, rank, world_size)

@@ -21,22 +21,29 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.fused import fused_params
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planning.constraints import (
-    ColdTier,
-    TorchRecPlan,
     hot_cold_constraints,
     placement_constraints,
     torchrec_constraints,
 )
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+from hotrec.types import (
+    ColdTier,
+    Exchange,
+    HotExchange,
+    OptimizerKind,
+    Partition,
+    Placement,
+    Sharding,
+    TablePlacement,
+    TorchrecPlan,
+)
 
 NUM_DENSE = 3
 NUM_ROWS = {"t0": 40, "t1": 12, "t2": 7, "t3": 90}
@@ -144,12 +151,12 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 def build(
     kind: OptimizerKind,
-    partition: Partition | Placement | TorchRecPlan,
+    partition: Partition | Placement | TorchrecPlan,
     *,
-    exchange: HotExchange = HotExchange.TOUCHED_ROWS,
+    exchange: HotExchange = HotExchange.touched_rows,
     splits: Sequence[Sequence[str]] = (tuple(NUM_ROWS),),
     device: str = "cpu",
-    tier: ColdTier = ColdTier.FUSED,
+    tier: ColdTier = ColdTier.fused,
     dropout: float = 0.0,
     seed: int | None = 5,
 ) -> Setup:
@@ -190,7 +197,7 @@ def build(
     model = shard(task, plan, sharders, target)
     if seed is not None:
         initialize_embeddings(model, seed)
-    dense = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
+    dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
     return Setup(model, make_optimizer(model, spec, dense), route)
 
 

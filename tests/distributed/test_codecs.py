@@ -19,10 +19,9 @@ from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planning.constraints import (
-    TorchRecPlan,
     hot_cold_constraints,
     placement_constraints,
     torchrec_constraints,
@@ -31,8 +30,7 @@ from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.codecs import compress_dense, wire_codecs
 from hotrec.runtime.traffic import count_sent_bytes
-from hotrec.runtime.wire import WireType
-from hotrec.types import Partition, Placement
+from hotrec.types import OptimizerKind, Partition, Placement, TorchrecPlan, WireType
 from tests.distributed.setups import (
     PARTITIONS,
     PLACEMENT,
@@ -46,13 +44,13 @@ from tests.helpers.ranks import run_ranks
 
 DIM = 64
 TABLES = [dataclasses.replace(config, embedding_dim=DIM) for config in configs()]
-FP32, FP16, BF16 = WireType.FP32, WireType.FP16, WireType.BF16
-SGD, ADAGRAD = OptimizerKind.SGD, OptimizerKind.ADAGRAD
-WHERE: dict[str, Partition | Placement | TorchRecPlan] = {
+FP32, FP16, BF16 = WireType.fp32, WireType.fp16, WireType.bf16
+SGD, ADAGRAD = OptimizerKind.sgd, OptimizerKind.adagrad
+WHERE: dict[str, Partition | Placement | TorchrecPlan] = {
     "all_cold": PARTITIONS["all_cold"],
     "mixed": PARTITIONS["mixed"],
     "every kind": PLACEMENT,
-    "table-wise and replicated": TorchRecPlan.HAND_TUNED,
+    "table-wise and replicated": TorchrecPlan.hand_tuned,
 }
 NUM_STEPS = 6
 # Norm of the error that 16 bits make, as a share of the norm of what training changes.
@@ -62,7 +60,7 @@ LEARNING_RATES = {SGD: 0.2, ADAGRAD: 0.01}
 
 
 def build(
-    where: Partition | Placement | TorchRecPlan,
+    where: Partition | Placement | TorchrecPlan,
     wire_type: WireType,
     kind: OptimizerKind = SGD,
     *,
@@ -75,7 +73,7 @@ def build(
     module: Any
     sharder: Any
     constraints: Any
-    if isinstance(where, TorchRecPlan):
+    if isinstance(where, TorchrecPlan):
         module = EmbeddingBagCollection(TABLES, device=meta)
         codecs = wire_codecs(wire_type, [DIM])
         sharder = EmbeddingBagCollectionSharder(fused_params(spec), qcomm_codecs_registry=codecs)
@@ -185,7 +183,7 @@ def bytes_halve() -> None:
 
 
 def pipelined_as_in_line() -> None:
-    for where in (PLACEMENT, TorchRecPlan.HAND_TUNED):
+    for where in (PLACEMENT, TorchrecPlan.hand_tuned):
         in_line, ahead = (build(where, FP16) for _ in range(2))
         losses = train(in_line, 4)
         pipeline: Any = TrainPipelineSparseDist(ahead.model, ahead.optimizer, torch.device("cpu"))
@@ -198,7 +196,7 @@ def pipelined_as_in_line() -> None:
 
 def replicas_of_dense_layers_stay_equal() -> None:
     for wire_type in (FP16, BF16):
-        setup = build(TorchRecPlan.HAND_TUNED, wire_type)
+        setup = build(TorchrecPlan.hand_tuned, wire_type)
         train(setup)
         for name, value in weights(setup).items():
             first = value.clone()
@@ -209,7 +207,7 @@ def replicas_of_dense_layers_stay_equal() -> None:
 
 
 def fp32_adds_nothing() -> None:
-    for where in (PLACEMENT, TorchRecPlan.HAND_TUNED):
+    for where in (PLACEMENT, TorchrecPlan.hand_tuned):
         setup = build(where, FP32)
         for module in setup.model.modules():
             if isinstance(module, DistributedDataParallel):

@@ -13,11 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotrec.models.zoo import ModelKind
 from hotrec.runtime.traffic import count_sent_bytes
-from hotrec.runtime.wire import WireType
 from hotrec.train import dense_sync as grad_mean
 from hotrec.train.dense_sync import DenseSync, dense_parameters
+from hotrec.types import ModelKind, WireType
 from tests.helpers.dense import (
     MODELS,
     OPTIMIZERS,
@@ -66,7 +65,7 @@ def train_late(
     model: nn.Module,
     optimizer: str,
     num_parts: int,
-    wire_type: WireType = WireType.FP32,
+    wire_type: WireType = WireType.fp32,
     between: Callable[[DenseSync, int], None] = lambda dense, step: None,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     rule = make_optimizer(model, optimizer)
@@ -144,7 +143,7 @@ def expect_no_new_tensors() -> None:
     with NewTensors() as made:
         torch.tensor([1.0])
     assert made.count == 1, "the count sees none"
-    model = Clicks(ModelKind.DLRM, 0)
+    model = Clicks(ModelKind.dlrm, 0)
     dense = DenseSync(model, make_optimizer(model, "sgd"), dist.new_group(), max_norm=0.1)
     counts = []
     for step in range(4):
@@ -192,11 +191,11 @@ def expect_16_bits() -> None:
     num_values = sum(p.numel() for p in dense_parameters(MODELS["dlrm"](0)).values())
     num_flags = len(dense_parameters(MODELS["dlrm"](0)))
     expected = train_plainly(MODELS["dlrm"](0), "sgd", 2)
-    for wire_type, tolerance in ((WireType.FP16, 1e-3), (WireType.BF16, 5e-3)):
+    for wire_type, tolerance in ((WireType.fp16, 1e-3), (WireType.bf16, 5e-3)):
         got = train_late(MODELS["dlrm"](0), "sgd", 2, wire_type)
         expect_same(got, expected, exact=False, case=str(wire_type), tolerance=tolerance)
         assert any(not torch.equal(w, expected[1][name]) for name, w in got[1].items())
-    for wire_type, value_bytes in ((WireType.FP32, 4), (WireType.BF16, 2), (WireType.FP16, 2)):
+    for wire_type, value_bytes in ((WireType.fp32, 4), (WireType.bf16, 2), (WireType.fp16, 2)):
         model = MODELS["dlrm"](0)
         rule = make_optimizer(model, "sgd")
         dense = DenseSync(model, rule, dist.new_group(), wire_type)

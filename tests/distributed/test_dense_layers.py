@@ -23,16 +23,16 @@ from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import ModelKind, build_model
-from hotrec.planning.constraints import ColdTier, hot_cold_constraints
+from hotrec.models.zoo import build_model
+from hotrec.planning.constraints import hot_cold_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import Partition, Precision
+from hotrec.types import ColdTier, ModelKind, OptimizerKind, Partition, Precision
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -90,12 +90,12 @@ def batches(rank: int, world_size: int) -> Iterator[Batch]:
 
 
 def shard_model(kind: ModelKind, pipeline: str, **how: Any) -> tuple[Any, Any, Pipeline]:
-    spec = OptimizerSpec(OptimizerKind.SGD, learning_rate=LR)
+    spec = OptimizerSpec(OptimizerKind.sgd, learning_rate=LR)
     embeddings = HotColdEmbeddingBagCollection(tables(), PARTITION, device=torch.device("meta"))
     sharders: list[Any] = [HotColdSharder(spec)]
     task = ClickTask(make_model(kind, embeddings, **how), dist.get_world_size())
     machine = Machine(dist.get_world_size(), dist.get_world_size(), "cpu", 1 << 30, 1 << 33, 6)
-    constraints = hot_cold_constraints(tables(), PARTITION, cold_tier=ColdTier.FUSED)
+    constraints = hot_cold_constraints(tables(), PARTITION, cold_tier=ColdTier.fused)
     plan = make_plan(task, sharders, machine, constraints)
     is_ahead = pipeline in ("look_ahead", "micro_batches")
     model = shard(task, plan, sharders, CPU, data_parallel=not is_ahead)
@@ -231,7 +231,7 @@ def compiled_as_unsplit(kind: ModelKind, pipeline: str) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on CPU")
 @pytest.mark.parametrize(
     ("kind", "pipeline"),
-    [(ModelKind.DLRM, "sparse_dist"), (ModelKind.DCNV2, "micro_batches")],
+    [(ModelKind.dlrm, "sparse_dist"), (ModelKind.dcnv2, "micro_batches")],
 )
 def test_compiled_layers_train_as_eager_ones(kind: ModelKind, pipeline: str) -> None:
     run_ranks(compiled_as_unsplit, 2, timeout_s=280, kind=kind, pipeline=pipeline)

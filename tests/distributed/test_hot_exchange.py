@@ -10,21 +10,19 @@ import torch
 import torch.distributed as dist
 
 from hotrec.embedding.convert import check_replicas
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.optimizers import hot_replicas
 from hotrec.embedding.tables import gather_tables
-from hotrec.embedding.update_rules import OptimizerKind
-from hotrec.runtime.wire import WireType
+from hotrec.types import HotExchange, OptimizerKind, WireType
 from tests.distributed.setups import PARTITIONS, Setup, build, make_batch
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
 NUM_STEPS = 4
 SGD, ADAGRAD, ROWWISE, ADAM = (
-    OptimizerKind.SGD,
-    OptimizerKind.ADAGRAD,
-    OptimizerKind.ROWWISE_ADAGRAD,
-    OptimizerKind.ADAM,
+    OptimizerKind.sgd,
+    OptimizerKind.adagrad,
+    OptimizerKind.rowwise_adagrad,
+    OptimizerKind.adam,
 )
 
 
@@ -60,9 +58,9 @@ def assert_tables_close(
 
 def every_way_equals_the_dense_exchange() -> None:
     for kind, name in ((SGD, "mixed"), (ADAGRAD, "mixed"), (ROWWISE, "mixed"), (ADAM, "all_hot")):
-        dense = build(kind, PARTITIONS[name], exchange=HotExchange.DENSE)
+        dense = build(kind, PARTITIONS[name], exchange=HotExchange.dense)
         expected = train(dense)
-        for exchange in (HotExchange.TOUCHED_ROWS, HotExchange.OWNERS, HotExchange.AUTO):
+        for exchange in (HotExchange.touched_rows, HotExchange.owners, HotExchange.auto):
             other = build(kind, PARTITIONS[name], exchange=exchange)
             assert train(other) == pytest.approx(expected, abs=1e-6)
             assert_tables_close(gather_tables(other.model), gather_tables(dense.model), 1e-6)
@@ -73,7 +71,7 @@ def every_way_equals_the_dense_exchange() -> None:
 
 def hook_rounds_gradients_in_16_bits() -> None:
     """Replicas stay equal, and near those of a 32-bit exchange."""
-    for wire_type in (WireType.FP16, WireType.BF16):
+    for wire_type in (WireType.fp16, WireType.bf16):
         for exchange in HotExchange:
             plain = build(SGD, PARTITIONS["all_hot"], exchange=exchange)
             rounded = build(SGD, PARTITIONS["all_hot"], exchange=exchange)

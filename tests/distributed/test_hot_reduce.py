@@ -10,17 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.embedding.hot_choice import HotExchange, hot_messages
+from hotrec.embedding.hot_choice import hot_messages
 from hotrec.embedding.hot_reduce import HotPlan, HotReducer
 from hotrec.runtime.traffic import count_sent_bytes
-from hotrec.runtime.wire import Wire, WireType
+from hotrec.runtime.wire import Wire
+from hotrec.types import HotExchange, WireType
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
 SHAPES = [(50, 8), (7, 4), (300, 16)]
-WAYS = [HotExchange.TOUCHED_ROWS, HotExchange.OWNERS, HotExchange.DENSE]
+WAYS = [HotExchange.touched_rows, HotExchange.owners, HotExchange.dense]
 # Of each value and of the largest value of a message, see ``hotrec.runtime.wire.encode``.
-BOUNDS = {WireType.FP32: (0.0, 0.0), WireType.FP16: (2**-11, 2**-39), WireType.BF16: (2**-8, 0.0)}
+BOUNDS = {WireType.fp32: (0.0, 0.0), WireType.fp16: (2**-11, 2**-39), WireType.bf16: (2**-8, 0.0)}
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -28,7 +29,7 @@ def world() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def make_wire(wire_type: WireType = WireType.FP32) -> Wire:
+def make_wire(wire_type: WireType = WireType.fp32) -> Wire:
     assert dist.group.WORLD is not None
     return Wire(dist.group.WORLD, wire_type)
 
@@ -142,7 +143,7 @@ def one_dimension_gives_the_mean() -> None:
         for exchange in HotExchange:
             reducer = HotReducer(shapes, make_wire(), exchange)
             for case in CASES:
-                check_case(reducer, shapes, case, WireType.FP32)
+                check_case(reducer, shapes, case, WireType.fp32)
 
 
 def integers_survive_a_rounding_wire() -> None:
@@ -151,7 +152,7 @@ def integers_survive_a_rounding_wire() -> None:
     shapes = [(3_000_000, 2)]
     slots = torch.tensor([2049, 70_001, 2_999_999]) - torch.tensor([0, 0, rank])
     for wire_type in WireType:
-        for exchange in (HotExchange.TOUCHED_ROWS, HotExchange.OWNERS):
+        for exchange in (HotExchange.touched_rows, HotExchange.owners):
             reducer = HotReducer(shapes, make_wire(wire_type), exchange)
             [(union, grad)] = reducer.reduce([(slots, torch.ones(3, 2))])
             assert union.tolist() == [2049, 70_001, *range(3_000_000 - size, 3_000_000)]
@@ -206,7 +207,7 @@ def sent_by(reducer: HotReducer, touched: list[Rows]) -> tuple[int, HotExchange]
 def formulas_are_what_is_sent() -> None:
     rank, size = world()
     shapes = [(1200, 8), (2400, 16)]
-    for wire_type, value_bytes in ((WireType.FP32, 4), (WireType.FP16, 2), (WireType.BF16, 2)):
+    for wire_type, value_bytes in ((WireType.fp32, 4), (WireType.fp16, 2), (WireType.bf16, 2)):
         for case in ("overlapping", "disjoint", "all_rows"):
             touched = draw(shapes, case, rank)
             counts = from_all([slots.numel() for slots, _ in touched])
@@ -227,13 +228,13 @@ def auto_sends_least() -> None:
         return
     shapes = [(1200, 8), (2400, 16)]
     expected = {
-        "overlapping": HotExchange.TOUCHED_ROWS if size == 2 else HotExchange.OWNERS,
-        "disjoint": HotExchange.TOUCHED_ROWS,
-        "all_rows": HotExchange.DENSE,
+        "overlapping": HotExchange.touched_rows if size == 2 else HotExchange.owners,
+        "disjoint": HotExchange.touched_rows,
+        "all_rows": HotExchange.dense,
     }
     for wire_type in WireType:
         for case, way in expected.items():
-            auto = HotReducer(shapes, make_wire(wire_type), HotExchange.AUTO)
+            auto = HotReducer(shapes, make_wire(wire_type), HotExchange.auto)
             touched = draw(shapes, case, rank)
             sent_by(auto, touched)  # from here on the union is known
             sent, chosen = sent_by(auto, touched)
@@ -245,8 +246,8 @@ def auto_sends_least() -> None:
 def owners_send_less_of_rows_that_many_touch() -> None:
     rank, size = world()
     touched = draw(SHAPES, "overlapping", rank)
-    by_owners, _ = sent_by(HotReducer(SHAPES, make_wire(), HotExchange.OWNERS), touched)
-    to_all, _ = sent_by(HotReducer(SHAPES, make_wire(), HotExchange.TOUCHED_ROWS), touched)
+    by_owners, _ = sent_by(HotReducer(SHAPES, make_wire(), HotExchange.owners), touched)
+    to_all, _ = sent_by(HotReducer(SHAPES, make_wire(), HotExchange.touched_rows), touched)
     if size == 4:
         assert by_owners < 0.85 * to_all
     elif size == 2:
@@ -257,14 +258,14 @@ def chosen_by_seconds() -> None:
     """A collective that takes long is avoided, whatever it sends."""
     rank, size = world()
     for slow, way in (
-        (("all_gather",), HotExchange.DENSE),
-        (("all_to_all", "all_reduce"), HotExchange.TOUCHED_ROWS),
+        (("all_gather",), HotExchange.dense),
+        (("all_to_all", "all_reduce"), HotExchange.touched_rows),
     ):
         seconds = {
             name: (lambda num_bytes, s=1e3 if name in slow else 1.0: s * num_bytes + s)
             for name in ("all_gather", "all_to_all", "all_reduce")
         }
-        reducer = HotReducer(SHAPES, make_wire(), HotExchange.AUTO, seconds)
+        reducer = HotReducer(SHAPES, make_wire(), HotExchange.auto, seconds)
         for _ in range(2):
             plan = reducer.plan([slots for slots, _ in draw(SHAPES, "overlapping", rank)])
             assert size == 1 or plan.exchange is way
@@ -272,7 +273,7 @@ def chosen_by_seconds() -> None:
 
 def wrong_counts_are_refused_before_anything_is_sent() -> None:
     rank, size = world()
-    reducer = HotReducer([(50, 8)], make_wire(), HotExchange.TOUCHED_ROWS)
+    reducer = HotReducer([(50, 8)], make_wire(), HotExchange.touched_rows)
     [(slots, grad)] = draw([(50, 8)], "all_rows", rank)
     counts = [[49]] * size
     if size > 1:
@@ -293,7 +294,7 @@ def runs_in_a_thread() -> None:
     steps = [draw(SHAPES, "overlapping", rank, seed) for seed in range(6)]
 
     def reduce_all() -> None:
-        reducer = HotReducer(SHAPES, Wire(group), HotExchange.AUTO)
+        reducer = HotReducer(SHAPES, Wire(group), HotExchange.auto)
         found.extend(reducer.reduce(step) for step in steps)
 
     thread = threading.Thread(target=reduce_all)

@@ -18,10 +18,9 @@ from torchrec.distributed.types import ShardedModule
 from hotrec.data.batch import Batch
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
-from hotrec.embedding.update_rules import OptimizerKind
-from hotrec.planning.constraints import TorchRecPlan
 from hotrec.runtime.ranks import broadcast_object
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
+from hotrec.types import OptimizerKind, TorchrecPlan
 from tests.distributed.setups import (
     ALL_POOLED,
     PARTITIONS,
@@ -38,7 +37,7 @@ from tests.helpers.ranks import run_ranks
 CPU = torch.device("cpu")
 NUM_STEPS = 6
 TWO_COLLECTIONS = (("t0", "t2"), ("t1", "t3"))
-ON_CPU = (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
+ON_CPU = (OptimizerKind.sgd, OptimizerKind.adagrad, OptimizerKind.rowwise_adagrad)
 
 
 def run_pipeline(pipeline: Any, iterator: Iterator[Batch]) -> list[float]:
@@ -81,7 +80,7 @@ def assert_same_weights(first: Setup, second: Setup, tolerance: float = 0.0) -> 
 def pipelines_give_the_same_losses() -> None:
     """Plain loop, base pipeline, sparse_dist with ids, sparse_dist with routed ids: bit for bit."""
     cases = [(kind, PARTITIONS["mixed"]) for kind in ON_CPU]
-    for kind, placement in (*cases, (OptimizerKind.ROWWISE_ADAGRAD, PLACEMENT)):
+    for kind, placement in (*cases, (OptimizerKind.rowwise_adagrad, PLACEMENT)):
         plain = build(kind, placement)
         expected = [plain.step(make_batch(step)) for step in range(NUM_STEPS)]
 
@@ -102,7 +101,7 @@ def pipelines_give_the_same_losses() -> None:
 def every_partition_is_pipelined() -> None:
     for placement in (PARTITIONS["all_cold"], PARTITIONS["all_hot"], ALL_POOLED):
         is_adam = placement is PARTITIONS["all_hot"]
-        kind = OptimizerKind.ADAM if is_adam else OptimizerKind.ROWWISE_ADAGRAD
+        kind = OptimizerKind.adam if is_adam else OptimizerKind.rowwise_adagrad
         plain, setup = build(kind, placement), build(kind, placement)
         expected = [plain.step(make_batch(step)) for step in range(NUM_STEPS)]
         pipeline = sparse_dist(setup)
@@ -113,9 +112,9 @@ def every_partition_is_pipelined() -> None:
 
 def segments_drain_and_go_on() -> None:
     """Bounded segments of one iterator, with an evaluation between, as the loop does it."""
-    plain = build(OptimizerKind.ADAGRAD, PLACEMENT)
+    plain = build(OptimizerKind.adagrad, PLACEMENT)
     expected = [plain.step(make_batch(step)) for step in range(7)]
-    setup = build(OptimizerKind.ADAGRAD, PLACEMENT)
+    setup = build(OptimizerKind.adagrad, PLACEMENT)
     pipeline = sparse_dist(setup)
     stream = batches(0, 7)
     losses = []
@@ -134,7 +133,7 @@ def segments_drain_and_go_on() -> None:
 
 
 def two_collections() -> None:
-    kind = OptimizerKind.ROWWISE_ADAGRAD
+    kind = OptimizerKind.rowwise_adagrad
     for placement in (PARTITIONS["mixed"], PLACEMENT):
         whole = build(kind, placement)
         expected = [whole.step(make_batch(step)) for step in range(NUM_STEPS)]
@@ -151,7 +150,7 @@ def two_collections() -> None:
 
 def state_goes_on_bitwise() -> None:
     """Model and optimizer saved in memory and loaded into fresh ones, on the same ranks."""
-    cases: list[tuple[OptimizerKind, Any]] = [(OptimizerKind.ADAM, PARTITIONS["all_hot"])]
+    cases: list[tuple[OptimizerKind, Any]] = [(OptimizerKind.adam, PARTITIONS["all_hot"])]
     cases += [
         (kind, placement) for kind in ON_CPU for placement in (PARTITIONS["mixed"], PLACEMENT)
     ]
@@ -205,8 +204,8 @@ def checkpoint_goes_on_bitwise() -> None:
 
 
 def every_parameter_has_one_optimizer() -> None:
-    for partition in (*PARTITIONS.values(), PLACEMENT, ALL_POOLED, *TorchRecPlan):
-        setup = build(OptimizerKind.ROWWISE_ADAGRAD, partition)
+    for partition in (*PARTITIONS.values(), PLACEMENT, ALL_POOLED, *TorchrecPlan):
+        setup = build(OptimizerKind.rowwise_adagrad, partition)
         names = [name.split(".", 1)[1] for name in setup.optimizer.params]
         assert len(names) == len(set(names))
         # A table-wise table is in the optimizer of the rank that holds it.
@@ -219,7 +218,7 @@ def torchrec_plans_reach_the_same_losses() -> None:
     for kind in ON_CPU:
         hot_cold = build(kind, PARTITIONS["mixed"])
         expected = [hot_cold.step(make_batch(step)) for step in range(NUM_STEPS)]
-        for plan in (*TorchRecPlan, PLACEMENT, ALL_POOLED):
+        for plan in (*TorchrecPlan, PLACEMENT, ALL_POOLED):
             setup = build(kind, plan)
             losses = [setup.step(make_batch(step)) for step in range(NUM_STEPS)]
             assert losses == pytest.approx(expected, abs=1e-5), (kind, plan)
@@ -228,9 +227,9 @@ def torchrec_plans_reach_the_same_losses() -> None:
 
 def learning_rates_change_at_the_same_step() -> None:
     """A rate set between two steps holds for the next one on hot, cold and dense parameters."""
-    for partition in (PARTITIONS["mixed"], PLACEMENT, TorchRecPlan.HAND_TUNED):
-        setup = build(OptimizerKind.SGD, partition)
-        reference = build(OptimizerKind.SGD, partition)
+    for partition in (PARTITIONS["mixed"], PLACEMENT, TorchrecPlan.hand_tuned):
+        setup = build(OptimizerKind.sgd, partition)
+        reference = build(OptimizerKind.sgd, partition)
         setup.step(make_batch(0))
         reference.step(make_batch(0))
         start, layers = gather_tables(setup.model), dense_weights(setup)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hotrec.runtime.wire import Wire, WireType
+from hotrec.runtime.wire import Wire
+from hotrec.types import WireType
 from tests.distributed import test_wire as wire
 from tests.distributed.parity_cases import make_pipeline_cases, run_cases
 from tests.helpers.checks import run_checks
@@ -186,7 +187,7 @@ def hot_rows_are_gathered_as_such() -> None:
     """By an all-gather, of equal and of other sizes, not by an all-to-all of W equal messages."""
     rank, size = world()
     assert dist.group.WORLD is not None
-    exchange = Wire(dist.group.WORLD, WireType.FP16)
+    exchange = Wire(dist.group.WORLD, WireType.fp16)
     others = ("alltoall", "alltoall_base", "all_to_all_single", "send", "recv")
     refused = {name: Mock(side_effect=AssertionError(name)) for name in others}
     with patch.multiple(StagedProcessGroup, **refused):

@@ -29,20 +29,14 @@ from hotrec.embedding import cpu_rows, pooling, sharding
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.fused import fused_params
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.hot_exchange import HotReplicas
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import HotOptimizer, make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import ModelKind, build_model
-from hotrec.planning.constraints import (
-    ColdTier,
-    TorchRecPlan,
-    hot_cold_constraints,
-    torchrec_constraints,
-)
+from hotrec.models.zoo import build_model
+from hotrec.planning.constraints import hot_cold_constraints, torchrec_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime import stages
@@ -52,7 +46,15 @@ from hotrec.train.loop import train
 from hotrec.train.pipelines import make_pipeline
 from hotrec.train.run_log import SegmentBatches
 from hotrec.train.schedule import Cadence, Schedule, Segment
-from hotrec.types import STAGES, Partition
+from hotrec.types import (
+    STAGES,
+    ColdTier,
+    HotExchange,
+    ModelKind,
+    OptimizerKind,
+    Partition,
+    TorchrecPlan,
+)
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, build_tiny
 
@@ -84,7 +86,7 @@ CASES: dict[str, Any] = {
     "mixed": Partition(NUM_ROWS, HOT_ROWS),
     "all_cold": Partition(NUM_ROWS),
     "all_hot": Partition(NUM_ROWS, {t: np.arange(n) for t, n in NUM_ROWS.items()}),
-    "torchrec": TorchRecPlan.HAND_TUNED,
+    "torchrec": TorchrecPlan.hand_tuned,
 }
 
 
@@ -130,8 +132,8 @@ class SlowWork(dist.Work):
         return bool(self._wait(*args))
 
 
-def build(placement: Partition | TorchRecPlan) -> tuple[Any, Any]:
-    spec = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, learning_rate=0.1)
+def build(placement: Partition | TorchrecPlan) -> tuple[Any, Any]:
+    spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.1)
     tables = [
         EmbeddingBagConfig(name=t, num_embeddings=n, embedding_dim=DIM, feature_names=[t])
         for t, n in NUM_ROWS.items()
@@ -142,14 +144,14 @@ def build(placement: Partition | TorchRecPlan) -> tuple[Any, Any]:
     constraints: Any
     if isinstance(placement, Partition):
         embeddings = HotColdEmbeddingBagCollection(tables, placement, device=meta)
-        sharders = [HotColdSharder(spec, HotExchange.TOUCHED_ROWS)]
-        constraints = hot_cold_constraints(tables, placement, cold_tier=ColdTier.FUSED)
+        sharders = [HotColdSharder(spec, HotExchange.touched_rows)]
+        constraints = hot_cold_constraints(tables, placement, cold_tier=ColdTier.fused)
     else:
         embeddings = EmbeddingBagCollection(tables=tables, device=meta)
         sharders = [EmbeddingBagCollectionSharder(fused_params(spec))]
-        constraints = torchrec_constraints(tables, placement, batch_size=20, tier=ColdTier.FUSED)
+        constraints = torchrec_constraints(tables, placement, batch_size=20, tier=ColdTier.fused)
     model = build_model(
-        ModelKind.DLRM,
+        ModelKind.dlrm,
         embeddings,
         num_dense=NUM_DENSE,
         dense_layer_sizes=[8, DIM],
@@ -161,7 +163,7 @@ def build(placement: Partition | TorchRecPlan) -> tuple[Any, Any]:
     machine = Machine(world_size, world_size, "cpu", 1 << 30, 1 << 33, BATCH)
     sharded = shard(task, make_plan(task, sharders, machine, constraints), sharders, CPU)
     initialize_embeddings(sharded, 1)
-    dense = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
+    dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
     return sharded, make_optimizer(sharded, spec, dense)
 
 

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from hotrec.runtime.traffic import SentBytes, count_sent_bytes
-from hotrec.runtime.wire import Wire, WireType, wire_numel
+from hotrec.runtime.wire import Wire, wire_numel
+from hotrec.types import WireType
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
 # Error bounds, of each value and of the largest value of a message.
-BOUNDS = {WireType.FP32: (0.0, 0.0), WireType.FP16: (2**-11, 2**-39), WireType.BF16: (2**-8, 0.0)}
-VALUE_BYTES = {WireType.FP32: 4, WireType.FP16: 2, WireType.BF16: 2}
+BOUNDS = {WireType.fp32: (0.0, 0.0), WireType.fp16: (2**-11, 2**-39), WireType.bf16: (2**-8, 0.0)}
+VALUE_BYTES = {WireType.fp32: 4, WireType.fp16: 2, WireType.bf16: 2}
 
 
 def world() -> tuple[int, int]:
@@ -69,7 +70,7 @@ def all_to_all() -> None:
                 for peer, part in enumerate(found.split(arriving)):
                     expected = draw(arriving[peer], case, peer + 1, rank + 1) * scale
                     # What stays here is not rounded.
-                    close(part, expected, WireType.FP32 if peer == rank else wire.wire_type)
+                    close(part, expected, WireType.fp32 if peer == rank else wire.wire_type)
 
 
 def all_gather() -> None:
@@ -178,7 +179,7 @@ def sent_bytes_are_counted() -> None:
 def works_from_a_thread_beside_other_groups() -> None:
     rank, size = world()
     group = dist.new_group()
-    wire = Wire(group, WireType.FP16)
+    wire = Wire(group, WireType.fp16)
     found: list[list[float]] = []
 
     def exchange() -> None:
@@ -202,7 +203,7 @@ def ranks_of_a_part_of_the_world() -> None:
     rank, size = world()
     group = dist.new_group(list(range(size - 1, 0, -1)) if size > 2 else list(range(size)))
     if dist.get_rank(group) >= 0:
-        wire = Wire(group, WireType.BF16)
+        wire = Wire(group, WireType.bf16)
         found = wire.all_gather(torch.tensor([float(rank)]), [1] * wire.world_size)
         ranks = [dist.get_global_rank(group, r) for r in range(wire.world_size)]
         assert torch.cat(found).tolist() == [float(r) for r in ranks]

@@ -23,21 +23,20 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.flat import MOST_BAG_IDS
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.pooling import MOST_IDS
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planning.constraints import placement_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.pipelines import LookAhead, make_pipeline
-from hotrec.types import Partition, Placement, Tier
+from hotrec.types import HotExchange, OptimizerKind, Partition, Placement, Tier
 from tests.helpers.reference import PlainLazyAdam, PlainRowWiseAdagrad, mean_loss
 
 pytestmark = pytest.mark.gpu
@@ -107,13 +106,13 @@ def reference(kind: OptimizerKind) -> tuple[list[float], dict[str, torch.Tensor]
     model, spec = Click(embeddings), spec_of(kind)
     tables, rate, lazy = list(weights.values()), spec.learning_rate, None
     match kind:
-        case OptimizerKind.SGD:
+        case OptimizerKind.sgd:
             sparse: torch.optim.Optimizer = torch.optim.SGD(tables, lr=rate)
-        case OptimizerKind.ADAGRAD:
+        case OptimizerKind.adagrad:
             sparse = torch.optim.Adagrad(tables, lr=rate, eps=spec.eps)
-        case OptimizerKind.ROWWISE_ADAGRAD:
+        case OptimizerKind.rowwise_adagrad:
             sparse = PlainRowWiseAdagrad(tables, lr=rate, eps=spec.eps)
-        case OptimizerKind.ADAM:
+        case OptimizerKind.adam:
             sparse = lazy = PlainLazyAdam(tables, rate, (spec.beta1, spec.beta2), spec.eps)
     dense = torch.optim.SGD(model.out.parameters(), lr=0.1)
     losses = []
@@ -143,13 +142,13 @@ def train(
     embeddings = HotColdEmbeddingBagCollection(configs(), placement, device=torch.device("meta"))
     task, spec = ClickTask(Click(embeddings), 1), spec_of(kind)
     task.model.out.to(device)
-    is_ahead, exchange = pipeline_kind == "look_ahead", HotExchange.TOUCHED_ROWS
+    is_ahead, exchange = pipeline_kind == "look_ahead", HotExchange.touched_rows
     sharders = [HotColdSharder(spec, exchange)]
     machine = Machine(1, 1, device.type, 1 << 30, 1 << 33, BATCH_SIZE)
     plan = make_plan(task, sharders, machine, placement_constraints(placement))
     model = shard(task, plan, sharders, device, data_parallel=not is_ahead)
     initialize_embeddings(model, SEED)
-    optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1))
+    optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1))
     look_ahead = LookAhead(lambda: RowsAhead(model, device, depth=1, hot_exchange=exchange), False)
     pipeline = make_pipeline(pipeline_kind, model, optimizer, device, look_ahead)
     pipeline.start()

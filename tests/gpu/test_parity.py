@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hotrec.embedding.update_rules import OptimizerKind
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import Tier
+from hotrec.types import OptimizerKind, Tier
 from tests.distributed.parity_cases import (
     BATCHES,
     PARTITIONS,

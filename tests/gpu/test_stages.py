@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hotrec.embedding.update_rules import OptimizerKind
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import StageClock
 from hotrec.train.pipelines import make_pipeline
+from hotrec.types import OptimizerKind
 from tests.distributed.setups import PARTITIONS, batches, build
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ def test_marks_change_no_result_and_time_goes_forward(gpu: Ranks) -> None:
     losses = []
     clock = StageClock(gpu.device)
     for is_measured in (False, True):
-        setup = build(OptimizerKind.ADAM, PARTITIONS["mixed"], device="cuda")
+        setup = build(OptimizerKind.adam, PARTITIONS["mixed"], device="cuda")
         pipeline = make_pipeline("sparse_dist", setup.model, setup.optimizer, gpu.device)
         pipeline.start()
         stream = batches(0, NUM_STEPS)

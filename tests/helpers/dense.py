@@ -13,8 +13,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.models.zoo import ModelKind, build_model
+from hotrec.models.zoo import build_model
 from hotrec.train.dense_sync import dense_parameters
+from hotrec.types import ModelKind
 
 NUM_DENSE, NUM_FEATURES, NUM_ROWS, DIM = 5, 3, 11, 8
 
@@ -107,8 +108,8 @@ class Branches(nn.Module):
 
 
 MODELS: Mapping[str, Callable[[int], nn.Module]] = {
-    "dlrm": lambda seed: Clicks(ModelKind.DLRM, seed),
-    "dcnv2": lambda seed: Clicks(ModelKind.DCNV2, seed),
+    "dlrm": lambda seed: Clicks(ModelKind.dlrm, seed),
+    "dcnv2": lambda seed: Clicks(ModelKind.dcnv2, seed),
     "oddities": Oddities,
 }
 

@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 
 from hotrec.data.batch import Batch
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.tables import gather_tables
-from hotrec.embedding.update_rules import OptimizerKind
 from hotrec.runtime.ranks import Ranks, broadcast_object
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.evaluate import evaluate
-from hotrec.types import Tier
+from hotrec.types import HotExchange, OptimizerKind, Tier
 from tests.distributed.parity_cases import BATCHES, PARTITIONS, Case, run_cases
 from tests.distributed.test_pipelines import NoLoader
 from tests.helpers.checks import run_checks
@@ -265,7 +263,7 @@ def another_order_is_seen() -> None:
 def parity_cases() -> list[Case]:
     """Every pipeline with every optimizer and hot exchange; the rest in turn."""
     cases: list[Case] = []
-    exchanges = (HotExchange.TOUCHED_ROWS, HotExchange.OWNERS, HotExchange.DENSE)
+    exchanges = (HotExchange.touched_rows, HotExchange.owners, HotExchange.dense)
     for kind in OptimizerKind:
         for pipeline in PIPELINES:
             for exchange in exchanges:

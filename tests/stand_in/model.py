@@ -15,19 +15,26 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import ModelKind, build_model
+from hotrec.models.zoo import build_model
 from hotrec.planning.constraints import placement_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.train.pipelines import LookAhead, make_pipeline
-from hotrec.types import Partition, Placement, TablePlacement, Tier
+from hotrec.types import (
+    HotExchange,
+    ModelKind,
+    OptimizerKind,
+    Partition,
+    Placement,
+    TablePlacement,
+    Tier,
+)
 from tests.helpers.reference import TinyClickModel
 
 NUM_DENSE = 3
@@ -103,7 +110,7 @@ class Training:
         self.router = embeddings.router
         if run.dims == 1:
             model: Any = build_model(
-                ModelKind.DLRM, embeddings, num_dense=NUM_DENSE, dense_layer_sizes=[8, DIM],
+                ModelKind.dlrm, embeddings, num_dense=NUM_DENSE, dense_layer_sizes=[8, DIM],
                 over_layer_sizes=[8, 1], seed=1, device=device,
             )  # fmt: skip
         else:
@@ -120,7 +127,7 @@ class Training:
         is_ahead = run.pipeline == "look_ahead"
         self.model = shard(task, plan, sharders, device, data_parallel=not is_ahead)
         initialize_embeddings(self.model, 5)
-        dense = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
+        dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
         self.optimizer = make_optimizer(self.model, spec, dense)
         self.restart()
 

@@ -16,7 +16,8 @@ from torch.autograd import DeviceType
 from benchmarks.gpu_day import machinery, parity, prediction, profiles, tbe, tiers
 from benchmarks.gpu_day.__main__ import Stage, check_out, main, parse, run_stage
 from benchmarks.gpu_day.record import DoesNotFitError, Parts, Record, Summary, Table, render
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.types import OptimizerKind
 
 CPU = torch.device("cpu")
 FACTS = {"is_rehearsal": True, "code": "c1"}
@@ -99,16 +100,16 @@ def tables(kind: OptimizerKind, tier: str, **kwargs: Any) -> tbe.Tables:
 
 def test_memory_is_predicted_by_tier_and_optimizer() -> None:
     rows, weights = 67_000_000, 4 * 128 * 67_000_000
-    work = tables(OptimizerKind.SGD, tbe.UVM).memory(1000)[0]
+    work = tables(OptimizerKind.sgd, tbe.UVM).memory(1000)[0]
     assert work == 1000 * (2 * 512 + 96)
-    assert tables(OptimizerKind.SGD, tbe.DEVICE).memory(1000) == (weights + work, 0)
-    assert tables(OptimizerKind.ADAM, tbe.DEVICE).memory(1000) == (3 * weights + work, 0)
+    assert tables(OptimizerKind.sgd, tbe.DEVICE).memory(1000) == (weights + work, 0)
+    assert tables(OptimizerKind.adam, tbe.DEVICE).memory(1000) == (3 * weights + work, 0)
     # Adam's moments stay with the rows; a row-wise sum is on the device.
-    assert tables(OptimizerKind.ADAM, tbe.UVM).memory(1000) == (work, 3 * weights)
-    assert tables(OptimizerKind.ROWWISE_ADAGRAD, tbe.UVM).memory(1000) == (
+    assert tables(OptimizerKind.adam, tbe.UVM).memory(1000) == (work, 3 * weights)
+    assert tables(OptimizerKind.rowwise_adagrad, tbe.UVM).memory(1000) == (
         4 * rows + work, weights,
     )  # fmt: skip
-    device, host = tables(OptimizerKind.SGD, tbe.UVM_CACHE, cache_frac=0.1).memory(1000)
+    device, host = tables(OptimizerKind.sgd, tbe.UVM_CACHE, cache_frac=0.1).memory(1000)
     assert host == weights
     assert device == pytest.approx(0.1 * rows * (512 + 16) + 4 * rows + work, rel=1e-3)
 

@@ -12,9 +12,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.calibrate.kernels import Probe, Work
 from hotrec.calibrate.workload import Bench, in_turn
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.hot_exchange import HotReplicas, add_rows, pack_rows
 from hotrec.embedding.optimizers import HotOptimizer
+from hotrec.types import HotExchange
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Hot:
     def replicas(self) -> HotReplicas:
         """New for each repeat, with nothing touched yet; shares the weights."""
         return HotReplicas(
-            self.weight, self.num_rows_T, self.dim, self.bench.alone, HotExchange.TOUCHED_ROWS
+            self.weight, self.num_rows_T, self.dim, self.bench.alone, HotExchange.touched_rows
         )
 
     @property

@@ -19,7 +19,7 @@ from hotrec.embedding.optimizers import make_dense
 from hotrec.embedding.pooling import pool_rows
 from hotrec.models.flops import dense_flops
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import ModelKind, build_model
+from hotrec.models.zoo import build_model
 from hotrec.routing.features import RoutedGroup
 
 
@@ -103,7 +103,7 @@ def build_dense_layers(bench: Bench) -> nn.Module:
             "cross_low_rank_dim": model.cross_low_rank_dim,
         }
     built: Any = build_model(
-        ModelKind(model.kind.name),
+        model.kind,
         EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
         num_dense=bench.subject.num_dense,
         dense_layer_sizes=model.dense_layer_sizes,

@@ -15,7 +15,8 @@ from hotrec.calibrate.workload import Bench, Subject, cut_tables, in_turn
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.optimizers import make_dense, make_replicated_tables
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.types import OptimizerKind
 
 # Messages of so many ranks are told apart in what a rank is asked for.
 MOST_ASKING = 8
@@ -104,9 +105,9 @@ def _lookup(
 def row_spec(bench: Bench) -> OptimizerSpec:
     """The rule of sharded rows: the configured one, where the device has it."""
     spec, _ = bench.specs
-    if spec.kind is OptimizerKind.ADAM and bench.device.type == "cpu":
+    if spec.kind is OptimizerKind.adam and bench.device.type == "cpu":
         # FBGEMM has none; such a configuration has no sharded rows, but other plans are predicted.
-        return OptimizerSpec(OptimizerKind.ADAGRAD, spec.learning_rate, spec.eps)
+        return OptimizerSpec(OptimizerKind.adagrad, spec.learning_rate, spec.eps)
     return spec
 
 
@@ -193,7 +194,7 @@ def _replicated_update(bench: Bench, num_tables: int) -> Callable[[int, int], Wo
         for parameter in params:
             parameter.requires_grad_()
             parameter.grad = torch.randn_like(parameter)
-        make_optimizer = make_dense if spec.kind is OptimizerKind.ADAM else make_replicated_tables
+        make_optimizer = make_dense if spec.kind is OptimizerKind.adam else make_replicated_tables
         optimizer = make_optimizer(spec, params)
         total = sum(per_table)
         return Work(lambda _: optimizer.step(), total, 4 * dim * total)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from hotrec.embedding.hot_choice import HotExchange, Seconds
+from hotrec.embedding.hot_choice import Seconds
 from hotrec.embedding.hot_exchange import HotReplicas
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.pooling import pool_rows
@@ -26,7 +26,8 @@ from hotrec.routing.split import samples_reading, select_samples
 from hotrec.runtime.ranks import new_group
 from hotrec.runtime.stages import mark, named_range
 from hotrec.runtime.watchdog import COMMUNICATION, enter
-from hotrec.runtime.wire import Wire, WireType
+from hotrec.runtime.wire import Wire
+from hotrec.types import HotExchange, WireType
 
 MOST_DEPTH = 16
 Reduced = list[tuple[torch.Tensor, torch.Tensor]]
@@ -77,8 +78,8 @@ class RowsAhead:
         device: torch.device,
         *,
         depth: int = 1,
-        wire_type: WireType = WireType.FP32,
-        hot_exchange: HotExchange = HotExchange.AUTO,
+        wire_type: WireType = WireType.fp32,
+        hot_exchange: HotExchange = HotExchange.auto,
         seconds: Seconds | None = None,
         timeout_s: float = 600.0,
     ) -> None:

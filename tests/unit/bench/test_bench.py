@@ -27,15 +27,12 @@ from hotrec.bench.samples import ZipfTables, assigned_batches
 from hotrec.bench.semi_sync import refuse_caches
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.bench import BenchCase, BenchConfig, BenchPipeline, BenchRootConfig, HotRowsRule
-from hotrec.config.placements import ColdTier, HotExchange
-from hotrec.config.sections import PipelineKind, WireKind
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, Shard
-from hotrec.embedding.update_rules import OptimizerKind
 from hotrec.planning.predict import Rival
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import COLLECTIVES
-from hotrec.types import STAGES
+from hotrec.types import STAGES, ColdTier, HotExchange, OptimizerKind, PipelineKind, WireType
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -244,7 +241,7 @@ def test_a_variant_is_a_placement_and_a_pipeline() -> None:
         "hot_cold": PipelineKind.sparse_dist,
     }
     assert (pipelines["look_ahead"].depth, pipelines["look_ahead_bf16"].depth) == (3, 1)
-    assert pipelines["look_ahead_bf16"].wire is WireKind.bf16
+    assert pipelines["look_ahead_bf16"].wire is WireType.bf16
     assert cases["planner_semi_sync"].pipeline is BenchPipeline.semi_sync
     assert [name for name, case in cases.items() if not case.is_exact] == [
         "look_ahead_bf16", "planner_semi_sync"
@@ -550,7 +547,7 @@ def test_one_gpu_refuses_tables_that_do_not_fit(place: str, device_gib: int, hos
 
 def test_cpu_rows_measures_every_kernel() -> None:
     times = cpu_rows.measure(
-        OptimizerKind.SGD, num_rows=40, num_tables=2, table_rows=100, dim=8, repeats=1
+        OptimizerKind.sgd, num_rows=40, num_tables=2, table_rows=100, dim=8, repeats=1
     )
     assert set(times) == {"fbgemm_unpooled", "fbgemm_pooled", "hotrec"}
     assert all(0 < t["forward_s"] < 1 for t in times.values())

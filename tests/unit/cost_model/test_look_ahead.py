@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CollectiveCurve, Line, Link, World
-from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineKind, PipelineSpec, Workload
+from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.look_ahead import OVERLAPPABLE_DENSE_FRAC
 from hotrec.cost_model.step import make_step_model, predict_step
-from hotrec.types import STAGES
+from hotrec.types import STAGES, PipelineKind
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=1.0)
 WORLD = World(2, 1)
@@ -80,12 +80,12 @@ def test_bytes_are_those_of_the_exchanges():
 
 
 def test_a_narrow_wire_halves_what_floats_take():
-    sent = predict(pipeline=PipelineSpec(PipelineKind.LOOK_AHEAD, "bf16")).sent_bytes
+    sent = predict(pipeline=PipelineSpec(PipelineKind.look_ahead, "bf16")).sent_bytes
     assert sent["ids_exchange"] == pytest.approx(12e3 / 2 * 6)
     assert sent["rows_exchange"] == pytest.approx(12e3 * 128 / 2)
     assert sent["grads_exchange"] == pytest.approx(12e3 * 128 / 2 + 100_000 * 2)
     assert sent["hot_exchange"] == pytest.approx(3e3 * 132)
-    narrow = predict(costs=with_link(3e7), pipeline=PipelineSpec(PipelineKind.LOOK_AHEAD, "fp16"))
+    narrow = predict(costs=with_link(3e7), pipeline=PipelineSpec(PipelineKind.look_ahead, "fp16"))
     assert narrow.step_s < 0.6 * predict(costs=with_link(3e7)).step_s
 
 
@@ -184,7 +184,7 @@ def test_more_network_never_makes_a_longer_step(
     quantities |= {"union_rows": 1.5 * hot, "union_bytes": 1.5 * hot * 256}
     urgent = urgent_frac * 12e3
     quantities |= {"urgent_rows": urgent, "urgent_bytes": urgent * 256}
-    pipeline = PipelineSpec(PipelineKind.LOOK_AHEAD, wire)
+    pipeline = PipelineSpec(PipelineKind.look_ahead, wire)
     steps = [
         predict(
             quantities,
@@ -274,7 +274,7 @@ def test_pooled_tables_are_exchanged_in_line():
 
 
 def test_ids_travel_in_line_in_base():
-    base = predict(pipeline=PipelineSpec(PipelineKind.BASE))
+    base = predict(pipeline=PipelineSpec(PipelineKind.base))
     ahead = predict(pipeline=SPARSE_DIST)
     assert base.hidden_s["ids_exchange"] == 0 < ahead.hidden_s["ids_exchange"]
     assert base.step_s - ahead.step_s == pytest.approx(ahead.hidden_s["ids_exchange"])
@@ -283,9 +283,9 @@ def test_ids_travel_in_line_in_base():
 
 def test_impossible_wires_are_refused():
     with pytest.raises(ValueError, match=r"pipeline wire: expected one of .*, got 'fp8'"):
-        PipelineSpec(PipelineKind.LOOK_AHEAD, "fp8")
+        PipelineSpec(PipelineKind.look_ahead, "fp8")
     with pytest.raises(ValueError, match="pipeline depth: expected at least 0, got -1"):
-        PipelineSpec(PipelineKind.LOOK_AHEAD, depth=-1)
+        PipelineSpec(PipelineKind.look_ahead, depth=-1)
 
 
 @pytest.mark.parametrize("is_hot_dense", [False, True])
@@ -294,7 +294,7 @@ def test_a_narrow_wire_halves_what_floats_take_in_line(is_hot_dense):
     found = [
         predict(
             {**MIXED, **pooled},
-            pipeline=PipelineSpec(PipelineKind.SPARSE_DIST, wire),
+            pipeline=PipelineSpec(PipelineKind.sparse_dist, wire),
             is_hot_dense=is_hot_dense,
         ).sent_bytes
         for wire in ("fp32", "fp16")
@@ -309,7 +309,7 @@ def test_a_narrow_wire_halves_what_floats_take_in_line(is_hot_dense):
 
 def test_without_depth_everything_is_urgent():
     flat, ahead = (
-        predict(pipeline=PipelineSpec(PipelineKind.LOOK_AHEAD, depth=d), costs=with_link(1e9))
+        predict(pipeline=PipelineSpec(PipelineKind.look_ahead, depth=d), costs=with_link(1e9))
         for d in (0, 1)
     )
     urgent = {**MIXED, "urgent_rows": 12e3, "urgent_bytes": 12e3 * 256}
@@ -317,7 +317,7 @@ def test_without_depth_everything_is_urgent():
     assert flat.step_s - like.step_s == pytest.approx(like.hidden_s["ids_exchange"])
     assert flat.step_s > ahead.step_s
     assert flat.sent_bytes == pytest.approx(ahead.sent_bytes)
-    deep = predict(pipeline=PipelineSpec(PipelineKind.LOOK_AHEAD, depth=3), costs=with_link(1e9))
+    deep = predict(pipeline=PipelineSpec(PipelineKind.look_ahead, depth=3), costs=with_link(1e9))
     assert deep == ahead
 
 

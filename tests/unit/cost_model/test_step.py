@@ -8,9 +8,9 @@ import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CollectiveCurve, Costs, World
-from hotrec.cost_model.forms import PipelineKind, PipelineSpec, Workload
+from hotrec.cost_model.forms import PipelineSpec, Workload
 from hotrec.cost_model.step import make_step_model, predict_step
-from hotrec.types import STAGES
+from hotrec.types import STAGES, PipelineKind
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.5)
 WORLD = World(2, 1)
@@ -145,7 +145,7 @@ def test_optimizer_state_crosses_the_bus_unless_it_was_measured_with_the_rows() 
 
 def test_prefetch_hides_what_a_miss_takes_more_than_a_hit() -> None:
     costs = BUILTIN["dgx_h100_infiniband"]
-    spec = PipelineSpec(PipelineKind.PREFETCH)
+    spec = PipelineSpec(PipelineKind.prefetch)
     hits = {"pooled_ids_hit": 5e4, "pooled_bytes_hit": 5e4 * 256, "pooled_groups": 1}
     misses = {"pooled_ids_miss": 5e4, "pooled_bytes_miss": 5e4 * 256, "pooled_groups": 1}
     busy = replace(WORKLOAD, dense_flops=1e9)

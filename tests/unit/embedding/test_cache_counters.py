@@ -15,7 +15,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.table_memory import CacheCounters, CacheFigures
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.types import OptimizerKind
 
 DIM, NUM_ROWS, NUM_SLOTS = 8, 100, 64
 
@@ -25,7 +26,7 @@ def make_module(*, state_floats: int = 0, is_cached: bool = True) -> Any:
     module: Any = SplitTableBatchedEmbeddingBagsCodegen(
         [(NUM_ROWS, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)],
         device=torch.device("cpu"),
-        **fused_params(OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)),
+        **fused_params(OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)),
     )
     if is_cached:
         module.lxu_cache_weights = torch.zeros(NUM_SLOTS, DIM)

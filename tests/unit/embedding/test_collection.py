@@ -18,12 +18,12 @@ from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables, sharded_collections
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.constraints import hot_cold_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import Partition
+from hotrec.types import OptimizerKind, Partition
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 CPU = torch.device("cpu")
@@ -231,7 +231,7 @@ def shard_here(
     return shard(model, plan, sharders, CPU)
 
 
-SGD = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.5)
+SGD = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.5)
 
 
 class Named(nn.Module):
@@ -287,7 +287,7 @@ def test_other_modules_called_embeddings_are_left_alone(one_rank: Ranks) -> None
 
 
 def test_adam_with_cold_rows_on_cpu_is_refused_before_training(one_rank: Ranks) -> None:
-    adam = OptimizerSpec(OptimizerKind.ADAM, learning_rate=0.1)
+    adam = OptimizerSpec(OptimizerKind.adam, learning_rate=0.1)
     for name in ("mixed", "all_cold"):
         partition = PARTITIONS[name]
         collection = HotColdEmbeddingBagCollection(some_tables(), partition)
@@ -325,7 +325,7 @@ def test_a_plan_that_breaks_the_halves_is_refused(one_rank: Ranks) -> None:
         shard(model, plan, sharders, CPU)
 
 
-@pytest.mark.parametrize("kind", [k for k in OptimizerKind if k is not OptimizerKind.ADAM])
+@pytest.mark.parametrize("kind", [k for k in OptimizerKind if k is not OptimizerKind.adam])
 def test_learning_rate_changes_reach_every_part_at_the_same_step(
     one_rank: Ranks, kind: OptimizerKind
 ) -> None:

@@ -17,19 +17,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.flat import flat_rows, table_begins
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.types import OptimizerKind
 
 NUM_ROWS = [7, 1, 30]
 DIM = 8
 KINDS = {
-    OptimizerKind.SGD: EmbOptimType.EXACT_SGD,
-    OptimizerKind.ADAGRAD: EmbOptimType.EXACT_ADAGRAD,
-    OptimizerKind.ROWWISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    OptimizerKind.sgd: EmbOptimType.EXACT_SGD,
+    OptimizerKind.adagrad: EmbOptimType.EXACT_ADAGRAD,
+    OptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
 
 
 def make_module(kind: OptimizerKind, num_rows: list[int]) -> Any:
-    constants = {} if kind is OptimizerKind.SGD else {"eps": 1e-3}
+    constants = {} if kind is OptimizerKind.sgd else {"eps": 1e-3}
     module = SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in num_rows],
         optimizer=KINDS[kind],
@@ -84,7 +85,7 @@ def test_lookup_and_update_equal_fbgemm(kind: OptimizerKind) -> None:
         )
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    if kind is not OptimizerKind.SGD:
+    if kind is not OptimizerKind.sgd:
         for ours, theirs in zip(
             module.split_optimizer_states(), reference.split_optimizer_states(), strict=True
         ):
@@ -92,9 +93,9 @@ def test_lookup_and_update_equal_fbgemm(kind: OptimizerKind) -> None:
 
 
 def test_a_rank_without_rows_of_some_tables() -> None:
-    spec = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, learning_rate=0.2)
+    spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.2)
     optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
-    module = make_module(OptimizerKind.ROWWISE_ADAGRAD, [0, 4, 0])
+    module = make_module(OptimizerKind.rowwise_adagrad, [0, 4, 0])
     cold = ColdRowsOnCpu(module, optimizer, spec)
     ids = KeyedJaggedTensor(
         keys=["t0", "t1", "t2"], values=torch.tensor([3, 0, 3]), lengths=torch.tensor([0, 3, 0])
@@ -109,8 +110,8 @@ def test_a_rank_without_rows_of_some_tables() -> None:
 
 
 def test_no_gradient_no_update() -> None:
-    spec = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.2)
-    module = make_module(OptimizerKind.SGD, NUM_ROWS)
+    spec = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.2)
+    module = make_module(OptimizerKind.sgd, NUM_ROWS)
     optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
     cold = ColdRowsOnCpu(module, optimizer, spec)
     before = [part.clone() for part in module.split_embedding_weights()]
@@ -132,9 +133,9 @@ def test_flat_rows() -> None:
 
 
 def test_another_memory_layout_is_refused() -> None:
-    module = make_module(OptimizerKind.SGD, NUM_ROWS)
+    module = make_module(OptimizerKind.sgd, NUM_ROWS)
     parts = module.split_embedding_weights()
     module.split_embedding_weights = lambda: [parts[0], parts[2], parts[1]]
     optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
     with pytest.raises(RuntimeError, match=r"^fbgemm weights_host: expected tables one after"):
-        ColdRowsOnCpu(module, optimizer, OptimizerSpec(OptimizerKind.SGD, 0.1))
+        ColdRowsOnCpu(module, optimizer, OptimizerSpec(OptimizerKind.sgd, 0.1))

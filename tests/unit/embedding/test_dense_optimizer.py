@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hotrec.embedding.optimizers import make_dense
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.types import OptimizerKind
 
 NUM_STEPS = 20
 
@@ -42,14 +43,14 @@ def test_fused_on_cpu_and_equal_to_the_plain_loop(kind: OptimizerKind) -> None:
 
 
 def plain_arguments(spec: OptimizerSpec) -> dict[str, object]:
-    if spec.kind is OptimizerKind.SGD:
+    if spec.kind is OptimizerKind.sgd:
         return {"lr": spec.learning_rate}
-    if spec.kind is OptimizerKind.ADAM:
+    if spec.kind is OptimizerKind.adam:
         return {"lr": spec.learning_rate, "betas": (spec.beta1, spec.beta2), "eps": spec.eps}
     return {"lr": spec.learning_rate, "eps": spec.eps}
 
 
 def test_a_device_without_the_kernel_gets_torchs_own_choice() -> None:
     params: list[torch.Tensor] = [torch.nn.Parameter(torch.empty(3, device="meta"))]
-    optimizer = make_dense(OptimizerSpec(OptimizerKind.ADAM, learning_rate=0.1), params)
+    optimizer = make_dense(OptimizerSpec(OptimizerKind.adam, learning_rate=0.1), params)
     assert [group["fused"] for group in optimizer.param_groups] == [None]

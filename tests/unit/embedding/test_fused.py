@@ -16,14 +16,22 @@ from hotrec.embedding.convert import shard
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.table_memory import fused_modules
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
-from hotrec.planning.constraints import TorchRecPlan, placement_constraints, torchrec_constraints
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.planning.constraints import placement_constraints, torchrec_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+from hotrec.types import (
+    Exchange,
+    OptimizerKind,
+    Partition,
+    Placement,
+    Sharding,
+    TablePlacement,
+    TorchrecPlan,
+)
 
-SPEC = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, learning_rate=0.1)
+SPEC = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.1)
 TABLES = [
     EmbeddingBagConfig(name=name, num_embeddings=30, embedding_dim=8, feature_names=[f"f_{name}"])
     for name in ("rows", "pooled")
@@ -49,7 +57,7 @@ def test_host_tiers_are_host_memory_that_the_device_maps(one_rank: Ranks, kind: 
     else:
         model = EmbeddingBagCollection(tables=TABLES, device=meta)
         sharders = [EmbeddingBagCollectionSharder(fused_params(SPEC))]
-        found = torchrec_constraints(TABLES, TorchRecPlan.TABLE_WISE, batch_size=8)
+        found = torchrec_constraints(TABLES, TorchrecPlan.table_wise, batch_size=8)
         assert found is not None
         constraints = found
     sharded = shard(

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.embedding.hot_choice import HotChooser, HotExchange, hot_messages
+from hotrec.embedding.hot_choice import HotChooser, hot_messages
+from hotrec.types import HotExchange
 
 TOUCHED, OWNERS, DENSE, AUTO = (
-    HotExchange.TOUCHED_ROWS,
-    HotExchange.OWNERS,
-    HotExchange.DENSE,
-    HotExchange.AUTO,
+    HotExchange.touched_rows,
+    HotExchange.owners,
+    HotExchange.dense,
+    HotExchange.auto,
 )
 
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import count_sent_bytes
-from hotrec.runtime.wire import Wire, WireType
+from hotrec.runtime.wire import Wire
+from hotrec.types import HotExchange, WireType
 
 SHAPES = [(20, 8), (5, 4)]
 
 
 def make_reducer(
-    exchange: HotExchange = HotExchange.AUTO, wire_type: WireType = WireType.FP32
+    exchange: HotExchange = HotExchange.auto, wire_type: WireType = WireType.fp32
 ) -> HotReducer:
     return HotReducer(SHAPES, Wire(dist.group.WORLD, wire_type), exchange)
 

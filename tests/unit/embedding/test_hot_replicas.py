@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.hot_exchange import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.ranks import Ranks
+from hotrec.types import HotExchange, OptimizerKind
 
 NUM_ROWS = [7, 1, 5]
 NUM_HOT = sum(NUM_ROWS)
@@ -35,7 +35,7 @@ class Bucket:
         return 0
 
 
-def make_replicas(exchange: HotExchange = HotExchange.TOUCHED_ROWS) -> HotReplicas:
+def make_replicas(exchange: HotExchange = HotExchange.touched_rows) -> HotReplicas:
     weight = nn.Parameter(torch.randn(NUM_HOT * DIM, generator=torch.Generator().manual_seed(0)))
     return HotReplicas(weight, NUM_ROWS, DIM, dist.group.WORLD, exchange)
 
@@ -61,7 +61,7 @@ def backward(replicas: HotReplicas, ids: KeyedJaggedTensor) -> torch.Tensor:
 def test_nothing_updated_is_on_the_device_of_the_rows(one_rank: Ranks) -> None:
     """Else clearing the gradient of a replica on CUDA mixes devices in the second step."""
     weight = nn.Parameter(torch.empty(NUM_HOT * DIM, device="meta"))
-    replicas = HotReplicas(weight, NUM_ROWS, DIM, dist.group.WORLD, HotExchange.TOUCHED_ROWS)
+    replicas = HotReplicas(weight, NUM_ROWS, DIM, dist.group.WORLD, HotExchange.touched_rows)
     weight.grad = torch.zeros_like(weight)
     assert replicas.take_updated().device == weight.device
     replicas.drop_gradient()
@@ -170,7 +170,7 @@ def test_step_moves_touched_rows_and_leaves_a_zero_gradient(
 def test_zero_grad_drops_a_step_that_was_skipped(one_rank: Ranks) -> None:
     """As torch's optimizers do: backward, see a NaN, zero_grad, go on."""
     replicas, reference = make_replicas(), make_replicas()
-    optimizer = make_optimizer(OptimizerKind.SGD, replicas)
+    optimizer = make_optimizer(OptimizerKind.sgd, replicas)
     rows = replicas(ids_of([6, 0], [], []))
     (rows * float("nan")).sum().backward()
     replicas.reduce_gradient(None, Bucket(replicas.weight.grad))  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_zero_grad_drops_a_step_that_was_skipped(one_rank: Ranks) -> None:
     assert torch.equal(replicas.rows, reference.rows)
     backward(replicas, ids_of([0, 2], [], []))
     optimizer.step()
-    other = make_optimizer(OptimizerKind.SGD, reference)
+    other = make_optimizer(OptimizerKind.sgd, reference)
     backward(reference, ids_of([0, 2], [], []))
     other.step()
     assert torch.equal(replicas.rows, reference.rows)
@@ -204,7 +204,7 @@ def test_state_dict_goes_on_bitwise(one_rank: Ranks, kind: OptimizerKind) -> Non
 
 def test_state_is_per_table_and_shared_with_the_flat_update(one_rank: Ranks) -> None:
     replicas = make_replicas()
-    optimizer = make_optimizer(OptimizerKind.ROWWISE_ADAGRAD, replicas)
+    optimizer = make_optimizer(OptimizerKind.rowwise_adagrad, replicas)
     backward(replicas, ids_of([6], [0], []))
     optimizer.step()
     state = optimizer.state_dict()["state"]
@@ -233,7 +233,7 @@ def test_a_reduced_gradient_needs_no_dense_one(one_rank: Ranks, kind: OptimizerK
 
 def test_a_reduced_gradient_may_be_of_no_row(one_rank: Ranks) -> None:
     replicas = make_replicas()
-    optimizer, before = make_optimizer(OptimizerKind.ADAM, replicas), replicas.rows.clone()
+    optimizer, before = make_optimizer(OptimizerKind.adam, replicas), replicas.rows.clone()
     replicas.set_reduced(torch.tensor([], dtype=torch.int64), torch.zeros(0, DIM))
     optimizer.step()
     assert torch.equal(replicas.rows, before)
@@ -241,7 +241,7 @@ def test_a_reduced_gradient_may_be_of_no_row(one_rank: Ranks) -> None:
 
 def test_zero_grad_drops_a_reduced_gradient(one_rank: Ranks) -> None:
     replicas = make_replicas()
-    optimizer, before = make_optimizer(OptimizerKind.SGD, replicas), replicas.rows.clone()
+    optimizer, before = make_optimizer(OptimizerKind.sgd, replicas), replicas.rows.clone()
     replicas.set_reduced(torch.tensor([3]), torch.ones(1, DIM))
     with pytest.raises(RuntimeError, match="expected the last one to be used, got another"):
         replicas.set_reduced(torch.tensor([3]), torch.ones(1, DIM))

@@ -18,21 +18,16 @@ from hotrec.embedding.fused import fused_params
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.table_memory import _tensors_of, memory_by_tier
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
-from hotrec.planning.constraints import (
-    ColdTier,
-    TorchRecPlan,
-    hot_cold_constraints,
-    torchrec_constraints,
-)
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.planning.constraints import hot_cold_constraints, torchrec_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import Partition
+from hotrec.types import ColdTier, OptimizerKind, Partition, TorchrecPlan
 
 NUM_ROWS = {"t": 50, "u": 30}
 DIM = 8
-STATE_FLOATS = {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: DIM, OptimizerKind.ROWWISE_ADAGRAD: 1}
+STATE_FLOATS = {OptimizerKind.sgd: 0, OptimizerKind.adagrad: DIM, OptimizerKind.rowwise_adagrad: 1}
 
 
 class Model(nn.Module):
@@ -62,7 +57,7 @@ def test_hot_and_cold_rows(one_rank: Ranks, kind: OptimizerKind) -> None:
     partition = Partition(NUM_ROWS, {"t": np.arange(7), "u": np.arange(30)})
     spec = OptimizerSpec(kind, learning_rate=0.1)
     embeddings = HotColdEmbeddingBagCollection(tables(), partition, device=torch.device("meta"))
-    constraints = hot_cold_constraints(tables(), partition, cold_tier=ColdTier.FUSED)
+    constraints = hot_cold_constraints(tables(), partition, cold_tier=ColdTier.fused)
     model, optimizer = build(embeddings, HotColdSharder(spec), constraints, spec)
     found = memory_by_tier(model, optimizer)
     assert all(places["device"] == 0 for places in found.values())
@@ -84,10 +79,10 @@ def embeddings_of(model: Any) -> Any:
 
 
 def test_tables_of_a_torchrec_plan(one_rank: Ranks) -> None:
-    spec = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, learning_rate=0.1)
+    spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.1)
     embeddings = EmbeddingBagCollection(tables=tables(), device=torch.device("meta"))
     constraints = torchrec_constraints(
-        tables(), TorchRecPlan.TABLE_WISE, batch_size=8, tier=ColdTier.FUSED
+        tables(), TorchrecPlan.table_wise, batch_size=8, tier=ColdTier.fused
     )
     sharder = EmbeddingBagCollectionSharder(fused_params(spec))
     model, optimizer = build(embeddings, sharder, constraints, spec)

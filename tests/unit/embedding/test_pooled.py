@@ -14,22 +14,29 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard, use_hot_cold
-from hotrec.embedding.hot_choice import HotExchange
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.constraints import placement_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import count_dense_values, count_distinct_rows
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+from hotrec.types import (
+    Exchange,
+    HotExchange,
+    OptimizerKind,
+    Partition,
+    Placement,
+    Sharding,
+    TablePlacement,
+)
 from tests.unit.embedding.test_collection import NUM_ROWS, some_features, some_tables
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
-SPEC = OptimizerSpec(OptimizerKind.ADAGRAD, learning_rate=0.2, eps=1e-3)
+SPEC = OptimizerSpec(OptimizerKind.adagrad, learning_rate=0.2, eps=1e-3)
 POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
 TABLE_WISE = TablePlacement(sharding=Sharding.TABLE_WISE)
 HOT_U = Partition(NUM_ROWS, {"u": np.array([4, 0])})
@@ -204,7 +211,7 @@ def test_plans_that_do_not_suit_the_halves_are_refused(one_rank: Ranks) -> None:
 def test_adam_of_pooled_tables_on_cpu_is_refused(one_rank: Ranks) -> None:
     all_hot_but_t = Partition(NUM_ROWS, {"u": np.arange(5), "v": np.arange(9)})
     placement = Placement(all_hot_but_t, dict.fromkeys(NUM_ROWS, TablePlacement()) | {"t": POOLED})
-    adam = OptimizerSpec(OptimizerKind.ADAM, learning_rate=0.1)
+    adam = OptimizerSpec(OptimizerKind.adam, learning_rate=0.1)
     sharders: Any = [HotColdSharder(adam)]
     model = Model(HotColdEmbeddingBagCollection(some_tables(), placement))
     machine = Machine(1, 1, "cpu", 0, 1 << 33, 8)
@@ -218,7 +225,7 @@ def test_the_placement_says_how_hot_gradients_travel(one_rank: Ranks, is_dense: 
     placement = Placement(HOT_U, PLACEMENTS["one"].tables, is_hot_dense=is_dense)
     model = sharded(placement)
     [(_, replicas)] = model.module.e.hot_replicas()
-    assert replicas._exchange is (HotExchange.DENSE if is_dense else HotExchange.AUTO)
+    assert replicas._exchange is (HotExchange.dense if is_dense else HotExchange.auto)
 
 
 def test_a_converted_model_is_not_converted_again() -> None:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec, sum_by_row, update_rows
+from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
+from hotrec.types import OptimizerKind
 
 NUM_ROWS, DIM, NUM_STEPS = 12, 5, 6
 ALL = list(OptimizerKind)
@@ -43,7 +44,7 @@ def run_torch(kind: OptimizerKind) -> torch.Tensor:
     parameter = torch.nn.Parameter(weights)
     optimizer: torch.optim.Optimizer
     match kind:
-        case OptimizerKind.SGD:
+        case OptimizerKind.sgd:
             optimizer = torch.optim.SGD([parameter], lr=0.1)
         case _:
             optimizer = torch.optim.Adagrad([parameter], lr=0.1, eps=1e-3)
@@ -55,14 +56,14 @@ def run_torch(kind: OptimizerKind) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("kind", [OptimizerKind.SGD, OptimizerKind.ADAGRAD])
+@pytest.mark.parametrize("kind", [OptimizerKind.sgd, OptimizerKind.adagrad])
 def test_equals_torch(kind: OptimizerKind) -> None:
     torch.testing.assert_close(run(spec_of(kind))[0], run_torch(kind), rtol=1e-6, atol=1e-6)
 
 
 def test_adam_equals_torch_sparse_adam() -> None:
     """SparseAdam adds eps before it divides by the bias correction, so eps is tiny here."""
-    spec = OptimizerSpec(OptimizerKind.ADAM, 0.1, eps=1e-12, beta1=0.8, beta2=0.95)
+    spec = OptimizerSpec(OptimizerKind.adam, 0.1, eps=1e-12, beta1=0.8, beta2=0.95)
     start = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
     weights = torch.nn.Parameter(start)
     optimizer = torch.optim.SparseAdam([weights], lr=0.1, betas=(0.8, 0.95), eps=1e-12)
@@ -86,14 +87,14 @@ def by_formula(kind: OptimizerKind) -> list[list[float]]:
             row_sum[r] += sum(x * x for x in g) / DIM
             for d in range(DIM):
                 match kind:
-                    case OptimizerKind.SGD:
+                    case OptimizerKind.sgd:
                         move = g[d]
-                    case OptimizerKind.ADAGRAD:
+                    case OptimizerKind.adagrad:
                         second[r][d] += g[d] ** 2
                         move = g[d] / (math.sqrt(second[r][d]) + eps)
-                    case OptimizerKind.ROWWISE_ADAGRAD:
+                    case OptimizerKind.rowwise_adagrad:
                         move = g[d] / (math.sqrt(row_sum[r]) + eps)
-                    case OptimizerKind.ADAM:
+                    case OptimizerKind.adam:
                         first[r][d] = beta1 * first[r][d] + (1 - beta1) * g[d]
                         second[r][d] = beta2 * second[r][d] + (1 - beta2) * g[d] ** 2
                         mean = first[r][d] / (1 - beta1**t)
@@ -173,16 +174,16 @@ def test_sum_by_row() -> None:
 def test_constants_out_of_range_are_refused(name: str, value: float) -> None:
     constants = {"learning_rate": 0.1, name: value}
     with pytest.raises(ValueError, match=rf"^optimizer\.{name}: expected .*, got "):
-        OptimizerSpec(OptimizerKind.ADAM, **constants)
+        OptimizerSpec(OptimizerKind.adam, **constants)
 
 
 def test_state_sizes() -> None:
     sizes = {kind: spec_of(kind).state_bytes_per_row(64) for kind in ALL}
     assert sizes == {
-        OptimizerKind.SGD: 0,
-        OptimizerKind.ADAGRAD: 256,
-        OptimizerKind.ROWWISE_ADAGRAD: 4,
-        OptimizerKind.ADAM: 512,
+        OptimizerKind.sgd: 0,
+        OptimizerKind.adagrad: 256,
+        OptimizerKind.rowwise_adagrad: 4,
+        OptimizerKind.adam: 512,
     }
     for kind in ALL:
         spec = spec_of(kind)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hotrec.models.dense import check_compiler, set_up_dense_layers, use_precision
-from hotrec.models.zoo import ModelKind
-from hotrec.types import Precision
+from hotrec.types import ModelKind, Precision
 from tests.helpers.dense import Clicks, loss_of, make_inputs
 
 CPU = torch.device("cpu")
@@ -83,6 +82,6 @@ def test_bf16_multiplies_in_bf16_and_keeps_weights_in_fp32(kind: ModelKind) -> N
 
 
 def test_a_model_to_plan_with_is_left_alone() -> None:
-    model = Clicks(ModelKind.DLRM, 0).model
+    model = Clicks(ModelKind.dlrm, 0).model
     set_up_dense_layers(model, torch.device("meta"), Precision.bf16, is_compiled=True)
     assert "forward" not in vars(model.dense_arch)

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from hotrec.config.groups import Dcnv2Config, DlrmConfig, ModelConfig
 from hotrec.models.flops import dense_flops
-from hotrec.models.zoo import ModelKind, build_model
+from hotrec.models.zoo import build_model
 
 SIZES = {"embedding_dim": 8, "dense_layer_sizes": [16, 8], "over_layer_sizes": [12, 6, 1]}
 MODELS = {
@@ -35,7 +35,7 @@ def built(model: ModelConfig) -> nn.Module:
         for n in names
     ]
     found = build_model(
-        ModelKind(model.kind.name),
+        model.kind,
         EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
         num_dense=NUM_DENSE,
         dense_layer_sizes=model.dense_layer_sizes,

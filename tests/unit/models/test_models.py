@@ -17,8 +17,8 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.initialize import copy_weights
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import ModelKind, build_model
-from hotrec.types import Partition
+from hotrec.models.zoo import build_model
+from hotrec.types import ModelKind, Partition
 
 DIM = 4
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_sizes_that_do_not_fit_are_refused(
 
 def test_loss_of_unequal_shares_is_the_global_mean() -> None:
     """Ranks with 3, 1 and 0 samples (the last with padding): the mean over ranks is the mean."""
-    model = build(ModelKind.DLRM, EmbeddingBagCollection(tables=tables()))
+    model = build(ModelKind.dlrm, EmbeddingBagCollection(tables=tables()))
     task = ClickTask(model, world_size=3)
     shares = [make_batch([1.0] * 3, 4, 0), make_batch([1.0], 4, 1), make_batch([0.0], 4, 2)]
     losses, logits, labels = [], [], []

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from hotrec.planning.baselines import (
-    HugectrLink,
     choose_fae,
     choose_freq_cache,
     choose_hugectr,
@@ -16,6 +15,7 @@ from hotrec.planning.baselines import (
     hugectr_threshold,
 )
 from hotrec.planning.policies import fix_tables
+from hotrec.types import HugectrLink
 
 TABLES = ("a", "b", "c")
 ROW_BYTES = {"a": 8, "b": 12, "c": 20}
@@ -39,27 +39,27 @@ def ranked(counts, *, size=None, but=(), min_count=1):
 
 def test_hugectr_thresholds():
     common = {"num_ranks": 16, "num_hosts": 2, "global_batch_size": 65536}
-    flat = hugectr_threshold(HugectrLink.IB_NVLINK, **common)
+    flat = hugectr_threshold(HugectrLink.ib_nvlink, **common)
     assert flat == pytest.approx(16 * (1.9e11 / 1.3e11) * 16 / 15)
-    hier = hugectr_threshold(HugectrLink.IB_NVLINK_HIER, **common)
+    hier = hugectr_threshold(HugectrLink.ib_nvlink_hier, **common)
     assert hier == pytest.approx(16 * (1.9e11 / 1.3e11) * 2)
-    single = hugectr_threshold(HugectrLink.NVLINK_SINGLE_NODE, **{**common, "num_hosts": 1})
+    single = hugectr_threshold(HugectrLink.nvlink_single_node, **{**common, "num_hosts": 1})
     assert single == pytest.approx(65536 * math.sqrt(0.02 / (4096 * 4095)))
     with pytest.raises(ValueError, match="num_hosts"):
-        hugectr_threshold(HugectrLink.IB_NVLINK_HIER, **{**common, "num_hosts": 1})
+        hugectr_threshold(HugectrLink.ib_nvlink_hier, **{**common, "num_hosts": 1})
     with pytest.raises(ValueError, match="num_ranks"):
-        hugectr_threshold(HugectrLink.IB_NVLINK, **{**common, "num_ranks": 1})
+        hugectr_threshold(HugectrLink.ib_nvlink, **{**common, "num_ranks": 1})
     with pytest.raises(ValueError, match="one sample"):
-        hugectr_threshold(HugectrLink.NVLINK_SINGLE_NODE, **{**common, "global_batch_size": 16})
+        hugectr_threshold(HugectrLink.nvlink_single_node, **{**common, "global_batch_size": 16})
     with pytest.raises(ValueError, match="efficiency"):
-        hugectr_threshold(HugectrLink.IB_NVLINK, **common, efficiency=0)
+        hugectr_threshold(HugectrLink.ib_nvlink, **common, efficiency=0)
 
 
 def test_hugectr_single_node_bounds_duplicates():
     """At the threshold a row is expected max_duplicate_prob times in a pair of a rank's samples."""
     ranks, batch = 8, 8192
     per_step = hugectr_threshold(
-        HugectrLink.NVLINK_SINGLE_NODE, num_ranks=ranks, num_hosts=1, global_batch_size=batch
+        HugectrLink.nvlink_single_node, num_ranks=ranks, num_hosts=1, global_batch_size=batch
     )
     prob, samples = per_step / batch, batch // ranks
     assert prob**2 * samples * (samples - 1) / 2 == pytest.approx(0.01)

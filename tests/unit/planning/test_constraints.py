@@ -20,12 +20,20 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from hotrec.cost_model.costs import REQUIRED, Costs, CostsError, Line, Link
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.sharding import HotColdSharder
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.constraints import MissCurve, offload_stats, placement_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import HotColdPlanner, make_plan, plan_document
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
+from hotrec.types import (
+    Exchange,
+    OptimizerKind,
+    Partition,
+    Placement,
+    Sharding,
+    TablePlacement,
+    Tier,
+)
 from tests.helpers.ranks import run_ranks
 
 META = torch.device("meta")
@@ -44,7 +52,7 @@ PLACEMENT = Placement(
 ON_CPU = Placement(
     PARTITION, {name: replace(t, tier=Tier.DEVICE) for name, t in PLACEMENT.tables.items()}
 )
-SHARDERS: Any = [HotColdSharder(OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1))]
+SHARDERS: Any = [HotColdSharder(OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1))]
 
 
 class Model(nn.Module):

@@ -13,7 +13,7 @@ from hotrec.config.placements import CostPlacement
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Link, World
 from hotrec.cost_model.demand import build_demand
-from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineKind, PipelineSpec, Workload
+from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
@@ -22,6 +22,7 @@ from hotrec.planning.optimum import optimise_placement
 from hotrec.planning.predict import HOT_COLD, Decision, predict_placement
 from hotrec.planning.scenario import Situation
 from hotrec.report.plan_page import plan_report_text, write_plan_page
+from hotrec.types import PipelineKind
 
 NUM_ROWS, BATCH, RANKS = (40_000, 5_000, 300), 2048, 2
 COUNTS = {
@@ -114,7 +115,7 @@ def make_document(pipeline: PipelineSpec) -> dict[str, Any]:
 
 
 def test_the_document_names_the_pipeline(tmp_path: Any) -> None:
-    narrow = PipelineSpec(PipelineKind.LOOK_AHEAD, "bf16")
+    narrow = PipelineSpec(PipelineKind.look_ahead, "bf16")
     for pipeline, shown in (
         (LOOK_AHEAD, "look_ahead"),
         (narrow, "look_ahead, bf16"),
@@ -137,7 +138,7 @@ def test_the_document_names_the_pipeline(tmp_path: Any) -> None:
 
 
 def test_bytes_by_table_add_up_to_those_of_the_plan() -> None:
-    for pipeline in (LOOK_AHEAD, PipelineSpec(PipelineKind.LOOK_AHEAD, "fp16"), SPARSE_DIST):
+    for pipeline in (LOOK_AHEAD, PipelineSpec(PipelineKind.look_ahead, "fp16"), SPARSE_DIST):
         document = make_document(pipeline)
         sent = document["plans"][HOT_COLD]["total_sent_bytes"]
         value_bytes = 4 if pipeline.wire == "fp32" else 2

@@ -11,9 +11,9 @@ import torch
 
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import DlrmConfig, RowwiseAdagradConfig
-from hotrec.config.placements import AllColdPlacement, ColdTier, TorchrecPlacement, TorchrecPlan
+from hotrec.config.placements import AllColdPlacement, TorchrecPlacement
 from hotrec.config.roots import Config
-from hotrec.config.sections import PipelineConfig, PipelineKind, TrainerConfig
+from hotrec.config.sections import PipelineConfig, TrainerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import build_demand
@@ -26,7 +26,7 @@ from hotrec.planning.scenario import Situation
 from hotrec.planning.training_plan import _declined
 from hotrec.planning.unsharded import build_unsharded
 from hotrec.runtime.ranks import process_group
-from hotrec.types import Tier
+from hotrec.types import ColdTier, PipelineKind, Tier, TorchrecPlan
 
 NUM_ROWS, BATCH, RANKS = (400_000, 5_000, 300), 512, 2
 SAMPLES = ZipfTables(NUM_ROWS, exponent=1.05, num_dense=4, seed=0)

@@ -24,10 +24,8 @@ from hotrec.config.sections import PlannerConfig
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.sharding import HotColdSharder
-from hotrec.embedding.update_rules import OptimizerKind, OptimizerSpec
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.constraints import (
-    ColdTier,
-    TorchRecPlan,
     cold_tier_for,
     hot_cold_constraints,
     placement_constraints,
@@ -38,9 +36,17 @@ from hotrec.planning.storage import TrainedStorageEstimator, state_floats
 from hotrec.planning.torchrec_plan import host_tier_bytes, make_plan, plan_document, plan_text
 from hotrec.planning.unsharded import make_machine
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import Partition, Placement, TablePlacement, Tier
+from hotrec.types import (
+    ColdTier,
+    OptimizerKind,
+    Partition,
+    Placement,
+    TablePlacement,
+    Tier,
+    TorchrecPlan,
+)
 
-SGD = OptimizerSpec(OptimizerKind.SGD, learning_rate=0.1)
+SGD = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
 META = torch.device("meta")
 NUM_ROWS = {"small": 10, "big": 1000, "cold": 700}
 PARTITION = Partition(NUM_ROWS, {"small": np.arange(10), "big": np.arange(50)})
@@ -80,7 +86,7 @@ def plain_model() -> nn.Module:
 
 
 def plan_of(
-    variant: TorchRecPlan | None, on: Machine, tier: ColdTier = ColdTier.FUSED
+    variant: TorchrecPlan | None, on: Machine, tier: ColdTier = ColdTier.fused
 ) -> dict[str, Any]:
     if variant is None:
         sharders: Any = [HotColdSharder(SGD)]
@@ -108,7 +114,7 @@ def test_constraints_name_the_halves() -> None:
         "cold": (["row_wise"], ["fused"]),
     }
     cached = hot_cold_constraints(
-        tables(), PARTITION, cold_tier=ColdTier.UVM_CACHING, cache_load_factor=0.3
+        tables(), PARTITION, cold_tier=ColdTier.fused_uvm_caching, cache_load_factor=0.3
     )
     assert cached["cold"].compute_kernels == ["fused_uvm_caching"]
     assert cached["cold"].cache_params.load_factor == 0.3  # type: ignore[union-attr]
@@ -120,12 +126,12 @@ def test_both_ways_into_the_library_choose_lru() -> None:
     cold = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.3)
     placement = Placement(PARTITION, dict.fromkeys(NUM_ROWS, cold))
     of_torchrec = torchrec_constraints(
-        tables(), TorchRecPlan.TABLE_WISE, batch_size=64, tier=ColdTier.UVM_CACHING,
+        tables(), TorchrecPlan.table_wise, batch_size=64, tier=ColdTier.fused_uvm_caching,
         cache_load_factor=0.3, is_prefetched=True,
     )  # fmt: skip
     assert of_torchrec is not None
     by_tier = hot_cold_constraints(
-        tables(), PARTITION, cold_tier=ColdTier.UVM_CACHING, cache_load_factor=0.3
+        tables(), PARTITION, cold_tier=ColdTier.fused_uvm_caching, cache_load_factor=0.3
     )
     for constraints in (placement_constraints(placement), by_tier, of_torchrec):
         caches = [c.cache_params for name, c in constraints.items() if not name.endswith("_hot")]
@@ -143,7 +149,7 @@ def test_more_cache_sets_than_fbgemm_can_count_are_refused(one_rank: Ranks) -> N
 
     def plan(load_factor: float) -> None:
         constraints = torchrec_constraints(
-            [config], TorchRecPlan.TABLE_WISE, batch_size=64, tier=ColdTier.UVM_CACHING,
+            [config], TorchrecPlan.table_wise, batch_size=64, tier=ColdTier.fused_uvm_caching,
             cache_load_factor=load_factor,
         )  # fmt: skip
         on = machine(1, device="cuda", device_bytes=1 << 40, host_bytes=1 << 40)
@@ -171,27 +177,27 @@ def test_hot_cold_plan() -> None:
 
 
 def test_hot_cold_plan_of_cuda_can_be_made_anywhere() -> None:
-    for tier in ColdTier:
+    for tier in (ColdTier.fused, ColdTier.fused_uvm, ColdTier.fused_uvm_caching):
         document = plan_of(None, machine(2, device="cuda"), tier)
         assert summary(document)["big"] == ("row_wise", tier.value)
         assert "cuda" in document["big"]["shards"][0]["placement"]
 
 
-@pytest.mark.parametrize("variant", list(TorchRecPlan))
-def test_torchrec_plans(one_rank: Ranks, variant: TorchRecPlan) -> None:
+@pytest.mark.parametrize("variant", list(TorchrecPlan))
+def test_torchrec_plans(one_rank: Ranks, variant: TorchrecPlan) -> None:
     found = summary(plan_of(variant, machine(2)))
     assert set(found) == set(NUM_ROWS)
     types = {name: sharding for name, (sharding, _) in found.items()}
-    if variant is TorchRecPlan.TABLE_WISE:
+    if variant is TorchrecPlan.table_wise:
         assert set(types.values()) == {"table_wise"}
-    if variant is TorchRecPlan.HAND_TUNED:  # fewer rows than the batch of 64
+    if variant is TorchrecPlan.hand_tuned:  # fewer rows than the batch of 64
         assert types == {"small": "data_parallel", "big": "table_wise", "cold": "table_wise"}
 
 
 def test_torchrec_constraints() -> None:
-    assert torchrec_constraints(tables(), TorchRecPlan.PLANNER, batch_size=64) is None
+    assert torchrec_constraints(tables(), TorchrecPlan.planner, batch_size=64) is None
     tiered = torchrec_constraints(
-        tables(), TorchRecPlan.PLANNER, batch_size=64, tier=ColdTier.UVM_CACHING,
+        tables(), TorchrecPlan.planner, batch_size=64, tier=ColdTier.fused_uvm_caching,
         cache_load_factor=0.2,
     )  # fmt: skip
     assert tiered is not None
@@ -207,7 +213,7 @@ def test_torchrec_constraints() -> None:
 def test_hand_tuned_replicates_tables_with_fewer_rows_than_the_batch(
     batch_size: int, replicated: list[str]
 ) -> None:
-    constraints = torchrec_constraints(tables(), TorchRecPlan.HAND_TUNED, batch_size=batch_size)
+    constraints = torchrec_constraints(tables(), TorchrecPlan.hand_tuned, batch_size=batch_size)
     assert constraints is not None
     found = [t for t, c in constraints.items() if c.sharding_types == ["data_parallel"]]
     assert found == replicated
@@ -216,7 +222,7 @@ def test_hand_tuned_replicates_tables_with_fewer_rows_than_the_batch(
 def test_a_plan_depends_on_its_inputs_alone(one_rank: Ranks) -> None:
     """Every rank makes its own, and they must agree."""
     assert plan_of(None, machine(3)) == plan_of(None, machine(3))
-    assert plan_of(TorchRecPlan.PLANNER, machine(3)) == plan_of(TorchRecPlan.PLANNER, machine(3))
+    assert plan_of(TorchrecPlan.planner, machine(3)) == plan_of(TorchrecPlan.planner, machine(3))
 
 
 def test_document_is_json_and_the_text_says_the_same() -> None:
@@ -244,9 +250,9 @@ def test_a_model_that_is_itself_the_collection() -> None:
 @pytest.mark.parametrize(
     ("on", "tier"),
     [
-        (machine(2, host_bytes=10_000), ColdTier.FUSED),
-        (machine(2, device="cuda", device_bytes=10_000), ColdTier.FUSED),
-        (machine(2, device="cuda", host_bytes=10_000), ColdTier.UVM),
+        (machine(2, host_bytes=10_000), ColdTier.fused),
+        (machine(2, device="cuda", device_bytes=10_000), ColdTier.fused),
+        (machine(2, device="cuda", host_bytes=10_000), ColdTier.fused_uvm),
     ],
 )
 def test_tables_that_do_not_fit(on: Machine, tier: ColdTier) -> None:
@@ -263,10 +269,10 @@ def test_a_share_of_the_free_device_memory_is_kept_for_what_is_in_no_table() -> 
 @pytest.mark.parametrize(
     ("kind", "by_element", "by_row"),
     [
-        (OptimizerKind.SGD, 0, 0),
-        (OptimizerKind.ADAGRAD, 1, 0),
-        (OptimizerKind.ROWWISE_ADAGRAD, 0, 1),
-        (OptimizerKind.ADAM, 2, 0),
+        (OptimizerKind.sgd, 0, 0),
+        (OptimizerKind.adagrad, 1, 0),
+        (OptimizerKind.rowwise_adagrad, 0, 1),
+        (OptimizerKind.adam, 2, 0),
     ],
 )
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
@@ -299,7 +305,7 @@ def test_states_and_gradients_are_counted_where_they_are(
     # A replica of 50 rows: its state, and gradients in two of DDP's buckets.
     assert beside["big_hot"] == [(50 * (2 * 4 * 8 + element + row), 0)] * 2
     # A shard of 350 rows: row-wise state is on the device for every row, no state is cached.
-    of_element = (350 * element, 0) if tier is ColdTier.FUSED else (0, 350 * element)
+    of_element = (350 * element, 0) if tier is ColdTier.fused else (0, 350 * element)
     assert beside["cold"] == [(of_element[0] + 350 * row, of_element[1])] * 2
 
 
@@ -308,7 +314,7 @@ def test_what_host_tiers_map_is_that_of_the_fullest_host(state_bytes: int, row_b
     """Rows with element-wise state; a state of one float and hot rows are on the device."""
     sharders: Any = [HotColdSharder(SGD)]
     on = Machine(4, 2, "cuda", 1 << 30, 1 << 33, batch_size=64)
-    for tier in (ColdTier.UVM, ColdTier.UVM_CACHING):
+    for tier in (ColdTier.fused_uvm, ColdTier.fused_uvm_caching):
         constraints = hot_cold_constraints(
             tables(), PARTITION, cold_tier=tier, cache_load_factor=0.1
         )
@@ -351,7 +357,7 @@ def test_replicas_count_against_the_memory_of_each_rank() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("tier", [ColdTier.UVM, ColdTier.UVM_CACHING])
+@pytest.mark.parametrize("tier", [ColdTier.fused_uvm, ColdTier.fused_uvm_caching])
 def test_uvm_on_cpu_is_refused(tier: ColdTier) -> None:
     with pytest.raises(ValueError, match=rf"^placement\.cold_tier: .*on CPU.* got {tier.value}\."):
         cold_tier_for("cpu", tier)
@@ -361,4 +367,4 @@ def test_uvm_on_cpu_is_refused(tier: ColdTier) -> None:
 
 
 def test_fused_on_cpu_is_fine() -> None:
-    assert cold_tier_for("cpu", ColdTier.FUSED) is ColdTier.FUSED
+    assert cold_tier_for("cpu", ColdTier.fused) is ColdTier.fused

@@ -7,11 +7,11 @@ import torch
 from torchrec.distributed.types import CommOp
 
 from hotrec.runtime.codecs import BlockCodec, Codec, wire_codecs
-from hotrec.runtime.wire import WireType
+from hotrec.types import WireType
 
 OPS = [op.name for op in CommOp]
 # Half a step between neighbours, relative to the value: of 11 and of 8 bits.
-HALF_ULP = {WireType.FP16: 2.0**-11, WireType.BF16: 2.0**-8}
+HALF_ULP = {WireType.fp16: 2.0**-11, WireType.bf16: 2.0**-8}
 DIM = 64
 
 
@@ -31,10 +31,10 @@ def values(scale: float, num: int = 50 * DIM) -> torch.Tensor:
 
 
 def test_fp32_leaves_torchrec_as_it_is() -> None:
-    assert wire_codecs(WireType.FP32, [DIM]) is None
+    assert wire_codecs(WireType.fp32, [DIM]) is None
 
 
-@pytest.mark.parametrize("wire_type", [WireType.FP16, WireType.BF16])
+@pytest.mark.parametrize("wire_type", [WireType.fp16, WireType.bf16])
 def test_every_exchange_of_torchrec_has_codecs(wire_type: WireType) -> None:
     registry = wire_codecs(wire_type, [DIM])
     assert registry is not None
@@ -42,7 +42,7 @@ def test_every_exchange_of_torchrec_has_codecs(wire_type: WireType) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("wire_type", [WireType.FP16, WireType.BF16])
+@pytest.mark.parametrize("wire_type", [WireType.fp16, WireType.bf16])
 def test_message_has_the_size_that_the_codec_says_in_16_bits(wire_type: WireType, op: str) -> None:
     for codec in codecs_of(wire_type, op):
         for num in (0, DIM, 7 * DIM):
@@ -55,7 +55,7 @@ def test_message_has_the_size_that_the_codec_says_in_16_bits(wire_type: WireType
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("wire_type", [WireType.FP16, WireType.BF16])
+@pytest.mark.parametrize("wire_type", [WireType.fp16, WireType.bf16])
 def test_gradients_of_a_mean_loss_survive(wire_type: WireType, op: str) -> None:
     _, codec = codecs_of(wire_type, op)
     for size in (1e-3, 1e-6, 1e-8):
@@ -65,30 +65,30 @@ def test_gradients_of_a_mean_loss_survive(wire_type: WireType, op: str) -> None:
 
 
 def test_gradients_round_relative_to_the_largest_of_their_block() -> None:
-    _, codec = codecs_of(WireType.FP16)
+    _, codec = codecs_of(WireType.fp16)
     for scale in (1e-30, 1e-12, 1e-8, 1e-3, 1.0, 1e4, 1e30):
         gradient = values(scale)
         arrived = codec.decode(codec.encode(gradient))
         largest = gradient.view(-1, 32).abs().amax(1, keepdim=True)
         error = (arrived - gradient).abs().view(-1, 32)
-        assert (error <= HALF_ULP[WireType.FP16] * largest).all(), scale
+        assert (error <= HALF_ULP[WireType.fp16] * largest).all(), scale
 
 
 def test_a_large_gradient_does_not_drown_the_small_ones_of_other_rows() -> None:
-    _, codec = codecs_of(WireType.FP16)
+    _, codec = codecs_of(WireType.fp16)
     gradient = torch.cat([torch.full((DIM,), 1e4), torch.full((DIM,), 1e-8)])
     arrived = codec.decode(codec.encode(gradient))
-    assert torch.allclose(arrived, gradient, rtol=HALF_ULP[WireType.FP16], atol=0.0)
+    assert torch.allclose(arrived, gradient, rtol=HALF_ULP[WireType.fp16], atol=0.0)
 
 
 def test_powers_of_two_and_zeros_arrive_exactly() -> None:
-    _, codec = codecs_of(WireType.FP16)
+    _, codec = codecs_of(WireType.fp16)
     gradient = torch.cat([torch.zeros(DIM), 2.0 ** -torch.arange(32.0).repeat(DIM // 32) / 4])
     gradient[DIM:].view(-1, 32)[:, 15:] = 0.0
     assert torch.equal(codec.decode(codec.encode(gradient)), gradient)
 
 
-@pytest.mark.parametrize("wire_type", [WireType.FP16, WireType.BF16])
+@pytest.mark.parametrize("wire_type", [WireType.fp16, WireType.bf16])
 def test_what_is_not_finite_stays_so(wire_type: WireType) -> None:
     for codec in codecs_of(wire_type):
         gradient = torch.ones(2 * DIM)
@@ -100,19 +100,19 @@ def test_what_is_not_finite_stays_so(wire_type: WireType) -> None:
 
 
 def test_fixed_factor_overflows_to_infinity_not_to_another_number() -> None:
-    _, codec = codecs_of(WireType.FP16, "POOLED_EMBEDDINGS_REDUCE_SCATTER")
+    _, codec = codecs_of(WireType.fp16, "POOLED_EMBEDDINGS_REDUCE_SCATTER")
     assert torch.isinf(codec.decode(codec.encode(torch.full((2,), 100.0)))).all()
 
 
 def test_rows_go_without_headers() -> None:
-    codec, _ = codecs_of(WireType.FP16)
+    codec, _ = codecs_of(WireType.fp16)
     rows = values(1e-2)
     assert torch.equal(codec.decode(codec.encode(rows)), rows.half().float())
     assert codec.padded_size(rows.view(-1, DIM), [DIM], 0, None) == (DIM, 0)
 
 
 def test_blocks_fit_into_every_dimension() -> None:
-    registry = wire_codecs(WireType.FP16, [48, 8, 64])
+    registry = wire_codecs(WireType.fp16, [48, 8, 64])
     assert registry is not None
     codec = registry["POOLED_EMBEDDINGS_ALL_TO_ALL"].backward
     assert codec.calc_quantized_size(48) == 48 // 8 * 9

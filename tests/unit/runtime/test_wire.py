@@ -9,15 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.runtime.wire import WireType, decode, encode, wire_numel
+from hotrec.runtime.wire import decode, encode, wire_numel
+from hotrec.types import WireType
 
 DTYPES = {
-    WireType.FP32: torch.float32,
-    WireType.FP16: torch.float16,
-    WireType.BF16: torch.bfloat16,
+    WireType.fp32: torch.float32,
+    WireType.fp16: torch.float16,
+    WireType.bf16: torch.bfloat16,
 }
 # Of the value, and of the largest value of the message; see ``encode``.
-BOUNDS = {WireType.FP32: (0.0, 0.0), WireType.FP16: (2**-11, 2**-39), WireType.BF16: (2**-8, 0.0)}
+BOUNDS = {WireType.fp32: (0.0, 0.0), WireType.fp16: (2**-11, 2**-39), WireType.bf16: (2**-8, 0.0)}
 
 
 def roundtrip(values: torch.Tensor, wire_type: WireType) -> torch.Tensor:
@@ -46,7 +47,7 @@ def test_error_is_bounded_at_any_scale(wire_type: WireType, scale: float) -> Non
     assert_within_bounds(spread * scale, wire_type)
 
 
-@pytest.mark.parametrize("wire_type", [WireType.FP16, WireType.BF16])
+@pytest.mark.parametrize("wire_type", [WireType.fp16, WireType.bf16])
 @given(
     values=st.lists(
         st.floats(-1.5 * 2**126, 1.5 * 2**126, width=32, allow_subnormal=False).filter(
@@ -87,13 +88,13 @@ def test_zeros_and_nothing(wire_type: WireType) -> None:
 def test_a_message_may_stand_anywhere_in_a_buffer(start: int) -> None:
     """The factor is a float in front of 16-bit values: it need not be aligned there."""
     values = torch.tensor([1e-9, -3e-9, 2e-9])
-    message = encode(values, WireType.FP16)
+    message = encode(values, WireType.fp16)
     buffer = torch.zeros(20, dtype=torch.float16)
     buffer[start : start + message.numel()] = message
-    found = decode(buffer[start : start + message.numel()], WireType.FP16)
-    assert torch.equal(found, decode(message, WireType.FP16))
+    found = decode(buffer[start : start + message.numel()], WireType.fp16)
+    assert torch.equal(found, decode(message, WireType.fp16))
 
 
 def test_integers_stay_integers_in_32_bits() -> None:
     values = torch.tensor([2**31 - 1, -1, 16_777_217], dtype=torch.int32)
-    assert torch.equal(decode(encode(values, WireType.FP32), WireType.FP32), values)
+    assert torch.equal(decode(encode(values, WireType.fp32), WireType.fp32), values)

@@ -13,11 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from hotrec.models.zoo import ModelKind
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import StageClock
 from hotrec.train.dense_sync import DeferredLinears, DenseSync, deferrable_layers, dense_parameters
-from hotrec.types import Precision
+from hotrec.types import ModelKind, Precision
 from tests.helpers.dense import (
     DIM,
     NUM_DENSE,
@@ -32,7 +31,7 @@ from tests.helpers.dense import (
 
 @pytest.fixture
 def clicks(one_rank: Ranks) -> Iterator[tuple[Clicks, DenseSync]]:
-    model = Clicks(ModelKind.DLRM, 0)
+    model = Clicks(ModelKind.dlrm, 0)
     dense = DenseSync(model, make_optimizer(model, "adam"), dist.group.WORLD)
     yield model, dense
     dense.close()
@@ -53,7 +52,7 @@ def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
 
 
 def test_dense_parameters_are_the_trained_ones_outside_of_tables() -> None:
-    model = Clicks(ModelKind.DLRM, 0)
+    model = Clicks(ModelKind.dlrm, 0)
     names = list(dense_parameters(model))
     expected = [name for name, p in model.named_parameters() if p.requires_grad]
     assert names == expected
