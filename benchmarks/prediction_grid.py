@@ -24,13 +24,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hotrec.bench.cases import Case, build_runner, situate
+from hotrec.bench.cases import Case, build_runner, case_scenario
 from hotrec.bench.figures import gather_measured, summarize
 from hotrec.bench.machine import machine_facts
 from hotrec.bench.measure import run_counted, run_timed, run_warmup
 from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.measure import measure_costs
-from hotrec.calibrate.probes import Subject
+from hotrec.calibrate.probes import CalibrationTarget
 from hotrec.cli.logs import quiet_torch
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.bench import BenchPipeline, BenchRootConfig
@@ -45,7 +45,7 @@ from hotrec.planning.predict import (
     predict_placement,
     predict_plan,
 )
-from hotrec.planning.scenario import Situation
+from hotrec.planning.scenario import Scenario
 from hotrec.runtime.ranks import Ranks, broadcast_object, process_group
 from hotrec.types import Partition, TablePlacement, TorchrecPlan
 
@@ -95,7 +95,7 @@ def run_grid(arguments: argparse.Namespace) -> None:
     config = compose(arguments.rounds)
     with process_group(device="cpu", timeout_s=600) as ranks:
         start = time.perf_counter()
-        subject = Subject(
+        subject = CalibrationTarget(
             table_rows=config.bench.table_rows,
             model=config.model,
             optimizer=config.optimizer,
@@ -148,8 +148,10 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
     counts = samples.count(PROFILE_SAMPLES)
     histograms = {table: build_histogram(c) for table, c in counts.items()}
     case = Case(HOT_COLD, CostPlacement(routing=Routing.device), None, BenchPipeline[pipeline])
-    situation = situate(config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks)
-    cases, predicted = make_cases(config, situation, counts, histograms)
+    scenario = case_scenario(
+        config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks
+    )
+    cases, predicted = make_cases(config, scenario, counts, histograms)
     num_steps = bench.warmup_rounds + bench.rounds * BLOCK_STEPS + bench.counted_steps + NUM_AHEAD
     batches = samples.batches(
         num_steps, batch_size=bench.batch_size, rank=ranks.rank, world_size=ranks.world_size
@@ -158,7 +160,7 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
     for runner in runners:
         if runner.case.name not in predicted:
             plan = broadcast_object(runner.sharded.plan)
-            predicted[runner.case.name] = predict_plan(situation, plan)
+            predicted[runner.case.name] = predict_plan(scenario, plan)
     run_warmup(runners, bench.warmup_rounds)
     run_timed(
         runners,
@@ -188,15 +190,15 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
 
 def make_cases(
     config: BenchRootConfig,
-    situation: Situation,
+    scenario: Scenario,
     counts: Mapping[str, Any],
     histograms: Mapping[str, CountHistogram],
 ) -> tuple[list[Case], dict[str, Predicted]]:
     """The plans to run, and the predictions of those that are known before they are built."""
     total_rows = sum(config.bench.table_rows)
-    chosen, _ = optimise_placement(CostPlacement(routing=Routing.device, may_pool=False), situation)
+    chosen, _ = optimise_placement(CostPlacement(routing=Routing.device, may_pool=False), scenario)
     placement = make_placement(chosen, counts, histograms, "cost")
-    pipeline = BenchPipeline[situation.pipeline.kind.value]
+    pipeline = BenchPipeline[scenario.pipeline.kind.value]
     cases = [case_of(HOT_COLD, placement.partition, pipeline)]
     predicted = {HOT_COLD: chosen}
     for name, partition in {
@@ -205,7 +207,7 @@ def make_cases(
     }.items():
         cases.append(case_of(name, partition, pipeline))
         predicted[name] = predict_placement(
-            situation,
+            scenario,
             {table: partition.num_hot(table) for table in counts},
             dict.fromkeys(counts, TablePlacement()),
         )

@@ -54,7 +54,7 @@ from hotrec.planning.constraints import (
 from hotrec.planning.machine import Machine
 from hotrec.planning.pipelines import choose_pipeline, hot_exchange_of
 from hotrec.planning.torchrec_plan import host_tier_bytes
-from hotrec.planning.training_plan import Settled
+from hotrec.planning.training_plan import TrainingPlan
 from hotrec.planning.unsharded import build_unsharded, optimizer_specs
 from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.codecs import compress_dense
@@ -259,7 +259,7 @@ def check_assign(config: Config, placement: Placement | None) -> None:
     """Refuse order.assign=by_owner where no row has an owner.
 
     Args:
-        placement: as settled; None for TorchRec's plans.
+        placement: as planned; None for TorchRec's plans.
 
     Raises:
         ValueError: the same on every rank.
@@ -339,7 +339,12 @@ ALL_HOT = "all_hot"
 
 
 def find_all_hot(
-    config: Config, dataset: Dataset, settled: Settled, run_dir: Path, *, is_resumed: bool
+    config: Config,
+    dataset: Dataset,
+    training_plan: TrainingPlan,
+    run_dir: Path,
+    *,
+    is_resumed: bool,
 ) -> AllHotSamples | None:
     """The all-hot samples that order=all_hot needs, None for another order; collective.
 
@@ -352,7 +357,7 @@ def find_all_hot(
     """
     if not isinstance(config.order, AllHotOrder):
         return None
-    partition, artifact = settled.partition, settled.artifact
+    partition, artifact = training_plan.partition, training_plan.artifact
     if partition is None or artifact is None or partition.total_hot == 0:
         found = "TorchRec's own plan" if partition is None else f"{partition.policy}: 0 hot rows"
         raise ValueError(

@@ -86,7 +86,7 @@ def place_name(place: tuple[str, float, bool]) -> str:
     return f"{tier}{share}{', prefetch' if is_prefetching else ''}"
 
 
-class Bench:
+class CalibrationWorkload:
     """What the cases of this stage share: the host's memory, and the ids.
 
     Args:
@@ -267,7 +267,7 @@ def run(day: Day) -> None:
         for place in PLACES
         if kind in kinds and place[0] in tiers
     }
-    bench = Bench(day, sizes, list(cases.values()))
+    bench = CalibrationWorkload(day, sizes, list(cases.values()))
     if day.device.type == "cuda":
         day.record.part(POOL, bench.allocate)
     for name, tables in cases.items():

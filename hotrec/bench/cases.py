@@ -50,7 +50,7 @@ from hotrec.planning.policies import (
     choose_fraction,
     choose_min_accesses,
 )
-from hotrec.planning.scenario import Situation, describe_situation, planned_pipeline
+from hotrec.planning.scenario import Scenario, describe_scenario, planned_pipeline
 from hotrec.planning.unsharded import as_placement, make_machine
 from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
@@ -235,13 +235,13 @@ class Runner:
         loss, _, _ = self.pipeline.progress(self.batches)
         self.losses.append(loss)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing of this case is under way on any rank; collective.
 
         What pipelines do in threads of their own ``settle`` waits for; what the process group has
         been given, such as the ids of TorchRec's next batch, its barrier waits for.
         """
-        self.pipeline.settle()
+        self.pipeline.drain()
         barrier()
 
 
@@ -288,7 +288,7 @@ def build_runner(
         ]
     runner = Runner(case, sharded, pipeline, StageClock(ranks.device), iter(fed), batches)
     runner.step()
-    runner.settle()
+    runner.drain()
     gc.collect()
     runner.memory_bytes = resident_bytes(ranks.device) - before
     if ranks.is_first:
@@ -303,7 +303,7 @@ def _pipe(pipeline: BenchPipeline, sharded: Sharded, device: torch.device) -> Pi
     return sharded.make_pipeline(device)
 
 
-def situate(
+def case_scenario(
     config: BenchRootConfig,
     case: Case,
     schema: Schema,
@@ -311,10 +311,10 @@ def situate(
     num_samples: int,
     costs: Costs,
     ranks: Ranks,
-) -> Situation:
-    """The situation in which the case is run; see ``describe_situation``."""
+) -> Scenario:
+    """The scenario in which the case is run; see ``describe_scenario``."""
     machine, trained = machine_of(config, ranks), case_config(config, case)
-    return describe_situation(
+    return describe_scenario(
         trained,
         schema,
         histograms,

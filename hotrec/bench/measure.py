@@ -39,7 +39,7 @@ def run_warmup(runners: Sequence[Runner], num_rounds: int) -> None:
     for runner in runners:
         for _ in range(num_rounds - 1):
             runner.step()
-        runner.settle()
+        runner.drain()
 
 
 def run_timed(
@@ -65,7 +65,7 @@ def run_timed(
 
 def run_block(runner: Runner, num_steps: int, num_skipped: int, ranks: Ranks) -> Block:
     """Consecutive steps of one case, from when nothing is under way to when nothing is."""
-    runner.settle()
+    runner.drain()
     watch = Stopwatch(ranks.device)
     for number in range(num_steps):
         if number < num_skipped:
@@ -74,7 +74,7 @@ def run_block(runner: Runner, num_steps: int, num_skipped: int, ranks: Ranks) ->
             with runner.clock.step():
                 runner.step()
         watch.lap()
-    runner.settle()
+    runner.drain()
     watch.lap()
     cpu_s, main_cpu_s = watch.cpu_seconds()
     *returned_s, ended_s = watch.seconds()
@@ -90,13 +90,13 @@ def run_counted(
     a few hundred bytes, and the acknowledgements of received data.
     """
     for _, runner in _progress(list(enumerate(runners)), "counted steps", ranks):
-        runner.settle()
+        runner.drain()
         before = interface_sent_bytes(interface) if interface else 0
         with count_sent_bytes() as traffic:
             for _ in range(num_steps):
                 runner.counted.append(runner.num_steps)
                 runner.step()
-            runner.settle()
+            runner.drain()
         runner.sent_bytes = dict(traffic.sent_bytes)
         if interface:
             runner.wire_bytes = interface_sent_bytes(interface) - before
@@ -165,12 +165,12 @@ def run_profiled(runner: Runner, num_steps: int) -> dict[str, float]:
     Returns:
         Seconds of one step by stage, on this rank; the profiler's own cost is in them.
     """
-    runner.settle()
+    runner.drain()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(num_steps):
             with record_function(STEP):
                 runner.step()
-    runner.settle()
+    runner.drain()
     totals = dict.fromkeys(NAMES, 0.0)
     events: Any = profiler.events()
     main_thread = next(event.thread for event in events if event.name == STEP)

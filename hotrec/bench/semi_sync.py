@@ -163,7 +163,7 @@ class SemiSyncPipeline(Pipeline):
         except StopIteration:
             raise self._no_batch() from None
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Nothing to do: what is under way is the process group's, whose barrier waits for it."""
 
     def close(self) -> None:

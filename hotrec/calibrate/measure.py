@@ -18,8 +18,8 @@ from hotrec.calibrate.collectives import (
     num_network_points,
 )
 from hotrec.calibrate.kernels import Point, fit_line, largest_error, measure_probe
-from hotrec.calibrate.memory import measure_memory, settle_memory
-from hotrec.calibrate.probes import Bench, Subject, all_probes, group_alone
+from hotrec.calibrate.memory import measure_memory, warm_memory
+from hotrec.calibrate.probes import CalibrationTarget, CalibrationWorkload, all_probes, group_alone
 from hotrec.calibrate.steps import correct_by_steps, num_step_points
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.runtime.fingerprint import read_fingerprint
@@ -32,7 +32,7 @@ from hotrec.runtime.ranks import (
 
 def measure_costs(
     ranks: Ranks,
-    subject: Subject,
+    subject: CalibrationTarget,
     *,
     name: str | None = None,
     max_bytes: float = float(16 << 20),
@@ -55,8 +55,8 @@ def measure_costs(
     start_s = time.perf_counter()
     World(ranks.world_size, ranks.local_world_size)  # refuses uneven hosts before any work
     effort = Effort(repeats, budget_s)
-    settle_memory(ranks.device, subject.cap_bytes)
-    bench = Bench(subject, ranks, group_alone(ranks))
+    warm_memory(ranks.device, subject.cap_bytes)
+    bench = CalibrationWorkload(subject, ranks, group_alone(ranks))
     probes = all_probes(bench)
     num_points = sum(len(probe.sizes) for probe in probes)
     num_points += num_network_points(ranks, max_bytes)
@@ -114,7 +114,7 @@ def measure_costs(
     return Costs.from_json(broadcast_object(costs.to_json()))
 
 
-def _corrected(bench: Bench, costs: Costs, ranks: Ranks) -> Costs:
+def _corrected(bench: CalibrationWorkload, costs: Costs, ranks: Ranks) -> Costs:
     with _progress(ranks, num_step_points(bench)) as bar:
         bar.set_postfix_str("whole steps")
         corrected, anchors = correct_by_steps(bench, costs, bar.update)

@@ -17,7 +17,7 @@ def measure_memory(device: torch.device) -> tuple[int, int]:
     return min(d for d, _ in of_ranks), min(h for _, h in of_ranks)
 
 
-def settle_memory(device: torch.device, num_bytes: int) -> None:
+def warm_memory(device: torch.device, num_bytes: int) -> None:
     """Let a CPU process own memory that calls can then take without the kernel zeroing pages.
 
     Where freed memory is kept (``hotrec.runtime.memory``) a training run reaches that state after

@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 from hotrec.bench.blocks import step_seconds
-from hotrec.bench.cases import Case, Runner, build_runner, situate
+from hotrec.bench.cases import Case, Runner, build_runner, case_scenario
 from hotrec.bench.measure import run_block
 from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.kernels import Point, fit_line
 from hotrec.calibrate.probes.rows import row_spec
-from hotrec.calibrate.workload import Bench, cut_tables
+from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.config.bench import BenchConfig, BenchPipeline, BenchRootConfig
 from hotrec.config.placements import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.sections import LaunchConfig, PlannerConfig
@@ -38,7 +38,7 @@ from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.planning.predict import Predicted, predict_placement, predict_plan
-from hotrec.planning.scenario import Situation
+from hotrec.planning.scenario import Scenario
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.types import STAGES, Partition, Rows, TablePlacement, TorchrecPlan
@@ -105,25 +105,25 @@ class Anchor:
     row_bytes: float = 0.0
 
 
-def coverages(bench: Bench) -> tuple[float | None, ...]:
+def coverages(bench: CalibrationWorkload) -> tuple[float | None, ...]:
     """Of the cases to run; None is TorchRec's plan. Adam has no cold rows on CPU."""
     has_cold = row_spec(bench) == bench.specs[0]
     return (*COVERAGES, None) if has_cold else (1.0,)
 
 
-def num_step_points(bench: Bench) -> int:
+def num_step_points(bench: CalibrationWorkload) -> int:
     """How often ``correct_by_steps`` makes progress."""
     return (len(coverages(bench)) + looks_ahead(bench)) * len(BATCH_PARTS)
 
 
-def looks_ahead(bench: Bench) -> bool:
+def looks_ahead(bench: CalibrationWorkload) -> bool:
     """Whether steps with look-ahead can be measured; on CUDA they have not been run yet."""
     is_cpu = bench.ranks.device.type == "cpu"
     return is_cpu and bench.ranks.world_size > 1 and None in coverages(bench)
 
 
 def correct_by_steps(
-    bench: Bench, costs: Costs, advance: Callable[[], object]
+    bench: CalibrationWorkload, costs: Costs, advance: Callable[[], object]
 ) -> tuple[Costs, list[Anchor]]:
     """Correct what was measured of the parts by what whole steps take; collective.
 
@@ -261,7 +261,9 @@ def _scaled(line: Line, factor: float) -> Line:
     )
 
 
-def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) -> Anchor:
+def _run(
+    bench: CalibrationWorkload, costs: Costs, coverage: float | None, batch_size: int
+) -> Anchor:
     """Steps with so much of the lookups hot, or of TorchRec's hand-tuned plan."""
     family = {None: TORCHREC, ALL_COLD: AHEAD}.get(coverage, HOT_COLD)
     subject, ranks = bench.subject, bench.ranks
@@ -295,12 +297,14 @@ def _run(bench: Bench, costs: Costs, coverage: float | None, batch_size: int) ->
     measured, step_s = (_time_ahead if family == AHEAD else _time_steps)(runner, ranks)
     runner.pipeline.close()
     histograms = {table: build_histogram(rows) for table, rows in counts.items()}
-    situation = situate(config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks)
+    scenario = case_scenario(
+        config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks
+    )
     plan = broadcast_object(runner.sharded.plan)
     predicted = (
-        predict_plan(situation, plan)
+        predict_plan(scenario, plan)
         if partition is None
-        else _predict(situation, partition, ranks.device)
+        else _predict(scenario, partition, ranks.device)
     )
     row_bytes = sum(predicted.quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
     return Anchor(family, coverage, dict(predicted.step.stage_s), measured, step_s, row_bytes)
@@ -339,6 +343,6 @@ def _mean_stages(medians: list[dict[str, float]]) -> dict[str, float]:
     return {stage: float(np.mean([of[stage] for of in medians])) for stage in STAGES}
 
 
-def _predict(situation: Situation, partition: Partition, device: torch.device) -> Predicted:
+def _predict(scenario: Scenario, partition: Partition, device: torch.device) -> Predicted:
     num_hot = {table: partition.num_hot(table) for table in partition.num_rows}
-    return predict_placement(situation, num_hot, dict.fromkeys(num_hot, TablePlacement()))
+    return predict_placement(scenario, num_hot, dict.fromkeys(num_hot, TablePlacement()))

@@ -33,7 +33,7 @@ SAMPLED_ROW_BYTES = 20
 
 
 @dataclass(frozen=True)
-class Subject:
+class CalibrationTarget:
     """What the costs are to be of.
 
     Args:
@@ -73,7 +73,7 @@ def cut_tables(table_rows: Sequence[int], most_rows: int) -> list[int]:
 
 
 @dataclass
-class Bench:
+class CalibrationWorkload:
     """A subject on a rank: its tables, its samples, and what is built for the probes.
 
     Args:
@@ -82,7 +82,7 @@ class Bench:
         alone: a process group of this rank alone.
     """
 
-    subject: Subject
+    subject: CalibrationTarget
     ranks: Ranks
     alone: dist.ProcessGroup
     _built: dict[str, tuple[object, Any]] = field(default_factory=dict)

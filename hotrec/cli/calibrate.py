@@ -10,7 +10,7 @@ from typing import Any
 
 from hotrec.calibrate.fit import fit_from_run
 from hotrec.calibrate.measure import costs_table, measure_costs
-from hotrec.calibrate.probes import Subject
+from hotrec.calibrate.probes import CalibrationTarget
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.store import write_costs
@@ -41,7 +41,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         table_rows, num_dense = same_verdict(
             lambda: _read_sizes(config.paths.dataset, is_told=ranks.is_first)
         )
-        subject = Subject(
+        subject = CalibrationTarget(
             table_rows=table_rows,
             model=config.model,
             optimizer=config.optimizer,

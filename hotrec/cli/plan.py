@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
 from hotrec.planning.machine import Machine
-from hotrec.planning.training_plan import Settled, settle
+from hotrec.planning.training_plan import TrainingPlan, make_training_plan
 from hotrec.planning.unsharded import build_unsharded, chosen_device, make_machine
 from hotrec.report.plan_page import write_plan_page
 from hotrec.runs.record import write_plan
@@ -46,18 +46,18 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     machine = _machine(config)
     # The points of a sweep each keep their own partition.
     output = run_dir / PARTITION if _is_in_sweep() else Path(config.paths.partition)
-    settled = settle(config, dataset, machine, output=output, is_plan=True)
+    training_plan = make_training_plan(config, dataset, machine, output=output, is_plan=True)
     unsharded = build_unsharded(
-        settled.config,
+        training_plan.config,
         dataset.schema,
-        settled.placement,
+        training_plan.placement,
         world_size=machine.world_size,
         compute_device=machine.device,
         dense_device=torch.device("meta"),
-        curves=settled.curves,
+        curves=training_plan.curves,
     )
-    plan = unsharded.plan(settled.machine(machine))
-    print(write_plan(plan, run_dir, settled.prediction), file=sys.stderr)
+    plan = unsharded.plan(training_plan.machine(machine))
+    print(write_plan(plan, run_dir, training_plan.prediction), file=sys.stderr)
     figures: dict[str, Any] = {
         "command": "plan",
         "placement": config.placement.kind.name,
@@ -66,14 +66,14 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
         "plan_json": run_dir / PLAN_JSON,
         "plan_text": run_dir / PLAN_TEXT,
     }
-    if settled.prediction is not None:
-        figures |= _predicted_figures(settled)
-        figures["page"] = write_plan_page(settled.prediction, run_dir)
-    return figures | _partition_figures(settled)
+    if training_plan.prediction is not None:
+        figures |= _predicted_figures(training_plan)
+        figures["page"] = write_plan_page(training_plan.prediction, run_dir)
+    return figures | _partition_figures(training_plan)
 
 
-def _predicted_figures(settled: Settled) -> dict[str, Any]:
-    document, entry = settled.prediction, settled.predicted
+def _predicted_figures(training_plan: TrainingPlan) -> dict[str, Any]:
+    document, entry = training_plan.prediction, training_plan.predicted
     assert document is not None
     assert entry is not None
     return {
@@ -86,8 +86,8 @@ def _predicted_figures(settled: Settled) -> dict[str, Any]:
     }
 
 
-def _partition_figures(settled: Settled) -> dict[str, Any]:
-    artifact = settled.artifact
+def _partition_figures(training_plan: TrainingPlan) -> dict[str, Any]:
+    artifact = training_plan.artifact
     if artifact is None:
         return {}
     total = artifact.content["total"]

@@ -46,7 +46,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Terms:
+class PolicyInputs:
     """What a policy needs to know beside the counts.
 
     Args:
@@ -69,21 +69,21 @@ class Terms:
     row_seconds: Callable[[], tuple[float, float]]
 
 
-def choose_partition(placement: HotColdConfig, profile: Profile, terms: Terms) -> Partition:
+def choose_partition(placement: HotColdConfig, profile: Profile, inputs: PolicyInputs) -> Partition:
     """Follow a policy.
 
     Raises:
         ValueError: if it cannot be followed, or its hot rows exceed the device's memory.
     """
-    partition = _follow_policy(placement, profile, terms)
+    partition = _follow_policy(placement, profile, inputs)
     # Beside the budget's bytes, which are the user's to choose, gradients must fit.
     grads = NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT
-    trained = {table: size + grads * terms.dims[table] for table, size in terms.row_bytes.items()}
-    check_hot_bytes(partition, trained, terms.memory_bytes)
+    trained = {table: size + grads * inputs.dims[table] for table, size in inputs.row_bytes.items()}
+    check_hot_bytes(partition, trained, inputs.memory_bytes)
     return partition
 
 
-def _follow_policy(placement: HotColdConfig, profile: Profile, terms: Terms) -> Partition:
+def _follow_policy(placement: HotColdConfig, profile: Profile, inputs: PolicyInputs) -> Partition:
     counts, min_count = profile.counts, profile.sampling.min_count
     fixed: dict[str, Rows] = {}
     if isinstance(placement, PolicyConfig):
@@ -114,8 +114,8 @@ def _follow_policy(placement: HotColdConfig, profile: Profile, terms: Terms) -> 
             return choose_budget(
                 counts,
                 budget_bytes=int(placement.hot_budget_mib * MIB),
-                row_bytes=terms.row_bytes,
-                memory_bytes=terms.memory_bytes,
+                row_bytes=inputs.row_bytes,
+                memory_bytes=inputs.memory_bytes,
                 fixed=fixed,
                 min_count=min_count,
             )
@@ -123,13 +123,13 @@ def _follow_policy(placement: HotColdConfig, profile: Profile, terms: Terms) -> 
             return choose_min_accesses(
                 counts,
                 min_accesses_per_step=placement.min_accesses_per_step,
-                global_batch_size=terms.global_batch_size,
+                global_batch_size=inputs.global_batch_size,
                 num_samples=profile.num_samples,
                 fixed=fixed,
                 min_count=min_count,
             )
         case HugectrPlacement() | FaePlacement() | FreqCachePlacement() | ScarsPlacement():
-            return _follow_rival(placement, profile, terms, fixed)
+            return _follow_rival(placement, profile, inputs, fixed)
         case AllHotPlacement():
             return choose_all_hot(counts)
         case AllColdPlacement():
@@ -138,7 +138,7 @@ def _follow_policy(placement: HotColdConfig, profile: Profile, terms: Terms) -> 
 
 
 def _follow_rival(
-    placement: PolicyConfig, profile: Profile, terms: Terms, fixed: Mapping[str, Rows]
+    placement: PolicyConfig, profile: Profile, inputs: PolicyInputs, fixed: Mapping[str, Rows]
 ) -> Partition:
     """The policies of other systems."""
     counts, min_count = profile.counts, profile.sampling.min_count
@@ -146,9 +146,9 @@ def _follow_rival(
         case HugectrPlacement():
             threshold = hugectr_threshold(
                 placement.link,
-                num_ranks=terms.num_ranks,
-                num_hosts=terms.num_hosts,
-                global_batch_size=terms.global_batch_size,
+                num_ranks=inputs.num_ranks,
+                num_hosts=inputs.num_hosts,
+                global_batch_size=inputs.global_batch_size,
                 all_to_all_bytes_per_s=placement.all_to_all_bytes_per_s,
                 all_reduce_bytes_per_s=placement.all_reduce_bytes_per_s,
                 efficiency=placement.efficiency,
@@ -157,8 +157,8 @@ def _follow_rival(
             return choose_hugectr(
                 counts,
                 min_accesses_per_step=threshold,
-                num_ranks=terms.num_ranks,
-                global_batch_size=terms.global_batch_size,
+                num_ranks=inputs.num_ranks,
+                global_batch_size=inputs.global_batch_size,
                 num_samples=profile.num_samples,
                 fixed=fixed,
                 min_count=min_count,
@@ -167,7 +167,7 @@ def _follow_rival(
             return choose_fae(
                 counts,
                 budget_bytes=int(placement.hot_budget_mib * MIB),
-                row_bytes=terms.row_bytes,
+                row_bytes=inputs.row_bytes,
                 small_table_bytes=int(placement.small_table_mib * MIB),
                 fixed=fixed,
                 min_count=min_count,
@@ -175,19 +175,19 @@ def _follow_rival(
         case FreqCachePlacement():
             return choose_freq_cache(
                 counts,
-                dims=terms.dims,
+                dims=inputs.dims,
                 cached_frac=placement.cached_frac,
                 fixed=fixed,
                 min_count=min_count,
             )
         case ScarsPlacement():
-            budget, (cold_row_s, hot_row_s) = placement.hot_budget_mib, terms.row_seconds()
+            budget, (cold_row_s, hot_row_s) = placement.hot_budget_mib, inputs.row_seconds()
             return choose_scars(
                 counts,
-                memory_bytes=terms.memory_bytes if budget is None else int(budget * MIB),
-                row_bytes=terms.row_bytes,
+                memory_bytes=inputs.memory_bytes if budget is None else int(budget * MIB),
+                row_bytes=inputs.row_bytes,
                 num_samples=profile.num_samples,
-                global_batch_size=terms.global_batch_size,
+                global_batch_size=inputs.global_batch_size,
                 cold_row_s=cold_row_s,
                 hot_row_s=hot_row_s,
                 fixed=fixed,

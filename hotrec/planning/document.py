@@ -23,13 +23,13 @@ from hotrec.cost_model.forms import BYTES_PER_FLOAT, BYTES_PER_ID
 from hotrec.cost_model.look_ahead import FLAGS_BYTES, POSITION_BYTES, SLOT_BYTES
 from hotrec.cost_model.quantities import TableSharding, served_by_shard
 from hotrec.planning.predict import HOT_COLD, Decision, Predicted, plan_entry
-from hotrec.planning.scenario import Situation
+from hotrec.planning.scenario import Scenario
 from hotrec.runtime.run_dir import PREDICTION
 from hotrec.types import Exchange, Partition, Rows, TablePlacement, Tier
 
 
 def prediction_document(
-    situation: Situation,
+    scenario: Scenario,
     decision: Decision,
     *,
     partition: Partition | None,
@@ -42,20 +42,20 @@ def prediction_document(
         partition: of the chosen placement; None for TorchRec's plans.
         counts: int64 (R,) by table, of the profile.
     """
-    global_batch = situation.workload.batch_size * situation.world.num_ranks
+    global_batch = scenario.workload.batch_size * scenario.world.num_ranks
     chosen = decision.predicted[decision.chosen]
     best = decision.predicted.get(HOT_COLD, chosen)
-    rivals = [p for p in decision.predicted.values() if p.shardings]
-    before = min(rivals, key=lambda p: p.step.step_s) if rivals else None
+    baselines = [p for p in decision.predicted.values() if p.shardings]
+    before = min(baselines, key=lambda p: p.step.step_s) if baselines else None
     return {
         "costs": {
-            "name": situation.costs.name,
-            "origin": situation.costs.origin,
-            "note": situation.note,
+            "name": scenario.costs.name,
+            "origin": scenario.costs.origin,
+            "note": scenario.note,
         },
-        "world": dataclasses.asdict(situation.world),
-        "batch_size": situation.workload.batch_size,
-        "device": situation.machine.device,
+        "world": dataclasses.asdict(scenario.world),
+        "batch_size": scenario.workload.batch_size,
+        "device": scenario.machine.device,
         "pipeline": chosen.pipeline.kind.value,
         "chosen": decision.chosen,
         "why": decision.why,
@@ -65,18 +65,18 @@ def prediction_document(
             for name, predicted in decision.predicted.items()
         },
         "tables": [
-            _table_entry(situation, demand, best, None if before is None else before.shardings)
-            for demand in situation.demands
+            _table_entry(scenario, demand, best, None if before is None else before.shardings)
+            for demand in scenario.demands
         ],
-        "break_even": _break_even(situation, best),
-        "balance": {"served_rows": _served_rows(situation, partition, counts)},
-        "expected": _expected(situation, best) if best.tables else None,
+        "break_even": _break_even(scenario, best),
+        "balance": {"served_rows": _served_rows(scenario, partition, counts)},
+        "expected": _expected(scenario, best) if best.tables else None,
         "sensitivity": sensitivity,
     }
 
 
 def _table_entry(
-    situation: Situation,
+    scenario: Scenario,
     demand: TableDemand,
     best: Predicted,
     before: Mapping[str, TableSharding] | None,
@@ -101,47 +101,47 @@ def _table_entry(
         "sharding": None if placed is None else placed.sharding.value,
         "tier": None if placed is None else placed.tier.value,
         "coverage_frac": coverage(demand, num_hot),
-        "sent_bytes_before": _bytes_before(situation, demand, sharding),
-        "sent_bytes_after": _bytes_after(situation, demand, num_hot, placed),
+        "sent_bytes_before": _bytes_before(scenario, demand, sharding),
+        "sent_bytes_after": _bytes_after(scenario, demand, num_hot, placed),
         "torchrec_sharding": None if sharding is None else sharding.kind,
     }
 
 
-def _pooled_bytes(situation: Situation, demand: TableDemand) -> float:
+def _pooled_bytes(scenario: Scenario, demand: TableDemand) -> float:
     """There and back, and the ids, of a rank in the mean."""
-    world, batch = situation.world, situation.workload.batch_size
+    world, batch = scenario.world, scenario.workload.batch_size
     others = (world.num_ranks - 1) / world.num_ranks
     ids = BYTES_PER_ID * demand.lookups_per_sample * batch
-    vector = BYTES_PER_FLOAT * situation.pipeline.narrow_frac * demand.dim
+    vector = BYTES_PER_FLOAT * scenario.pipeline.narrow_frac * demand.dim
     return others * (ids + 2 * batch * demand.num_columns * vector)
 
 
 def _bytes_before(
-    situation: Situation, demand: TableDemand, sharding: TableSharding | None
+    scenario: Scenario, demand: TableDemand, sharding: TableSharding | None
 ) -> float | None:
     if sharding is None:
         return None
-    ranks = situation.world.num_ranks
+    ranks = scenario.world.num_ranks
     if sharding.kind == "data_parallel":
-        row = BYTES_PER_FLOAT * situation.pipeline.narrow_frac * demand.dim
+        row = BYTES_PER_FLOAT * scenario.pipeline.narrow_frac * demand.dim
         return 2 * (ranks - 1) / ranks * demand.num_rows * row
-    pooled = _pooled_bytes(situation, demand)
+    pooled = _pooled_bytes(scenario, demand)
     # Row-wise shards each send a partial sum of every bag.
     return pooled * ranks if sharding.kind == "row_wise" else pooled
 
 
 def _bytes_after(
-    situation: Situation, demand: TableDemand, num_hot: int, placed: TablePlacement | None
+    scenario: Scenario, demand: TableDemand, num_hot: int, placed: TablePlacement | None
 ) -> float | None:
     if placed is None:
         return None
     if placed.exchange is Exchange.POOLED:
-        return _pooled_bytes(situation, demand)
-    ranks = situation.world.num_ranks
+        return _pooled_bytes(scenario, demand)
+    ranks = scenario.world.num_ranks
     hot, cold, union = expected_distinct(demand, num_hot)
-    row = BYTES_PER_FLOAT * situation.pipeline.narrow_frac * demand.dim
+    row = BYTES_PER_FLOAT * scenario.pipeline.narrow_frac * demand.dim
     others = (ranks - 1) / ranks
-    if not situation.pipeline.is_look_ahead:
+    if not scenario.pipeline.is_look_ahead:
         return cold * (BYTES_PER_ID + 2 * row) * others + hot * (row + SLOT_BYTES) * (ranks - 1)
     # Of its hot rows a table travels as all tables do together, more or less.
     moved_hot = min(hot * (ranks - 1), (hot + union) * others)
@@ -149,40 +149,40 @@ def _bytes_after(
     return cold * (asked + 2 * row) * others + moved_hot * (row + SLOT_BYTES)
 
 
-def _break_even(situation: Situation, best: Predicted) -> dict[str, float | None]:
+def _break_even(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
     return {
         str(dim): break_even(
-            situation.costs,
-            situation.world,
-            situation.workload,
+            scenario.costs,
+            scenario.world,
+            scenario.workload,
             dim=dim,
             quantities=best.quantities,
         )
-        for dim in sorted({demand.dim for demand in situation.demands})
+        for dim in sorted({demand.dim for demand in scenario.demands})
     }
 
 
 def _served_rows(
-    situation: Situation, partition: Partition | None, counts: Mapping[str, Rows]
+    scenario: Scenario, partition: Partition | None, counts: Mapping[str, Rows]
 ) -> list[float] | None:
     """Cold rows that each rank is asked for in a step, expected, over all row-wise tables."""
     if partition is None:
         return None
-    total = np.zeros(situation.world.num_ranks)
-    for demand in situation.demands:
+    total = np.zeros(scenario.world.num_ranks)
+    for demand in scenario.demands:
         total += served_by_shard(
             counts[demand.name],
             partition.hot(demand.name),
-            num_lookups_per_rank=demand.lookups_per_sample * situation.workload.batch_size,
-            world_size=situation.world.num_ranks,
+            num_lookups_per_rank=demand.lookups_per_sample * scenario.workload.batch_size,
+            world_size=scenario.world.num_ranks,
         )
     return [float(rows) for rows in total]
 
 
-def _expected(situation: Situation, best: Predicted) -> dict[str, float | None]:
+def _expected(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
     hot_rows = cold_rows = union_rows = urgent_rows = hot_lookups = lookups = 0.0
     hits: list[tuple[float, float]] = []
-    for demand in situation.demands:
+    for demand in scenario.demands:
         num_hot = best.num_hot.get(demand.name, 0)
         hot, cold, union = expected_distinct(demand, num_hot)
         hot_rows, cold_rows, union_rows = hot_rows + hot, cold_rows + cold, union_rows + union
@@ -200,7 +200,7 @@ def _expected(situation: Situation, best: Predicted) -> dict[str, float | None]:
         "hot_rows": hot_rows,
         "union_rows": union_rows,
         "urgent_rows": urgent_rows,
-        "all_hot_frac": all_hot_share(list(situation.demands), best.num_hot),
+        "all_hot_frac": all_hot_share(list(scenario.demands), best.num_hot),
         "cache_hit_frac": sum(h * rows for h, rows in hits) / weight if weight else None,
     }
 

@@ -204,35 +204,35 @@ def _tight_choice(problem: Problem, is_one_memory: bool) -> list[list[TablePlan]
     return [[TablePlan(t, m, float(hot[t]), float(hot[t])) for t, m in enumerate(modes)]]
 
 
-def compare(choice: Choice, rivals: Mapping[str, StepPrediction]) -> tuple[str, str]:
-    """Which is predicted to be fastest, hot/cold or a rival, and why.
+def compare(choice: Choice, baselines: Mapping[str, StepPrediction]) -> tuple[str, str]:
+    """Which is predicted to be fastest, hot/cold or a baseline, and why.
 
-    A rival that is as fast wins: it is what people run already.
+    A baseline that is as fast wins: it is what people run already.
 
     Args:
         choice: of ``optimise``.
-        rivals: predicted steps by name, such as "torchrec planner".
+        baselines: predicted steps by name, such as "torchrec planner".
 
     Returns:
-        "hot_cold" or the rival's name; a sentence for people.
+        "hot_cold" or the baseline's name; a sentence for people.
     """
     ours = choice.prediction
-    if not rivals:
+    if not baselines:
         return "hot_cold", f"hot_cold: {_ms(ours)} a step; nothing to compare with."
-    name = min(rivals, key=lambda n: rivals[n].step_s)
-    rival = rivals[name]
-    bytes_text = f"{ours.total_sent_bytes:,.0f} against {rival.total_sent_bytes:,.0f} bytes sent"
-    if ours.step_s < rival.step_s:
-        saved = 1 - ours.step_s / rival.step_s
-        parts = _largest_change(ours, rival)
+    name = min(baselines, key=lambda n: baselines[n].step_s)
+    baseline = baselines[name]
+    bytes_text = f"{ours.total_sent_bytes:,.0f} against {baseline.total_sent_bytes:,.0f} bytes sent"
+    if ours.step_s < baseline.step_s:
+        saved = 1 - ours.step_s / baseline.step_s
+        parts = _largest_change(ours, baseline)
         return "hot_cold", (
-            f"hot_cold is predicted to be fastest: {_ms(ours)} a step against {_ms(rival)} for "
+            f"hot_cold is predicted to be fastest: {_ms(ours)} a step against {_ms(baseline)} for "
             f"{name}, {saved:.1%} less ({parts}; {bytes_text} by a rank)."
         )
     nothing = "without a hot row " if not any(choice.num_hot.values()) else ""
     return name, (
         f"splitting rows does not pay here: the best split {nothing}is predicted to take "
-        f"{_ms(ours)} a step, {name} {_ms(rival)} ({_largest_change(rival, ours)}; "
+        f"{_ms(ours)} a step, {name} {_ms(baseline)} ({_largest_change(baseline, ours)}; "
         f"{bytes_text} by a rank). {name} is used."
     )
 

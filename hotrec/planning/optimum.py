@@ -22,19 +22,19 @@ from hotrec.planning.predict import (
     Decision,
     Predicted,
     cold_tier,
+    predict_baselines,
     predict_placement,
-    predict_rivals,
 )
-from hotrec.planning.scenario import Situation, describe_situation, resized
+from hotrec.planning.scenario import Scenario, describe_scenario, resized
 from hotrec.types import Exchange, Schema, TablePlacement
 
 MIB = 1 << 20
 NUM_LINEARISATIONS = 3
 
 
-def make_limits(placement: CostPlacement, situation: Situation) -> Limits:
+def make_limits(placement: CostPlacement, scenario: Scenario) -> Limits:
     """What the optimiser may use and choose."""
-    device_bytes, host_bytes = situation.memory_bytes
+    device_bytes, host_bytes = scenario.memory_bytes
     budget = placement.hot_budget_mib
     return Limits(
         device_bytes=device_bytes,
@@ -42,12 +42,12 @@ def make_limits(placement: CostPlacement, situation: Situation) -> Limits:
         replica_bytes=None if budget is None else budget * MIB,
         # Pooled tables are exchanged in line, which look-ahead is to avoid.
         exchanges=tuple(Exchange)
-        if placement.may_pool and not situation.pipeline.is_look_ahead
+        if placement.may_pool and not scenario.pipeline.is_look_ahead
         else (Exchange.ROWS,),
     )
 
 
-def optimise_placement(placement: CostPlacement, situation: Situation) -> tuple[Predicted, Choice]:
+def optimise_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Predicted, Choice]:
     """The best placement with hot and cold rows, by prediction.
 
     Measured collectives are no lines; the optimum is found with the lines at the message sizes of a
@@ -57,35 +57,35 @@ def optimise_placement(placement: CostPlacement, situation: Situation) -> tuple[
     Raises:
         InfeasibleError: if no placement fits the memory.
     """
-    limits = make_limits(placement, situation)
-    at = _likely_quantities(situation)
-    hot_range = _hot_range(placement, situation)
+    limits = make_limits(placement, scenario)
+    at = _likely_quantities(scenario)
+    hot_range = _hot_range(placement, scenario)
     found: list[tuple[Predicted, Choice]] = []
     for _ in range(NUM_LINEARISATIONS):
         choice = optimise(
-            list(situation.demands),
-            situation.costs,
-            situation.world,
-            situation.workload,
+            list(scenario.demands),
+            scenario.costs,
+            scenario.world,
+            scenario.workload,
             limits,
             at=at,
             hot_range=hot_range,
-            narrow_frac=situation.pipeline.narrow_frac,
+            narrow_frac=scenario.pipeline.narrow_frac,
         )
         predicted = predict_placement(
-            situation, choice.num_hot, choice.tables, is_hot_dense=choice.is_hot_dense
+            scenario, choice.num_hot, choice.tables, is_hot_dense=choice.is_hot_dense
         )
         found.append((predicted, choice))
         if any(t.exchange is Exchange.POOLED for t in choice.tables.values()):
             # The optimum is that of the mean rank; few pooled tables do not spread evenly.
             limits = dataclasses.replace(limits, exchanges=(Exchange.ROWS,))
-        elif not situation.costs.curves:
+        elif not scenario.costs.curves:
             break  # lines already
         at = {name: max(value, at[name] / 8) for name, value in choice.quantities.items()}
-    if situation.pipeline.is_look_ahead:
-        found += _with_fewer_hot(situation, found, fixed=hot_range)
+    if scenario.pipeline.is_look_ahead:
+        found += _with_fewer_hot(scenario, found, fixed=hot_range)
     best, choice = min(found, key=lambda pair: pair[0].step.step_s)
-    bound_s = 0.0 if situation.pipeline.is_look_ahead else min(choice.bound_s, best.step.step_s)
+    bound_s = 0.0 if scenario.pipeline.is_look_ahead else min(choice.bound_s, best.step.step_s)
     return best, dataclasses.replace(
         choice,
         num_hot=best.num_hot,
@@ -97,35 +97,35 @@ def optimise_placement(placement: CostPlacement, situation: Situation) -> tuple[
 
 
 def _with_fewer_hot(
-    situation: Situation, found: Sequence[tuple[Predicted, Choice]], fixed: Collection[str]
+    scenario: Scenario, found: Sequence[tuple[Predicted, Choice]], fixed: Collection[str]
 ) -> list[tuple[Predicted, Choice]]:
     """What was found with smaller hot sets, as far as they fit the memory, by exact prediction."""
     candidates = []
     for _, choice in found:
         for share in (*HOT_SHARES, 1.0):
-            num_hot = hottest_share(list(situation.demands), choice.num_hot, share, fixed)
+            num_hot = hottest_share(list(scenario.demands), choice.num_hot, share, fixed)
             # The trainer may reduce all hot rows even so, in steps in which that sends less.
-            predicted = predict_placement(situation, num_hot, choice.tables, is_hot_dense=False)
-            if _fits(situation, predicted):
+            predicted = predict_placement(scenario, num_hot, choice.tables, is_hot_dense=False)
+            if _fits(scenario, predicted):
                 candidates.append((predicted, choice))
     return candidates
 
 
-def _fits(situation: Situation, predicted: Predicted) -> bool:
-    device_bytes, host_bytes = situation.memory_bytes
+def _fits(scenario: Scenario, predicted: Predicted) -> bool:
+    device_bytes, host_bytes = scenario.memory_bytes
     return all(
         rank["device_bytes"] <= device_bytes and rank["host_bytes"] <= host_bytes
         for rank in predicted.memory
     )
 
 
-def _hot_range(placement: CostPlacement, situation: Situation) -> dict[str, tuple[int, int]]:
+def _hot_range(placement: CostPlacement, scenario: Scenario) -> dict[str, tuple[int, int]]:
     """Fewest and most hot rows of the tables that the user decided.
 
     Raises:
         ValueError: if an override names no table, or more rows than it has.
     """
-    tables = {demand.name: demand for demand in situation.demands}
+    tables = {demand.name: demand for demand in scenario.demands}
     unknown = sorted(set(placement.overrides) - set(tables))
     if unknown:
         raise ValueError(f"overrides: expected tables of {sorted(tables)}, got {unknown}.")
@@ -147,13 +147,13 @@ def _hot_range(placement: CostPlacement, situation: Situation) -> dict[str, tupl
     return found
 
 
-def _likely_quantities(situation: Situation) -> dict[str, float]:
+def _likely_quantities(scenario: Scenario) -> dict[str, float]:
     """Of the placement that replicates the rows which half of a batch's lookups read."""
-    demands = list(situation.demands)
+    demands = list(scenario.demands)
     num_hot = {d.name: _rows_covering(d, 0.5) for d in demands}
-    tables = {d.name: TablePlacement(tier=cold_tier(situation)) for d in demands}
+    tables = {d.name: TablePlacement(tier=cold_tier(scenario)) for d in demands}
     return hot_cold_quantities(
-        demands, num_hot, tables, situation.world, batch_size=situation.workload.batch_size
+        demands, num_hot, tables, scenario.world, batch_size=scenario.workload.batch_size
     )
 
 
@@ -164,33 +164,33 @@ def _rows_covering(demand: TableDemand, share: float) -> int:
     return int(demand.rows_G[: group + 1].sum())
 
 
-def decide(config: Config, schema: Schema, situation: Situation) -> Decision:
+def decide(config: Config, schema: Schema, scenario: Scenario) -> Decision:
     """Choose between the best placement with hot rows and TorchRec's own plans.
 
     Raises:
         InfeasibleError: if no placement fits the memory.
     """
     assert isinstance(config.placement, CostPlacement)
-    best, choice = optimise_placement(config.placement, situation)
+    best, choice = optimise_placement(config.placement, scenario)
     all_cold = predict_placement(
-        situation,
+        scenario,
         dict.fromkeys(best.tables, 0),
-        {t.name: TablePlacement(tier=cold_tier(situation)) for t in situation.demands},
+        {t.name: TablePlacement(tier=cold_tier(scenario)) for t in scenario.demands},
     )
     predicted = {HOT_COLD: best, "all_cold": all_cold}
-    rivals = predict_rivals(config, schema, situation)
-    chosen, why = compare(choice, {name: rival.step for name, rival in rivals.items()})
+    baselines = predict_baselines(config, schema, scenario)
+    chosen, why = compare(choice, {name: baseline.step for name, baseline in baselines.items()})
     if chosen != HOT_COLD and not config.placement.may_decline:
         why = f"{why} placement.may_decline=false keeps hot and cold rows."
         chosen = HOT_COLD
-    bound_s = None if situation.pipeline.is_look_ahead else choice.bound_s
-    return Decision(chosen, why, bound_s, {**predicted, **rivals})
+    bound_s = None if scenario.pipeline.is_look_ahead else choice.bound_s
+    return Decision(chosen, why, bound_s, {**predicted, **baselines})
 
 
 def predict_sensitivity(
     config: Config,
     schema: Schema,
-    situation: Situation,
+    scenario: Scenario,
     decision: Decision,
     histograms: Mapping[str, CountHistogram],
     num_samples: int,
@@ -200,12 +200,12 @@ def predict_sensitivity(
     placement = config.placement
     assert isinstance(placement, CostPlacement)
     best = decision.predicted[HOT_COLD]
-    bytes_of_row = {demand.name: demand.row_bytes for demand in situation.demands}
+    bytes_of_row = {demand.name: demand.row_bytes for demand in scenario.demands}
     hot_bytes = sum(best.num_hot[name] * size for name, size in bytes_of_row.items())
     entries = []
     for factor in (0.5, 2.0):
         limited = dataclasses.replace(placement, hot_budget_mib=hot_bytes * factor / (1 << 20))
-        entries.append(_sensitivity(f"hot budget x {factor:g}", limited, situation))
+        entries.append(_sensitivity(f"hot budget x {factor:g}", limited, scenario))
     for what, world_factor, batch_factor in (
         ("batch x 0.5", 1, 0.5),
         ("batch x 2", 1, 2),
@@ -213,24 +213,24 @@ def predict_sensitivity(
         ("ranks x 2", 2, 1),
     ):
         machine = resized(
-            situation.machine,
-            situation.costs,
+            scenario.machine,
+            scenario.costs,
             world_factor=world_factor,
             batch_factor=batch_factor,
         )
-        if machine == situation.machine:
+        if machine == scenario.machine:
             continue
         try:
-            other = describe_situation(
+            other = describe_scenario(
                 config,
                 schema,
                 histograms,
                 num_samples,
                 machine,
-                situation.costs,
-                situation.note,
+                scenario.costs,
+                scenario.note,
                 locality,
-                situation.pipeline,
+                scenario.pipeline,
             )
             entries.append(_sensitivity(what, placement, other))
         except ValueError as error:  # costs of one host say nothing of two
@@ -238,12 +238,12 @@ def predict_sensitivity(
     return entries
 
 
-def _sensitivity(what: str, placement: CostPlacement, situation: Situation) -> dict[str, Any]:
+def _sensitivity(what: str, placement: CostPlacement, scenario: Scenario) -> dict[str, Any]:
     try:
-        predicted, _ = optimise_placement(placement, situation)
+        predicted, _ = optimise_placement(placement, scenario)
     except InfeasibleError as error:
         return {"what": what, "step_s": None, "hot_rows": None, "why": str(error)}
-    global_batch = situation.workload.batch_size * situation.world.num_ranks
+    global_batch = scenario.workload.batch_size * scenario.world.num_ranks
     return {
         "what": what,
         "step_s": predicted.step.step_s,

@@ -29,7 +29,7 @@ from hotrec.cost_model.quantities import (
     torchrec_quantities,
 )
 from hotrec.planning.constraints import MissCurve
-from hotrec.planning.scenario import Situation
+from hotrec.planning.scenario import Scenario
 from hotrec.planning.torchrec_plan import plan_document
 from hotrec.planning.unsharded import build_unsharded
 from hotrec.types import (
@@ -107,7 +107,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """A way of TorchRec's own to train the tables unsplit.
 
     Args:
@@ -121,12 +121,12 @@ class Rival:
     is_prefetched: bool = False
 
     @staticmethod
-    def of(config: Config) -> Rival:
+    def of(config: Config) -> Baseline:
         """What a configuration with placement=torchrec trains."""
         placement = config.placement
         assert isinstance(placement, TorchrecPlacement), placement
         is_prefetched = config.pipeline.kind is PipelineKind.prefetch
-        return Rival(placement.plan, placement.tier, is_prefetched)
+        return Baseline(placement.plan, placement.tier, is_prefetched)
 
     @property
     def name(self) -> str:
@@ -147,11 +147,11 @@ class Rival:
 
 
 # What a placement is compared with; the first is what is trained where none pays.
-RIVALS = (Rival(TorchrecPlan.planner), Rival(TorchrecPlan.hand_tuned))
+BASELINE_PLANS = (Baseline(TorchrecPlan.planner), Baseline(TorchrecPlan.hand_tuned))
 # On CUDA also TorchRec's host tiers: what people run whose tables do not fit the devices.
-HOST_RIVALS = (
-    Rival(TorchrecPlan.planner, ColdTier.fused_uvm),
-    Rival(TorchrecPlan.planner, ColdTier.fused_uvm_caching, is_prefetched=True),
+HOST_BASELINE_PLANS = (
+    Baseline(TorchrecPlan.planner, ColdTier.fused_uvm),
+    Baseline(TorchrecPlan.planner, ColdTier.fused_uvm_caching, is_prefetched=True),
 )
 
 
@@ -176,7 +176,7 @@ def read_shardings(plan: ShardingPlan) -> dict[str, TableSharding]:
 
 
 def predict_plan(
-    situation: Situation,
+    scenario: Scenario,
     plan: ShardingPlan,
     cache_load_frac: float | None = None,
     *,
@@ -188,10 +188,10 @@ def predict_plan(
         cache_load_frac: cached share of the rows of tables behind a device cache.
         is_prefetched: TorchRec's prefetch pipeline fills these caches.
     """
-    pipeline = situation.pipeline.of_torchrec
+    pipeline = scenario.pipeline.of_torchrec
     if is_prefetched:
         pipeline = dataclasses.replace(pipeline, kind=PipelineKind.prefetch)
-    situation = dataclasses.replace(situation, pipeline=pipeline)
+    scenario = dataclasses.replace(scenario, pipeline=pipeline)
     shardings = {
         name: dataclasses.replace(
             sharding,
@@ -200,19 +200,19 @@ def predict_plan(
         )
         for name, sharding in read_shardings(plan).items()
     }
-    world, demands = situation.world, list(situation.demands)
+    world, demands = scenario.world, list(scenario.demands)
     per_rank = torchrec_quantities(
-        demands, shardings, world, batch_size=situation.workload.batch_size
+        demands, shardings, world, batch_size=scenario.workload.batch_size
     )
     return Predicted(
-        step=predict_torchrec(situation.torchrec_model(_mean(per_rank)), per_rank),
+        step=predict_torchrec(scenario.torchrec_model(_mean(per_rank)), per_rank),
         memory=memory_by_rank(
             demands,
             {},
             shardings,
             world,
-            device=situation.machine.device,
-            is_routed_on_device=not situation.workload.is_routed_by_loader,
+            device=scenario.machine.device,
+            is_routed_on_device=not scenario.workload.is_routed_by_loader,
             num_gradients=NUM_LASTING_GRADIENTS,
         ),
         shardings=shardings,
@@ -226,73 +226,73 @@ def _mean(per_rank: list[dict[str, float]]) -> dict[str, float]:
 
 
 def predict_placement(
-    situation: Situation,
+    scenario: Scenario,
     num_hot: Mapping[str, int],
     tables: Mapping[str, TablePlacement],
     *,
     is_hot_dense: bool = False,
 ) -> Predicted:
     """Predict a placement with hot and cold rows."""
-    world, demands = situation.world, list(situation.demands)
+    world, demands = scenario.world, list(scenario.demands)
     quantities = hot_cold_quantities(
         demands,
         num_hot,
         tables,
         world,
-        batch_size=situation.workload.batch_size,
+        batch_size=scenario.workload.batch_size,
         caches=hot_cold_caches(demands, num_hot, tables, world),
     )
     factor = _pooled_imbalance(demands, tables, world)
     quantities = {n: v * factor if n in POOLED_LOADS else v for n, v in quantities.items()}
     return Predicted(
-        step=situation.model(quantities, is_hot_dense=is_hot_dense).predict(quantities),
+        step=scenario.model(quantities, is_hot_dense=is_hot_dense).predict(quantities),
         memory=memory_by_rank(
             demands,
             num_hot,
             tables,
             world,
-            device=situation.machine.device,
-            is_routed_on_device=not situation.workload.is_routed_by_loader,
-            num_gradients=0 if situation.pipeline.is_look_ahead else NUM_LASTING_GRADIENTS,
+            device=scenario.machine.device,
+            is_routed_on_device=not scenario.workload.is_routed_by_loader,
+            num_gradients=0 if scenario.pipeline.is_look_ahead else NUM_LASTING_GRADIENTS,
         ),
         num_hot=num_hot,
         tables=tables,
         quantities=quantities,
         is_hot_dense=is_hot_dense,
-        pipeline=situation.pipeline,
+        pipeline=scenario.pipeline,
     )
 
 
-def predict_rivals(config: Config, schema: Schema, situation: Situation) -> dict[str, Predicted]:
+def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dict[str, Predicted]:
     """Predict TorchRec's own ways for these tables; those that do not fit are left out.
 
     So are those whose memory the costs know nothing of.
     """
     predicted = {}
-    rivals: tuple[Rival, ...] = RIVALS
-    if situation.machine.device == "cuda" and "pooled_host" in situation.costs.kernels:
-        rivals += HOST_RIVALS
-    for rival in rivals:
-        rivals_config = rival.configure(config)
+    baselines: tuple[Baseline, ...] = BASELINE_PLANS
+    if scenario.machine.device == "cuda" and "pooled_host" in scenario.costs.kernels:
+        baselines += HOST_BASELINE_PLANS
+    for baseline in baselines:
+        rivals_config = baseline.configure(config)
         assert isinstance(rivals_config.placement, TorchrecPlacement)
         unsharded = build_unsharded(
             rivals_config,
             schema,
             None,
-            world_size=situation.world.num_ranks,
-            compute_device=situation.machine.device,
+            world_size=scenario.world.num_ranks,
+            compute_device=scenario.machine.device,
             dense_device=torch.device("meta"),
         )
         try:
-            sharding_plan = unsharded.plan(situation.machine)
+            sharding_plan = unsharded.plan(scenario.machine)
         except ValueError as error:
-            logger.info("%s does not fit: %s", rival.name, error)
+            logger.info("%s does not fit: %s", baseline.name, error)
             continue
-        predicted[rival.name] = predict_plan(
-            situation,
+        predicted[baseline.name] = predict_plan(
+            scenario,
             sharding_plan,
             rivals_config.placement.cache_load_frac,
-            is_prefetched=rival.is_prefetched,
+            is_prefetched=baseline.is_prefetched,
         )
     return predicted
 
@@ -317,12 +317,12 @@ def _pooled_imbalance(
     return max(ranks) * world.num_ranks / sum(loads)
 
 
-def miss_curves(situation: Situation, placement: Placement | None) -> dict[str, MissCurve]:
+def miss_curves(scenario: Scenario, placement: Placement | None) -> dict[str, MissCurve]:
     """Misses of the device caches that a placement has, by table, for TorchRec's planner."""
     if placement is None:
         return {}
     curves = {}
-    for demand in situation.demands:
+    for demand in scenario.demands:
         if placement.tables[demand.name].tier is not Tier.HOST_CACHED:
             continue
         num_hot = placement.partition.num_hot(demand.name)
@@ -330,14 +330,14 @@ def miss_curves(situation: Situation, placement: Placement | None) -> dict[str, 
         misses = miss_ratio_curve(demand, sizes, "lru", num_hot)
         hot, cold, _ = expected_distinct(demand, num_hot)
         curves[demand.name] = MissCurve(
-            sizes.astype(np.float64), misses, cold * situation.world.num_ranks
+            sizes.astype(np.float64), misses, cold * scenario.world.num_ranks
         )
     return curves
 
 
-def cold_tier(situation: Situation) -> Tier:
+def cold_tier(scenario: Scenario) -> Tier:
     """Of cold rows where nothing else is said."""
-    return Tier.DEVICE if situation.machine.device == "cpu" else Tier.HOST
+    return Tier.DEVICE if scenario.machine.device == "cpu" else Tier.HOST
 
 
 def make_placement(

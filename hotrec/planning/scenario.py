@@ -30,7 +30,7 @@ NEAREST_BUILTIN = {"cpu": "cpu_1gbit", "cuda": "dgx_h100_infiniband"}
 
 
 @dataclass(frozen=True)
-class Situation:
+class Scenario:
     """Everything that a prediction depends on but the placement.
 
     Args:
@@ -119,7 +119,7 @@ def choose_costs(config: Config, device: str) -> tuple[Costs, str | None]:
     return costs, note
 
 
-def describe_situation(
+def describe_scenario(
     config: Config,
     schema: Schema,
     histograms: Mapping[str, CountHistogram],
@@ -129,7 +129,7 @@ def describe_situation(
     note: str | None,
     locality: Mapping[str, TableLocality] | None = None,
     pipeline: PipelineSpec = SPARSE_DIST,
-) -> Situation:
+) -> Scenario:
     """What predictions are for.
 
     Args:
@@ -181,7 +181,7 @@ def describe_situation(
                 ),
             )
         )
-    return Situation(
+    return Scenario(
         costs=costs,
         note=note,
         world=World(machine.world_size, machine.local_world_size),

@@ -1,6 +1,6 @@
 """What is trained: the placement's policy, a saved partition or the cost model; and what it costs.
 
-``hotrec plan`` and ``hotrec train`` settle it from the configuration; a resumed run and
+``hotrec plan`` and ``hotrec train`` make_training_plan it from the configuration; a resumed run and
 ``hotrec evaluate`` take what the run recorded.
 """
 
@@ -21,7 +21,7 @@ from hotrec.cost_model.costs import Costs, CostsError, World
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
-from hotrec.planning.choose import Terms, choose_partition, policy_parameters
+from hotrec.planning.choose import PolicyInputs, choose_partition, policy_parameters
 from hotrec.planning.constraints import MissCurve
 from hotrec.planning.document import prediction_document, read_prediction
 from hotrec.planning.machine import Machine
@@ -32,18 +32,18 @@ from hotrec.planning.partition import (
     write_partition,
 )
 from hotrec.planning.predict import (
-    HOST_RIVALS,
+    BASELINE_PLANS,
+    HOST_BASELINE_PLANS,
     HOT_COLD,
-    RIVALS,
+    Baseline,
     Decision,
-    Rival,
     make_placement,
     miss_curves,
+    predict_baselines,
     predict_placement,
     predict_plan,
-    predict_rivals,
 )
-from hotrec.planning.scenario import Situation, choose_costs, describe_situation, planned_pipeline
+from hotrec.planning.scenario import Scenario, choose_costs, describe_scenario, planned_pipeline
 from hotrec.planning.unsharded import as_placement, build_unsharded, replica_memory_bytes, row_bytes
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import Partition, Placement
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Settled:
+class TrainingPlan:
     """What is trained.
 
     Args:
@@ -98,9 +98,9 @@ class Profiled:
     histograms: Mapping[str, CountHistogram]
 
 
-def settle(
+def make_training_plan(
     config: Config, dataset: Dataset, machine: Machine, *, output: Path, is_plan: bool = False
-) -> Settled:
+) -> TrainingPlan:
     """Choose what to train, on one process.
 
     Args:
@@ -113,7 +113,7 @@ def settle(
             model is asked and the costs are of another kind of machine.
     """
     if isinstance(config.placement, CostPlacement):
-        return _settle_by_cost(config, dataset, machine, output=output, is_plan=is_plan)
+        return _choose_by_cost(config, dataset, machine, output=output, is_plan=is_plan)
     if isinstance(config.placement, SavedPlacement):
         placement, artifact = read_placement(Path(config.placement.partition_dir))
         num_rows = {table.name: table.num_rows for table in dataset.schema.tables}
@@ -122,23 +122,23 @@ def settle(
         profiled = _profile_if_there(config, dataset)
     elif isinstance(config.placement, HotColdConfig):
         profiled = _read_profiled(config, dataset)
-        terms = _terms(config, dataset, machine)
-        partition = choose_partition(config.placement, profiled.profile, terms)
+        inputs = _policy_inputs(config, dataset, machine)
+        partition = choose_partition(config.placement, profiled.profile, inputs)
         placement = as_placement(config.placement, partition, machine.device)
-        artifact = _write(config, placement, dataset, profiled, terms, output)
+        artifact = _write(config, placement, dataset, profiled, inputs, output)
     else:
         profiled = _profile_if_there(config, dataset)
         predicted = _predict_given(config, dataset, machine, profiled, None, is_plan=is_plan)
-        return Settled(config, None, None, None if predicted is None else predicted[0])
+        return TrainingPlan(config, None, None, None if predicted is None else predicted[0])
     predicted = _predict_given(config, dataset, machine, profiled, placement, is_plan=is_plan)
     if predicted is None:
-        return Settled(config, placement, artifact, None)
-    document, situation = predicted
-    curves = miss_curves(situation, placement)
-    return Settled(config, placement, artifact, document, situation.costs, curves)
+        return TrainingPlan(config, placement, artifact, None)
+    document, scenario = predicted
+    curves = miss_curves(scenario, placement)
+    return TrainingPlan(config, placement, artifact, document, scenario.costs, curves)
 
 
-def settled_before(config: Config, run_dir: Path) -> Settled:
+def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
     """What a run recorded when it started.
 
     Raises:
@@ -155,47 +155,49 @@ def settled_before(config: Config, run_dir: Path) -> Settled:
         config = _declined(config, prediction["chosen"])
         placement = config.placement
     if not isinstance(placement, HotColdConfig):
-        return Settled(config, None, None, prediction)
+        return TrainingPlan(config, None, None, prediction)
     saved = placement.partition_dir if isinstance(placement, SavedPlacement) else None
     found, artifact = read_placement(Path(saved) if saved else run_dir / PARTITION)
-    return Settled(config, found, artifact, prediction)
+    return TrainingPlan(config, found, artifact, prediction)
 
 
 def _declined(config: Config, chosen: str) -> Config:
     """The configuration of the plan that was chosen, where that is one of TorchRec's."""
     if chosen == HOT_COLD:
         return config
-    rival = next(rival for rival in (*RIVALS, *HOST_RIVALS) if rival.name == chosen)
-    return rival.configure(config)
+    baseline = next(
+        baseline for baseline in (*BASELINE_PLANS, *HOST_BASELINE_PLANS) if baseline.name == chosen
+    )
+    return baseline.configure(config)
 
 
-def _settle_by_cost(
+def _choose_by_cost(
     config: Config, dataset: Dataset, machine: Machine, *, output: Path, is_plan: bool
-) -> Settled:
+) -> TrainingPlan:
     from hotrec.planning.optimum import decide  # its solver starts slowly
 
     profiled = _read_profiled(config, dataset)
-    situation = _situation(config, dataset, machine, profiled)
-    decision = decide(config, dataset.schema, situation)
+    scenario = _scenario(config, dataset, machine, profiled)
+    decision = decide(config, dataset.schema, scenario)
     placement = artifact = None
     if decision.chosen == HOT_COLD:
-        policy = f"least predicted step, {situation.costs.name}"
+        policy = f"least predicted step, {scenario.costs.name}"
         placement = make_placement(
             decision.predicted[HOT_COLD], profiled.profile.counts, profiled.histograms, policy
         )
-        terms = _terms(config, dataset, machine)
-        artifact = _write(config, placement, dataset, profiled, terms, output)
+        inputs = _policy_inputs(config, dataset, machine)
+        artifact = _write(config, placement, dataset, profiled, inputs, output)
     document = _document(
-        config, dataset, situation, decision, profiled, placement, with_sensitivity=is_plan
+        config, dataset, scenario, decision, profiled, placement, with_sensitivity=is_plan
     )
     logger.info("%s", decision.why)
-    return Settled(
+    return TrainingPlan(
         _declined(config, decision.chosen),
         placement,
         artifact,
         document,
-        situation.costs,
-        miss_curves(situation, placement),
+        scenario.costs,
+        miss_curves(scenario, placement),
     )
 
 
@@ -207,23 +209,23 @@ def _predict_given(
     placement: Placement | None,
     *,
     is_plan: bool,
-) -> tuple[dict[str, Any], Situation] | None:
+) -> tuple[dict[str, Any], Scenario] | None:
     """Predict what the user asked for; None, with the reason logged, where that cannot be done."""
     if profiled is None:
         logger.info("no prediction: no profile of this dataset at %s", config.paths.profile)
         return None
     try:
-        situation = _situation(config, dataset, machine, profiled)
+        scenario = _scenario(config, dataset, machine, profiled)
         name, predicted = HOT_COLD, {}
         if placement is not None:
             num_hot = {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
             predicted[name] = predict_placement(
-                situation, num_hot, placement.tables, is_hot_dense=placement.is_hot_dense
+                scenario, num_hot, placement.tables, is_hot_dense=placement.is_hot_dense
             )
         else:
             assert isinstance(config.placement, TorchrecPlacement)
-            rival = Rival.of(config)
-            name = rival.name
+            baseline = Baseline.of(config)
+            name = baseline.name
             plan = build_unsharded(
                 config,
                 dataset.schema,
@@ -233,28 +235,28 @@ def _predict_given(
                 dense_device=torch.device("meta"),
             ).plan(machine)
             predicted[name] = predict_plan(
-                situation,
+                scenario,
                 plan,
                 config.placement.cache_load_frac,
-                is_prefetched=rival.is_prefetched,
+                is_prefetched=baseline.is_prefetched,
             )
         if is_plan:
-            predicted = predict_rivals(config, dataset.schema, situation) | predicted
+            predicted = predict_baselines(config, dataset.schema, scenario) | predicted
     except CostsError as error:
         logger.warning("no prediction: %s", error)
         return None
     why = f"placement={config.placement.kind.name} was asked for."
     decision = Decision(name, why, None, predicted)
     document = _document(
-        config, dataset, situation, decision, profiled, placement, with_sensitivity=False
+        config, dataset, scenario, decision, profiled, placement, with_sensitivity=False
     )
-    return document, situation
+    return document, scenario
 
 
 def _document(
     config: Config,
     dataset: Dataset,
-    situation: Situation,
+    scenario: Scenario,
     decision: Decision,
     profiled: Profiled,
     placement: Placement | None,
@@ -268,14 +270,14 @@ def _document(
         sensitivity = predict_sensitivity(
             config,
             dataset.schema,
-            situation,
+            scenario,
             decision,
             profiled.histograms,
             profiled.profile.num_samples,
             profiled.profile.locality,
         )
     return prediction_document(
-        situation,
+        scenario,
         decision,
         partition=None if placement is None else placement.partition,
         counts=profiled.profile.counts,
@@ -283,11 +285,11 @@ def _document(
     )
 
 
-def _situation(config: Config, dataset: Dataset, machine: Machine, profiled: Profiled) -> Situation:
+def _scenario(config: Config, dataset: Dataset, machine: Machine, profiled: Profiled) -> Scenario:
     costs, note = choose_costs(config, machine.device)
     if note is not None:
         logger.info("costs: %s", note)
-    return describe_situation(
+    return describe_scenario(
         config,
         dataset.schema,
         profiled.histograms,
@@ -314,9 +316,9 @@ def _profile_if_there(config: Config, dataset: Dataset) -> Profiled | None:
         return None
 
 
-def _terms(config: Config, dataset: Dataset, machine: Machine) -> Terms:
+def _policy_inputs(config: Config, dataset: Dataset, machine: Machine) -> PolicyInputs:
     bytes_of_row = row_bytes(dataset.schema, config)
-    return Terms(
+    return PolicyInputs(
         row_bytes=bytes_of_row,
         global_batch_size=config.trainer.batch_size * machine.world_size,
         memory_bytes=replica_memory_bytes(machine),
@@ -342,7 +344,7 @@ def _write(
     placement: Placement,
     dataset: Dataset,
     profiled: Profiled,
-    terms: Terms,
+    inputs: PolicyInputs,
     output: Path,
 ) -> Artifact:
     assert isinstance(config.placement, HotColdConfig)
@@ -350,7 +352,7 @@ def _write(
         placement,
         output,
         parameters=policy_parameters(config.placement),
-        summary=summarize_partition(placement.partition, profiled.profile, terms.row_bytes),
+        summary=summarize_partition(placement.partition, profiled.profile, inputs.row_bytes),
         dataset_hash=dataset.artifact.content_hash,
         profile_hash=profiled.artifact.content_hash,
     )

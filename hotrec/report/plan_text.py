@@ -65,8 +65,8 @@ def check_prediction(document: Document, *, where: str = "prediction") -> None:
 def baseline_name(document: Document) -> str | None:
     """The fastest of TorchRec's own plans, "before"; None where none was predicted."""
     plans = document["plans"]
-    rivals = [name for name in plans if name.startswith(BASELINE_PREFIX)]
-    return min(rivals, key=lambda name: (plans[name]["step_s"], name), default=None)
+    baselines = [name for name in plans if name.startswith(BASELINE_PREFIX)]
+    return min(baselines, key=lambda name: (plans[name]["step_s"], name), default=None)
 
 
 def compared_plans(document: Document) -> list[str]:

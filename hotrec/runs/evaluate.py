@@ -11,7 +11,7 @@ from hotrec.build import build_sharded
 from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
-from hotrec.planning.training_plan import settled_before
+from hotrec.planning.training_plan import read_training_plan
 from hotrec.runs.train import checkpoint_facts, make_run_machine
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS
@@ -51,11 +51,11 @@ def evaluate_run(
     """
     checkpoint = same_verdict(lambda: _checkpoint(trained_dir, config.checkpoint, ranks.world_size))
     dataset = same_verdict(lambda: Dataset.open(trained.paths.dataset))
-    settled = same_verdict(lambda: settled_before(trained, trained_dir))
-    trained = settled.config
+    training_plan = same_verdict(lambda: read_training_plan(trained, trained_dir))
+    trained = training_plan.config
     machine = make_run_machine(trained, ranks)
-    sharded = build_sharded(trained, dataset.schema, settled.placement, machine, ranks.device)
-    facts = checkpoint_facts(trained, dataset, settled.artifact)
+    sharded = build_sharded(trained, dataset.schema, training_plan.placement, machine, ranks.device)
+    facts = checkpoint_facts(trained, dataset, training_plan.artifact)
     position = load_checkpoint(checkpoint, model=sharded.model, facts=facts)
     batches = same_verdict(
         lambda: make_loader(

@@ -33,7 +33,7 @@ from hotrec.data.loader import make_loader
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.table_memory import CacheCounters, fused_modules, memory_by_tier
 from hotrec.planning.machine import Machine
-from hotrec.planning.training_plan import Settled, settle, settled_before
+from hotrec.planning.training_plan import TrainingPlan, make_training_plan, read_training_plan
 from hotrec.planning.unsharded import make_machine
 from hotrec.runs.record import write_environment, write_plan
 from hotrec.runtime.ranks import Ranks, broadcast_object, same_verdict
@@ -61,25 +61,25 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     same_verdict(lambda: _count_steps(config, dataset, ranks))  # refuse before the long part
     machine = make_run_machine(config, ranks)
     resume_from = same_verdict(lambda: _resume_from(config, run_dir, device))
-    settled = _agree(config, dataset, machine, run_dir, ranks, resume_from)
-    config = settled.config
-    check_assign(config, settled.placement)
+    training_plan = _agree(config, dataset, machine, run_dir, ranks, resume_from)
+    config = training_plan.config
+    check_assign(config, training_plan.placement)
     is_own = resume_from is not None and resume_from.is_relative_to(run_dir)
-    all_hot = find_all_hot(config, dataset, settled, run_dir, is_resumed=is_own)
+    all_hot = find_all_hot(config, dataset, training_plan, run_dir, is_resumed=is_own)
     steps = _count_steps(config, dataset, ranks, all_hot)
     alternation = make_alternation(config, all_hot, ranks.world_size)
     torch.manual_seed(trainer.seed)
     sharded = build_sharded(
         config,
         dataset.schema,
-        settled.placement,
-        settled.machine(machine),
+        training_plan.placement,
+        training_plan.machine(machine),
         ranks.device,
-        settled.curves,
+        training_plan.curves,
     )
-    assign = choose_assign(config, dataset.schema, settled.placement, sharded.plan)
+    assign = choose_assign(config, dataset.schema, training_plan.placement, sharded.plan)
     if ranks.is_first:
-        write_plan(sharded.plan, run_dir, settled.prediction)
+        write_plan(sharded.plan, run_dir, training_plan.prediction)
         write_environment(
             run_dir,
             world_size=ranks.world_size,
@@ -103,16 +103,16 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         eval_batches=_eval_batches(config, dataset, sharded, ranks),
         checkpoints=Checkpoints(
             directory=run_dir / CHECKPOINTS,
-            facts=checkpoint_facts(config, dataset, settled.artifact),
+            facts=checkpoint_facts(config, dataset, training_plan.artifact),
             keep_last=trainer.keep_checkpoints,
             resume_from=resume_from,
         ),
         run_dir=run_dir,
         inspect_batch=sharded.inspect_batch,
         description=_description(
-            config, settled.partition, dataset, all_hot, sharded.pipeline_kind
+            config, training_plan.partition, dataset, all_hot, sharded.pipeline_kind
         ),
-        prediction=settled.predicted,
+        prediction=training_plan.predicted,
         trace=_trace_window(config, run_dir),
         alternation=alternation,
     )
@@ -189,27 +189,30 @@ def _agree(
     run_dir: Path,
     ranks: Ranks,
     resume_from: Path | None,
-) -> Settled:
-    """Rank 0 settles what is trained; the others take what it settled.
+) -> TrainingPlan:
+    """Rank 0 settles what is trained; the others take what it training_plan.
 
     A run that resumes its own checkpoint goes on with what it chose, whatever was measured since.
     """
 
-    def choose() -> Settled | None:
+    def choose() -> TrainingPlan | None:
         if not ranks.is_first:
             return None
         if resume_from is not None and resume_from.is_relative_to(run_dir):
-            return settled_before(config, run_dir)
-        return settle(config, dataset, machine, output=run_dir / PARTITION)
+            return read_training_plan(config, run_dir)
+        return make_training_plan(config, dataset, machine, output=run_dir / PARTITION)
 
-    settled = broadcast_object(same_verdict(choose))
-    assert settled is not None
-    if settled.artifact is not None and settled.partition is not None:
-        total = settled.artifact.content["total"]
+    training_plan = broadcast_object(same_verdict(choose))
+    assert training_plan is not None
+    if training_plan.artifact is not None and training_plan.partition is not None:
+        total = training_plan.artifact.content["total"]
         logger.info(
-            "%s: %d of %d rows hot", settled.partition.policy, total["hot_rows"], total["num_rows"]
+            "%s: %d of %d rows hot",
+            training_plan.partition.policy,
+            total["hot_rows"],
+            total["num_rows"],
         )
-    return settled
+    return training_plan
 
 
 def _count_steps(

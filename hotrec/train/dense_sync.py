@@ -676,7 +676,7 @@ class DenseSync:
             if bucket.noted is not None:
                 self._update(bucket)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing of the gradients is under way; makes no update."""
         for bucket in self._buckets:
             bucket.mean.wait()

@@ -134,7 +134,7 @@ def train(
             _bar_and_log(run_dir, ranks, start, num_steps) as (bar, run_log),
             Tracer(trace, ranks, start_step=start.step, num_steps=num_steps) as tracer,
         ):
-            measured = (first_compared_step, tracer, pipeline.settle)
+            measured = (first_compared_step, tracer, pipeline.drain)
             counts = (count_tables, count_caches)
             records = Records(run_log, bar, traffic, ranks, cadence, start, *measured, *counts)
             span = (start.step, num_steps)
@@ -266,7 +266,7 @@ class _Steps:
                 records.check_up(step, lr=lr, must_stop=stop_request.is_set)
                 if records.must_stop:
                     batches.cut()  # what the pipeline holds is still computed
-        self.pipeline.settle()
+        self.pipeline.drain()
 
     def _enter(self, step: int) -> None:
         """The first step compiles and allocates, and may take long on one rank."""

@@ -67,7 +67,7 @@ class Pipeline(ABC):
         """
 
     @abstractmethod
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until no thread is at work and every update made so far is in the weights.
 
         To be called before weights are read. Batches that are held stay held.
@@ -198,7 +198,7 @@ class TorchRecPipeline(Pipeline):
             self._is_checked = True
         return output
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """TorchRec's pipelines have no thread; what they gave to the process group is its own."""
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class RowSource(Protocol):
     def enter(self, part: Any) -> None: ...
     def end_backward(self) -> None: ...
     def finish(self) -> None: ...
-    def settle(self) -> None: ...
+    def drain(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -317,7 +317,7 @@ class LookAheadPipeline(Pipeline):
                 f"pipeline look_ahead: expected it drained, got {len(self._held)} batches in it. "
                 "Progress until the iterator's last batch is computed."
             )
-        self.settle()
+        self.drain()
         self._has_ended = False
 
     def progress(self, batches: Iterator[Batch]) -> Output:
@@ -338,7 +338,7 @@ class LookAheadPipeline(Pipeline):
         else:
             output = self._compute(batch, self._rows.parts(split=False)[0])
         if not self._held and self._has_ended:
-            self.settle()
+            self.drain()
         return output
 
     def _fill(self, batches: Iterator[Batch], is_training: bool) -> None:
@@ -379,8 +379,8 @@ class LookAheadPipeline(Pipeline):
         detached: Output = output
         return detached
 
-    def settle(self) -> None:
-        self._rows.settle()
+    def drain(self) -> None:
+        self._rows.drain()
         self._dense.flush()
 
     def close(self) -> None:

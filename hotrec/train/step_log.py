@@ -33,7 +33,7 @@ class Records:
         start: where the run stands before the first step.
         first_compared_step: see ``train``.
         tracer: records some steps; they are in no rate.
-        settle: waits for what the pipeline's threads still send.
+        drain: waits for what the pipeline's threads still send.
         count_tables: see ``train``.
         count_caches: see ``train``.
     """
@@ -48,7 +48,7 @@ class Records:
         start: Position,
         first_compared_step: int,
         tracer: Tracer,
-        settle: Callable[[], None],
+        drain: Callable[[], None],
         count_tables: Callable[[], Tables] | None = None,
         count_caches: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class Records:
         self._ranks = ranks
         self._cadence = cadence
         self._tracer = tracer
-        self._settle = settle
+        self._drain = drain
         self._count_tables = count_tables
         self._count_caches = count_caches
         # Of all ranks, with the number of steps; empty without caches.
@@ -94,9 +94,9 @@ class Records:
                 stack.enter_context(self._tracer.step(step))
             if is_counted:
                 # What a thread of the pipeline still sends belongs to the step before.
-                self._settle()
+                self._drain()
                 stack.enter_context(self._traffic.counting(batches))
-                stack.callback(self._settle)
+                stack.callback(self._drain)
             if is_like_others:
                 stack.enter_context(self._stages.measuring())
             yield

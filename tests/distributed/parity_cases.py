@@ -427,7 +427,7 @@ def _train(
     for _ in batches:
         loss, _, _ = pipeline.progress(iterator)
         yield loss
-    pipeline.settle()
+    pipeline.drain()
     pipeline.close()
 
 

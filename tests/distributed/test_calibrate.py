@@ -17,11 +17,13 @@ GPU_KERNELS = {name for name in KERNELS if name.endswith(("_host", "_hit", "_mis
 
 
 def tiny_subject(optimizer: Any) -> Any:
-    from hotrec.calibrate.probes import Subject
+    from hotrec.calibrate.probes import CalibrationTarget
     from hotrec.config.groups import DlrmConfig
 
     model = DlrmConfig(embedding_dim=8, dense_layer_sizes=[8, 8], over_layer_sizes=[4, 1])
-    return Subject([50, 3, 400], model, optimizer, num_dense=2, batch_size=16, cap_bytes=1 << 14)
+    return CalibrationTarget(
+        [50, 3, 400], model, optimizer, num_dense=2, batch_size=16, cap_bytes=1 << 14
+    )
 
 
 def calibrate() -> list[dict[str, Any]]:

@@ -108,7 +108,7 @@ def expect_parity(optimizers: list[str]) -> None:
 
     def between(dense: DenseSync, step: int) -> None:
         if step == 1:
-            dense.settle()
+            dense.drain()
         if step == 2:
             dense.flush()
 

@@ -163,7 +163,7 @@ def train_sharded(
         total = loss.clone()
         dist.all_reduce(total)
         losses.append(float(total) / dist.get_world_size())
-    made.settle()
+    made.drain()
     weights = gather_tables(model) | dense(model)
     model.eval()
     made.start()

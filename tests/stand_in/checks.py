@@ -329,7 +329,7 @@ def _losses(training: Training, begin: int, end: int) -> list[float]:
 
 def assert_same_tables(first: Training, second: Training) -> None:
     for training in (first, second):
-        training.pipeline.settle()
+        training.pipeline.drain()
     one, two = gather_tables(first.model), gather_tables(second.model)
     for table, weight in one.items():
         assert float((weight - two[table]).abs().max()) <= 1e-6, table
@@ -367,7 +367,7 @@ def _save_and_load(run: Run, *, has_trained: bool) -> None:
     if has_trained:
         _losses(second, 7, 8)
     for training in (first, second):
-        training.pipeline.settle()
+        training.pipeline.drain()
     checkpoints = Checkpoints(folder, facts={})
     path = save_checkpoint(checkpoints, Position(2, 64), first.model, first.optimizer, NoLoader())
     load_checkpoint(

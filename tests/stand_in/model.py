@@ -173,5 +173,5 @@ class Training:
         return (self.batch(step) for step in range(begin, end))
 
     def close(self) -> None:
-        self.pipeline.settle()
+        self.pipeline.drain()
         self.pipeline.close()

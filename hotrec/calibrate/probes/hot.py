@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.calibrate.kernels import Probe, Work
-from hotrec.calibrate.workload import Bench, in_turn
+from hotrec.calibrate.workload import CalibrationWorkload, in_turn
 from hotrec.embedding.hot_exchange import HotReplicas, add_rows, pack_rows
 from hotrec.embedding.optimizers import HotOptimizer
 from hotrec.types import HotExchange
@@ -34,7 +34,7 @@ class _Bucket:
 class _Hot:
     """A rank's replica and batches of slots; alone in its group, so that nothing is sent."""
 
-    bench: Bench
+    bench: CalibrationWorkload
     dim: int
     weight: nn.Parameter
     num_rows_T: list[int]
@@ -54,7 +54,7 @@ class _Hot:
         return Work(run, self.mean_rows, 4 * self.dim * self.mean_rows, prepare)
 
 
-def hot_probes(bench: Bench) -> list[Probe]:
+def hot_probes(bench: CalibrationWorkload) -> list[Probe]:
     """All four, on the rows of ``bench.hot_partition``."""
     makers = {
         "hot_read": _read, "hot_pack": _pack, "hot_add": _add, "hot_update": _update
@@ -66,7 +66,7 @@ def hot_probes(bench: Bench) -> list[Probe]:
     return [Probe(name, maker(make), bench.sizes()) for name, make in makers.items()]
 
 
-def _build(bench: Bench, num_ids: int, dim: int) -> _Hot:
+def _build(bench: CalibrationWorkload, num_ids: int, dim: int) -> _Hot:
     group = next(iter(bench.router.groups.values()))
     num_rows_T = [bench.hot_partition.num_hot(table) for table in group.hot_tables]
     values = torch.randn(sum(num_rows_T) * dim, device=bench.device)

@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.calibrate.kernels import Probe, Work
-from hotrec.calibrate.workload import Bench, in_turn
+from hotrec.calibrate.workload import CalibrationWorkload, in_turn
 from hotrec.config.groups import Dcnv2Config
 from hotrec.data.batch import Batch
 from hotrec.embedding.optimizers import make_dense
@@ -23,7 +23,7 @@ from hotrec.models.zoo import build_model
 from hotrec.routing.features import RoutedGroup
 
 
-def layer_probes(bench: Bench) -> list[Probe]:
+def layer_probes(bench: CalibrationWorkload) -> list[Probe]:
     """All of them."""
     batch_size = bench.subject.batch_size
     at_dim = [(num_ids, dim) for num_ids, dim in bench.sizes() if dim == bench.dim]
@@ -42,7 +42,7 @@ def layer_probes(bench: Bench) -> list[Probe]:
     ]  # fmt: skip
 
 
-def _route(bench: Bench) -> Callable[[int, int], Work]:
+def _route(bench: CalibrationWorkload) -> Callable[[int, int], Work]:
     def make(num_ids: int, dim: int) -> Work:
         samples = bench.features(bench.samples, num_ids)
         turns = in_turn(samples)
@@ -52,7 +52,7 @@ def _route(bench: Bench) -> Callable[[int, int], Work]:
     return make
 
 
-def _pool(bench: Bench) -> Callable[[int, int], Work]:
+def _pool(bench: CalibrationWorkload) -> Callable[[int, int], Work]:
     """Hot and cold rows put together, bags of them, and backward."""
 
     def make(num_ids: int, dim: int) -> Work:
@@ -78,7 +78,7 @@ def _pool(bench: Bench) -> Callable[[int, int], Work]:
     return make
 
 
-def _copy(bench: Bench) -> Callable[[int, int], Work]:
+def _copy(bench: CalibrationWorkload) -> Callable[[int, int], Work]:
     def make(num_rows: int, dim: int) -> Work:
         source = torch.randn(num_rows, dim, device=bench.device)
         return Work(lambda _: source.clone(), num_rows, 4 * dim * num_rows)
@@ -86,7 +86,7 @@ def _copy(bench: Bench) -> Callable[[int, int], Work]:
     return make
 
 
-def build_dense_layers(bench: Bench) -> nn.Module:
+def build_dense_layers(bench: CalibrationWorkload) -> nn.Module:
     """The configured model, given pooled columns in place of ids."""
     model = bench.subject.model
     names = bench.samples.schema.feature_names
@@ -116,7 +116,7 @@ def build_dense_layers(bench: Bench) -> nn.Module:
     return ClickTask(built, bench.ranks.world_size)
 
 
-def _dense(bench: Bench) -> Callable[[int, int], Work]:
+def _dense(bench: CalibrationWorkload) -> Callable[[int, int], Work]:
     flops = dense_flops(bench.subject.model, bench.subject.num_dense, bench.num_columns).flops
 
     def make(num_samples: int, dim: int) -> Work:
@@ -132,7 +132,7 @@ def _dense(bench: Bench) -> Callable[[int, int], Work]:
     return make
 
 
-def _pooled_batches(bench: Bench, num_samples: int) -> Iterator[Batch]:
+def _pooled_batches(bench: CalibrationWorkload, num_samples: int) -> Iterator[Batch]:
     names = list(bench.samples.schema.feature_names)
     dims = [bench.dim] * len(names)
     while True:
@@ -147,7 +147,7 @@ def _pooled_batches(bench: Bench, num_samples: int) -> Iterator[Batch]:
         )
 
 
-def _dense_update(bench: Bench) -> Callable[[int, int], Work]:
+def _dense_update(bench: CalibrationWorkload) -> Callable[[int, int], Work]:
     """The optimizer of as many tensors as the dense layers have, of any total size."""
 
     def make(num_values: int, dim: int) -> Work:

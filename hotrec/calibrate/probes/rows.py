@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.calibrate.kernels import Probe, Work
 from hotrec.calibrate.tables import dense_tables, fused_tables
-from hotrec.calibrate.workload import Bench, Subject, cut_tables, in_turn
+from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, cut_tables, in_turn
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.optimizers import make_dense, make_replicated_tables
@@ -24,7 +24,7 @@ LEAST_REPLICATED_ROWS = 8192
 Lookup = Callable[[KeyedJaggedTensor], torch.Tensor]
 
 
-def row_probes(bench: Bench) -> list[Probe]:
+def row_probes(bench: CalibrationWorkload) -> list[Probe]:
     """Lookup and update of sharded rows, unpooled and pooled, in every memory of the device."""
     probes = []
     for tier in ("device", "host", "cached") if bench.device.type == "cuda" else ("device",):
@@ -39,7 +39,13 @@ def row_probes(bench: Bench) -> list[Probe]:
 
 
 def _probe(
-    bench: Bench, name: str, tier: str, is_pooled: bool, state: str, *, is_update: bool
+    bench: CalibrationWorkload,
+    name: str,
+    tier: str,
+    is_pooled: bool,
+    state: str,
+    *,
+    is_update: bool,
 ) -> Probe:
     def make(num_ids: int, dim: int) -> Work:
         lookup, forget = bench.once(
@@ -70,7 +76,7 @@ def _probe(
 
 
 def _lookup(
-    bench: Bench, tier: str, is_pooled: bool, dim: int
+    bench: CalibrationWorkload, tier: str, is_pooled: bool, dim: int
 ) -> tuple[Lookup, Callable[[], object]]:
     """Looks features up as training does; and makes a cache forget what it holds."""
     spec = row_spec(bench)
@@ -102,7 +108,7 @@ def _lookup(
     return look_up, forget
 
 
-def row_spec(bench: Bench) -> OptimizerSpec:
+def row_spec(bench: CalibrationWorkload) -> OptimizerSpec:
     """The rule of sharded rows: the configured one, where the device has it."""
     spec, _ = bench.specs
     if spec.kind is OptimizerKind.adam and bench.device.type == "cpu":
@@ -111,7 +117,7 @@ def row_spec(bench: Bench) -> OptimizerSpec:
     return spec
 
 
-def _asked_rows(bench: Bench, num_ids: int) -> list[KeyedJaggedTensor]:
+def _asked_rows(bench: CalibrationWorkload, num_ids: int) -> list[KeyedJaggedTensor]:
     """What ranks ask this one for: from each, the distinct rows of its batch, in rising order."""
     num_asking = min(bench.ranks.world_size, MOST_ASKING)
     messages = [
@@ -138,12 +144,12 @@ def _merge(messages: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     )
 
 
-def replicated_probes(bench: Bench) -> list[Probe]:
+def replicated_probes(bench: CalibrationWorkload) -> list[Probe]:
     """TorchRec's data-parallel tables: those with fewer rows than a batch has samples."""
     most_rows = bench.subject.batch_size
     small = [rows for rows in bench.subject.table_rows if rows <= most_rows]
     table_rows = small or [min(most_rows, min(bench.subject.table_rows))]
-    small_bench = Bench(
+    small_bench = CalibrationWorkload(
         subject=_with_tables(bench, table_rows), ranks=bench.ranks, alone=bench.alone
     )
     # Enough rows that they are told apart from the calls.
@@ -160,11 +166,11 @@ def replicated_probes(bench: Bench) -> list[Probe]:
     ]
 
 
-def _with_tables(bench: Bench, table_rows: list[int]) -> Subject:
+def _with_tables(bench: CalibrationWorkload, table_rows: list[int]) -> CalibrationTarget:
     return replace(bench.subject, table_rows=table_rows)
 
 
-def _replicated_read(bench: Bench) -> Callable[[int, int], Work]:
+def _replicated_read(bench: CalibrationWorkload) -> Callable[[int, int], Work]:
     def make(num_ids: int, dim: int) -> Work:
         rows = [table.num_rows for table in bench.samples.schema.tables]
         module: Any = bench.once("dense", dim, lambda: dense_tables(rows, dim, device=bench.device))
@@ -186,7 +192,7 @@ def _replicated_read(bench: Bench) -> Callable[[int, int], Work]:
     return make
 
 
-def _replicated_update(bench: Bench, num_tables: int) -> Callable[[int, int], Work]:
+def _replicated_update(bench: CalibrationWorkload, num_tables: int) -> Callable[[int, int], Work]:
     def make(num_rows: int, dim: int) -> Work:
         spec, _ = bench.specs
         per_table = cut_tables([num_rows] * num_tables, num_rows)

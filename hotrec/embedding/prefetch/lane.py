@@ -95,7 +95,7 @@ class Lane:
             for value in values:
                 value.record_stream(self._stream)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until all tasks are done.
 
         Raises:

@@ -379,9 +379,9 @@ class RowsAhead:
             used_here(slots_U, grad_UD)
             replica.set_reduced(slots_U, grad_UD)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing travels; batches that are held stay held."""
-        self._lane.settle()
+        self._lane.drain()
 
     def close(self) -> None:
         """Give the collections their own forward back, and let the thread end."""

@@ -14,7 +14,7 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
 from hotrec.planning.partition import write_partition
-from hotrec.planning.training_plan import Settled
+from hotrec.planning.training_plan import TrainingPlan
 from hotrec.types import Partition, Placement
 from tests.unit.data.logs import write_dataset
 
@@ -32,7 +32,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return Dataset.open(path)
 
 
-def settled(config: Config, dataset: Dataset, folder: Path, num_hot: tuple[int, int]) -> Settled:
+def training_plan(
+    config: Config, dataset: Dataset, folder: Path, num_hot: tuple[int, int]
+) -> TrainingPlan:
     hot = {t: np.arange(n, dtype=np.int64) for t, n in zip(NUM_ROWS, num_hot, strict=True)}
     placement = Placement.alike(Partition(NUM_ROWS, hot, policy="by hand"))
     artifact = write_partition(
@@ -43,13 +45,13 @@ def settled(config: Config, dataset: Dataset, folder: Path, num_hot: tuple[int, 
         dataset_hash=dataset.artifact.content_hash,
         profile_hash="none",
     )
-    return Settled(config, placement, artifact, None)
+    return TrainingPlan(config, placement, artifact, None)
 
 
 def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> None:
     config = config_of()
     found = find_all_hot(
-        config, dataset, Settled(config, None, None, None), tmp_path, is_resumed=False
+        config, dataset, TrainingPlan(config, None, None, None), tmp_path, is_resumed=False
     )
     assert found is None
     assert make_alternation(config, found, 2) is None
@@ -59,8 +61,8 @@ def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> 
 
 def test_placements_without_hot_rows_are_refused(dataset: Dataset, tmp_path: Path) -> None:
     config = config_of("order=all_hot")
-    torchrec = Settled(config, None, None, None)
-    cold = settled(config, dataset, tmp_path, (0, 0))
+    torchrec = TrainingPlan(config, None, None, None)
+    cold = training_plan(config, dataset, tmp_path, (0, 0))
     for given, found in ((torchrec, "TorchRec's own plan"), (cold, "by hand: 0 hot rows")):
         with pytest.raises(ValueError, match=f"with hot rows for order=all_hot, got {found}"):
             find_all_hot(config, dataset, given, tmp_path, is_resumed=False)
@@ -71,9 +73,13 @@ def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
 ) -> None:
     config = config_of("order=all_hot")
     first = find_all_hot(
-        config, dataset, settled(config, dataset, tmp_path, (8, 900)), tmp_path, is_resumed=False
+        config,
+        dataset,
+        training_plan(config, dataset, tmp_path, (8, 900)),
+        tmp_path,
+        is_resumed=False,
     )
-    other = settled(config, dataset, tmp_path, (9, 900))
+    other = training_plan(config, dataset, tmp_path, (9, 900))
     with pytest.raises(ArtifactError, match="all-hot samples of the partition"):
         find_all_hot(config, dataset, other, tmp_path, is_resumed=True)
     second = find_all_hot(config, dataset, other, tmp_path, is_resumed=False)
@@ -103,7 +109,7 @@ def test_the_order_is_logged_once(
     said: str,
 ) -> None:
     config = config_of("order=all_hot", *words)
-    given = settled(config, dataset, tmp_path, num_hot)
+    given = training_plan(config, dataset, tmp_path, num_hot)
     samples = find_all_hot(config, dataset, given, tmp_path, is_resumed=False)
     with caplog.at_level(logging.INFO, logger="hotrec"):
         alternation = make_alternation(config, samples, 2)

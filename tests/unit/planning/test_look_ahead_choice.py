@@ -20,7 +20,7 @@ from hotrec.planning.machine import Machine
 from hotrec.planning.optimise_shares import HOT_SHARES, hottest_share
 from hotrec.planning.optimum import optimise_placement
 from hotrec.planning.predict import HOT_COLD, Decision, predict_placement
-from hotrec.planning.scenario import Situation
+from hotrec.planning.scenario import Scenario
 from hotrec.report.plan_page import plan_report_text, write_plan_page
 from hotrec.types import PipelineKind
 
@@ -33,7 +33,7 @@ COUNTS = {
 }
 
 
-def make_situation(pipeline: PipelineSpec, *, rate: float = 1.2e8, **changes: Any) -> Situation:
+def make_situation(pipeline: PipelineSpec, *, rate: float = 1.2e8, **changes: Any) -> Scenario:
     # Owners that are slow: with the built-in kernels no row pays as a replica here.
     slow = {
         name: replace(line, per_item_s=4 * line.per_item_s, per_byte_s=4 * line.per_byte_s)
@@ -59,14 +59,14 @@ def make_situation(pipeline: PipelineSpec, *, rate: float = 1.2e8, **changes: An
     machine = Machine(RANKS, 1, "cpu", 0, 32 << 30, BATCH)
     workload = Workload(BATCH, 1e6, 0.2, 100_000)
     parts = {"costs": costs, "note": None, "world": World(RANKS, 1), "workload": workload}
-    return Situation(demands=demands, machine=machine, pipeline=pipeline, **{**parts, **changes})
+    return Scenario(demands=demands, machine=machine, pipeline=pipeline, **{**parts, **changes})
 
 
 def test_fewer_rows_are_hot_than_in_line() -> None:
     found = {}
     for pipeline in (SPARSE_DIST, LOOK_AHEAD):
-        situation = make_situation(pipeline)
-        best, choice = optimise_placement(CostPlacement(may_pool=False), situation)
+        scenario = make_situation(pipeline)
+        best, choice = optimise_placement(CostPlacement(may_pool=False), scenario)
         assert best.pipeline == pipeline
         assert choice.num_hot == best.num_hot
         assert choice.prediction == best.step
@@ -79,14 +79,14 @@ def test_fewer_rows_are_hot_than_in_line() -> None:
 
 
 def test_no_share_of_what_is_found_is_better() -> None:
-    situation = make_situation(LOOK_AHEAD, rate=3e7)
-    best, _ = optimise_placement(CostPlacement(may_pool=False), situation)
+    scenario = make_situation(LOOK_AHEAD, rate=3e7)
+    best, _ = optimise_placement(CostPlacement(may_pool=False), scenario)
     in_line, _ = optimise_placement(
-        CostPlacement(may_pool=False), replace(situation, pipeline=SPARSE_DIST)
+        CostPlacement(may_pool=False), replace(scenario, pipeline=SPARSE_DIST)
     )
     for share in (*HOT_SHARES, 1.0):
-        num_hot = hottest_share(list(situation.demands), in_line.num_hot, share)
-        step = predict_placement(situation, num_hot, in_line.tables).step
+        num_hot = hottest_share(list(scenario.demands), in_line.num_hot, share)
+        step = predict_placement(scenario, num_hot, in_line.tables).step
         assert best.step.step_s <= step.step_s * (1 + 1e-9)
 
 
@@ -103,12 +103,12 @@ def test_no_table_is_pooled() -> None:
 
 
 def make_document(pipeline: PipelineSpec) -> dict[str, Any]:
-    situation = make_situation(pipeline)
-    best, choice = optimise_placement(CostPlacement(may_pool=False), situation)
+    scenario = make_situation(pipeline)
+    best, choice = optimise_placement(CostPlacement(may_pool=False), scenario)
     bound_s = None if pipeline.is_look_ahead else choice.bound_s
     decision = Decision(HOT_COLD, "It is fastest.", bound_s, {HOT_COLD: best})
     document = prediction_document(
-        situation, decision, partition=None, counts=COUNTS, sensitivity=[]
+        scenario, decision, partition=None, counts=COUNTS, sensitivity=[]
     )
     whole: dict[str, Any] = json.loads(json.dumps(document))
     return whole

@@ -312,17 +312,17 @@ def test_compare_names_the_fastest_and_says_when_nothing_pays():
     choice = optimise(demands, costs, world, workload, Limits(1e9, 1e9))
     step_s = choice.prediction.step_s
 
-    def rival(factor):
+    def baseline(factor):
         stages = {name: s * factor for name, s in choice.prediction.stage_s.items()}
         return StepPrediction(step_s * factor, stages, {}, {"hot_exchange": 5.0})
 
-    name, why = compare(choice, {"slow": rival(2.0), "slower": rival(3.0)})
+    name, why = compare(choice, {"slow": baseline(2.0), "slower": baseline(3.0)})
     assert name == "hot_cold"
     assert "for slow, 50.0% less" in why
-    name, why = compare(choice, {"slow": rival(2.0), "torchrec planner": rival(0.5)})
+    name, why = compare(choice, {"slow": baseline(2.0), "torchrec planner": baseline(0.5)})
     assert name == "torchrec planner"
     assert "does not pay" in why
-    assert compare(choice, {"same": rival(1.0)})[0] == "same"
+    assert compare(choice, {"same": baseline(1.0)})[0] == "same"
     assert compare(choice, {})[0] == "hot_cold"
 
 

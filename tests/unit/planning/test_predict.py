@@ -21,8 +21,8 @@ from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.planning.machine import Machine
 from hotrec.planning.pipelines import choose_pipeline
-from hotrec.planning.predict import HOST_RIVALS, RIVALS, Rival, predict_rivals
-from hotrec.planning.scenario import Situation
+from hotrec.planning.predict import BASELINE_PLANS, HOST_BASELINE_PLANS, Baseline, predict_baselines
+from hotrec.planning.scenario import Scenario
 from hotrec.planning.training_plan import _declined
 from hotrec.planning.unsharded import build_unsharded
 from hotrec.runtime.ranks import process_group
@@ -32,7 +32,7 @@ NUM_ROWS, BATCH, RANKS = (400_000, 5_000, 300), 512, 2
 SAMPLES = ZipfTables(NUM_ROWS, exponent=1.05, num_dense=4, seed=0)
 SCHEMA = SAMPLES.schema
 CACHED = ColdTier.fused_uvm_caching
-PREFETCHED = Rival(TorchrecPlan.planner, CACHED, is_prefetched=True)
+PREFETCHED = Baseline(TorchrecPlan.planner, CACHED, is_prefetched=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,7 +57,7 @@ def machine(device: str = "cuda", *, device_bytes: int = 1 << 30) -> Machine:
     return Machine(RANKS, RANKS, device, device_bytes, 64 << 30, BATCH)
 
 
-def situation(on: Machine) -> Situation:
+def scenario(on: Machine) -> Scenario:
     demands = [
         build_demand(
             table.name,
@@ -72,7 +72,7 @@ def situation(on: Machine) -> Situation:
         for table in SCHEMA.tables
     ]
     costs = BUILTIN["dgx_h100_infiniband" if on.device == "cuda" else "cpu_1gbit"]
-    return Situation(
+    return Scenario(
         costs=costs,
         note=None,
         world=World(RANKS, RANKS),
@@ -84,8 +84,10 @@ def situation(on: Machine) -> Situation:
 
 def test_host_tiers_are_rivals_on_cuda() -> None:
     config, on = configure(AllColdPlacement()), machine()
-    predicted = predict_rivals(config, SCHEMA, situation(on))
-    assert list(predicted) == [rival.name for rival in (*RIVALS, *HOST_RIVALS)]
+    predicted = predict_baselines(config, SCHEMA, scenario(on))
+    assert list(predicted) == [
+        baseline.name for baseline in (*BASELINE_PLANS, *HOST_BASELINE_PLANS)
+    ]
     of_tier = {name: {s.tier for s in p.shardings.values()} for name, p in predicted.items()}
     assert of_tier["torchrec planner fused_uvm"] == {Tier.HOST}
     assert of_tier[PREFETCHED.name] == {Tier.HOST_CACHED}
@@ -102,25 +104,25 @@ def test_host_tiers_are_rivals_on_cuda() -> None:
 def test_what_does_not_fit_the_devices_is_left_to_host_tiers() -> None:
     """Rows take 26 MB of 10; TorchRec's own choice may take host tiers too."""
     config, on = configure(AllColdPlacement()), machine(device_bytes=10_000_000)
-    predicted = predict_rivals(config, SCHEMA, situation(on))
+    predicted = predict_baselines(config, SCHEMA, scenario(on))
     assert {"torchrec planner fused_uvm", PREFETCHED.name} <= set(predicted)
 
 
 def test_there_are_no_host_tiers_on_cpu() -> None:
     on = machine("cpu")
-    predicted = predict_rivals(configure(AllColdPlacement()), SCHEMA, situation(on))
-    assert list(predicted) == [rival.name for rival in RIVALS]
+    predicted = predict_baselines(configure(AllColdPlacement()), SCHEMA, scenario(on))
+    assert list(predicted) == [baseline.name for baseline in BASELINE_PLANS]
 
 
-@pytest.mark.parametrize("rival", [*RIVALS, *HOST_RIVALS])
-def test_a_chosen_rival_is_a_configuration(rival: Rival) -> None:
+@pytest.mark.parametrize("baseline", [*BASELINE_PLANS, *HOST_BASELINE_PLANS])
+def test_a_chosen_rival_is_a_configuration(baseline: Baseline) -> None:
     """What a prediction names is what is trained where splitting rows does not pay."""
     config = configure(AllColdPlacement(), PipelineKind.look_ahead)
-    found = _declined(config, rival.name)
+    found = _declined(config, baseline.name)
     assert isinstance(found.placement, TorchrecPlacement)
-    assert (found.placement.plan, found.placement.tier) == (rival.plan, rival.tier)
-    assert Rival.of(found) == rival
-    expected = PipelineKind.prefetch if rival.is_prefetched else PipelineKind.sparse_dist
+    assert (found.placement.plan, found.placement.tier) == (baseline.plan, baseline.tier)
+    assert Baseline.of(found) == baseline
+    expected = PipelineKind.prefetch if baseline.is_prefetched else PipelineKind.sparse_dist
     assert choose_pipeline(found, machine()) is expected
 
 

@@ -148,7 +148,7 @@ def test_parts_are_updated_right_before_their_use(clicks: tuple[Clicks, DenseSyn
     assert changed(model, before) == {"dense_arch", "over_arch"}
     after = weights_of(model)
     dense.flush()
-    dense.settle()
+    dense.drain()
     assert changed(model, after) == set()
     # Also by a module inside of a part, called by itself.
     make_step(model, dense, 1)

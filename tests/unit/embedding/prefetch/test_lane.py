@@ -47,7 +47,7 @@ def test_an_error_reaches_who_waits_and_stops_what_follows() -> None:
     with pytest.raises(ZeroDivisionError):
         lane.submit(lambda: None)
     with pytest.raises(ZeroDivisionError):
-        lane.settle()
+        lane.drain()
     assert ran == []
     lane.close()
 
@@ -56,7 +56,7 @@ def test_settle_waits_for_all_tasks() -> None:
     lane, done = Lane(CPU, "lane"), []
     for number in range(3):
         lane.submit(lambda number=number: done.append(number))
-    lane.settle()
+    lane.drain()
     assert done == [0, 1, 2]
     lane.close()
 
