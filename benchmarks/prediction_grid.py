@@ -33,8 +33,8 @@ from hotrec.calibrate.measure import measure_costs
 from hotrec.calibrate.probes import CalibrationTarget
 from hotrec.cli.logs import quiet_torch
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.bench import BenchPipeline, BenchRootConfig
-from hotrec.config.placements import CostPlacement, FractionPlacement, Routing, TorchrecPlacement
+from hotrec.config.groups import CostPlacement, FractionPlacement, Routing, TorchrecPlacement
+from hotrec.config.roots import BenchPipeline, BenchRootConfig
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
 from hotrec.planning.optimum import optimise_placement
 from hotrec.planning.policies import choose_all_cold, choose_fraction

@@ -24,7 +24,7 @@ from hotrec.bench.cases import choose_hot_rows
 from hotrec.bench.machine import machine_facts
 from hotrec.bench.samples import ZipfTables
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.bench import BenchConfig
+from hotrec.config.roots import BenchConfig
 from hotrec.routing.features import Column
 from hotrec.routing.router import Router
 

@@ -21,10 +21,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from hotrec.config.groups import (
     AllHotOrder,
-    OrderAssign,
-)
-from hotrec.config.placements import (
     HotColdConfig,
+    OrderAssign,
     Routing,
 )
 from hotrec.config.roots import Config

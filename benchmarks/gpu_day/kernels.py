@@ -21,8 +21,8 @@ from benchmarks.gpu_day.stage import DASH, Day, bench_config, free_memory, main
 from benchmarks.gpu_day.tbe import DEVICE, UVM, UVM_CACHE, Tables, optimizers_of, tiers_of
 from hotrec.bench.cases import Case, build_runner
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.bench import BenchPipeline
-from hotrec.config.placements import FractionPlacement, Routing, TorchrecPlacement
+from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
+from hotrec.config.roots import BenchPipeline
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
 from hotrec.planning.policies import choose_fraction
 from hotrec.runtime.ranks import Ranks, process_group

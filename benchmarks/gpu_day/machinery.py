@@ -26,8 +26,8 @@ from hotrec.bench.figures import gather_measured, losses_apart
 from hotrec.bench.figures import summarize as sum_up
 from hotrec.bench.measure import run_counted, run_timed, run_warmup
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.bench import BenchPipeline, BenchRootConfig
-from hotrec.config.placements import AllColdPlacement, Routing, TorchrecPlacement
+from hotrec.config.groups import AllColdPlacement, Routing, TorchrecPlacement
+from hotrec.config.roots import BenchPipeline, BenchRootConfig
 from hotrec.data.batch import Batch
 from hotrec.planning.policies import choose_all_cold
 from hotrec.report.units import show_bytes, show_count, show_seconds

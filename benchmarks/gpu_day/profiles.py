@@ -33,8 +33,8 @@ from benchmarks.gpu_day.stage import (
 from benchmarks.gpu_day.tbe import DEVICE, Tables
 from hotrec.bench.cases import Case, Runner, build_runner
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.bench import BenchPipeline
-from hotrec.config.placements import AllColdPlacement, Routing, TorchrecPlacement
+from hotrec.config.groups import AllColdPlacement, Routing, TorchrecPlacement
+from hotrec.config.roots import BenchPipeline
 from hotrec.embedding.flat import MOST_BAG_IDS, cut_lengths
 from hotrec.embedding.pooling import MOST_IDS, sum_in_pieces
 from hotrec.embedding.update_rules import OptimizerSpec

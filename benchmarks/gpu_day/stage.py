@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu_day.record import Parts, Record, Summary
 from hotrec.bench.machine import machine_facts
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.bench import BenchRootConfig
+from hotrec.config.roots import BenchRootConfig
 from hotrec.report.units import show_seconds
 
 DASH = "-"

@@ -10,8 +10,8 @@ from hotrec.bench.figures import BASELINES, gather_measured, losses_apart, summa
 from hotrec.bench.machine import load_average, machine_facts
 from hotrec.bench.measure import is_profilable, run_counted, run_profiled, run_timed, run_warmup
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.bench import BenchConfig, BenchRootConfig
 from hotrec.config.groups import OrderAssign
+from hotrec.config.roots import BenchConfig, BenchRootConfig
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Rows, WireType
 

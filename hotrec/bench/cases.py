@@ -18,7 +18,18 @@ from hotrec.bench.machine import resident_bytes
 from hotrec.bench.samples import ZipfTables, assigned_batches
 from hotrec.bench.semi_sync import SemiSyncPipeline, refuse_caches
 from hotrec.build import Sharded, build_sharded, by_owner
-from hotrec.config.bench import (
+from hotrec.config.groups import (
+    AllColdPlacement,
+    AllHotPlacement,
+    FractionPlacement,
+    HotColdConfig,
+    OrderAssign,
+    PlacementConfig,
+    Routing,
+    ShuffledOrder,
+    TorchrecPlacement,
+)
+from hotrec.config.roots import (
     HOT_COLD_CASES,
     BenchCase,
     BenchConfig,
@@ -26,20 +37,11 @@ from hotrec.config.bench import (
     BenchRootConfig,
     BenchRouting,
     BenchVariant,
+    Config,
     HotRowsRule,
+    PipelineConfig,
+    TrainerConfig,
 )
-from hotrec.config.groups import OrderAssign, ShuffledOrder
-from hotrec.config.placements import (
-    AllColdPlacement,
-    AllHotPlacement,
-    FractionPlacement,
-    HotColdConfig,
-    PlacementConfig,
-    Routing,
-    TorchrecPlacement,
-)
-from hotrec.config.roots import Config
-from hotrec.config.sections import PipelineConfig, TrainerConfig
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.data.batch import Batch

@@ -30,9 +30,14 @@ from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.kernels import Point, fit_line
 from hotrec.calibrate.probes.rows import row_spec
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
-from hotrec.config.bench import BenchConfig, BenchPipeline, BenchRootConfig
-from hotrec.config.placements import FractionPlacement, Routing, TorchrecPlacement
-from hotrec.config.sections import LaunchConfig, PlannerConfig
+from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
+from hotrec.config.roots import (
+    BenchConfig,
+    BenchPipeline,
+    BenchRootConfig,
+    LaunchConfig,
+    PlannerConfig,
+)
 from hotrec.cost_model.costs import Costs, Line
 from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import build_histogram

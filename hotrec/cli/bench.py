@@ -14,7 +14,7 @@ from hotrec.bench.benchmark import measure
 from hotrec.bench.cases import make_cases
 from hotrec.bench.figures import reference_case
 from hotrec.bench.page import COLUMNS, plain_table, render_page, result_rows
-from hotrec.config.bench import BenchRootConfig
+from hotrec.config.roots import BenchRootConfig
 from hotrec.runtime.ranks import process_group
 from hotrec.runtime.run_dir import CONFIG_FILE
 

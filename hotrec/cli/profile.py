@@ -10,8 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hotrec.config.roots import Config
-from hotrec.config.sections import ProfileConfig, ProfileMode
+from hotrec.config.roots import Config, ProfileConfig, ProfileMode
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.profile import Sampling, write_profile
 from hotrec.data.chunks import Dataset, Jagged

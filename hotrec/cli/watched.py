@@ -10,7 +10,7 @@ from pathlib import Path
 from hotrec.cli.environment import RUN_DIR
 from hotrec.cli.errors import CommandFailed, print_error
 from hotrec.cli.logs import log_trace
-from hotrec.config.sections import TrainerConfig
+from hotrec.config.roots import TrainerConfig
 from hotrec.runtime.postmortem import keep_flight_recorder, memory_snapshot
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.run_dir import CHECKPOINTS

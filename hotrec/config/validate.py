@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
-from hotrec.config.bench import (
+from hotrec.config.check_data import check_data_spec
+from hotrec.config.data import DataSpec
+from hotrec.config.groups import VARIANTS, CostPlacement, ModelConfig, OrderAssign, PolicyConfig
+from hotrec.config.roots import (
     HOT_COLD_CASES,
     BenchCase,
     BenchConfig,
     BenchPipeline,
     BenchRootConfig,
     BenchVariant,
+    Config,
+    Device,
+    TrainerConfig,
 )
-from hotrec.config.check_data import check_data_spec
-from hotrec.config.data import DataSpec
-from hotrec.config.groups import VARIANTS, ModelConfig, OrderAssign
-from hotrec.config.placements import CostPlacement, PolicyConfig
-from hotrec.config.roots import Config
-from hotrec.config.sections import Device, TrainerConfig
 from hotrec.types import ColdTier, Precision
 
 # FBGEMM asserts it for every table with a fused optimizer (construct_split_state).

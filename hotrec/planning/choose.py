@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hotrec.config.placements import (
+from hotrec.config.groups import (
     AllColdPlacement,
     AllHotPlacement,
     BreakEvenPlacement,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.config.placements import CostPlacement
+from hotrec.config.groups import CostPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.histogram import CountHistogram

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotrec.config.placements import TieredConfig, TorchrecPlacement
+from hotrec.config.groups import TieredConfig, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.planning.machine import Machine
 from hotrec.types import ColdTier, HotExchange, PipelineKind, Placement

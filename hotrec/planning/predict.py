@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.config.placements import TorchrecPlacement
+from hotrec.config.groups import TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.caches import miss_ratio_curve
 from hotrec.cost_model.costs import World

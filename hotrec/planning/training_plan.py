@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hotrec.artifact import Artifact, ArtifactError, check_made_from
-from hotrec.config.placements import CostPlacement, HotColdConfig, SavedPlacement, TorchrecPlacement
+from hotrec.config.groups import CostPlacement, HotColdConfig, SavedPlacement, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs, CostsError, World
 from hotrec.cost_model.histogram import CountHistogram

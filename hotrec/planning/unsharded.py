@@ -13,10 +13,15 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.config.groups import Dcnv2Config, ModelConfig, OptimizerConfig
-from hotrec.config.placements import HotColdConfig, TieredConfig, TorchrecPlacement
-from hotrec.config.roots import Config
-from hotrec.config.sections import Device, PlannerConfig
+from hotrec.config.groups import (
+    Dcnv2Config,
+    HotColdConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TieredConfig,
+    TorchrecPlacement,
+)
+from hotrec.config.roots import Config, Device, PlannerConfig
 from hotrec.doctor.machine import read_memory
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import check_optimizer, fused_params

@@ -22,10 +22,8 @@ from hotrec.build import (
     make_alternation,
     make_train_loader,
 )
-from hotrec.config.groups import OrderKind, ScheduleConfig, TraceProfiler
-from hotrec.config.placements import TorchrecPlacement
-from hotrec.config.roots import Config
-from hotrec.config.sections import TrainerConfig
+from hotrec.config.groups import OrderKind, ScheduleConfig, TorchrecPlacement, TraceProfiler
+from hotrec.config.roots import Config, TrainerConfig
 from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset

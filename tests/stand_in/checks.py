@@ -389,14 +389,14 @@ def _save_and_load(run: Run, *, has_trained: bool) -> None:
 def calibration_runs() -> None:
     """Every probe of the calibration, once: no kernel is missing and no devices are mixed."""
     from hotrec.calibrate.probes import all_probes
-    from hotrec.calibrate.workload import Bench, group_alone
+    from hotrec.calibrate.workload import CalibrationWorkload, group_alone
     from hotrec.config.groups import AdamConfig
     from tests.distributed.test_calibrate import tiny_subject
 
     world_size, rank = dist.get_world_size(), dist.get_rank()
     ranks = Ranks(rank, world_size, rank, world_size, device())
     subject = tiny_subject(AdamConfig(learning_rate=0.1))
-    probes = all_probes(Bench(subject, ranks, group_alone(ranks)))
+    probes = all_probes(CalibrationWorkload(subject, ranks, group_alone(ranks)))
     names = {probe.name for probe in probes}
     assert {"read_host", "read_hit", "read_miss", "update_device", "pooled_update_device"} <= names
     for probe in probes:

@@ -26,7 +26,7 @@ from hotrec.bench.page import render_page
 from hotrec.bench.samples import ZipfTables, assigned_batches
 from hotrec.bench.semi_sync import refuse_caches
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.bench import BenchCase, BenchConfig, BenchPipeline, BenchRootConfig, HotRowsRule
+from hotrec.config.roots import BenchCase, BenchConfig, BenchPipeline, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, Shard
 from hotrec.planning.predict import Baseline

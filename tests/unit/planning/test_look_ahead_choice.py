@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrec.config.placements import CostPlacement
+from hotrec.config.groups import CostPlacement
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Link, World
 from hotrec.cost_model.demand import build_demand

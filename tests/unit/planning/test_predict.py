@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.groups import DlrmConfig, RowwiseAdagradConfig
-from hotrec.config.placements import AllColdPlacement, TorchrecPlacement
-from hotrec.config.roots import Config
-from hotrec.config.sections import PipelineConfig, TrainerConfig
+from hotrec.config.groups import (
+    AllColdPlacement,
+    DlrmConfig,
+    RowwiseAdagradConfig,
+    TorchrecPlacement,
+)
+from hotrec.config.roots import Config, PipelineConfig, TrainerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import build_demand

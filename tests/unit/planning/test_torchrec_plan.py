@@ -20,7 +20,7 @@ from torchrec.distributed.types import CacheAlgorithm
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.config.sections import PlannerConfig
+from hotrec.config.roots import PlannerConfig
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.sharding import HotColdSharder
