@@ -34,7 +34,7 @@ from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import COLLECTIVES
 from hotrec.types import STAGES, ColdTier, HotExchange, OptimizerKind, PipelineKind, WireType
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def root_config(*words: str) -> BenchRootConfig:
