@@ -41,7 +41,7 @@ from hotrec.data.locality import Assign, ByOwner, Shard
 from hotrec.doctor.machine import read_memory
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
-from hotrec.embedding.hot_choice import Seconds
+from hotrec.embedding.hot_reduce import Seconds
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead

@@ -10,7 +10,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.hot_exchange import HotReplicas
+from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.initialize import copy_weights
 from hotrec.embedding.optimizers import hot_replicas
 from hotrec.types import Partition, Placement

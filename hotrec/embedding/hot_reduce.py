@@ -1,69 +1,360 @@
-"""The mean over the ranks of the hot rows' gradients, without a dense gradient.
+"""The mean over the ranks of the hot rows' gradients: which reduction, and the reductions.
 
-What travels is settled in two parts. ``plan`` needs the touched slots alone, which are known as
-soon as the ids are: it exchanges slots and finds the union. ``reduce_planned`` then sends values
+A reduction has two steps. ``HotReducer.plan`` needs the touched slots alone, which are known as
+soon as the ids are: it exchanges slots and finds their union. ``reduce_planned`` then sends values
 and nothing else, all dimensions in one message, and adds rows up in rank order, so that replicas
-stay bitwise equal; ``reduce`` does both at once. Slots are integers in messages of their own: a
-16-bit wire rounds values only.
+stay bitwise equal. Slots are sent as integers: a 16-bit wire rounds values only.
 
-What each way sends: ``hotrec.embedding.hot_choice``; the ways: ``hotrec.embedding.hot_ways``.
+W ranks; of dimension D with H hot rows, rank r touched U_r rows, all ranks together ``union`` rows;
+a value takes v bytes on the wire (4, or 2 with a 16-bit wire), a slot 4. The rank that sends most
+sends, summed over the dimensions:
+
+    all-gather   (W-1) max_r U_r (v D + 4)
+                 every rank gathers all ranks' rows and adds them up
+    owners       (W-1)/W max_r U_r (v D + 4)  to the owners of the rows, which add them up
+                 + (W-1)/W union (v D + 4)    the sums, gathered by every rank
+    dense        2 (W-1)/W H (v D + 1)        an all-reduce of all rows, with at most a byte each
+                                              that says whether some rank touched it
+
+Owners are even: slot s belongs to rank s mod W. With two ranks owners never send less than the
+all-gather; with more they do as soon as a row is touched by more than W/(W-1) ranks on average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch.nn.functional import embedding_bag
 
-from hotrec.embedding.hot_choice import HotChooser, Seconds
-from hotrec.embedding.hot_ways import Counts, Dense, Owners, TouchedRows, Way
+from hotrec.embedding.messages import RowCounts, message_sizes, pack, row_counts, unpack
+from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.host_ints import HostInts, ints_on
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, WireType
 
-Rows = tuple[torch.Tensor, torch.Tensor]
+SLOT_BYTES = 4
+# Seconds of a collective by the bytes that the busiest rank sends.
+Seconds = Mapping[str, Callable[[float], float]]
+Shapes = Sequence[tuple[int, int]]  # (H, D) of each dimension
+SparseGradient = tuple[torch.Tensor, torch.Tensor]  # slots (U,), rows (U, D)
+
+
+def hot_messages(
+    shapes: Shapes,
+    num_touched_RG: Sequence[Sequence[int]],
+    num_union_G: Sequence[float],
+    value_bytes: int,
+) -> dict[HotExchange, dict[str, float]]:
+    """Bytes that each reduction sends, by the formulas of the module.
+
+    Args:
+        shapes: (H, D) of each dimension.
+        num_touched_RG: U of each rank, by dimension.
+        num_union_G: Number of rows that some rank touched, by dimension.
+        value_bytes: Size of a value on the wire.
+
+    Returns:
+        By exchange (not AUTO), bytes by name of the collective, see ``hotrec.runtime.traffic``.
+    """
+    world_size = len(num_touched_RG)
+    row_bytes_G = [value_bytes * dim + SLOT_BYTES for _, dim in shapes]
+    most = max(
+        sum(num * size for num, size in zip(nums, row_bytes_G, strict=True))
+        for nums in num_touched_RG
+    )
+    union = sum(num * size for num, size in zip(num_union_G, row_bytes_G, strict=True))
+    dense = sum(num_hot * (value_bytes * dim + 1) for num_hot, dim in shapes)
+    others = (world_size - 1) / world_size
+    return {
+        HotExchange.touched_rows: {"all_gather": (world_size - 1) * most},
+        HotExchange.owners: {"all_to_all": others * most, "all_gather": others * union},
+        HotExchange.dense: {"all_reduce": 2 * others * dense},
+    }
+
+
+def estimate_unions(
+    shapes: Shapes, num_touched_RG: Sequence[Sequence[int]], union_frac_G: Sequence[float]
+) -> list[float]:
+    """Estimate how many rows the ranks touch together, from the share seen in an earlier step.
+
+    Args:
+        shapes: (H, D) of each dimension.
+        num_touched_RG: U of each rank, by dimension.
+        union_frac_G: Union by sum of all ranks' U, by dimension; 1 for the most it can be.
+    """
+    return [
+        min(num_hot, max(frac * sum(nums), *nums))
+        for nums, frac, (num_hot, _) in zip(
+            zip(*num_touched_RG, strict=True), union_frac_G, shapes, strict=True
+        )
+    ]
+
+
+def choose_exchange(
+    shapes: Shapes,
+    num_touched_RG: Sequence[Sequence[int]],
+    num_union_G: Sequence[float],
+    value_bytes: int = 4,
+    seconds: Seconds | None = None,
+) -> HotExchange:
+    """Choose the cheapest reduction, the first in the enumeration's order among equals.
+
+    Args:
+        seconds: Costs of the collectives, the same on every rank; None to choose by bytes.
+    """
+
+    def cost(sent: Mapping[str, float]) -> float:
+        if seconds is None:
+            return sum(sent.values())
+        return sum(seconds[name](num_bytes) for name, num_bytes in sent.items())
+
+    messages = hot_messages(shapes, num_touched_RG, num_union_G, value_bytes)
+    costs = {exchange: cost(sent) for exchange, sent in messages.items()}
+    return min(costs, key=lambda exchange: costs[exchange])
+
+
+class Reduction(Protocol):
+    """The reduction of one step. Its constructor exchanges slots and finds ``unions``."""
+
+    unions: list[torch.Tensor]
+
+    def reduce(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The mean gradients of the unions' rows."""
+        ...
+
+
+class _SlotSum:
+    """Sums of rows by slot, in the order in which the rows come.
+
+    Args:
+        slots_K: int64 (K,), in rank order.
+        num_hot: Bound of the slots.
+    """
+
+    def __init__(self, slots_K: torch.Tensor, num_hot: int) -> None:
+        sorted_K, self._order_K = sort_keys(slots_K, num_hot)
+        self.slots_U, counts_U = torch.unique_consecutive(sorted_K, return_counts=True)
+        self._offsets_U = counts_U.cumsum(0) - counts_U
+
+    def __call__(self, grad_KD: torch.Tensor) -> torch.Tensor:
+        if self.slots_U.numel() == 0:
+            return grad_KD
+        # Each bag is added up front to back, and the sort is stable: so the sum is in rank order.
+        return embedding_bag(self._order_K, grad_KD, self._offsets_U, mode="sum")
+
+
+def _gather(
+    wire: Wire, parts: Sequence[torch.Tensor], counts: RowCounts, widths: Sequence[int]
+) -> list[torch.Tensor]:
+    """All ranks' items by dimension, (items, width) in rank order."""
+    message = pack(parts, [counts[wire.rank]], widths)
+    return unpack(wire.all_gather_joined(message, message_sizes(counts, widths)), counts, widths)
+
+
+def _gather_slots(
+    shapes: Shapes, wire: Wire, slots: Sequence[torch.Tensor], counts: RowCounts
+) -> list[_SlotSum]:
+    slots_32 = [slots_U.int() for slots_U in slots]
+    return [
+        _SlotSum(slots_K1.view(-1).long(), num_hot)
+        for slots_K1, (num_hot, _) in zip(
+            _gather(wire, slots_32, counts, [1] * len(shapes)), shapes, strict=True
+        )
+    ]
+
+
+class AllGatherReduction:
+    """Every rank gathers the rows of all ranks and adds them up.
+
+    Args:
+        shapes: (H, D) of each dimension.
+        wire: To the other ranks.
+        slots: int64 (U,), distinct, of each dimension.
+        counts: U of each rank.
+    """
+
+    def __init__(
+        self, shapes: Shapes, wire: Wire, slots: Sequence[torch.Tensor], counts: RowCounts
+    ) -> None:
+        self._wire, self._counts = wire, counts
+        self._dims = [dim for _, dim in shapes]
+        self._sums = _gather_slots(shapes, wire, slots, counts)
+        self.unions = [total.slots_U for total in self._sums]
+
+    def reduce(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        shares = [grad_UD / self._wire.world_size for grad_UD in grads]
+        gathered = _gather(self._wire, shares, self._counts, self._dims)
+        return [total(rows_KD) for total, rows_KD in zip(self._sums, gathered, strict=True)]
+
+
+class OwnerReduction:
+    """Rows go to the owners of their slots, which add them up; every rank gathers the sums.
+
+    Args:
+        shapes: (H, D) of each dimension.
+        wire: To the other ranks.
+        slots: int64 (U,), distinct, of each dimension.
+    """
+
+    def __init__(self, shapes: Shapes, wire: Wire, slots: Sequence[torch.Tensor]) -> None:
+        self._wire = wire
+        self._dims = [dim for _, dim in shapes]
+        ones, world_size = [1] * len(shapes), wire.world_size
+        # Slots keep their order within each owner.
+        by_owner = [sort_keys(slots_U % world_size, world_size) for slots_U in slots]
+        self._orders = [order_U for _, order_U in by_owner]
+        self._num_to, self._num_from = self._exchange_counts([owner_U for owner_U, _ in by_owner])
+        for_owners = [
+            slots_U.index_select(0, order_U).int()
+            for slots_U, order_U in zip(slots, self._orders, strict=True)
+        ]
+        self._sums = [
+            _SlotSum(slots_K1.long().view(-1), num_hot)
+            for slots_K1, (num_hot, _) in zip(self._send(for_owners, ones), shapes, strict=True)
+        ]
+        owned = [total.slots_U for total in self._sums]
+        num_owned = ints_on(owned[0].device, [slots_O.numel() for slots_O in owned])
+        sizes = [len(shapes)] * world_size
+        self._num_owned = row_counts(
+            HostInts(wire.all_gather_joined(num_owned, sizes)).wait(), len(shapes)
+        )
+        unordered = _gather(wire, [slots_O.int() for slots_O in owned], self._num_owned, ones)
+        ordered = [
+            sort_keys(slots_K1.long().view(-1), num_hot)
+            for slots_K1, (num_hot, _) in zip(unordered, shapes, strict=True)
+        ]
+        self.unions = [union for union, _ in ordered]
+        self._union_orders = [order for _, order in ordered]
+
+    def _exchange_counts(self, owners: Sequence[torch.Tensor]) -> tuple[RowCounts, RowCounts]:
+        """Rows for each owner, and rows from each rank, given the owners in ascending order."""
+        num_groups, world_size = len(owners), self._wire.world_size
+        owners_W = torch.arange(world_size, device=owners[0].device)
+        ends_GW = torch.stack([torch.searchsorted(o, owners_W, right=True) for o in owners])
+        num_to_WG = ends_GW.diff(prepend=ends_GW.new_zeros(num_groups, 1)).t().reshape(-1)
+        sizes = [num_groups] * world_size
+        received = self._wire.all_to_all(num_to_WG, sizes, sizes)
+        # Both in one copy: on CUDA each makes the host wait once.
+        counts = row_counts(HostInts(torch.cat([num_to_WG, received])).wait(), num_groups)
+        return counts[:world_size], counts[world_size:]
+
+    def _send(self, parts: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
+        """Send items, sorted by owner, to the owners; returns what arrived, by dimension."""
+        received = self._wire.all_to_all(
+            pack(parts, self._num_to, widths),
+            message_sizes(self._num_to, widths),
+            message_sizes(self._num_from, widths),
+        )
+        return unpack(received, self._num_from, widths)
+
+    def reduce(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        for_owners = [
+            grad_UD.index_select(0, order_U).div_(self._wire.world_size)
+            for grad_UD, order_U in zip(grads, self._orders, strict=True)
+        ]
+        arrived = self._send(for_owners, self._dims)
+        sums = [total(rows_KD) for total, rows_KD in zip(self._sums, arrived, strict=True)]
+        gathered = _gather(self._wire, sums, self._num_owned, self._dims)
+        return [
+            rows_KD.index_select(0, order_K)
+            for rows_KD, order_K in zip(gathered, self._union_orders, strict=True)
+        ]
+
+
+class DenseReduction:
+    """An all-reduce of all hot rows.
+
+    Args:
+        shapes: (H, D) of each dimension.
+        wire: To the other ranks.
+        slots: int64 (U,), distinct, of each dimension.
+        counts: U of each rank.
+        buffer: Float (sum of H D,), zero outside of this rank's slots; ``reduce`` sets it to zero.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        wire: Wire,
+        slots: Sequence[torch.Tensor],
+        counts: RowCounts,
+        buffer: torch.Tensor,
+    ) -> None:
+        self._wire, self._slots, self._buffer = wire, slots, buffer
+        sizes = [num_hot * dim for num_hot, dim in shapes]
+        self._views = [
+            flat.view(-1, dim) for flat, (_, dim) in zip(buffer.split(sizes), shapes, strict=True)
+        ]
+        num_hot, most = sum(h for h, _ in shapes), max(sum(nums) for nums in counts)
+        # Where few rows are touched their slots are a shorter message than a flag for every row.
+        if SLOT_BYTES * most * wire.world_size < 2 * num_hot:
+            self.unions = [total.slots_U for total in _gather_slots(shapes, wire, slots, counts)]
+        else:
+            self.unions = self._all_reduce_flags([h for h, _ in shapes])
+
+    def _all_reduce_flags(self, num_hot_G: list[int]) -> list[torch.Tensor]:
+        # A byte counts up to 255 ranks.
+        dtype = torch.uint8 if self._wire.world_size < 256 else torch.int32
+        flags = torch.zeros(sum(num_hot_G), dtype=dtype, device=self._buffer.device)
+        flags_G = flags.split(num_hot_G)
+        for flags_H, slots_U in zip(flags_G, self._slots, strict=True):
+            flags_H.index_fill_(0, slots_U, 1)
+        self._wire.all_reduce(flags)
+        return [flags_H.nonzero().view(-1) for flags_H in flags_G]
+
+    def reduce(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        for grad_HD, slots_U, grad_UD in zip(self._views, self._slots, grads, strict=True):
+            grad_HD.index_copy_(0, slots_U, grad_UD / self._wire.world_size)
+        self._wire.all_reduce(self._buffer)
+        means = []
+        for grad_HD, union in zip(self._views, self.unions, strict=True):
+            means.append(grad_HD.index_select(0, union))
+            # Only these rows are not zero; clearing all would be a pass over H x D values.
+            grad_HD.index_fill_(0, union, 0.0)
+        return means
 
 
 @dataclass(frozen=True)
 class HotPlan:
-    """How the gradients of one step will travel; see ``HotReducer.plan``.
+    """How the gradients of one step will be reduced; see ``HotReducer.plan``.
 
     Args:
-        exchange: what was chosen; TOUCHED_ROWS for one rank, which sends nothing.
-        unions: by dimension, the slots that some rank touched, int64, ascending (of one rank, as
+        exchange: The chosen reduction; TOUCHED_ROWS for one rank, which sends nothing.
+        unions: By dimension, the slots that some rank touched, int64, ascending (for one rank, as
             they were given).
-        slots: this rank's.
-        way: None for one rank.
+        slots: This rank's slots.
+        reduction: None for one rank.
     """
 
     exchange: HotExchange
     unions: list[torch.Tensor]
     slots: list[torch.Tensor]
-    way: Way | None
+    reduction: Reduction | None
 
 
 class HotReducer:
-    """Adds up gradients of hot rows over the ranks.
+    """Averages gradients of hot rows over the ranks.
 
     Calls must come in the same order on every rank, all in one thread. Nothing of size H x D is
     made or read, except by DENSE.
 
     Args:
         shapes: (H, D) of each dimension.
-        wire: to the other ranks.
-        exchange: AUTO chooses in every step, see ``HotChooser``.
-        seconds: of collectives by the bytes that the busiest rank sends, the same on every rank;
-            None to choose by bytes.
-        device: of slots and gradients.
+        wire: To the other ranks.
+        exchange: AUTO chooses the cheapest reduction in every step, the same on every rank.
+        seconds: Costs of the collectives, the same on every rank; None to choose by bytes.
+        device: Of slots and gradients.
 
     Raises:
-        ValueError: if AUTO is to choose by seconds of which some collective's are missing.
+        ValueError: if AUTO is to choose by seconds and those of some collective are missing.
     """
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, int]],
+        shapes: Shapes,
         wire: Wire,
         exchange: HotExchange = HotExchange.auto,
         seconds: Seconds | None = None,
@@ -71,70 +362,105 @@ class HotReducer:
     ) -> None:
         self._shapes = list(shapes)
         self._wire = wire
-        self._device = device
-        value_bytes = 4 if wire.wire_type is WireType.fp32 else 2
-        self._chooser = HotChooser(self._shapes, exchange, value_bytes, seconds)
-        self._dense: list[torch.Tensor] = []  # kept, all zeros between steps
+        self._exchange = exchange
+        self._seconds = seconds
+        self._device = torch.device(device)
+        self._value_bytes = 4 if wire.wire_type is WireType.fp32 else 2
+        # The union is known only after slots were exchanged, so the choice estimates it from the
+        # share that it was in the last step; before the first step, from the most it can be.
+        self._union_frac_G = [1.0] * len(self._shapes)
+        self._dense_buffer: torch.Tensor | None = None  # all zeros between steps
+        wanted = {"all_gather", "all_to_all", "all_reduce"}
+        if seconds is not None and exchange is HotExchange.auto and not wanted <= set(seconds):
+            raise ValueError(
+                f"hot exchange seconds: expected the collectives {sorted(wanted)}, got "
+                f"{sorted(seconds)}. Pass all of them, or none to choose by bytes."
+            )
 
-    def exchange_counts(self, num_touched_G: Sequence[int]) -> Counts:
-        """Tell all ranks how many rows this rank's batch touches, by dimension; U of each rank."""
+    def exchange_counts(self, num_touched_G: Sequence[int]) -> RowCounts:
+        """Gather how many rows each rank's batch touches, by dimension."""
         self._check_num(len(num_touched_G), "counts")
-        num_groups = len(num_touched_G)
-        sizes = [num_groups] * self._wire.world_size
-        mine = ints_on(torch.device(self._device), num_touched_G)
-        nums = HostInts(self._wire.all_gather_joined(mine, sizes)).wait()
-        return [nums[at : at + num_groups] for at in range(0, len(nums), num_groups)]
+        sizes = [len(num_touched_G)] * self._wire.world_size
+        own = ints_on(self._device, num_touched_G)
+        gathered = HostInts(self._wire.all_gather_joined(own, sizes)).wait()
+        return row_counts(gathered, len(num_touched_G))
 
     @torch.no_grad()
-    def plan(self, slots: Sequence[torch.Tensor], counts: Counts | None = None) -> HotPlan:
+    def plan(
+        self,
+        slots: Sequence[torch.Tensor],
+        counts: RowCounts | None = None,
+        dense_buffer: torch.Tensor | None = None,
+    ) -> HotPlan:
         """Exchange what can be known before the gradients are there.
 
         Args:
-            slots: by dimension, the slots that this rank's batch touches, int64 (U,), distinct.
+            slots: By dimension, the slots that this rank's batch touches, int64 (U,), distinct.
             counts: U of each rank, by dimension, where that is known already.
+            dense_buffer: Memory for DENSE, see ``DenseReduction``; by default the reducer
+                keeps a buffer of its own.
 
         Raises:
             ValueError: if there are not as many tensors as dimensions, or the counts of this rank
-                are others.
+                differ from its slots.
         """
         slots = list(slots)
         self._check_num(len(slots), "slots")
         if self._wire.world_size == 1:
             return HotPlan(HotExchange.touched_rows, slots, slots, None)
-        mine = [slots_U.numel() for slots_U in slots]
+        own = [slots_U.numel() for slots_U in slots]
         if counts is None:
-            counts = self.exchange_counts(mine)
-        if counts[self._wire.rank] != mine:
+            counts = self.exchange_counts(own)
+        if counts[self._wire.rank] != own:
             raise ValueError(
-                f"hot exchange counts of rank {self._wire.rank}: expected {mine}, the slots given, "
+                f"hot exchange counts of rank {self._wire.rank}: expected {own}, the slots given, "
                 f"got {counts[self._wire.rank]}. Count and plan the same batch."
             )
-        exchange = self._chooser.choose(counts)
-        way: Way
+        exchange = self._choose(counts)
+        reduction: Reduction
         match exchange:
             case HotExchange.touched_rows:
-                way = TouchedRows(self._shapes, self._wire, slots, counts)
+                reduction = AllGatherReduction(self._shapes, self._wire, slots, counts)
             case HotExchange.owners:
-                way = Owners(self._shapes, self._wire, slots)
+                reduction = OwnerReduction(self._shapes, self._wire, slots)
             case _:
-                way = Dense(self._shapes, self._wire, slots, self._dense)
-        self._chooser.note(counts, [union.numel() for union in way.unions])
-        return HotPlan(exchange, way.unions, slots, way)
+                buffer = self._own_buffer() if dense_buffer is None else dense_buffer
+                reduction = DenseReduction(self._shapes, self._wire, slots, counts, buffer)
+        self._note_unions(counts, [union.numel() for union in reduction.unions])
+        return HotPlan(exchange, reduction.unions, slots, reduction)
+
+    def _choose(self, counts: RowCounts) -> HotExchange:
+        if self._exchange is not HotExchange.auto:
+            return self._exchange
+        unions = estimate_unions(self._shapes, counts, self._union_frac_G)
+        return choose_exchange(self._shapes, counts, unions, self._value_bytes, self._seconds)
+
+    def _note_unions(self, counts: RowCounts, num_union_G: Sequence[int]) -> None:
+        for group, num_union in enumerate(num_union_G):
+            total = sum(nums[group] for nums in counts)
+            if total:
+                self._union_frac_G[group] = num_union / total
+
+    def _own_buffer(self) -> torch.Tensor:
+        if self._dense_buffer is None:
+            num_values = sum(num_hot * dim for num_hot, dim in self._shapes)
+            self._dense_buffer = torch.zeros(num_values, device=self._device)
+        return self._dense_buffer
 
     @torch.no_grad()
-    def reduce_planned(self, grads: Sequence[torch.Tensor], plan: HotPlan) -> list[Rows]:
+    def reduce_planned(self, grads: Sequence[torch.Tensor], plan: HotPlan) -> list[SparseGradient]:
         """The mean over the ranks, in which a rank that did not touch a row counts as zero.
 
         Args:
-            grads: by dimension, this rank's gradients of the planned slots, float32 (U, D).
-            plan: of this step; used once.
+            grads: By dimension, this rank's gradients of the planned slots, float32 (U, D).
+            plan: Of this step; can be used once.
 
         Returns:
             By dimension, the slots that some rank touched, int64, ascending, and their gradients
             float32, the same bits on every rank. One rank gets back the very tensors that it gave.
 
         Raises:
-            ValueError: if gradients are not of the plan's slots.
+            ValueError: if the gradients do not fit the plan's slots.
         """
         self._check_num(len(grads), "gradients")
         for (num_hot, dim), slots_U, grad_UD in zip(self._shapes, plan.slots, grads, strict=True):
@@ -144,17 +470,23 @@ class HotReducer:
                     f"({slots_U.numel()}, {dim}) for the planned slots, got {grad_UD.dtype} "
                     f"{tuple(grad_UD.shape)}. Plan and reduce the same batch."
                 )
-        means = list(grads) if plan.way is None else plan.way.reduce(grads)
+        means = list(grads) if plan.reduction is None else plan.reduction.reduce(grads)
         return list(zip(plan.unions, means, strict=True))
 
-    def reduce(self, touched: Sequence[Rows], counts: Counts | None = None) -> list[Rows]:
-        """``plan`` and ``reduce_planned``.
+    def reduce(
+        self,
+        touched: Sequence[SparseGradient],
+        counts: RowCounts | None = None,
+        dense_buffer: torch.Tensor | None = None,
+    ) -> list[SparseGradient]:
+        """``plan`` and ``reduce_planned`` in one call.
 
         Args:
-            touched: by dimension, slots int64 (U,), distinct, and gradients float32 (U, D).
-            counts: as for ``plan``.
+            touched: By dimension, slots int64 (U,), distinct, and gradients float32 (U, D).
+            counts: As for ``plan``.
+            dense_buffer: As for ``plan``.
         """
-        plan = self.plan([slots_U for slots_U, _ in touched], counts)
+        plan = self.plan([slots_U for slots_U, _ in touched], counts, dense_buffer)
         return self.reduce_planned([grad_UD for _, grad_UD in touched], plan)
 
     def _check_num(self, num: int, what: str) -> None:

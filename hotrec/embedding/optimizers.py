@@ -12,7 +12,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from hotrec.embedding.hot_exchange import HotReplicas
+from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.tables import sharded_collections, torchrec_collections
 from hotrec.embedding.update_rules import OptimizerSpec, update_rows
 from hotrec.routing.features import hot_name

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.flat import cut_bags
 from hotrec.embedding.fused import fused_params, undo_update_count
-from hotrec.embedding.hot_exchange import HotCounts, HotReplicas
+from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.host_ints import HostInts
@@ -292,15 +292,15 @@ class ShardedRows(ShardedEmbeddingCollection):
                 request.tell(sharding_ctx)
         return requests
 
-    def ask_hot_counts(self, asked: KeyedJaggedTensor) -> HotCounts | None:
-        """Ask how many hot rows each rank touches, while ids are exchanged.
+    def gather_hot_counts(self, rows: KeyedJaggedTensor) -> HotRowCounts | None:
+        """Start gathering how many hot rows each rank touches, while ids are exchanged.
 
         Args:
-            asked: the rows that the batch reads, hot tables first.
+            rows: The rows that the batch reads, hot tables first.
         """
         if self.hot is None:
             return None
-        return self.hot.ask_counts(sum(asked.length_per_key()[: self._num_hot]))
+        return self.hot.gather_counts(sum(rows.length_per_key()[: self._num_hot]))
 
     def drop_cached_rows(self) -> None:
         """Forget what a UVM cache holds, after the rows behind it were written directly."""
@@ -312,20 +312,20 @@ class ShardedRows(ShardedEmbeddingCollection):
         self,
         features: list[KeyedJaggedTensor],
         contexts: list[Any],
-        hot_counts: HotCounts | None,
+        hot_counts: HotRowCounts | None,
     ) -> list[Awaitable[torch.Tensor]]:
         """Look up this rank's rows and start sending them to the ranks that asked.
 
         Args:
             features: the ids that arrived, one per sharding.
             contexts: TorchRec's sharding contexts, one per sharding.
-            hot_counts: from ``ask_hot_counts``, of the same batch.
+            hot_counts: from ``gather_hot_counts``, of the same batch.
 
         Returns:
             One awaitable per sharding, of float (U_sharding, D), hot first.
         """
         if self.hot is not None:
-            self.hot.expect(hot_counts)
+            self.hot.use_counts(hot_counts)
         awaitables = []
         stages = list(zip(self._lookups, self._output_dists, features, contexts, strict=True))
         # Cold rows first: they travel while the hot ones are read, and backward, which goes the

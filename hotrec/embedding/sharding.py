@@ -36,7 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection, PooledLayout, route
 from hotrec.embedding.fused import check_optimizer, fused_params
-from hotrec.embedding.hot_exchange import HotCounts, HotReplicas
+from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
 from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.row_exchange import COLD_SHARDINGS, HOT_SHARDINGS, ShardedRows
@@ -55,7 +55,7 @@ class HotColdContext(EmbeddingCollectionContext):
         super().__init__()
         self.routed: RoutedFeatures | None = None
         self.num_shardings: list[int] = []
-        self.hot_counts: list[HotCounts | None] = []
+        self.hot_counts: list[HotRowCounts | None] = []
 
     def record_stream(self, stream: torch.Stream) -> None:
         super().record_stream(stream)
@@ -193,7 +193,7 @@ class ShardedHotColdEmbeddingBagCollection(
         mark("route")
         awaitables: list[Any] = []
         for rows, group in zip(self._rows().values(), ctx.routed.groups, strict=True):
-            ctx.hot_counts.append(rows.ask_hot_counts(group.rows))
+            ctx.hot_counts.append(rows.gather_hot_counts(group.rows))
             splits = rows.input_dist(ctx, group.rows)
             ctx.num_shardings.append(len(splits.awaitables))
             awaitables += splits.awaitables

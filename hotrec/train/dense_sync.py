@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,18 +15,25 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torchrec.distributed.types import ShardedModule
 
+from hotrec.runtime.comm_thread import CommunicationThread
 from hotrec.runtime.stages import mark
 from hotrec.runtime.traffic import counted_by_sender, note_sent
 from hotrec.runtime.wire import Wire
 from hotrec.types import WireType
 
 
+class _Waitable(Protocol):
+    """A ``dist.Work`` or a ``CommunicationFuture``."""
+
+    def wait(self) -> Any: ...
+
+
 class Sender:
     """All-reduces of one process group, in the order in which they are started.
 
     Args:
-        group: the ranks; nothing else may use it.
-        wire_type: in which float32 values travel; sums are made in float32.
+        group: The ranks; nothing else may use it.
+        wire_type: The type in which float32 values are sent; sums are made in float32.
     """
 
     def __init__(self, group: dist.ProcessGroup, wire_type: WireType = WireType.fp32) -> None:
@@ -38,9 +42,7 @@ class Sender:
         self._is_nccl = dist.get_backend(group) == "nccl"
         self._wire = Wire(group, wire_type)
         self._exact_wire = Wire(group)
-        self._queue: SimpleQueue[tuple[torch.Tensor, int, Future[None]] | None] = SimpleQueue()
-        self._has_thread = False
-        self._has_failed = False
+        self._thread = CommunicationThread(torch.device("cpu"), "dense gradients")
 
     def agree_on(self, facts: Mapping[str, tuple[int, ...]]) -> None:
         """Check that all ranks hold the same tensors: facts that must match, by name.
@@ -68,53 +70,34 @@ class Sender:
                 source = dist.get_global_rank(self.group, 0)
                 dist.broadcast(tensor.detach(), src=source, group=self.group)
 
-    def start(self, message: torch.Tensor, num_values: int) -> Any:
-        """Add up ``message`` over the ranks, in place, until the returned Work or Future is done.
+    def start(self, message: torch.Tensor, num_values: int) -> _Waitable | None:
+        """Add up ``message`` over the ranks, in place, until what is returned has been waited for.
 
         Args:
-            message: (n,); the first ``num_values`` travel in the wire's type, the rest as they are.
+            message: (n,); the first ``num_values`` are sent in the wire's type, the rest unchanged.
+
+        Returns:
+            None if the sum is ready in the order of the current stream.
         """
         if self._wire.wire_type is WireType.fp32 or message.dtype != torch.float32:
             num_bytes = message.numel() * message.element_size()
             note_sent("all_reduce", 2 * num_bytes * (self.world_size - 1) // self.world_size)
             with counted_by_sender():
-                return dist.all_reduce(message, group=self.group, async_op=True)
-        future: Future[None] = Future()
+                work: _Waitable = dist.all_reduce(message, group=self.group, async_op=True)
+                return work
         if self._is_nccl:
-            # In the order of the current stream; the host does not wait.
+            # NCCL does not hold the host up, so no thread is needed.
             self._add_up(message, num_values)
-            future.set_result(None)
-            return future
-        if not self._has_thread:
-            self._has_thread = True
-            threading.Thread(target=self._run, name="dense gradients", daemon=True).start()
-        self._queue.put((message, num_values, future))
-        return future
+            return None
+        return self._thread.submit(lambda: self._add_up(message, num_values))
 
     def _add_up(self, message: torch.Tensor, num_values: int) -> None:
         self._wire.all_reduce(message[:num_values])
         self._exact_wire.all_reduce(message[num_values:])
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            message, num_values, future = item
-            try:
-                if self._has_failed:
-                    # Its messages would meet the wrong ones of other ranks.
-                    raise RuntimeError(
-                        "dense gradients: expected all messages before this one to arrive, got a "
-                        "failure. See the first error of this rank."
-                    )
-                self._add_up(message, num_values)
-            except BaseException as error:  # whatever it is, the main thread must see it
-                self._has_failed = True
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
     def close(self) -> None:
-        """Let the thread end after the messages that it has; does not wait."""
-        self._queue.put(None)
+        """Let the thread end after the messages that it has, without waiting for it."""
+        self._thread.close()
 
 
 class GradMean:
@@ -124,7 +107,7 @@ class GradMean:
     that one which no rank has stays None. Memory: one copy of the gradients, if W > 1.
 
     Args:
-        parameters: of one type and device, the same on every rank.
+        parameters: Of one type and device, the same on every rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], sender: Sender) -> None:
@@ -133,7 +116,7 @@ class GradMean:
         self._has_grad: list[bool] = []
         self._is_used: torch.Tensor | None = None  # the same, float (n,) on the device
         self._grads: list[torch.Tensor | None] = []
-        self._work: Any = None
+        self._work: _Waitable | None = None
         self._num_values = sum(parameter.numel() for parameter in parameters)
         self._message: torch.Tensor | None = None
 
@@ -175,7 +158,7 @@ class GradMean:
         """
         if self._work is not None:
             work, self._work = self._work, None
-            work.result() if isinstance(work, Future) else work.wait()
+            work.wait()
 
     def take(self) -> list[torch.Tensor | None]:
         """The means, valid until the next ``start``; None for what no rank has a gradient of."""

@@ -250,12 +250,12 @@ class RowSource(Protocol):
 
     depth: int
 
-    def admit(self, features: Any, *, will_update: bool, is_all_hot: bool) -> None: ...
-    def begin(self) -> None: ...
+    def prefetch(self, features: Any, *, will_update: bool, is_all_hot: bool) -> None: ...
+    def start_step(self) -> None: ...
     def parts(self, *, split: bool) -> Sequence[Any]: ...
-    def enter(self, part: Any) -> None: ...
+    def wait_for_rows(self, part: Any) -> None: ...
     def end_backward(self) -> None: ...
-    def finish(self) -> None: ...
+    def wait_for_hot_gradients(self) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
 
@@ -332,7 +332,7 @@ class LookAheadPipeline(Pipeline):
         if not self._held:
             raise self._no_batch()
         batch = self._held.popleft()
-        self._rows.begin()
+        self._rows.start_step()
         if is_training:
             output = self._train(batch)
         else:
@@ -348,7 +348,7 @@ class LookAheadPipeline(Pipeline):
                 self._has_ended = True
                 return
             batch = batch.to(self.device, non_blocking=True)
-            self._rows.admit(batch.sparse, will_update=is_training, is_all_hot=batch.is_all_hot)
+            self._rows.prefetch(batch.sparse, will_update=is_training, is_all_hot=batch.is_all_hot)
             self._held.append(batch)
 
     def _train(self, batch: Batch) -> Output:
@@ -358,7 +358,7 @@ class LookAheadPipeline(Pipeline):
             outputs.append(self._compute(batch, part))
         self._rows.end_backward()
         self._dense.finish_backward()
-        self._rows.finish()
+        self._rows.wait_for_hot_gradients()
         with named_range("optimizer"):
             if self._hot is not None:
                 self._hot.step()
@@ -367,7 +367,7 @@ class LookAheadPipeline(Pipeline):
         return _joined(outputs, [part.samples for part in parts])
 
     def _compute(self, batch: Batch, part: Part) -> Output:
-        self._rows.enter(part)
+        self._rows.wait_for_rows(part)
         some = _select(batch, part)
         with named_range("forward"):
             loss, output = self.model(some)

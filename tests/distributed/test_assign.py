@@ -27,7 +27,7 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
 from hotrec.data.locality import NOBODY
-from hotrec.embedding.prefetch.stores import OwnedRows
+from hotrec.embedding.prefetch.owned_rows import OwnedRows
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
 from hotrec.planning.machine import Machine

@@ -29,7 +29,7 @@ from hotrec.embedding import cpu_rows, pooling, sharding
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.fused import fused_params
-from hotrec.embedding.hot_exchange import HotReplicas
+from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import HotOptimizer, make_optimizer
 from hotrec.embedding.sharding import HotColdSharder

@@ -128,7 +128,7 @@ def _train(run: dict[str, Any], num_steps: int) -> Trained:
         for _ in range(num_steps):
             loss, _, _ = training.pipeline.progress(stream)
             if training.run.pipeline == "look_ahead":
-                _wait_for_lane(training)
+                _wait_for_thread(training)
             note_step()
             losses.append(loss)
         del loss
@@ -142,12 +142,12 @@ def _train(run: dict[str, Any], num_steps: int) -> Trained:
     )
 
 
-def _wait_for_lane(training: Any) -> None:
+def _wait_for_thread(training: Any) -> None:
     """Have the communication thread's tasks of the step in its log; nothing of it is counted."""
     import threading
 
     done = threading.Event()
-    training.pipeline._rows._lane.submit(done.set)
+    training.pipeline._rows._thread.submit(done.set)
     done.wait()
 
 

@@ -1,8 +1,8 @@
-"""Probes of the hot replicas: lookup, message, sum, update."""
+"""Probes of the hot replicas: lookup, gradient, reduction, update; by the code that trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.calibrate.kernels import Probe, Work
 from hotrec.calibrate.workload import CalibrationWorkload, in_turn
-from hotrec.embedding.hot_exchange import HotReplicas, add_rows, pack_rows
+from hotrec.embedding.hot_reduce import HotReducer
+from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer
+from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange
 
 
@@ -28,6 +30,23 @@ class _Bucket:
 
     def index(self) -> int:
         return 0
+
+
+class _ReplayedWire(Wire):
+    """A wire that sends nothing: the other ranks' messages are this rank's own, of earlier turns.
+
+    Args:
+        world_size: Number of ranks to stand for.
+        messages: What all ranks together send in the next turn, in the order of the calls.
+    """
+
+    def __init__(self, group: Any, world_size: int) -> None:
+        super().__init__(group)
+        self.world_size = world_size
+        self.messages: list[torch.Tensor] = []
+
+    def all_gather_joined(self, source: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return self.messages.pop(0)
 
 
 @dataclass(frozen=True)
@@ -99,8 +118,7 @@ def _slots(hot: _Hot, features: KeyedJaggedTensor) -> torch.Tensor:
 
 
 def _pack(hot: _Hot) -> Work:
-    """Backward of the lookup, which adds to the gradient, and the message from there."""
-    world_size = hot.bench.ranks.world_size
+    """Backward of the lookup, which adds to the gradient, and the touched rows out of it."""
     slots = in_turn([_slots(hot, features) for features in hot.samples])
     turns = in_turn(hot.samples)
     hot.weight.grad = torch.zeros_like(hot.weight)
@@ -109,27 +127,39 @@ def _pack(hot: _Hot) -> Work:
         rows, grad, slots_U = prepared
         rows.backward(grad)
         assert hot.weight.grad is not None
-        pack_rows(hot.weight.grad.view(-1, hot.dim), slots_U, slots_U.numel(), world_size)
+        hot.weight.grad.view(-1, hot.dim).index_select(0, slots_U)
 
     return hot.work(run, lambda: (*_looked_up(hot, turns)[1:], next(slots)))
 
 
 def _add(hot: _Hot) -> Work:
-    """The sum over the ranks' messages; here every rank's is one of this rank's samples."""
-    gradient = torch.zeros(sum(hot.num_rows_T), hot.dim, device=hot.bench.device)
+    """The reduction over the ranks; here every rank's message is one of this rank's samples."""
+    # One rank alone reduces nothing, but its costs may be used for several.
+    num_ranks, device = max(2, hot.bench.ranks.world_size), hot.bench.device
+    shape = (sum(hot.num_rows_T), hot.dim)
+    gradient = torch.zeros(shape, device=device)
+    wire = _ReplayedWire(hot.bench.alone, num_ranks)
+    reducer = HotReducer([shape], wire, HotExchange.touched_rows, device=device)
     slots = [_slots(hot, features) for features in hot.samples]
-    messages = [pack_rows(gradient, slots_U, slots_U.numel(), 1) for slots_U in slots]
-    num_ranks = hot.bench.ranks.world_size
+    grads = [torch.randn(slots_U.numel(), hot.dim, device=device) for slots_U in slots]
     turns = in_turn(range(len(slots)))
 
-    def prepare() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def prepare() -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
         turn = next(turns)
-        return slots[turn], [messages[(turn + r) % len(slots)] for r in range(num_ranks)]
+        of_ranks = [(turn + rank) % len(slots) for rank in range(num_ranks)]
+        wire.messages = [
+            torch.cat([slots[at] for at in of_ranks]).int(),
+            torch.cat([grads[at].view(-1) for at in of_ranks]),
+        ]
+        return slots[turn], grads[turn], [[slots[at].numel()] for at in of_ranks]
+
+    def run(prepared: tuple[torch.Tensor, torch.Tensor, list[list[int]]]) -> None:
+        slots_U, grad_UD, counts = prepared
+        [(union, mean_UD)] = reducer.reduce([(slots_U, grad_UD)], counts)
+        gradient.index_copy_(0, union, mean_UD)
 
     num_items = num_ranks * hot.mean_rows
-    return Work(
-        lambda prepared: add_rows(gradient, *prepared), num_items, 4 * hot.dim * num_items, prepare
-    )
+    return Work(run, num_items, 4 * hot.dim * num_items, prepare)
 
 
 def _update(hot: _Hot) -> Work:

@@ -1,17 +1,18 @@
-"""What travels between the ranks, and when: the communication thread's side of look-ahead.
+"""The exchange of cold rows and of their gradients: the communication thread's side of look-ahead.
 
 Of a row that batch b reads, the lag is b minus the last batch before it that reads the row (any
 rank). Its value is final when that batch's update is applied. With depth d, in the order in which
 every rank runs them, the exchanges of step s are
 
-    admit(s + d)   rows of batch s + d are asked of their owners; these answer how long ago each
-                   was read, and which rows of batch s + d - 1 are read again
-    fetch(s)       rows of batches after s that became final with the update of s - 1
-    urgent(s)      gradients of the rows of s that s + 1 reads, and these rows, updated
-    late(s)        the other gradients of s
+    request_rows(s + d)   the owners of the rows of batch s + d learn who reads them; they answer
+                          how long ago each was read, and which rows of batch s + d - 1 are read
+                          again
+    fetch_rows(s)         rows of batches after s that became final with the update of s - 1
+    exchange_urgent(s)    gradients of the rows of s that s + 1 reads, and these rows, updated
+    send_late(s)          the other gradients of s
 
-late(s - 1) comes before fetch(s), so that what fetch sends is final. A row of s is in one of urgent
-and late on all ranks, since its owner says which: it is updated once.
+send_late(s - 1) comes before fetch_rows(s), so that the rows which that sends are final. A row of s
+is either urgent or late, the same on all ranks since its owner decides: it is updated once.
 """
 
 from __future__ import annotations
@@ -22,26 +23,21 @@ from dataclasses import dataclass
 import torch
 
 from hotrec.embedding.flat import put_rows
-from hotrec.embedding.hot_exchange import HotReplicas
-from hotrec.embedding.prefetch.lane import used_here
-from hotrec.embedding.prefetch.layout import Asked, ColdLayout
+from hotrec.embedding.hot_rows import HotReplicas
+from hotrec.embedding.messages import RowCounts, message_sizes, pack, row_counts, unpack
 from hotrec.embedding.prefetch.messages import (
-    ByClass,
-    Counts,
-    Selection,
-    pack,
-    read_together,
-    sizes,
-    unpack,
-)
-from hotrec.embedding.prefetch.stores import OwnedRows
-from hotrec.embedding.prefetch.window import (
     LONG_AGO,
-    AheadBatch,
-    Conversation,
     Gradients,
+    PrefetchedBatch,
+    RowRequest,
+    RowsByClass,
+    Selection,
     num_hot_rows,
+    read_class_ends,
+    select_all,
 )
+from hotrec.embedding.prefetch.owned_rows import OwnedRows, RequestedRows, RowOwners
+from hotrec.runtime.comm_thread import record_use
 from hotrec.runtime.host_ints import HostInts, ints_on
 from hotrec.runtime.stages import named_range
 from hotrec.runtime.watchdog import COMMUNICATION, enter
@@ -49,264 +45,284 @@ from hotrec.runtime.wire import Wire
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """One embedding dimension of one collection.
 
     Args:
         dim: D.
-        num_hot_keys: hot tables, which come first among the keys of its routed rows.
+        num_hot_keys: Number of hot tables, which come first among the keys of its routed rows.
         hot_begins_T: int64, where each hot table begins in the replica; None without any.
         replica: None without hot tables.
-        layout: None without cold tables, on all ranks alike.
-        owned: this rank's cold rows.
+        owners: None without cold tables, on all ranks alike.
+        owned: This rank's cold rows.
     """
 
     dim: int
     num_hot_keys: int
     hot_begins_T: torch.Tensor | None
     replica: HotReplicas | None
-    layout: ColdLayout | None
+    owners: RowOwners | None
     owned: OwnedRows
 
 
 class ColdExchange:
-    """Runs on the communication thread alone, but for its construction.
+    """Runs on the communication thread, but for its construction and ``mark_late_rows``.
 
     Args:
-        groups: of all collections, in the same order on all ranks.
-        wire: of this thread.
-        depth: d, batches that are admitted ahead of the step.
-        device: of the rows.
+        groups: Of all collections, in the same order on all ranks.
+        wire: To the other ranks, used by the communication thread alone.
+        depth: d, the number of batches whose rows are requested ahead of the step.
+        device: Of the rows.
     """
 
     def __init__(
-        self, groups: Sequence[Group], wire: Wire, depth: int, device: torch.device
+        self, groups: Sequence[RowGroup], wire: Wire, depth: int, device: torch.device
     ) -> None:
         self._groups = groups
-        self._cold = [index for index, group in enumerate(groups) if group.layout is not None]
+        self._cold = [index for index, group in enumerate(groups) if group.owners is not None]
         self._hot = [index for index, group in enumerate(groups) if group.replica is not None]
         self._dims = [groups[index].dim for index in self._cold]
         self._wire = wire
         self._depth = depth
         self._device = device
-        # The last batch that reads each owned row; far below any number at first.
+        # The last batch that reads each owned row; at first so far back that every lag is long.
         self._last_read = [
             torch.full((groups[index].owned.num_rows,), -LONG_AGO - 1, device=device)
             for index in self._cold
         ]
-        self._newest: AheadBatch | None = None
+        self._newest: PrefetchedBatch | None = None
 
-    def admit(self, batch: AheadBatch) -> None:
-        """Ask for a batch's rows, and find the conflicts with other batches.
+    def request_rows(self, batch: PrefetchedBatch) -> None:
+        """Request a batch's rows from their owners, and find the conflicts with other batches.
 
-        In evaluation, and without look-ahead, nothing is updated between asking and reading.
+        In evaluation, and without look-ahead, nothing is updated between request and answer.
         """
         enter(COMMUNICATION, "ids_exchange")
         with named_range("ids_exchange"):
-            asked = self._find_owners(batch)
-            num_to: Counts = [[] for _ in range(self._size)]
-            if asked:
-                num_to_WG = torch.stack([part.num_to_W for part in asked], dim=1)
-                num_to = _rows_of(HostInts(num_to_WG).wait(), len(asked))
+            requested = self._find_owners(batch)
+            num_requested: RowCounts = [[] for _ in range(self._world_size)]
+            if requested:
+                num_to_WG = torch.stack([part.num_to_W for part in requested], dim=1)
+                num_requested = row_counts(HostInts(num_to_WG).wait(), len(requested))
             num_hot = [
                 num_hot_rows(batch.groups[index].rows, self._groups[index].num_hot_keys)
                 for index in self._hot
             ]
-            width = len(asked) + len(num_hot)
-            told = ints_on(self._device, [num for row in num_to for num in (*row, *num_hot)])
-            heard = self._wire.all_to_all(told, [width] * self._size, [width] * self._size)
-            counts = _rows_of(HostInts(heard).wait(), width) if width else num_to
-            batch.hot_counts = [row[len(asked) :] for row in counts]
-            if asked:
-                num_from = [row[: len(asked)] for row in counts]
-                batch.conversation = self._converse(batch, asked, num_to, num_from)
+            # The number of touched hot rows goes along in the same message, for the hot reducer.
+            width = len(requested) + len(num_hot)
+            sent = ints_on(self._device, [num for row in num_requested for num in (*row, *num_hot)])
+            sizes = [width] * self._world_size
+            received = self._wire.all_to_all(sent, sizes, sizes)
+            counts = row_counts(HostInts(received).wait(), width) if width else num_requested
+            batch.hot_counts = [row[len(requested) :] for row in counts]
+            if requested:
+                num_served = [row[: len(requested)] for row in counts]
+                batch.request = self._send_request(batch, requested, num_requested, num_served)
         self._newest = batch
 
     @property
-    def _size(self) -> int:
+    def _world_size(self) -> int:
         return self._wire.world_size
 
-    def _find_owners(self, batch: AheadBatch) -> list[Asked]:
+    def _find_owners(self, batch: PrefetchedBatch) -> list[RequestedRows]:
         """By cold group; empty where no cold rows are exchanged."""
         if batch.is_all_hot:
             return []
         found = []
         for index in self._cold:
             group = self._groups[index]
-            assert group.layout is not None
-            found.append(group.layout.find(batch.groups[index].rows, group.num_hot_keys))
+            assert group.owners is not None
+            found.append(group.owners.find(batch.groups[index].rows, group.num_hot_keys))
         return found
 
-    def _converse(
-        self, batch: AheadBatch, asked: list[Asked], num_to: Counts, num_from: Counts
-    ) -> Conversation:
-        ones = [1] * len(asked)
-        positions = self._send([part.positions_U for part in asked], num_to, num_from, ones)
-        positions = [part.view(-1).long() for part in positions]
-        talk = Conversation(asked, num_to, num_from, positions)
+    def _send_request(
+        self,
+        batch: PrefetchedBatch,
+        requested: list[RequestedRows],
+        num_requested: RowCounts,
+        num_served: RowCounts,
+    ) -> RowRequest:
+        sent = [part.positions_U for part in requested]
+        received = self._all_to_all(sent, num_requested, num_served, [1] * len(sent))
+        positions = [part.view(-1).long() for part in received]
+        request = RowRequest(requested, num_requested, num_served, positions)
         if batch.will_update and self._depth > 0:
-            self._find_conflicts(batch, talk)
-        return talk
+            self._find_conflicts(batch, request)
+        return request
 
-    def _find_conflicts(self, batch: AheadBatch, talk: Conversation) -> None:
-        """Tell the others how long ago their rows were read, and which of the last batch are again.
+    def _find_conflicts(self, batch: PrefetchedBatch, request: RowRequest) -> None:
+        """Answer how long ago the rows were read, and which of the last batch's are read again.
 
         Both as bytes, in one message.
         """
         number = batch.number
-        lags_here, needs_here = [], []
-        for last_read, positions in zip(self._last_read, talk.positions, strict=True):
+        lags_served, needs_served = [], []
+        for last_read, positions in zip(self._last_read, request.positions, strict=True):
             lag_R = number - last_read.index_select(0, positions)
-            lags_here.append((lag_R.clamp_(max=self._depth + 1) - 1).to(torch.uint8))
-        for last_read, positions in zip(self._last_read, talk.positions, strict=True):
+            lags_served.append((lag_R.clamp_(max=self._depth + 1) - 1).to(torch.uint8))
+            # After the lags of all ranks: those that read the same row get the same answer.
             last_read[positions] = number
-        before = self._before(batch)
-        told_to, heard_from = talk.num_from, talk.num_to
+        before = self._request_before(batch)
+        num_sent, num_received = request.num_served, request.num_requested
         if before is not None:
             for last_read, positions in zip(self._last_read, before.positions, strict=True):
                 is_late = last_read.index_select(0, positions) != number
-                needs_here.append(is_late.to(torch.uint8))
-            told_to = [[*a, *b] for a, b in zip(told_to, before.num_from, strict=True)]
-            heard_from = [[*a, *b] for a, b in zip(heard_from, before.num_to, strict=True)]
-        told = lags_here + needs_here
-        heard = self._send(told, told_to, heard_from, [1] * len(told))
-        heard = [part.view(-1) for part in heard]
-        lags, needs = heard[: len(talk.asked)], heard[len(talk.asked) :]
-        talk.by_lag = ByClass(lags, self._depth + 1, talk.num_to)
-        talk.by_lag_here = ByClass(lags_here, self._depth + 1, talk.num_from)
-        known = [talk.by_lag, talk.by_lag_here]
+                needs_served.append(is_late.to(torch.uint8))
+            num_sent = [[*a, *b] for a, b in zip(num_sent, before.num_served, strict=True)]
+            num_received = [
+                [*a, *b] for a, b in zip(num_received, before.num_requested, strict=True)
+            ]
+        sent = lags_served + needs_served
+        answers = [
+            part.view(-1)
+            for part in self._all_to_all(sent, num_sent, num_received, [1] * len(sent))
+        ]
+        lags, needs = answers[: len(lags_served)], answers[len(lags_served) :]
+        num_lags = self._depth + 1
+        request.requested_by_lag = RowsByClass(lags, num_lags, request.num_requested)
+        request.served_by_lag = RowsByClass(lags_served, num_lags, request.num_served)
+        sorted_rows = [request.requested_by_lag, request.served_by_lag]
         if before is not None:
-            before.by_need = ByClass(needs, 2, before.num_to)
-            before.by_need_here = ByClass(needs_here, 2, before.num_from)
-            known += [before.by_need, before.by_need_here]
-        read_together(known)
+            before.requested_by_need = RowsByClass(needs, 2, before.num_requested)
+            before.served_by_need = RowsByClass(needs_served, 2, before.num_served)
+            sorted_rows += [before.requested_by_need, before.served_by_need]
+        read_class_ends(sorted_rows)
 
-    def _before(self, batch: AheadBatch) -> Conversation | None:
-        """Of the batch before, if it is one that updates rows."""
+    def _request_before(self, batch: PrefetchedBatch) -> RowRequest | None:
+        """Of the batch before, if that one updates rows."""
         before = self._newest
         if before is None or before.number != batch.number - 1 or not before.will_update:
             return None
-        return before.conversation
+        return before.request
 
-    def _send(
-        self, parts: Sequence[torch.Tensor], num_to: Counts, num_from: Counts, dims: Sequence[int]
+    def _all_to_all(
+        self,
+        parts: Sequence[torch.Tensor],
+        num_to: RowCounts,
+        num_from: RowCounts,
+        dims: Sequence[int],
     ) -> list[torch.Tensor]:
-        message = pack(parts, num_to, dims)
-        heard = self._wire.all_to_all(message, sizes(num_to, dims), sizes(num_from, dims))
-        return unpack(heard, num_from, dims)
+        """Rows of each group, in rank order, to all ranks; those that arrive, likewise."""
+        received = self._wire.all_to_all(
+            pack(parts, num_to, dims), message_sizes(num_to, dims), message_sizes(num_from, dims)
+        )
+        return unpack(received, num_from, dims)
 
-    def fetch(self, step: int, batches: Sequence[tuple[AheadBatch, bool]]) -> None:
+    def fetch_rows(self, step: int, batches: Sequence[tuple[PrefetchedBatch, bool]]) -> None:
         """Send the rows that became final with the update before ``step``.
 
         Args:
-            batches: those admitted and not yet computed, and whether each is fetched for the first
+            batches: Those requested and not yet computed, and whether each is fetched for the first
                 time.
         """
         enter(COMMUNICATION, "rows_exchange")
         with named_range("rows_exchange"):
             for batch, is_new in batches:
-                # Nearer than this a row is not final yet.
+                # A row that was read less than this many batches before is not final yet.
                 nearest = batch.number - step
-                # A new batch also gets what has been final for longer.
+                # A new batch also gets the rows that have been final for longer.
                 self._send_rows(batch, nearest, self._depth + 1 if is_new else nearest + 1)
 
-    def _send_rows(self, batch: AheadBatch, first: int, end: int) -> None:
-        """Send the rows of the lags' classes first..end - 1."""
-        talk = batch.conversation
-        if talk is None:
+    def _send_rows(self, batch: PrefetchedBatch, first: int, end: int) -> None:
+        """Send the rows of the lag classes first..end - 1."""
+        request = batch.request
+        if request is None:
             return
-        if talk.by_lag is None or talk.by_lag_here is None:
-            # Nothing is updated: all rows have been final for long.
+        if request.requested_by_lag is None or request.served_by_lag is None:
+            # Without updates all rows have been final for long, so all are in the last class.
             if end <= self._depth:
                 return
-            leaving, arriving = _everything(talk.num_from), _everything(talk.num_to)
+            leaving, arriving = select_all(request.num_served), select_all(request.num_requested)
         else:
-            leaving = talk.by_lag_here.select(first, end)
-            arriving = talk.by_lag.select(first, end)
-        parts = []
+            leaving = request.served_by_lag.select(first, end)
+            arriving = request.requested_by_lag.select(first, end)
+        parts = [
+            self._groups[index].owned.read(leaving.of(at, request.positions[at]), self._dims[at])
+            for at, index in enumerate(self._cold)
+        ]
+        received = self._all_to_all(parts, leaving.counts, arriving.counts, self._dims)
         for at, index in enumerate(self._cold):
-            owned = self._groups[index].owned
-            parts.append(owned.read(leaving.of(at, talk.positions[at]), self._dims[at]))
-        received = self._send(parts, leaving.counts, arriving.counts, self._dims)
-        for at, index in enumerate(self._cold):
-            order = arriving.of(at, talk.asked[at].order_U)
-            cold_rows = self._cold_part(batch.rows[index], talk.asked[at])
-            put_rows(cold_rows, order, received[at])
+            order = arriving.of(at, request.requested[at].order_U)
+            put_rows(_cold_part(batch.rows[index], request.requested[at]), order, received[at])
 
-    def _cold_part(self, rows_UD: torch.Tensor, asked: Asked) -> torch.Tensor:
-        return rows_UD[rows_UD.shape[0] - asked.order_U.numel() :]
-
-    def mark_late(self, batch: AheadBatch, late: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Mark the rows that are not among the batch's first ones; on the main thread.
+    def mark_late_rows(
+        self, batch: PrefetchedBatch, is_late: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Mark the rows that only the last fetch brings; runs on the main thread.
 
         Args:
-            late: bool (U,) of each group, False.
+            is_late: bool (U,) of each group, False; set in place.
         """
-        talk = batch.conversation
+        request = batch.request
         if self._depth == 0:
-            for group, routed, marks in zip(self._groups, batch.groups, late, strict=True):
-                marks[num_hot_rows(routed.rows, group.num_hot_keys) :] = True
-        elif talk is not None and talk.by_lag is not None:
-            last = talk.by_lag.select(0, 1)
+            for group, routed, is_late_U in zip(self._groups, batch.groups, is_late, strict=True):
+                is_late_U[num_hot_rows(routed.rows, group.num_hot_keys) :] = True
+        elif request is not None and request.requested_by_lag is not None:
+            last = request.requested_by_lag.select(0, 1)
             for at, index in enumerate(self._cold):
-                is_last = last.of(at, talk.asked[at].order_U)
-                self._cold_part(late[index], talk.asked[at]).index_fill_(0, is_last, True)
-                # What the communication thread made is used on this stream.
-                used_here(talk.by_lag.orders[at], talk.asked[at].order_U)
-        return late
+                requested = request.requested[at]
+                order = last.of(at, requested.order_U)
+                _cold_part(is_late[index], requested).index_fill_(0, order, True)
+                # Made on the communication thread's stream, used on this one.
+                record_use(request.requested_by_lag.orders[at], requested.order_U)
+        return is_late
 
-    def urgent(self, batch: AheadBatch, gradients: Gradients, following: AheadBatch) -> None:
-        """Bring home the gradients of rows that the next batch reads, and send it these rows."""
-        talk = batch.conversation
-        if talk is not None and talk.by_need is not None and talk.by_need_here is not None:
+    def exchange_urgent(
+        self, batch: PrefetchedBatch, gradients: Gradients, following: PrefetchedBatch
+    ) -> None:
+        """Send the gradients of rows that the next batch reads, then fetch these rows for it."""
+        request = batch.request
+        if (
+            request is not None
+            and request.requested_by_need is not None
+            and request.served_by_need is not None
+        ):
             enter(COMMUNICATION, "grads_exchange")
             with named_range("urgent gradients"):
-                self._push(
-                    batch, gradients, talk.by_need.select(0, 1), talk.by_need_here.select(0, 1)
-                )
+                leaving = request.requested_by_need.select(0, 1)
+                arriving = request.served_by_need.select(0, 1)
+                self._send_gradients(request, gradients, leaving, arriving)
         enter(COMMUNICATION, "rows_exchange")
         with named_range("urgent rows"):
-            # Where the batch itself has no cold rows, the next one has none that it changed.
-            if talk is not None:
+            # A batch without cold rows updates none that the next one reads.
+            if request is not None:
                 self._send_rows(following, 0, 1)
 
-    def late(self, batch: AheadBatch, gradients: Gradients) -> None:
-        """Bring home the gradients that are left."""
-        talk = batch.conversation
-        if talk is None:
+    def send_late(self, batch: PrefetchedBatch, gradients: Gradients) -> None:
+        """Send the gradients that are left to the rows' owners, who update the rows."""
+        request = batch.request
+        if request is None:
             return
         enter(COMMUNICATION, "grads_exchange")
         with named_range("late gradients"):
-            if talk.by_need is None or talk.by_need_here is None:
-                leaving, arriving = _everything(talk.num_to), _everything(talk.num_from)
+            if request.requested_by_need is None or request.served_by_need is None:
+                leaving = select_all(request.num_requested)
+                arriving = select_all(request.num_served)
             else:
-                leaving, arriving = talk.by_need.select(1, 2), talk.by_need_here.select(1, 2)
-            self._push(batch, gradients, leaving, arriving)
+                leaving = request.requested_by_need.select(1, 2)
+                arriving = request.served_by_need.select(1, 2)
+            self._send_gradients(request, gradients, leaving, arriving)
 
-    def _push(
-        self, batch: AheadBatch, gradients: Gradients, leaving: Selection, arriving: Selection
+    def _send_gradients(
+        self, request: RowRequest, gradients: Gradients, leaving: Selection, arriving: Selection
     ) -> None:
-        talk = batch.conversation
-        assert talk is not None
         parts = []
         for at, index in enumerate(self._cold):
-            of_cold = self._cold_part(gradients.rows[index], talk.asked[at])
-            part = of_cold.index_select(0, leaving.of(at, talk.asked[at].order_U))
-            # The share of this rank in the mean over the ranks.
-            parts.append(part.div_(self._size) if self._size > 1 else part)
-        received = self._send(parts, leaving.counts, arriving.counts, self._dims)
+            requested = request.requested[at]
+            cold_UD = _cold_part(gradients.rows[index], requested)
+            part = cold_UD.index_select(0, leaving.of(at, requested.order_U))
+            # This rank's share of the mean over the ranks.
+            parts.append(part.div_(self._world_size) if self._world_size > 1 else part)
+        received = self._all_to_all(parts, leaving.counts, arriving.counts, self._dims)
         for at, index in enumerate(self._cold):
             self._groups[index].owned.update(
-                arriving.of(at, talk.positions[at]),
+                arriving.of(at, request.positions[at]),
                 received[at],
                 gradients.learning_rates[index],
                 gradients.num_updates,
             )
 
 
-def _rows_of(values: list[int], width: int) -> Counts:
-    return [values[begin : begin + width] for begin in range(0, len(values), width)]
-
-
-def _everything(counts: Counts) -> Selection:
-    return Selection([None] * len(counts[0]), counts)
+def _cold_part(rows: torch.Tensor, requested: RequestedRows) -> torch.Tensor:
+    """Of a group's rows (U, ...), hot rows first, the cold ones."""
+    return rows[rows.shape[0] - requested.order_U.numel() :]

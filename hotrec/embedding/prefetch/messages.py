@@ -1,53 +1,105 @@
-"""Rows of several groups in one message per rank.
-
-A message to a rank holds the rows of all groups, one group after the other; groups differ in their
-dimension. Within a group everything is in rank order. With one group nothing is copied.
-"""
+"""What the exchange knows of a batch: the rows that it requests, and those to be sent together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.embedding.hot_reduce import HotPlan
+from hotrec.embedding.messages import RowCounts
+from hotrec.embedding.prefetch.owned_rows import RequestedRows
+from hotrec.routing.features import RoutedFeatures, RoutedGroup
 from hotrec.routing.sorting import sort_keys
+from hotrec.runtime.comm_thread import CommunicationFuture
 from hotrec.runtime.host_ints import HostInts, ints_on
 
-Counts = list[list[int]]  # [rank][group], rows
+# Lag of a row that no batch in sight has read before.
+LONG_AGO = 255
 
 
-def sizes(counts: Counts, dims: Sequence[int]) -> list[int]:
-    """Elements of the message to or from each rank."""
-    return [sum(n * d for n, d in zip(row, dims, strict=True)) for row in counts]
-
-
-def pack(parts: Sequence[torch.Tensor], counts: Counts, dims: Sequence[int]) -> torch.Tensor:
-    """Lay the rows of all groups out rank by rank.
+@dataclass
+class RowRequest:
+    """The cold rows of one batch as both sides of the exchange know them, by group.
 
     Args:
-        parts: of each group (rows over all ranks, D), or (rows,) where D is 1; in rank order.
-        counts: rows of each group for each rank.
-        dims: D of each group.
-
-    Returns:
-        Flat, ``sizes(counts, dims)`` elements for each rank.
+        requested: What this rank requests from the owners.
+        num_requested: Number of rows requested from each rank.
+        num_served: Number of rows that each rank requests from this one.
+        positions: int64 (R,), the rows that are requested from this rank, in rank order.
+        requested_by_lag: The requested rows, in the order of their owners, by how many batches
+            before this one any rank read the row last: class 0 is one batch before, the last class
+            ``depth`` + 1 or more.
+        served_by_lag: The same for the rows that are requested from this rank.
+        requested_by_need: The requested rows: the urgent ones, which some rank reads in the next
+            batch too, are class 0, the others class 1; None as long as there is no next batch.
+        served_by_need: The same for the rows that are requested from this rank.
     """
-    if len(parts) == 1:
-        return parts[0].reshape(-1)
-    split = [
-        part.reshape(-1).split([row[group] * dims[group] for row in counts])
-        for group, part in enumerate(parts)
-    ]
-    return torch.cat([of_group[rank] for rank in range(len(counts)) for of_group in split])
+
+    requested: list[RequestedRows]
+    num_requested: RowCounts
+    num_served: RowCounts
+    positions: list[torch.Tensor]
+    requested_by_lag: RowsByClass | None = None
+    served_by_lag: RowsByClass | None = None
+    requested_by_need: RowsByClass | None = None
+    served_by_need: RowsByClass | None = None
 
 
-def unpack(message: torch.Tensor, counts: Counts, dims: Sequence[int]) -> list[torch.Tensor]:
-    """The rows of each group, (rows over all ranks, D), in rank order."""
-    if len(dims) == 1:
-        return [message.view(-1, dims[0])]
-    pieces = message.split([n * d for row in counts for n, d in zip(row, dims, strict=True)])
-    return [torch.cat(pieces[group :: len(dims)]).view(-1, dim) for group, dim in enumerate(dims)]
+@dataclass
+class PrefetchedBatch:
+    """One batch of this rank.
+
+    Args:
+        number: Counts all batches; the same on all ranks.
+        features: What the model is given, as it came.
+        routed: Of each collection.
+        groups: Of each embedding dimension of each collection.
+        will_update: Whether the model is in training mode.
+        is_all_hot: Whether no rank's batch reads a cold row; known before anything is exchanged.
+        rows: Float (U, D) of each group, hot rows first; filled while the batch waits.
+        request: None where no cold rows are exchanged.
+        hot_counts: Number of touched hot rows, [rank][group with hot rows].
+        hot_plan: How their gradients will be reduced; None without any, and in evaluation.
+        first_rows: Done when all rows but those with a lag of 1 are there.
+        all_rows: Done when all rows are there.
+    """
+
+    number: int
+    features: Any
+    routed: list[RoutedFeatures]
+    groups: list[RoutedGroup]
+    will_update: bool
+    is_all_hot: bool
+    rows: list[torch.Tensor]
+    request: RowRequest | None = None
+    hot_counts: RowCounts = field(default_factory=list)
+    hot_plan: HotPlan | None = None
+    first_rows: CommunicationFuture[None] | None = None
+    all_rows: CommunicationFuture[None] | None = None
+
+
+def num_hot_rows(rows: KeyedJaggedTensor, num_hot_keys: int) -> int:
+    """Distinct hot rows of a routed group."""
+    return sum(rows.length_per_key()[:num_hot_keys])
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What backward leaves for the exchange.
+
+    Args:
+        rows: Float (U, D) of each group, of the rank's share of the loss.
+        learning_rates: Of the owned rows of each group, in the step that made the gradients.
+        num_updates: Number of steps made before.
+    """
+
+    rows: Sequence[torch.Tensor]
+    learning_rates: Sequence[float]
+    num_updates: int
 
 
 @dataclass
@@ -56,33 +108,40 @@ class Selection:
 
     Args:
         indices: int64, of each group, in rank order; None for all rows as they are.
-        counts: rows of each group of each rank.
+        counts: Number of rows of each group of each rank.
     """
 
     indices: list[torch.Tensor | None]
-    counts: Counts
+    counts: RowCounts
 
     def of(self, group: int, values: torch.Tensor) -> torch.Tensor:
-        """The chosen ones of a group's (rows, ...) values."""
+        """The selected ones of a group's (rows, ...) values."""
         index = self.indices[group]
         return values if index is None else values.index_select(0, index)
 
 
-class ByClass:
+def select_all(counts: RowCounts) -> Selection:
+    """All rows, of which there are ``counts`` by rank and group."""
+    return Selection([None] * len(counts[0]), counts)
+
+
+class RowsByClass:
     """The rows of each group, sorted by rank and, within a rank, by class.
 
     Both sides of an exchange sort the same rows by the same classes, so any range of classes is the
-    same rows in the same order on both, and choosing one asks the device nothing: the numbers of
-    all classes come to the host together, see ``read_together``.
+    same rows in the same order on both. Selecting one reads nothing from the device: where the
+    classes end comes to the host for several objects in one copy, see ``read_class_ends``.
 
     Args:
-        classes: integers (rows,) of each group, one at least, rows in rank order, each in
+        classes: Integers (rows,) of each group, at least one group, rows in rank order, each in
             0..num_classes - 1.
         num_classes: C.
-        counts: rows of each group of each rank.
+        counts: Number of rows of each group of each rank.
     """
 
-    def __init__(self, classes: Sequence[torch.Tensor], num_classes: int, counts: Counts) -> None:
+    def __init__(
+        self, classes: Sequence[torch.Tensor], num_classes: int, counts: RowCounts
+    ) -> None:
         num_ranks, num_groups = len(counts), len(classes)
         self._num_classes = num_classes
         self.orders: list[torch.Tensor] = []
@@ -101,8 +160,8 @@ class ByClass:
         self.ends = torch.cat(ends)
         self._ends_here: list[list[int]] = []
 
-    def take(self, ends: Sequence[int]) -> None:
-        """Note where the classes end, now that the host knows."""
+    def set_ends(self, ends: Sequence[int]) -> None:
+        """Take where the classes end, once the host has read it."""
         size = len(ends) // len(self.orders)
         self._ends_here = [[0, *ends[begin : begin + size]] for begin in range(0, len(ends), size)]
 
@@ -110,7 +169,7 @@ class ByClass:
         """The rows of the classes first..end - 1."""
         num_classes, size = self._num_classes, len(self._ends_here[0]) - 1
         indices: list[torch.Tensor | None] = []
-        counts: Counts = [[] for _ in range(size // num_classes)]
+        counts: RowCounts = [[] for _ in range(size // num_classes)]
         for ends, order_K in zip(self._ends_here, self.orders, strict=True):
             pieces = []
             for rank, row in enumerate(counts):
@@ -122,9 +181,9 @@ class ByClass:
         return Selection(indices, counts)
 
 
-def read_together(parts: Sequence[ByClass]) -> None:
-    """Bring the numbers of all classes to the host in one copy."""
+def read_class_ends(parts: Sequence[RowsByClass]) -> None:
+    """Read where the classes of all parts end from the device, in one copy."""
     ends = HostInts(torch.cat([part.ends for part in parts])).wait()
     for part in parts:
-        part.take(ends[: part.ends.numel()])
+        part.set_ends(ends[: part.ends.numel()])
         ends = ends[part.ends.numel() :]

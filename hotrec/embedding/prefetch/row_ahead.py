@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from hotrec.embedding.hot_choice import Seconds
-from hotrec.embedding.hot_exchange import HotReplicas
-from hotrec.embedding.hot_reduce import HotReducer
+from hotrec.embedding.flat import table_begins
+from hotrec.embedding.hot_reduce import HotReducer, Seconds, SparseGradient
+from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.pooling import pool_rows
-from hotrec.embedding.prefetch.exchange import ColdExchange, Group
-from hotrec.embedding.prefetch.groups import find_groups, hot_slots
-from hotrec.embedding.prefetch.lane import Lane, Pending, used_here
-from hotrec.embedding.prefetch.window import AheadBatch, Gradients, num_hot_rows
+from hotrec.embedding.prefetch.exchange import ColdExchange, RowGroup
+from hotrec.embedding.prefetch.messages import Gradients, PrefetchedBatch, num_hot_rows
+from hotrec.embedding.prefetch.owned_rows import OwnedRows, RowOwners
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.split import samples_reading, select_samples
-from hotrec.runtime.ranks import new_group
+from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, record_use
+from hotrec.runtime.ranks import all_gather_object, new_group
 from hotrec.runtime.stages import mark, named_range
 from hotrec.runtime.watchdog import COMMUNICATION, enter
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, WireType
 
 MOST_DEPTH = 16
-Reduced = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,10 @@ class Part:
 
     Args:
         samples: int64 (B',), ascending; None for all.
-        features: to call the model with.
-        routed: of each collection.
-        needs_all_rows: whether to wait for the rows that come last.
-        is_last: of the batch.
+        features: What the model is called with.
+        routed: Of each collection.
+        needs_all_rows: Whether to wait for the rows that arrive last.
+        is_last: Whether it is the last part of the batch.
     """
 
     samples: torch.Tensor | None
@@ -55,18 +54,20 @@ class Part:
 class RowsAhead:
     """Feeds the hot/cold collections of a model, ahead of the step that needs their rows.
 
-    From its construction to ``close`` the collections' forward takes rows that were brought here
-    before, and backward leaves gradients to be brought home; neither calls a collective, except for
-    tables that the placement exchanges pooled.
+    From its construction to ``close`` the collections' forward takes rows that were fetched before,
+    and backward leaves gradients that are sent after it; neither calls a collective, except for
+    tables that the placement exchanges pooled. For each step, call ``prefetch`` with the batches
+    that are to be ahead, ``start_step``, ``wait_for_rows`` before the forward pass of each part,
+    ``end_backward`` and ``wait_for_hot_gradients``.
 
     Args:
-        model: sharded; every collection in it reads the same features.
-        device: of the model.
-        depth: batches whose rows travel ahead of the step; 0 for none.
-        wire_type: in which rows and gradients travel.
-        hot_exchange: how gradients of hot rows travel.
-        seconds: of collectives by bytes, for AUTO; None to choose by bytes.
-        timeout_s: how long a message may wait for its peer.
+        model: Sharded; every collection in it reads the same features.
+        device: Of the model.
+        depth: Number of batches whose rows are fetched ahead of the step; 0 for none.
+        wire_type: The type in which rows and gradients are sent.
+        hot_exchange: How gradients of hot rows are reduced.
+        seconds: Costs of the collectives, for AUTO; None to choose by bytes.
+        timeout_s: How long a message may wait for its peer.
 
     Raises:
         ValueError: if the model has no hot/cold collection, or the depth is out of range.
@@ -93,51 +94,51 @@ class RowsAhead:
             raise ValueError(f"pipeline.depth: expected 0..{MOST_DEPTH}, got {depth}.")
         self.depth = depth
         self._device = device
-        self._groups: list[Group] = find_groups(self._collections, device)
-        # Of each collection, the place of its first dimension among all groups.
+        self._groups: list[RowGroup] = _find_groups(self._collections, device)
+        # For each collection, the index of its first dimension among all groups.
         nums = [len(collection.router.groups) for collection in self._collections]
         self._first_group = [sum(nums[:at]) for at in range(len(nums))]
         wire = Wire(new_group(timeout_s=timeout_s), wire_type)
-        self._lane = Lane(device, "communication")
+        self._thread = CommunicationThread(device, "communication")
         self._cold = ColdExchange(self._groups, wire, depth, device)
         self._replicas: list[HotReplicas] = [g.replica for g in self._groups if g.replica]
         shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
         self._reducer = HotReducer(shapes, wire, hot_exchange, device=device) if shapes else None
         self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
-        self._window: deque[AheadBatch] = deque()
+        self._window: deque[PrefetchedBatch] = deque()
         self._num_new = 0  # batches at the window's end that were never fetched
-        self._num_admitted = 0
-        self._current: AheadBatch | None = None
+        self._num_prefetched = 0
+        self._current: PrefetchedBatch | None = None
         self._part: Part | None = None
         self._leaves: list[torch.Tensor] = []
         self._num_arrived = 0
-        self._hot_pending: Pending[Reduced] | None = None
+        self._hot_future: CommunicationFuture[list[SparseGradient]] | None = None
         for collection in self._collections:
             collection.forward = self._make_forward(collection)
 
     @property
     def num_held(self) -> int:
-        """Batches admitted and not yet begun."""
+        """Number of batches that were prefetched and whose step has not started."""
         return len(self._window)
 
-    def admit(self, features: Any, *, will_update: bool, is_all_hot: bool = False) -> None:
-        """Take a batch into the window; its rows start to travel when the next step begins.
+    def prefetch(self, features: Any, *, will_update: bool, is_all_hot: bool = False) -> None:
+        """Request a batch's rows; they are sent when the next step starts.
 
         Args:
-            features: ids, or what the router made of them.
-            will_update: whether the batch is to be trained on; the same for all in the window.
-            is_all_hot: no rank's batch reads a cold row in this step; agreed by all ranks.
+            features: Ids, or what the router made of them.
+            will_update: Whether the batch is trained on; the same for all batches held.
+            is_all_hot: Whether no rank's batch reads a cold row in this step; equal on all ranks.
 
         Raises:
-            ValueError: if a row is cold all the same, an id lies outside its table, ...
+            ValueError: if an all-hot batch has a cold row, or an id lies outside its table.
         """
         mark("other")
         with named_range("route"):
             routed = [collection.route(features) for collection in self._collections]
         if len(self._collections) == 1:
             features = routed[0]
-        batch = AheadBatch(
-            self._num_admitted,
+        batch = PrefetchedBatch(
+            self._num_prefetched,
             features,
             routed,
             [group for part in routed for group in part.groups],
@@ -152,15 +153,16 @@ class RowsAhead:
         if is_all_hot:
             self._check_all_hot(batch)
         mark("route")
-        self._num_admitted += 1
+        self._num_prefetched += 1
         self._num_new += 1
         self._window.append(batch)
+        # Routed on this stream and filled on the communication thread's, then freed by this one.
         for part in routed:
-            self._lane.uses(part)
-        self._lane.uses(*batch.rows)
-        self._lane.submit(lambda: self._admit_in_lane(batch))
+            self._thread.will_use(part)
+        self._thread.will_use(*batch.rows)
+        self._thread.submit(lambda: self._prefetch_in_thread(batch))
 
-    def _check_all_hot(self, batch: AheadBatch) -> None:
+    def _check_all_hot(self, batch: PrefetchedBatch) -> None:
         for group, routed in zip(self._groups, batch.groups, strict=True):
             num_rows = routed.rows.values().numel()
             num_cold = num_rows - num_hot_rows(routed.rows, group.num_hot_keys)
@@ -170,18 +172,18 @@ class RowsAhead:
                     f"got {num_cold} cold rows. Pack the batches with the partition that is used."
                 )
 
-    def begin(self) -> None:
-        """Begin the step of the oldest batch: let rows travel that became final."""
+    def start_step(self) -> None:
+        """Start the step of the oldest batch: fetch the rows that have become final."""
         held = list(self._window)
         batches = [(batch, at >= len(held) - self._num_new) for at, batch in enumerate(held)]
         self._num_new = 0
         batch = self._window.popleft()
         # A batch that is not new has all its rows when the step before it is over.
-        travelling = [pair for pair in batches if pair[1] or pair[0] is not batch]
+        fetching = [pair for pair in batches if pair[1] or pair[0] is not batch]
         step = batch.number
-        if travelling:
-            fetched = self._lane.submit(lambda: self._cold.fetch(step, travelling))
-            for other, _ in travelling:
+        if fetching:
+            fetched = self._thread.submit(lambda: self._cold.fetch_rows(step, fetching))
+            for other, _ in fetching:
                 other.first_rows = None if other is batch else fetched
                 other.all_rows = fetched
         self._current = batch
@@ -191,7 +193,7 @@ class RowsAhead:
         """The parts of the current batch, in the order in which they are to be computed.
 
         Args:
-            split: samples that need not wait for rows come first, in a part of their own.
+            split: Whether samples that need not wait for rows come first, in a part of their own.
 
         Raises:
             ValueError: if the batch is to be split and the model has several collections, or
@@ -228,7 +230,7 @@ class RowsAhead:
         mark("route")
         return parts
 
-    def _late_rows(self, batch: AheadBatch) -> list[torch.Tensor] | None:
+    def _late_rows(self, batch: PrefetchedBatch) -> list[torch.Tensor] | None:
         """Bool (U,) of each group: the row is not here yet; None if all come together."""
         if self.depth > 0 and batch.first_rows is None:
             return None
@@ -237,17 +239,17 @@ class RowsAhead:
         late = [
             torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device) for rows in batch.rows
         ]
-        return self._cold.mark_late(batch, late)
+        return self._cold.mark_late_rows(batch, late)
 
-    def _wait(self, pending: Pending[None]) -> None:
+    def _wait(self, future: CommunicationFuture[None]) -> None:
         assert self._current is not None
         mark("other")
         with named_range("wait for rows"):
-            pending.wait()
+            future.wait()
         mark("rows_exchange")
 
-    def enter(self, part: Part) -> None:
-        """Have the rows of a part here for the forward pass that comes next."""
+    def wait_for_rows(self, part: Part) -> None:
+        """Wait for the rows of a part, whose forward pass comes next."""
         batch = self._current
         assert batch is not None
         assert batch.all_rows is not None
@@ -255,7 +257,8 @@ class RowsAhead:
             self._wait(batch.all_rows)
         if not self._leaves:
             self._read_hot(batch)
-            # The part's rows share memory with the batch's, where the last ones still arrive.
+            # Leaves share the batch's memory, into which the last rows may still arrive: the first
+            # part reads none of those.
             self._leaves = [rows.detach().requires_grad_() for rows in batch.rows]
             if batch.will_update:
                 for leaf in self._leaves:
@@ -264,10 +267,10 @@ class RowsAhead:
         self._num_arrived = 0
 
     @torch.no_grad()
-    def _read_hot(self, batch: AheadBatch) -> None:
+    def _read_hot(self, batch: PrefetchedBatch) -> None:
         for group, routed, rows in zip(self._groups, batch.groups, batch.rows, strict=True):
             if group.replica is not None:
-                slots = hot_slots(group, routed.rows)
+                slots = _hot_slots(group, routed.rows)
                 torch.index_select(group.replica.rows, 0, slots, out=rows[: slots.numel()])
         mark("row_lookup")
 
@@ -303,16 +306,16 @@ class RowsAhead:
         return forward
 
     def _note_gradient(self, leaf: torch.Tensor) -> None:
-        """The gradient of one group's rows is there; with the last of them it can travel."""
+        """Count the groups whose gradient is there; the last one's sends them all."""
         self._num_arrived += 1
         if self._part is not None and self._part.is_last and self._num_arrived == len(self._leaves):
             mark("pool")
             self._send_gradients()
 
     def end_backward(self) -> None:
-        """To be called after the last part's backward pass."""
+        """Send the gradients if no hook has; call it after the last part's backward pass."""
         if self._part is not None:
-            # Rows that the loss does not depend on have no gradient, and so no hook.
+            # Rows that the loss does not depend on have no gradient, so their hook did not run.
             for leaf in self._leaves:
                 if leaf.grad is None:
                     leaf.grad = torch.zeros_like(leaf)
@@ -325,34 +328,36 @@ class RowsAhead:
         grads: list[torch.Tensor] = [leaf.grad for leaf in self._leaves]  # type: ignore[misc]
         self._leaves = []
         rates = [group.owned.learning_rate for group in self._groups]
-        self._lane.uses(*grads)
+        self._thread.will_use(*grads)
         gradients = Gradients(grads, rates, self._num_updates)
         self._num_updates += 1
         if self._reducer is not None:
-            self._hot_pending = self._lane.submit(lambda: self._reduce_hot(batch, gradients))
+            # First: the optimizer waits for hot gradients, the next forward for urgent rows.
+            self._hot_future = self._thread.submit(lambda: self._reduce_hot(batch, gradients))
         following = self._window[0] if self._window else None
         if following is not None:
-            following.all_rows = self._lane.submit(
-                lambda: self._cold.urgent(batch, gradients, following)
+            following.all_rows = self._thread.submit(
+                lambda: self._cold.exchange_urgent(batch, gradients, following)
             )
-        self._lane.submit(lambda: self._cold.late(batch, gradients))
+        # After the urgent ones: no rank waits for these before the next step.
+        self._thread.submit(lambda: self._cold.send_late(batch, gradients))
 
-    def _admit_in_lane(self, batch: AheadBatch) -> None:
-        """On the communication thread: settle what the batch's rows need that ids alone say."""
-        self._cold.admit(batch)
+    def _prefetch_in_thread(self, batch: PrefetchedBatch) -> None:
+        """On the communication thread: exchange everything that depends on the ids alone."""
+        self._cold.request_rows(batch)
         if self._reducer is not None and batch.will_update:
             enter(COMMUNICATION, "hot_exchange")
             with named_range("hot slots"):
                 batch.hot_plan = self._reducer.plan(self._slots(batch), batch.hot_counts)
 
-    def _slots(self, batch: AheadBatch) -> list[torch.Tensor]:
+    def _slots(self, batch: PrefetchedBatch) -> list[torch.Tensor]:
         return [
-            hot_slots(group, routed.rows)
+            _hot_slots(group, routed.rows)
             for group, routed in zip(self._groups, batch.groups, strict=True)
             if group.replica is not None
         ]
 
-    def _reduce_hot(self, batch: AheadBatch, gradients: Gradients) -> Reduced:
+    def _reduce_hot(self, batch: PrefetchedBatch, gradients: Gradients) -> list[SparseGradient]:
         """On the communication thread: the mean gradients of the hot rows that any rank touched."""
         assert self._reducer is not None
         assert batch.hot_plan is not None
@@ -367,24 +372,57 @@ class RowsAhead:
             ]
             return self._reducer.reduce_planned(grads, batch.hot_plan)
 
-    def finish(self) -> None:
+    def wait_for_hot_gradients(self) -> None:
         """Wait for the hot rows' gradients and give them to the replicas."""
-        pending, self._hot_pending = self._hot_pending, None
-        if pending is None:  # there are no hot rows
+        future, self._hot_future = self._hot_future, None
+        if future is None:  # there are no hot rows
             return
         with named_range("wait for hot gradients"):
-            reduced = pending.wait()
+            reduced = future.wait()
         mark("hot_exchange")
         for replica, (slots_U, grad_UD) in zip(self._replicas, reduced, strict=True):
-            used_here(slots_U, grad_UD)
+            record_use(slots_U, grad_UD)
             replica.set_reduced(slots_U, grad_UD)
 
     def drain(self) -> None:
-        """Wait until nothing travels; batches that are held stay held."""
-        self._lane.drain()
+        """Wait for the communication thread; batches that are held stay held."""
+        self._thread.drain()
 
     def close(self) -> None:
         """Give the collections their own forward back, and let the thread end."""
         for collection in self._collections:
             collection.__dict__.pop("forward", None)
-        self._lane.close()
+        self._thread.close()
+
+
+def _find_groups(
+    collections: Sequence[ShardedHotColdEmbeddingBagCollection], device: torch.device
+) -> list[RowGroup]:
+    """The embedding dimensions of all collections, in order; a collective."""
+    groups = []
+    for collection in collections:
+        routers = collection.router.groups.values()
+        for rows, router in zip(collection.sharded_rows(), routers, strict=True):
+            owned = OwnedRows(rows)
+            owners = None
+            if router.cold_tables:
+                owners = RowOwners(
+                    router.cold_tables,
+                    collection.partition.num_rows,
+                    all_gather_object(owned.shards),
+                    device,
+                )
+            begins = table_begins(rows.hot.num_rows_T).to(device) if rows.hot else None
+            groups.append(
+                RowGroup(rows.dim, len(router.hot_tables), begins, rows.hot, owners, owned)
+            )
+    return groups
+
+
+def _hot_slots(group: RowGroup, rows: KeyedJaggedTensor) -> torch.Tensor:
+    """The hot slots of a routed group in its replica, int64, distinct, in the order of the rows."""
+    assert group.hot_begins_T is not None
+    lengths_T = rows.lengths()[: group.num_hot_keys].long()
+    num_hot = num_hot_rows(rows, group.num_hot_keys)
+    begins_U = torch.repeat_interleave(group.hot_begins_T, lengths_T, output_size=num_hot)
+    return rows.values()[:num_hot] + begins_U

@@ -7,14 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.embedding.prefetch.messages import (
-    ByClass,
-    Selection,
-    pack,
-    read_together,
-    sizes,
-    unpack,
-)
+from hotrec.embedding.messages import message_sizes, pack, row_counts, unpack
+from hotrec.embedding.prefetch.messages import RowsByClass, read_class_ends, select_all
 
 counts_of_ranks = st.integers(1, 3).flatmap(
     lambda num_groups: st.lists(
@@ -33,7 +27,8 @@ def test_unpack_undoes_pack(counts: list[list[int]]) -> None:
         num_rows = sum(row[group] for row in counts)
         parts.append(torch.arange(num_rows * dim).view(-1, dim).float() + 1000 * group)
     message = pack(parts, counts, dims)
-    assert message.numel() == sum(sizes(counts, dims))
+    assert row_counts([num for row in counts for num in row], len(dims)) == counts
+    assert message.numel() == sum(message_sizes(counts, dims))
     for part, found in zip(parts, unpack(message, counts, dims), strict=True):
         assert torch.equal(part, found)
 
@@ -55,9 +50,9 @@ def test_classes_are_chosen_in_the_same_order_by_rank(
             st.lists(st.integers(0, num_classes - 1), min_size=num_rows, max_size=num_rows)
         )
         classes.append(torch.tensor(drawn, dtype=torch.uint8))
-    rows = ByClass(classes, num_classes, counts)
-    again = ByClass(classes, num_classes, counts)
-    read_together([rows, again])
+    rows = RowsByClass(classes, num_classes, counts)
+    again = RowsByClass(classes, num_classes, counts)
+    read_class_ends([rows, again])
     for first, end in [(0, 1), (1, 2), (1, 3), (0, 3), (2, 2)]:
         chosen = rows.select(first, end)
         assert chosen.counts == again.select(first, end).counts
@@ -75,9 +70,9 @@ def test_classes_are_chosen_in_the_same_order_by_rank(
 
 def test_everything_is_selected_without_indices() -> None:
     rows = torch.arange(3)
-    assert Selection([None], [[1], [2]]).of(0, rows) is rows
+    assert select_all([[1], [2]]).of(0, rows) is rows
 
 
 def test_dims_must_be_of_all_groups() -> None:
     with pytest.raises(ValueError, match="argument"):
-        sizes([[1, 2]], [4])
+        message_sizes([[1, 2]], [4])

@@ -1,25 +1,135 @@
-"""The cold rows that a rank owns, read and updated by position, without autograd.
+"""Which rank owns a cold row, and the rows that this rank owns, by position, without autograd.
 
-On CPU hotrec's own rows do the work. On CUDA FBGEMM's module does, with its UVM caches: rows are
-read by its forward, and updated by its fused backward, called for the rows in question alone.
+A rank's rows of one embedding dimension lie in one line of positions, piece after piece. On CPU
+hotrec's own kernels read and update them. On CUDA FBGEMM's module does, with its UVM caches: rows
+are read by its forward and updated by its fused backward, called for the rows in question alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.flat import cut_lengths
-from hotrec.embedding.prefetch.layout import Shard
 from hotrec.embedding.row_exchange import ShardedRows
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.host_ints import HostInts, ints_on
 
 
-class Rows(Protocol):
+@dataclass(frozen=True)
+class Shard:
+    """A piece of a table on a rank.
+
+    Args:
+        table: The table's name.
+        first_row: First row of the table that is in the piece.
+        num_rows: Number of rows in the piece.
+        position: Position of its first row among all the rank's rows of the group.
+    """
+
+    table: str
+    first_row: int
+    num_rows: int
+    position: int
+
+
+@dataclass
+class RequestedRows:
+    """The cold rows of one group that one batch reads, by owner.
+
+    Args:
+        order_U: int64 (U,), the batch's cold rows in the order of their owners.
+        positions_U: int32 (U,), in that order, positions on the owner.
+        num_to_W: int64 (W,), number of rows requested from each rank.
+    """
+
+    order_U: torch.Tensor
+    positions_U: torch.Tensor
+    num_to_W: torch.Tensor
+
+
+class RowOwners:
+    """Finds the owner of any cold row of one group; the same on every rank.
+
+    Args:
+        tables: The group's cold tables, in order.
+        num_rows: Number of rows of every table.
+        shards: The shards of every rank, by rank.
+        device: Where rows are looked up.
+
+    Raises:
+        RuntimeError: if the shards do not hold every row of every table once.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[str],
+        num_rows: Mapping[str, int],
+        shards: Sequence[Sequence[Shard]],
+        device: torch.device,
+    ) -> None:
+        self.tables = tuple(tables)
+        self.world_size = len(shards)
+        begins, begin = {}, 0
+        for table in tables:
+            begins[table] = begin
+            begin += num_rows[table]
+        pieces = sorted(
+            (begins[shard.table] + shard.first_row, shard.num_rows, rank, shard.position)
+            for rank, of_rank in enumerate(shards)
+            for shard in of_rank
+            if shard.num_rows
+        )
+        # Each piece begins where the one before it ends, and the last one ends with the tables.
+        firsts = [*(piece[0] for piece in pieces), begin]
+        ends = [0, *(piece[0] + piece[1] for piece in pieces)]
+        wrong = [end for first, end in zip(firsts, ends, strict=True) if first != end]
+        if wrong:
+            raise RuntimeError(
+                f"shards of {list(tables)}: expected each of {begin} rows on one rank, got a gap "
+                f"or an overlap at row {wrong[0]} of the tables laid one after the other. Use the "
+                "pinned torchrec (see `hotrec doctor`)."
+            )
+        self._begins_T = torch.tensor([begins[table] for table in tables], device=device)
+        self._first_S = torch.tensor([piece[0] for piece in pieces], device=device)
+        self._rank_S = torch.tensor([piece[2] for piece in pieces], device=device)
+        self._shift_S = torch.tensor([piece[3] - piece[0] for piece in pieces], device=device)
+
+    def find(self, rows: KeyedJaggedTensor, num_hot_keys: int) -> RequestedRows:
+        """Find the owners of the cold rows of a routed batch.
+
+        Args:
+            rows: Stride 1, keys are the hot tables, then these cold tables; rows ascend within a
+                table.
+            num_hot_keys: Number of keys that are hot tables.
+        """
+        lengths_T = rows.lengths().long()
+        num_hot = sum(rows.length_per_key()[:num_hot_keys])
+        lengths_T = lengths_T[num_hot_keys:]
+        cold_U = rows.values()[num_hot:]
+        key_U = cold_U + torch.repeat_interleave(
+            self._begins_T, lengths_T, output_size=cold_U.numel()
+        )
+        # Keys ascend, so the rows of a piece end where the next piece's first row would stand.
+        ends_S = torch.searchsorted(key_U, self._first_S[1:])
+        lengths_S = ends_S.diff(
+            prepend=ends_S.new_zeros(1), append=ends_S.new_full((1,), key_U.numel())
+        )
+        num = key_U.numel()
+        owner_U = torch.repeat_interleave(self._rank_S, lengths_S, output_size=num)
+        position_U = key_U + torch.repeat_interleave(self._shift_S, lengths_S, output_size=num)
+        _, order_U = sort_keys(owner_U, self.world_size)
+        num_to_W = lengths_S.new_zeros(self.world_size).index_add_(0, self._rank_S, lengths_S)
+        return RequestedRows(order_U, position_U.index_select(0, order_U).int(), num_to_W)
+
+
+class TableRows(Protocol):
     """The rows of one fused module, its tables laid one after the other."""
 
     def read(self, rows_K: torch.Tensor) -> torch.Tensor:
@@ -67,6 +177,7 @@ class FbgemmRows:
         return self._module(sorted_K - begins_K, offsets), order_K
 
     def read(self, rows_K: torch.Tensor) -> torch.Tensor:
+        # FBGEMM counts every forward pass as an update; a read is none.
         count = self.update_count
         found, order_K = self._look_up(rows_K)
         self._set_update_count(count)
@@ -78,13 +189,13 @@ class FbgemmRows:
             found, order_K = self._look_up(rows_K)
             found.backward(grad_KD.index_select(0, order_K))
 
-    def begin_update(self, count: int) -> None:
-        """Say that the updates to come are number ``count`` + 1, for Adam's bias correction."""
+    def start_update(self, count: int) -> None:
+        """Number the next update ``count`` + 1, for Adam's bias correction."""
         self._set_update_count(count)
 
     @property
     def update_count(self) -> int:
-        """Updates made so far."""
+        """Number of updates made so far."""
         # FBGEMM counts twice. The count on the host is behind only until the first update after
         # loading, when the other is read.
         count = int(getattr(self._module, "iter_cpu", 0))
@@ -101,12 +212,12 @@ class OwnedRows:
     """All cold rows that this rank owns of one group, in one line of positions.
 
     Args:
-        rows: the sharded collection of the group.
+        rows: The sharded collection of the group.
     """
 
     def __init__(self, rows: ShardedRows) -> None:
         self.shards: list[Shard] = []
-        self._parts: list[tuple[int, int, Rows]] = []  # begin, end, rows
+        self._parts: list[tuple[int, int, TableRows]] = []  # begin, end, rows
         end = 0
         lookups: Any = rows._lookups
         for lookup in lookups:
@@ -130,7 +241,7 @@ class OwnedRows:
 
     @property
     def num_updates(self) -> int:
-        """Updates made so far, where FBGEMM counts them."""
+        """Number of updates made so far, where FBGEMM counts them."""
         counts = [p.update_count for _, _, p in self._parts if isinstance(p, FbgemmRows)]
         return max(counts, default=0)
 
@@ -165,8 +276,8 @@ class OwnedRows:
         Args:
             positions_K: int64 (K,), with repetition.
             grad_KD: float (K, D).
-            learning_rate: of this update.
-            count: updates made before, for Adam's bias correction.
+            learning_rate: Of this update.
+            count: Number of updates made before, for Adam's bias correction.
         """
         if positions_K.numel() == 0:
             return
@@ -179,5 +290,5 @@ class OwnedRows:
             if rows_K.numel() == 0:
                 continue
             if isinstance(part, FbgemmRows):
-                part.begin_update(count)
+                part.start_update(count)
             part.update(rows_K, part_grads, learning_rate)

@@ -1,15 +1,13 @@
-"""The hot replicas of a rank, and the exchange of their gradients as a DDP communication hook.
+"""The hot rows of a rank: a replica, its gradient, and which of its rows were touched.
 
-TorchRec wraps data-parallel lookups in DDP, which all-reduces the gradient of every hot row,
-touched or not. The hook sends just the rows that the rank's batch touched, by the ways of
-``hotrec.embedding.hot_choice``. Touched rows: each rank gathers all ranks' (slot, gradient row)
-pairs, while backward goes on, and adds them up in rank order, so all replicas stay bitwise equal;
-padded to the largest rank's U rows, so (W - 1) x U x (D + 1) x 4 bytes per rank. Owners: see
-``hotrec.embedding.hot_reduce``, which look-ahead uses without this hook.
+TorchRec wraps data-parallel lookups in DDP, which would all-reduce the gradient of every hot row,
+touched or not. A communication hook takes its place: it hands the rows that the rank's batch
+touched to the ``HotReducer``, which look-ahead calls without DDP.
 """
 
 # No `from __future__ import annotations`: DDP reads the hook's annotations as objects.
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,32 +17,27 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
-from hotrec.embedding.hot_choice import HotChooser
 from hotrec.embedding.hot_reduce import HotReducer
-from hotrec.routing.sorting import sort_keys
+from hotrec.runtime.comm_thread import CommunicationThread
 from hotrec.runtime.host_ints import HostInts
+from hotrec.runtime.ranks import new_group
 from hotrec.runtime.stages import mark
+from hotrec.runtime.traffic import counted_by_sender
 from hotrec.runtime.wire import Wire
-from hotrec.types import HotExchange as HotExchange
-from hotrec.types import WireType
+from hotrec.types import HotExchange, WireType
 
 
-def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """A future that, on CUDA, also waits for what the stream still has to do."""
-    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+class HotRowCounts:
+    """Number of hot rows that each rank's batch touches, gathered along with the exchange of ids.
 
-
-class HotCounts:
-    """How many hot rows each rank's batch touches; on its way from the exchange of ids on.
-
-    Asked for so early that backward neither waits for a small message behind large ones nor, on
+    Requested so early that backward neither waits for a small message behind large ones nor, on
     CUDA, for all that the device still has to do.
     """
 
     def __init__(self, num_rows: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._mine = torch.full((1,), num_rows, device=device)
-        self._all = self._mine.new_empty(dist.get_world_size(group))
-        self._work = dist.all_gather_into_tensor(self._all, self._mine, group, async_op=True)
+        self._own = torch.full((1,), num_rows, device=device)
+        self._all = self._own.new_empty(dist.get_world_size(group))
+        self._work = dist.all_gather_into_tensor(self._all, self._own, group, async_op=True)
         self._counts: HostInts | None = None
         if device.type == "cuda":
             self._work.wait()  # holds up the stream, not the host
@@ -57,55 +50,12 @@ class HotCounts:
         return self._counts.wait()
 
 
-def pack_rows(
-    grad_HD: torch.Tensor, slots_U: torch.Tensor, num_rows: int, world_size: int
-) -> torch.Tensor:
-    """The message of a rank: its touched rows' share of the mean gradient.
-
-    Args:
-        grad_HD: float (H, D), the rank's gradient.
-        slots_U: int64 (U,), the rows it touched.
-        num_rows: at least U; the message is padded to so many rows.
-        world_size: W, of the mean.
-
-    Returns:
-        float (num_rows, D + 1); the slot travels as the bits of a leading float.
-    """
-    num_touched = slots_U.numel()
-    message = grad_HD.new_zeros(num_rows, grad_HD.shape[1] + 1)
-    message[:num_touched, 0] = slots_U.int().view(torch.float32)
-    message[:num_touched, 1:] = grad_HD.index_select(0, slots_U).div_(world_size)
-    return message
-
-
-def add_rows(
-    grad_HD: torch.Tensor, slots_U: torch.Tensor, parts: list[torch.Tensor]
-) -> torch.Tensor:
-    """Replace the rank's own gradient rows by the sums over all ranks' messages, in rank order.
-
-    Args:
-        grad_HD: float (H, D), written in place.
-        slots_U: int64 (U,), the rank's own rows.
-        parts: of each rank, without padding, see ``pack_rows``.
-
-    Returns:
-        The slots of all ranks, int64, distinct, ascending.
-    """
-    slots = [part[:, 0].contiguous().view(torch.int32).long() for part in parts]
-    grad_HD.index_fill_(0, slots_U, 0.0)
-    for slots_of_rank, part in zip(slots, parts, strict=True):
-        # Contiguous: index_add_ of a strided source takes three times as long on CPU.
-        grad_HD.index_add_(0, slots_of_rank, part[:, 1:].contiguous())
-    union, _ = sort_keys(torch.cat(slots), grad_HD.shape[0])
-    return torch.unique_consecutive(union)
-
-
 @dataclass(frozen=True)
 class _Touched:
     """Flat slots, distinct, int64 (U,); ``counts`` is None where no gradient will follow."""
 
     slots_U: torch.Tensor
-    counts: HotCounts | None
+    counts: HotRowCounts | None
 
 
 class _ReadHot(torch.autograd.Function):
@@ -139,12 +89,12 @@ class HotReplicas:
     """This rank's replica of the hot rows of one embedding dimension.
 
     Args:
-        weight: the flat parameter float (H * D,) of TorchRec's dense kernel.
-        num_rows_T: hot rows of each table, in the order of the parameter.
+        weight: The flat parameter float (H * D,) of TorchRec's dense kernel.
+        num_rows_T: Number of hot rows of each table, in the order of the parameter.
         dim: D.
-        group: the process group that holds the replicas.
-        exchange: what travels.
-        wire_type: of gradients in the hook; in 16 bits nothing of it overlaps with backward.
+        group: The process group that holds the replicas.
+        exchange: How the hook reduces gradients.
+        wire_type: The type in which the hook sends gradients.
     """
 
     def __init__(
@@ -162,15 +112,15 @@ class HotReplicas:
         self._group = group
         self._world_size = dist.get_world_size(group)
         self._exchange = exchange
-        self._shape = (sum(num_rows_T), dim)
         self._wire_type = wire_type
-        self._chooser = HotChooser([self._shape], exchange)
+        # Made by the first training forward: look-ahead has a reducer of its own.
         self._reducer: HotReducer | None = None
+        self._thread: CommunicationThread | None = None
         self._begins_T = table_begins(num_rows_T).to(weight.device)
         self._touched: list[_Touched] = []
         self._updated: list[torch.Tensor] = []
         self._reduced: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._asked: HotCounts | None = None
+        self._next_counts: HotRowCounts | None = None
 
     @property
     def rows(self) -> torch.Tensor:
@@ -187,25 +137,45 @@ class HotReplicas:
             float (U, D).
         """
         slots_U = flat_rows(features, self._begins_T)
-        counts, self._asked = self._asked, None
+        counts, self._next_counts = self._next_counts, None
         if counts is None:
-            counts = self.ask_counts(slots_U.numel())
+            counts = self.gather_counts(slots_U.numel())
         out: torch.Tensor = _ReadHot.apply(self.weight, self, _Touched(slots_U, counts))
         return out
 
-    def ask_counts(self, num_rows: int) -> HotCounts | None:
-        """Ask every rank how many hot rows its batch touches; None where no gradient will follow.
+    def gather_counts(self, num_rows: int) -> HotRowCounts | None:
+        """Start gathering how many hot rows each rank's batch touches.
 
         Args:
-            num_rows: that this rank's batch touches.
+            num_rows: Number that this rank's batch touches.
+
+        Returns:
+            None where no gradient will follow.
         """
         if not torch.is_grad_enabled() or self._world_size == 1:
             return None
-        return HotCounts(num_rows, self._group, self.weight.device)
+        if self._reducer is None:
+            self._reducer = self._make_reducer()
+        return HotRowCounts(num_rows, self._group, self.weight.device)
 
-    def expect(self, counts: HotCounts | None) -> None:
+    def _make_reducer(self) -> HotReducer:
+        """The hook's reducer; a collective on CPU, where it runs in a thread beside backward."""
+        group, device = self._group, self.weight.device
+        if device.type == "cpu":
+            # A group of its own: TorchRec's collectives go on in the main thread meanwhile. Its
+            # timeout is the same, which torch offers no public way to read.
+            gloo: Any = group._get_backend(device)
+            timeout_s = gloo.options._timeout.total_seconds()
+            with counted_by_sender():  # what connects the group belongs to no step's traffic
+                group = new_group(dist.get_process_group_ranks(group), timeout_s)
+            self._thread = CommunicationThread(device, "hot gradients")
+            weakref.finalize(self, self._thread.close)
+        wire = Wire(group, self._wire_type)
+        return HotReducer([(sum(self.num_rows_T), self.dim)], wire, self._exchange, device=device)
+
+    def use_counts(self, counts: HotRowCounts | None) -> None:
         """Take the counts of the batch whose rows are read next."""
-        self._asked = counts
+        self._next_counts = counts
 
     def note_touched(self, touched: _Touched) -> None:
         """Remember the slots whose gradients a backward pass adds, until they are reduced."""
@@ -273,57 +243,39 @@ class HotReplicas:
                 "`hotrec doctor` prints."
             )
         slots_U, counts = self._take_touched()
-        future = _future(buffer)
+        if self._thread is not None and counts is not None:
+            # Backward goes on, with the update of the cold rows; DDP waits at its end. The future
+            # that `then` returns carries what its function raises.
+            started: torch.futures.Future[None] = torch.futures.Future()
+            reduced = started.then(lambda _: self._reduce_rows(buffer, slots_U, counts.wait()))
+            self._thread.submit(lambda: started.set_result(None))
+            return reduced
         if counts is None:
             self._updated = [slots_U]
-            future.set_result(buffer)
-            return future
-        num_rows = counts.wait()
-        exchange = self._chooser.choose([[num] for num in num_rows])
-        if exchange is HotExchange.owners or self._wire_type is not WireType.fp32:
-            self._reduce_by_messages(buffer, slots_U, num_rows)
-        elif exchange is HotExchange.touched_rows:
-            return self._exchange_touched(buffer, slots_U, num_rows)
         else:
-            self._reduce_dense(buffer, slots_U, num_rows)
-        self._note_union(num_rows)
+            self._reduce_rows(buffer, slots_U, counts.wait())
+        # On CUDA DDP waits for what the current stream still has to do.
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
         future.set_result(buffer)
         return future
 
-    def _note_union(self, num_rows: list[int]) -> None:
-        self._chooser.note([[num] for num in num_rows], [self._updated[0].numel()])
-
-    def _reduce_dense(
-        self, buffer: torch.Tensor, slots_U: torch.Tensor, num_rows: list[int]
-    ) -> None:
-        slots = slots_U.new_zeros(max(num_rows))
-        slots[: slots_U.numel()] = slots_U
-        gathered = slots.new_empty(self._world_size * slots.numel())
-        dist.all_gather_into_tensor(gathered, slots, group=self._group)
-        dist.all_reduce(buffer, group=self._group)
-        buffer.div_(self._world_size)
-        self._updated = [torch.cat(self._parts(gathered, num_rows)).unique()]
-
     @torch.no_grad()
-    def _reduce_by_messages(
-        self, buffer: torch.Tensor, slots_U: torch.Tensor, num_rows: list[int]
-    ) -> None:
-        if self._reducer is None:
-            is_plain = self._wire_type is WireType.fp32
-            self._reducer = HotReducer(
-                [self._shape],
-                Wire(self._group, self._wire_type),
-                HotExchange.owners if is_plain else self._exchange,
-                device=self.weight.device,
-            )
+    def _reduce_rows(
+        self, buffer: torch.Tensor, slots_U: torch.Tensor, num_rows_W: list[int]
+    ) -> torch.Tensor:
+        assert self._reducer is not None
         grad_HD = buffer.view(-1, self.dim)
         touched = (slots_U, grad_HD.index_select(0, slots_U))
-        [(union, mean_UD)] = self._reducer.reduce([touched], [[num] for num in num_rows])
-        # The rank's own rows are among the union.
+        # Rows that were not touched are zero in the buffer, so a dense reduction can work in it.
+        [(union, mean_UD)] = self._reducer.reduce([touched], [[num] for num in num_rows_W], buffer)
+        # This rank's own rows are among the union.
         grad_HD.index_copy_(0, union, mean_UD)
         self._updated = [union]
+        return buffer
 
-    def _take_touched(self) -> tuple[torch.Tensor, HotCounts | None]:
+    def _take_touched(self) -> tuple[torch.Tensor, HotRowCounts | None]:
         """The slots to reduce, and the ranks' numbers of them; None for one rank."""
         touched, self._touched = self._touched, []
         if len(touched) == 1 and not self._updated:
@@ -333,39 +285,7 @@ class HotReplicas:
         # that touched them again.
         slots_U = torch.cat([part.slots_U for part in touched] + self._updated).unique()
         with torch.enable_grad():
-            return slots_U, self.ask_counts(slots_U.numel())
-
-    def _parts(self, gathered: torch.Tensor, num_rows: list[int]) -> list[torch.Tensor]:
-        """What each rank sent, without the padding to the largest."""
-        most = max(num_rows)
-        return [gathered[r * most : r * most + num] for r, num in enumerate(num_rows)]
-
-    def _exchange_touched(
-        self, buffer: torch.Tensor, slots_U: torch.Tensor, num_rows: list[int]
-    ) -> torch.futures.Future[torch.Tensor]:
-        grad_HD = buffer.view(-1, self.dim)
-        message = pack_rows(grad_HD, slots_U, max(num_rows), self._world_size)
-        gathered = message.new_empty(self._world_size * message.shape[0], self.dim + 1)
-
-        @torch.no_grad()
-        def add_up() -> torch.Tensor:
-            parts = self._parts(gathered, num_rows)
-            self._updated = [add_rows(grad_HD, slots_U, parts)]
-            self._note_union(num_rows)
-            return buffer
-
-        def arrived(done: torch.futures.Future[Any]) -> torch.Tensor:
-            done.wait()  # raises what the exchange failed with; the buffer would hold anything
-            return add_up()
-
-        work = dist.all_gather_into_tensor(gathered, message, self._group, async_op=True)
-        if not buffer.is_cuda:
-            # Backward goes on, with the update of the cold rows; DDP waits at its end.
-            return work.get_future().then(arrived)
-        work.wait()  # holds up the stream, not the host
-        future = _future(buffer)
-        future.set_result(add_up())
-        return future
+            return slots_U, self.gather_counts(slots_U.numel())
 
     @torch.no_grad()
     def clear_gradient(self, slots_U: torch.Tensor) -> None:

@@ -1,0 +1,54 @@
+"""Rows of several embedding dimensions ("groups") in one message per rank.
+
+The part of a message that is for one rank holds the rows of all groups, one group after the other;
+groups differ in their dimension. Within a group rows are in rank order. With one group nothing is
+copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+RowCounts = list[list[int]]  # number of rows, [rank][group]
+
+
+def row_counts(values: Sequence[int], num_groups: int) -> RowCounts:
+    """Split flat counts, rank by rank, into those of each rank."""
+    if num_groups == 0:
+        return []
+    return [list(values[at : at + num_groups]) for at in range(0, len(values), num_groups)]
+
+
+def message_sizes(counts: RowCounts, dims: Sequence[int]) -> list[int]:
+    """Elements of the part for, or from, each rank."""
+    return [sum(n * d for n, d in zip(row, dims, strict=True)) for row in counts]
+
+
+def pack(parts: Sequence[torch.Tensor], counts: RowCounts, dims: Sequence[int]) -> torch.Tensor:
+    """Lay the rows of all groups out rank by rank.
+
+    Args:
+        parts: Of each group (rows over all ranks, D), or (rows,) where D is 1; in rank order.
+        counts: Rows of each group for each rank.
+        dims: D of each group.
+
+    Returns:
+        Flat, ``message_sizes(counts, dims)`` elements for each rank.
+    """
+    if len(parts) == 1:
+        return parts[0].reshape(-1)
+    split = [
+        part.reshape(-1).split([row[group] * dims[group] for row in counts])
+        for group, part in enumerate(parts)
+    ]
+    return torch.cat([of_group[rank] for rank in range(len(counts)) for of_group in split])
+
+
+def unpack(message: torch.Tensor, counts: RowCounts, dims: Sequence[int]) -> list[torch.Tensor]:
+    """The rows of each group, (rows over all ranks, D), in rank order."""
+    if len(dims) == 1:
+        return [message.view(-1, dims[0])]
+    pieces = message.split([n * d for row in counts for n, d in zip(row, dims, strict=True)])
+    return [torch.cat(pieces[group :: len(dims)]).view(-1, dim) for group, dim in enumerate(dims)]
