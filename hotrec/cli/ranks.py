@@ -1,4 +1,4 @@
-"""``python -m hotrec.cli.ranks``: torchrun, with a last line for people instead of its own trace.
+"""``python -m hotrec.cli.ranks``: torchrun, with one last line instead of its own trace.
 
 Takes torchrun's arguments. Exits with the code of the rank that failed first, so that a run which
 SIGTERM ended can be told from one that failed.
@@ -27,32 +27,27 @@ SAME_TIME_S = 1
 
 
 def ended_first(failures: Mapping[int, ProcessFailure]) -> int:
-    """The rank that failed first.
+    """The rank that failed first, of failures by rank.
 
-    torchrun notes whole seconds, and the others end within milliseconds of a rank that died: their
-    watchdog ends them, and torchrun what is left. So of failures at the same time one by itself
-    goes before those that follow from it.
-
-    Args:
-        failures: by rank, not empty.
+    The others end within milliseconds of a rank that died, by their watchdog or by torchrun. So of
+    failures at the same time one by itself goes before those that follow from it.
     """
     start_s = min(failure.timestamp for failure in failures.values())
 
     def order(rank: int) -> tuple[int, int, int]:
-        failure = failures[rank]
-        later_s = failure.timestamp - start_s
-        is_later = later_s > SAME_TIME_S
-        kind = CONSEQUENCES.get(failure.exitcode, 0)
-        return (later_s, 0, rank) if is_later else (0, kind, rank)
+        later_s = failures[rank].timestamp - start_s
+        if later_s > SAME_TIME_S:
+            return later_s, 0, rank
+        return 0, CONSEQUENCES.get(failures[rank].exitcode, 0), rank
 
     return min(failures, key=order)
 
 
-def obey_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
-    """See to ``--shutdown-timeout`` where torchrun has no such option (torch 2.11).
+def take_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
+    """Apply ``--shutdown-timeout`` where torchrun has no such option (torch 2.11).
 
     Returns:
-        What is left for torchrun.
+        The arguments that are left for torchrun.
     """
     if "--shutdown-timeout" in get_args_parser().format_help():
         return list(arguments)
@@ -60,7 +55,7 @@ def obey_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--shutdown-timeout", type=int)
     own, others = parser.parse_known_args(arguments)
     if own.shutdown_timeout is not None:
-        # What the agent calls to end its ranks, without saying how long it is to wait for them.
+        # The agent ends its ranks by this method, without a timeout.
         close = partialmethod(PContext.close, timeout=own.shutdown_timeout)
         PContext.close = close  # type: ignore[assignment,method-assign]
     return others
@@ -68,10 +63,10 @@ def obey_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
 
 def main() -> int:
     """Run torchrun; the exit code, 128 + n after signal n."""
-    # The ranks have said what is wrong; the agent would say it again, with its own trace.
+    # The ranks have printed what is wrong; the agent would repeat it, with its own trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        torchrun(obey_shutdown_timeout(sys.argv[1:]))
+        torchrun(take_shutdown_timeout(sys.argv[1:]))
     except ChildFailedError as error:
         rank = ended_first(error.failures)
         code = error.failures[rank].exitcode

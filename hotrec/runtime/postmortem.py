@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 FLIGHT_RECORDER = "flight_recorder"
 _PREFIX = "rank_"
-# Allocations and frees that a snapshot of memory looks back on. Python stacks are kept of what is
-# allocated, not of what is freed: recording is for every run, so it has to be cheap.
+# Allocations and frees in a snapshot. Python stacks are kept of what is allocated, not of what is
+# freed: every run is recorded, so it has to be cheap.
 _NUM_ALLOCATIONS = 100_000
-# Beyond that the driver hangs while it is asked how far each collective has come.
-_DUMP_LIMIT_S = 10.0
+# After that the driver hangs while it is asked how far each collective has come.
+_DUMP_LIMIT_S = 20.0
 
 
-def keep_flight_recorder(run_dir: Path, device: str) -> Path:
-    """Have NCCL's own watchdog write into the run's directory; before the process group is made.
+def set_up_flight_recorder(run_dir: Path, device: str) -> Path:
+    """Let NCCL's watchdog, too, write into the run's directory; before the process group is made.
 
-    What is set in the environment already stays.
+    Variables that are set in the environment stay.
 
     Args:
         device: "cpu" or "cuda".
@@ -45,30 +45,32 @@ def keep_flight_recorder(run_dir: Path, device: str) -> Path:
     directory = (run_dir / FLIGHT_RECORDER).absolute()
     if device == "cuda":
         directory.mkdir(parents=True, exist_ok=True)  # NCCL's watchdog does not make it
-    for names, value in (
-        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
-        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
-        (
-            ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
-            str(directory / _PREFIX),
-        ),
+    prefix = str(directory / _PREFIX)
+    # Each variable with the name that it had before, if it had another.
+    for name, old_name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "1"),
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", prefix),
     ):
-        if not any(name in os.environ for name in names):
-            os.environ[names[0]] = value
+        if old_name not in os.environ:
+            os.environ.setdefault(name, value)
     return directory
 
 
 def write_flight_recorder(directory: Path, rank: int) -> None:
-    """Write the last collectives of this rank, with their sizes, states and Python stacks.
+    """Write the stacks of this rank's threads, and its last collectives with sizes and states.
 
     For a process that is about to end: if the driver does not answer, it ends here.
     """
-    # Holds the interpreter's lock, so that no thread of Python's could give up.
+    # The dump holds the interpreter's lock, so that no Python thread could give up.
     faulthandler.dump_traceback_later(_DUMP_LIMIT_S, exit=True, file=2)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # torchfrtrace reads every file whose name contains the prefix.
+        with (directory / f"threads_{rank}.txt").open("w") as file:
+            faulthandler.dump_traceback(file)
         c10d: Any = _distributed_c10d  # torch has no public way to it
         dump = c10d._dump_nccl_trace if dist.get_backend() == "nccl" else c10d._dump_fr_trace
-        directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{_PREFIX}{rank}").write_bytes(dump())
     except Exception as error:  # of every kind: the run has ended for another reason
         logger.warning("flight recorder of rank %d: not written: %s", rank, error)
@@ -78,7 +80,7 @@ def write_flight_recorder(directory: Path, rank: int) -> None:
 
 @contextmanager
 def memory_snapshot(run_dir: Path, ranks: Ranks) -> Iterator[None]:
-    """Where CUDA runs out of memory in the block, write what holds it, and say where.
+    """Where CUDA runs out of memory in the block, write a snapshot of its allocations.
 
     Raises:
         torch.OutOfMemoryError: torch's own, with the name of the file.

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.autograd import profiler
 
-from hotrec.runtime.watchdog.position import passed
+from hotrec.runtime.watchdog.progress import passed
 from hotrec.types import STAGES
 
 # The stages in which a step does nothing but wait for other ranks.

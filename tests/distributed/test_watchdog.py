@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.runtime.ranks import Ranks
-from hotrec.runtime.watchdog import MAIN, STEP, LostRank, enter, watching
+from hotrec.runtime.watchdog import MAIN, STEP, LostRank, Watchdog, enter
 from tests.helpers.ranks import run_ranks
 
 
@@ -24,7 +24,7 @@ def slow_steps() -> list[str]:
     ranks = ranks_here()
     done = []
     for run in range(2):
-        with watching(ranks, limit_s=1.0):
+        with Watchdog(ranks, limit_s=1.0):
             for step in range(1, 3):
                 enter(MAIN, STEP, step)
                 if ranks.rank == 1:  # longer than the limit in all, but never without a sign
@@ -43,7 +43,7 @@ def end_of_rank(error_rank: int, folder: Path) -> tuple[str, str]:
     assert slow_steps() == ["run 0", "run 1"]
     ranks = ranks_here()
     try:
-        with watching(ranks, limit_s=20.0, flight_recorder=folder):
+        with Watchdog(ranks, limit_s=20.0, flight_recorder=folder):
             for step in range(1, 6):
                 enter(MAIN, STEP, step)
                 if step == 3 and ranks.rank == error_rank:
@@ -67,9 +67,12 @@ def test_slow_ranks_are_left_alone_and_an_error_reaches_all(tmp_path: Path) -> N
         assert "rank 1 in step 3 (at test_watchdog.py:" in message
         assert "ArithmeticError: the model has had enough." in message
         assert cause == "RuntimeError"
-    # The ranks that were left alone leave what they waited for.
-    assert sorted(path.name for path in folder.iterdir()) == ["rank_0", "rank_2"]
-    for path in folder.iterdir():
+    # The ranks that were left alone leave what they waited for, and the stacks of their threads.
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["rank_0", "rank_2", "threads_0.txt", "threads_2.txt"]
+    for path in folder.glob("threads_*"):
+        assert "in end_of_rank" in path.read_text()
+    for path in folder.glob("rank_*"):
         last = pickle.loads(path.read_bytes())["entries"][-1]
         assert last["profiling_name"] == "gloo:all_reduce"
         assert last["input_sizes"] == [[4]]

@@ -1,11 +1,6 @@
-"""Never a hang: when a rank is missing, the others say which one and where, and end.
+"""Names the rank that died, hangs or failed, and ends the others: ``with Watchdog(ranks): ...``."""
 
-Around a run, on every rank: ``with watching(ranks, limit_s=120): ...``. Inside, ``enter(lane,
-stage, step)`` says where this rank stands.
-"""
-
-from hotrec.runtime.watchdog.errors import EXIT_CODE, LostRank
-from hotrec.runtime.watchdog.position import (
+from hotrec.runtime.watchdog.progress import (
     CHECK_UP,
     CHECKPOINT,
     COMMUNICATION,
@@ -13,26 +8,12 @@ from hotrec.runtime.watchdog.position import (
     FIRST_STEP,
     MAIN,
     METRICS,
-    START,
     STEP,
     enter,
     passed,
 )
-from hotrec.runtime.watchdog.watching import watching
+from hotrec.runtime.watchdog.watchdog import EXIT_CODE, LostRank, Watchdog
 
-__all__ = [
-    "CHECKPOINT",
-    "CHECK_UP",
-    "COMMUNICATION",
-    "EVALUATION",
-    "EXIT_CODE",
-    "FIRST_STEP",
-    "MAIN",
-    "METRICS",
-    "START",
-    "STEP",
-    "LostRank",
-    "enter",
-    "passed",
-    "watching",
-]
+__all__ = ["EXIT_CODE", "LostRank", "Watchdog", "enter", "passed"]
+__all__ += ["COMMUNICATION", "MAIN"]
+__all__ += ["CHECKPOINT", "CHECK_UP", "EVALUATION", "FIRST_STEP", "METRICS", "STEP"]

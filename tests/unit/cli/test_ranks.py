@@ -83,7 +83,7 @@ def old_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("old_torchrun")
 @pytest.mark.parametrize("option", [["--shutdown-timeout", "150"], ["--shutdown-timeout=150"]])
 def test_ranks_get_their_time_from_an_old_torchrun(option: list[str]) -> None:
-    assert ranks.obey_shutdown_timeout([*option, *REST]) == REST
+    assert ranks.take_shutdown_timeout([*option, *REST]) == REST
     ended = Ranks()
     # As LocalElasticAgent does.
     ended.close(signal.SIGTERM)
@@ -92,7 +92,7 @@ def test_ranks_get_their_time_from_an_old_torchrun(option: list[str]) -> None:
 
 @pytest.mark.usefixtures("old_torchrun")
 def test_without_the_option_torchruns_time_stands() -> None:
-    assert ranks.obey_shutdown_timeout(REST) == REST
+    assert ranks.take_shutdown_timeout(REST) == REST
     ended = Ranks()
     ended.close(signal.SIGTERM)
     assert ended.closed == (signal.SIGTERM, 30)
@@ -102,4 +102,4 @@ def test_a_torchrun_that_has_it_gets_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(PContext, "close", PContext.close)
     given = ["--shutdown-timeout", "150", *REST]
     has_it = "--shutdown-timeout" in get_args_parser().format_help()
-    assert ranks.obey_shutdown_timeout(given) == (given if has_it else REST)
+    assert ranks.take_shutdown_timeout(given) == (given if has_it else REST)

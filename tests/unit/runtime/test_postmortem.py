@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.runtime.postmortem import keep_flight_recorder, memory_snapshot, write_flight_recorder
+from hotrec.runtime.postmortem import memory_snapshot, set_up_flight_recorder, write_flight_recorder
 from hotrec.runtime.ranks import Ranks, process_group
 
 NAMES = (
@@ -38,7 +38,7 @@ def flight_recorder() -> dict[str, str]:
 
 
 def test_nccl_writes_into_the_directory_of_the_run(tmp_path: Path) -> None:
-    directory = keep_flight_recorder(tmp_path / "run", "cuda")
+    directory = set_up_flight_recorder(tmp_path / "run", "cuda")
     assert directory == tmp_path / "run" / "flight_recorder"
     assert directory.is_dir()  # NCCL's watchdog opens a file in it
     assert flight_recorder() == {
@@ -56,7 +56,7 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
     for name, value in theirs.items():
         monkeypatch.setenv(name, value)
-    assert not keep_flight_recorder(tmp_path, "cpu").exists()
+    assert not set_up_flight_recorder(tmp_path, "cpu").exists()
     assert flight_recorder() == theirs
 
 
@@ -66,6 +66,7 @@ def test_the_last_collectives_are_written(tmp_path: Path) -> None:
         write_flight_recorder(tmp_path / "new", 0)
     entries = pickle.loads((tmp_path / "new" / "rank_0").read_bytes())["entries"]
     assert entries[-1]["input_sizes"] == [[3, 7]]
+    assert "test_the_last_collectives_are_written" in (tmp_path / "new/threads_0.txt").read_text()
 
 
 def test_a_record_that_cannot_be_written_is_said(

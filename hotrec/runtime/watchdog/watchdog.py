@@ -1,0 +1,365 @@
+"""A thread on each rank that ends the process when the run has lost a rank.
+
+It publishes this rank's heartbeat and reads those of the others. A rank is lost when it has died,
+has failed, gives no sign of life, or when nothing moves on any rank for ``limit_s``. A rank that is
+slow is left alone as long as it moves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from textwrap import shorten
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from hotrec.runtime.postmortem import write_flight_recorder
+from hotrec.runtime.ranks import RankError, Ranks
+from hotrec.runtime.watchdog import heartbeat, progress
+from hotrec.runtime.watchdog.heartbeat import Heartbeat, Verdict
+
+logger = logging.getLogger(__name__)
+
+# Of a process that the watchdog ends, or that ends by LostRank under ``hotrec``: the same command
+# may well succeed when it is started again.
+EXIT_CODE = os.EX_TEMPFAIL
+
+INTERVAL_S = 0.25
+# With many ranks heartbeats come less often, so that one store can answer all of them.
+_HEARTBEATS_PER_S = 512
+# A rank is silent if no heartbeat has come for this long while this rank was reading them.
+SILENT_S = 5.0
+# How long the main thread gets to end by itself when the run is lost: it has the error that goes
+# with the loss. NCCL's own watchdog may abort the process soon after it has seen an error.
+GRACE_S = {"gloo": 2.0, "nccl": 0.0}
+# A straggler is busy in half of this many looks at all ranks, and several times as often as others.
+_NUM_LOOKS = 20
+_STRAGGLER_FACTOR = 3
+
+# Errors of an exchange with other ranks, in the words of gloo, NCCL, the store and its sockets.
+_EXCHANGE_ERRORS = (
+    *("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+    *("Timed out waiting", "Socket Timeout"),
+    *("NCCL error", "NCCL communicator", "ncclRemoteError", "ncclSystemError"),
+)
+
+# Uses of the store by this process; every rank makes the same ones.
+_uses = count()
+
+
+class LostRank(RuntimeError):  # noqa: N818 (what has happened; the error is another rank's)
+    """A rank has died, failed or stopped; the same text on every rank that is left."""
+
+
+class Watchdog:
+    """Watches the ranks in a ``with`` block, which every rank of the process group enters.
+
+    If a rank is lost, every other rank raises ``LostRank``, or its process ends with ``EXIT_CODE``
+    where the main thread cannot raise, with the same message on the log. An error of this rank's
+    own passes as it is and is reported to the others. With one rank there is nothing to do.
+
+    Args:
+        limit_s: seconds in which something has to move on some rank in a step, above 0. Start,
+            first step and checkpoints have only the timeout of the collectives.
+        advice: returns the last sentence of the message; called when it is needed.
+        flight_recorder: directory in which every rank that is left writes its last collectives and
+            the stacks of its threads when a rank is lost; None for none.
+
+    Raises:
+        LostRank: instead of the error of a collective that failed; that error is its cause.
+        RuntimeError: at the start, if the process group's store does not answer.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        limit_s: float = 120.0,
+        advice: Callable[[], str] = lambda: "Start the run again from its last checkpoint.",
+        flight_recorder: Path | None = None,
+    ) -> None:
+        self._rank, self._world_size = ranks.rank, ranks.world_size
+        self._limit_s, self._silent_s = limit_s, min(SILENT_S, limit_s / 2)
+        interval_s = max(INTERVAL_S, ranks.world_size / _HEARTBEATS_PER_S)
+        self._interval_s = min(interval_s, self._silent_s / 5)
+        self._advice = advice
+        self._flight_recorder = flight_recorder
+        self._host, self._host_key = socket.gethostname(), heartbeat.host_key()
+        self._error_place: progress.Place | None = None
+        self._left: str | None = None
+        # Process id and start of the other ranks on this host, None for those elsewhere.
+        self._processes: dict[int, tuple[int, str | None] | None] = {}
+        # When each rank sent its last heartbeat, by its clock, and when this rank first read it.
+        self._heard: dict[int, tuple[float, float]] = {}
+        self._busy: Counter[int] = Counter()
+        self._num_looks = 0
+        self._is_straggler_reported = False
+        self._must_stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hotrec-watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._world_size > 1:
+            store: Any = _get_default_store()  # torch has no public way to it
+            self._store = heartbeat.Store(store.clone(), self._world_size, str(next(_uses)))
+            self._grace_s = GRACE_S[dist.get_backend()]
+            self._progress = progress.track()
+            self._publish()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._world_size == 1:
+            return
+        # SIGTERM, which torchrun sends after a death, must not end the search for who has died, nor
+        # what follows if a rank is lost.
+        is_quiet = error is not None and threading.current_thread() is threading.main_thread()
+        handler = signal.signal(signal.SIGTERM, signal.SIG_IGN) if is_quiet else None
+        self._must_stop.set()
+        self._thread.join(timeout=30)
+        if error is None:
+            self._leave("finished")
+            return
+        verdict = self._find_cause(error)
+        if verdict is not None and self._flight_recorder is not None:
+            write_flight_recorder(self._flight_recorder, self._rank)
+        self._leave(f"ended by {type(error).__name__}")
+        if verdict is not None:
+            raise self._lost(verdict) from error
+        if is_quiet:
+            signal.signal(signal.SIGTERM, handler)
+
+    def _leave(self, reason: str) -> None:
+        """Let the others know that the end of this process is no death."""
+        self._left = reason
+        with suppress(RuntimeError):  # the store is gone
+            self._publish()
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._must_stop.wait(self._interval_s):
+            try:
+                verdict = self._look()
+            except RuntimeError as error:
+                logger.debug("watchdog: the store does not answer: %s", error)
+                is_stuck = (
+                    self._progress.age_s >= self._limit_s
+                    and self._progress.stage not in progress.UNLIMITED
+                )
+                verdict = self._store_is_gone() if is_stuck else None
+            if verdict is not None:
+                self._end(verdict)
+
+    def _look(self) -> Verdict | None:
+        """Publish a heartbeat; returns a verdict if the run is lost."""
+        self._publish()
+        if verdict := self._store.verdict() or self._find_dead():
+            return verdict
+        # To know that a rank is silent takes a while: begin early, to report in time.
+        age_s = self._progress.age_s
+        if age_s < self._limit_s - self._silent_s - 2 * self._interval_s:
+            self._heard.clear()
+            if self._rank == 0 and not self._is_straggler_reported:
+                self._look_for_straggler()
+            return None
+        why = f"expected all ranks to go on within {self._limit_s:g} s"
+        verdict = self._find_silent(why)
+        return verdict or (self._find_stuck(why) if age_s >= self._limit_s else None)
+
+    def _look_for_straggler(self) -> None:
+        """Rank 0 counts how often each rank is busy while the others wait."""
+        beats = self._store.read().values()
+        if len(beats) < 2 or any(beat.step is None or beat.is_unlimited for beat in beats):
+            return
+        self._busy.update(beat.rank for beat in beats if not beat.is_waiting)
+        self._num_looks += 1
+        if self._num_looks < _NUM_LOOKS:
+            return
+        *_, (second, _), (most, rank) = sorted((self._busy[beat.rank], beat.rank) for beat in beats)
+        if most >= max(_NUM_LOOKS / 2, _STRAGGLER_FACTOR * second):
+            logger.warning(
+                f"the others wait for rank {rank}: it was busy in {most / _NUM_LOOKS:.0%} of the "
+                f"looks, no other rank in more than {second / _NUM_LOOKS:.0%}. See whether "
+                "something else runs on its host."
+            )
+            self._is_straggler_reported = True
+        self._busy.clear()
+        self._num_looks = 0
+
+    def _end(self, verdict: Verdict) -> None:
+        """End the process, unless the main thread does so in time."""
+        if self._must_stop.wait(self._grace_s):
+            return
+        lost = self._lost(verdict)
+        # In a thread, since what hangs may hold the locks of the log.
+        message = f"{lost} (this rank: {self._progress.describe()})"
+        log = threading.Thread(target=logger.critical, args=("%s", message), daemon=True)
+        log.start()
+        log.join(timeout=5)
+        # torchrun reads from this record when the rank ended. Without it a rank that torchrun kills
+        # afterwards may count as the first that failed, and give the run its exit code.
+        with suppress(OSError):
+            get_error_handler().record_exception(lost)
+        if self._flight_recorder is not None:
+            write_flight_recorder(self._flight_recorder, self._rank)
+        os._exit(EXIT_CODE)
+
+    # What is known about the ranks
+
+    def _publish(self) -> None:
+        self._store.publish(self._heartbeat())
+
+    def _heartbeat(self) -> Heartbeat:
+        now = self._progress
+        place = self._error_place or progress.place_of_thread(now.main_thread)
+        return Heartbeat(
+            rank=self._rank,
+            at_s=time.time(),
+            host=self._host,
+            host_key=self._host_key,
+            pid=os.getpid(),
+            age_s=now.age_s,
+            step=now.step,
+            where=now.describe(place),
+            counts=now.counts,
+            phase=place.phase,
+            is_waiting=place.is_waiting or now.stage == progress.CHECK_UP,
+            is_unlimited=now.stage in progress.UNLIMITED,
+            left=self._left,
+        )
+
+    def _find_dead(self) -> Verdict | None:
+        """Ranks of this host whose process is gone without having left."""
+        if len(self._processes) < self._world_size:
+            for rank, beat in self._store.read().items():
+                is_near = beat.host_key is not None and beat.host_key == self._host_key
+                process = (beat.pid, heartbeat.started_at(beat.pid)) if is_near else None
+                self._processes.setdefault(rank, process)
+        gone = [
+            rank
+            for rank, process in self._processes.items()
+            if process and (process[1] is None or heartbeat.started_at(process[0]) != process[1])
+        ]
+        if not gone:
+            return None
+        self._processes.update(dict.fromkeys(gone))
+        beats = self._store.read()
+        lost = [beats[rank] for rank in gone if not beats[rank].left]
+        if not lost:
+            return None
+        return self._store.agree(heartbeat.dead(lost, self._world_size, beats[self._rank]))
+
+    def _find_silent(self, why: str) -> Verdict | None:
+        """Ranks without a new heartbeat in a while in which this rank was reading."""
+        now_s = time.monotonic()
+        beats = self._store.read()
+        lost = {}
+        for rank, beat in sorted(beats.items()):
+            at_s, since_s = self._heard.get(rank, (None, now_s))
+            # Start and checkpoints may hold the interpreter's lock, however short a step may be.
+            silent_s = SILENT_S if beat.is_unlimited else self._silent_s
+            if at_s != beat.at_s:
+                self._heard[rank] = beat.at_s, now_s
+            elif rank != self._rank and not beat.left and now_s - since_s >= silent_s:
+                lost[rank] = now_s - since_s
+        if not lost:
+            return None
+        return self._store.agree(heartbeat.silent(lost, beats, self._rank, why))
+
+    def _find_stuck(self, why: str) -> Verdict | None:
+        """Ranks that are behind after nothing has moved on any rank for too long."""
+        beats = self._store.read()
+        present = [beat for beat in beats.values() if not beat.left]
+        if any(beat.is_unlimited or beat.age_s < self._limit_s for beat in present):
+            return None
+        return self._store.agree(heartbeat.stuck(beats, why))
+
+    def _find_cause(self, error: BaseException) -> Verdict | None:
+        """The lost rank that an error of this rank comes from; None if there is none.
+
+        An error of this rank's own is reported to the others.
+        """
+        self._error_place = progress.place_of_error(error)
+        text = shorten(f"{type(error).__name__}: {error}", 500)
+        is_of_exchange = is_exchange_error(error)
+        try:
+            if is_of_exchange:
+                return self._search(f"expected an exchange with all ranks ({text})", patient=True)
+            if isinstance(error, SystemExit):
+                # Of SIGTERM, perhaps after a death that this rank has not noticed yet.
+                return self._store.verdict() or self._find_dead()
+            if not isinstance(error, Exception) or isinstance(error, RankError):
+                return None  # which all ranks have
+            # An exchange that a death cut short may leave what then looks like an error in here.
+            why = "expected a sign of life from all ranks after an error"
+            verdict = self._search(why, patient=False)
+            if verdict is not None and not verdict.is_error:
+                return verdict
+            self._store.agree(heartbeat.failed(self._heartbeat(), text), is_error=True)
+        except RuntimeError:
+            return self._store_is_gone() if is_of_exchange else None
+        return None
+
+    def _search(self, why: str, *, patient: bool) -> Verdict | None:
+        """The verdict of another rank, a dead rank, a silent one.
+
+        Args:
+            patient: Look for as long as it takes to know that a rank is silent, and then name the
+                rank that has left or is behind. Else return None when all others have been heard.
+        """
+        first = self._store.read()
+        until_s = time.monotonic() + SILENT_S + 2 * self._interval_s
+        while time.monotonic() < until_s:
+            self._publish()
+            if verdict := self._store.verdict() or self._find_dead() or self._find_silent(why):
+                return verdict
+            beats = self._store.read()
+            others = [beats[rank] for rank in first if rank != self._rank]
+            if not patient and all(b.left or b.at_s != first[b.rank].at_s for b in others):
+                break
+            time.sleep(self._interval_s / 5)
+        if not patient:
+            return None
+        left = next((beat for beat in beats.values() if beat.left), None)
+        if left is not None:
+            return self._store.agree(heartbeat.failed(left, f"{left.left}"), is_error=True)
+        return self._store.agree(heartbeat.stuck(beats, why))
+
+    def _store_is_gone(self) -> Verdict:
+        return Verdict(
+            f"{self._progress.describe(self._error_place)}: expected an answer from the store that "
+            "the host of rank 0 keeps, got none: that host or its launcher is gone."
+        )
+
+    def _lost(self, verdict: Verdict) -> LostRank:
+        return LostRank(f"{verdict.text} {self._advice()}")
+
+
+def is_exchange_error(error: BaseException) -> bool:
+    """Whether an error, or one that caused it, came from an exchange with other ranks."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause) if isinstance(cause, RuntimeError | OSError) else ""
+        if isinstance(cause, dist.DistError) or any(words in text for words in _EXCHANGE_ERRORS):
+            return True
+        # SIGTERM, which torchrun sends after a death, may come while the error is under way.
+        cause = cause.__context__ if isinstance(cause, SystemExit) else cause.__cause__
+    return False
