@@ -19,18 +19,19 @@ export PYTHON TORCH TORCH_INDEX
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(DEVICE)$(addprefix -torch-,$(TORCH))
 INSTALLED_DEV := $(INSTALLED)-dev
+INSTALLED_DOCS := $(INSTALLED)-docs
 PINS := $(wildcard requirements/*.lock) requirements/make_venv.sh pyproject.toml
 
 # One thread per process: the tests and the quickstart start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
 
-# Fast tests first: a typo is told in seconds, before ranks are started.
+# Fast tests first: a typo shows within seconds, before ranks are started.
 FAST_TESTS := $(wildcard tests/policy tests/unit tests/config)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/data tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 # What make test runs, e.g. make test TESTS=tests/unit/planner.
 TESTS ?= $(FAST_TESTS) $(OTHER_TESTS)
-# What a difference between torchrec's releases would break first: parity, look-ahead, training,
-# checkpoints and use as a library.
+# What a difference between torchrec's releases breaks first: parity, look-ahead, training, checkpoints
+# and use as a library.
 CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distributed/test_,$(addsuffix .py,\
     parity look_ahead pipelines train library_use hot_exchange))
 
@@ -38,7 +39,7 @@ CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distribute
 PAIR_TESTS := $(sort $(patsubst requirements/torch-%.lock,test-%,$(wildcard requirements/torch-*.lock)))
 
 .PHONY: help install quickstart test test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
-    lint format bench clean
+    lint format docs bench clean
 
 help: ## Show this text.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -53,7 +54,12 @@ $(INSTALLED_DEV): $(PINS)
 	@rm -f $(VENV)/.installed-*
 	@touch $(INSTALLED) $@
 
-install: $(INSTALLED) ## Make .venv with the pinned set and hotrec in it.
+# A fresh install removes this mark, so that the pins of the docs are checked again.
+$(INSTALLED_DOCS): $(INSTALLED) requirements/docs.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/docs.lock
+	@touch $@
+
+install: $(INSTALLED) ## Make .venv with the pinned packages and hotrec in it.
 
 quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with two workers.
 	launch/quickstart.sh $(BIN)
@@ -71,7 +77,7 @@ $(PAIR_TESTS): test-%:
 test-oldest: ## Run the tests of the core with the oldest torch and its torchrec.
 	$(MAKE) $(firstword $(PAIR_TESTS)) TESTS="$(CORE_TESTS)"
 
-test-cuda-lock: ## Install the CUDA lock into a throw-away environment and import it; no GPU needed.
+test-cuda-lock: ## Install the CUDA lock into a temporary environment and import it; no GPU needed.
 	requirements/check_cuda_lock.sh
 
 lint: $(INSTALLED_DEV) ## Run ruff and mypy.
@@ -79,9 +85,13 @@ lint: $(INSTALLED_DEV) ## Run ruff and mypy.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(INSTALLED_DEV) ## Let ruff mend what it can.
+format: $(INSTALLED_DEV) ## Fix with ruff what it can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(INSTALLED_DOCS) ## Build the documentation into build/docs, with warnings as errors.
+	$(BIN)/python -m sphinx -W --keep-going -b html docs build/docs
+	@echo "docs: build/docs/index.html"
 
 bench: $(INSTALLED) ## Compare hot/cold with TorchRec's own plans, interleaved in one run.
 	$(BIN)/hotrec bench

@@ -60,5 +60,5 @@ print(f"hot rows                   {ours['hot_rows']:,} of {ours['total_rows']:,
 print(f"sent per rank and step     {sent / 1e6:.2f} MB, {sent / sent_by_torchrec:.2f} of TorchRec's "
       f"plan ({sent_by_torchrec / 1e6:.2f} MB)")
 print(f"report                     {run / 'report' / 'report.html'}")
-print(f"next                       {programs}/hotrec train --help; README.md for your own data")
+print(f"next                       {programs}/hotrec train --help; docs/your_own_data.md")
 PY

@@ -33,15 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"hotrec {_version()}")
         return 0
     if words[0] == "help":
-        words = [words[1], "--help"]
+        words = [*words[1:], "--help"]
     name, *overrides = words
     if name not in COMMANDS:
         print(_unknown_command(name), file=sys.stderr)
         return 2
-    if any(word in FLAGS_OF_HELP for word in overrides):
-        from hotrec.cli.help_text import print_help
-
-        return print_help(name, [word for word in overrides if word not in FLAGS_OF_HELP])
     from hotrec.cli.app import run_command
 
     return run_command(name, overrides)
@@ -65,7 +61,8 @@ def _overview() -> str:
             "",
             *lines,
             "",
-            "`hotrec <command> --help` lists a command's keys, with their meaning and defaults.",
+            "`hotrec <command> --help` lists a command's groups and flags;",
+            "docs/configuration.md has the meaning, default and limits of every key.",
             "Start here: hotrec prepare experiment=quickstart",
         ]
     )

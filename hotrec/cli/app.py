@@ -47,6 +47,7 @@ FLAGS_WITH_VALUE = (
     *("--info", "-i", "--experimental-rerun"),
 )
 FLAGS_OF_MULTIRUN = ("-m", "--multirun")
+FLAGS_OF_HELP = ("-h", "--help")
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
 
@@ -72,6 +73,10 @@ class Invocation:
         return self.environment.get(FULL_TRACE) == "1"
 
     @property
+    def wants_help(self) -> bool:
+        return any(word in FLAGS_OF_HELP for word in self.words)
+
+    @property
     def is_multirun(self) -> bool:
         return any(word in FLAGS_OF_MULTIRUN for word in self.words)
 
@@ -80,7 +85,7 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
     """Run one command; the exit code."""
     invocation = Invocation(name, tuple(overrides), dict(os.environ))
     try:
-        if name != "doctor":
+        if name != "doctor" and not invocation.wants_help:
             check_versions()
         _check_processes(invocation)
         with _prepared_process(invocation):
@@ -116,6 +121,8 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
         # Hydra prints errors in its own way unless it is told to leave them alone.
         os.environ[FULL_TRACE] = "1"
         sys.argv = [f"hotrec {invocation.name}", *_flags_first(invocation.words)]
+        if invocation.wants_help:
+            sys.argv += _help_overrides(invocation.name)
         # An exit unwinds, so that half-written artifacts are removed.
         signal.signal(signal.SIGTERM, _exit_on_sigterm)
         yield
@@ -126,6 +133,15 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
             os.environ.pop(key, None)
             if key in invocation.environment:
                 os.environ[key] = invocation.environment[key]
+
+
+def _help_overrides(name: str) -> list[str]:
+    """What the help template in ``conf/hydra/default.yaml`` needs to know about a command."""
+    title = f"hotrec {name}"
+    return [
+        f"hydra.help.app_name={title}",
+        f'hydra.help.header="{title}: {COMMANDS[name].summary}"',
+    ]
 
 
 def _flags_first(words: Sequence[str]) -> list[str]:

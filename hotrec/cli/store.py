@@ -50,11 +50,11 @@ def register_schemas() -> None:
         store.store(name=f"{name}_schema", node=root)
     for group, variants in VARIANTS.items():
         for name, variant in variants.items():
-            store.store(group=f"schema/{group}", name=name, node=variant)
+            store.store(name=f"{group}_{name}_schema", node=variant)
 
 
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose without starting a run: for help texts and tests. Not validated."""
+    """Compose without starting a run: for tests and the documentation. Not validated."""
     register_schemas()
     with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
         composed = compose(config_name, overrides=list(overrides), return_hydra_config=True)

@@ -41,6 +41,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_file_is_in_the_wheel(installed: Path) -> None:
+    assert (installed / "hotrec" / "py.typed").exists()
+
     def names(root: Path) -> set[str]:
         return {path.relative_to(root).as_posix() for path in root.rglob("*.yaml")}
 

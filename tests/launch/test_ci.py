@@ -14,7 +14,7 @@ from tests.launch.conftest import REPOSITORY
 MAKE = """#!/bin/sh
 echo "$1" >> "$RECORD"
 case "$1" in
-    lint) exit "$LINT" ;;
+    "$REFUSED") exit 1 ;;
     test-oldest) closing="$OLDEST in 2.00s" ;;
     test) closing="$ALL in 3.00s (0:00:03)" ;;
 esac
@@ -26,7 +26,9 @@ esac
 """
 
 
-def run(folder: Path, oldest: str, everything: str, lint: int = 0) -> tuple[int, str, list[str]]:
+def run(
+    folder: Path, oldest: str, everything: str, refused: str = ""
+) -> tuple[int, str, list[str]]:
     make, record = folder / "make", folder / "record"
     make.write_text(MAKE)
     make.chmod(0o755)
@@ -35,7 +37,7 @@ def run(folder: Path, oldest: str, everything: str, lint: int = 0) -> tuple[int,
         env={
             "PATH": f"{folder}:{os.environ['PATH']}",
             "RECORD": str(record),
-            "LINT": str(lint),
+            "REFUSED": refused,
             "OLDEST": oldest,
             "ALL": everything,
         },
@@ -58,8 +60,14 @@ def run(folder: Path, oldest: str, everything: str, lint: int = 0) -> tuple[int,
 def test_the_last_line_is_that_of_what_failed(
     tmp_path: Path, oldest: str, everything: str, status: int, last: str
 ) -> None:
-    assert run(tmp_path, oldest, everything) == (status, last, ["lint", "test-oldest", "test"])
+    assert run(tmp_path, oldest, everything) == (
+        status,
+        last,
+        ["lint", "docs", "test-oldest", "test"],
+    )
 
 
-def test_lint_stops_it(tmp_path: Path) -> None:
-    assert run(tmp_path, "20 passed", "90 passed", lint=1) == (1, "", ["lint"])
+@pytest.mark.parametrize(("refused", "made"), [("lint", ["lint"]), ("docs", ["lint", "docs"])])
+def test_what_needs_no_test_run_stops_it(tmp_path: Path, refused: str, made: list[str]) -> None:
+    status, _, targets = run(tmp_path, "20 passed", "90 passed", refused)
+    assert (status, targets) == (1, made)

@@ -43,6 +43,7 @@ CPU = read_lock(REQUIREMENTS / "cpu.lock")
 CUDA = read_lock(REQUIREMENTS / "cuda.lock")
 LIBRARIES = read_lock(REQUIREMENTS / "cuda-libs.lock")
 DEV = read_lock(REQUIREMENTS / "dev.lock")
+DOCS = read_lock(REQUIREMENTS / "docs.lock")
 # By torch's minor version, what a pair has other versions of.
 OTHERS = {
     int(path.stem.removeprefix("torch-2.")): read_lock(path)
@@ -60,6 +61,8 @@ def test_cpu_and_cuda_differ_by_fbgemm_and_cuda_libraries() -> None:
 
 def test_dev_adds_and_does_not_change() -> None:
     assert DEV.keys() & CPU.keys() == set()
+    assert DOCS.keys() & CPU.keys() == set()
+    assert {name: DEV[name] for name in DEV.keys() & DOCS.keys()}.items() <= DOCS.items()
 
 
 def pair_in(pins: dict[str, str]) -> Pair:
@@ -91,11 +94,11 @@ def test_readme_has_the_tested_pairs() -> None:
     assert [Pair(*row) for row in rows] == [pair for pair in PAIRS.values() if pair.is_tested]
 
 
-@pytest.mark.parametrize("extra", ["", "torchx", "dev"])
+@pytest.mark.parametrize("extra", ["", "torchx", "dev", "docs"])
 def test_pyproject_accepts_the_pins(extra: str) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     needs = project["optional-dependencies"][extra] if extra else project["dependencies"]
-    pins = CPU | DEV
+    pins = CPU | DEV | DOCS
     for need in map(Requirement, needs):
         name = canonicalize_name(need.name)
         assert name in pins, f"pyproject.toml needs {need}, the locks do not have it"
@@ -119,6 +122,7 @@ def test_locks_are_closed() -> None:
     # torch's CUDA build asks for its libraries as extras of one package.
     libraries = {extra for need in of_torch if need.name == "cuda-toolkit" for extra in need.extras}
     pins = CPU | DEV | (LIBRARIES if libraries else {})
+    pins |= DOCS if installed_version("sphinx") else {}
     pins |= {name: version for name, version in pair.items() if name in pins}
     installed = {name: installed_version(name) for name in pins}
     others = {name: found for name, found in installed.items() if found != pins[name]}

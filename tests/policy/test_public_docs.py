@@ -1,20 +1,54 @@
-"""What the project offers is written down where a newcomer looks."""
+"""README and docs: they name what exists, and the commands that they show are right."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from hotrec.cli.commands import COMMANDS
+from hotrec.cli.store import build_config, compose_config
 from tests.policy.source import REPOSITORY
 
 README = REPOSITORY / "README.md"
+DOCS = REPOSITORY / "docs"
+PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+# Directories whose files pages name in code spans.
+NAMED = r"`((?:benchmarks|conf|docker|examples|launch|requirements|tests)/[\w./-]+)`"
 
 
 def public_names() -> list[str]:
     return sorted(importlib.import_module("hotrec").__all__)
+
+
+def commands_on(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each hotrec command in the page's console blocks, with the words after its name."""
+    for block in re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            starts = ("hotrec", "torchrun", "launch/torchrun.sh", "sbatch")
+            if not words or words[0] not in starts or "examples/" in line:
+                continue
+            name = next((word for word in words[1:] if word in COMMANDS), None)
+            assert name is not None or words == ["hotrec"], f"{page.name}: {line}"
+            if name is not None:
+                yield name, words[words.index(name) + 1 :]
+
+
+def overrides_in(words: list[str], conf: Path) -> list[str]:
+    """The overrides of a command line: of a sweep the first point; placeholders are left out."""
+    kept = [f"hydra.searchpath=[file://{conf}]"] if "--config-dir" in words else []
+    for word in words:
+        key, is_override, value = word.partition("=")
+        if is_override and not word.startswith("-") and "<" not in value:
+            is_list = value.startswith(("[", "{"))
+            kept.append(word if is_list else f"{key}={value.split(',')[0]}")
+    return kept
 
 
 def test_public_names_have_docstrings() -> None:
@@ -28,17 +62,46 @@ def test_public_names_have_docstrings() -> None:
     assert bare == []
 
 
+def test_the_api_page_has_every_public_name() -> None:
+    shown = re.findall(r"^\.\. auto\w+:: hotrec\.(\w+)$", (DOCS / "api.md").read_text(), re.M)
+    assert sorted(shown) == public_names()
+
+
 def test_readme_names_every_command() -> None:
-    commands = importlib.import_module("hotrec.cli.commands").COMMANDS
     text = README.read_text()
-    assert [name for name in commands if f"hotrec {name}" not in text] == []
+    assert [name for name in COMMANDS if f"hotrec {name}" not in text] == []
 
 
-def test_readme_names_files_that_exist() -> None:
-    named = set(re.findall(r"\]\((?!https?:|#)([^)#\s]+)", README.read_text()))
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    text = page.read_text()
+    linked = set(re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text))
+    assert [name for name in sorted(linked) if not (page.parent / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    named = set(re.findall(NAMED, page.read_text()))
     assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []
 
 
-@pytest.mark.parametrize("target", ["quickstart", "test", "lint", "bench", "clean", "help"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_compose(page: Path, tmp_path: Path) -> None:
+    written = re.search(
+        r"```yaml\n# my_conf/data/my_log.yaml\n(.*?)```", page.read_text(), re.DOTALL
+    )
+    if written:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "my_log.yaml").write_text(written[1])
+    for name, words in commands_on(page):
+        root = COMMANDS[name].config_name
+        build_config(compose_config(root, overrides_in(words, tmp_path)))
+
+
+@pytest.mark.parametrize("target", ["quickstart", "test", "lint", "docs", "bench", "clean", "help"])
 def test_make_help_names_the_target(target: str) -> None:
     assert re.search(rf"^{target}:.*## \S", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
