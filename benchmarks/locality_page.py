@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotrec.bench.page import markdown_table
+from hotrec.report.render import markdown_table
 
 Found = Mapping[str, Any]
 

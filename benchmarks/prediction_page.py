@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from hotrec.bench.page import markdown_table
+from hotrec.report.render import markdown_table
 from hotrec.types import STAGES
 
 matplotlib.use("Agg")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torchrec
 
-from hotrec.bench.page import markdown_table
+from hotrec.report.render import markdown_table
 
 PAGE = """# Quality: AUC of what is not exact
 

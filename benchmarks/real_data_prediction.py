@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.bench.page import markdown_table, plain_table
 from hotrec.cost_model.demand import build_demand, build_demand_heldout, coverage, expected_distinct
 from hotrec.cost_model.locality import step_draws
 from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader, num_steps
 from hotrec.planning.policies import choose_fraction
+from hotrec.report.render import markdown_table, plain_table
 from hotrec.types import Partition, Schema
 
 DIM = 16

@@ -8,10 +8,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from hotrec.bench.page import markdown_table
 from hotrec.cost_model.costs import Costs
-from hotrec.report.plan_figures import draw_stages, write_png
-from hotrec.report.style import report_style
+from hotrec.report.plan import Prediction, draw_stages
+from hotrec.report.render import markdown_table
+from hotrec.report.style import report_style, write_png
 from hotrec.report.units import show_bytes, show_count, show_frac, show_rate, show_seconds
 
 FLATTER_PLANS = ("table_wise", "all_cold", "hot_cold")
@@ -61,7 +61,9 @@ def draw_settings(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
             plans = document["plans"]
             most_s = MAX_DRAWN * plans[BASELINE]["step_s"]
             left_out = [name for name, plan in plans.items() if plan["step_s"] > most_s]
-            draw_stages(axes, document, [name for name in plans if name not in left_out])
+            draw_stages(
+                axes, Prediction(document), [name for name in plans if name not in left_out]
+            )
             title = setting_title(document)
             for name in left_out:
                 title += f" (not drawn: {name}, {show_seconds(plans[name]['step_s'])})"

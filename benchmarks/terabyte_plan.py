@@ -36,7 +36,6 @@ from benchmarks.terabyte_page import (
     setting_rows,
     setting_title,
 )
-from hotrec.bench.page import markdown_table
 from hotrec.cli.store import build_config, compose_config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, World
@@ -54,6 +53,7 @@ from hotrec.cost_model.step import make_step_model
 from hotrec.models.flops import dense_flops
 from hotrec.planning.optimise import optimise
 from hotrec.planning.optimise_limits import Limits
+from hotrec.report.render import markdown_table
 from hotrec.report.units import show_count, show_frac
 from hotrec.types import Exchange, TablePlacement, Tier
 

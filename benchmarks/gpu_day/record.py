@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotrec.report.render import markdown_table
+
 REHEARSAL = "**Rehearsal on CPU: no figure counts.**"
 OK, FAILED, RUNNING, DOES_NOT_FIT = "ok", "failed", "running", "does not fit"
 # Parts that a stage started again need not repeat.
@@ -149,7 +151,7 @@ def render(title: str, document: Mapping[str, Any], log_tail: str = "") -> str:
     if document["status"] != OK:
         parts.append(f"**{document['status']}**: {document.get('error', 'not finished')}")
     for table in document["tables"]:
-        parts += [f"## {table['title']}", _markdown(table["header"], table["rows"])]
+        parts += [f"## {table['title']}", markdown_table(table["header"], table["rows"])]
         if table["note"]:
             parts.append(table["note"])
     wrong = [
@@ -170,10 +172,3 @@ def render(title: str, document: Mapping[str, Any], log_tail: str = "") -> str:
         f"{document['elapsed_s']:.0f} s.",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    # hotrec.bench.page has the like, behind torch.
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

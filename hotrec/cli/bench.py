@@ -13,7 +13,7 @@ from typing import Any
 from hotrec.bench.benchmark import measure
 from hotrec.bench.cases import make_cases
 from hotrec.bench.figures import reference_case
-from hotrec.bench.page import COLUMNS, plain_table, render_page, result_rows
+from hotrec.bench.page import render_page, result_text
 from hotrec.config.roots import BenchRootConfig
 from hotrec.runtime.ranks import process_group
 from hotrec.runtime.run_dir import CONFIG_FILE
@@ -49,7 +49,7 @@ def run(config: BenchRootConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def _write(config: BenchRootConfig, document: dict[str, Any], run_dir: Path) -> None:
-    print(plain_table(COLUMNS, result_rows(document["cases"])), file=sys.stderr)
+    print(result_text(document["cases"]), file=sys.stderr)
     (run_dir / RESULT).write_text(json.dumps(document, indent=2) + "\n")
     page = render_page(
         document,

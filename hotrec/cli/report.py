@@ -1,4 +1,4 @@
-"""``hotrec report``: run directories become one page and one JSON document."""
+"""``hotrec report``: one page and one JSON document from run directories."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(config: ReportConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def _recorded_profile(run_dir: Path) -> Path | None:
-    """The profile that a run names, if it is still there."""
+    """The profile in a run's configuration, if it still exists."""
     recorded = run_dir / CONFIG_FILE
     if not recorded.exists():
         return None

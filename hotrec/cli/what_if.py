@@ -1,8 +1,8 @@
-"""After ``hotrec plan --multirun``: the page that sets its predictions side by side.
+"""After ``hotrec plan --multirun``: the page that compares its predictions.
 
-Hydra makes a ``WhatIf`` for every command (conf/hydra/default.yaml); it acts on sweeps of plan
-only. Before each job it notes the job's overrides and machine in the job's directory, so that a job
-that fails is still a point of the page.
+Hydra makes a ``WhatIf`` for every command (conf/hydra/default.yaml); it acts only on sweeps of
+plan. Before each job it records the job's overrides and machine in the job's directory, so that the
+page shows jobs that fail as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hotrec.cli.errors import print_error
 
-# As hotrec.cli.app names the process for Hydra.
+# The name that hotrec.cli.app gives the process for Hydra.
 PLAN_PROCESS = "hotrec plan"
 POINT_JSON = "point.json"
 FIELDS = {
@@ -32,13 +32,13 @@ MIN_SAMPLES_PER_S = "min_samples_per_s"
 
 
 class WhatIf(Callback):
-    """Hydra's callback: a point for each job of a sweep of plan, and the page at its end."""
+    """Hydra callback that records each job of a sweep of plan, and writes the page at its end."""
 
     def on_job_start(self, config: DictConfig, **_kwargs: Any) -> None:
         """Write point.json into the directory of a job of the sweep."""
         if not _is_sweep_of_plan(config):
             return
-        with _loud():
+        with _exit_on_error():
             point: dict[str, Any] = {
                 "overrides": dict(map(_split_override, config.hydra.overrides.task)),
                 **{name: OmegaConf.select(config, key) for name, key in FIELDS.items()},
@@ -51,26 +51,25 @@ class WhatIf(Callback):
         """Write what_if.html, .json and .png into the sweep's directory; the table to stderr."""
         if not _is_sweep_of_plan(config):
             return
-        with _loud():
+        with _exit_on_error():
             write_page(Path(config.hydra.sweep.dir))
 
 
 def write_page(sweep_dir: Path) -> Path:
-    """Read a sweep's jobs, write the page, print the table on stderr.
+    """Read a sweep's jobs, write the page and print the table on stderr.
 
     Returns:
-        The page.
+        The path of the page.
 
     Raises:
-        ValueError: if the directory holds no jobs, or they disagree on the wanted rate.
+        ValueError: If the directory holds no jobs, or they disagree on the required rate.
     """
-    from hotrec.report.sweep_points import read_predictions
-    from hotrec.report.what_if import what_if_text, write_what_if
+    from hotrec.report.what_if import read_predictions, what_if_text, write_what_if
 
     points = read_predictions(sweep_dir)
-    wanted = _read_wanted(sweep_dir)
-    page = write_what_if(points, sweep_dir, wanted)
-    print(what_if_text(points, wanted), f"what if: {page}", sep="\n", file=sys.stderr)
+    required = _read_required_rate(sweep_dir)
+    page = write_what_if(points, sweep_dir, required)
+    print(what_if_text(points, required), f"what if: {page}", sep="\n", file=sys.stderr)
     return page
 
 
@@ -83,7 +82,7 @@ def _split_override(word: str) -> tuple[str, str]:
     return key.lstrip("+~"), value
 
 
-def _read_wanted(sweep_dir: Path) -> float | None:
+def _read_required_rate(sweep_dir: Path) -> float | None:
     found = {
         json.loads(path.read_text(encoding="utf-8")).get(MIN_SAMPLES_PER_S)
         for path in sweep_dir.rglob(POINT_JSON)
@@ -97,8 +96,8 @@ def _read_wanted(sweep_dir: Path) -> float | None:
 
 
 @contextmanager
-def _loud() -> Iterator[None]:
-    """End the process on an error: Hydra turns a callback's exceptions into warnings."""
+def _exit_on_error() -> Iterator[None]:
+    """End the process on an error, because Hydra turns a callback's exceptions into warnings."""
     try:
         yield
     except Exception as error:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-NOT_RECORDED = "not recorded"
+NOT_RECORDED, DASH = "not recorded", "-"
 _BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def show_known(show: Callable[[float], str], value: float | None) -> str:
+    """The number as ``show`` writes it, or a dash where it is not known."""
+    return DASH if value is None else show(value)
 
 
 def show_bytes(num_bytes: float) -> str:
@@ -37,7 +43,7 @@ def show_error(frac: float) -> str:
 
 
 def show_count(number: float) -> str:
-    """A whole number with thousands set apart."""
+    """A whole number with separated thousands."""
     return f"{number:,.0f}"
 
 
@@ -56,6 +62,12 @@ def show_ratio(value: float, baseline: float) -> str:
     if baseline == 0 or math.isnan(value) or math.isnan(baseline):
         return ""
     return f"{value / baseline:.2f}x"
+
+
+def show_change(value: float, baseline: float, more: str = "more", less: str = "less") -> str:
+    """Such as ``8.0% more`` or ``30.0% less`` than the baseline, which must not be zero."""
+    change = value / baseline - 1
+    return f"{show_frac(abs(change))} {less if change < 0 else more}"
 
 
 def _three_digits(value: float) -> str:

@@ -16,7 +16,7 @@ import torch
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.planning.torchrec_plan import plan_document, plan_text
-from hotrec.report.plan_page import plan_report_text
+from hotrec.report.plan import plan_report_text
 from hotrec.runtime.run_dir import ENVIRONMENT, PLAN_JSON, PLAN_TEXT, PREDICTION
 
 PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchdata", "numpy")

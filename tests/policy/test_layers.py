@@ -42,6 +42,7 @@ WALLS = {
     "torchdata": {"hotrec.data"},
     "tensorboard": {"hotrec.train"},
     "matplotlib": {"hotrec.report"},
+    "jinja2": {"hotrec.report"},
     "scipy": {"hotrec.cost_model", "hotrec.planning"},
 }
 

@@ -492,7 +492,7 @@ def test_the_page_says_what_happened() -> None:
     page = render_page(document, command="hotrec bench x=1", configuration="a: b\n")
     for text in ("wet string", "`hotrec bench x=1`", "a: b", "all_hot (2)", "Losses differ",
                  "inside the timed step", "130 B", "250 ms", "look_ahead depth 2 (all_hot)",
-                 "blocks of 12 consecutive", "the first 3 refill"):  # fmt: skip
+                 "blocks of 12 consecutive", "of a block (3 here)"):  # fmt: skip
         assert text in page, text
 
 

@@ -21,7 +21,7 @@ from hotrec.planning.optimise_shares import HOT_SHARES, hottest_share
 from hotrec.planning.optimum import optimise_placement
 from hotrec.planning.predict import HOT_COLD, Decision, predict_placement
 from hotrec.planning.scenario import Scenario
-from hotrec.report.plan_page import plan_report_text, write_plan_page
+from hotrec.report.plan import plan_report_text, write_plan_page
 from hotrec.types import PipelineKind
 
 NUM_ROWS, BATCH, RANKS = (40_000, 5_000, 300), 2048, 2
@@ -132,9 +132,9 @@ def test_the_document_names_the_pipeline(tmp_path: Any) -> None:
         assert f"<td>{shown}</td>" in page
         is_ahead = pipeline.is_look_ahead
         assert ("none is proven to be the best" in text) == is_ahead
-        assert ("communication that nothing hides. Lookups" in text) == is_ahead
+        assert ("communication that nothing hides. Row lookups" in text) == is_ahead
         assert ("by this model" in text) != is_ahead
-        assert ("break-even are those of sparse_dist" in text) == is_ahead
+        assert ("Break-even rates are for sparse_dist" in text) == is_ahead
 
 
 def test_bytes_by_table_add_up_to_those_of_the_plan() -> None:
@@ -151,4 +151,4 @@ def test_urgent_rows_are_in_the_document() -> None:
     document = make_document(LOOK_AHEAD)
     expected = document["expected"]
     assert 0 < expected["urgent_rows"] < expected["cold_rows"]
-    assert "Of them some rank reads in the next step too: " in plan_report_text(document)
+    assert "rows that some rank reads in the next step too: " in plan_report_text(document)

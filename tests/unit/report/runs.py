@@ -51,6 +51,42 @@ TORCHREC = {
     "hot_lookup_frac": 0.0,
 }
 
+COMPARED: dict[str, Any] = {
+    "compared_from_step": 50,
+    "predicted_step_s": 0.100,
+    "measured_step_s": 0.125,
+    "step_error_frac": -0.2,
+    "predicted_sent_bytes": 4.59e6,
+    "sent_bytes_error_frac": 0.02,
+    "predicted_stage_s": {"route": 0.010, "dense": 0.080, "hot_exchange": 0.010, "other": 0.0},
+    "measured_stage_s": {"route": 0.005, "dense": 0.095, "hot_exchange": 0.020, "other": 0.005},
+    "slowest_rank_stage_s": {"route": 0.006, "dense": 0.097, "hot_exchange": 0.030, "other": 0.01},
+}
+MEMORY: dict[str, Any] = {
+    "predicted_device_bytes": 4.4e9,
+    "measured_device_bytes": 4.0e9,
+    "device_bytes_error_frac": 0.1,
+    "predicted_host_bytes": 9.0e9,
+    "measured_host_bytes": 10.0e9,
+    "host_bytes_error_frac": -0.1,
+    "device_bytes_by_kind": {"hot_rows": 3.0e9, "cache": 1.0e9, "router": 0},
+    "host_bytes_by_kind": {"cold_rows": 9.8e9, "router": 2.0e8},
+    "peak_allocated_bytes": 6.0e9,
+    "peak_reserved_bytes": 7.0e9,
+    "peak_resident_bytes": 1.2e10,
+}
+CACHE: dict[str, Any] = {
+    "num_steps": 200,
+    "num_lookups": 4_000_000,
+    "num_rows": 1_000_000,
+    "num_hits": 875_000,
+    "num_misses": 125_000,
+    "num_conflict_misses": 4_000,
+    "num_evictions": 110_000,
+    "read_bytes": 64_000_000,
+    "written_bytes": 57_000_000,
+}
+
 
 def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
     return {

@@ -1,10 +1,16 @@
 import pytest
 
-from hotrec.report.coverage import draw_coverage
-from hotrec.report.figures import draw_learning, draw_steps, draw_traffic
+from hotrec.report.figures import (
+    draw_coverage,
+    draw_learning,
+    draw_predicted,
+    draw_steps,
+    draw_traffic,
+)
 from hotrec.report.read import read_runs
 from hotrec.report.style import RUN_COLORS, legend_columns, run_color, run_line, to_svg
 from tests.unit.report.runs import (
+    COMPARED,
     SUMMARY,
     TORCHREC,
     metrics_line,
@@ -74,9 +80,9 @@ def test_traffic_stacks_collectives_and_marks_the_bound(runs):
         "embedding all to all": [0.0, 15.0e6],
     }
     assert starts["hot gradients"][0] == 2.5e6
-    assert texts(axes) == ["4.50 MB = 1.12x bound", "15.0 MB = 3.75x bound"]
+    assert texts(axes) == ["4.50 MB, 1.12x the lower bound", "15.0 MB, 3.75x the lower bound"]
     assert [set(line.get_xdata()) for line in axes.lines[:2]] == [{4.0e6}, {4.0e6}]
-    assert axes.lines[2].get_label() == "lower bound"
+    assert [text.get_text() for text in axes.figure.legends[0].get_texts()][-1] == "lower bound"
     assert axes.get_xlabel() == "bytes sent per step and rank"
     assert axes.xaxis.get_major_formatter()(2.5e6) == "2.5 MB"
     assert axes.xaxis.get_major_formatter()(10e6) == "10 MB"
@@ -88,6 +94,20 @@ def test_a_run_without_records_is_said_beside_the_others(tmp_path, runs):
     assert texts(draw_steps([*runs, bare]).axes[0])[2] == "not recorded"
     assert draw_traffic([bare]) is None
     assert draw_steps([bare]) is None
+
+
+def test_predictions_are_drawn_on_one_scale(tmp_path):
+    slower = {**COMPARED, "predicted_stage_s": {"route": 0.4, "dense": 0.08}}
+    summaries = [{**SUMMARY, **changes} for changes in (COMPARED, slower)]
+    paths = [write_whole_run(tmp_path / str(i), s) for i, s in enumerate(summaries)]
+    first, second = draw_predicted(read_runs(paths)).axes
+    predicted, measured = first.containers
+    assert [bar.get_height() for bar in predicted] == [0.010, 0.080, 0.010, 0.0]
+    assert [bar.get_height() for bar in measured] == [0.005, 0.095, 0.020, 0.005]
+    assert list(first.lines[0].get_ydata()) == [0.006, 0.097, 0.030, 0.01]
+    assert "step predicted 100 ms, measured 125 ms, error -20.0%" in first.get_title("left")
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_ylim()[1] > 0.4
 
 
 def test_one_rank_sends_nothing(tmp_path):

@@ -3,12 +3,20 @@ import json
 import pytest
 
 from hotrec.report.read import read_runs
-from tests.unit.report.runs import SUMMARY, eval_line, metrics_line, write_run, write_whole_run
+from tests.unit.report.runs import (
+    CACHE,
+    COMPARED,
+    SUMMARY,
+    eval_line,
+    metrics_line,
+    write_run,
+    write_whole_run,
+)
 
 
 def test_whole_run(tmp_path):
     (run,) = read_runs([write_whole_run(tmp_path / "a")])
-    assert (run.name, run.placement) == ("hot_cold", "hot_cold")
+    assert run.name == "hot_cold"
     assert run.number("auc") == 0.78125
     assert run.number("step_p50_s") == 0.124
     assert run.series("loss") == ([100, 200, 300], pytest.approx([0.6, 0.5, 0.4]))
@@ -73,6 +81,19 @@ def test_stages_are_means_over_the_lines(tmp_path):
     assert read_runs([path])[0].stage_s["forward"] == pytest.approx(0.02)
 
 
+def test_the_measured_stages_are_the_breakdown(tmp_path):
+    (run,) = read_runs([write_whole_run(tmp_path / "a", {**SUMMARY, **COMPARED})])
+    assert run.stage_s["data_wait"] == pytest.approx(0.002)
+    assert run.stage_s["other"] == pytest.approx(0.003)  # without the waiting
+    assert run.stage_s["dense"] == 0.095
+
+
+def test_caches_of_an_unfinished_run_are_summed_over_its_lines(tmp_path):
+    half = {name: value // 2 for name, value in CACHE.items()}
+    lines = [metrics_line(100, cache=half), metrics_line(200, cache=half)]
+    assert read_runs([write_run(tmp_path / "a", metrics=lines)])[0].cache == CACHE
+
+
 def test_runs_of_one_name_are_numbered(tmp_path):
     paths = [write_whole_run(tmp_path / name) for name in ("a", "b")]
     paths.append(write_whole_run(tmp_path / "c", {**SUMMARY, "name": "other"}))
@@ -95,6 +116,15 @@ def test_a_cut_last_line_is_left_out_and_said(tmp_path):
         ("summary.json", "[1]", r"summary\.json: expected a JSON object, got list"),
         ("summary.json", '{"auc": "high"}', r"summary\.json auc: expected a number, got 'high'"),
         ("summary.json", '{"sent_bytes": 5}', r"sent_bytes: expected numbers by name, got 5"),
+        ("summary.json", '{"measured_stage_s": {"a": "b"}}', "stage_s: expected numbers by name"),
+        ("summary.json", '{"host_bytes_by_kind": {"a": "b"}}', "kind: expected numbers by name"),
+        ("summary.json", '{"cache": {"num_hits": 3}}', r"json cache: expected .*, got"),
+        ("summary.json", json.dumps({"cache": {**CACHE, "num_steps": 0}}), r"json cache: expected"),
+        (
+            "summary.json",
+            json.dumps({"cache": {**CACHE, "num_rows": "x"}}),
+            r"json cache: expected",
+        ),
         ("metrics.jsonl", '{"step": 1}\n{"step"\n', r"metrics\.jsonl line 2: expected JSON"),
         ("metrics.jsonl", '{"loss": 1}\n', r"line 1: expected a numeric 'step', got None"),
         ("metrics.jsonl", '{"step": 1, "loss": "x"}\n', r"line 1 loss: expected a number, got 'x'"),
