@@ -207,8 +207,8 @@ def _bytes(document: Document) -> list[Block]:
     text = (
         "Counted on steps that are not timed, with no communication in flight before or after "
         "them, by the rules of `hotrec/runtime/traffic.py`. The bound is 2 U D 4 (W-1)/W, where U "
-        "is the number of distinct rows of a rank's batch; the second bound adds the ring all-reduce "
-        "of the dense layers' gradients."
+        "is the number of distinct rows of a rank's batch; the second bound adds the ring "
+        "all-reduce of the dense layers' gradients."
     )
     if has_wire:
         header += ["on the wire", "wire/counted"]
@@ -236,8 +236,8 @@ def _stages_table(stages_s: Mapping[str, Mapping[str, float]], of: str) -> Table
 CLOCK_NOTE = (
     "Medians over the timed steps, measured by the ranges of `hotrec/runtime/stages.py`, mean over "
     "the ranks. In the stages named exchange the main thread waits; their sum is the exposed time. "
-    "A sum of medians need not be the median step. Where TorchRec starts or waits for communication "
-    "inside one of its own parts, the time counts for the stage of that part."
+    "A sum of medians need not be the median step. Where TorchRec starts or waits for "
+    "communication inside one of its own parts, the time counts for the stage of that part."
 )
 
 
