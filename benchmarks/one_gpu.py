@@ -34,10 +34,10 @@ from hotrec.bench.cases import Case
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchConfig, BenchPipeline, BenchRootConfig
-from hotrec.doctor.machine import read_memory
 from hotrec.planning.policies import choose_fraction
 from hotrec.report.render import markdown_table, plain_table
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
+from hotrec.runtime.memory import read_memory
 from hotrec.runtime.ranks import process_group
 from hotrec.types import ColdTier, Partition, Rows, TorchrecPlan
 

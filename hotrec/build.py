@@ -38,7 +38,6 @@ from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader, num_steps
 from hotrec.data.locality import Assign, ByOwner, Shard
-from hotrec.doctor.machine import read_memory
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.hot_reduce import Seconds
@@ -56,7 +55,7 @@ from hotrec.planning.training_plan import TrainingPlan
 from hotrec.planning.unsharded import build_unsharded, optimizer_specs
 from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.codecs import compress_dense
-from hotrec.runtime.memory import check_mappable
+from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.ranks import Ranks, all_gather_object, same_verdict
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
 from hotrec.train.alternate import AlternatingLoader, Alternation

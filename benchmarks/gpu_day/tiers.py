@@ -27,9 +27,9 @@ from benchmarks.gpu_day.tbe import (
     optimizers_of,
     tiers_of,
 )
-from hotrec.doctor.machine import read_memory
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.report.units import show_bytes, show_count, show_seconds
+from hotrec.runtime.memory import read_memory
 from hotrec.types import OptimizerKind
 
 NUM_TABLES, EXPONENT = 10, 1.05

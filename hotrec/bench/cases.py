@@ -16,7 +16,6 @@ import torch
 from hotrec.bench.blocks import Block
 from hotrec.bench.machine import resident_bytes
 from hotrec.bench.samples import ZipfTables, assigned_batches
-from hotrec.bench.semi_sync import SemiSyncPipeline, refuse_caches
 from hotrec.build import Sharded, build_sharded, by_owner
 from hotrec.config.groups import (
     AllColdPlacement,
@@ -89,7 +88,7 @@ class Case:
     @property
     def is_exact(self) -> bool:
         """Whether its losses are those of the model that all exact cases train."""
-        return self.pipeline is not BenchPipeline.semi_sync and self.wire is WireType.fp32
+        return self.wire is WireType.fp32
 
 
 def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> Partition:
@@ -159,13 +158,8 @@ def _place(
 
 
 def case_config(config: BenchRootConfig, case: Case) -> Config:
-    """The configuration with which ``hotrec train`` would train the case.
-
-    Semi-sync is not one of its pipelines; a case of it is built as for sparse_dist.
-    """
+    """The configuration with which ``hotrec train`` would train the case."""
     pipeline = case.pipeline or config.bench.pipeline
-    if pipeline is BenchPipeline.semi_sync:
-        pipeline = BenchPipeline.sparse_dist
     return Config(
         dataset_name=config.bench.name,
         run_name=case.name,
@@ -271,7 +265,7 @@ def build_runner(
         assert isinstance(case.placement, HotColdConfig)
         placed = as_placement(case.placement, case.partition, ranks.device.type)
     sharded = build_sharded(case_config(config, case), schema, placed, machine, ranks.device)
-    pipeline = _pipe(case.pipeline or config.bench.pipeline, sharded, ranks.device)
+    pipeline = sharded.make_pipeline(ranks.device)
     if case.assign is OrderAssign.by_owner:
         assert placed is not None, case.name
         assert samples is not None, case.name
@@ -296,13 +290,6 @@ def build_runner(
     if ranks.is_first:
         logger.info("built %s in %.1f s", case.name, time.perf_counter() - start)
     return runner
-
-
-def _pipe(pipeline: BenchPipeline, sharded: Sharded, device: torch.device) -> Pipeline:
-    if pipeline is BenchPipeline.semi_sync:
-        refuse_caches(sharded.plan)
-        return SemiSyncPipeline(sharded.model, sharded.optimizer, device)
-    return sharded.make_pipeline(device)
 
 
 def case_scenario(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hotrec.doctor.machine import read_memory
+from hotrec.runtime.memory import read_memory
 
 PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 

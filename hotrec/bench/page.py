@@ -179,8 +179,8 @@ def _reading(document: Document) -> list[str]:
     if others:
         largest = ", ".join(f"{name} {difference:.1e}" for name, difference in others.items())
         lines.append(
-            "Not exact, for reference: semi_sync computes with rows that are one update old, and "
-            f"16-bit messages round. Largest difference of a loss: {largest}."
+            "Not exact, for reference: 16-bit messages round. "
+            f"Largest difference of a loss: {largest}."
         )
     return lines
 

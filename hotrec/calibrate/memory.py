@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hotrec.doctor.machine import read_memory
+from hotrec.runtime.memory import read_memory
 from hotrec.runtime.ranks import all_gather_object
 
 

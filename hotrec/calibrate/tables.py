@@ -13,8 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from hotrec.doctor.machine import read_memory
-from hotrec.runtime.memory import check_mappable
+from hotrec.runtime.memory import check_mappable, read_memory
 
 # The memory tiers of hotrec.cost_model.costs.KERNELS: "hit" and "miss" share a module, whose host
 # memory is behind a cache.

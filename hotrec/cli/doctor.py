@@ -1,4 +1,4 @@
-"""``hotrec doctor``: what is installed, whether it fits together, what mends it."""
+"""``hotrec doctor``: what is installed, whether it fits together, and what fixes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(config: DoctorConfig, run_dir: Path) -> dict[str, Any]:
     for check in checks:
         print(f"{MARKS[check.status]}  {check.name:<{width}}  {check.found}", file=sys.stderr)
         if check.expected:
-            print(f"      expected {check.expected}. Run: {check.mend}", file=sys.stderr)
+            print(f"      expected {check.expected}. Run: {check.fix}", file=sys.stderr)
     is_ok = all(check.status != "fail" for check in checks)
     figures = {"ok": is_ok, "checks": [asdict(check) for check in checks]}
     if not is_ok:

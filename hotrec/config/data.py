@@ -1,9 +1,8 @@
-"""What to prepare a dataset from: plain dataclasses, and the checks of their values.
+"""Specifications of datasets, as plain dataclasses.
 
-They serve as Hydra's structured configurations as they are, so there is no ``frozen`` and no
-``Literal`` in them, enum members are lower case (YAML shows their names), and nothing is checked on
-construction: call ``hotrec.config.check_data.check_data_spec`` on the finished object. A field
-without a default is required. No third-party imports.
+Hydra uses them as structured configurations, so they are not ``frozen``, have no ``Literal``, and
+check nothing on construction: call ``hotrec.config.check_data.check_data_spec`` on the finished
+object. Enum members are lower case, because YAML shows their names.
 """
 
 from __future__ import annotations
@@ -74,17 +73,17 @@ class ColumnSpec:
     """A column of the prepared samples.
 
     Args:
-        kind: the part it plays.
-        source: the column of the log or of a joined table; empty means this entry's own name.
-        table: for categorical kinds the table it reads; empty means a table of this entry's name.
-        derive: compute the value from the source first.
-        utc_offset_h: for ``hour_of_day`` and ``day_of_week``, hours to add to UTC.
-        separator: for ``categorical_list`` in text files, what stands between two ids.
-        max_length: for ``categorical_list``, keep only the last so many ids; 0 keeps all.
-        fill: for dense, the value that takes the place of a missing one.
-        transform: for dense, applied after filling.
-        standardize: for dense, subtract the mean and divide by the standard deviation that the
-            transformed column has in the training split.
+        kind: The part it plays in a sample.
+        source: The column of the log or of a joined table; empty means this entry's own name.
+        table: For categorical kinds the table it reads; empty means a table of this entry's name.
+        derive: How to compute the value from the source.
+        utc_offset_h: For ``hour_of_day`` and ``day_of_week``, hours to add to UTC.
+        separator: For ``categorical_list`` in text files, the character between two ids.
+        max_length: For ``categorical_list``, the number of ids to keep, the last ones; 0 for all.
+        fill: For dense, the value that replaces a missing one.
+        transform: For dense, applied after filling.
+        standardize: For dense, whether to subtract the mean and divide by the standard deviation
+            of the transformed column in the training split.
     """
 
     kind: ColumnKind
@@ -104,9 +103,9 @@ class TableSpec:
     """How the raw ids of one table become rows.
 
     Args:
-        encoding: by vocabulary or by hashing.
-        min_count: vocabulary: occurrences in the training split that earn a value its own row.
-        num_rows: hashing: rows of the table, with row 0 for missing values. Not used otherwise.
+        encoding: By vocabulary or by hashing.
+        min_count: Vocabulary: the occurrences in the training split from which a value gets a row.
+        num_rows: Hashing: the number of rows, including row 0 for missing values.
     """
 
     encoding: Encoding = Encoding.vocabulary
@@ -119,12 +118,12 @@ class JoinSpec:
     """A side table, joined to the log on a key. It is held in memory.
 
     Args:
-        files: paths or glob patterns.
-        on: the key column of the log, or of a side table joined before this one.
-        key: the key column of the side table; empty means the same name as ``on``. A key that
+        files: Paths or glob patterns.
+        on: The key column of the log, or of a side table joined before this one.
+        key: The key column of the side table; empty means the same name as ``on``. A key that
             occurs twice is an error; a log entry without a match gets missing values.
         format: delimited, parquet or arrow.
-        separator: of delimited files.
+        separator: The separator of delimited files.
     """
 
     files: list[str]
@@ -139,13 +138,13 @@ class SplitSpec:
     """How samples are divided.
 
     Args:
-        kind: see ``SplitKind``.
-        valid_frac: ``fraction`` and ``last``: share of the samples for validation.
-        test_frac: ``fraction`` and ``last``: share of the samples for the test, after ``valid``.
-        seed: ``fraction``: another seed, another division.
+        kind: See ``SplitKind``.
+        valid_frac: ``fraction`` and ``last``: the fraction of the samples for validation.
+        test_frac: ``fraction`` and ``last``: the fraction of the samples for the test.
+        seed: ``fraction``: the seed of the random split.
         column: ``time``: a numeric column of the log.
-        valid_from: ``time``: the first value that is validation.
-        test_from: ``time``: the first value that is test; infinity for no test split.
+        valid_from: ``time``: the first value of the validation split.
+        test_from: ``time``: the first value of the test split; infinity for none.
     """
 
     kind: SplitKind = SplitKind.fraction
@@ -162,22 +161,22 @@ class SourceSpec:
     """A log to read and what to make of its columns.
 
     Args:
-        format: how the files are stored.
-        files: paths, directories or glob patterns, relative to the current directory; read in
+        format: How the files are stored.
+        files: Paths, directories or glob patterns, relative to the current directory; read in
             this order, matches of a pattern or directory in order of name. Text may be
             compressed (.gz, .zst, .bz2).
-        columns: the prepared columns by name; their order is the order of the model's features.
+        columns: The prepared columns by name; their order is the order of the model's features.
             With format criteo it may be empty: dense ``I1..I13`` with log1p, features ``C1..C26``.
-        tables: settings of tables by name, where they differ from ``table_defaults``.
-        table_defaults: settings of all other tables.
-        joins: side tables by name.
-        split: how samples are divided into train, valid and test.
-        separator: delimited text: what stands between two columns, one ASCII character.
-        null_values: text that means "missing".
-        on_bad_line: stop at a line that cannot be read, or leave it out and count it.
-        rows_per_chunk: samples per chunk: the window within which training shuffles rows.
-        block_mib: text is read in blocks of so many MiB. Blocks that fit in the processor's cache
-            are parsed twice as fast as large ones.
+        tables: Settings of tables by name, where they differ from ``table_defaults``.
+        table_defaults: Settings of all other tables.
+        joins: Side tables by name.
+        split: How samples are divided into train, valid and test.
+        separator: Delimited text: the ASCII character between two columns.
+        null_values: Texts that mean "missing".
+        on_bad_line: Whether to stop at a line that cannot be read, or to leave it out and count it.
+        rows_per_chunk: Samples per chunk, the window within which training shuffles rows.
+        block_mib: Size of the blocks in which text is read. Blocks that fit in the processor's
+            cache are parsed twice as fast as large ones.
     """
 
     format: SourceFormat
@@ -203,7 +202,7 @@ class SyntheticSpec:
         mean_lengths: ids per sample of each feature; exactly 1.0 is one-hot, another mean is
             multi-hot with Poisson lengths (0 included). One value serves all; empty means one-hot.
         zipf_exponent: the row of popularity rank k is drawn with probability ~ k ** -exponent.
-        num_periods: the log is so many equal periods of constant popularity ("days").
+        num_periods: the number of equal periods ("days") of constant popularity.
         drift_frac: share of the popularity ranks that get another row when a period ends.
         rows_by_popularity: number the rows by falling popularity instead of at random. Row-wise
             shards are then unbalanced; only for tests of that.
@@ -270,16 +269,11 @@ def table_of(name: str, column: ColumnSpec) -> str:
     return column.table or name
 
 
-def table_spec(spec: SourceSpec, table: str) -> TableSpec:
-    """The settings of a table."""
-    return spec.tables.get(table, spec.table_defaults)
-
-
 def tables_of(spec: SourceSpec) -> dict[str, TableSpec]:
     """The tables that the categorical columns read, in order of first use."""
     tables = {}
     for name, column in columns_of(spec).items():
         if column.kind in (ColumnKind.categorical, ColumnKind.categorical_list):
             table = table_of(name, column)
-            tables[table] = table_spec(spec, table)
+            tables[table] = spec.tables.get(table, spec.table_defaults)
     return tables

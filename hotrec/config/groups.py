@@ -286,7 +286,7 @@ class AllHotOrder(OrderConfig):
 
 
 class ProfilerKind(Enum):
-    """What is recorded of single steps."""
+    """What is recorded of single steps, if anything."""
 
     none = "none"
     trace = "trace"
@@ -312,11 +312,15 @@ class TraceProfiler(ProfilerConfig):
 
     kind: ProfilerKind = key("what is recorded; choose it with profiler=", ProfilerKind.trace)
     first_step: int = key(
-        "first step to record, counted from this start; those before warm up", 20, at_least=1
+        "first step to record, counted from this start; the profiler warms up in the one before",
+        20,
+        at_least=2,
     )
-    num_steps: int = key("steps to record; they are in no rate", 5, at_least=1, at_most=100)
+    num_steps: int = key(
+        "number of steps to record; rates leave them out", 5, at_least=1, at_most=100
+    )
     warn_of_syncs: bool = key(
-        "in these steps CUDA warns of each line that makes the host wait for the device", False
+        "whether CUDA warns, in these steps, of lines that make the host wait for the device", False
     )
 
 

@@ -200,13 +200,12 @@ HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
 
 
 class BenchPipeline(Enum):
-    """Pipelines that `hotrec bench` compares; semi_sync is TorchRec's, whose rows are stale."""
+    """Pipelines that `hotrec bench` compares."""
 
     sparse_dist = "sparse_dist"
     base = "base"
     look_ahead = "look_ahead"
     prefetch = "prefetch"
-    semi_sync = "semi_sync"
 
 
 class HotRowsRule(Enum):
@@ -229,8 +228,8 @@ class BenchVariant:
 
     placement: BenchCase = key("the placement")
     pipeline: BenchPipeline | None = key(
-        "sparse_dist, base, look_ahead (hot and cold rows), prefetch (TorchRec's plans in the tier "
-        "fused_uvm_caching) or semi_sync (TorchRec's plans; stale)",
+        "sparse_dist, base, look_ahead (hot and cold rows) or prefetch (TorchRec's plans in the "
+        "tier fused_uvm_caching)",
         None,
     )
     tier: ColdTier = key("memory of the rows that are sharded; see placement", ColdTier.auto)

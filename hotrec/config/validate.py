@@ -173,18 +173,7 @@ def _check_variant(key: str, name: str, variant: BenchVariant, bench: BenchConfi
             f"{key}.pipeline: expected another than look_ahead with TorchRec's plan "
             f"{variant.placement.name}, got look_ahead."
         )
-    if is_hot_cold and pipeline is BenchPipeline.semi_sync:
-        raise ValueError(
-            f"{key}.pipeline: expected another than semi_sync with hot and cold rows, got "
-            f"semi_sync. It is for TorchRec's plans."
-        )
     is_cached = variant.tier is ColdTier.fused_uvm_caching
-    if is_cached and pipeline is BenchPipeline.semi_sync:
-        raise ValueError(
-            f"{key}.tier: expected fused or fused_uvm with the pipeline semi_sync, whose next "
-            "lookup may evict a row before its update, got fused_uvm_caching. Set "
-            f"{key}.pipeline=prefetch."
-        )
     if pipeline is BenchPipeline.prefetch and (is_hot_cold or not is_cached):
         raise ValueError(
             f"{key}.pipeline: expected prefetch only with TorchRec's plans in the tier "

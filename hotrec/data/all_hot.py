@@ -9,7 +9,7 @@ manifest names the dataset and the partition, so that a stale one is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,14 +41,14 @@ _SAMPLES_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class SampleSubset:
-    """The samples of one kind in a split, as a loader takes them.
+    """The all-hot or the mixed samples of a split, for a loader.
 
     Args:
-        is_all_hot: the kind.
-        sizes: how many of them each chunk holds.
-        made_as: content hash of the artifact that says which; part of a loader's position.
-        chunk_sizes: samples of each chunk, of both kinds.
-        bits: uint8, of all chunks, each from a new byte.
+        is_all_hot: Whether these are the all-hot samples.
+        sizes: The number of these samples in each chunk.
+        made_as: The content hash of the artifact with the bits, part of a loader's position.
+        chunk_sizes: The number of all samples in each chunk.
+        bits: uint8, the bits of all chunks, each from a new byte.
     """
 
     is_all_hot: bool
@@ -74,10 +74,10 @@ class AllHotSamples:
     """Which samples of a split are all-hot.
 
     Args:
-        artifact: where this is kept.
-        chunk_sizes: samples of each chunk.
-        num_all_hot: all-hot samples of each chunk.
-        bits: uint8, 1 for an all-hot sample, mapped from the file.
+        artifact: The artifact that holds the bits.
+        chunk_sizes: The number of samples of each chunk.
+        num_all_hot: The number of all-hot samples of each chunk.
+        bits: uint8, a bit of 1 for an all-hot sample, mapped from the file.
     """
 
     artifact: Artifact
@@ -149,19 +149,17 @@ def read_all_hot(dataset: Dataset, split: str, *, partition_hash: str, path: Pat
 
 def _read(dataset: Dataset, split: str, partition_hash: str, path: Path) -> AllHotSamples:
     artifact = read_artifact(path, kind=KIND, verify="hash")
-    expected = {"dataset": dataset.artifact.content_hash, "partition": partition_hash}
-    for name, value in expected.items():
-        if artifact.made_from.get(name) != value:
+    checks = (
+        ("the dataset", dataset.artifact.content_hash, artifact.made_from.get("dataset")),
+        ("the partition", partition_hash, artifact.made_from.get("partition")),
+        ("split", split, artifact.content["split"]),
+    )
+    for name, expected, got in checks:
+        if got != expected:
             raise ArtifactError(
-                f"{path}: expected the all-hot samples of the {name} {value[:12]}, got those of "
-                f"{str(artifact.made_from.get(name))[:12]}. Remove the directory, or start a new "
-                "run."
+                f"{path}: expected the all-hot samples of {name} {expected[:12]}, got those of "
+                f"{str(got)[:12]}. Remove the directory, or start a new run."
             )
-    if artifact.content["split"] != split:
-        raise ArtifactError(
-            f"{path}: expected the all-hot samples of split {split}, got those of "
-            f"{artifact.content['split']}. Remove the directory, or start a new run."
-        )
     return AllHotSamples(
         artifact=artifact,
         chunk_sizes=tuple(chunk.num_samples for chunk in dataset.chunks(split)),
@@ -173,11 +171,9 @@ def _read(dataset: Dataset, split: str, partition_hash: str, path: Path) -> AllH
 def _write(
     dataset: Dataset, split: str, found: Mapping[int, Bits], partition_hash: str, output: Path
 ) -> None:
-    sizes = [chunk.num_samples for chunk in dataset.chunks(split)]
-    bits = [found[chunk] for chunk in range(len(sizes))]
-    counts = [
-        int(np.unpackbits(part, count=size).sum()) for part, size in zip(bits, sizes, strict=True)
-    ]
+    bits = [found[chunk] for chunk in range(len(dataset.chunks(split)))]
+    # The bits that fill up the last byte of a chunk are zeros.
+    counts = [int(np.unpackbits(part).sum()) for part in bits]
     with scratch_directory(output) as scratch:
         np.save(scratch / BITS, np.concatenate([np.empty(0, np.uint8), *bits]))
         commit_artifact(
@@ -185,10 +181,7 @@ def _write(
             output,
             kind=KIND,
             content={"split": split, "num_all_hot": counts},
-            made_from={
-                "dataset": dataset.artifact.content_hash,
-                "partition": partition_hash,
-            },
+            made_from={"dataset": dataset.artifact.content_hash, "partition": partition_hash},
         )
 
 
@@ -206,17 +199,14 @@ def _classify_share(dataset: Dataset, split: str, partition: Partition) -> dict[
         for chunk in my_chunks:
             features = dataset.block(split, chunk).features
             parts = []
-            for samples in _slices(chunks[chunk].num_samples):
+            num_samples = chunks[chunk].num_samples
+            for start in range(0, num_samples, _SAMPLES_AT_ONCE):
+                samples = slice(start, min(start + _SAMPLES_AT_ONCE, num_samples))
                 where = f"chunk {chunks[chunk].file}"
                 parts.append(_classify(features, samples, dataset.schema, hot_flags, where))
                 bar.update(samples.stop - samples.start)
             bits[chunk] = np.packbits(np.concatenate([np.empty(0, np.bool_), *parts]))
     return bits
-
-
-def _slices(num_samples: int) -> Iterator[slice]:
-    for start in range(0, num_samples, _SAMPLES_AT_ONCE):
-        yield slice(start, min(start + _SAMPLES_AT_ONCE, num_samples))
 
 
 def _hot_flags(schema: Schema, partition: Partition) -> dict[str, Flags]:
@@ -257,7 +247,7 @@ def _classify(
             values = ids[samples]
         _check_ids(values, feature, schema, where)
         if isinstance(ids, Jagged):
-            # Cold ids are few where it matters; each makes the sample of its bag mixed.
+            # A cold id makes the sample of its bag mixed.
             cold = np.flatnonzero(~_look_up(flags, values)) + offsets[0]
             is_all_hot[np.searchsorted(offsets, cold, side="right") - 1] = False
         else:
@@ -286,7 +276,7 @@ def _num_bytes(num_samples: int) -> int:
 def count_steps_of_kinds(
     samples: AllHotSamples, *, batch_size: int, world_size: int
 ) -> tuple[int, int]:
-    """Steps of an epoch: all-hot ones and mixed ones, each kind's last one maybe not full."""
+    """The steps of an epoch with all-hot and with mixed samples; the last may not be full."""
     num_all_hot = sum(samples.num_all_hot)
     num_mixed = samples.num_samples - num_all_hot
     return (

@@ -9,7 +9,7 @@ per feature: integers, or lists of integers when the feature is multi-hot. No to
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Block:
     Args:
         label: float32 (B,), 0 or 1.
         dense: float32 (B, N).
-        features: per feature the rows, integers (B,), or their bags.
+        features: For each feature its rows, integers (B,), or its bags.
     """
 
     label: Floats
@@ -120,10 +120,10 @@ class ChunkWriter:
     Holds at most one chunk and one block in memory.
 
     Args:
-        directory: the dataset's (scratch) directory.
-        stem: beginning of the file names, e.g. "train" or "train-00012".
-        schema: what a sample holds.
-        rows_per_chunk: samples per chunk.
+        directory: The scratch directory of the dataset.
+        stem: The beginning of the file names, e.g. "train" or "train-00012".
+        schema: The columns of a sample.
+        rows_per_chunk: The number of samples per chunk.
     """
 
     def __init__(self, directory: Path, stem: str, schema: Schema, rows_per_chunk: int) -> None:
@@ -195,11 +195,11 @@ def commit_dataset(
     """Write the manifest of a dataset and move it into place, see ``hotrec.artifact``.
 
     Args:
-        scratch: the directory that holds the chunks.
-        target: where the dataset is to stand.
-        schema: what a sample holds.
-        splits: chunks of each split, in order.
-        source: facts about where the samples come from, as JSON values.
+        scratch: The directory that holds the chunks.
+        target: The directory that the dataset is moved to.
+        schema: The columns of a sample.
+        splits: The chunks of each split, in order.
+        source: Facts about the origin of the samples, as JSON values.
     """
     content = {
         "schema": schema.to_json(),
@@ -214,28 +214,27 @@ class Dataset:
     """A prepared dataset.
 
     Args:
-        artifact: the directory and its manifest.
-        schema: what a sample holds.
-        splits: chunks of each split, in order. A split may be missing or empty.
+        artifact: The directory and its manifest.
+        schema: The columns of a sample.
+        splits: The chunks of each split, in order. A split may be missing or empty.
     """
 
     artifact: Artifact
     schema: Schema
     splits: Mapping[str, tuple[ChunkInfo, ...]]
-    _arrow_schema: pa.Schema = field(repr=False)
 
     @staticmethod
-    def open(path: str | Path, verify: str = "size") -> Dataset:
+    def open(directory: str | Path, verify: str = "size") -> Dataset:
         """Read the manifest and check the files.
 
         Args:
-            path: the dataset's directory.
+            directory: The directory of the dataset.
             verify: "size", or "hash" to read every byte.
 
         Raises:
-            ArtifactError: if there is no whole dataset at ``path``.
+            ArtifactError: if there is no whole dataset in ``directory``.
         """
-        artifact = read_artifact(Path(path), kind="dataset", verify=verify)
+        artifact = read_artifact(Path(directory), kind="dataset", verify=verify)
         try:
             schema = Schema.from_json(artifact.content["schema"])
             splits = {
@@ -243,18 +242,14 @@ class Dataset:
                 for split, chunks in artifact.content["splits"].items()
             }
         except (KeyError, TypeError) as error:
-            raise ArtifactError(
-                f"{artifact.path}: expected a schema and splits in the manifest, got {error!r}. "
-                "Prepare the dataset again."
-            ) from error
+            expected = "a schema and splits in the manifest"
+            raise _damaged(artifact.path, expected, repr(error)) from error
         for chunks in splits.values():
             for chunk in chunks:
-                if not (artifact.path / chunk.file).exists():
-                    raise ArtifactError(
-                        f"{artifact.path / chunk.file}: expected a chunk of {chunk.num_samples} "
-                        "samples, got no such file. Prepare the dataset again."
-                    )
-        return Dataset(artifact, schema, splits, arrow_schema(schema))
+                path = artifact.path / chunk.file
+                if not path.exists():
+                    raise _damaged(path, f"a chunk of {chunk.num_samples} samples", "no such file")
+        return Dataset(artifact, schema, splits)
 
     def chunks(self, split: str) -> tuple[ChunkInfo, ...]:
         """The chunks of a split; none if the dataset lacks it."""
@@ -275,16 +270,11 @@ class Dataset:
         try:
             table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         except (pa.ArrowInvalid, OSError) as error:
-            raise ArtifactError(
-                f"{path}: expected an Arrow file of {info.num_samples} samples, got "
-                f"{type(error).__name__}: {error}. Prepare the dataset again."
-            ) from error
+            expected = f"an Arrow file of {info.num_samples} samples"
+            raise _damaged(path, expected, f"{type(error).__name__}: {error}") from error
         if table.num_rows != info.num_samples:
-            raise ArtifactError(
-                f"{path}: expected {info.num_samples} samples, got {table.num_rows}. "
-                "Prepare the dataset again."
-            )
-        _check_columns(path, table, self._arrow_schema)
+            raise _damaged(path, f"{info.num_samples} samples", table.num_rows)
+        _check_columns(path, table, arrow_schema(self.schema))
         return table
 
     def block(self, split: str, index: int) -> Block:
@@ -297,16 +287,14 @@ class Dataset:
         """
         table = self.chunk(split, index)
         where = self.chunks(split)[index].file
-        num_dense = len(self.schema.dense)
-        if num_dense:
-            dense = _numpy(_one_array(table, "dense").flatten(), where, "dense")
-        else:
-            dense = np.empty(0, np.float32)
+        dense = np.empty(0, np.float32)
+        if self.schema.dense:
+            dense = one_array(table["dense"]).flatten().to_numpy(zero_copy_only=True)
         return Block(
-            label=_numpy(_one_array(table, "label"), where, "label"),
-            dense=dense.reshape(table.num_rows, num_dense),
+            label=one_array(table["label"]).to_numpy(zero_copy_only=True),
+            dense=dense.reshape(table.num_rows, len(self.schema.dense)),
             features={
-                feature.name: _ids(_one_array(table, feature.name), where, feature)
+                feature.name: _ids(one_array(table[feature.name]), where, feature)
                 for feature in self.schema.features
             },
         )
@@ -326,41 +314,38 @@ def _check_columns(path: Path, table: pa.Table, expected: pa.Schema) -> None:
         position = table.schema.get_field_index(column.name)
         found = table.schema.field(position).type if position >= 0 else "no such column"
         if found != column.type:
-            raise ArtifactError(
-                f"{path}: expected column {column.name} of type {column.type}, got {found}. "
-                "Prepare the dataset again."
-            )
-        if table.column(position).null_count:
-            raise ArtifactError(
-                f"{path}: expected column {column.name} without nulls, got "
-                f"{table.column(position).null_count}. Prepare the dataset again."
-            )
+            raise _damaged(path, f"column {column.name} of type {column.type}", found)
+        num_nulls = table.column(position).null_count
+        if num_nulls:
+            raise _damaged(path, f"column {column.name} without nulls", num_nulls)
 
 
-def _one_array(table: pa.Table, name: str) -> pa.Array:
-    column = table.column(name)
-    # combine_chunks copies, which only a chunk of several record batches needs.
+def _damaged(where: Path | str, expected: str, got: object) -> ArtifactError:
+    return ArtifactError(f"{where}: expected {expected}, got {got}. Prepare the dataset again.")
+
+
+def one_array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """The column as one array; dictionaries are unified."""
+    if isinstance(column, pa.Array):
+        return column
+    if pa.types.is_dictionary(column.type):
+        column = column.unify_dictionaries()
+    # combine_chunks copies, which only a column of several chunks needs.
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
-def _numpy(array: pa.Array, where: str, name: str) -> npt.NDArray[Any]:
-    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=True)
-    if values.size != len(array):
-        raise ArtifactError(f"{where}: expected {len(array)} values of {name}, got {values.size}.")
-    return values
 
 
 def _ids(array: pa.Array, where: str, feature: Feature) -> Integers | Jagged:
     if not feature.is_multi_hot:
-        return _numpy(array, where, feature.name)
+        rows: Integers = array.to_numpy(zero_copy_only=True)
+        return rows
     offsets = array.offsets.to_numpy(zero_copy_only=True)
     values = array.values.to_numpy(zero_copy_only=True)
     lengths = np.diff(offsets)
     if lengths.size and (lengths.min() < 0 or offsets[0] < 0 or offsets[-1] > values.size):
         sample = int(np.argmin(lengths))
-        raise ArtifactError(
-            f"{where} feature {feature.name}: expected lengths >= 0 that add up to the "
-            f"{values.size} ids, got length {lengths[sample]} at sample {sample} and "
-            f"{offsets[-1] - offsets[0]} ids in all. Prepare the dataset again."
+        raise _damaged(
+            f"{where} feature {feature.name}",
+            f"lengths >= 0 that add up to the {values.size} ids",
+            f"length {lengths[sample]} at sample {sample}, {offsets[-1] - offsets[0]} ids in all",
         )
     return Jagged(values, offsets)

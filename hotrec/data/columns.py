@@ -1,7 +1,7 @@
 """Raw columns: what readers hand to the encoders, before ids are rows.
 
-Ids are text, whatever the log's format, and repeat: they are kept as the different texts and a code
-per sample, so that hashing, splitting and looking up happen once per different text of a block.
+Ids are text in every format, and repeat: they are stored as distinct texts and a code per sample,
+so that hashing, splitting and looking up happen once per distinct text of a block.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hotrec.config.data import Derive
+from hotrec.data.chunks import one_array
 
 Codes = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -30,8 +31,8 @@ class Texts:
     """A column of texts.
 
     Args:
-        values: a string array (V,) of different texts; nulls are missing values.
-        codes: integers (n,), index into ``values``, -1 for a missing value.
+        values: A string array (V,) of distinct texts; nulls are missing values.
+        codes: Integers (n,), index into ``values``, -1 for a missing value.
     """
 
     values: pa.Array
@@ -49,9 +50,9 @@ class Lists:
     """A column of lists of texts.
 
     Args:
-        items: the items of different lists, end to end.
+        items: The items of all distinct lists, end to end.
         offsets: int64 (L + 1,): list i is items ``offsets[i]:offsets[i + 1]``.
-        codes: integers (n,), which list each sample has, -1 for a missing one.
+        codes: Integers (n,), the list of each sample, -1 for a missing one.
     """
 
     items: Texts
@@ -90,10 +91,9 @@ class RawBlock:
     """Samples of one file as they were read.
 
     Args:
-        numbers: int64 (n,): the line of each sample, or its row in a file that has no lines;
-            counted from 1, as editors do.
-        columns: by name in the log.
-        num_skipped: samples that were left out because they could not be read.
+        numbers: int64 (n,), the line of each sample, or its row in a file without lines, from 1.
+        columns: The columns, by their name in the log.
+        num_skipped: The number of samples left out because they could not be read.
     """
 
     numbers: npt.NDArray[np.int64]
@@ -102,17 +102,6 @@ class RawBlock:
 
     def __len__(self) -> int:
         return int(self.numbers.size)
-
-
-def one_array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """The column as one array; dictionaries are unified."""
-    if isinstance(column, pa.Array):
-        return column
-    if pa.types.is_dictionary(column.type):
-        column = column.unify_dictionaries()
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return column.combine_chunks()
 
 
 def texts_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts:

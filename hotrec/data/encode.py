@@ -1,6 +1,6 @@
 """From raw columns to the columns of a chunk: derivations, rows of ids, dense values.
 
-Everything works on whole blocks, and on different texts rather than on samples where it can.
+Everything works on whole blocks, and where possible on distinct texts rather than on samples.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class Moments:
     squares: Float64s
 
     @staticmethod
+    def none(num_dense: int) -> Moments:
+        return Moments(0, np.zeros(num_dense), np.zeros(num_dense))
+
+    @staticmethod
     def of(dense: Float64s) -> Moments:
         return Moments(dense.shape[0], dense.sum(axis=0), np.square(dense).sum(axis=0))
 
@@ -61,7 +65,7 @@ class Scaling:
 
 
 def scaling_of(columns: Mapping[str, ColumnSpec], moments: Moments) -> Scaling:
-    """How to standardise the columns that ask for it; the others stay as they are."""
+    """The scaling of the columns with ``standardize``; the others stay as they are."""
     dense = dense_columns(columns)
     is_scaled = np.array([column.standardize for column in dense.values()], bool)
     count = max(moments.num_samples, 1)
@@ -105,7 +109,7 @@ def raw_feature(block: RawBlock, name: str, column: ColumnSpec) -> Texts | Lists
     raw = block.columns[source]
     if column.kind is ColumnKind.categorical_list:
         lists = lists_from_texts(raw, column.separator) if isinstance(raw, Texts) else raw
-        assert isinstance(lists, Lists), f"column {source}: asked for ids, holds {type(raw)}"
+        assert isinstance(lists, Lists), f"column {source}: expected ids, got {type(raw)}"
         return cut_lists(lists, column.max_length)
     if not isinstance(raw, Texts):
         raise ValueError(
@@ -134,7 +138,7 @@ def encode_feature(raw: Texts | Lists, encoder: RowEncoder) -> Integers | Jagged
     if isinstance(raw, Texts):
         return _rows_of(raw, encoder)
     items = _rows_of(raw.items, encoder)
-    # One empty bag at the end is what the code -1 of a missing list leads to.
+    # The code -1 of a missing list selects an empty bag at the end.
     bags = Jagged(items, np.append(raw.offsets, raw.offsets[-1]))
     samples = np.where(raw.codes < 0, raw.offsets.size - 1, raw.codes)
     values, lengths = gather_bags(bags, samples)
@@ -142,8 +146,8 @@ def encode_feature(raw: Texts | Lists, encoder: RowEncoder) -> Integers | Jagged
 
 
 def _rows_of(texts: Texts, encoder: RowEncoder) -> Integers:
-    # The last entry, row 0, is where the code -1 of a missing value leads. As narrow as the chunk
-    # will be, which makes the gather twice as fast.
+    # The code -1 of a missing value selects the last entry, row 0. The type of the chunk, where it
+    # is narrower, makes the gather twice as fast.
     rows = np.append(encoder.rows(texts.values), 0)
     if encoder.num_rows < 2**31:
         rows = rows.astype(np.int32)
@@ -156,13 +160,13 @@ def encode_block(
     encoders: Mapping[str, RowEncoder],
     scaling: Scaling,
 ) -> Block:
-    """A block as it is written.
+    """Encode a block of raw columns for a chunk.
 
     Args:
-        block: the samples.
-        columns: the columns of the specification.
-        encoders: by feature name.
-        scaling: of the dense columns.
+        block: The samples.
+        columns: The columns of the specification.
+        encoders: The encoder of each feature, by name.
+        scaling: The scaling of the dense columns.
     """
     dense = (dense_values(block, columns) - scaling.means) / scaling.deviations
     label: Floats = numbers_of(block, label_source(columns)).values.astype(np.float32)

@@ -1,7 +1,7 @@
 """From mapped chunks to the arrays of one batch: vectorised gathers and the checks of ids.
 
-What is read is checked here, at the border: an id outside its table would otherwise read another
-table's memory or stop one rank alone in the middle of a collective. Numpy only.
+Data is checked as it is read: an id outside its table would otherwise read another table's memory,
+or stop one rank alone in the middle of a collective.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gatherer:
     """Reads batches of one split of a dataset.
 
     Args:
-        dataset: the dataset.
+        dataset: The dataset.
         split: "train", "valid" or "test".
     """
 
@@ -71,14 +71,10 @@ class Gatherer:
 
     def read_numbers(self, pieces: Sequence[Piece]) -> tuple[Floats, Floats]:
         """Label and dense columns alone, as in ``Gathered``; raises as ``read``."""
-        blocks = [self._block(piece.chunk) for piece in pieces]
-        # Plain indexing beats numpy.take on these sizes, and concatenating one piece is a copy.
-        label = _join(
-            [block.label[piece.rows] for block, piece in zip(blocks, pieces, strict=True)]
-        )
-        dense = _join(
-            [block.dense[piece.rows] for block, piece in zip(blocks, pieces, strict=True)]
-        )
+        parts = [(self._block(piece.chunk), piece.rows) for piece in pieces]
+        # Plain indexing is faster than numpy.take on these sizes.
+        label = _join([block.label[rows] for block, rows in parts])
+        dense = _join([block.dense[rows] for block, rows in parts])
         self._check_numbers(label, dense, pieces)
         return label, dense
 
@@ -170,6 +166,7 @@ class Gatherer:
 
 
 def _join(parts: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
+    # Concatenating one part would copy it.
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

@@ -8,7 +8,7 @@ must never change. On 64-bit unsigned integers that wrap, with ``fmix`` the fina
     for each 8 bytes of the UTF-8 text, little-endian, the last ones padded with zeros:
         state = fmix(state ^ those 8 bytes)
 
-Two of n different texts meet with probability n^2 / 2^65: 3e-6 for ten million. Numpy and pyarrow.
+Two of n different texts collide with probability n^2 / 2^65: 3e-6 for ten million.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def hash_text(texts: pa.Array) -> Hashes:
     """The hash of every text, uint64 (n,).
 
     Args:
-        texts: a string or large_string array; what a null hashes to has no meaning.
+        texts: A string or large_string array; the hash of a null has no meaning.
     """
     if len(texts) == 0:
         return np.empty(0, np.uint64)
@@ -53,7 +53,7 @@ def hash_text(texts: pa.Array) -> Hashes:
     for done in range(0, int(lengths.max()), 8):
         active = active[lengths[active] > done]
         word = words[starts[active] + done]
-        # Bits of the next text, when this one ends inside the word, are cut off.
+        # Clear the bits of the next text where this one ends inside the word.
         spare = np.maximum(8 - (lengths[active] - done), 0).astype(np.uint64) * np.uint64(8)
         word = (word << spare) >> spare
         state[active] = mix(state[active] ^ word)
@@ -69,7 +69,7 @@ def _words(data: pa.Buffer | None, first: int, last: int) -> Hashes:
 
 
 def hash_numbers(seed: int, *columns: npt.NDArray[np.int64] | int) -> Hashes:
-    """A hash of rows of integers, for decisions that look random but never change."""
+    """A hash of rows of integers, for decisions that look random but are reproducible."""
     state: Hashes = np.atleast_1d(mix(np.array([seed], np.int64).astype(np.uint64) + _START))
     for column in columns:
         state = mix(state ^ np.atleast_1d(np.asarray(column, np.int64)).astype(np.uint64))
@@ -80,7 +80,7 @@ class HashIndex:
     """Finds the position of a hash among sorted ones.
 
     Args:
-        keys: uint64 (n,), rising.
+        keys: uint64 (n,), in rising order.
     """
 
     def __init__(self, keys: Hashes) -> None:

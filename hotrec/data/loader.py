@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hotrec.data.gather import Gathered, Gatherer, select_bags
 from hotrec.data.locality import AS_READ, BY_OWNER, Assign
 from hotrec.data.order import SampleOrder, num_steps_of, select_pieces
 
-# What becomes of the ids before they leave the worker, e.g. hotrec.routing's routing.
+# Applied to the ids in the worker, e.g. hotrec.routing's routing.
 Transform = Callable[[KeyedJaggedTensor], Any]
 
 
@@ -60,39 +61,48 @@ def make_loader(
     """Make one rank's loader of a split.
 
     Args:
-        dataset_path: a prepared dataset.
+        dataset_path: The directory of a prepared dataset.
         split: "train", "valid" or "test".
-        batch_size: samples per rank and step.
-        rank: this rank.
-        world_size: number of ranks.
-        seed: of the shuffle; must be the same on all ranks.
-        epochs: passes over the split; None for no end.
-        shuffle: chunk order, and rows within a chunk, by (seed, epoch). Evaluate without.
-        num_workers: worker processes; 0 reads in this process.
-        keep_workers: keep them from one iteration to the next; else each starts its own.
-        transform: applied to the ids in the worker; picklable.
-        drop_last: leave out the last step of an epoch if it is not full.
-        pin_memory: page-locked, for a GPU.
+        batch_size: The number of samples per rank and step.
+        rank: This rank.
+        world_size: The number of ranks.
+        seed: The seed of the shuffle, the same on all ranks.
+        epochs: The number of passes over the split; None for no end.
+        shuffle: Whether to shuffle chunks, and rows within a chunk, by (seed, epoch).
+        num_workers: The number of worker processes; 0 reads in this process.
+        keep_workers: Whether workers are kept from one iteration to the next.
+        transform: A picklable function that workers apply to the ids.
+        drop_last: Whether to leave out the last step of an epoch if it is not full.
+        pin_memory: Whether batches are in page-locked memory, for a GPU.
         verify: "size", or "hash" to read every byte of the dataset first.
-        subset: the samples that take part, all without it; may be fewer than a global batch.
-        assign: which rank takes which sample of a global batch, of which the worker then reads all
-            ids; without it, in the order of the batch. Picklable.
+        subset: The samples that take part, which may be fewer than a global batch; None for all.
+        assign: A picklable function that assigns the samples of a global batch to ranks; workers
+            then read the ids of the whole global batch. None keeps the order of the batch.
 
     Returns:
-        a loader of ``Batch``; ``state_dict`` and ``load_state_dict`` give exact continuation with
-        the same number of workers.
+        A loader of ``Batch``. With the same number of workers, ``state_dict`` and
+        ``load_state_dict`` continue exactly.
 
     Raises:
         ValueError: if the split is empty or, with ``shuffle`` or ``drop_last``, holds fewer samples
             than one global batch.
         ArtifactError: if there is no whole dataset.
     """
-    _check_ranks(batch_size, rank, world_size)
+    if batch_size < 1 or world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"loader: expected batch_size >= 1 and 0 <= rank < world_size, got "
+            f"batch_size {batch_size}, rank {rank}, world_size {world_size}."
+        )
     dataset = Dataset.open(dataset_path, verify)
     num_samples = dataset.num_samples(split) if subset is None else subset.num_samples
     # An evaluation may be smaller than a batch; training on less than one is a mistake.
-    is_whole = (shuffle or drop_last) and subset is None
-    _check_samples(dataset, split, num_samples, batch_size, world_size, is_whole=is_whole)
+    needed = batch_size * world_size if (shuffle or drop_last) and subset is None else 1
+    if num_samples < needed:
+        raise ValueError(
+            f"dataset {dataset.artifact.path} split {split}: expected at least {needed} samples "
+            f"(batch size {batch_size} on {world_size} ranks), got {num_samples}. "
+            "Choose a smaller batch, fewer ranks or more data."
+        )
     batches = Batches(
         dataset,
         split,
@@ -117,39 +127,12 @@ def make_loader(
     )
 
 
-def _check_samples(
-    dataset: Dataset,
-    split: str,
-    num_samples: int,
-    batch_size: int,
-    world_size: int,
-    *,
-    is_whole: bool,
-) -> None:
-    """Args: is_whole: there must be a whole global batch."""
-    needed = batch_size * world_size if is_whole else 1
-    if num_samples < needed:
-        raise ValueError(
-            f"dataset {dataset.artifact.path} split {split}: expected at least {needed} samples "
-            f"(batch size {batch_size} on {world_size} ranks), got {num_samples}. "
-            "Choose a smaller batch, fewer ranks or more data."
-        )
-
-
-def _check_ranks(batch_size: int, rank: int, world_size: int) -> None:
-    if batch_size < 1 or world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(
-            f"loader: expected batch_size >= 1 and 0 <= rank < world_size, got "
-            f"batch_size {batch_size}, rank {rank}, world_size {world_size}."
-        )
-
-
 def _leave_sigterm_to_rank(worker: int) -> None:
-    """End a worker on its rank's SIGTERM and on nobody else's.
+    """End a worker on SIGTERM only if its rank sent the signal.
 
-    torchrun sends SIGTERM to a rank's whole process group, and the rank still needs batches to stop
-    in order. But multiprocessing ends the workers that are left at exit by SIGTERM and waits for
-    them, so they must not simply ignore it.
+    torchrun sends SIGTERM to a rank's whole process group, while the rank still needs batches to
+    stop in order. Workers cannot just ignore the signal, because multiprocessing ends them by it at
+    exit and waits for them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     rank = os.getppid()
@@ -162,54 +145,51 @@ def _leave_sigterm_to_rank(worker: int) -> None:
     threading.Thread(target=wait_for_rank, name="sigterm", daemon=True).start()
 
 
+@dataclass(eq=False)
 class Batches(IterableDataset[Batch]):
     """The batches of one rank; arguments as in ``make_loader``."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        split: str,
-        *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        epochs: int | None,
-        shuffle: bool,
-        transform: Transform | None,
-        drop_last: bool,
-        subset: SampleSubset | None,
-        assign: Assign | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.split = split
-        self.transform = transform
-        self.rank = rank
+    dataset: Dataset
+    split: str
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    epochs: int | None
+    shuffle: bool
+    transform: Transform | None
+    drop_last: bool
+    subset: SampleSubset | None
+    assign: Assign | None
+
+    def __post_init__(self) -> None:
+        subset, assign = self.subset, self.assign
         self.is_all_hot = subset is not None and subset.is_all_hot
-        # No sample of an all-hot batch is nearer to one rank than to another.
+        # All ranks hold the rows of all-hot samples, so there is nothing to assign them by.
         self.assign = None if self.is_all_hot else assign
-        sizes = [chunk.num_samples for chunk in dataset.chunks(split)]
-        sizes = sizes if subset is None else list(subset.sizes)
-        self.steps_per_epoch = num_steps_of(sum(sizes), batch_size, world_size, drop_last=drop_last)
-        self.num_steps = None if epochs is None else epochs * self.steps_per_epoch
+        sizes = [chunk.num_samples for chunk in self.dataset.chunks(self.split)]
         self.order = SampleOrder(
-            sizes,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            shuffle=shuffle,
+            sizes if subset is None else subset.sizes,
+            batch_size=self.batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
             rows_of_chunk=None if subset is None else subset.rows,
         )
-        # What a checkpoint's position means; continuing under another one would lose samples.
+        self.steps_per_epoch = num_steps_of(
+            self.order.num_samples, self.batch_size, self.world_size, drop_last=self.drop_last
+        )
+        self.num_steps = None if self.epochs is None else self.epochs * self.steps_per_epoch
+        # A checkpoint's position has a meaning only under the same settings.
         self.identity = {
-            "dataset": dataset.artifact.content_hash,
-            "split": split,
-            "batch_size": batch_size,
-            "world_size": world_size,
-            "seed": seed,
-            "shuffle": shuffle,
-            "drop_last": drop_last,
+            "dataset": self.dataset.artifact.content_hash,
+            "split": self.split,
+            "batch_size": self.batch_size,
+            "world_size": self.world_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
             "assign": AS_READ if assign is None else BY_OWNER,
         }
         if subset is not None:
@@ -217,9 +197,8 @@ class Batches(IterableDataset[Batch]):
 
     def __iter__(self) -> BatchIterator:
         info = get_worker_info()
-        if info is None:
-            return BatchIterator(self, first_step=0, stride=1)
-        return BatchIterator(self, first_step=info.id, stride=info.num_workers)
+        first_step, stride = (0, 1) if info is None else (info.id, info.num_workers)
+        return BatchIterator(self, first_step=first_step, stride=stride)
 
 
 class BatchIterator(Iterator[Batch]):

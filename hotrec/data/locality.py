@@ -1,9 +1,9 @@
 """Which rank computes which sample of a global batch: the one that holds most of its cold rows.
 
-A cold row travels, and its gradient back, only if a rank reads it that does not hold it. The
-samples of a global batch may change ranks: the batch stays as it is, and so does the update. Every
-rank reads the ids of the whole global batch and comes to the same assignment by itself; nothing is
-sent for it. The figures behind the rule are in benchmarks/results/locality.md. Numpy only.
+A cold row and its gradient are exchanged only if a rank reads the row without holding it. Moving
+samples of a global batch between ranks changes neither the batch nor the update. Every rank reads
+the ids of the whole global batch and computes the same assignment, so nothing is sent for it. The
+figures behind the rule are in benchmarks/results/locality.md.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def assign_by_owner(owner_K: Rows, row_K: Rows, sample_K: Rows, shares_W: Rows) 
     """Give each sample to the rank that holds most of its cold rows, each rank its share.
 
     The score of sample s on rank r is the sum over the ids of s whose row r holds of 1 / (ids of
-    the global batch that name this row): a row that many samples read travels to most ranks anyway
-    and pulls nobody. Samples choose the rank with their best score (the lowest one if several are
+    the global batch with this row): a row that many samples read is sent to most ranks anyway and
+    hardly counts. Samples choose the rank with their best score (the lowest one if several are
     equal), those that would lose most by their second choice first, then in the order of the batch;
     those whose choice is full choose again among the ranks with room, at most W times.
 
@@ -91,20 +91,17 @@ class ByOwner:
     Takes one bit per row of the tables that have hot rows.
 
     Args:
-        schema: tables, and which feature reads which.
-        shards: where the rows of a table are, by table, in the order of the rows; a table that is
-            missing has no owners, such as one whose rows do not travel.
-        hot_rows: int64 (H,) by table; a table that is missing has none.
+        schema: The tables and the features that read them.
+        shards: The shards of each table in the order of rows; a missing table has no owners, for
+            example because its rows are not exchanged.
+        hot_rows: int64 (H,) by table; a missing table has none.
 
     Raises:
         ValueError: if a table's shards do not begin with its first row, or do not rise.
     """
 
     def __init__(
-        self,
-        schema: Schema,
-        shards: Mapping[str, Sequence[Shard]],
-        hot_rows: Mapping[str, Rows],
+        self, schema: Schema, shards: Mapping[str, Sequence[Shard]], hot_rows: Mapping[str, Rows]
     ) -> None:
         index = {table.name: position for position, table in enumerate(schema.tables)}
         num_rows_T = np.array([table.num_rows for table in schema.tables], np.int64)

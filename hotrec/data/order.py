@@ -2,9 +2,9 @@
 
 An epoch is the chunks in a shuffled order, each with its rows shuffled. Step s of the epoch covers
 samples [s * G, (s + 1) * G) of that order, G = batch_size * world_size, and rank r takes the r-th
-slice of it; so the number of ranks does not change the global batches. The last step holds what is
-left, split as evenly as possible. No state: any step can be asked for directly. Where only some of
-the samples take part, all this holds for them alone. Numpy only.
+slice of it; so the number of ranks does not change the global batches. The last step holds the
+rest, split as evenly as possible. Any step can be computed directly, without state. Where only some
+of the samples take part, all this applies to them alone.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class SampleOrder:
     """Which samples a rank reads in which step.
 
     Args:
-        chunk_sizes: samples of each chunk that take part.
-        batch_size: samples per rank and step.
-        rank: this rank.
-        world_size: number of ranks.
-        seed: another seed, another order.
-        shuffle: without it, samples come in the order of the files.
-        rows_of_chunk: where the samples that take part stand in a chunk, int64; all of them without
-            it.
+        chunk_sizes: The number of samples of each chunk that take part.
+        batch_size: The number of samples per rank and step.
+        rank: This rank.
+        world_size: The number of ranks.
+        seed: The seed of the shuffle.
+        shuffle: Whether to shuffle; otherwise samples come in the order of the files.
+        rows_of_chunk: Returns the positions in a chunk of the samples that take part, int64; None
+            for all of them.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ def select_pieces(pieces: Sequence[Piece], samples: Rows) -> list[Piece]:
     """The parts of some pieces that hold certain samples.
 
     Args:
-        pieces: laid end to end.
-        samples: int64, rising, positions in them.
+        pieces: Pieces whose samples are numbered consecutively.
+        samples: int64, numbers of the samples to select, in rising order.
     """
     selected = []
     begin = 0

@@ -1,9 +1,9 @@
 """Prepare: a raw log -> a dataset, in two streaming passes with bounded memory.
 
-The first pass counts the values of each table (training samples only, so that every row can be
+The first pass counts the values of each table (in training samples only, so that every row can be
 trained) and the moments of dense columns; the second writes rows into chunks. Under torchrun the
-files are divided over the ranks, which exchange their counts through the scratch directory (so it
-must be on a file system that all hosts share). The result does not depend on the number of ranks.
+ranks divide the files and exchange their counts through the scratch directory, which must be on a
+file system that all hosts share. The result does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,15 @@ from tqdm import tqdm
 
 from hotrec.artifact import Artifact, read_artifact, scratch_directory
 from hotrec.config.check_data import check_source_spec
-from hotrec.config.data import ColumnKind, Encoding, SourceSpec, SplitKind, tables_of
+from hotrec.config.data import (
+    ColumnKind,
+    Encoding,
+    SourceFormat,
+    SourceSpec,
+    SplitKind,
+    table_of,
+    tables_of,
+)
 from hotrec.data.chunks import SPLITS, ChunkInfo, ChunkWriter, commit_dataset, write_arrow
 from hotrec.data.columns import RawBlock, Texts
 from hotrec.data.encode import (
@@ -38,9 +46,8 @@ from hotrec.data.encode import (
     scaling_of,
     select_samples,
 )
-from hotrec.data.log import Log, feature_tables, make_splitter, open_log
+from hotrec.data.log import TRAIN, Log, Splitter, open_log
 from hotrec.data.readers import keep_samples, numbers_of
-from hotrec.data.splits import TRAIN, Splitter
 from hotrec.data.vocabulary import (
     Counted,
     HashEncoder,
@@ -64,13 +71,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What the first pass learns of one file, besides the values.
+    """Counts of one file or of all files, from the first pass.
 
     Args:
-        num_samples: per split.
-        num_clicks: labels that are 1, per split.
-        num_skipped: samples that could not be read.
-        moments: of the dense columns over the training samples.
+        num_samples: The number of samples by split.
+        num_clicks: The number of labels that are 1, by split.
+        num_skipped: The number of samples that could not be read.
+        moments: Moments of the dense columns over the training samples.
     """
 
     num_samples: Counter[str]
@@ -78,8 +85,17 @@ class FileFacts:
     num_skipped: int
     moments: Moments
 
+    def __add__(self, other: FileFacts) -> FileFacts:
+        return FileFacts(
+            # Not by the counters' own +, which drops splits without samples.
+            Counter({s: self.num_samples[s] + other.num_samples[s] for s in SPLITS}),
+            Counter({s: self.num_clicks[s] + other.num_clicks[s] for s in SPLITS}),
+            self.num_skipped + other.num_skipped,
+            self.moments + other.moments,
+        )
 
-@dataclass
+
+@dataclass(frozen=True)
 class _Job:
     """What both passes share on one rank."""
 
@@ -89,7 +105,15 @@ class _Job:
     scratch: Path
     my_files: list[int]
     show_progress: bool | None
-    tables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tables(self) -> dict[str, str]:
+        """The table that each feature reads, by feature."""
+        return {n: table_of(n, column) for n, column in feature_columns(self.log.columns).items()}
+
+    def no_facts(self) -> FileFacts:
+        num_dense = len(dense_columns(self.log.columns))
+        return FileFacts(Counter(), Counter(), 0, Moments.none(num_dense))
 
 
 def prepare(
@@ -98,14 +122,14 @@ def prepare(
     """Read a log, write a dataset. Every rank of the process group calls it together.
 
     Args:
-        source: the log and what to make of its columns.
-        output: directory of the dataset; replaced if one is there. Under several ranks, on a file
-            system that all of them share.
-        show_progress: True or False; None shows it on a terminal. Only rank 0 shows it.
+        source: The log, and what to make of its columns.
+        output: The directory of the dataset, replaced if it exists. All ranks must share its file
+            system.
+        show_progress: Whether rank 0 shows progress; None shows it on a terminal.
 
     Returns:
-        the committed dataset; ``chunks/``, and ``vocab/<table>.arrow`` with value and count of row
-        1, 2, ... of each table that has a vocabulary.
+        The committed dataset: ``chunks/``, and ``vocab/<table>.arrow`` with the value and count of
+        row 1, 2, ... of each table that has a vocabulary.
 
     Raises:
         ValueError: on every rank, if the specification or the log is unusable.
@@ -121,10 +145,13 @@ def prepare(
         show = show_progress if is_first else False
         job = _start_job(source, log, scratch, show)
         facts = _count(job)
+        # In the order of the files, so that rounding does not depend on the number of ranks.
+        total = sum(facts.values(), start=job.no_facts())
+        distributed.same_verdict(lambda: _check_facts(total, len(facts)))
         encoders = _build_encoders(job)
-        splits = _write(job, encoders, scaling_of(log.columns, _total_moments(log, facts)), facts)
+        splits = _write(job, encoders, scaling_of(log.columns, total.moments), facts)
         distributed.same_verdict(
-            lambda: _commit(job, target, encoders, splits, facts) if is_first else None
+            lambda: _commit(job, target, encoders, splits, total) if is_first else None
         )
     return read_artifact(target, kind="dataset")
 
@@ -150,11 +177,12 @@ def _start_job(source: SourceSpec, log: Log, scratch: Path, show_progress: bool 
     return _Job(
         spec=source,
         log=log,
-        splitter=make_splitter(source, log, num_samples),
+        splitter=Splitter(
+            source.split, tuple(num_samples), int(source.format is SourceFormat.delimited)
+        ),
         scratch=scratch,
         my_files=my_files,
         show_progress=show_progress,
-        tables=feature_tables(log.columns),
     )
 
 
@@ -202,19 +230,17 @@ def _count(job: _Job) -> dict[int, FileFacts]:
     facts: dict[int, FileFacts] = {}
     for part in distributed.all_gather_object(mine):
         facts.update(part)
-    distributed.same_verdict(lambda: _check_facts(job, facts))
     return dict(sorted(facts.items()))
 
 
 def _count_file(
     job: _Job, file: int, counters: dict[str, ValueCounter], progress: tqdm[Any]
 ) -> FileFacts:
-    num_samples: Counter[str] = Counter()
-    num_clicks: Counter[str] = Counter()
-    num_skipped = 0
     columns = job.log.columns
     needs_moments = any(column.standardize for column in columns.values())
-    moments = _no_moments(job.log)
+    facts = job.no_facts()
+    num_samples, num_clicks = facts.num_samples, facts.num_clicks
+    num_skipped, moments = 0, facts.moments
     for block in read_ahead(job.log.blocks(file)):
         split_of = job.splitter.split_of(block, file)
         labels = numbers_of(block, label_source(columns)).values
@@ -243,28 +269,12 @@ def _count_values(job: _Job, train: RawBlock, counters: dict[str, ValueCounter])
             count_lists(raw, counter)
 
 
-def _no_moments(log: Log) -> Moments:
-    num_dense = len(dense_columns(log.columns))
-    return Moments(0, np.zeros(num_dense), np.zeros(num_dense))
-
-
-def _total_moments(log: Log, facts: dict[int, FileFacts]) -> Moments:
-    # In order of files, so that rounding does not depend on the number of ranks.
-    total = _no_moments(log)
-    for of_file in facts.values():
-        total = total + of_file.moments
-    return total
-
-
-def _check_facts(job: _Job, facts: dict[int, FileFacts]) -> None:
-    num_train = sum(of_file.num_samples["train"] for of_file in facts.values())
-    if num_train == 0:
-        found = {
-            split: sum(of_file.num_samples[split] for of_file in facts.values()) for split in SPLITS
-        }
+def _check_facts(total: FileFacts, num_files: int) -> None:
+    if total.num_samples["train"] == 0:
+        found = {split: total.num_samples[split] for split in SPLITS}
         raise ValueError(
             f"data.source.split: expected samples in the training split, got {found} from "
-            f"{len(facts)} files. Correct the split."
+            f"{num_files} files. Correct the split."
         )
 
 
@@ -314,10 +324,7 @@ def _schema(job: _Job, encoders: dict[str, RowEncoder]) -> Schema:
 
 
 def _write(
-    job: _Job,
-    encoders: dict[str, RowEncoder],
-    scaling: Scaling,
-    facts: dict[int, FileFacts],
+    job: _Job, encoders: dict[str, RowEncoder], scaling: Scaling, facts: dict[int, FileFacts]
 ) -> dict[str, list[ChunkInfo]]:
     """Write the chunks of all files; the chunks of each split, in order of files."""
     schema = _schema(job, encoders)
@@ -367,26 +374,20 @@ def _commit(
     target: Path,
     encoders: dict[str, RowEncoder],
     splits: dict[str, list[ChunkInfo]],
-    facts: dict[int, FileFacts],
+    total: FileFacts,
 ) -> None:
-    num_samples: Counter[str] = Counter()
-    num_clicks: Counter[str] = Counter()
-    for of_file in facts.values():
-        num_samples.update(of_file.num_samples)
-        num_clicks.update(of_file.num_clicks)
-    num_skipped = sum(of_file.num_skipped for of_file in facts.values())
-    if num_skipped:
+    if total.num_skipped:
         _LOGGER.warning(
             "prepare: left out %d samples that could not be read, kept %d",
-            num_skipped,
-            num_samples.total(),
+            total.num_skipped,
+            total.num_samples.total(),
         )
     source = {
         "format": job.spec.format.name,
         # Names without directories: the same log makes the same dataset wherever it lies.
         "files": [path.name for path in job.log.files],
-        "num_samples": dict(num_samples),
-        "num_clicks": dict(num_clicks),
-        "num_skipped": num_skipped,
+        "num_samples": dict(total.num_samples),
+        "num_clicks": dict(total.num_clicks),
+        "num_skipped": total.num_skipped,
     }
     commit_dataset(job.scratch, target, _schema(job, encoders), splits, source)

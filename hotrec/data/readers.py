@@ -1,7 +1,7 @@
 """Readers: the files of a log -> blocks of raw columns, checked, whatever the format.
 
-A sample that cannot be read is an error that names the file and the line, or is left out and
-counted, as the specification says. Memory is bounded by the block, not by the file.
+A sample that cannot be read raises an error that names the file and the line, or is left out and
+counted, as specified. Memory is bounded by the block, not by the file.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be read of the log.
+    """The columns to read of a log or a side table.
 
     Args:
-        texts: columns whose values are ids (lists, if the file has lists there).
-        numbers: columns whose values are numbers. A column may be in both; its numbers are then
+        texts: Columns whose values are ids, or lists of ids if the file has lists.
+        numbers: Columns whose values are numbers. A column may be in both; its numbers are then
             ``numbers_name(column)`` in the block.
-        label: the number column that must be 0 or 1.
-        required: number columns that must not be missing, besides the label.
+        label: The number column that must be 0 or 1.
+        required: Number columns without missing values, besides the label.
     """
 
     texts: tuple[str, ...]
@@ -67,10 +67,10 @@ class LogFormat:
 
 
 def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "files") -> list[Path]:
-    """The files that paths, directories and patterns stand for, in order.
+    """The files that match paths, directories and patterns, in order.
 
     Raises:
-        ValueError: if one of them stands for no file.
+        ValueError: if one of them matches no file.
     """
     files: list[Path] = []
     for pattern in patterns:
@@ -156,10 +156,10 @@ def numbers_name(column: str) -> str:
 
 
 def numbers_of(block: RawBlock, column: str) -> Numbers:
-    """The numbers of a column that was asked for as numbers."""
+    """The numbers of a column that was read as numbers."""
     found = block.columns.get(numbers_name(column), block.columns.get(column))
     if not isinstance(found, Numbers):
-        raise AssertionError(f"column {column}: asked for numbers, holds {type(found)}")
+        raise AssertionError(f"column {column}: expected numbers, got {type(found)}")
     return found
 
 
@@ -255,10 +255,7 @@ def _table_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator
 
 
 def _columns(
-    table: pa.Table | pa.RecordBatch,
-    wanted: Wanted,
-    path: Path,
-    numbers: Rows,
+    table: pa.Table | pa.RecordBatch, wanted: Wanted, path: Path, numbers: Rows
 ) -> dict[str, RawColumn]:
     columns: dict[str, RawColumn] = {}
     for name in dict.fromkeys((*wanted.texts, *wanted.numbers)):
@@ -289,7 +286,7 @@ def _column(name: str, column: pa.ChunkedArray | pa.Array, wanted: Wanted) -> di
 def _bad_line_error(path: Path, number: int, expected: str, got: str) -> ValueError:
     return ValueError(
         f"{path} line {number}: expected {expected}, got {got}. "
-        "Mend the line, or set on_bad_line=skip to leave such lines out."
+        "Fix the line, or set on_bad_line=skip to leave such lines out."
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -203,12 +204,12 @@ def write_synthetic(
     rows of each period in falling order; the manifest names the first ones of the first period.
 
     Args:
-        spec: the specification.
-        output: directory of the dataset; replaced if one is there.
-        show_progress: True or False; None shows it on a terminal.
+        spec: The specification.
+        output: The directory of the dataset, replaced if it exists.
+        show_progress: Whether to show progress; None shows it on a terminal.
 
     Returns:
-        the committed dataset.
+        The committed dataset.
 
     Raises:
         ValueError: if the specification is invalid.
@@ -225,14 +226,9 @@ def write_synthetic(
             split: ChunkWriter(scratch, split, schema, spec.rows_per_chunk) for split in SPLITS
         }
         disable = None if show_progress is None else not show_progress
+        units: dict[str, Any] = {"unit": " samples", "unit_scale": True, "disable": disable}
         position = 0
-        with tqdm(
-            total=log.num_samples,
-            desc="synthetic",
-            unit=" samples",
-            unit_scale=True,
-            disable=disable,
-        ) as progress:
+        with tqdm(desc="synthetic", total=log.num_samples, **units) as progress:
             for block in log.blocks():
                 split = next(name for name in SPLITS if position < ends[name])
                 writers[split].write(block)

@@ -1,7 +1,7 @@
 """Text logs: files, plain or compressed, as blocks of whole lines, parsed into columns.
 
-A block is parsed in one go by pyarrow. Only if that fails are its lines looked at one by one, to
-name the file, the line and the reason; so good data pays nothing for exact messages.
+pyarrow parses a block as a whole. Only if that fails are its lines examined one by one, to name the
+file, the line and the reason, so exact messages cost nothing on good data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be read: its number, what was expected there, and what was found."""
+    """A line that cannot be read: its number, the expected content, and what it has."""
 
     number: int
     expected: str
@@ -45,11 +45,11 @@ class Layout:
     """How the lines of a file divide into columns.
 
     Args:
-        names: all columns, in order.
-        separator: between two columns.
-        is_quoted: double quotes may enclose a value.
-        null_values: text that means "missing".
-        wanted: columns to read, ``TEXT`` or ``NUMBER`` each.
+        names: All columns, in order.
+        separator: The character between two columns.
+        is_quoted: Whether double quotes may enclose a value.
+        null_values: Texts that mean "missing".
+        wanted: The columns to read, each as ``TEXT`` or ``NUMBER``.
     """
 
     names: tuple[str, ...]
@@ -184,7 +184,7 @@ def parse(lines: Lines, layout: Layout) -> pa.Table | None:
 
 
 def find_bad_lines(lines: Lines, layout: Layout) -> list[BadLine]:
-    """Look at the lines one by one; about 200,000 lines/s."""
+    """Examine the lines one by one; about 200,000 lines/s."""
     numeric = [
         index for index, name in enumerate(layout.names) if layout.wanted.get(name) == NUMBER
     ]

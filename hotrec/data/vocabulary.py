@@ -1,9 +1,8 @@
 """From texts to rows: exact counts merged over blocks and ranks, vocabularies, hashing.
 
-Counts are kept in arrays (24 bytes and the text per different value), never as Python objects. Rows
-are numbered by the hash of the value, not by frequency: a row-wise shard is a range of rows, and
-with popular values first one rank would serve nearly all lookups. The same order makes the
-vocabulary its own index.
+Counts are arrays (24 bytes and the text per distinct value), not Python objects. Rows are numbered
+by the hash of the value, not by frequency: a row-wise shard is a range of rows, and with popular
+values first one rank would serve nearly all lookups. The same order makes the vocabulary its index.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hotrec.data.chunks import write_arrow
-from hotrec.data.columns import Lists, Texts, one_array
+from hotrec.data.chunks import one_array, write_arrow
+from hotrec.data.columns import Lists, Texts
 from hotrec.data.hashing import Hashes, HashIndex, hash_text
 from hotrec.types import Rows
 
-# Merging is worth its while only when enough has come together.
+# Merging pays only when enough values are pending.
 _MIN_PENDING = 2_000_000
 
 _COUNTS_SCHEMA = pa.schema([("value", pa.large_string()), ("count", pa.int64())])
@@ -43,7 +42,7 @@ class Counted:
 
     @staticmethod
     def of(values: pa.Array, counts: Rows) -> Counted:
-        """Values with their counts; a value may come several times, no nulls."""
+        """Values with their counts; values may repeat, but may not be null."""
         return Counted(hash_text(values), values.cast(pa.large_string()), counts)
 
     @staticmethod
@@ -69,7 +68,7 @@ def _merged(parts: list[Counted]) -> Counted:
 class ValueCounter:
     """Counts the values of one table; amortised O(log) per value added, memory O(values).
 
-    Values are told apart by their hash, as they are in a vocabulary.
+    Values are distinguished by their hash, as in a vocabulary.
     """
 
     def __init__(self) -> None:
@@ -78,7 +77,7 @@ class ValueCounter:
         self._num_pending = 0
 
     def add(self, values: pa.Array, counts: npt.NDArray[np.int64]) -> None:
-        """Add counts; a value may come again and again, nulls and zeros are left out."""
+        """Add counts; values may repeat, and nulls and zeros are left out."""
         is_counted = counts > 0
         if values.null_count:
             is_counted &= values.is_valid().to_numpy(zero_copy_only=False)
@@ -127,30 +126,24 @@ def build_vocabulary(counted: Counted, min_count: int) -> pa.Table:
     """The values that get a row, in order of rows: the first one is row 1.
 
     Args:
-        counted: each value once, by rising hash.
-        min_count: occurrences that earn a row.
+        counted: Each value once, by rising hash.
+        min_count: The number of occurrences from which a value gets a row.
 
     Returns:
-        value and count, by rising hash. Should two values have the same hash, they share the row.
+        Value and count, by rising hash. Two values of the same hash share a row.
     """
     return counted.to_table().filter(pa.array(counted.counts >= min_count)).combine_chunks()
 
 
-def vocabulary_file(table: str) -> str:
-    """Where a dataset keeps the vocabulary of a table."""
-    return f"vocab/{table}.arrow"
-
-
 def write_vocabulary(directory: Path, table: str, vocabulary: pa.Table) -> None:
     """Write a vocabulary as ``vocab/<table>.arrow``: row r holds the value of table row r + 1."""
-    path = directory / vocabulary_file(table)
-    path.parent.mkdir(exist_ok=True)
-    write_arrow(path, vocabulary)
+    (directory / "vocab").mkdir(exist_ok=True)
+    write_arrow(directory / f"vocab/{table}.arrow", vocabulary)
 
 
 def read_vocabulary(directory: Path, table: str) -> pa.Table:
     """Read what ``write_vocabulary`` wrote, memory-mapped."""
-    return pa.ipc.open_file(pa.memory_map(str(directory / vocabulary_file(table)))).read_all()
+    return pa.ipc.open_file(pa.memory_map(str(directory / f"vocab/{table}.arrow"))).read_all()
 
 
 class RowEncoder(Protocol):
@@ -167,24 +160,22 @@ class VocabularyEncoder:
     """Rows by vocabulary; what is not in it is row 0.
 
     Args:
-        vocabulary: as ``build_vocabulary`` returns it.
+        vocabulary: The table that ``build_vocabulary`` returned.
     """
 
     def __init__(self, vocabulary: pa.Table) -> None:
         self.num_rows = vocabulary.num_rows + 1
-        hashes = hash_text(one_array(vocabulary["value"]))
-        self._index = HashIndex(hashes)
+        self._index = HashIndex(hash_text(one_array(vocabulary["value"])))
 
     def rows(self, values: pa.Array) -> Rows:
-        rows = self._index.positions(hash_text(values)) + 1
-        return _zero_nulls(rows, values)
+        return _zero_nulls(self._index.positions(hash_text(values)) + 1, values)
 
 
 class HashEncoder:
-    """Rows by hashing: 1 + hash mod (num_rows - 1); no memory, and values may meet.
+    """Rows by hashing: 1 + hash mod (num_rows - 1); no memory, and values may collide.
 
     Args:
-        num_rows: rows of the table, row 0 for missing values included.
+        num_rows: The number of rows of the table, including row 0 for missing values.
     """
 
     def __init__(self, num_rows: int) -> None:

@@ -22,7 +22,6 @@ from hotrec.config.groups import (
     TorchrecPlacement,
 )
 from hotrec.config.roots import Config, Device, PlannerConfig
-from hotrec.doctor.machine import read_memory
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.sharding import HotColdSharder
@@ -40,6 +39,7 @@ from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine, free_device_b
 from hotrec.planning.pipelines import hot_exchange_of
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.codecs import wire_codecs
+from hotrec.runtime.memory import read_memory
 from hotrec.types import (
     ColdTier,
     HotExchange,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hotrec.doctor.machine import read_memory
+from hotrec.runtime.memory import read_memory
 
 GIB = 1 << 30
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")

@@ -15,9 +15,8 @@ trace they show by ``named_range``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +31,8 @@ from hotrec.types import STAGES
 EXPOSED_STAGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 # What the names of ``named_range`` begin with in the profiler's events.
 RANGE_PREFIX = "hotrec::"
+# What the names of the empty ranges begin with that a clock leaves where a stage ends.
+STAGE_END = RANGE_PREFIX + "end of "
 
 _clock: StageClock | None = None
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()
@@ -119,19 +120,6 @@ def mark_backward(tensor: torch.Tensor, stage: str, *points: torch.Tensor | None
     return out
 
 
-@dataclass(frozen=True)
-class StepIntervals:
-    """One step on the line of time, in seconds of ``time.perf_counter``.
-
-    Args:
-        stages: stage, start and end, in order and without gaps.
-    """
-
-    start_s: float
-    end_s: float
-    stages: list[tuple[str, float, float]]
-
-
 class StageClock:
     """Adds up marks, step by step.
 
@@ -156,6 +144,9 @@ class StageClock:
 
     def mark(self, stage: str) -> None:
         self._marks.append((stage, self._now()))
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(STAGE_END + stage):
+                pass
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -190,27 +181,6 @@ class StageClock:
                 last = at
             totals[number] = list(total_s.values())
         return dict(zip(STAGES, totals.T, strict=True))
-
-    def _host_time(self) -> Callable[[Any], float]:
-        if not self._is_cuda:
-            return float
-        # Events tell only distances, so one is made now, at a known time of the host.
-        torch.cuda.synchronize()
-        now = self._now()
-        now.synchronize()
-        now_s = time.perf_counter()
-        return lambda event: float(now_s - event.elapsed_time(now) / 1000)
-
-    def intervals(self) -> list[StepIntervals]:
-        """Every step with its stages where they lay in time; waits for the device."""
-        at_s = self._host_time()
-        steps = []
-        for start, marks in zip(self._starts, self._steps, strict=True):
-            times_s = [at_s(start), *(at_s(at) for _, at in marks)]
-            names = [stage for stage, _ in marks]
-            stages = list(zip(names, times_s[:-1], times_s[1:], strict=True))
-            steps.append(StepIntervals(times_s[0], times_s[-1], stages))
-        return steps
 
     def medians(self) -> dict[str, float]:
         """Median seconds by stage over the steps so far; empty without steps."""

@@ -115,7 +115,7 @@ def train(
             is set against it.
         first_compared_step: from which on, counted from this start; those before warm up.
         alternation: told of every evaluation on the way; its state is the loader's.
-        trace: steps to record; None for none.
+        trace: The steps to record with torch.profiler; None records nothing.
 
     Raises:
         ValueError: if nothing is left to train; ArtifactError if the checkpoint does not fit.

@@ -32,7 +32,7 @@ class Records:
         bar: the progress bar to move.
         start: where the run stands before the first step.
         first_compared_step: see ``train``.
-        tracer: records some steps; they are in no rate.
+        tracer: Records a window of steps, which no rate includes.
         drain: waits for what the pipeline's threads still send.
         count_tables: see ``train``.
         count_caches: see ``train``.
@@ -85,13 +85,10 @@ class Records:
         wait_s = batches.wait_s
         index = step - batches.first_step
         is_counted = self._traffic.is_due(index, batches.num_steps)
-        is_traced = self._tracer.is_due(step)
-        is_slowed = is_counted or is_traced
+        is_slowed = is_counted or self._tracer.is_slowed(step)
         # The pipeline fills in the first step of a segment and drains in the last.
         is_like_others = not is_slowed and 0 < index < batches.num_steps - 1
-        with ExitStack() as stack:
-            if is_traced:
-                stack.enter_context(self._tracer.step(step))
+        with self._tracer.step(step), ExitStack() as stack:
             if is_counted:
                 # What a thread of the pipeline still sends belongs to the step before.
                 self._drain()
@@ -108,8 +105,7 @@ class Records:
         self._wait_s += wait_s
         self.position = Position(step, self.position.num_samples + num_samples)
         self._bar.update()
-        if self._tracer.is_last(step):
-            self._tracer.write()
+        if self._tracer.end_step(step):
             self.meter.restart_clock()
 
     def add_loss(self, step: int, loss: torch.Tensor) -> None:

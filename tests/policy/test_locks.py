@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from hotrec.doctor.pairs import PAIRS, PINNED, Pair
+from hotrec.doctor import PAIRS, PINNED, Pair
 from tests.policy.source import REPOSITORY
 
 REQUIREMENTS = REPOSITORY / "requirements"

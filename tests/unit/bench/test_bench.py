@@ -10,11 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    ParameterSharding,
-    ShardingPlan,
-)
 
 from benchmarks import cpu_rows, networks_page, one_gpu, routing_speed
 from hotrec.bench.blocks import Block, step_seconds, whole_step_seconds
@@ -24,9 +19,8 @@ from hotrec.bench.machine import interface_sent_bytes
 from hotrec.bench.measure import OTHER, stage_of, takes_part
 from hotrec.bench.page import render_page
 from hotrec.bench.samples import ZipfTables, assigned_batches
-from hotrec.bench.semi_sync import refuse_caches
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.roots import BenchCase, BenchConfig, BenchPipeline, BenchRootConfig, HotRowsRule
+from hotrec.config.roots import BenchCase, BenchConfig, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, Shard
 from hotrec.planning.predict import Baseline
@@ -71,16 +65,12 @@ def test_criteo_like_has_the_design_s_tables() -> None:
         ("bench.block_skip=3", "bench.block_skip: expected below bench.block_steps 3, got 3"),
         ("bench.pipeline=look_ahead", "bench.pipeline: expected sparse_dist or base.*look_ahead"),
         (
-            "bench.variants.planner_semi_sync.pipeline=look_ahead",
-            "bench.variants.planner_semi_sync.pipeline: expected another than look_ahead",
+            "bench.variants.planner_variant.pipeline=look_ahead",
+            "bench.variants.planner_variant.pipeline: expected another than look_ahead",
         ),
         (
-            "bench.variants.look_ahead.pipeline=semi_sync",
-            "bench.variants.look_ahead.pipeline: expected another than semi_sync",
-        ),
-        (
-            "bench.variants.planner_semi_sync.num_hot_rows=3",
-            "bench.variants.planner_semi_sync.num_hot_rows: expected null .*planner, got 3",
+            "bench.variants.planner_variant.num_hot_rows=3",
+            "bench.variants.planner_variant.num_hot_rows: expected null .*planner, got 3",
         ),
         (
             "bench.variants.hot_cold_base.depth=2",
@@ -91,20 +81,16 @@ def test_criteo_like_has_the_design_s_tables() -> None:
             "bench.variants.look_ahead.depth: expected a value at least 0",
         ),
         (
-            "bench.variants.planner_semi_sync.assign=by_owner",
-            "bench.variants.planner_semi_sync.assign: expected as_read .* planner, .* by_owner",
-        ),
-        (
-            "bench.variants.planner_semi_sync.tier=fused_uvm_caching",
-            "bench.variants.planner_semi_sync.tier: expected fused or .*got fused_uvm_caching",
+            "bench.variants.planner_variant.assign=by_owner",
+            "bench.variants.planner_variant.assign: expected as_read .* planner, .* by_owner",
         ),
         (
             "bench.variants.look_ahead.pipeline=prefetch",
             "bench.variants.look_ahead.pipeline: expected prefetch only .* hot_cold and the tier",
         ),
         (
-            "bench.variants.planner_semi_sync.pipeline=prefetch",
-            "bench.variants.planner_semi_sync.pipeline: expected prefetch only .* planner and the",
+            "bench.variants.planner_variant.pipeline=prefetch",
+            "bench.variants.planner_variant.pipeline: expected prefetch only .* planner and the",
         ),
         ("bench.pipeline=prefetch", "bench.pipeline: expected sparse_dist or base.*prefetch"),
         (
@@ -226,7 +212,7 @@ def test_cases_are_configurations_of_train() -> None:
 
 def test_a_variant_is_a_placement_and_a_pipeline() -> None:
     config = root_config(
-        "bench.cases=[look_ahead,look_ahead_bf16,hot_cold_base,planner_semi_sync,hot_cold]",
+        "bench.cases=[look_ahead,look_ahead_bf16,hot_cold_base,hot_cold]",
         "bench.variants.look_ahead.depth=3",
     )
     counts = zipf_tables(list(config.bench.table_rows)).count(1000)
@@ -236,16 +222,11 @@ def test_a_variant_is_a_placement_and_a_pipeline() -> None:
         "look_ahead": PipelineKind.look_ahead,
         "look_ahead_bf16": PipelineKind.look_ahead,
         "hot_cold_base": PipelineKind.base,
-        # Sharded as for sparse_dist; the pipeline itself is the benchmark's own.
-        "planner_semi_sync": PipelineKind.sparse_dist,
         "hot_cold": PipelineKind.sparse_dist,
     }
     assert (pipelines["look_ahead"].depth, pipelines["look_ahead_bf16"].depth) == (3, 1)
     assert pipelines["look_ahead_bf16"].wire is WireType.bf16
-    assert cases["planner_semi_sync"].pipeline is BenchPipeline.semi_sync
-    assert [name for name, case in cases.items() if not case.is_exact] == [
-        "look_ahead_bf16", "planner_semi_sync"
-    ]  # fmt: skip
+    assert [name for name, case in cases.items() if not case.is_exact] == ["look_ahead_bf16"]
     base: Any = cases["hot_cold_base"]
     assert base.placement.hot_exchange is HotExchange.dense
     assert (base.partition.total_hot, cases["hot_cold"].partition.total_hot) == (10, 60)
@@ -266,19 +247,6 @@ def test_torchrecs_host_tiers_are_cases() -> None:
     assert cache.cache_load_frac == 0.1
     assert (cold.cold_tier, cold.cache_load_frac) == (ColdTier.fused_uvm_caching, 0.1)
     assert all(case.is_exact for case in cases.values())
-
-
-def test_semi_sync_refuses_a_cache_that_torchrecs_planner_chose() -> None:
-    def plan(*kernels: str) -> ShardingPlan:
-        tables = {
-            f"t{i}": ParameterSharding("table_wise", kernel, [0])
-            for i, kernel in enumerate(kernels)
-        }
-        return ShardingPlan({"e": EmbeddingModuleShardingPlan(tables)})
-
-    refuse_caches(plan("fused", "fused_uvm", "dense"))
-    with pytest.raises(ValueError, match=r"^pipeline semi_sync: expected no .* got 1: \['t1'\]"):
-        refuse_caches(plan("fused", "fused_uvm_caching"))
 
 
 # Measuring and adding up.

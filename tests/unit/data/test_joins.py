@@ -5,7 +5,7 @@ import pytest
 
 from hotrec.config.data import SourceFormat
 from hotrec.data.columns import RawBlock, texts_from_arrow
-from hotrec.data.joins import join, read_side_table
+from hotrec.data.log import join, read_side_table
 from hotrec.data.readers import LogFormat, Wanted
 from tests.unit.data.test_columns import plain
 

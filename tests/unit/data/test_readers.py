@@ -66,7 +66,7 @@ def test_criteo_lines(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("1\t2\t3\n", r"day_0 line 8: expected 40 columns, got 3\. Mend the line, or set on_bad"),
+        ("1\t2\t3\n", r"day_0 line 8: expected 40 columns, got 3\. Fix the line, or set on_bad"),
         (criteo_line().replace("\t5\t", "\tfive\t"), "line 8: expected a number in column I6, got"),
         (criteo_line("2"), "line 8: expected a label of 0 or 1 in column label, got 2.0"),
         (criteo_line("nan"), "line 8: expected a label of 0 or 1 in column label, got nothing or"),

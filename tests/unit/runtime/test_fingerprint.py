@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from hotrec.calibrate.memory import measure_memory
-from hotrec.doctor.machine import read_memory
 from hotrec.runtime.fingerprint import read_fingerprint
+from hotrec.runtime.memory import read_memory
 
 
 def test_the_fingerprint_of_this_machine(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
-"""Host memory that devices map."""
+"""Host memory: what a process may use, and what devices may map."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from hotrec.calibrate.tables import check_host_tier
-from hotrec.doctor.machine import read_memory
-from hotrec.runtime.memory import check_mappable
+from hotrec.runtime.memory import check_mappable, read_memory
 
 
 def test_more_than_is_free_is_refused_with_both_numbers() -> None:
@@ -22,3 +23,34 @@ def test_calibration_refuses_tables_that_the_host_cannot_map(tier: str) -> None:
         check_host_tier([too_many], 64, tier)
     check_host_tier([1000], 64, tier)
     check_host_tier([too_many], 64, "device")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (100 * 1024, 60 * 1024)),
+        ({"memory.max": "max", "memory.current": "5"}, (100 * 1024, 60 * 1024)),
+        ({"memory.max": "40960", "memory.current": "1024"}, (40960, 39936)),
+        (
+            {"memory/memory.limit_in_bytes": "40960", "memory/memory.usage_in_bytes": "40000"},
+            (40960, 960),
+        ),
+        # Version 1 says "no limit" by a number larger than any machine.
+        (
+            {"memory/memory.limit_in_bytes": str(1 << 62), "memory/memory.usage_in_bytes": "1"},
+            (100 * 1024, 60 * 1024),
+        ),
+    ],
+)
+def test_memory_is_the_control_groups_where_it_is_smaller(
+    tmp_path: Path, files: dict[str, str], expected: tuple[int, int]
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(
+        "MemTotal:  100 kB\nMemFree: 5 kB\nMemAvailable:   60 kB\nHugePages_Total: 0\n"
+    )
+    for name, text in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert read_memory(meminfo, tmp_path / "cgroup") == expected

@@ -16,7 +16,6 @@ from hotrec.runtime.stages import (
     EXPOSED_STAGES,
     RANGE_PREFIX,
     StageClock,
-    StepIntervals,
     backward_point,
     exposed_s,
     mark,
@@ -134,27 +133,6 @@ def test_evaluation_inside_a_step_has_no_backward(time: Time) -> None:
         point = backward_point("dense", weight)
         assert point is None
         assert not mark_backward(weight * 2, "dense", point).requires_grad
-
-
-def test_intervals_say_when_a_stage_was(time: Time) -> None:
-    clock = StageClock(CPU)
-    for start_s in (100.0, 200.0):
-        time.now_s = start_s
-        with clock.step():
-            for stage, seconds in (("route", 1), ("dense", 2), ("route", 4)):
-                time.now_s += seconds
-                mark(stage)
-    assert [step.start_s for step in clock.intervals()] == [100.0, 200.0]
-    assert clock.intervals()[1] == StepIntervals(
-        200.0,
-        207.0,
-        [
-            ("route", 200.0, 201.0),
-            ("dense", 201.0, 203.0),
-            ("route", 203.0, 207.0),
-            ("optimizer", 207.0, 207.0),
-        ],
-    )
 
 
 def test_exposed_communication_is_summed_up_step_by_step(time: Time) -> None:
