@@ -5,7 +5,7 @@ That weights equal DDP's is shown in tests/distributed/test_dense.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -45,6 +45,12 @@ def make_step(model: nn.Module, dense: DenseSync, step: int = 0) -> None:
     dense.step()
 
 
+def take_grad(tensor: torch.Tensor) -> torch.Tensor:
+    grad, tensor.grad = tensor.grad, None
+    assert grad is not None
+    return grad
+
+
 def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
     """The parts whose weights are no longer those of ``before``."""
     now = dict(model.named_parameters())
@@ -77,7 +83,7 @@ def test_deferred_gradients_are_autograds_bit_for_bit(
     passes = [torch.randn(shape), torch.randn(shape)]
     weights = torch.randn(*shape[:-1], 2)
 
-    def run(inputs: torch.Tensor) -> torch.Tensor | None:
+    def run(inputs: torch.Tensor) -> torch.Tensor:
         inputs = inputs.clone().requires_grad_()
         # Called three times in a pass: autograd adds these up before it adds to ``grad``.
         with torch.autocast(
@@ -86,36 +92,28 @@ def test_deferred_gradients_are_autograds_bit_for_bit(
             out = layer(inputs) + layer(2 * inputs).tanh() + layer(inputs.square())
         assert (out.dtype is torch.bfloat16) == (precision is Precision.bf16)
         (out * weights).sum().backward()
-        return inputs.grad
+        return take_grad(inputs)
+
+    def take_grads() -> list[torch.Tensor]:
+        return [take_grad(parameter) for parameter in layer.parameters()]
 
     expected = [run(inputs) for inputs in passes]
-    parameters = list(layer.parameters())
-    expected_grads = [parameter.grad for parameter in parameters]
-    layer.zero_grad()
+    expected += take_grads()
     deferred = DeferredLinears([layer])
     got = []
     for inputs in passes:
         with deferred.deferring():
             got.append(run(inputs))
-        assert all(parameter.grad is None for parameter in parameters)
+        assert all(parameter.grad is None for parameter in layer.parameters())
         assert deferred.has_noted(layer)
     deferred.compute(layer)
     assert not deferred.has_noted(layer)
-    for one, other in zip(got, expected, strict=True):
-        assert one is not None
-        assert other is not None
-        assert torch.equal(one, other)
-    for parameter, grad in zip(parameters, expected_grads, strict=True):
-        assert parameter.grad is not None
-        assert grad is not None
-        assert torch.equal(parameter.grad, grad)
-    layer.zero_grad()
-    for inputs in passes:  # outside of deferring() nothing is put off
-        run(inputs)
-    assert all(
-        p.grad is not None and g is not None and torch.equal(p.grad, g)
-        for p, g in zip(parameters, expected_grads, strict=True)
-    )
+    got += take_grads()
+    at_once = [run(inputs) for inputs in passes]  # outside of deferring() nothing is put off
+    at_once += take_grads()
+    for one, other, plain in zip(got, at_once, expected, strict=True):
+        assert torch.equal(one, plain)
+        assert torch.equal(other, plain)
     deferred.restore()
     assert "forward" not in vars(layer)
 
@@ -256,24 +254,17 @@ def test_two_passes_in_one_are_refused(one_rank: Ranks) -> None:
             second.backward()
 
 
-def _with(module: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), module)
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("added", "message"),
     [
-        (
-            lambda: _with(nn.BatchNorm1d(2)),
-            r"^dense layer 1: expected no running stat.*BatchNorm1d",
-        ),
-        (lambda: _with(nn.Embedding(2, 2, sparse=True)), r"^dense layer 1: expected dense gradien"),
+        (nn.BatchNorm1d(2), r"^dense layer 1: expected no running stat.*BatchNorm1d"),
+        (nn.Embedding(2, 2, sparse=True), r"^dense layer 1: expected dense gradien"),
     ],
 )
 def test_layers_that_would_not_be_exact_are_refused(
-    make: Callable[[], nn.Module], message: str, one_rank: Ranks
+    added: nn.Module, message: str, one_rank: Ranks
 ) -> None:
-    model = make()
+    model = nn.Sequential(nn.Linear(2, 2), added)
     with pytest.raises(ValueError, match=message):
         DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
 
