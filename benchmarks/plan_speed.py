@@ -4,7 +4,7 @@
 
 The tables have Zipf popularity and sizes spread evenly over orders of magnitude. Their counts come
 as histograms, made from the law itself: the arrays of counts would fill 8 GB, and reading them is
-the work of `hotrec profile`. Timed are the demands of all tables and the optimiser, by the clock
+the work of `hotrec profile`. Timed are the demands of all tables and the search, by the clock
 and by the processor's time, which other work on the machine does not swell; the peak of memory is
 that of the whole process. The last line on stdout is one JSON object.
 """
@@ -27,8 +27,7 @@ from hotrec.cost_model.demand import TableDemand, build_demand
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram, merge_histograms
 from hotrec.cost_model.memory import memory_by_rank
-from hotrec.planning.optimise import Choice, optimise
-from hotrec.planning.optimise_limits import InfeasibleError, Limits
+from hotrec.planning.search import Choice, InfeasibleError, Limits, search_placement
 
 TARGET_S, TARGET_BYTES = 10.0, 4e9
 NUM_SAMPLES = 100_000_000
@@ -98,7 +97,7 @@ def plan(
         for number, histogram in enumerate(histograms)
     ]
     demands_s = time.perf_counter() - start
-    choice = optimise(
+    choice = search_placement(
         demands,
         costs,
         world,
@@ -111,7 +110,7 @@ def plan(
     total_s = time.perf_counter() - start
     seconds = {
         "demands_s": demands_s,
-        "optimise_s": total_s - demands_s,
+        "search_s": total_s - demands_s,
         "plan_s": total_s,
         "processor_s": time.process_time() - start_processor,
     }
@@ -155,7 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "target_bytes": TARGET_BYTES,
         "is_reached": plan_s <= TARGET_S and peak_bytes <= TARGET_BYTES,
         "step_s": choice.prediction.step_s,
-        "bound_s": choice.bound_s,
         "num_hot": sum(choice.num_hot.values()),
         "device_bytes": max(entry["device_bytes"] for entry in memory),
         "host_bytes": max(entry["host_bytes"] for entry in memory),

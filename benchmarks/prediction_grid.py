@@ -36,7 +36,7 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.groups import CostPlacement, FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchPipeline, BenchRootConfig
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
-from hotrec.planning.optimum import optimise_placement
+from hotrec.planning.optimum import fastest_placement
 from hotrec.planning.policies import choose_all_cold, choose_fraction
 from hotrec.planning.predict import (
     HOT_COLD,
@@ -196,7 +196,7 @@ def make_cases(
 ) -> tuple[list[Case], dict[str, Predicted]]:
     """The plans to run, and the predictions of those that are known before they are built."""
     total_rows = sum(config.bench.table_rows)
-    chosen, _ = optimise_placement(CostPlacement(routing=Routing.device, may_pool=False), scenario)
+    chosen, _ = fastest_placement(CostPlacement(routing=Routing.device, may_pool=False), scenario)
     placement = make_placement(chosen, counts, histograms, "cost")
     pipeline = BenchPipeline[scenario.pipeline.kind.value]
     cases = [case_of(HOT_COLD, placement.partition, pipeline)]

@@ -122,7 +122,7 @@ are not measured; bytes and rows follow from popularity and batch alone.
   are tables; column-wise shards, a mix, and its planner's choice lie between the two. Row-wise
   shards are taken to be equally busy. uvm_cache keeps {cache} of the rows in the GPU's cache, the
   most looked-up ones (LFU at rest); its prefetching is not modelled.
-* **Exchange**: the optimiser may not pool. With one id per feature a pooled vector is a row.
+* **Exchange**: the planner may not pool. With one id per feature a pooled vector is a row.
 * **What replication can save**: a cold row that a GPU reads costs it 2 x 4 D bytes, there and back,
   and its owner a lookup and an update. As a replica it costs as much in an all-reduce, or W - 1
   times 4 D in a gather. So replicas save waiting in forward and work of busy owners, not bytes;
@@ -136,7 +136,7 @@ are not measured; bytes and rows follow from popularity and batch alone.
 def _hot_words(document: Mapping[str, Any]) -> str:
     tiers = ", ".join(f"{show_count(n)} {name}" for name, n in document["tiers"].items() if n)
     if not document["hot_rows"]:
-        return f"The optimiser makes no row hot: {tiers}."
+        return f"The planner makes no row hot: {tiers}."
     return (
         f"hot_cold replicates {show_count(document['hot_rows'])} rows, which take "
         f"{show_frac(document['coverage_frac'])} of the lookups; of the others: {tiers}."
@@ -147,7 +147,7 @@ def _summary(documents: Sequence[Mapping[str, Any]]) -> str:
     num_hot = sum(document["hot_rows"] > 0 for document in documents)
     ratios = [d["plans"]["hot_cold"]["step_s"] / d["plans"][BASELINE]["step_s"] for d in documents]
     return (
-        f"The optimiser's plan takes {', '.join(f'{ratio:.2f}x' for ratio in ratios)} of the step "
+        f"The planner's choice takes {', '.join(f'{ratio:.2f}x' for ratio in ratios)} of the step "
         f"of TorchRec's table-wise plan in the {len(documents)} settings below; it makes rows hot "
         f"in {num_hot} of them. Where it makes none hot, it is all_cold: each rank asks once for "
         "each distinct row."

@@ -12,7 +12,7 @@ Compared:
     row_wise      TorchRec, every table on all GPUs in equal shares
     uvm_cache     as table_wise, rows in host memory, a fifth of them cached by the GPU
     all_cold      distinct rows travel, none is hot, in GPU memory
-    hot_cold      what the optimiser chooses within the memory of the GPUs
+    hot_cold      what the search chooses within the memory of the GPUs
 
 The last line on stdout is one JSON object.
 """
@@ -51,9 +51,7 @@ from hotrec.cost_model.quantities import (
 )
 from hotrec.cost_model.step import make_step_model
 from hotrec.models.flops import dense_flops
-from hotrec.planning.optimise import optimise
-from hotrec.planning.optimise_limits import Limits
-from hotrec.report.render import markdown_table
+from hotrec.planning.search import Limits, search_placement
 from hotrec.report.units import show_count, show_frac
 from hotrec.types import Exchange, TablePlacement, Tier
 
@@ -265,7 +263,7 @@ def predict_setting(
     quantities = hot_cold_quantities(demands, {}, cold, world, batch_size)
     memory = memory_by_rank(demands, {}, cold, world, costs.device)
     predicted["all_cold"] = (step_model.predict(quantities), memory)
-    choice = optimise(demands, costs, world, workload, limits)
+    choice = search_placement(demands, costs, world, workload, limits)
     memory = memory_by_rank(demands, choice.num_hot, choice.tables, world, costs.device)
     predicted["hot_cold"] = (choice.prediction, memory)
     tiers: dict[str, int] = {}

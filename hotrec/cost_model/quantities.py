@@ -165,7 +165,7 @@ def hot_cold_quantities(
         batch_size: B, per rank; the one that the demands were built for.
         caches: of every table behind a cache, see ``hot_cold_caches``. None: as if the cache held
             the most looked-up rows for good, the best that any policy can do without foresight;
-            that is linear in its size, so it can be optimised, and bounds the step from below.
+            that is linear in its size, and a lower bound of the step.
 
     Returns:
         Every key of QUANTITIES.

@@ -5,7 +5,7 @@ Look-ahead has a model of its own, ``hotrec.cost_model.look_ahead``; ``make_mode
 Each stage takes ``compute + wire - overlap * min(wire, cover)`` seconds, all three linear in the
 quantities of QUANTITIES; ``cover`` is computation under which the stage's messages travel, and
 ``overlap`` the share of that time that is really saved (sending takes processor time on CPU). The
-same forms serve prediction and optimisation, so what the optimiser proves is what is predicted.
+same forms serve prediction and optimisation, so the search minimises what is predicted.
 Measured collectives are no lines; they are made lines at the message sizes of the step in question.
 
 All quantities are of one rank and one step, in the mean over ranks. Bytes on the wire are counted

@@ -59,7 +59,6 @@ def prediction_document(
         "pipeline": chosen.pipeline.kind.value,
         "chosen": decision.chosen,
         "why": decision.why,
-        "bound_s": decision.bound_s,
         "plans": {
             name: plan_entry(predicted, global_batch)
             for name, predicted in decision.predicted.items()

@@ -1,4 +1,4 @@
-"""The choice by cost: the optimum with hot and cold rows, or TorchRec's own plan."""
+"""The choice by cost: the best placement found with hot and cold rows, or TorchRec's own plan."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.locality import TableLocality
 from hotrec.cost_model.quantities import hot_cold_quantities
-from hotrec.planning.optimise import Choice, compare, optimise
-from hotrec.planning.optimise_limits import InfeasibleError, Limits
-from hotrec.planning.optimise_shares import HOT_SHARES, hottest_share
 from hotrec.planning.predict import (
     HOT_COLD,
     Decision,
@@ -26,6 +23,15 @@ from hotrec.planning.predict import (
     predict_placement,
 )
 from hotrec.planning.scenario import Scenario, describe_scenario, resized
+from hotrec.planning.search import (
+    HOT_SHARES,
+    Choice,
+    InfeasibleError,
+    Limits,
+    compare,
+    hottest_share,
+    search_placement,
+)
 from hotrec.types import Exchange, Schema, TablePlacement
 
 MIB = 1 << 20
@@ -33,7 +39,7 @@ NUM_LINEARISATIONS = 3
 
 
 def make_limits(placement: CostPlacement, scenario: Scenario) -> Limits:
-    """What the optimiser may use and choose."""
+    """The memory and the options that the search may use."""
     device_bytes, host_bytes = scenario.memory_bytes
     budget = placement.hot_budget_mib
     return Limits(
@@ -47,12 +53,12 @@ def make_limits(placement: CostPlacement, scenario: Scenario) -> Limits:
     )
 
 
-def optimise_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Predicted, Choice]:
+def fastest_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Predicted, Choice]:
     """The best placement with hot and cold rows, by prediction.
 
-    Measured collectives are no lines; the optimum is found with the lines at the message sizes of a
+    Measured collectives are no lines; the search runs with the lines at the message sizes of a
     likely placement, then again with those of what was found, and the better one is kept. With
-    look-ahead, smaller hot sets are tried too (``optimise_shares``), and the bound is 0.
+    look-ahead, smaller hot sets are tried too (``hottest_share``).
 
     Raises:
         InfeasibleError: if no placement fits the memory.
@@ -62,7 +68,7 @@ def optimise_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Pr
     hot_range = _hot_range(placement, scenario)
     found: list[tuple[Predicted, Choice]] = []
     for _ in range(NUM_LINEARISATIONS):
-        choice = optimise(
+        choice = search_placement(
             list(scenario.demands),
             scenario.costs,
             scenario.world,
@@ -77,7 +83,7 @@ def optimise_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Pr
         )
         found.append((predicted, choice))
         if any(t.exchange is Exchange.POOLED for t in choice.tables.values()):
-            # The optimum is that of the mean rank; few pooled tables do not spread evenly.
+            # The search is for the mean rank; few pooled tables do not spread evenly.
             limits = dataclasses.replace(limits, exchanges=(Exchange.ROWS,))
         elif not scenario.costs.curves:
             break  # lines already
@@ -85,14 +91,12 @@ def optimise_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Pr
     if scenario.pipeline.is_look_ahead:
         found += _with_fewer_hot(scenario, found, fixed=hot_range)
     best, choice = min(found, key=lambda pair: pair[0].step.step_s)
-    bound_s = 0.0 if scenario.pipeline.is_look_ahead else min(choice.bound_s, best.step.step_s)
     return best, dataclasses.replace(
         choice,
         num_hot=best.num_hot,
         is_hot_dense=best.is_hot_dense,
         prediction=best.step,
         quantities=best.quantities,
-        bound_s=bound_s,
     )
 
 
@@ -171,7 +175,7 @@ def decide(config: Config, schema: Schema, scenario: Scenario) -> Decision:
         InfeasibleError: if no placement fits the memory.
     """
     assert isinstance(config.placement, CostPlacement)
-    best, choice = optimise_placement(config.placement, scenario)
+    best, choice = fastest_placement(config.placement, scenario)
     all_cold = predict_placement(
         scenario,
         dict.fromkeys(best.tables, 0),
@@ -183,8 +187,7 @@ def decide(config: Config, schema: Schema, scenario: Scenario) -> Decision:
     if chosen != HOT_COLD and not config.placement.may_decline:
         why = f"{why} placement.may_decline=false keeps hot and cold rows."
         chosen = HOT_COLD
-    bound_s = None if scenario.pipeline.is_look_ahead else choice.bound_s
-    return Decision(chosen, why, bound_s, {**predicted, **baselines})
+    return Decision(chosen, why, {**predicted, **baselines})
 
 
 def predict_sensitivity(
@@ -240,7 +243,7 @@ def predict_sensitivity(
 
 def _sensitivity(what: str, placement: CostPlacement, scenario: Scenario) -> dict[str, Any]:
     try:
-        predicted, _ = optimise_placement(placement, scenario)
+        predicted, _ = fastest_placement(placement, scenario)
     except InfeasibleError as error:
         return {"what": what, "step_s": None, "hot_rows": None, "why": str(error)}
     global_batch = scenario.workload.batch_size * scenario.world.num_ranks

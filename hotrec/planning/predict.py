@@ -95,14 +95,11 @@ class Decision:
     Args:
         chosen: name of the fastest: HOT_COLD, or "torchrec <plan>".
         why: in words.
-        bound_s: no placement with hot rows can be predicted to be faster than this; None where
-            nothing is proven.
         predicted: what was compared, by name.
     """
 
     chosen: str
     why: str
-    bound_s: float | None
     predicted: Mapping[str, Predicted]
 
 

@@ -246,7 +246,7 @@ def _predict_given(
         logger.warning("no prediction: %s", error)
         return None
     why = f"placement={config.placement.kind.name} was asked for."
-    decision = Decision(name, why, None, predicted)
+    decision = Decision(name, why, predicted)
     document = _document(
         config, dataset, scenario, decision, profiled, placement, with_sensitivity=False
     )

@@ -59,7 +59,6 @@ MAX_TABLES_SHOWN, MAX_RANKS_SHOWN, MAX_PLANS_DRAWN = 20, 16, 6
 NEEDED = ("world", "batch_size", "plans", "chosen")
 NEEDED_OF_PLAN = ("step_s", "stage_s", "sent_bytes", "total_sent_bytes", "samples_per_s")
 # A step within this fraction of its bound is at the bound, because the solver stops there.
-LEAST_GAP_FRAC = 1e-4
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 TIER_COLORS = {"device": RUN_COLORS[0], "host": RUN_COLORS[4]}
 BASELINE_TIER_COLORS = {"device": "#7fb8d8", "host": "#f2cf7f"}
@@ -260,7 +259,6 @@ def _choice(prediction: Prediction) -> Passage:
             f"{show_seconds(before['step_s'])} with TorchRec's best plan ({baseline}): {times} "
             f"time and {sizes} bytes."
         )
-    sentences += proof_sentences(document)
     costs = document.get("costs")
     if not costs:
         sentences.append("Costs: not recorded.")
@@ -293,27 +291,6 @@ def _choice(prediction: Prediction) -> Passage:
 
 def _label(prediction: Prediction, name: str) -> str:
     return f"{name} (chosen)" if name == prediction.chosen else name
-
-
-def proof_sentences(document: Document) -> list[str]:
-    """How far the chosen plan is from the best possible one, where that is known."""
-    step_s, bound_s = document["plans"][document["chosen"]]["step_s"], document.get("bound_s")
-    if not bound_s:
-        if any(plan.get("pipeline") == LOOK_AHEAD for plan in document["plans"].values()):
-            return [
-                "With look_ahead the hot rows are the best of several sets by prediction; none is "
-                "proven to be the best (the gap is stated for sparse_dist only)."
-            ]
-        return []
-    over = step_s / bound_s - 1
-    return [
-        f"No placement with hot rows is faster than {show_seconds(bound_s)} by this model; "
-        + (
-            f"the chosen plan is {show_frac(over)} slower."
-            if over > LEAST_GAP_FRAC
-            else "the chosen plan is as fast."
-        )
-    ]
 
 
 def _stages(prediction: Prediction) -> Passage:

@@ -10,10 +10,9 @@ from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import make_step_model
-from hotrec.planning.optimise import optimise
-from hotrec.planning.optimise_limits import Limits
+from hotrec.planning.search import Limits, search_placement
 from hotrec.types import Exchange, TablePlacement, Tier
-from tests.unit.planning.optimise_cases import make_costs
+from tests.unit.planning.search_cases import make_costs
 
 WORKLOAD = Workload(64, 0.0, 0.3, 0)
 WORLD = World(4, 4)
@@ -93,7 +92,7 @@ def test_hidden_messages_do_not_count():
 
 
 def test_agrees_with_the_optimum():
-    """The optimiser replicates the rows above the rule, and not those below it."""
+    """The search replicates the rows above the rule, and not those below it."""
     costs = machine(read_device=Line(0, 1.0), hot_update=Line(0, 0.5))
     costs = dataclasses.replace(costs, intra=Link(0.0, 1e30))
     at = break_even(costs, WORLD, WORKLOAD, 4)
@@ -111,7 +110,7 @@ def test_agrees_with_the_optimum():
         by_any_G=-np.expm1(-lookups),
     )
     limits = Limits(1e9, 1e9, tiers=(Tier.DEVICE,), exchanges=(Exchange.ROWS,))
-    choice = optimise([demand], costs, WORLD, WORKLOAD, limits)
+    choice = search_placement([demand], costs, WORLD, WORKLOAD, limits)
     assert choice.num_hot == {"t": int((lookups > at).sum())} == {"t": 6}
     tables = {"t": TablePlacement()}
     model = make_step_model(costs, WORLD, WORKLOAD)

@@ -87,7 +87,6 @@ def prediction(*, num_ranks: int = 4, ranks_per_host: int = 2) -> dict[str, Any]
         "device": "cuda",
         "chosen": "hot_cold",
         "why": "The step is 0.70x of torchrec planner's.",
-        "bound_s": 0.0455,
         "plans": {
             "hot_cold": plan(HOT_COLD_STAGES, hot_sent, memory(3e9, 1.5e9), batch=batch),
             "all_cold": plan(TORCHREC_STAGES, torchrec_sent, memory(2e9, 2e9), batch=batch),

@@ -19,8 +19,8 @@ Document = dict[str, Any]
 
 
 def look_ahead() -> Document:
-    """Look-ahead on CPU, with no bound."""
-    document = prediction() | {"pipeline": "look_ahead", "bound_s": None, "device": "cpu"}
+    """Look-ahead on CPU."""
+    document = prediction() | {"pipeline": "look_ahead", "device": "cpu"}
     document["expected"]["urgent_rows"] = 1234.0
     document["plans"]["hot_cold"] |= {"pipeline": "look_ahead", "wire": "bf16"}
     document["plans"]["all_cold"] |= {"pipeline": "look_ahead", "wire": "fp32"}
@@ -29,8 +29,8 @@ def look_ahead() -> Document:
 
 
 def torchrec_chosen() -> Document:
-    """TorchRec's plan chosen, above the bound, with more tables than are shown."""
-    document = prediction() | {"chosen": "torchrec planner", "bound_s": 0.0433333}
+    """TorchRec's plan chosen, with more tables than are shown."""
+    document = prediction() | {"chosen": "torchrec planner"}
     document["tables"] = [table(f"t{i:02}", 1000 - i, 10, host_rows=3) for i in range(23)]
     return document
 

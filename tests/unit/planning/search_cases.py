@@ -12,7 +12,7 @@ from hotrec.cost_model.forms import QUANTITIES, Workload
 from hotrec.cost_model.memory import cached_row_bytes, replica_row_bytes, shard_row_bytes
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import make_step_model
-from hotrec.planning.optimise_limits import Limits
+from hotrec.planning.search import Limits
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 
 GROUPS = ("cold_groups", "hot_groups", "pooled_groups", "replicated_groups")
@@ -102,8 +102,7 @@ def brute_force(demands, costs, world, workload, limits):
     """
     is_cpu = costs.device == "cpu"
     every = [list(_options(d, world, limits, is_cpu)) for d in demands]
-    replica = np.inf if limits.replica_bytes is None else limits.replica_bytes
-    sizes = np.array([np.inf if is_cpu else limits.device_bytes, limits.host_bytes, replica])
+    sizes = limits.sizes(is_cpu)
     shape = tuple(len(options) for options in every)
     memory = np.zeros((*shape, 3))
     total = {name: np.zeros(shape) for name in QUANTITIES}
@@ -162,13 +161,22 @@ def _options(demand, world, limits, is_cpu):
             cached = range(1, size - hot + 1) if tier is Tier.HOST_CACHED else [0]
             for num_cached in cached:
                 frac = num_cached / size if tier is Tier.HOST_CACHED else None
-                on_device, in_memory = shard_row_bytes(demand, tier)
-                device = hot * replica_row_bytes(demand) + size * on_device / ranks
-                device += num_cached * cached_row_bytes(demand) / ranks
-                host = size * in_memory / ranks
-                if not is_pooled:
-                    host += 4 * size
-                    device += 0 if is_cpu else 4 * size
-                replica = hot * demand.row_bytes
-                memory = [0.0, device + host, replica] if is_cpu else [device, host, replica]
-                yield hot, TablePlacement(exchange, sharding, tier, frac), np.array(memory)
+                placed = TablePlacement(exchange, sharding, tier, frac)
+                numbers = {demand.name: hot}, {demand.name: placed}
+                yield hot, placed, memory_of([demand], *numbers, ranks, is_cpu=is_cpu)
+
+
+def memory_of(demands, num_hot, tables, ranks, *, is_cpu, is_routed_on_device=True):
+    """Device, host and replica bytes of the mean rank; on a CPU all memory is the host's."""
+    device = host = replica = 0.0
+    for d in demands:
+        hot, placed = num_hot[d.name], tables[d.name]
+        on_device, in_memory = shard_row_bytes(d, placed.tier)
+        device += hot * replica_row_bytes(d) + d.num_rows * on_device / ranks
+        device += d.num_rows * (placed.cache_load_frac or 0.0) * cached_row_bytes(d) / ranks
+        host += d.num_rows * in_memory / ranks
+        replica += hot * d.row_bytes
+        if placed.exchange is Exchange.ROWS:  # the router
+            host += 4 * d.num_rows
+            device += 4 * d.num_rows * (is_routed_on_device and not is_cpu)
+    return np.array([0.0, device + host, replica] if is_cpu else [device, host, replica])
