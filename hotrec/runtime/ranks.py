@@ -98,17 +98,21 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
     bound = chosen if device == "cuda" else None
     make_forks_safe()
     with _threads_of(backend):
+        store: dist.Store = dist.HashStore()
         if world_size > 1 or "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, timeout=timeout, device_id=bound)
-        else:
-            dist.init_process_group(
-                backend,
-                store=dist.HashStore(),
-                rank=0,
-                world_size=1,
-                timeout=timeout,
-                device_id=bound,
-            )
+            store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+            # torchrun keeps one store for all its restarts, in which ranks that are started again
+            # would find the addresses of those before them.
+            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"restart_{restart}", store)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=bound,
+        )
     try:
         assert dist.group.WORLD is not None
         _connect(dist.group.WORLD)

@@ -81,6 +81,19 @@ def test_slow_rank_finishes_and_killed_rank_is_named(workspace: Workspace) -> No
     assert final_loss(killed) == final_loss(slow)
 
 
+def test_run_goes_on_when_torchrun_restarts_it(workspace: Workspace) -> None:
+    run_dir = workspace.folder / "runs" / "restarted"
+    with run_of_ranks(
+        WORDS, num_ranks=2, cwd=workspace.folder, environment=variables(run_dir), max_restarts=1
+    ) as running:
+        wait_for_step(run_dir, 15, running)
+        os.kill(rank_processes(running.pid)[1], signal.SIGKILL)
+        _, err = running.communicate(timeout=120)
+    assert running.returncode == 0, err
+    assert "has died, last seen" in err
+    assert final_loss(run_dir) > 0
+
+
 def wait_for_end_of(rank: int, running: Popen[str]) -> None:
     until_s = time.monotonic() + 60
     while rank in rank_processes(running.pid):

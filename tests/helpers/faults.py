@@ -48,11 +48,13 @@ def run_of_ranks(
     cwd: Path,
     environment: Mapping[str, str],
     fault: Fault | None = None,
+    max_restarts: int = 0,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start ``hotrec WORDS`` on ranks under torchrun, as ``launch.num_ranks`` does."""
     module = "hotrec" if fault is None else "tests.helpers.faults"
     launcher = [sys.executable, "-m", "hotrec.cli.ranks", "--standalone"]
     launcher += ["--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
+    launcher += ["--max-restarts", str(max_restarts)]
     variables = dict(environment)
     if fault is not None:
         variables[FAULT] = json.dumps(vars(fault))

@@ -113,7 +113,9 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self._world_size > 1:
             store: Any = _get_default_store()  # torch has no public way to it
-            self._store = heartbeat.Store(store.clone(), self._world_size, str(next(_uses)))
+            # torchrun keeps one store for all its restarts: the last one's verdict must not count.
+            name = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_uses)}"
+            self._store = heartbeat.Store(store.clone(), self._world_size, name)
             self._grace_s = GRACE_S[dist.get_backend()]
             self._progress = progress.track()
             self._publish()
