@@ -104,7 +104,9 @@ def place(tmp_path: Path) -> Place:
     (package / "cli").mkdir()
     (package / "cli" / "__init__.py").touch()
     (package / "cli" / "ranks.py").symlink_to(REPOSITORY / "hotrec" / "cli" / "ranks.py")
-    (package / "watchdog.py").write_text(f"EXIT_CODE = {EXIT_CODE}\n")
+    (package / "runtime").mkdir()
+    (package / "runtime" / "__init__.py").touch()
+    (package / "runtime" / "watchdog.py").write_text(f"EXIT_CODE = {EXIT_CODE}\n")
     (tmp_path / "launch").symlink_to(REPOSITORY / "launch")
     # Where the launchers look for an interpreter by themselves.
     (tmp_path / ".venv").symlink_to(sys.prefix)

@@ -103,7 +103,11 @@ class RowsAhead:
         self._cold = ColdExchange(self._groups, wire, depth, device)
         self._replicas: list[HotReplicas] = [g.replica for g in self._groups if g.replica]
         shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
-        self._reducer = HotReducer(shapes, wire, hot_exchange, device=device) if shapes else None
+        self._reducer = (
+            HotReducer(shapes, wire, hot_exchange, seconds=seconds, device=device)
+            if shapes
+            else None
+        )
         self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
         self._window: deque[PrefetchedBatch] = deque()
         self._num_new = 0  # batches at the window's end that were never fetched

@@ -83,7 +83,7 @@ class Store:
 
     def __init__(self, store: Any, world_size: int, name: str) -> None:
         store.set_timeout(timedelta(seconds=_REQUEST_S))
-        self._store = dist.PrefixStore(f"hotrec/runtime/watchdog/{name}", store)
+        self._store = dist.PrefixStore(f"hotrec/watchdog/{name}", store)
         self._keys = [f"rank/{rank}" for rank in range(world_size)]
         self._can_get_many = store.has_extended_api()
 
