@@ -1,4 +1,4 @@
-"""Data-parallel dense layers whose all-reduce hides behind the next step; in DDP's place."""
+"""Data-parallel dense layers whose all-reduce overlaps the next step, in place of DDP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,20 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torchrec.distributed.types import ShardedModule
 
-from hotrec.runtime.comm_thread import CommunicationThread
+from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread
 from hotrec.runtime.stages import mark
 from hotrec.runtime.traffic import counted_by_sender, note_sent
 from hotrec.runtime.wire import Wire
 from hotrec.types import WireType
 
-
-class _Waitable(Protocol):
-    """A ``dist.Work`` or a ``CommunicationFuture``."""
-
-    def wait(self) -> Any: ...
+_Future = dist.Work | CommunicationFuture[None]
 
 
 class Sender:
-    """All-reduces of one process group, in the order in which they are started.
+    """Runs the all-reduces of one process group in the order in which they are started.
 
     Args:
-        group: The ranks; nothing else may use it.
+        group: The ranks; nothing else may use this group.
         wire_type: The type in which float32 values are sent; sums are made in float32.
     """
 
@@ -45,10 +41,10 @@ class Sender:
         self._thread = CommunicationThread(torch.device("cpu"), "dense gradients")
 
     def agree_on(self, facts: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that all ranks hold the same tensors: facts that must match, by name.
+        """Check that these facts, by tensor name, are equal on all ranks.
 
         Raises:
-            ValueError: on every rank, if not.
+            ValueError: on every rank, if they differ.
         """
         if self.world_size == 1:
             return
@@ -64,29 +60,29 @@ class Sender:
                 )
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give every rank the values that the group's first rank has."""
+        """Broadcast the values of the group's first rank."""
         if self.world_size > 1:
             for tensor in tensors:
                 source = dist.get_global_rank(self.group, 0)
                 dist.broadcast(tensor.detach(), src=source, group=self.group)
 
-    def start(self, message: torch.Tensor, num_values: int) -> _Waitable | None:
-        """Add up ``message`` over the ranks, in place, until what is returned has been waited for.
+    def start(self, message: torch.Tensor, num_values: int) -> _Future | None:
+        """Start to sum ``message`` over the ranks, in place.
 
         Args:
             message: (n,); the first ``num_values`` are sent in the wire's type, the rest unchanged.
 
         Returns:
-            None if the sum is ready in the order of the current stream.
+            A future to wait for; None if the current stream already orders the sum.
         """
         if self._wire.wire_type is WireType.fp32 or message.dtype != torch.float32:
             num_bytes = message.numel() * message.element_size()
             note_sent("all_reduce", 2 * num_bytes * (self.world_size - 1) // self.world_size)
             with counted_by_sender():
-                work: _Waitable = dist.all_reduce(message, group=self.group, async_op=True)
+                work: dist.Work = dist.all_reduce(message, group=self.group, async_op=True)
                 return work
         if self._is_nccl:
-            # NCCL does not hold the host up, so no thread is needed.
+            # NCCL does not block the host, so no thread is needed.
             self._add_up(message, num_values)
             return None
         return self._thread.submit(lambda: self._add_up(message, num_values))
@@ -96,27 +92,28 @@ class Sender:
         self._exact_wire.all_reduce(message[num_values:])
 
     def close(self) -> None:
-        """Let the thread end after the messages that it has, without waiting for it."""
+        """Let the thread end after its queued messages, without waiting for it."""
         self._thread.close()
 
 
 class GradMean:
-    """The mean over the ranks of the gradients of some parameters.
+    """Averages the gradients of some parameters over the ranks.
 
-    The message is their values / W, then for each parameter whether this rank has a gradient, so
-    that one which no rank has stays None. Memory: one copy of the gradients, if W > 1.
+    The message holds the gradients / W, then a flag per parameter that says whether this rank has a
+    gradient: a gradient that no rank has stays None. With W > 1 it takes one copy of the gradients.
 
     Args:
-        parameters: Of one type and device, the same on every rank.
+        parameters: The parameters, all of one type and device, the same on every rank.
+        sender: Runs the all-reduce.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], sender: Sender) -> None:
         self._parameters = list(parameters)
         self._sender = sender
         self._has_grad: list[bool] = []
-        self._is_used: torch.Tensor | None = None  # the same, float (n,) on the device
+        self._is_used: torch.Tensor | None = None  # ``_has_grad`` as float (n,) on the device
         self._grads: list[torch.Tensor | None] = []
-        self._work: _Waitable | None = None
+        self._work: _Future | None = None
         self._num_values = sum(parameter.numel() for parameter in parameters)
         self._message: torch.Tensor | None = None
 
@@ -132,7 +129,7 @@ class GradMean:
             self._message = self._parameters[0].new_empty(self._num_values + len(grads))
         has_grad = [grad is not None for grad in grads]
         if self._is_used is None or has_grad != self._has_grad:
-            # Hardly ever twice: a copy to the device makes the host wait for it.
+            # Cached, since a copy to the device makes the host wait.
             self._is_used = torch.tensor(has_grad, dtype=self._message.dtype).to(
                 self._message.device
             )
@@ -151,7 +148,7 @@ class GradMean:
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
     def wait(self) -> None:
-        """Until the means are there; on CUDA the current stream waits.
+        """Wait for the means; on CUDA the current stream waits.
 
         Raises:
             RuntimeError: if a rank has failed.
@@ -161,21 +158,21 @@ class GradMean:
             work.wait()
 
     def take(self) -> list[torch.Tensor | None]:
-        """The means, valid until the next ``start``; None for what no rank has a gradient of."""
+        """Wait for the means, valid until the next ``start``; None where no rank has a gradient."""
         self.wait()
         if self._sender.world_size == 1:
             grads, self._grads = self._grads, []
             return grads
         assert self._message is not None
         views = self._views(self._message)
-        if all(self._has_grad):  # no need to read, which on CUDA waits for the device
+        if all(self._has_grad):  # reading the flags would wait for the device
             return [*views]
         is_used = self._message[self._num_values :].tolist()
         return [view if used else None for view, used in zip(views, is_used, strict=True)]
 
 
 class _Linear(torch.autograd.Function):
-    """``F.linear`` that computes in backward the gradient of its input and notes the rest."""
+    """``F.linear`` whose backward can defer the gradients of weight and bias."""
 
     @staticmethod
     def forward(
@@ -209,16 +206,15 @@ class _Linear(torch.autograd.Function):
 def _weight_grads(
     grad: torch.Tensor, inputs: torch.Tensor, *, has_bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of weight and bias, by the same products as autograd's for ``F.linear``."""
+    """Compute the gradients of weight and bias with autograd's own products for ``F.linear``."""
     return grad.t().mm(inputs), grad.sum(0) if has_bias else None
 
 
 def deferrable_layers(modules: Iterable[nn.Module]) -> list[nn.Linear]:
-    """The layers whose weight gradients can be put off, of these modules, in their order.
+    """Select the layers whose weight gradients can be deferred, in the order of the modules.
 
-    Those are plain ``nn.Linear`` layers with both parameters trained and their own: no subclass
-    (parametrized ones are subclasses too), none that has been given another ``forward``, none with
-    a parameter that another module holds as well.
+    These are plain ``nn.Linear`` layers: no subclass (such as a parametrized layer), with their own
+    ``forward``, and with trained parameters that no other module shares.
     """
     distinct = list(dict.fromkeys(modules))
     holders: dict[int, int] = {}
@@ -239,19 +235,19 @@ def deferrable_layers(modules: Iterable[nn.Module]) -> list[nn.Linear]:
 
 
 class DeferredLinears:
-    """Linear layers whose weight gradients are noted during backward and computed later.
+    """Linear layers whose weight gradients are computed after backward.
 
-    Inside ``deferring()`` a backward pass leaves the ``grad`` of their parameters alone;
-    ``compute(layer)`` adds to them what the passes would have added. Outside of it all is as ever.
+    Inside ``deferring()`` a backward pass does not touch the ``grad`` of their parameters;
+    ``compute(layer)`` then adds what the passes would have added.
 
     Args:
-        layers: from ``deferrable_layers``; their ``forward`` is replaced until ``restore``.
+        layers: Layers from ``deferrable_layers``; their ``forward`` is replaced until ``restore``.
     """
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         self.is_deferring = False
         self._layers = list(layers)
-        # By layer, one list per backward pass.
+        # For each layer, one list per backward pass.
         self._noted: dict[nn.Linear, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._pass = 0
         self._last_pass: dict[nn.Linear, int] = {}
@@ -270,7 +266,7 @@ class DeferredLinears:
         bias: torch.Tensor | None = layer.bias
         device = inputs.device.type
         if torch.is_autocast_enabled(device):
-            # What autocast would do inside, where autograd does not see it any more.
+            # Autocast would cast inside the custom function, hidden from autograd.
             dtype = torch.get_autocast_dtype(device)
             inputs, weight = inputs.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
@@ -279,7 +275,7 @@ class DeferredLinears:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """One backward pass, whose weight gradients are put off."""
+        """Defer the weight gradients of one backward pass."""
         self._pass += 1
         self.is_deferring = True
         try:
@@ -291,7 +287,7 @@ class DeferredLinears:
             self.is_deferring = False
 
     def note(self, layer: nn.Linear, grad: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Called in backward: gradient (B, out) of the layer's output, and its input (B, in)."""
+        """Record the gradient (B, out) of a layer's output and its input (B, in)."""
         passes = self._noted.setdefault(layer, [])
         if not passes or self._last_pass[layer] != self._pass:
             passes.append([])
@@ -303,7 +299,7 @@ class DeferredLinears:
 
     @torch.no_grad()
     def compute(self, layer: nn.Linear) -> None:
-        """Add the noted gradients to those of the layer's parameters, and let go of the inputs."""
+        """Add the deferred gradients to the layer's parameters and release the inputs."""
         for calls in self._noted.pop(layer, []):
             # Autograd adds up the calls of one pass before it adds to ``grad``.
             totals: list[torch.Tensor | None] = [None, None]
@@ -315,24 +311,17 @@ class DeferredLinears:
                     totals[index] = part if total is None or part is None else total.add_(part)
             for parameter, total in zip((layer.weight, layer.bias), totals, strict=True):
                 if total is not None:
-                    _accumulate(parameter, total)
+                    parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
 
     def restore(self) -> None:
-        """Give the layers their own ``forward`` back; what is noted is dropped."""
+        """Restore the layers' ``forward`` and drop what is deferred."""
         self._noted.clear()
         for layer in self._layers:
             vars(layer).pop("forward", None)
 
 
-def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad.add_(grad)
-
-
 def _dense_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by name that are neither sharded nor inside a sharded one."""
+    """Iterate over the modules that are neither sharded nor inside a sharded one, with names."""
     sharded: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
@@ -342,7 +331,7 @@ def _dense_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _inside_compiled(model: nn.Module) -> set[nn.Module]:
-    """The modules that are computed within another's compiled forward, where no hook may run."""
+    """Find the modules inside another's compiled forward, where hooks cannot run."""
     return {
         inner
         for _, module in _dense_modules(model)
@@ -353,20 +342,19 @@ def _inside_compiled(model: nn.Module) -> set[nn.Module]:
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters outside of TorchRec's sharded modules, by their first name.
-
-    Module by module: ``DistributedModelParallel`` renames what ``named_parameters`` returns.
-    """
-    names: dict[nn.Parameter, str] = {}
-    for path, module in _dense_modules(model):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad:
-                names.setdefault(parameter, f"{path}.{name}" if path else name)
-    return {name: parameter for parameter, name in names.items()}
+    """The trained parameters outside of TorchRec's sharded modules, by their first name."""
+    return {
+        name: tensor
+        for name, tensor in _dense_tensors(model).items()
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    }
 
 
 def _dense_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All that the dense modules hold, frozen parameters and buffers too, each once."""
+    """All parameters and buffers of the dense modules, frozen ones too, each once.
+
+    Collected module by module: ``DistributedModelParallel`` renames ``named_parameters``.
+    """
     names: dict[torch.Tensor, str] = {}
     for path, module in _dense_modules(model):
         for name, tensor in {**module._parameters, **module._buffers}.items():
@@ -375,16 +363,8 @@ def _dense_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for tensor, name in names.items()}
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of the model that forward goes through as a whole: its module, and all inside it."""
-
-    module: nn.Module
-    inside: list[nn.Module]
-
-
-def _parts(model: nn.Module) -> list[_Part]:
-    """The first level of modules that branches into several with dense parameters."""
+def _parts(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """The first modules of the tree that have dense siblings, with all modules inside each."""
     node = model
     while True:
         children = [child for child in node.children() if dense_parameters(child)]
@@ -392,19 +372,19 @@ def _parts(model: nn.Module) -> list[_Part]:
         if has_own or len(children) != 1:
             break
         node = children[0]
-    parts = [_Part(child, [module for _, module in _dense_modules(child)]) for child in children]
-    return [_Part(node, [node])] + parts if has_own else parts
+    parts = {child: [module for _, module in _dense_modules(child)] for child in children}
+    return {node: [node], **parts} if has_own else parts
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters whose gradients travel together and that are updated together.
+    """Parameters whose gradients are reduced together and that are updated together.
 
     Args:
-        layers: those whose weight gradients are put off, which hold all parameters; or none.
-        arrived: parameters whose gradient the last backward pass of the step has completed.
-        noted: settings of the optimizer's groups for the update, from ``step`` to the update.
-        taken: the mean gradients, from when they are there to the update.
+        layers: The layers of the parameters if their gradients are deferred; else empty.
+        arrived: Parameters whose gradient the step's last backward pass has completed.
+        noted: Settings of the optimizer's groups for the pending update; None without one.
+        taken: The mean gradients, once received and until the update.
     """
 
     parameters: list[nn.Parameter]
@@ -416,14 +396,14 @@ class _Bucket:
 
 
 def _make_buckets(
-    parts: Sequence[_Part], layers: Sequence[nn.Linear], sender: Sender
+    parts: Mapping[nn.Module, Sequence[nn.Module]], layers: Sequence[nn.Linear], sender: Sender
 ) -> list[_Bucket]:
-    """In the order in which they are started; a shared parameter is the first part's."""
+    """Make the buckets in the order of their messages; the first part owns shared parameters."""
     layer_of = {p: layer for layer in layers for p in layer._parameters.values() if p is not None}
     grouped: dict[Any, dict[nn.Parameter, None]] = {}
     seen: set[nn.Parameter] = set()
-    for number, part in enumerate(parts):
-        for module in part.inside:
+    for number, inside in enumerate(parts.values()):
+        for module in inside:
             for parameter in module._parameters.values():
                 if parameter is None or not parameter.requires_grad or parameter in seen:
                     continue
@@ -444,30 +424,28 @@ class DenseSync:
     """Averages the gradients of a model's dense layers over the ranks and updates them late.
 
     A step is one or more of ``with dense.backward(is_last=...): loss.backward()``, then
-    ``dense.finish_backward()`` and ``dense.step()``. The optimizer is called from in here only,
-    and gradients are cleared here. As in DDP every rank starts with the weights and
-    buffers of the first.
+    ``dense.finish_backward()`` and ``dense.step()``. Gradients are cleared and the optimizer is
+    called here only. As in DDP, every rank starts with the first rank's weights and buffers.
 
-    What the ranks send is one message per bucket: a part of the model (for DLRM the bottom and the
-    top layers), apart by whether its gradients are put off. Order of messages: buckets that are
-    not put off as backward completes them, last part first; then the others, first part first.
+    The ranks exchange one message per bucket: a part of the model (for DLRM the bottom and the top
+    layers), split by whether gradients are deferred. Direct buckets are sent as backward completes
+    them, last part first; then the deferred ones, first part first.
 
-    A parameter that no rank used in a step is not updated, as in a single process; one that some
-    rank used is, everywhere.
+    A parameter is updated on every rank if some rank used it in the step, else on none.
 
     Args:
-        model: not wrapped in DDP; the same on every rank. Its parts must be called as modules, or
-            at least their submodules, so that a pending update is seen.
-        optimizer: of exactly the model's dense parameters, e.g. TorchRec's KeyedOptimizerWrapper;
-            one that keeps its state by parameter and leaves those without ``grad`` alone.
-        group: the ranks; nothing else may use it.
-        wire_type: in which float32 gradients travel; they are added up in float32.
-        max_norm: scale the mean gradients down to this norm, that of all of them together; None
-            not to. The first update of a step then waits for the gradients of all buckets.
+        model: The model, not wrapped in DDP, the same on every rank. Its parts, or their
+            submodules, must be called as modules, so that pending updates are applied in time.
+        optimizer: An optimizer of exactly the model's dense parameters that keeps its state by
+            parameter and skips those without ``grad``, such as TorchRec's KeyedOptimizerWrapper.
+        group: The ranks; nothing else may use this group.
+        wire_type: The type in which float32 gradients are sent; sums are made in float32.
+        max_norm: Clips the joint norm of all mean gradients to this value; None disables clipping.
+            With it the first update of a step waits for the gradients of all buckets.
 
     Raises:
-        ValueError: if the optimizer's parameters are not the model's dense ones, if a layer keeps
-            running statistics, or if the ranks hold different parameters.
+        ValueError: if the optimizer's parameters are not the model's dense ones, a layer keeps
+            running statistics, or the ranks hold different parameters.
     """
 
     def __init__(
@@ -509,14 +487,16 @@ class DenseSync:
                 hook = parameter.register_post_accumulate_grad_hook(self._arrival(bucket))
                 self._hooks.append(hook)
 
-    def _watch_forward(self, parts: Sequence[_Part], compiled: set[nn.Module]) -> None:
-        """Update what is due before a part is called, or a module of it that holds weights."""
+    def _watch_forward(
+        self, parts: Mapping[nn.Module, Sequence[nn.Module]], compiled: set[nn.Module]
+    ) -> None:
+        """Apply pending updates before a part, or a module in it with weights, is called."""
         bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         used_by: dict[nn.Module, dict[_Bucket, None]] = {}
-        for part in parts:
-            for module in part.inside:
+        for part, inside in parts.items():
+            for module in inside:
                 own = {bucket_of[p]: None for p in module._parameters.values() if p in bucket_of}
-                for holder in (part.module, module):
+                for holder in (part, module):
                     used_by.setdefault(holder, {}).update(own)
         for module, buckets in used_by.items():
             if buckets:
@@ -535,11 +515,11 @@ class DenseSync:
 
     @contextmanager
     def backward(self, is_last: bool = True, defer: bool = True) -> Iterator[None]:
-        """Around one backward pass of the step.
+        """Wrap one backward pass of the step.
 
         Args:
-            is_last: of the step's passes; gradients of earlier ones add up on the rank.
-            defer: put weight gradients off; else this pass computes them in its course.
+            is_last: Whether it is the step's last pass; gradients of earlier ones add up locally.
+            defer: Whether to defer weight gradients; else this pass computes them.
         """
         if self._is_new_step:
             for parameter in self._names:
@@ -569,7 +549,7 @@ class DenseSync:
         return note
 
     def finish_backward(self) -> None:
-        """Compute the weight gradients that were put off, and start what has not been started.
+        """Compute the deferred weight gradients and start the remaining reductions.
 
         Raises:
             RuntimeError: if no last backward pass has been made.
@@ -587,28 +567,28 @@ class DenseSync:
 
     def _start(self, bucket: _Bucket) -> None:
         if bucket.noted is not None:
-            # No forward came to it since the last step, so nothing may have come back.
+            # No forward has used it since the last step, so there must be no gradient.
             used = [p for p in bucket.parameters if p.grad is not None]
             if used:
                 raise RuntimeError(
                     f"dense parameter {self._names[used[0]]}: expected its module to be called in "
-                    "forward, got a gradient without a call; the weight it was computed with "
-                    "lacked its last update. Call the module, or the part of the model it is in."
+                    "forward, got a gradient without a call, computed with a stale weight. Call "
+                    "the module, or the part of the model it is in."
                 )
             self._update(bucket)
         bucket.mean.start()
         self._num_started += 1
 
     def step(self) -> None:
-        """Make the update due, with the settings that the optimizer's groups have now.
+        """Schedule the update with the current settings of the optimizer's groups.
 
         Raises:
             RuntimeError: if ``finish_backward`` has not been called.
         """
         if self._num_started != len(self._buckets) or not self._is_backward_done:
             raise RuntimeError(
-                f"dense layers step: expected the gradients of {len(self._buckets)} buckets under "
-                f"way, got {self._num_started}. Call finish_backward() first."
+                f"dense layers step: expected {len(self._buckets)} buckets of gradients started, "
+                f"got {self._num_started}. Call finish_backward() first."
             )
         noted = _settings(self._optimizer)
         for bucket in self._buckets:
@@ -617,14 +597,14 @@ class DenseSync:
         self._num_started = 0
         self._is_backward_done, self._is_new_step = False, True
 
-    # Optimizer state made in here outlives an evaluation that is the first to ask for the update.
+    # An evaluation may trigger the update, and the optimizer state made here outlives it.
     @torch.inference_mode(False)
     def _update(self, bucket: _Bucket) -> None:
-        """Wait for the bucket's gradients and make its update, of these parameters alone."""
+        """Wait for the bucket's gradients and update its parameters alone."""
         assert bucket.noted is not None
         mark("dense")
         if bucket.taken is None:
-            # The norm is that of all gradients of the step, so all of them must be there.
+            # The joint norm needs all gradients of the step.
             for one in self._buckets if self._max_norm is not None else [bucket]:
                 one.taken = one.mean.take()
             mark("grads_exchange")
@@ -641,7 +621,7 @@ class DenseSync:
 
     @contextmanager
     def _only_grads_of(self, buckets: Sequence[_Bucket]) -> Iterator[None]:
-        """Inside the block parameters have the means of these buckets as ``grad``, or none."""
+        """Set ``grad`` to the means of these buckets, and to None elsewhere, inside the block."""
         aside = [parameter.grad for parameter in self._names]
         for parameter in self._names:
             parameter.grad = None
@@ -654,18 +634,18 @@ class DenseSync:
             parameter.grad = grad
 
     def flush(self) -> None:
-        """Make all updates that are due: before weights or optimizer state are read or written."""
+        """Apply all pending updates, before weights or optimizer state are read or written."""
         for bucket in self._buckets:
             if bucket.noted is not None:
                 self._update(bucket)
 
     def drain(self) -> None:
-        """Wait until nothing of the gradients is under way; makes no update."""
+        """Wait for all started reductions without updating."""
         for bucket in self._buckets:
             bucket.mean.wait()
 
     def close(self) -> None:
-        """Leave the model as it was found; waits for nothing, and drops updates not yet made."""
+        """Restore the model without waiting; pending updates are dropped."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -674,7 +654,7 @@ class DenseSync:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """A copy of everything in the optimizer's groups but the parameters, e.g. learning rates."""
+    """Copy the settings of the optimizer's groups, such as learning rates."""
     return [
         {
             name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -694,12 +674,12 @@ def _check_optimizer(named: Mapping[str, nn.Parameter], optimizer: torch.optim.O
     expected = {parameter: name for name, parameter in named.items()}
     held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     missing = [name for parameter, name in expected.items() if parameter not in held]
-    strange = [tuple(parameter.shape) for parameter in held if parameter not in expected]
-    if missing or strange:
+    unknown = [tuple(parameter.shape) for parameter in held if parameter not in expected]
+    if missing or unknown:
         raise ValueError(
             f"optimizer of the dense layers: expected exactly their {len(expected)} parameters, "
-            f"got it without {missing[:4]} and with others of shapes {sorted(strange)[:4]}. "
-            "Make it of dense_parameters(model); freeze what is not to be trained."
+            f"got it without {missing[:4]} and with others of shapes {sorted(unknown)[:4]}. "
+            "Make it from dense_parameters(model) and freeze what is not trained."
         )
 
 

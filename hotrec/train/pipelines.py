@@ -1,4 +1,4 @@
-"""The train pipelines: TorchRec's, and hotrec's own, in which rows travel ahead of their step."""
+"""The training pipelines: TorchRec's, and hotrec's own, which prefetches embedding rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,25 +21,26 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hotrec.data.batch import Batch
+from hotrec.embedding.prefetch.row_ahead import Part, RowsAhead
 from hotrec.runtime.ranks import new_group
 from hotrec.runtime.stages import backward_point, mark, mark_backward, named_range
 from hotrec.train.dense_sync import DenseSync, dense_parameters
 from hotrec.types import WireType
 
-# What the model returns beside the loss to differentiate: loss (), logits (B,), labels (B,).
+# The model's detached outputs: loss (), logits (B,), labels (B,).
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Pipeline(ABC):
-    """A model and its optimizer, and the order in which a step is made.
+    """Runs the steps of a sharded model and its optimizer.
 
-    While ``model`` is in training mode ``progress`` makes an update; in evaluation mode it only
-    computes. The model's forward is the pipeline's to change, so evaluation goes through here too.
+    In training mode ``progress`` updates the model, in evaluation mode it only computes. A pipeline
+    may replace the model's forward, so evaluation runs through the pipeline too.
 
     Args:
-        kind: its name.
-        model: sharded.
-        device: of the model.
+        kind: The pipeline's name in the configuration.
+        model: The sharded model.
+        device: The model's device.
     """
 
     def __init__(self, kind: str, model: nn.Module, device: torch.device) -> None:
@@ -49,15 +50,15 @@ class Pipeline(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Get ready for a new iterator.
+        """Prepare for a new iterator.
 
         Raises:
-            RuntimeError: if batches of the last one have not been computed.
+            RuntimeError: if batches of the previous iterator have not been computed.
         """
 
     @abstractmethod
     def progress(self, batches: Iterator[Batch]) -> Output:
-        """Compute the next batch of ``batches``; one update if the model is in training mode.
+        """Compute the next batch and, in training mode, update the model.
 
         Returns:
             Loss (), logits (B,) and labels (B,), detached.
@@ -68,17 +69,17 @@ class Pipeline(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait until no thread is at work and every update made so far is in the weights.
+        """Wait until all threads are idle and all updates are applied; held batches stay held.
 
-        To be called before weights are read. Batches that are held stay held.
+        Call this before reading weights.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the pipeline's threads, if any, and give the model its own forward back."""
+        """Stop the pipeline's threads, if any, and restore the model's forward."""
 
     def _no_batch(self) -> RuntimeError:
-        # A StopIteration that escapes would silently end whatever loop stands above.
+        # An escaping StopIteration would silently end a loop of the caller.
         return RuntimeError(
             f"pipeline {self.kind}: expected another batch, got the end of the data. "
             "Ask for as many steps as the loader has."
@@ -86,14 +87,14 @@ class Pipeline(ABC):
 
 
 class MarkedOptimizer:
-    """What TorchRec's pipelines call of an optimizer, with marks.
+    """An optimizer for TorchRec's pipelines that marks stages and clips gradients.
 
-    ``register_step_pre_hook`` would do, but KeyedOptimizer never calls the hooks.
+    Step hooks cannot do this, since KeyedOptimizer never calls them.
 
     Args:
-        optimizer: that does the work.
-        clipped: parameters whose gradients are scaled down to ``max_norm`` together before it.
-        max_norm: None to leave them as they are.
+        optimizer: The optimizer to call.
+        clipped: Parameters whose joint gradient norm is clipped before each step.
+        max_norm: The largest joint norm; None disables clipping.
     """
 
     def __init__(
@@ -119,13 +120,13 @@ class MarkedOptimizer:
 
 
 def mark_lookups(model: nn.Module) -> None:
-    """Mark the lookups of TorchRec's sharded ``EmbeddingBagCollection`` modules, both ways.
+    """Mark the lookups of TorchRec's sharded ``EmbeddingBagCollection`` modules, once per model.
 
-    To be called once for a model. In backward a sharded lookup updates its rows, and autograd comes
-    to it when the gradients have arrived. That of data-parallel tables counts as lookup, both ways.
+    In backward, sharded lookups update their rows once the gradients have arrived. Data-parallel
+    tables count as lookup in both directions.
     """
     for module in model.modules():
-        # hotrec's own kinds mark themselves.
+        # hotrec's sharded modules mark themselves.
         if type(module) is ShardedEmbeddingBagCollection:
             lookups: Any = module._lookups
             for lookup in lookups:
@@ -150,7 +151,7 @@ def _mark_lookup(lookup: nn.Module) -> None:
 
 
 class TorchRecPipeline(Pipeline):
-    """One of TorchRec's pipelines; arguments as for ``make_pipeline``."""
+    """One of TorchRec's pipelines; see ``make_pipeline`` for the arguments."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class TorchRecPipeline(Pipeline):
 
     def start(self) -> None:
         if isinstance(self._pipeline, TrainPipelineBase):
-            # It never asks another iterator by itself once one has ended.
+            # Without a reset it ignores new iterators after the end of one.
             self._pipeline.reset()
         elif self._pipeline.batches:
             raise RuntimeError(
@@ -199,17 +200,21 @@ class TorchRecPipeline(Pipeline):
         return output
 
     def drain(self) -> None:
-        """TorchRec's pipelines have no thread; what they gave to the process group is its own."""
+        """Do nothing: TorchRec's pipelines have no thread."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: TorchRec's pipelines have no thread."""
 
     def _check_all_pipelined(self) -> None:
         if self.kind == "base":
             return
-        # The one private attribute of TorchRec that hotrec reads; there is no public one.
+        # TorchRec has no public attribute for this.
         pipelined = {id(module) for module in self._pipeline._pipelined_modules}
-        sharded = _sharded_modules(self.model)
+        sharded: dict[str, nn.Module] = {}
+        for name, module in self.model.named_modules():
+            is_inside = any(name.startswith(f"{outer}.") for outer in sharded)
+            if isinstance(module, ShardedModule) and not is_inside:
+                sharded[name] = module
         missing = [name for name, module in sharded.items() if id(module) not in pipelined]
         if missing:
             raise RuntimeError(
@@ -219,71 +224,30 @@ class TorchRecPipeline(Pipeline):
             )
 
 
-def _sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
-    """The outermost sharded modules by name; what they hold inside is theirs to call."""
-    found: dict[str, ShardedModule[Any, Any, Any, Any]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, ShardedModule) and not any(
-            name.startswith(f"{outer}.") for outer in found
-        ):
-            found[name] = module
-    return found
-
-
-class Part(Protocol):
-    """Samples of a batch that are computed together.
-
-    Attributes: ``samples`` int64 (B',) or None for all, ``features`` to call the model with, and
-    ``is_last``, of the batch's parts.
-    """
-
-    @property
-    def samples(self) -> torch.Tensor | None: ...
-    @property
-    def features(self) -> Any: ...
-    @property
-    def is_last(self) -> bool: ...
-
-
-class RowSource(Protocol):
-    """What brings rows and takes gradients: ``hotrec.embedding.RowsAhead``, which says more."""
-
-    depth: int
-
-    def prefetch(self, features: Any, *, will_update: bool, is_all_hot: bool) -> None: ...
-    def start_step(self) -> None: ...
-    def parts(self, *, split: bool) -> Sequence[Any]: ...
-    def wait_for_rows(self, part: Any) -> None: ...
-    def end_backward(self) -> None: ...
-    def wait_for_hot_gradients(self) -> None: ...
-    def drain(self) -> None: ...
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class LookAhead:
-    """What the pipeline look_ahead needs beside model and optimizer.
+    """Settings of the look-ahead pipeline.
 
     Args:
-        make_rows: called once, when the pipeline is made, on every rank.
-        micro_batches: compute the samples first that need not wait for rows.
-        wire_type: in which the dense layers' gradients travel.
+        make_rows: Makes the row prefetcher; called on every rank when the pipeline is made.
+        micro_batches: Whether to compute samples first whose rows have already arrived.
+        wire_type: The type in which gradients of the dense layers are sent.
     """
 
-    make_rows: Callable[[], RowSource]
+    make_rows: Callable[[], RowsAhead]
     micro_batches: bool = False
     wire_type: WireType = WireType.fp32
 
 
 class LookAheadPipeline(Pipeline):
-    """See the module docstring.
+    """Prefetches rows of future batches and updates dense layers late; see ``make_pipeline``.
 
     Args:
-        model: sharded without DDP around its dense layers.
-        optimizer: from ``hotrec.embedding.make_optimizer``.
+        model: A model sharded without DDP around its dense layers.
+        optimizer: The optimizer from ``hotrec.embedding.make_optimizer``.
 
     Raises:
-        ValueError: if the model or the optimizer is not of this kind.
+        ValueError: if DDP wraps the dense layers, or the optimizer has other parts.
     """
 
     def __init__(
@@ -295,7 +259,8 @@ class LookAheadPipeline(Pipeline):
         grad_clip_norm: float | None = None,
     ) -> None:
         super().__init__("look_ahead", model, device)
-        if any(_is_around_dense(module) for module in model.modules()):
+        # TorchRec's sharded modules also hold unused DDP lookups, but not as submodules.
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError(
                 "pipeline look_ahead: expected dense layers without DDP, which would reduce their "
                 "gradients a second time, got DDP. Shard the model with data_parallel=False."
@@ -388,11 +353,6 @@ class LookAheadPipeline(Pipeline):
         self._dense.close()
 
 
-def _is_around_dense(module: nn.Module) -> bool:
-    """DDP around lookups stays in TorchRec's sharded modules, unused; it is in no module list."""
-    return isinstance(module, DistributedDataParallel)
-
-
 def _parts_of(optimizer: torch.optim.Optimizer) -> dict[str, KeyedOptimizer]:
     if not isinstance(optimizer, CombinedOptimizer):
         raise ValueError(
@@ -423,7 +383,7 @@ def _select(batch: Batch, part: Part) -> Batch:
 
 
 def _joined(outputs: Sequence[Output], samples: Sequence[torch.Tensor | None]) -> Output:
-    """The loss of the whole batch, and its samples in their order."""
+    """Combine the outputs of the parts of a batch, samples in their original order."""
     if len(outputs) == 1:
         return outputs[0]
     order = torch.cat([part for part in samples if part is not None])
@@ -449,19 +409,18 @@ def make_pipeline(
     look_ahead: LookAhead | None = None,
     grad_clip_norm: float | None = None,
 ) -> Pipeline:
-    """Put a sharded model and its optimizer into a pipeline.
+    """Make the pipeline that trains a sharded model with its optimizer.
 
     Args:
-        kind: "look_ahead" (rows of the next batches travel while the current one computes),
-            "sparse_dist" (only their ids do), "base" (only the copy to the device is ahead) or
-            "prefetch" (TorchRec's, into the device caches of host tables).
-        look_ahead: what the pipeline of this name needs.
-        grad_clip_norm: scale the gradients of the dense layers down to this norm, that of all of
-            them together, after their mean over the ranks; None not to. Rows are not clipped:
-            their gradients go to their owners, who update them in backward.
+        kind: "look_ahead" (prefetches rows while the current batch computes), "sparse_dist"
+            (prefetches ids only), "base" (only copies to the device ahead) or "prefetch"
+            (TorchRec's, which fills the device caches of host tables).
+        look_ahead: Settings of the look-ahead pipeline, which requires them.
+        grad_clip_norm: Clips the joint norm of the dense layers' mean gradients to this value; None
+            disables clipping. Rows are not clipped: their owners update them in backward.
 
     Raises:
-        ValueError: if the kind is unknown, or the model does not fit it.
+        ValueError: if the kind is unknown, or does not fit the model.
     """
     if kind not in PIPELINES:
         raise ValueError(f"pipeline: expected one of {PIPELINES}, got {kind!r}.")
@@ -469,7 +428,6 @@ def make_pipeline(
         return TorchRecPipeline(kind, model, optimizer, device, grad_clip_norm)
     if look_ahead is None:
         raise ValueError(
-            "pipeline look_ahead: expected what feeds it rows, got none. Give make_pipeline "
-            "look_ahead=LookAhead(...)."
+            "pipeline look_ahead: expected its settings, got none. Pass look_ahead=LookAhead(...)."
         )
     return LookAheadPipeline(model, optimizer, device, look_ahead, grad_clip_norm)

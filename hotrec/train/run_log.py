@@ -1,4 +1,4 @@
-"""What a run leaves in its directory, and the clocks behind it."""
+"""The files of a run directory, and the timing of steps and data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,10 @@ from hotrec.train.schedule import Segment
 class RunLog:
     """Writes metrics.jsonl, eval.jsonl, summary.json and TensorBoard events, each line at once.
 
-    Only rank 0 opens one with a directory; with None nothing is written, so callers need not ask.
-
     Args:
-        run_dir: the run's directory, or None.
-        start_step: the step that the run starts from. Lines of later steps, which a run that was
-            killed after its last checkpoint has left, are dropped.
+        run_dir: The run's directory; None, as on all ranks but the first, writes nothing.
+        start_step: The step that the run starts from. Lines of later steps, left by a run that was
+            killed after its last checkpoint, are dropped.
     """
 
     def __init__(self, run_dir: Path | None, *, start_step: int) -> None:
@@ -46,25 +43,20 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._board is not None:
             self._board.close()
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl; its numbers go to TensorBoard under train/."""
+        """Append a line to metrics.jsonl; its numbers go to TensorBoard under train/."""
         self._append("metrics.jsonl", line, prefix="train")
 
     def write_eval(self, line: Mapping[str, Any]) -> None:
-        """One line of eval.jsonl; its numbers go to TensorBoard under the name of the split."""
+        """Append a line to eval.jsonl; its numbers go to TensorBoard under the split's name."""
         self._append("eval.jsonl", line, prefix=str(line["split"]))
 
     def write_summary(self, document: Mapping[str, Any]) -> None:
-        """summary.json, replaced as a whole."""
+        """Replace summary.json atomically."""
         if self._run_dir is not None:
             text = json.dumps(document, indent=2, allow_nan=False) + "\n"
             replace_text(self._run_dir / "summary.json", text)
@@ -84,7 +76,7 @@ class RunLog:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old text or the new, whole."""
+    """Replace a file atomically: a reader finds the old text or the new."""
     partial = path.with_name(f".{path.name}.tmp")
     with partial.open("w") as file:
         file.write(text)
@@ -108,10 +100,10 @@ def _drop_later_lines(path: Path, last_step: int) -> None:
 
 
 class SegmentBatches(Iterator[Batch]):
-    """The batches of one segment, with the time spent waiting for them.
+    """The batches of one segment, and the time spent waiting for them.
 
-    Bounded, so that the pipeline drains; and it can be cut short, when the run has to stop: the
-    pipeline then computes what it already holds, and the loader stands exactly behind that.
+    It ends with the segment, so that the pipeline drains, or earlier after ``cut``: the pipeline
+    then computes the batches that it holds, where the loader's position is too.
     """
 
     def __init__(self, source: Iterator[Batch], segment: Segment) -> None:
@@ -135,24 +127,24 @@ class SegmentBatches(Iterator[Batch]):
         return batch
 
     def steps(self) -> Iterator[int]:
-        """The steps to make until the pipeline is drained."""
+        """Iterate over the segment's steps until the pipeline is drained."""
         index = 0
-        while index < self.num_steps:  # which may become less in between
+        while index < self.num_steps:  # ``cut`` may lower it meanwhile
             yield self.first_step + index
             index += 1
 
     def cut(self) -> None:
-        """Hand out no more batches."""
+        """Return no more batches."""
         self.num_steps = len(self._num_samples)
 
     def num_samples(self, step: int) -> int:
-        """Samples over all ranks in the batch of ``step``."""
+        """The number of samples of all ranks in the batch of ``step``."""
         return self._num_samples[step - self.first_step]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Step times of some steps; None where no step was measured."""
+    """Throughput and step times; None where no step was measured."""
 
     samples_per_s: float | None
     step_p50_s: float | None
@@ -160,7 +152,7 @@ class Rates:
 
 
 class Meter:
-    """Adds up the times of the steps of this process."""
+    """Measures the steps of this process."""
 
     def __init__(self, *, warmup_steps: int) -> None:
         self._warmup_left = warmup_steps
@@ -171,19 +163,19 @@ class Meter:
         self._last = time.perf_counter()
 
     def restart_clock(self) -> None:
-        """Leave out the time since the last step: evaluation, saving, starting."""
+        """Exclude the time since the last step, such as an evaluation or a checkpoint."""
         self._last = time.perf_counter()
 
     def end_step(self, *, num_samples: int, wait_s: float, is_slowed: bool = False) -> float:
-        """Take the time since the last step.
+        """Measure the time since the last step.
 
         Args:
-            num_samples: of this step, over all ranks.
-            wait_s: part of the time in which the loader was waited for.
-            is_slowed: leave the step out of all rates.
+            num_samples: The number of samples of this step over all ranks.
+            wait_s: The part of the time spent waiting for the loader.
+            is_slowed: Whether to exclude the step from all rates.
 
         Returns:
-            That time, in seconds.
+            The time since the last step in seconds.
         """
         now = time.perf_counter()
         step_s, self._last = now - self._last, now
@@ -196,17 +188,17 @@ class Meter:
         return step_s
 
     def end_interval(self) -> Rates:
-        """Rates of the steps since the last call."""
+        """The rates of the steps since the last call."""
         start, self._interval_start = self._interval_start, len(self._step_s)
         return _rates(self._step_s[start:], self._samples[start:])
 
     def total(self) -> Rates:
-        """Rates of all measured steps."""
+        """The rates of all measured steps."""
         return _rates(self._step_s, self._samples)
 
     @property
     def data_wait_frac(self) -> float | None:
-        """Fraction of all measured steps' time in which this rank waited for its loader."""
+        """The fraction of all measured steps' time that this rank waited for its loader."""
         total_s = sum(self._step_s)
         return self._wait_s / total_s if total_s else None
 

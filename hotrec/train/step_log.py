@@ -1,11 +1,11 @@
-"""The records of a run, step by step: times, losses, traffic -> metrics.jsonl and eval.jsonl."""
+"""Collects times, losses and traffic of the steps and writes metrics.jsonl and eval.jsonl."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -26,16 +26,20 @@ from hotrec.types import STAGES
 
 
 class Records:
-    """Adds up what happens in the steps, and writes it down when it is due.
+    """Collects the measurements of a run's steps and writes them when due.
 
     Args:
-        bar: the progress bar to move.
-        start: where the run stands before the first step.
-        first_compared_step: see ``train``.
-        tracer: Records a window of steps, which no rate includes.
-        drain: waits for what the pipeline's threads still send.
-        count_tables: see ``train``.
-        count_caches: see ``train``.
+        run_log: Writes the run's files.
+        bar: The progress bar to advance.
+        traffic: Counts the traffic of sampled steps.
+        ranks: The process group.
+        cadence: How often the ranks check up and lines are written.
+        start: The position before the first step.
+        first_compared_step: See ``train``.
+        tracer: Records a window of steps, which are excluded from all rates.
+        drain: Waits for what the pipeline's threads still send.
+        count_tables: See ``train``.
+        count_caches: See ``train``.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class Records:
         self._drain = drain
         self._count_tables = count_tables
         self._count_caches = count_caches
-        # Of all ranks, with the number of steps; empty without caches.
+        # Summed over all ranks, with the number of steps; empty without caches.
         self._cache: Counter[str] = Counter()
         self._line_cache: Counter[str] = Counter()  # since the last line
         self._losses: dict[int, torch.Tensor] = {}
@@ -81,7 +85,7 @@ class Records:
 
     @contextmanager
     def step(self, step: int, batches: SegmentBatches) -> Iterator[None]:
-        """Measure the step made inside the block."""
+        """Measure the step inside the block."""
         wait_s = batches.wait_s
         index = step - batches.first_step
         is_counted = self._traffic.is_due(index, batches.num_steps)
@@ -113,21 +117,21 @@ class Records:
         self._losses[step] = loss.detach()
 
     def must_check(self, step: int, batches: SegmentBatches) -> bool:
-        """Whether the ranks check up after ``step``: every so often, and before each drain ends."""
+        """Whether the ranks check up after ``step``: at the cadence, and at a segment's end."""
         is_last = step == batches.first_step + batches.num_steps - 1
         cadence = self._cadence
         return is_last or step % cadence.check_every == 0 or step % cadence.log_every == 0
 
     @property
     def must_stop(self) -> bool:
-        """Whether the ranks have agreed to stop, because one was asked to."""
+        """Whether the last check-up found a stop request on some rank."""
         return self._checkup is not None and self._checkup.must_stop
 
     def check_up(self, step: int, *, lr: float, must_stop: bool) -> None:
-        """Exchange with the other ranks; write a line of metrics.jsonl if one is due.
+        """Check up with the other ranks and write a line of metrics.jsonl if one is due.
 
         Raises:
-            RuntimeError: on every rank, if a loss since the last checkup is not finite.
+            RuntimeError: on every rank, if a loss since the last check-up is not finite.
         """
         is_line_due = step % self._cadence.log_every == 0
         checkup = check_up(
@@ -153,14 +157,17 @@ class Records:
 
     def _metrics_line(self, step: int, lr: float, checkup: Checkup) -> dict[str, Any]:
         traffic = checkup.traffic
+        stages, exposed_s = checkup.stage_s[:EXPOSED], checkup.stage_s[EXPOSED]
+        # NaN where a rank measured no step.
+        is_measured = all(math.isfinite(seconds) for seconds in stages)
         line = {
             "step": step,
             "num_samples": self.position.num_samples,
             "loss": checkup.loss,
             "lr": lr,
             **asdict(self.meter.end_interval()),
-            "stage_s": _by_stage(checkup.stage_s[:EXPOSED]),
-            "exposed_communication_s": _if_finite(checkup.stage_s[EXPOSED]),
+            "stage_s": dict(zip(STAGES, stages, strict=True)) if is_measured else None,
+            "exposed_communication_s": exposed_s if math.isfinite(exposed_s) else None,
             "data_wait_s": self._line_wait_s / self._line_steps,
             "sent_bytes": traffic.sent_bytes if traffic else None,
             "bound_bytes": traffic.bound_bytes if traffic else None,
@@ -176,8 +183,8 @@ class Records:
     def add_quality(self, split: str, quality: Quality) -> None:
         """Write a line of eval.jsonl."""
         if self._count_caches is not None:
-            # Evaluation reads through the caches too: no step's doing. The checkup at the end of
-            # the segment has taken what its steps did.
+            # Discard what the evaluation did in the caches; the check-up at the end of the segment
+            # has counted its steps.
             self._count_caches()
         self._quality = quality
         line = {"step": self.position.step, "split": split, **asdict(quality)}
@@ -186,11 +193,11 @@ class Records:
     def write_summary(
         self, description: Mapping[str, Any], prediction: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Write summary.json and return its content; a collective. What was not measured is None.
+        """Write summary.json and return its content, None where not measured; a collective.
 
         Args:
-            description: goes in as it is.
-            prediction: see ``compare``.
+            description: Entries to add unchanged.
+            prediction: See ``compare``.
         """
         tables = None if self._count_tables is None else self._count_tables()
         memory = memory_figures(self._ranks.device, tables)
@@ -228,15 +235,5 @@ class Records:
 
 
 def _cache_figures(counted: Mapping[str, int]) -> dict[str, Any]:
-    """No key where there are no caches."""
+    """The cache entry of a document; empty without caches."""
     return {"cache": dict(counted)} if counted else {}
-
-
-def _by_stage(seconds: Sequence[float]) -> dict[str, float] | None:
-    """None if a rank measured no step."""
-    is_measured = all(math.isfinite(value) for value in seconds)
-    return dict(zip(STAGES, seconds, strict=True)) if is_measured else None
-
-
-def _if_finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

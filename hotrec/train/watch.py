@@ -1,9 +1,8 @@
-"""What the ranks tell one another every few steps, and the traffic of sampled steps.
+"""The check-up of all ranks every few steps, stopping on SIGTERM, and sampled traffic.
 
-One small all-reduce carries everything: the losses since the last one, whether a rank has been
-asked to stop, the time it waited for data, what its device caches did, and its traffic sums. It is
-the only exchange beside the model's own, and with the reading of the caches' counters, where there
-are caches, the only wait for the device; its outcome is the same on every rank.
+A check-up is one small all-reduce of losses, stop requests, data waits, cache counters and traffic
+sums. Beside the model's own exchanges it is the only one, and beside reading the counters of device
+caches the only wait for the device. Its result is the same on every rank.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import COLLECTIVES, BatchFacts, count_sent_bytes, lower_bound_bytes
 from hotrec.train.run_log import SegmentBatches
 
-# Exit code of a run that SIGTERM ended, as a shell would report it. The checkpoint is whole.
+# The exit code of a run that stopped on SIGTERM after a complete checkpoint, as a shell reports it.
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
-# Counting slows a step down several times over; its bytes hardly vary from step to step.
+# Counting makes a step several times slower, and the bytes of steps hardly vary.
 SAMPLE_EVERY_STEPS = 500
 
 
 @dataclass(frozen=True)
 class TrafficMeans:
-    """Means over the sampled steps and over the ranks; bytes are per step and rank."""
+    """Means over the sampled steps and the ranks; bytes are per step and rank."""
 
     sent_bytes: dict[str, int]
     bound_bytes: int | None
@@ -45,12 +44,12 @@ class TrafficMeans:
 
 
 class TrafficMeter:
-    """Counts sent bytes in a few steps, and what their batches read.
+    """Counts the bytes sent in sampled steps, and the rows that their batches read.
 
     Args:
-        world_size: W.
-        num_dense_values: trained parameters of the dense layers.
-        inspect_batch: distinct rows and lookups of a batch; without it there is no bound.
+        world_size: World size.
+        num_dense_values: The number of trained parameters in the dense layers.
+        inspect_batch: Counts the distinct rows and lookups of a batch; None for no lower bound.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class TrafficMeter:
     def is_due(self, index: int, num_steps: int) -> bool:
         """Whether to count in step ``index`` (from 0) of a segment.
 
-        The first steps fill the pipeline and the last one drains it, so one in between stands for
-        all. In a run of segments too short for that, a whole segment does.
+        A step in between is sampled, since the others fill or drain the pipeline. Where segments
+        are too short for that, a whole segment is.
         """
         if num_steps >= 4:
             return index % SAMPLE_EVERY_STEPS == 2 and index < num_steps - 1
@@ -76,7 +75,7 @@ class TrafficMeter:
 
     @contextmanager
     def counting(self, batches: SegmentBatches) -> Iterator[None]:
-        """Count the step made inside the block, and what the batch that it took reads."""
+        """Count the bytes that the step inside the block sends and the rows its batch reads."""
         with count_sent_bytes() as traffic:
             yield
         self._sums["steps"] += 1
@@ -95,7 +94,7 @@ class TrafficMeter:
         return [float(value) for value in self._sums.values()]
 
     def means(self, sums: list[float]) -> TrafficMeans | None:
-        """Means from the ranks' added ``sums()``; None before the first sampled step."""
+        """The means, given ``sums()`` summed over ranks; None before the first sampled step."""
         total = dict(zip(self._sums, sums, strict=True))
         num_steps = total["steps"]  # over all ranks
         if num_steps == 0:
@@ -109,7 +108,7 @@ class TrafficMeter:
 
 
 class StopRequest:
-    """Whether SIGTERM came."""
+    """Whether SIGTERM has arrived."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -120,10 +119,10 @@ class StopRequest:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[StopRequest]:
-    """Take SIGTERM as a request to stop at the next occasion, inside the block."""
+    """Inside the block, record SIGTERM as a request to stop at the next check-up."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield request  # only the main thread may set handlers; the caller's stays
+        yield request  # only the main thread may set handlers
         return
     previous = signal.signal(signal.SIGTERM, request.set)
     try:
@@ -134,11 +133,11 @@ def stop_on_sigterm() -> Iterator[StopRequest]:
 
 @contextmanager
 def sigterm_held_back() -> Iterator[None]:
-    """Start processes in the block that SIGTERM does not reach.
+    """Start processes in the block that ignore SIGTERM, since they inherit the signal mask.
 
-    torchrun sends SIGTERM to the whole process group, so loader workers would die of it while
-    their rank still needs batches. They inherit the signal mask; they end with their rank. What
-    comes for this process meanwhile is delivered at the end of the block.
+    torchrun sends SIGTERM to the whole process group, and loader workers must outlive it while
+    their rank still needs batches; they end with their rank. A SIGTERM to this process is delivered
+    at the end of the block.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -149,15 +148,15 @@ def sigterm_held_back() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checkup:
-    """The outcome of one exchange, the same on every rank.
+    """The result of a check-up, the same on every rank.
 
     Args:
-        loss: mean over the ranks in the last step, which is the mean loss of the global batch.
-        must_stop: whether any rank was asked to stop.
-        wait_s: time waited for data since the last checkup, mean over the ranks.
-        stage_s: mean over the ranks of what they told; NaN if one of them told so.
-        cache: what the device caches did since the last checkup, added up over the ranks.
-        traffic: means so far.
+        loss: The global batch's mean loss in the last step.
+        must_stop: Whether any rank has a stop request.
+        wait_s: Mean over the ranks of the time waited for data since the last check-up.
+        stage_s: Mean over the ranks of their stage times; NaN where one of them is.
+        cache: Counters of the device caches since the last check-up, summed over the ranks.
+        traffic: The means so far; None before the first sampled step.
     """
 
     loss: float
@@ -178,31 +177,35 @@ def check_up(
     traffic: TrafficMeter,
     ranks: Ranks,
 ) -> Checkup:
-    """Exchange what there is to tell; a collective, to be called on every rank in the same step.
+    """Sum the figures of all ranks; a collective.
 
     Args:
-        losses: this rank's loss () of each step since the last checkup, by step.
-        stage_s: this rank's seconds by stage, or none; as many on every rank.
-        cache: what this rank's device caches did, or nothing; the same names on every rank.
+        losses: This rank's loss () of each step since the last check-up, by step.
+        must_stop: Whether this rank has a stop request.
+        wait_s: The time that this rank waited for data since the last check-up.
+        stage_s: This rank's seconds by stage, or none; the same number on every rank.
+        cache: This rank's cache counters, or none; the same names on every rank.
+        traffic: This rank's traffic counts.
+        ranks: The process group.
 
     Raises:
         RuntimeError: on every rank, if the loss of a step is not finite.
     """
     figures = [float(must_stop), wait_s, *stage_s, *cache.values(), *traffic.sums()]
-    told = torch.tensor(figures, dtype=torch.float64)
-    own = torch.stack([loss.double().reshape(()) for loss in losses.values()])
-    values = torch.cat([own, told.to(own.device)])
+    own_losses = torch.stack([loss.double().reshape(()) for loss in losses.values()])
+    others = torch.tensor(figures, dtype=torch.float64).to(own_losses.device)
+    values = torch.cat([own_losses, others])
     if ranks.world_size > 1:
         dist.all_reduce(values)
-    added = values.tolist()
-    mean_losses = [loss / ranks.world_size for loss in added[: len(losses)]]
+    totals = values.tolist()
+    mean_losses = [loss / ranks.world_size for loss in totals[: len(losses)]]
     for step, loss in zip(losses, mean_losses, strict=True):
         if not math.isfinite(loss):
             raise RuntimeError(
                 f"step {step}: expected a finite loss, got {loss}. Lower the learning rate, "
                 "lengthen the warm-up, or look for extreme dense values in the data."
             )
-    num_stops, sum_wait_s, *sums = added[len(losses) :]
+    num_stops, sum_wait_s, *sums = totals[len(losses) :]
     stage_sums, sums = sums[: len(stage_s)], sums[len(stage_s) :]
     cache_sums, traffic_sums = sums[: len(cache)], sums[len(cache) :]
     return Checkup(
