@@ -1,10 +1,10 @@
-"""The hot/cold embedding bag collection, before sharding.
+"""The unsharded hot/cold embedding bag collection.
 
-Takes the place of TorchRec's ``EmbeddingBagCollection``: same tables, same keys, same output. Each
-table becomes up to two tables of an ``EmbeddingCollection``: ``<table>_hot`` with the hot rows, by
-hot slot, and ``<table>`` with all rows, in original ids, of which the cold ones are live. Both are
-read by the distinct rows of the batch; pooling is local. Tables that the placement exchanges pooled
-stay in an ordinary ``EmbeddingBagCollection`` inside.
+It replaces TorchRec's ``EmbeddingBagCollection``: same tables, same keys, same output. Each table
+becomes up to two tables of an ``EmbeddingCollection``: ``<table>_hot`` with the hot rows, by hot
+slot, and ``<table>`` with all rows, in original ids, of which the cold ones are live. Both are read
+once per distinct row of the batch; pooling is local. Tables that the placement exchanges pooled
+stay in an inner ``EmbeddingBagCollection``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hotrec.types import Exchange, Partition, Placement
 
 
 def check_partition(tables: Sequence[EmbeddingBagConfig], partition: Partition) -> None:
-    """Refuse a partition that is not of these tables.
+    """Check that a partition fits the tables.
 
     Raises:
         ValueError: if a table is missing, has another number of rows, or is not fp32.
@@ -63,11 +63,11 @@ def check_partition(tables: Sequence[EmbeddingBagConfig], partition: Partition) 
 def columns_by_dim(
     tables: Sequence[EmbeddingBagConfig], chosen: Collection[str] | None = None
 ) -> dict[int, list[Column]]:
-    """The pooled outputs of the tables, grouped by embedding dimension, in TorchRec's order.
+    """The pooled outputs of the tables by embedding dimension, in TorchRec's order.
 
     Args:
-        tables: of the whole collection, which decides the columns' names.
-        chosen: names of the tables whose columns are wanted; None for all.
+        tables: All tables of the collection, which determine the columns' names.
+        chosen: The names of the tables whose columns to return; None for all.
     """
     groups: dict[int, list[Column]] = {}
     for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True):
@@ -85,8 +85,8 @@ class PooledLayout:
     """Puts the pooled columns of the groups into the order of the collection's keys.
 
     Args:
-        tables: the collection's tables, in its order.
-        pooled_tables: names of those that TorchRec pools where they live.
+        tables: The collection's tables, in order.
+        pooled_tables: The names of the tables that TorchRec pools on their owners.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class PooledLayout:
     def assemble(
         self, pooled: Sequence[torch.Tensor], from_torchrec: KeyedTensor | None = None
     ) -> KeyedTensor:
-        """Put the columns of all sources side by side.
+        """Concatenate the columns of all sources.
 
         Args:
-            pooled: one (B, F_g * D_g) per group.
-            from_torchrec: the columns of the tables that TorchRec pools, by name, in any order.
+            pooled: One (B, F_g * D_g) tensor per group.
+            from_torchrec: The columns of the tables that TorchRec pools, by name, in any order.
 
         Returns:
             Values (B, sum of dims), keys in order.
@@ -138,19 +138,19 @@ class PooledLayout:
 class HotColdEmbeddingBagCollection(nn.Module):
     """Embedding bags whose hot rows are replicated and whose cold rows are sharded.
 
-    Unsharded, it computes what the ``EmbeddingBagCollection`` of the same tables computes; its
-    sharder (``hotrec.embedding.sharding.HotColdSharder``) makes the hot half data-parallel and the
-    cold half model-parallel.
+    Unsharded, it computes the same as the ``EmbeddingBagCollection`` of these tables; its sharder
+    (``hotrec.embedding.sharding.HotColdSharder``) makes the hot half data-parallel and the cold
+    half model-parallel.
 
     Args:
-        tables: as for ``EmbeddingBagCollection``; fp32, sum or mean pooling.
-        placement: which rows of each table are hot, and how the others are exchanged; a partition
-            alone means all of them as rows.
-        is_weighted: whether the features carry per-sample weights.
-        device: of the parameters; "meta" leaves them to be made by sharding.
+        tables: Tables as for ``EmbeddingBagCollection``; fp32, sum or mean pooling.
+        placement: The hot rows of each table, and how the others are exchanged; with a partition,
+            all are exchanged as rows.
+        is_weighted: Whether the features have per-sample weights.
+        device: The device of the parameters; on "meta" sharding makes them.
 
     Raises:
-        ValueError: if the placement is of other tables, or a table is not fp32.
+        ValueError: if the placement does not fit the tables, or a table is not fp32.
     """
 
     def __init__(
@@ -173,12 +173,11 @@ class HotColdEmbeddingBagCollection(nn.Module):
         }
         self._tables = list(tables)
         self._is_weighted = is_weighted
-        self._placement = placement
-        self._device = device or torch.device("cpu")
-        self._layout = PooledLayout(tables, pooled_tables)
-        self.router = Router(
-            self._layout.groups, partition, is_weighted, self._layout.pooled_groups
-        )
+        self.placement = placement
+        self.partition = partition
+        self.device = device or torch.device("cpu")
+        self.layout = PooledLayout(tables, pooled_tables)
+        self.router = Router(self.layout.groups, partition, is_weighted, self.layout.pooled_groups)
         by_name = {table.name: table for table in tables}
         self.rows = nn.ModuleDict()
         for dim, group in self.router.groups.items():
@@ -200,21 +199,21 @@ class HotColdEmbeddingBagCollection(nn.Module):
                 )
                 for name in group.cold_tables
             ]
-            self.rows[f"dim{dim}"] = EmbeddingCollection(tables=configs, device=self._device)
+            self.rows[f"dim{dim}"] = EmbeddingCollection(tables=configs, device=self.device)
         self.pooled: EmbeddingBagCollection | None = None
         if self.router.pooled is not None:
             columns = self.router.pooled.columns
             configs = [
                 replace(
                     by_name[name],
-                    # The router makes the mean part of the weights where there are any.
+                    # With weights, the router divides them for mean pooling.
                     pooling=PoolingType.SUM if is_weighted else by_name[name].pooling,
                     feature_names=[column.name for column in columns if column.table == name],
                 )
                 for name in self.router.pooled.tables
             ]
             self.pooled = EmbeddingBagCollection(
-                tables=configs, is_weighted=is_weighted, device=self._device
+                tables=configs, is_weighted=is_weighted, device=self.device
             )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -223,27 +222,11 @@ class HotColdEmbeddingBagCollection(nn.Module):
     def is_weighted(self) -> bool:
         return self._is_weighted
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def placement(self) -> Placement:
-        return self._placement
-
-    @property
-    def partition(self) -> Partition:
-        return self._placement.partition
-
-    @property
-    def layout(self) -> PooledLayout:
-        return self._layout
-
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
         """Look up and pool.
 
         Args:
-            features: ids as a ``KeyedJaggedTensor``, or already routed by ``self.router``.
+            features: The ids, or their routed form from ``self.router``.
 
         Returns:
             Values float (B, sum over columns of D), keys as ``EmbeddingBagCollection`` names them.
@@ -257,11 +240,11 @@ class HotColdEmbeddingBagCollection(nn.Module):
             rows_UD = torch.cat([found[key].values() for key in router.keys])
             pooled.append(pool_rows(rows_UD, group, len(router.columns)))
         from_torchrec = None if self.pooled is None else self.pooled(routed.pooled)
-        return self._layout.assemble(pooled, from_torchrec)
+        return self.layout.assemble(pooled, from_torchrec)
 
 
 def route(router: Router, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
-    """Route features unless a loader worker has done it.
+    """Route features unless a loader worker has.
 
     Raises:
         ValueError: if they were routed for another collection or partition.

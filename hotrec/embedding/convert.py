@@ -1,4 +1,4 @@
-"""Library use: swap the collections of a TorchRec model, and shard it, in one call each."""
+"""Library use: replace the collections of a TorchRec model and shard it, in one call each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.initialize import copy_weights
 from hotrec.embedding.optimizers import hot_replicas
 from hotrec.types import Partition, Placement
@@ -19,17 +18,17 @@ from hotrec.types import Partition, Placement
 def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Module:
     """Replace every ``EmbeddingBagCollection`` of a model by a hot/cold one, in place.
 
-    Weights are kept: the model computes what it computed before.
+    Weights are kept: the model computes the same as before.
 
     Args:
-        model: not sharded yet.
-        placement: of every table of the collections; a partition alone will do.
+        model: The unsharded model.
+        placement: The placement, or the partition alone, of all tables of the collections.
 
     Returns:
-        The model (the new collection, if the model itself was one).
+        The model, or the new collection if the model itself was one.
 
     Raises:
-        ValueError: if the model holds no collection, or the placement is of other tables.
+        ValueError: if the model has no collection, or the placement does not fit its tables.
     """
     if isinstance(model, EmbeddingBagCollection):
         return _convert(model, placement)
@@ -45,7 +44,7 @@ def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Modul
             f"model {type(model).__name__}: expected an EmbeddingBagCollection in it, got none. "
             "Pass the model before it is sharded."
         )
-    # A collection that stands in several places stays one collection.
+    # A collection used in several places stays one collection.
     converted: dict[nn.Module, nn.Module] = {}
     for parent, name, child in found:
         if child not in converted:
@@ -79,8 +78,12 @@ def shard(
     """Shard a model by a plan and make the hot replicas of all ranks equal to rank 0's.
 
     Args:
-        data_parallel: wrap the dense layers in DDP; not for the pipeline look_ahead, which reduces
-            their gradients itself.
+        model: The unsharded model.
+        plan: The sharding plan.
+        sharders: The sharders of its modules.
+        device: The device of the sharded model.
+        data_parallel: Whether to wrap the dense layers in DDP; False for the pipeline look_ahead,
+            which reduces their gradients itself.
     """
     sharded = DistributedModelParallel(
         model, device=device, plan=plan, sharders=sharders, init_data_parallel=data_parallel
@@ -96,7 +99,6 @@ def check_replicas(model: nn.Module) -> None:
     Raises:
         RuntimeError: on every rank, if one differs.
     """
-    replicas: list[HotReplicas] = list(hot_replicas(model).values())
     if dist.is_initialized():
-        for replica in replicas:
+        for replica in hot_replicas(model).values():
             replica.check_equal()

@@ -1,4 +1,4 @@
-"""Lookup and update of cold rows on CPU in place of FBGEMM's.
+"""Lookup and update of cold rows on CPU, in place of FBGEMM's.
 
 FBGEMM's CPU kernel for unpooled rows is a scalar loop. 30,000 rows of 64 floats, forward and
 backward, in ms of one core (benchmarks/cpu_rows.py):
@@ -29,7 +29,7 @@ from hotrec.runtime.stages import mark
 
 
 def _flat_view(flat: torch.Tensor, parts: list[torch.Tensor], what: str) -> torch.Tensor:
-    """FBGEMM's flat buffer, checked to be its per-table parts one after the other."""
+    """View FBGEMM's flat buffer as rows, after checking that it concatenates the tables."""
     first = flat.data_ptr()
     for part in parts:
         if part.numel() == 0:  # a rank without rows of a small table
@@ -67,9 +67,9 @@ class ColdRowsOnCpu:
     """Lookup and update of the cold rows of a fused FBGEMM module on CPU.
 
     Args:
-        module: holds the weights and the optimizer state of the rank's shards.
-        optimizer: TorchRec's optimizer of the module; its param group says the learning rate.
-        spec: the update rule.
+        module: Holds the weights and the optimizer state of the rank's shards.
+        optimizer: TorchRec's optimizer of the module, whose group has the learning rate.
+        spec: The update rule.
     """
 
     def __init__(
@@ -97,18 +97,18 @@ class ColdRowsOnCpu:
         return out
 
     def read(self, rows_K: torch.Tensor) -> torch.Tensor:
-        """Rows of all the module's tables, laid one after the other; float (K, D), a copy."""
+        """Copy rows of the module's concatenated tables, float (K, D)."""
         return self.weights_RD.index_select(0, rows_K)
 
     def update(
         self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float | None = None
     ) -> None:
-        """One update of the named rows.
+        """Update rows once.
 
         Args:
-            rows_K: int64 (K,), with repetition; gradients of the same row are added up in order.
-            grad_KD: float (K, D).
-            learning_rate: of this update; None for the optimizer's as it is now.
+            rows_K: Rows int64 (K,), with repetition; gradients of a row are summed in order.
+            grad_KD: Gradients float (K, D).
+            learning_rate: The learning rate of this update; None for the optimizer's current one.
         """
         if learning_rate is None:
             learning_rate = self.learning_rate
@@ -120,7 +120,7 @@ class ColdRowsOnCpu:
             rows_U,
             grad_UD,
             learning_rate=learning_rate,
-            num_updates=1,  # for Adam alone, which FBGEMM refuses to build on CPU
+            num_updates=1,  # only used by Adam, which FBGEMM lacks on CPU
         )
 
     @property
@@ -133,7 +133,7 @@ def use_cpu_rows(lookup: nn.Module, spec: OptimizerSpec) -> None:
 
     Args:
         lookup: TorchRec's ``GroupedEmbeddingsLookup``.
-        spec: the update rule its fused modules were built with.
+        spec: The update rule of its fused modules.
     """
     kernels: Any = lookup._emb_modules
     for kernel in kernels:

@@ -1,8 +1,4 @@
-"""Rows of several tables as rows of one: FBGEMM lays the tables of a module one after the other.
-
-And writing some of them: on CPU numpy does it in less than half the time of torch's ``index_copy_``
-(``benchmarks/cpu_rows.py`` measures both).
-"""
+"""Rows of concatenated tables, as FBGEMM stores the tables of a module, and bags of their ids."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 def flat_rows(features: KeyedJaggedTensor, begins_T: torch.Tensor) -> torch.Tensor:
-    """Rows of tables laid one after the other.
+    """Rows of the concatenated tables.
 
     Args:
-        features: (T, S) one feature per table, values are rows of the table.
-        begins_T: int64 (T,), where each table begins.
+        features: One feature per table, (T, S), whose values are rows of the table.
+        begins_T: The first row of each table, int64 (T,).
 
     Returns:
         int64 (K,), rows of the concatenated tables.
@@ -27,37 +23,37 @@ def flat_rows(features: KeyedJaggedTensor, begins_T: torch.Tensor) -> torch.Tens
     return rows_K + torch.repeat_interleave(begins_T, lengths_T, output_size=rows_K.numel())
 
 
-# FBGEMM gives a bag to one warp in forward and to one thread in the row-wise exchange of ids, so
-# that the bag of a whole table would be walked serially.
+# FBGEMM processes a bag with one warp in forward and one thread in the row-wise exchange of ids, so
+# a whole table in one bag would be serial.
 MOST_BAG_IDS = 256
 
 
 def cut_lengths(lengths_T: torch.Tensor, num_ids: int) -> torch.Tensor:
     """Spread the ids of each table evenly over bags of at most ``MOST_BAG_IDS``.
 
-    Nothing waits for the device: every table gets as many bags as the longest could need.
+    To avoid waiting for the device, every table gets the number of bags for all ids.
 
     Args:
-        lengths_T: int (T,), ids of each table.
-        num_ids: of all tables.
+        lengths_T: The number of ids of each table, int (T,).
+        num_ids: The number of ids of all tables.
 
     Returns:
-        int (T, S), lengths of the bags.
+        The lengths of the bags, int (T, S).
     """
     num_bags = max(1, -(-num_ids // MOST_BAG_IDS))
-    # The first bags of a table hold one id more than the last ones.
+    # The first bags of a table may have one id more than the last ones.
     spare = torch.arange(num_bags - 1, -1, -1, device=lengths_T.device)
     return (lengths_T[:, None] + spare) // num_bags
 
 
 def cut_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same ids in bags of at most ``MOST_BAG_IDS``, for kernels that do not pool them.
+    """Split ids into bags of at most ``MOST_BAG_IDS``, for kernels that do not pool.
 
     Args:
-        features: jagged (T, S), without weights; a key's ids may be cut anywhere.
+        features: Ids without weights, jagged (T, S).
 
     Returns:
-        Jagged (T, S'), the same values in the same order.
+        The same values in the same order, jagged (T, S').
     """
     if not features.keys():  # on a rank without tables
         return features
@@ -73,7 +69,7 @@ def cut_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def table_begins(num_rows: list[int]) -> torch.Tensor:
-    """Where each of the tables begins when they are laid one after the other; int64 (T,)."""
+    """The first row of each of the concatenated tables, int64 (T,)."""
     rows_T = torch.tensor(num_rows)
     return rows_T.cumsum(0) - rows_T
 
@@ -81,10 +77,12 @@ def table_begins(num_rows: list[int]) -> torch.Tensor:
 def put_rows(target_RD: torch.Tensor, rows_U: torch.Tensor, values_UD: torch.Tensor) -> None:
     """target[rows] = values, in place.
 
+    On CPU numpy takes less than half the time of ``index_copy_`` (``benchmarks/cpu_rows.py``).
+
     Args:
-        target_RD: (R, D), contiguous.
-        rows_U: int64 (U,), distinct.
-        values_UD: (U, D), of the same type.
+        target_RD: The contiguous target (R, D).
+        rows_U: Distinct rows int64 (U,).
+        values_UD: Values (U, D) of the same type.
     """
     if target_RD.is_cuda:
         target_RD.index_copy_(0, rows_U, values_UD)

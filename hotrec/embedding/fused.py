@@ -1,9 +1,9 @@
-"""The update rules as FBGEMM's fused kernels have them.
+"""The update rules in FBGEMM's fused kernels.
 
-On CUDA FBGEMM adds up the gradients of one row in pieces of 1,024 ids, whose order is not fixed, so
-two runs are equal bit for bit only where no row is asked for more often in a step. Rows that travel
-are: a rank asks for a row once, so its owner has a run of at most W. Tables that are pooled where
-they are, and TorchRec's own plans, are not, unless ``torch.use_deterministic_algorithms(True)``.
+On CUDA, FBGEMM sums the gradients of a row in pieces of 1,024 ids in no fixed order, so two runs
+are bitwise equal only if no row is read more often in a step. That holds for rows that are
+exchanged, which each rank requests once. It does not hold for tables pooled on their owners and for
+TorchRec's own plans, except with ``torch.use_deterministic_algorithms(True)``.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _FBGEMM_OPTIMIZER = {
 
 
 def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
-    """FBGEMM's arguments for the same rule; a new dict each time, since TorchRec writes into it.
+    """FBGEMM's arguments for a rule; a new dict each time, since TorchRec modifies it.
 
-    Host tiers lie in pinned host memory that the device maps: managed memory, FBGEMM's default, can
-    hang a device once it exceeds what is free. Of no effect where nothing is in a host tier.
+    Host tiers use pinned host memory that the device maps: managed memory, FBGEMM's default, can
+    hang a device once it exceeds the free memory.
     """
     params: dict[str, Any] = {
         "optimizer": _FBGEMM_OPTIMIZER[spec.kind],
         "learning_rate": spec.learning_rate,
         "uvm_host_mapped": True,
-        # Six numbers a cache and step, on the device; nothing where there is no cache.
+        # Six counters per cache and step, on the device.
         "gather_uvm_cache_stats": True,
     }
     if spec.kind is not OptimizerKind.sgd:
@@ -46,7 +46,7 @@ def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
 
 
 def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_cold: bool) -> None:
-    """Refuse an optimizer that a half cannot follow exactly.
+    """Check that both halves can follow the optimizer exactly.
 
     Raises:
         ValueError: for Adam with cold rows on CPU, where FBGEMM has no Adam.
@@ -60,9 +60,7 @@ def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_cold: bool
 
 
 def undo_update_count(lookup: nn.Module) -> None:
-    """Take back what a forward pass without a backward has counted as an update.
-
-    FBGEMM advances Adam's update count in forward, also in evaluation.
+    """Undo the update that FBGEMM counts in forward for Adam, after a forward without backward.
 
     Args:
         lookup: TorchRec's lookup of a sharding, with fused kernels.

@@ -1,30 +1,29 @@
-"""The mean over the ranks of the hot rows' gradients: which reduction, and the reductions.
+"""Averages the gradients of hot rows over the ranks by the cheapest of three reductions.
 
-A reduction has two steps. ``HotReducer.plan`` needs the touched slots alone, which are known as
-soon as the ids are: it exchanges slots and finds their union. ``reduce_planned`` then sends values
-and nothing else, all dimensions in one message, and adds rows up in rank order, so that replicas
-stay bitwise equal. Slots are sent as integers: a 16-bit wire rounds values only.
+A reduction has two steps. ``HotReducer.plan`` needs the touched slots only, which are known as soon
+as the ids are: it exchanges slots and finds their union. ``reduce_planned`` then sends values only,
+all dimensions in one message, and sums rows in rank order, so that replicas stay bitwise equal.
+Slots are sent as integers: a 16-bit wire rounds values only.
 
-W ranks; of dimension D with H hot rows, rank r touched U_r rows, all ranks together ``union`` rows;
-a value takes v bytes on the wire (4, or 2 with a 16-bit wire), a slot 4. The rank that sends most
-sends, summed over the dimensions:
+With W ranks, D the dimension, H hot rows, U_r rows touched by rank r, ``union`` rows touched by any
+rank, and v bytes per value on the wire (4, or 2 with a 16-bit wire), the busiest rank sends, summed
+over the dimensions:
 
     all-gather   (W-1) max_r U_r (v D + 4)
-                 every rank gathers all ranks' rows and adds them up
-    owners       (W-1)/W max_r U_r (v D + 4)  to the owners of the rows, which add them up
+                 every rank gathers and sums all ranks' rows
+    owners       (W-1)/W max_r U_r (v D + 4)  to the owners of the rows, which sum them
                  + (W-1)/W union (v D + 4)    the sums, gathered by every rank
-    dense        2 (W-1)/W H (v D + 1)        an all-reduce of all rows, with at most a byte each
-                                              that says whether some rank touched it
+    dense        2 (W-1)/W H (v D + 1)        an all-reduce of all rows, and of at most a byte per
+                                              row that says whether some rank touched it
 
-Owners are even: slot s belongs to rank s mod W. With two ranks owners never send less than the
-all-gather; with more they do as soon as a row is touched by more than W/(W-1) ranks on average.
+Rank s mod W owns slot s. With two ranks, owners never send less than the all-gather; with more they
+do when a row is touched by more than W/(W-1) ranks on average.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.nn.functional import embedding_bag
@@ -48,16 +47,16 @@ def hot_messages(
     num_union_G: Sequence[float],
     value_bytes: int,
 ) -> dict[HotExchange, dict[str, float]]:
-    """Bytes that each reduction sends, by the formulas of the module.
+    """The bytes that each reduction sends, by the formulas of the module.
 
     Args:
-        shapes: (H, D) of each dimension.
-        num_touched_RG: U of each rank, by dimension.
-        num_union_G: Number of rows that some rank touched, by dimension.
-        value_bytes: Size of a value on the wire.
+        shapes: H and D of each dimension.
+        num_touched_RG: U of each rank and dimension.
+        num_union_G: The number of rows that some rank touched, by dimension.
+        value_bytes: The size of a value on the wire.
 
     Returns:
-        By exchange (not AUTO), bytes by name of the collective, see ``hotrec.runtime.traffic``.
+        For each exchange but AUTO, bytes by collective, see ``hotrec.runtime.traffic``.
     """
     world_size = len(num_touched_RG)
     row_bytes_G = [value_bytes * dim + SLOT_BYTES for _, dim in shapes]
@@ -78,12 +77,12 @@ def hot_messages(
 def estimate_unions(
     shapes: Shapes, num_touched_RG: Sequence[Sequence[int]], union_frac_G: Sequence[float]
 ) -> list[float]:
-    """Estimate how many rows the ranks touch together, from the share seen in an earlier step.
+    """Estimate the number of rows that some rank touches, from an earlier step's fraction.
 
     Args:
-        shapes: (H, D) of each dimension.
-        num_touched_RG: U of each rank, by dimension.
-        union_frac_G: Union by sum of all ranks' U, by dimension; 1 for the most it can be.
+        shapes: H and D of each dimension.
+        num_touched_RG: U of each rank and dimension.
+        union_frac_G: The union divided by the sum of all ranks' U, by dimension; at most 1.
     """
     return [
         min(num_hot, max(frac * sum(nums), *nums))
@@ -116,22 +115,12 @@ def choose_exchange(
     return min(costs, key=lambda exchange: costs[exchange])
 
 
-class Reduction(Protocol):
-    """The reduction of one step. Its constructor exchanges slots and finds ``unions``."""
-
-    unions: list[torch.Tensor]
-
-    def reduce(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The mean gradients of the unions' rows."""
-        ...
-
-
 class _SlotSum:
-    """Sums of rows by slot, in the order in which the rows come.
+    """Sums rows by slot, in their order.
 
     Args:
-        slots_K: int64 (K,), in rank order.
-        num_hot: Bound of the slots.
+        slots_K: Slots int64 (K,), in rank order.
+        num_hot: The upper bound of the slots.
     """
 
     def __init__(self, slots_K: torch.Tensor, num_hot: int) -> None:
@@ -142,14 +131,14 @@ class _SlotSum:
     def __call__(self, grad_KD: torch.Tensor) -> torch.Tensor:
         if self.slots_U.numel() == 0:
             return grad_KD
-        # Each bag is added up front to back, and the sort is stable: so the sum is in rank order.
+        # Bags are summed front to back and the sort is stable, so sums are in rank order.
         return embedding_bag(self._order_K, grad_KD, self._offsets_U, mode="sum")
 
 
 def _gather(
     wire: Wire, parts: Sequence[torch.Tensor], counts: RowCounts, widths: Sequence[int]
 ) -> list[torch.Tensor]:
-    """All ranks' items by dimension, (items, width) in rank order."""
+    """Gather all ranks' items by dimension, (items, width) in rank order."""
     message = pack(parts, [counts[wire.rank]], widths)
     return unpack(wire.all_gather_joined(message, message_sizes(counts, widths)), counts, widths)
 
@@ -167,7 +156,7 @@ def _gather_slots(
 
 
 class AllGatherReduction:
-    """Every rank gathers the rows of all ranks and adds them up.
+    """Every rank gathers and sums the rows of all ranks.
 
     Args:
         shapes: (H, D) of each dimension.
@@ -191,7 +180,7 @@ class AllGatherReduction:
 
 
 class OwnerReduction:
-    """Rows go to the owners of their slots, which add them up; every rank gathers the sums.
+    """The owners of the slots sum their rows, and every rank gathers the sums.
 
     Args:
         shapes: (H, D) of each dimension.
@@ -230,7 +219,7 @@ class OwnerReduction:
         self._union_orders = [order for _, order in ordered]
 
     def _exchange_counts(self, owners: Sequence[torch.Tensor]) -> tuple[RowCounts, RowCounts]:
-        """Rows for each owner, and rows from each rank, given the owners in ascending order."""
+        """The number of rows for each owner and from each rank, given the sorted owners."""
         num_groups, world_size = len(owners), self._wire.world_size
         owners_W = torch.arange(world_size, device=owners[0].device)
         ends_GW = torch.stack([torch.searchsorted(o, owners_W, right=True) for o in owners])
@@ -242,7 +231,7 @@ class OwnerReduction:
         return counts[:world_size], counts[world_size:]
 
     def _send(self, parts: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
-        """Send items, sorted by owner, to the owners; returns what arrived, by dimension."""
+        """Send items, sorted by owner, to the owners and return the received ones by dimension."""
         received = self._wire.all_to_all(
             pack(parts, self._num_to, widths),
             message_sizes(self._num_to, widths),
@@ -289,7 +278,7 @@ class DenseReduction:
             flat.view(-1, dim) for flat, (_, dim) in zip(buffer.split(sizes), shapes, strict=True)
         ]
         num_hot, most = sum(h for h, _ in shapes), max(sum(nums) for nums in counts)
-        # Where few rows are touched their slots are a shorter message than a flag for every row.
+        # For few touched rows, their slots are a shorter message than a flag for every row.
         if SLOT_BYTES * most * wire.world_size < 2 * num_hot:
             self.unions = [total.slots_U for total in _gather_slots(shapes, wire, slots, counts)]
         else:
@@ -312,9 +301,14 @@ class DenseReduction:
         means = []
         for grad_HD, union in zip(self._views, self.unions, strict=True):
             means.append(grad_HD.index_select(0, union))
-            # Only these rows are not zero; clearing all would be a pass over H x D values.
+            # Clears only the nonzero rows, not all H x D values.
             grad_HD.index_fill_(0, union, 0.0)
         return means
+
+
+# The reduction of a step. The constructor exchanges slots and finds ``unions``; ``reduce`` returns
+# the mean gradients of these rows.
+Reduction = AllGatherReduction | OwnerReduction | DenseReduction
 
 
 @dataclass(frozen=True)
@@ -323,8 +317,8 @@ class HotPlan:
 
     Args:
         exchange: The chosen reduction; TOUCHED_ROWS for one rank, which sends nothing.
-        unions: By dimension, the slots that some rank touched, int64, ascending (for one rank, as
-            they were given).
+        unions: By dimension, the slots that some rank touched, int64, ascending (for one rank, in
+            their given order).
         slots: This rank's slots.
         reduction: None for one rank.
     """
@@ -338,8 +332,8 @@ class HotPlan:
 class HotReducer:
     """Averages gradients of hot rows over the ranks.
 
-    Calls must come in the same order on every rank, all in one thread. Nothing of size H x D is
-    made or read, except by DENSE.
+    Call it from one thread, in the same order on every rank. Only DENSE allocates or reads anything
+    of size H x D.
 
     Args:
         shapes: (H, D) of each dimension.
@@ -366,8 +360,8 @@ class HotReducer:
         self._seconds = seconds
         self._device = torch.device(device)
         self._value_bytes = 4 if wire.wire_type is WireType.fp32 else 2
-        # The union is known only after slots were exchanged, so the choice estimates it from the
-        # share that it was in the last step; before the first step, from the most it can be.
+        # The union is known only after the exchange of slots, so the choice estimates it from the
+        # last step's fraction, at first from the largest possible one.
         self._union_frac_G = [1.0] * len(self._shapes)
         self._dense_buffer: torch.Tensor | None = None  # all zeros between steps
         wanted = {"all_gather", "all_to_all", "all_reduce"}
@@ -378,7 +372,7 @@ class HotReducer:
             )
 
     def exchange_counts(self, num_touched_G: Sequence[int]) -> RowCounts:
-        """Gather how many rows each rank's batch touches, by dimension."""
+        """Gather the number of rows that each rank's batch touches, by dimension."""
         self._check_num(len(num_touched_G), "counts")
         sizes = [len(num_touched_G)] * self._wire.world_size
         own = ints_on(self._device, num_touched_G)
@@ -392,16 +386,15 @@ class HotReducer:
         counts: RowCounts | None = None,
         dense_buffer: torch.Tensor | None = None,
     ) -> HotPlan:
-        """Exchange what can be known before the gradients are there.
+        """Exchange slots and choose the reduction, before the gradients exist.
 
         Args:
             slots: By dimension, the slots that this rank's batch touches, int64 (U,), distinct.
-            counts: U of each rank, by dimension, where that is known already.
-            dense_buffer: Memory for DENSE, see ``DenseReduction``; by default the reducer
-                keeps a buffer of its own.
+            counts: U of each rank and dimension, if already known.
+            dense_buffer: Memory for DENSE, see ``DenseReduction``; by default the reducer's own.
 
         Raises:
-            ValueError: if there are not as many tensors as dimensions, or the counts of this rank
+            ValueError: if the number of tensors is not that of dimensions, or this rank's counts
                 differ from its slots.
         """
         slots = list(slots)
@@ -449,15 +442,15 @@ class HotReducer:
 
     @torch.no_grad()
     def reduce_planned(self, grads: Sequence[torch.Tensor], plan: HotPlan) -> list[SparseGradient]:
-        """The mean over the ranks, in which a rank that did not touch a row counts as zero.
+        """Average over the ranks; a rank that did not touch a row counts as zero.
 
         Args:
             grads: By dimension, this rank's gradients of the planned slots, float32 (U, D).
-            plan: Of this step; can be used once.
+            plan: The plan of this step, to be used once.
 
         Returns:
             By dimension, the slots that some rank touched, int64, ascending, and their gradients
-            float32, the same bits on every rank. One rank gets back the very tensors that it gave.
+            float32, bitwise equal on every rank. One rank alone gets its own tensors back.
 
         Raises:
             ValueError: if the gradients do not fit the plan's slots.

@@ -1,8 +1,8 @@
-"""The hot rows of a rank: a replica, its gradient, and which of its rows were touched.
+"""This rank's replica of the hot rows, its gradient, and the touched rows.
 
-TorchRec wraps data-parallel lookups in DDP, which would all-reduce the gradient of every hot row,
-touched or not. A communication hook takes its place: it hands the rows that the rank's batch
-touched to the ``HotReducer``, which look-ahead calls without DDP.
+TorchRec wraps data-parallel lookups in DDP, which all-reduces the gradient of every hot row. A
+communication hook instead passes the rows that the batch touched to ``HotReducer``, which
+look-ahead calls without DDP.
 """
 
 # No `from __future__ import annotations`: DDP reads the hook's annotations as objects.
@@ -28,10 +28,10 @@ from hotrec.types import HotExchange, WireType
 
 
 class HotRowCounts:
-    """Number of hot rows that each rank's batch touches, gathered along with the exchange of ids.
+    """Gathers the number of hot rows that each rank's batch touches, during the exchange of ids.
 
-    Requested so early that backward neither waits for a small message behind large ones nor, on
-    CUDA, for all that the device still has to do.
+    Starting early avoids that backward waits for a small message behind large ones or, on CUDA, for
+    all queued work of the device.
     """
 
     def __init__(self, num_rows: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class HotRowCounts:
         self._work = dist.all_gather_into_tensor(self._all, self._own, group, async_op=True)
         self._counts: HostInts | None = None
         if device.type == "cuda":
-            self._work.wait()  # holds up the stream, not the host
+            self._work.wait()  # blocks the stream, not the host
             self._counts = HostInts(self._all)
 
     def wait(self) -> list[int]:
@@ -52,7 +52,7 @@ class HotRowCounts:
 
 @dataclass(frozen=True)
 class _Touched:
-    """Flat slots, distinct, int64 (U,); ``counts`` is None where no gradient will follow."""
+    """Distinct flat slots int64 (U,); ``counts`` is None if no gradient will follow."""
 
     slots_U: torch.Tensor
     counts: HotRowCounts | None
@@ -61,9 +61,9 @@ class _Touched:
 class _ReadHot(torch.autograd.Function):
     """Reads hot rows; backward adds their gradients to ``weight.grad`` in place.
 
-    Autograd's own backward makes a zero gradient of all H rows and adds it to ``weight.grad``: two
-    passes over H x D values for the few rows that a batch touches. Returning no gradient still runs
-    the parameter's accumulation node, which is what tells DDP that the gradient is there.
+    Autograd's own backward would make a zero gradient of all H rows and add it: two passes over
+    H x D values for the few touched rows. Returning no gradient still runs the parameter's
+    accumulation node, which DDP's hook needs.
     """
 
     @staticmethod
@@ -90,8 +90,8 @@ class HotReplicas:
 
     Args:
         weight: The flat parameter float (H * D,) of TorchRec's dense kernel.
-        num_rows_T: Number of hot rows of each table, in the order of the parameter.
-        dim: D.
+        num_rows_T: The number of hot rows of each table, in the order of the parameter.
+        dim: The embedding dimension.
         group: The process group that holds the replicas.
         exchange: How the hook reduces gradients.
         wire_type: The type in which the hook sends gradients.
@@ -113,7 +113,7 @@ class HotReplicas:
         self._world_size = dist.get_world_size(group)
         self._exchange = exchange
         self._wire_type = wire_type
-        # Made by the first training forward: look-ahead has a reducer of its own.
+        # Made by the first training forward; look-ahead uses its own reducer.
         self._reducer: HotReducer | None = None
         self._thread: CommunicationThread | None = None
         self._begins_T = table_begins(num_rows_T).to(weight.device)
@@ -131,7 +131,7 @@ class HotReplicas:
         """Read rows of the replica, in place of FBGEMM's dense lookup.
 
         Args:
-            features: (T, 1) one feature per hot table; values are distinct slots of the table.
+            features: One feature per hot table, (T, 1), with distinct slots of the table.
 
         Returns:
             float (U, D).
@@ -144,13 +144,13 @@ class HotReplicas:
         return out
 
     def gather_counts(self, num_rows: int) -> HotRowCounts | None:
-        """Start gathering how many hot rows each rank's batch touches.
+        """Start to gather the number of hot rows that each rank's batch touches.
 
         Args:
-            num_rows: Number that this rank's batch touches.
+            num_rows: The number of hot rows that this rank's batch touches.
 
         Returns:
-            None where no gradient will follow.
+            None if no gradient will follow.
         """
         if not torch.is_grad_enabled() or self._world_size == 1:
             return None
@@ -159,14 +159,14 @@ class HotReplicas:
         return HotRowCounts(num_rows, self._group, self.weight.device)
 
     def _make_reducer(self) -> HotReducer:
-        """The hook's reducer; a collective on CPU, where it runs in a thread beside backward."""
+        """Make the hook's reducer; a collective on CPU, where it runs in a thread."""
         group, device = self._group, self.weight.device
         if device.type == "cpu":
-            # A group of its own: TorchRec's collectives go on in the main thread meanwhile. Its
-            # timeout is the same, which torch offers no public way to read.
+            # The main thread runs TorchRec's collectives meanwhile, so this takes its own group
+            # with the same timeout, which has no public getter.
             gloo: Any = group._get_backend(device)
             timeout_s = gloo.options._timeout.total_seconds()
-            with counted_by_sender():  # what connects the group belongs to no step's traffic
+            with counted_by_sender():  # connecting the group is no step's traffic
                 group = new_group(dist.get_process_group_ranks(group), timeout_s)
             self._thread = CommunicationThread(device, "hot gradients")
             weakref.finalize(self, self._thread.close)
@@ -174,33 +174,33 @@ class HotReplicas:
         return HotReducer([(sum(self.num_rows_T), self.dim)], wire, self._exchange, device=device)
 
     def use_counts(self, counts: HotRowCounts | None) -> None:
-        """Take the counts of the batch whose rows are read next."""
+        """Set the counts of the batch whose rows are read next."""
         self._next_counts = counts
 
     def note_touched(self, touched: _Touched) -> None:
-        """Remember the slots whose gradients a backward pass adds, until they are reduced."""
+        """Record the slots to which a backward pass adds gradients, until they are reduced."""
         self._touched.append(touched)
 
     def set_reduced(self, slots_U: torch.Tensor, grad_UD: torch.Tensor) -> None:
-        """Hand over a gradient that is reduced already; ``weight.grad`` is then not used.
+        """Set the reduced gradient of the next update, in place of ``weight.grad``.
 
         Args:
-            slots_U: int64 (U,), distinct, the same on every rank.
-            grad_UD: float (U, D), the mean over the ranks; the update overwrites it.
+            slots_U: Distinct slots int64 (U,), the same on every rank.
+            grad_UD: Their mean gradients float (U, D), which the update overwrites.
 
         Raises:
-            RuntimeError: if the last one still waits for its update.
+            RuntimeError: if the previous gradient has not been used.
         """
         if self._reduced is not None:
             raise RuntimeError(
-                f"hot gradient of dimension {self.dim}: expected the last one to be used, got "
-                "another before the optimizer's step. Step or zero_grad first."
+                f"hot gradient of dimension {self.dim}: expected the previous one to be "
+                "used, got another before the optimizer's step. Step or zero_grad first."
             )
         self._reduced = (slots_U, grad_UD)
 
     @torch.no_grad()
     def take_gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the next update is of: slots int64 (U,) and gradients float (U, D); forgets it."""
+        """Take the slots int64 (U,) and gradients float (U, D) of the next update."""
         reduced, self._reduced = self._reduced, None
         slots_U, grad = self.take_updated(), self.weight.grad
         if reduced is not None:
@@ -212,15 +212,12 @@ class HotReplicas:
         return slots_U, grad_UD
 
     def drop_gradient(self) -> None:
-        """Forget the gradient that no update used."""
+        """Drop the gradient of the next update."""
         self._reduced = None
         self.clear_gradient(self.take_updated())
 
     def take_updated(self) -> torch.Tensor:
-        """The slots, over all ranks, whose gradients are in ``weight.grad``; int64, ascending.
-
-        Forgets them: the next call answers for the next steps.
-        """
+        """Take the slots of all ranks with gradients in ``weight.grad``; int64, ascending."""
         updated, self._updated = self._updated, []
         if updated:
             return updated[0]
@@ -229,7 +226,7 @@ class HotReplicas:
     def reduce_gradient(
         self, state: None, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        """The communication hook: the mean of the ranks' gradients, in the bucket's buffer."""
+        """Average the ranks' gradients in the bucket's buffer; DDP's communication hook."""
         future = self._reduce(bucket)
         mark("hot_exchange")
         return future
@@ -244,8 +241,8 @@ class HotReplicas:
             )
         slots_U, counts = self._take_touched()
         if self._thread is not None and counts is not None:
-            # Backward goes on, with the update of the cold rows; DDP waits at its end. The future
-            # that `then` returns carries what its function raises.
+            # Backward continues with the update of the cold rows, and DDP waits at its end. The
+            # future that `then` returns carries exceptions of its function.
             started: torch.futures.Future[None] = torch.futures.Future()
             reduced = started.then(lambda _: self._reduce_rows(buffer, slots_U, counts.wait()))
             self._thread.submit(lambda: started.set_result(None))
@@ -254,7 +251,7 @@ class HotReplicas:
             self._updated = [slots_U]
         else:
             self._reduce_rows(buffer, slots_U, counts.wait())
-        # On CUDA DDP waits for what the current stream still has to do.
+        # On CUDA DDP waits for the current stream.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
@@ -268,7 +265,7 @@ class HotReplicas:
         assert self._reducer is not None
         grad_HD = buffer.view(-1, self.dim)
         touched = (slots_U, grad_HD.index_select(0, slots_U))
-        # Rows that were not touched are zero in the buffer, so a dense reduction can work in it.
+        # Untouched rows are zero in the buffer, so a dense reduction can use it.
         [(union, mean_UD)] = self._reducer.reduce([touched], [[num] for num in num_rows_W], buffer)
         # This rank's own rows are among the union.
         grad_HD.index_copy_(0, union, mean_UD)
@@ -276,34 +273,32 @@ class HotReplicas:
         return buffer
 
     def _take_touched(self) -> tuple[torch.Tensor, HotRowCounts | None]:
-        """The slots to reduce, and the ranks' numbers of them; None for one rank."""
+        """Take the slots to reduce, and the ranks' numbers of slots; None for one rank."""
         touched, self._touched = self._touched, []
         if len(touched) == 1 and not self._updated:
             return touched[0].slots_U, touched[0].counts
-        # Rows that an earlier backward reduced may still wait for their update (gradient
-        # accumulation): every rank sends those too, or the mean would count them once per rank
-        # that touched them again.
+        # With gradient accumulation, rows reduced by an earlier backward may still await their
+        # update. Every rank sends those too, else the mean would count them once per rank that
+        # touches them again.
         slots_U = torch.cat([part.slots_U for part in touched] + self._updated).unique()
         with torch.enable_grad():
             return slots_U, self.gather_counts(slots_U.numel())
 
     @torch.no_grad()
     def clear_gradient(self, slots_U: torch.Tensor) -> None:
-        """Zero the gradient rows that an update used; the others are zero already."""
+        """Zero these rows of the gradient; all others are already zero."""
         if self.weight.grad is not None:
             self.weight.grad.view(-1, self.dim).index_fill_(0, slots_U, 0.0)
 
     @torch.no_grad()
     def checksum(self) -> torch.Tensor:
-        """int64 (): a sum over the bits of the replica, the same on ranks with equal replicas."""
+        """A checksum int64 () over the bits of the replica."""
         total = torch.zeros((), dtype=torch.int64, device=self.weight.device)
-        # Piece by piece: the sums of a replica of gigabytes need no memory of that size.
+        # In pieces, since temporary tensors are as large as their input.
         for part in self.weight.detach().view(torch.int32).split(1 << 22):
-            total = total * 31 + (part.long() * self._checksum_factors(part.numel())).sum()
+            factors = torch.arange(part.numel(), device=part.device) % 65521 + 1
+            total = total * 31 + (part.long() * factors).sum()
         return total
-
-    def _checksum_factors(self, num_values: int) -> torch.Tensor:
-        return torch.arange(num_values, device=self.weight.device) % 65521 + 1
 
     def broadcast(self) -> None:
         """Make all replicas equal to rank 0's."""
@@ -322,5 +317,5 @@ class HotReplicas:
         if (sums != sums[0]).any():
             raise RuntimeError(
                 f"hot replicas of dimension {self.dim}: expected equal checksums on all ranks, got "
-                f"{sums.tolist()}. A rank updated its replica alone; restart from a checkpoint."
+                f"{sums.tolist()}. Restart from a checkpoint."
             )

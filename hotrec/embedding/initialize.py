@@ -1,8 +1,8 @@
-"""Initial weights of embedding rows as a function of (seed, table, row), and nothing else.
+"""Initial weights of embedding rows as a function of (seed, table, row) alone.
 
-So every partition, plan, world size and device starts from the same model, and a rank makes just
-the rows it holds. Counter-based: each value hashes its own coordinates, with the 32-bit mixing
-function "lowbias32" (C. Wellons, "Prospecting for Hash Functions", 2018).
+So every partition, plan, world size and device starts from the same model, and a rank makes only
+its own rows. Counter-based: each value hashes its coordinates, with the 32-bit mixing function
+"lowbias32" (C. Wellons, "Prospecting for Hash Functions", 2018).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.tables import sharded_collections, table_parts
 from hotrec.routing.features import hot_name, hot_rows
 
-# Values made at a time. On CPU few enough for its cache; on a device as many as there is room for
-# beside the table (5 buffers of 4 bytes each, 320 MiB): 1e9 rows of 128 floats are 1.3e11 values,
-# whose launches alone, some 12 a chunk, would take half a minute in chunks of a CPU's size.
+# Values per chunk. On CPU a chunk fits the cache; on a device it needs 320 MiB (5 buffers of 4
+# bytes), since with the chunks of a CPU the launches alone, some 12 each, would take half a minute
+# for the 1.3e11 values of 1e9 rows of 128 floats.
 _CHUNK_VALUES = 1 << 18
 _DEVICE_CHUNK_VALUES = 1 << 24
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """lowbias32, in place, on int32 tensors taken as bit patterns."""
+    """Apply lowbias32 to the bits of int32 tensors, in place."""
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
@@ -42,14 +42,14 @@ def initial_rows(
     """Uniform in +-1 / sqrt(num_rows), as TorchRec's default.
 
     Args:
-        seed: of the run.
-        table: name of the table, which seeds it apart from the others.
-        rows: int64 (R,), which rows.
-        dim: D.
-        num_rows: rows of the whole table.
+        seed: The run's seed.
+        table: The table's name, so that tables differ.
+        rows: The rows to make, int64 (R,).
+        dim: The embedding dimension D.
+        num_rows: The number of rows of the whole table.
 
     Returns:
-        float32 (R, D).
+        Weights float32 (R, D).
     """
     table_key = zlib.crc32(f"{seed}/{table}".encode())
     key_R = _mix(_mix((rows >> 31).int() ^ _as_int32(table_key)) ^ (rows & 0x7FFFFFFF).int())
@@ -86,9 +86,9 @@ def initialize_embeddings(model: nn.Module, seed: int) -> None:
     """Set the initial weights of all embedding rows of a sharded model, in place.
 
     Args:
-        model: under ``DistributedModelParallel``, with hot/cold collections or with TorchRec's
-            ``EmbeddingBagCollection``; hot replicas become the same rows that cold slots hold.
-        seed: of the run, equal on all ranks.
+        model: A ``DistributedModelParallel`` with hot/cold collections or with TorchRec's
+            ``EmbeddingBagCollection``; hot replicas equal the rows of the cold tables.
+        seed: The run's seed, equal on all ranks.
     """
     for part in table_parts(model):
         value, num_rows = part.value, part.num_rows

@@ -1,8 +1,7 @@
 """Rows of several embedding dimensions ("groups") in one message per rank.
 
-The part of a message that is for one rank holds the rows of all groups, one group after the other;
-groups differ in their dimension. Within a group rows are in rank order. With one group nothing is
-copied.
+The part of a message for one rank holds the rows of all groups, group by group. With one group
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ def row_counts(values: Sequence[int], num_groups: int) -> RowCounts:
 
 
 def message_sizes(counts: RowCounts, dims: Sequence[int]) -> list[int]:
-    """Elements of the part for, or from, each rank."""
+    """The number of elements of the part for, or from, each rank."""
     return [sum(n * d for n, d in zip(row, dims, strict=True)) for row in counts]
 
 
 def pack(parts: Sequence[torch.Tensor], counts: RowCounts, dims: Sequence[int]) -> torch.Tensor:
-    """Lay the rows of all groups out rank by rank.
+    """Arrange the rows of all groups by rank.
 
     Args:
-        parts: Of each group (rows over all ranks, D), or (rows,) where D is 1; in rank order.
-        counts: Rows of each group for each rank.
+        parts: Rows of each group in rank order, (rows over all ranks, D), or (rows,) if D is 1.
+        counts: The number of rows for each rank and group.
         dims: D of each group.
 
     Returns:
-        Flat, ``message_sizes(counts, dims)`` elements for each rank.
+        A flat message with ``message_sizes(counts, dims)`` elements for each rank.
     """
     if len(parts) == 1:
         return parts[0].reshape(-1)

@@ -20,12 +20,12 @@ from hotrec.types import OptimizerKind
 
 
 class HotOptimizer(KeyedOptimizer):
-    """Same rule as the fused optimizer of the cold rows, on the same lines of state.
+    """Updates hot rows by the same rule, with the same state, as the cold rows' fused optimizer.
 
     Args:
-        replicas: by prefix of the parameter names, the hot rows of each dimension.
-        names: by the same prefix, the parameter name of each hot table, in the replica's order.
-        spec: the rule and its constants.
+        replicas: The hot rows of each dimension, by the prefix of their parameters' names.
+        names: The parameter name of each hot table in the replica's order, by the same prefix.
+        spec: The rule and its constants.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HotOptimizer(KeyedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Update every row whose gradient arrived since the last step."""
+        """Update every row with a gradient since the last step."""
         self._num_updates += 1
         learning_rate = next(iter(self.param_groups))["lr"]
         for prefix, replica in self._replicas.items():
@@ -79,7 +79,7 @@ class HotOptimizer(KeyedOptimizer):
             )
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Drop gradients that no ``step`` used; after a ``step`` all rows hold zeros already."""
+        """Drop unused gradients; ``step`` already clears those that it uses."""
         for replica in self._replicas.values():
             replica.drop_gradient()
 
@@ -105,7 +105,7 @@ def make_hot_optimizer(model: nn.Module, spec: OptimizerSpec) -> HotOptimizer | 
 
 
 def make_dense(spec: OptimizerSpec, params: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer of the dense layers: one kernel for all of them, where the device has it."""
+    """The optimizer of the dense layers, with one fused kernel where the device has it."""
     lr, fused = spec.learning_rate, _has_fused(spec.kind, params)
     match spec.kind:
         case OptimizerKind.sgd:
@@ -118,9 +118,9 @@ def make_dense(spec: OptimizerSpec, params: list[torch.Tensor]) -> torch.optim.O
 
 
 def _has_fused(kind: OptimizerKind, params: list[torch.Tensor]) -> bool | None:
-    """True if torch has a fused kernel for this device, else None, which is torch's own choice.
+    """True if torch has this optimizer's fused kernel for the device, else None for its default.
 
-    Its optimizers know only which devices have some fused kernel; the dispatcher knows of each.
+    torch's optimizers know only which devices have some fused kernel, so this asks the dispatcher.
     """
     keys = {"cpu": "CPU", "cuda": "CUDA"}
     found = {keys.get(param.device.type) for param in params}
@@ -136,7 +136,7 @@ def _has_fused(kind: OptimizerKind, params: list[torch.Tensor]) -> bool | None:
 def make_replicated_tables(
     spec: OptimizerSpec, params: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """For tables that a TorchRec plan makes data-parallel: the same rule over all their rows."""
+    """The optimizer of tables that a TorchRec plan makes data-parallel, over all their rows."""
     if spec.kind is OptimizerKind.rowwise_adagrad:
         return RowWiseAdagrad(params, lr=spec.learning_rate, eps=spec.eps)
     if spec.kind is OptimizerKind.adam:
@@ -153,13 +153,13 @@ def make_optimizer(
 ) -> CombinedOptimizer:
     """Combine the fused, hot and dense optimizers of a sharded model.
 
-    Take one backward pass per step: fused kernels update cold rows in every backward pass, so over
-    several of them (gradient accumulation) cold rows would follow another algorithm than the rest.
+    Make one backward pass per step: fused kernels update cold rows in every backward pass, so with
+    gradient accumulation cold rows would be trained differently from the rest.
 
     Args:
-        model: sharded with ``HotColdSharder``, or by a TorchRec plan.
-        embedding: rule of the embedding rows, hot and cold.
-        dense: rule of the dense layers. Row-wise Adagrad means Adagrad there.
+        model: A model sharded with ``HotColdSharder``, or by a TorchRec plan.
+        embedding: The rule of the embedding rows, hot and cold.
+        dense: The rule of the dense layers, where row-wise Adagrad means Adagrad.
 
     Raises:
         ValueError: if a data-parallel TorchRec table cannot follow the rule exactly.

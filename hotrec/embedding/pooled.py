@@ -1,4 +1,4 @@
-"""Tables that are pooled where they live: TorchRec's own collection, table-wise, inside ours."""
+"""Tables pooled on their owners by TorchRec's own collection, table-wise."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
     """Table-wise embedding bags, in FBGEMM's pooled kernels on every device.
 
     Args:
-        module: the unsharded collection.
+        module: The unsharded collection.
         sharding: TorchRec's sharding of each of its tables.
-        env: ranks.
-        device: of the shards.
-        spec: update rule of the rows.
-        wire_type: in which pooled vectors and their gradients travel.
+        env: The process group.
+        device: The device of the shards.
+        spec: The update rule of the rows.
+        module_fqn: The module's name in the model, for TorchRec.
+        wire_type: The type in which pooled vectors and their gradients are sent.
 
     Raises:
         ValueError: if a table is not sharded table-wise.
@@ -52,25 +53,25 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         wire_type: WireType = WireType.fp32,
     ) -> None:
         for config in module.embedding_bag_configs():
-            # Row-wise ships every pooled vector once per rank; replicas would be hot rows.
+            # Row-wise sharding sends every pooled vector once per rank; replicas are hot rows.
             check_sharding(config.name, sharding[config.name], (ShardingType.TABLE_WISE,))
         dims = [config.embedding_dim for config in module.embedding_bag_configs()]
         codecs = wire_codecs(wire_type, dims)
         super().__init__(module, sharding, env, fused_params(spec), device, codecs, module_fqn)
 
     def drop_cached_rows(self) -> None:
-        """Forget what a UVM cache holds, after the rows behind it were written directly."""
+        """Invalidate the UVM caches, after rows in host memory were written directly."""
         for lookup in self._lookups:
             lookup.purge()
 
     def start_lookups(
         self, features: list[KeyedJaggedTensor], contexts: list[Any]
     ) -> LazyAwaitable[KeyedTensor]:
-        """Pool the bags of this rank's tables and start sending them to the ranks that asked.
+        """Pool the bags of this rank's tables and start to send them.
 
         Args:
-            features: the ids that arrived, one per sharding.
-            contexts: TorchRec's sharding contexts, one per sharding.
+            features: The received ids of each sharding.
+            contexts: TorchRec's context of each sharding.
 
         Returns:
             An awaitable of the pooled columns, (B, sum of D), in TorchRec's order.
@@ -87,10 +88,10 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         return started
 
     def look_up(self, features: KeyedJaggedTensor | None) -> KeyedTensor:
-        """The pooled columns of a batch, (B, sum of D), all stages in line.
+        """Run all stages for a batch and return its pooled columns (B, sum of D).
 
         Args:
-            features: as ``PooledRouter`` made them.
+            features: The features from ``PooledRouter``.
         """
         ctx = self.create_context()
         arrived = self.input_dist(ctx, features).wait().wait()

@@ -15,22 +15,22 @@ import torch.nn.functional as F
 from hotrec.routing.features import RoutedGroup
 from hotrec.runtime.stages import mark
 
-# On CUDA one thread walks a segment for each value of a row, and a hot row's segment has thousands
-# of ids; in pieces of so many the longest walk is bounded whatever the batch and the skew.
+# On CUDA one thread sums a segment for each value of a row, and a hot row's segment has thousands
+# of ids. Pieces of this size bound the longest sum for any batch and skew.
 MOST_IDS = 256
 
 
 def cut_segments(offsets_S: torch.Tensor, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut segments into pieces of at most ``MOST_IDS`` ids, without asking the device how many.
+    """Cut segments into pieces of at most ``MOST_IDS`` ids, without waiting for the device.
 
     Args:
-        offsets_S: int64 (S,), ascending, where each segment begins; the last one ends at the end.
-        num_ids: K, ids in all segments.
+        offsets_S: The start of each segment, int64 (S,), ascending; the last segment ends at K.
+        num_ids: The number K of ids in all segments.
 
     Returns:
-        Where each piece begins among the ids, int64 (P,), P = S + K // MOST_IDS, of which the last
-        ones are empty where there are fewer pieces; and where each segment begins among the pieces,
-        int64 (S + P',), of which the last P' stand for those that are left over.
+        The start of each piece among the ids, int64 (P,) with P = S + K // MOST_IDS, where excess
+        pieces are empty and last; and the start of each segment among the pieces, int64 (S + P',),
+        where the last P' hold the excess pieces.
     """
     num_segments = offsets_S.numel()
     num_spare = num_ids // MOST_IDS
@@ -43,7 +43,7 @@ def cut_segments(offsets_S: torch.Tensor, num_ids: int) -> tuple[torch.Tensor, t
     piece_P = torch.arange(num_most, device=offsets_S.device)
     segment_P = torch.searchsorted(last_S, piece_P, right=True).clamp_(max=num_segments - 1)
     begins_P = offsets_S[segment_P] + (piece_P - first_S[segment_P]) * MOST_IDS
-    # Without segments of their own the pieces left over would all belong to the last one.
+    # Without their own segments, the excess pieces would belong to the last segment.
     spare = torch.arange(0, num_spare, MOST_IDS, device=offsets_S.device)
     spare_begins = (last_S[-1:] + spare).clamp_(max=num_most)
     return begins_P.clamp_(max=num_ids), torch.cat([first_S, spare_begins])
@@ -58,15 +58,15 @@ def sum_segments(
 ) -> torch.Tensor:
     """out[s] = sum over the positions of segment s of scale * source[position].
 
-    Bitwise reproducible. On CPU the ids of a segment are added in their order; on CUDA those of
-    each piece of ``MOST_IDS`` are, and then the pieces.
+    Bitwise reproducible: on CPU the ids of a segment are summed in order, on CUDA those of each
+    piece of ``MOST_IDS``, then the pieces.
 
     Args:
-        source: float (N, D).
-        positions_K: int64 (K,), rows of ``source``, segment after segment.
-        offsets_S: int64 (S,), ascending, where each segment begins.
-        scales_K: float (K,), or None if all are 1.
-        longest: at least the ids of the longest segment.
+        source: The rows to sum, float (N, D).
+        positions_K: Rows of ``source``, int64 (K,), segment after segment.
+        offsets_S: The start of each segment, int64 (S,), ascending.
+        scales_K: A factor per id, float (K,); None if all are 1.
+        longest: An upper bound of the number of ids in a segment.
 
     Returns:
         float (S, D).
@@ -84,7 +84,7 @@ def sum_in_pieces(
     scales_K: torch.Tensor | None,
     longest: int,
 ) -> torch.Tensor:
-    """``sum_segments`` in which no sum is over more than ``MOST_IDS`` values."""
+    """``sum_segments`` without sums of more than ``MOST_IDS`` values."""
     if longest <= MOST_IDS:
         return F.embedding_bag(
             positions_K, source, offsets_S, mode="sum", per_sample_weights=scales_K
@@ -108,7 +108,7 @@ class _PoolRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        mark("grads_exchange")  # of the group before
+        mark("grads_exchange")  # of the previous group
         routed = ctx.routed
         grad_rows = sum_segments(
             grads[0].contiguous(),
@@ -125,12 +125,12 @@ def pool_rows(rows_UD: torch.Tensor, routed: RoutedGroup, num_columns: int) -> t
     """Pool the rows that a batch reads into its bags.
 
     Args:
-        rows_UD: float (U, D), one row per value of ``routed.rows``, in its order.
-        routed: where each row goes.
-        num_columns: F, columns of the group.
+        rows_UD: One row per value of ``routed.rows``, float (U, D), in its order.
+        routed: The bags of each row.
+        num_columns: The number F of columns in the group.
 
     Returns:
-        float (B, F * D): the columns side by side, as a ``KeyedTensor`` holds them.
+        The concatenated columns float (B, F * D), as in a ``KeyedTensor``.
     """
     bags: torch.Tensor = _PoolRows.apply(rows_UD, routed)
     return bags.view(-1, num_columns * rows_UD.shape[1])

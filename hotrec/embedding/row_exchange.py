@@ -30,11 +30,11 @@ from hotrec.types import HotExchange, WireType
 
 
 class IdsExchange(nn.Module):
-    """Sends row ids to the owners of the rows, in place of TorchRec's input dist of a sharding.
+    """Sends row ids to the owners of the rows, in place of a TorchRec input dist.
 
     Args:
-        replaced: TorchRec's, row-wise or table-wise.
-        device: of the ids.
+        replaced: The row-wise or table-wise input dist of TorchRec to replace.
+        device: The device of the ids.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class IdsExchange(nn.Module):
         self.num_keys_W: list[int] = list(replaced._dist._splits)
         self.world_size = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
-        # Rows of each table that a rank owns; None where a table is whole on one rank.
+        # The number of rows per rank of each table; None if tables are whole on one rank.
         self._block_sizes: torch.Tensor | None = None
         if isinstance(replaced, RwSparseFeaturesDist):
             self._block_sizes = replaced._feature_block_sizes_tensor.to(device)
         num_keys = self.num_keys_W[self.rank]
         ranks = range(self.world_size)
-        # What arrives is ordered by rank and key; lookups want it by key and rank.
+        # Ids arrive ordered by rank and key; lookups expect them by key and rank.
         by_key = [rank * num_keys + key for key in range(num_keys) for rank in ranks]
         self.by_key = torch.tensor(by_key, dtype=torch.int32, device=device)
 
@@ -59,7 +59,7 @@ class IdsExchange(nn.Module):
         """Start the exchange.
 
         Args:
-            features: jagged (T, 1), the distinct rows of each table.
+            features: The distinct rows of each table, jagged (T, 1).
         """
         with torch.no_grad():
             if self._block_sizes is None:
@@ -75,11 +75,12 @@ class IdsExchange(nn.Module):
 
 
 class IdsRequest(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """The lengths are on their way; when they are here, the ids can be.
+    """Waits for the lengths, then starts the exchange of ids.
 
     Args:
-        features: keys in the order of their ranks.
-        order: where each asked row is among the values; None if they are in the order asked.
+        exchange: The exchange that sends the request.
+        features: The rows to request, keys in the order of their ranks.
+        order: The position of each requested row among the values; None if unchanged.
     """
 
     def __init__(
@@ -101,11 +102,11 @@ class IdsRequest(Awaitable[Awaitable[KeyedJaggedTensor]]):
         )
         self._counts: HostInts | None = None
         if lengths.is_cuda:
-            self._work.wait()  # holds up the stream, not the host
+            self._work.wait()  # blocks the stream, not the host
             self._counts = HostInts(torch.cat([lengths, self._arriving]))
 
-    def tell(self, context: SequenceShardingContext) -> None:
-        """Tell TorchRec's context what the way back of the rows needs, as it becomes known."""
+    def set_context(self, context: SequenceShardingContext) -> None:
+        """Set TorchRec's context, which receives the order and splits that return the rows."""
         self._context = context
         context.unbucketize_permute_tensor = self._order
 
@@ -153,7 +154,7 @@ class _IdsArriving(Awaitable[KeyedJaggedTensor]):
         self._lengths, self._values, self._length_per_key = lengths, values, length_per_key
 
     def _wait_impl(self) -> KeyedJaggedTensor:
-        """The ids that all ranks ask for, jagged (keys here, W)."""
+        """Wait for the ids that all ranks request, jagged (local keys, W)."""
         self._work.wait()
         lengths, values = self._lengths, self._values
         if self._keys and self._exchange.world_size > 1:
@@ -175,10 +176,10 @@ COLD_SHARDINGS = (ShardingType.ROW_WISE, ShardingType.TABLE_WISE)
 
 
 def check_sharding(table: str, sharding: ParameterSharding, wanted: Sequence[ShardingType]) -> None:
-    """Refuse a plan that shards a table otherwise than its half can take.
+    """Check that a plan shards a table by one of the wanted sharding types.
 
     Raises:
-        ValueError: if the sharding type is not among the wanted ones.
+        ValueError: if it does not.
     """
     types = [kind.value for kind in wanted]
     if sharding.sharding_type not in types:
@@ -193,13 +194,15 @@ class ShardedRows(ShardedEmbeddingCollection):
     """The rows of one embedding dimension, hot and cold, exchanged unpooled.
 
     Args:
-        module: the unsharded collection; hot tables first.
+        module: The unsharded collection; hot tables first.
         sharding: TorchRec's sharding of each of its tables.
-        env: ranks.
-        device: of the shards.
-        spec: update rule of the cold rows.
-        exchange: of the hot gradients.
-        wire_type: in which cold rows and all gradients travel.
+        env: The process group.
+        device: The device of the shards.
+        spec: The update rule of the cold rows.
+        exchange: How gradients of hot rows are reduced.
+        hot_tables: The names of the hot tables.
+        module_fqn: The module's name in the model, for TorchRec.
+        wire_type: The type in which cold rows and all gradients are sent.
 
     Raises:
         ValueError: if a cold table is not sharded row-wise or table-wise, or a hot one is not
@@ -230,7 +233,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         self._num_hot = len(hot_tables)
         self.dim = module.embedding_dim()
         self._keys = [config.name for config in module.embedding_configs()]
-        # TorchRec keeps tables by sharding, by owner if table-wise, and by compute kernel.
+        # TorchRec groups tables by sharding, by owner if table-wise, and by compute kernel.
         self._arriving = [list(names) for names in self._embedding_names_per_sharding]
         arriving = [name for names in self._arriving for name in names]
         if sorted(arriving) != sorted(self._keys):
@@ -289,11 +292,11 @@ class ShardedRows(ShardedEmbeddingCollection):
         contexts = ctx.sharding_contexts[len(ctx.sharding_contexts) - num :]
         for request, sharding_ctx in zip(requests.awaitables, contexts, strict=True):
             if isinstance(request, IdsRequest):
-                request.tell(sharding_ctx)
+                request.set_context(sharding_ctx)
         return requests
 
     def gather_hot_counts(self, rows: KeyedJaggedTensor) -> HotRowCounts | None:
-        """Start gathering how many hot rows each rank touches, while ids are exchanged.
+        """Start to gather the number of hot rows that each rank touches.
 
         Args:
             rows: The rows that the batch reads, hot tables first.
@@ -303,7 +306,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         return self.hot.gather_counts(sum(rows.length_per_key()[: self._num_hot]))
 
     def drop_cached_rows(self) -> None:
-        """Forget what a UVM cache holds, after the rows behind it were written directly."""
+        """Invalidate the UVM caches, after rows in host memory were written directly."""
         for lookup in self._lookups:
             if not isinstance(lookup, DistributedDataParallel):
                 lookup.purge()
@@ -314,12 +317,12 @@ class ShardedRows(ShardedEmbeddingCollection):
         contexts: list[Any],
         hot_counts: HotRowCounts | None,
     ) -> list[Awaitable[torch.Tensor]]:
-        """Look up this rank's rows and start sending them to the ranks that asked.
+        """Look up this rank's rows and start to send them to the ranks that requested them.
 
         Args:
-            features: the ids that arrived, one per sharding.
-            contexts: TorchRec's sharding contexts, one per sharding.
-            hot_counts: from ``gather_hot_counts``, of the same batch.
+            features: The received ids of each sharding.
+            contexts: TorchRec's context of each sharding.
+            hot_counts: The result of ``gather_hot_counts`` for the same batch.
 
         Returns:
             One awaitable per sharding, of float (U_sharding, D), hot first.
@@ -328,8 +331,8 @@ class ShardedRows(ShardedEmbeddingCollection):
             self.hot.use_counts(hot_counts)
         awaitables = []
         stages = list(zip(self._lookups, self._output_dists, features, contexts, strict=True))
-        # Cold rows first: they travel while the hot ones are read, and backward, which goes the
-        # other way round, sends the hot gradients before it updates the cold rows.
+        # Cold rows first: they are sent while hot rows are read. Backward runs in reverse order,
+        # so it sends hot gradients before it updates cold rows.
         for lookup, output_dist, ids, sharding_ctx in reversed(stages):
             sharding_ctx.lengths_after_input_dist = ids.lengths().view(-1, ids.stride())
             is_hot = isinstance(lookup, DistributedDataParallel)
@@ -345,19 +348,19 @@ class ShardedRows(ShardedEmbeddingCollection):
             point = backward_point("row_update", ids.values())
             rows = mark_backward(lookup(cut_bags(ids)), "grads_exchange", point)
         else:
-            rows = lookup(ids)  # hotrec's own rows, which mark their update themselves
+            rows = lookup(ids)  # hotrec's own rows mark their update themselves
         if not torch.is_grad_enabled():
             undo_update_count(lookup)
         return rows
 
     def join(
-        self, awaitables: list[Awaitable[torch.Tensor]], asked: KeyedJaggedTensor
+        self, awaitables: list[Awaitable[torch.Tensor]], requested: KeyedJaggedTensor
     ) -> torch.Tensor:
-        """Wait for the rows and put them into the order of the ids that asked for them.
+        """Wait for the rows and put them into the order of the requested ids.
 
         Args:
-            awaitables: from ``start_lookups``.
-            asked: the ids, keys in the order of this collection's tables.
+            awaitables: The result of ``start_lookups``.
+            requested: The requested ids, keys in the order of this collection's tables.
 
         Returns:
             Float (U, D), a row per id.
@@ -365,7 +368,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         parts = [awaitable.wait() for awaitable in awaitables]
         if self._is_in_order:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        lengths = dict(zip(asked.keys(), asked.length_per_key(), strict=True))
+        lengths = dict(zip(requested.keys(), requested.length_per_key(), strict=True))
         found: dict[str, torch.Tensor] = {}
         for names, part in zip(self._arriving, parts, strict=True):
             found |= zip(names, part.split([lengths[name] for name in names]), strict=True)

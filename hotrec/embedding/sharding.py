@@ -2,9 +2,9 @@
 
 One TorchRec ``ShardedEmbeddingCollection`` per embedding dimension holds both halves: the hot
 tables data-parallel, the cold tables row-wise or table-wise. This module routes in ``input_dist``,
-so TorchRec's pipelines overlap routing and the exchange of ids with the previous step, also when
-the loader hands over a plain ``KeyedJaggedTensor``; it pools after ``output_dist``. Tables that are
-pooled where they live are in a ``ShardedEmbeddingBagCollection`` that takes the same turns.
+so TorchRec's pipelines overlap routing and the exchange of ids with the previous step, even if the
+loader returns a plain ``KeyedJaggedTensor``; it pools after ``output_dist``. Tables pooled on their
+owners are in a ``ShardedEmbeddingBagCollection`` that runs in the same stages.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from hotrec.types import HotExchange, WireType
 
 
 class HotColdContext(EmbeddingCollectionContext):
-    """What ``input_dist`` leaves for the later stages of the same batch."""
+    """The state of a batch between ``input_dist`` and the later stages."""
 
     def __init__(self) -> None:
-        # Not a dataclass: the parent is one only from torchrec 1.7 on, and a dataclass does not
-        # call the ``__init__`` of a parent that is none.
+        # Not a dataclass: the parent is one only since torchrec 1.7, and a dataclass does not call
+        # the ``__init__`` of a plain parent.
         super().__init__()
         self.routed: RoutedFeatures | None = None
         self.num_shardings: list[int] = []
@@ -65,11 +65,11 @@ class HotColdContext(EmbeddingCollectionContext):
 
 @dataclass
 class Started:
-    """Lookups whose results are on their way.
+    """Lookups in progress.
 
     Args:
-        rows: by embedding dimension, see ``ShardedRows.start_lookups``.
-        pooled: the columns that TorchRec pools, None if there are none.
+        rows: Rows of each embedding dimension, see ``ShardedRows.start_lookups``.
+        pooled: The columns that TorchRec pools; None if there are none.
     """
 
     rows: list[list[Awaitable[torch.Tensor]]]
@@ -131,7 +131,7 @@ class ShardedHotColdEmbeddingBagCollection(
         self.placement = module.placement
         self.partition = module.partition
         self.layout = module.layout
-        # Pickled into loader workers; the maps used here live on the device.
+        # Pickled into loader workers; ``_device_router`` has the maps on the device.
         self.router = module.router
         self._device_router = module.router if device.type == "cpu" else None
         self._device = device
@@ -163,7 +163,7 @@ class ShardedHotColdEmbeddingBagCollection(
         return self._tables
 
     def hot_replicas(self) -> Iterator[tuple[str, HotReplicas]]:
-        """The replicas of each dimension, with the prefix of their parameters' names."""
+        """Iterate over the replicas, with the prefix of their parameters' names."""
         for name, rows in self._rows().items():
             if rows.hot is not None:
                 yield f"rows.{name}.embeddings.", rows.hot
@@ -176,7 +176,7 @@ class ShardedHotColdEmbeddingBagCollection(
         return dict(self.rows.items())  # type: ignore[arg-type]
 
     def drop_cached_rows(self) -> None:
-        """Forget what UVM caches hold, after the rows behind them were written directly."""
+        """Invalidate the UVM caches, after rows in host memory were written directly."""
         for rows in self._rows().values():
             rows.drop_cached_rows()
         if self.pooled is not None:
@@ -200,7 +200,7 @@ class ShardedHotColdEmbeddingBagCollection(
         if self.pooled is not None:
             pooled_ctx = self.pooled.create_context()
             awaitables += self.pooled.input_dist(pooled_ctx, ctx.routed.pooled).awaitables
-            # With ours: what the exchange finds out is written to contexts by position.
+            # Appended, since the exchange writes to contexts by position.
             ctx.sharding_contexts += pooled_ctx.sharding_contexts
         mark("ids_exchange")
         return KJTListSplitsAwaitable(awaitables, ctx)
@@ -208,8 +208,8 @@ class ShardedHotColdEmbeddingBagCollection(
     def route(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
         """Route features on the device of the rows, unless a loader worker has routed them.
 
-        The router's map, 4 bytes for every row of all tables, is copied to the device by the first
-        batch that needs it there.
+        The first batch that needs it copies the router's map, 4 bytes per row of all tables, to the
+        device.
         """
         if isinstance(features, RoutedFeatures):
             return route(self.router, features)
@@ -220,8 +220,8 @@ class ShardedHotColdEmbeddingBagCollection(
     def compute(self, ctx: HotColdContext, dist_input: KJTList) -> Started:
         mark("ids_exchange")
         features, contexts = list(dist_input), list(ctx.sharding_contexts)
-        # Pooled vectors first: they travel while rows are read, and backward, which goes the other
-        # way round, sends the hot gradients before it updates these tables.
+        # Pooled vectors first: they are sent while rows are read. Backward runs in reverse order,
+        # so it sends hot gradients before it updates these tables.
         pooled, num_rows = None, sum(ctx.num_shardings)
         if self.pooled is not None:
             pooled = self.pooled.start_lookups(features[num_rows:], contexts[num_rows:])
@@ -253,10 +253,10 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
     """Shards ``HotColdEmbeddingBagCollection`` under ``DistributedModelParallel``.
 
     Args:
-        spec: update rule of both halves.
-        exchange: how gradients of hot rows travel; None: dense if the collection's placement says
-            so, else chosen in every step.
-        wire_type: in which rows, pooled vectors and their gradients travel.
+        spec: The update rule of both halves.
+        exchange: How gradients of hot rows are reduced; None for the placement's choice, dense or
+            chosen in every step.
+        wire_type: The type in which rows, pooled vectors and their gradients are sent.
     """
 
     def __init__(
@@ -281,8 +281,8 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         """Shard by a plan.
 
         Raises:
-            ValueError: if the device has no exact kernel for the optimizer, or the plan shards a
-                table otherwise than its half demands.
+            ValueError: if the device has no exact kernel for the optimizer, or the plan's sharding
+                type does not fit a table.
         """
         device = device or torch.device("cpu")
         check_optimizer(self._spec, device, has_cold=_has_cold(module))

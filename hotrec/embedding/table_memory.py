@@ -1,4 +1,4 @@
-"""Memory of a sharded model's tables by tier, and what FBGEMM's device caches of them did."""
+"""Memory of a sharded model's tables by tier, and the counters of FBGEMM's device caches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     UVMCacheStatsIndex,
 )
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer
 
 from hotrec.embedding.optimizers import hot_replicas
@@ -23,20 +21,20 @@ HOT_ROWS, COLD_ROWS = "hot_rows", "cold_rows"
 STATE, CACHE, ROUTER = "optimizer_state", "cache", "router"
 KINDS = (HOT_ROWS, COLD_ROWS, STATE, CACHE, ROUTER)
 DEVICE, HOST = "device", "host"
-# How FBGEMM's modules end the names of their buffers; managed memory lies on the host.
+# Suffixes of the buffers of FBGEMM's modules; managed memory is host memory.
 _PLACES = {"_dev": DEVICE, "_uvm": HOST, "_host": HOST}
 
 
 def memory_by_tier(model: nn.Module, optimizer: CombinedOptimizer) -> dict[str, dict[str, int]]:
-    """Bytes of this rank's tables; what it holds -> "device" and "host" -> bytes.
+    """Bytes of this rank's tables: kind -> "device" and "host" -> bytes.
 
-    Counted are the tensors themselves: replicas ("hot_rows", with their gradients, where they have
-    a buffer), shards ("cold_rows"), the optimizer's state of both, FBGEMM's cache of host rows with
-    its maps, and the router's maps. On CPU all of it is the host's. Nothing is read from a device.
+    Counts tensors without reading the device: replicas and their gradient buffers ("hot_rows"),
+    shards ("cold_rows"), the optimizer state of both, FBGEMM's cache of host rows with its maps,
+    and the router's maps. On CPU all of it is on the host.
 
     Args:
-        model: sharded.
-        optimizer: from ``make_optimizer``.
+        model: The sharded model.
+        optimizer: The optimizer from ``make_optimizer``.
     """
     total = {kind: {DEVICE: 0, HOST: 0} for kind in KINDS}
     seen: set[int] = set()
@@ -75,18 +73,17 @@ def _tensors(
 
 
 def _kernels(model: nn.Module) -> Iterator[nn.Module]:
-    """FBGEMM's modules; TorchRec keeps its lookups in lists that no module iterator sees."""
+    """FBGEMM's modules; TorchRec keeps its lookups in plain lists, not as submodules."""
     for module in model.modules():
-        if isinstance(module, ShardedModule):
-            lookups: Any = getattr(module, "_lookups", ())
-            for lookup in lookups:
-                for inner in lookup.modules():
-                    for kernel in getattr(inner, "_emb_modules", ()):
-                        yield kernel.emb_module
+        lookups: Any = getattr(module, "_lookups", ())
+        for lookup in lookups:
+            for inner in lookup.modules():
+                for kernel in getattr(inner, "_emb_modules", ()):
+                    yield kernel.emb_module
 
 
 def _tensors_of(kernel: nn.Module) -> Iterator[tuple[str, torch.Tensor, str | None]]:
-    """An FBGEMM module's tensors; a module of data-parallel tables has "weights" alone."""
+    """The tensors of an FBGEMM module; that of data-parallel tables has only "weights"."""
     for name, tensor in [*kernel.named_parameters(), *kernel.named_buffers()]:
         if name == "weights":
             yield HOT_ROWS, tensor.detach(), None
@@ -94,7 +91,7 @@ def _tensors_of(kernel: nn.Module) -> Iterator[tuple[str, torch.Tensor, str | No
                 yield HOT_ROWS, tensor.grad, None
         elif "cache" in name or name.startswith("lxu_"):
             yield CACHE, tensor, None
-        elif tensor.is_floating_point():  # FBGEMM puts integers where there is nothing
+        elif tensor.is_floating_point():  # FBGEMM's placeholders are integers
             for end, place in _PLACES.items():
                 if name.endswith(end):
                     yield COLD_ROWS if name.startswith("weights") else STATE, tensor.detach(), place
@@ -112,17 +109,18 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class CacheFigures:
-    """What caches did in some steps, added up over tables.
+    """Counters of device caches over some steps, summed over tables.
 
     Args:
-        num_lookups: ids looked up.
-        num_rows: distinct rows of each step.
-        num_hits: of these rows, found in the cache.
-        num_misses: not found, conflict misses included.
-        num_conflict_misses: not found, and without a way in their set: used in host memory.
-        num_evictions: rows put out, and written back, for others.
-        read_bytes: from host memory over the bus.
-        written_bytes: to it.
+        num_lookups: The number of ids looked up.
+        num_rows: The number of distinct rows, summed over the steps.
+        num_hits: The number of these rows found in the cache.
+        num_misses: The number of rows not found, including conflict misses.
+        num_conflict_misses: The number of rows without a free way in their set, which are accessed
+            in host memory.
+        num_evictions: The number of rows evicted, which are written back.
+        read_bytes: The bytes read from host memory over the bus.
+        written_bytes: The bytes written to host memory.
     """
 
     num_lookups: float = 0
@@ -138,26 +136,20 @@ class CacheFigures:
         return CacheFigures(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
 
     def values(self) -> tuple[float, ...]:
-        """In the order of the fields, to be added up over ranks; ``CacheFigures(*values)``."""
+        """The values of all fields in order."""
         return tuple(getattr(self, item.name) for item in fields(self))
 
 
 def fused_modules(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """FBGEMM's modules of a sharded model; TorchRec keeps its lookups in plain lists."""
-    found: list[Any] = []
-    for module in model.modules():
-        lookups: Iterable[Any] = getattr(module, "_lookups", [])
-        for lookup in lookups:
-            inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
-            found += [kernel.emb_module for kernel in inner._emb_modules]
-    return [m for m in found if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+    """FBGEMM's fused modules of a sharded model."""
+    return [m for m in _kernels(model) if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
 class CacheCounters:
-    """The counters of this rank's device caches.
+    """Reads the counters of this rank's device caches.
 
     Args:
-        modules: FBGEMM's, see ``fused_modules``; those without a cache are left out.
+        modules: FBGEMM's modules from ``fused_modules``; those without a cache are ignored.
     """
 
     def __init__(self, modules: Iterable[SplitTableBatchedEmbeddingBagsCodegen]) -> None:
@@ -166,26 +158,26 @@ class CacheCounters:
 
     @property
     def num_caches(self) -> int:
-        """Caches of this rank; another may have more or fewer."""
+        """The number of caches on this rank, which may differ between ranks."""
         return len(self._modules)
 
     def end_line(self) -> CacheFigures:
-        """What the caches did since the last call; waits for the device once."""
+        """Return the counts since the last call; waits for the device once."""
         total = CacheFigures()
         if not self._modules:
             return total
         device = self._modules[0].lxu_cache_weights.device
         if device.type == "cuda":
-            # A pipeline that prefetches counts on a stream of its own.
+            # A pipeline that prefetches updates the counters on its own stream.
             torch.cuda.synchronize(device)
-        # FBGEMM sums into a new tensor each step, so it is asked for anew. Indices would be copied
-        # to the device for each module, so the host chooses from all counters.
+        # FBGEMM makes a new counter tensor each step. The host selects counters, since indices
+        # would be copied to the device for each module.
         rows = [
             torch.cat([module.get_uvm_cache_stats(), (module.lxu_cache_state >= 0).sum().view(1)])
             for module in self._modules
         ]
-        told: list[list[int]] = torch.stack(rows).tolist()
-        now = [[*(counts[index] for index in COUNTED), counts[-1]] for counts in told]
+        read: list[list[int]] = torch.stack(rows).tolist()
+        now = [[*(counts[index] for index in COUNTED), counts[-1]] for counts in read]
         for module, counts, last in zip(self._modules, now, self._last, strict=True):
             total += _figures(module, [a - b for a, b in zip(counts, last, strict=True)])
         self._last = now
@@ -200,11 +192,11 @@ def _figures(module: SplitTableBatchedEmbeddingBagsCodegen, counts: list[int]) -
         for name in ("momentum1", "momentum2")
         if hasattr(module, f"{name}_uvm")
     )
-    # Whole floats: FBGEMM registers a tensor of one value where an optimizer has no such state.
+    # The quotient drops FBGEMM's placeholder of one value for missing optimizer state.
     state_bytes = BYTES_PER_FLOAT * (state // int(module.total_cache_hash_size))
-    brought_in = misses - conflicts
-    # A cache that was emptied meanwhile (a checkpoint was loaded) has fewer rows than before.
-    evicted = max(0, brought_in - max(0, num_filled))
+    inserted = misses - conflicts
+    # Loading a checkpoint empties the cache, which then holds fewer rows than before.
+    evicted = max(0, inserted - max(0, num_filled))
     return CacheFigures(
         num_lookups=num_lookups,
         num_rows=num_rows,
@@ -212,6 +204,6 @@ def _figures(module: SplitTableBatchedEmbeddingBagsCodegen, counts: list[int]) -
         num_misses=misses,
         num_conflict_misses=conflicts,
         num_evictions=evicted,
-        read_bytes=row_bytes * (brought_in + conflict_lookups) + state_bytes * num_rows,
+        read_bytes=row_bytes * (inserted + conflict_lookups) + state_bytes * num_rows,
         written_bytes=row_bytes * (evicted + conflicts) + state_bytes * num_rows,
     )

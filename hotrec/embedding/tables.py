@@ -1,4 +1,4 @@
-"""The embedding tables of a sharded model, wherever in it they are, and plain copies of them."""
+"""The embedding tables of a sharded model, and plain copies of them."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class TablePart:
     """A table, or the replica of its hot rows.
 
     Args:
-        table: name of the table.
-        num_rows: rows of the whole table.
-        hot_rows: int64 (H,), rows that the replica holds, in its order; None for a table.
-        value: float (R, D) or (H, D), sharded or whole on every rank.
+        table: The table's name.
+        num_rows: The number of rows of the whole table.
+        hot_rows: The replica's rows in order, int64 (H,); None for a table.
+        value: The weights float (R, D) or (H, D), sharded or whole on every rank.
     """
 
     table: str
@@ -101,9 +101,9 @@ def _whole(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
 
 @torch.no_grad()
 def gather_tables(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every embedding table of a sharded model, in original ids, on every rank.
+    """Gather every embedding table of a sharded model, in original ids, on every rank.
 
-    For tests, small models and export: holds all tables in memory. Collective.
+    A collective for tests, small models and export: it holds all tables in memory.
 
     Returns:
         float (R, D) per table, hot rows from their replica, cold rows from their shard.

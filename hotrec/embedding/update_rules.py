@@ -1,9 +1,9 @@
-"""Optimizer update rules on the rows that a step touched.
+"""Optimizer update rules for the rows that a step touches.
 
-The same rules serve the hot replicas (on every device) and the cold shards on CPU; on CUDA the cold
-shards use FBGEMM's fused kernels, whose arithmetic these follow. A row that is not touched does not
-move and its state does not change. Symbols: w weight, g gradient of the global batch's mean loss, m
-and v state, t update count starting at 1, D embedding dim.
+They update the hot replicas (on every device) and the cold shards on CPU, with the arithmetic of
+FBGEMM's fused kernels, which update the cold shards on CUDA. Untouched rows and their state do not
+change. Symbols: w weight, g gradient of the global batch's mean loss, m and v state, t update count
+from 1, D embedding dimension.
 
     sgd               w -= lr g
     adagrad           v += g^2;          w -= lr g / (sqrt(v) + eps)
@@ -32,11 +32,11 @@ class OptimizerSpec:
     """An optimizer and its constants.
 
     Args:
-        kind: update rule.
-        learning_rate: base rate; a schedule multiplies it.
-        eps: added to the root (Adagrad, row-wise Adagrad, Adam).
-        beta1: decay of the first moment (Adam).
-        beta2: decay of the second moment (Adam).
+        kind: The update rule.
+        learning_rate: The base learning rate, which a schedule multiplies.
+        eps: Added to the root (Adagrad, row-wise Adagrad, Adam).
+        beta1: The decay of the first moment (Adam).
+        beta2: The decay of the second moment (Adam).
     """
 
     kind: OptimizerKind
@@ -57,7 +57,7 @@ class OptimizerSpec:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The state tensors of a row, as FBGEMM counts its momenta."""
+        """The names of a row's state tensors, as in FBGEMM."""
         return {
             OptimizerKind.sgd: (),
             OptimizerKind.adagrad: ("momentum1",),
@@ -86,16 +86,16 @@ def update_rows(
     learning_rate: float,
     num_updates: int,
 ) -> None:
-    """Apply one update to the named rows, in place.
+    """Apply one update to some rows, in place.
 
     Args:
-        spec: the rule and its constants.
-        weights_RD: float (R, D).
-        states: by ``spec.state_names``, shapes ``spec.state_shape(R, D)``.
-        rows_U: int64 (U,), distinct.
-        grad_UD: float (U, D), gradient of each row; overwritten.
-        learning_rate: the rate of this step.
-        num_updates: t of the rules, 1 at the first update.
+        spec: The rule and its constants.
+        weights_RD: The weights float (R, D).
+        states: State tensors by ``spec.state_names``, of shape ``spec.state_shape(R, D)``.
+        rows_U: Distinct rows int64 (U,).
+        grad_UD: Their gradients float (U, D), which are overwritten.
+        learning_rate: The learning rate of this step.
+        num_updates: The update count t of the rules, 1 at the first update.
     """
     if rows_U.numel() == 0:
         return
@@ -128,16 +128,16 @@ def update_rows(
 def sum_by_row(
     rows_K: torch.Tensor, grad_KD: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add up the gradients of the same row.
+    """Sum the gradients of the same row.
 
     Args:
-        rows_K: int64 (K,), rows, in any order, with repetition.
-        grad_KD: float (K, D).
-        num_rows: R, above every row.
+        rows_K: Rows int64 (K,), in any order, with repetition.
+        grad_KD: Their gradients float (K, D).
+        num_rows: The upper bound of the rows.
 
     Returns:
-        The distinct rows int64 (U,), ascending, and their sums float (U, D); contributions are
-        added in the order of K, so the result is bitwise reproducible.
+        The distinct rows int64 (U,), ascending, and their sums float (U, D), in the order of K and
+        so bitwise reproducible.
     """
     if rows_K.numel() == 0:
         return rows_K, grad_KD

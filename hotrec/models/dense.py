@@ -1,4 +1,4 @@
-"""How the dense layers compute: in which type, and whether they are compiled."""
+"""Precision and compilation of the dense layers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hotrec.types import Precision
 
 
 def use_precision(precision: Precision, device: torch.device) -> None:
-    """Set how this process multiplies float32 matrices, and check that the device can do it.
+    """Set the precision of this process's float32 matrix products.
 
-    Only the dense layers multiply matrices: lookups, pooling and updates have kernels of their own.
+    Only the dense layers multiply matrices: lookups, pooling and updates have their own kernels.
 
     Raises:
-        ValueError: if the device cannot.
+        ValueError: if the device does not support the precision.
     """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -33,12 +33,12 @@ def use_precision(precision: Precision, device: torch.device) -> None:
             f"trainer.precision: expected fp32 or bf16 on {device.type}, got tf32, which only GPUs "
             "have. Set trainer.precision=fp32, or compute on a GPU."
         )
-    # Of the ways to say it the one that no version from 2.11 to 2.14 warns of or mixes up.
+    # The only setting that works without warnings from torch 2.11 to 2.14.
     torch.set_float32_matmul_precision("high" if precision is Precision.tf32 else "highest")
 
 
 def check_compiler(device: torch.device) -> None:
-    """Check that there is what torch.compile calls.
+    """Check that torch.compile finds a compiler.
 
     Raises:
         RuntimeError: if there is no compiler.
@@ -56,25 +56,24 @@ def check_compiler(device: torch.device) -> None:
 def set_up_dense_layers(
     model: DLRM, device: torch.device, precision: Precision, *, is_compiled: bool
 ) -> None:
-    """Say how the dense layers of a model compute, forward and backward.
+    """Set the precision of a model's dense layers, and compile them, forward and backward.
 
-    Weights and their gradients stay float32, and so do the rows and theirs. The lookups between
-    the layers are not compiled: they talk to other ranks.
+    Weights, rows and their gradients stay float32. Lookups are not compiled, since they communicate
+    with other ranks.
 
     Args:
-        model: of ``build_model``.
-        device: of the layers; "meta" to plan only.
-        precision: tf32 also takes ``use_precision``.
-        is_compiled: compile them at their first call; hooks stay outside. The number of samples is
-            a variable of what is compiled: the last batch, an evaluation's and the parts of one
-            are of other sizes.
+        model: The model from ``build_model``.
+        device: The device of the layers; "meta" to plan only.
+        precision: The precision; tf32 also needs ``use_precision``.
+        is_compiled: Whether to compile the layers at their first call, without hooks and with a
+            dynamic batch size, since last batches, evaluations and micro-batches differ in size.
     """
     if device.type == "meta" or not (is_compiled or precision is Precision.bf16):
-        return  # on meta it is planned, and computes nothing
+        return
     for part in (model.dense_arch, model.inter_arch, model.over_arch):
         forward: Callable[..., torch.Tensor] = part.forward
         if is_compiled:
-            # A part that cannot be compiled whole raises, rather than run slowly.
+            # Raise for graph breaks, rather than run slowly.
             forward = torch.compile(forward, dynamic=True, fullgraph=True)
         if precision is Precision.bf16:
             forward = torch.autocast(device.type, torch.bfloat16)(forward)

@@ -10,12 +10,12 @@ from hotrec.models.interaction import padded_vectors
 
 
 class DenseWork(NamedTuple):
-    """What the dense layers do.
+    """The work of the dense layers.
 
     Args:
-        flops: of a sample, forward and backward.
-        bottom_frac: share of them in the bottom layers, which read no embedding.
-        num_dense_values: parameters.
+        flops: The operations per sample, forward and backward.
+        bottom_frac: The fraction of them in the bottom layers, which read no embedding.
+        num_dense_values: The number of parameters.
     """
 
     flops: float
@@ -24,7 +24,7 @@ class DenseWork(NamedTuple):
 
 
 def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWork:
-    """Count the multiplications and additions of matrix products; the rest is small beside them.
+    """Count the multiplications and additions of matrix products, which dominate.
 
     A product of (m, k) and (k, n) takes 2 m k n. Backward takes it twice, for the gradients of
     both factors, but for the first layer, whose input needs none. DLRM's interaction multiplies
@@ -34,17 +34,15 @@ def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWo
     section 3.4).
 
     Args:
-        num_dense: N, dense columns.
-        num_columns: F, pooled columns.
+        model: The model's configuration.
+        num_dense: The number N of dense columns.
+        num_columns: The number F of pooled columns.
     """
     dim, num_vectors = model.embedding_dim, num_columns + 1
     bottom_flops, bottom_values = _layers(num_dense, model.dense_layer_sizes, is_first=True)
     if isinstance(model, Dcnv2Config):
-        width, rank, num_layers = (
-            num_vectors * dim,
-            model.cross_low_rank_dim,
-            model.cross_num_layers,
-        )
+        width = num_vectors * dim
+        rank, num_layers = model.cross_low_rank_dim, model.cross_num_layers
         cross_flops = 3 * 2 * 2 * width * rank * num_layers
         cross_values = (2 * width * rank + width) * num_layers
     else:
@@ -58,7 +56,7 @@ def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWo
 
 
 def _layers(num_inputs: int, sizes: Sequence[int], *, is_first: bool) -> tuple[float, int]:
-    """Operations of a sample, both ways, and parameters of linear layers with bias."""
+    """Operations per sample, forward and backward, and parameters of linear layers with bias."""
     flops, values = 0.0, 0
     for num_outputs in sizes:
         flops += (2 if is_first else 3) * 2 * num_inputs * num_outputs

@@ -1,4 +1,4 @@
-"""Where the ids of a batch belong: the bags of its samples and columns."""
+"""The bags of a batch: the ids of each sample and column."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class Bags:
-    """Where the ids of a batch belong: bag ``b * F + f`` is sample b of column f.
+    """The bags of a batch; bag ``b * F + f`` is sample b of column f.
 
     Args:
-        shape: F, B.
-        lengths_F: int64 (F,), ids of each column.
-        bag_K: int64, the bag of each id, ids in the features' order (feature-major).
-        offsets: int64 (B * F,), where each bag starts when the ids are ordered by bag.
-        order_K: int64, the ids in the order of their bags; None if every bag holds one id, where
-            a transposition does.
+        shape: F and B.
+        lengths_F: The number of ids of each column, int64 (F,).
+        bag_K: The bag of each id in the features' order (feature-major), int64.
+        offsets: The start of each bag among the ids ordered by bag, int64 (B * F,).
+        order_K: The ids in the order of their bags, int64; None if every bag has one id, where a
+            transposition is enough.
     """
 
     shape: tuple[int, int]
@@ -33,7 +33,7 @@ class Bags:
         return torch.repeat_interleave(values_F, self.lengths_F, output_size=self.bag_K.numel())
 
     def by_bag(self, values_K: torch.Tensor) -> torch.Tensor:
-        """Values in the features' order -> in the order of the bags."""
+        """Reorder values from the features' order to the order of the bags."""
         if self.order_K is None:
             return values_K.view(self.shape).t().reshape(-1)
         return values_K.index_select(0, self.order_K)
@@ -43,9 +43,9 @@ def find_bags(lengths_FB: torch.Tensor, num_ids: int, *, all_one: bool) -> Bags:
     """Find the bags of a batch.
 
     Args:
-        lengths_FB: int64 (F, B), ids per column and sample.
-        num_ids: K, the sum of the lengths.
-        all_one: whether every bag holds one id.
+        lengths_FB: The number of ids per column and sample, int64 (F, B).
+        num_ids: The sum K of the lengths.
+        all_one: Whether every bag has one id.
     """
     num_columns, batch_size = lengths_FB.shape
     device = lengths_FB.device

@@ -1,4 +1,4 @@
-"""What a batch's features have to be, checked before they are routed."""
+"""Checks of a batch's features before they are routed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hotrec.routing.features import Column
 
 @dataclass(frozen=True)
 class KeyLengths:
-    """The bags of one key of a batch, as the host knows them: ids in all, fewest, most."""
+    """The lengths of one key's bags on the host: their sum, minimum and maximum."""
 
     num_ids: int
     shortest: int
@@ -22,13 +22,13 @@ class KeyLengths:
 
 
 def check_lengths(features: KeyedJaggedTensor) -> list[KeyLengths]:
-    """Refuse lengths that do not describe the values; one read from the device.
+    """Check that lengths fit the values, with one read from the device.
 
     Returns:
-        What is known of each key.
+        The lengths of each key.
 
     Raises:
-        ValueError: if they are not one per key and sample, negative, or add up otherwise.
+        ValueError: if there is not one per key and sample, one is negative, or their sum is wrong.
     """
     num_keys, stride, lengths = len(features.keys()), features.stride(), features.lengths()
     fits = lengths.numel() == num_keys * stride
@@ -51,7 +51,7 @@ def check_lengths(features: KeyedJaggedTensor) -> list[KeyLengths]:
 
 
 def select_features(features: KeyedJaggedTensor, wanted: Sequence[str]) -> KeyedJaggedTensor:
-    """The named features in the given order, with repetition if asked for.
+    """Select features in the given order, which may repeat some.
 
     Raises:
         ValueError: if a feature is not among the keys.
@@ -76,14 +76,14 @@ def refuse_ids(
     is_outside_K: torch.Tensor,
     lengths_F: torch.Tensor,
 ) -> NoReturn:
-    """Say which id lies outside its table.
+    """Raise an error that names the first id outside its table.
 
     Args:
-        columns: F columns.
-        num_rows_F: int64 (F,), rows of the table of each column.
-        rows_K: int64 (K,), ids, column by column.
-        is_outside_K: bool (K,), True somewhere.
-        lengths_F: int64 (F,), ids of each column.
+        columns: The F columns.
+        num_rows_F: The number of rows of each column's table, int64 (F,).
+        rows_K: Ids int64 (K,), column by column.
+        is_outside_K: Whether each id is outside its table, bool (K,), True for some.
+        lengths_F: The number of ids of each column, int64 (F,).
 
     Raises:
         ValueError: naming the first such id.
@@ -99,10 +99,10 @@ def refuse_ids(
 
 
 def check_weights(weights_K: torch.Tensor) -> torch.Tensor:
-    """Per-sample weights as float32.
+    """Return per-sample weights as float32.
 
     Raises:
-        ValueError: if they want a gradient, which neither exchange gives.
+        ValueError: if they require a gradient, which no exchange computes.
     """
     if weights_K.requires_grad:
         raise ValueError(

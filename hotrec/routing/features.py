@@ -1,4 +1,4 @@
-"""What routing makes: the rows a batch reads, where each goes, ids that travel as they are."""
+"""Routed features: the distinct rows that a batch reads, and their bags."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Column:
     """One pooled output: a feature read from a table.
 
     Args:
-        name: key in the output ``KeyedTensor`` (the feature, or "feature@table" if several tables
-            read it), as TorchRec names it.
-        feature: key in the input ``KeyedJaggedTensor``.
-        table: table that is read.
-        is_mean: mean pooling, else sum.
+        name: The key in the output ``KeyedTensor``, named as in TorchRec: the feature, or
+            "feature@table" if several tables read it.
+        feature: The key in the input ``KeyedJaggedTensor``.
+        table: The table to read.
+        is_mean: Whether pooling is by mean, else by sum.
     """
 
     name: str
@@ -38,7 +38,7 @@ def hot_name(table: str) -> str:
 
 
 def hot_rows(partition: Partition, table: str) -> torch.Tensor:
-    """The hot rows of a table in slot order, int64 (H,): a copy, whatever memory they come from."""
+    """Copy the hot rows of a table in slot order, int64 (H,)."""
     return torch.from_numpy(np.array(partition.hot(table), order="C"))
 
 
@@ -47,20 +47,19 @@ class RoutedGroup(Pipelineable):
     """The routed ids of all columns of one embedding dimension.
 
     Args:
-        rows: stride 1; keys are the hot tables, then the cold tables; values int64 (U,), distinct
-            within a table: hot slots, then rows. It knows its lengths on the host too
-            (``length_per_key``), so that nobody has to ask the device for them.
-        positions_K: int64, index into the U looked-up rows (hot ones first), in the order of the
-            bags; bag ``b * F + f`` is sample b of column f.
-        bag_offsets: int64 (B * F,), where each bag starts in ``positions_K``.
-        bags_K: int64, the same ids sorted by row: the bag of each.
-        row_offsets_U: int64, where each row starts in ``bags_K``.
-        scales_K: float32 in the order of the bags, factor of each id (per-sample weight, 1 / length
-            of the bag for mean pooling), or None if all are 1.
-        row_scales_K: the same factors in the order of ``bags_K``.
-        num_hot_lookups: int64 (), how many of the K ids are hot.
-        longest_bag: at least the ids of the longest bag, on the host.
-        longest_row: at least the ids that read the row which most of them read.
+        rows: The distinct rows of each table, int64 (U,) with stride 1: hot slots by hot table,
+            then rows by cold table, with ``length_per_key`` on the host too.
+        positions_K: The index of each id among the U rows, int64, in the order of the bags; bag
+            ``b * F + f`` is sample b of column f.
+        bag_offsets: The start of each bag in ``positions_K``, int64 (B * F,).
+        bags_K: The bag of each id, int64, sorted by row.
+        row_offsets_U: The start of each row in ``bags_K``, int64.
+        scales_K: The factor of each id in the order of the bags, float32 (per-sample weight, and
+            1 / length of the bag for mean pooling); None if all are 1.
+        row_scales_K: The same factors in the order of ``bags_K``.
+        num_hot_lookups: The number of hot ids, int64 ().
+        longest_bag: An upper bound of the number of ids in a bag, on the host.
+        longest_row: An upper bound of the number of ids that read the same row, on the host.
     """
 
     rows: KeyedJaggedTensor
@@ -97,14 +96,14 @@ class RoutedGroup(Pipelineable):
 
 @dataclass
 class RoutedFeatures(Pipelineable):
-    """What the router makes of a ``KeyedJaggedTensor``: one group per embedding dimension.
+    """The routed form of a ``KeyedJaggedTensor``: one group per embedding dimension.
 
     Args:
-        groups: in the order of the collection's dimensions.
-        batch_size: B.
-        fingerprint: of the router, so that a collection can refuse what another one's made.
-        pooled: the ids of the columns that are pooled where their tables live, jagged (F, B), keys
-            are the columns' names; None if there are none.
+        groups: The groups in the order of the collection's dimensions.
+        batch_size: The batch size B.
+        fingerprint: The router's fingerprint, so that a collection can reject another router's.
+        pooled: The ids of the columns that are pooled on their tables' owners, jagged (F, B), with
+            the columns' names as keys; None if there are none.
     """
 
     groups: list[RoutedGroup]
@@ -113,25 +112,22 @@ class RoutedFeatures(Pipelineable):
     pooled: KeyedJaggedTensor | None = None
 
     def stride(self) -> int:
-        """Samples in the batch, as ``KeyedJaggedTensor.stride`` says it."""
+        """The number of samples in the batch, as in ``KeyedJaggedTensor``."""
         return self.batch_size
 
     @property
     def num_distinct(self) -> list[int]:
-        """U of each group: the distinct rows of this rank's batch that are exchanged as rows.
-
-        ``Router.count_distinct`` adds the rows that are pooled where they live.
-        """
+        """U of each group; ``Router.count_distinct`` adds the rows pooled on their owners."""
         return [group.rows.values().numel() for group in self.groups]
 
     @property
     def num_lookups(self) -> int:
-        """K: ids of the batch, in all columns."""
+        """The number of ids in the batch, in all columns."""
         num_pooled = 0 if self.pooled is None else self.pooled.values().numel()
         return num_pooled + sum(group.positions_K.numel() for group in self.groups)
 
     def num_hot_lookups(self) -> int:
-        """Ids of the batch that are hot (waits for the device)."""
+        """The number of hot ids in the batch (waits for the device)."""
         return sum(int(group.num_hot_lookups) for group in self.groups)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> RoutedFeatures:

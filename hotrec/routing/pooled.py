@@ -14,13 +14,11 @@ from hotrec.types import Partition
 
 
 class PooledRouter:
-    """Makes the features that TorchRec's own pooled exchange takes.
-
-    A column gets a key of its own, its name, also where several tables read one feature.
+    """Makes the features for TorchRec's pooled exchange, with one key per column.
 
     Args:
-        columns_by_dim: the columns of each embedding dimension.
-        partition: names every table of the columns.
+        columns_by_dim: The columns of each embedding dimension.
+        partition: The partition of the columns' tables.
     """
 
     def __init__(
@@ -36,7 +34,7 @@ class PooledRouter:
         self._has_mean = bool(self._is_mean_F.any())
 
     def to(self, device: torch.device) -> PooledRouter:
-        """The same on the device where ``route`` is to run."""
+        """Copy the router to the device that routes."""
         moved = copy.copy(self)
         moved._num_rows_F = self._num_rows_F.to(device)
         moved._is_mean_F = self._is_mean_F.to(device)
@@ -47,15 +45,15 @@ class PooledRouter:
         """The ids of the columns, in the types that every rank sends.
 
         Args:
-            features: keys are the columns' features, in order; values are rows.
+            features: The columns' features, in order, whose values are rows.
 
         Returns:
-            Jagged (F, B), keys are the columns' names, values int64, lengths int32; weights float32
-            if the features have them, divided by the length of the bag where pooling is by mean, so
-            that the bags of weighted features are all to be summed.
+            Jagged (F, B) with the columns' names as keys, values int64, lengths int32; weights
+            float32 if the features have them, divided by the length of the bag for mean pooling,
+            so that all weighted bags are summed.
 
         Raises:
-            ValueError: if an id lies outside its table, or the weights want a gradient.
+            ValueError: if an id lies outside its table, or the weights require a gradient.
         """
         rows_K, weights_K = features.values().long(), features.weights_or_none()
         lengths_FB = features.lengths().view(len(self.columns), -1).long()
@@ -74,7 +72,7 @@ class PooledRouter:
         )
 
     def _scales(self, weights_K: torch.Tensor, lengths_FB: torch.Tensor) -> torch.Tensor:
-        # FBGEMM's CPU kernel takes no account of the mean in backward when there are weights.
+        # FBGEMM's CPU kernel ignores the mean in backward if there are weights.
         scales_K = check_weights(weights_K)
         if not self._has_mean:
             return scales_K
@@ -84,7 +82,7 @@ class PooledRouter:
         )
 
     def count_distinct(self, pooled: KeyedJaggedTensor) -> dict[int, int]:
-        """Distinct rows by embedding dim, a row of a shared table once."""
+        """Count the distinct rows by embedding dimension, rows of shared tables once."""
         of_table: dict[str, list[torch.Tensor]] = {}
         parts = pooled.values().split(pooled.length_per_key())
         for column, rows in zip(self.columns, parts, strict=True):

@@ -17,14 +17,14 @@ from hotrec.types import Partition
 
 
 class Router:
-    """Routes the features of a batch; picklable, so that loader workers can hold it.
+    """Routes the features of a batch; picklable for loader workers.
 
     Args:
-        columns_by_dim: the columns of each embedding dimension, see ``GroupRouter``.
-        partition: which rows are hot.
-        is_weighted: whether per-sample weights are required (True) or unused (False); None uses
-            them if the features have them.
-        pooled_by_dim: the columns that are pooled where their tables live, see ``PooledRouter``.
+        columns_by_dim: The columns of each embedding dimension, see ``GroupRouter``.
+        partition: The hot rows of each table.
+        is_weighted: Whether per-sample weights are required (True) or ignored (False); None uses
+            them if present.
+        pooled_by_dim: The columns that are pooled on their tables' owners, see ``PooledRouter``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Router:
                 self.fingerprint = zlib.crc32(rows, self.fingerprint)
 
     def to(self, device: torch.device) -> Router:
-        """The same router with its maps on the device where routing is to run."""
+        """Copy the router with its maps on the device that routes."""
         moved = copy.copy(self)
         moved.groups = {dim: group.to(device) for dim, group in self.groups.items()}
         moved.pooled = None if self.pooled is None else self.pooled.to(device)
@@ -75,9 +75,9 @@ class Router:
         return RoutedFeatures(groups, features.stride(), self.fingerprint, pooled)
 
     def count_distinct(self, routed: RoutedFeatures) -> dict[int, int]:
-        """Count the distinct rows of the batch by embedding dim, whatever their exchange.
+        """Count the distinct rows of the batch by embedding dimension, for all exchanges.
 
-        Those that are pooled where they live are sorted for it, so this is for sampled batches.
+        Use it for sampled batches: it sorts the rows that are pooled on their owners.
         """
         counts = dict(zip(self.groups, routed.num_distinct, strict=True))
         if self.pooled is not None and routed.pooled is not None:
@@ -88,7 +88,7 @@ class Router:
     def _as_needed(
         self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]
     ) -> KeyedJaggedTensor:
-        """With weights or without, and with lengths per key that no one has to ask for."""
+        """The features with or without weights, and with their lengths per key on the host."""
         weights = features.weights_or_none()
         if self.is_weighted and weights is None:
             raise ValueError(

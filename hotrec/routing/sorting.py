@@ -1,4 +1,4 @@
-"""Sorting integer keys, which routing and the summing of gradients by row both rest on."""
+"""Sorting of integer keys, for routing and for summing gradients by row."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 
 def sort_keys(keys_K: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort keys, and say where each came from; equal keys keep their order.
+    """Sort keys stably.
 
-    On CPU key and position are packed into one integer and sorted by numpy, whose vectorised sort
+    On CPU, key and position are packed into one integer and sorted by numpy, whose vectorised sort
     of plain integers takes a third of the time of torch's sort of pairs.
 
     Args:
-        keys_K: int64 (K,), in 0..limit - 1.
-        limit: bound of the keys.
+        keys_K: Keys int64 (K,), in 0..limit - 1.
+        limit: The upper bound of the keys.
 
     Returns:
-        The keys in rising order, and the position of each before, both int64 (K,).
+        The sorted keys and their original positions, both int64 (K,).
     """
     position_bits = max(keys_K.numel() - 1, 0).bit_length()
     if keys_K.is_cuda or position_bits + limit.bit_length() > 63:
@@ -33,14 +33,14 @@ def sort_keys(keys_K: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Ten
 class Runs:
     """Runs of equal keys among sorted ones.
 
-    On CUDA the number of runs is not on the host, and asking for it would wait for the device.
-    There ``keys`` and ``begins`` are K long; what is behind the last run is to be cut off.
+    On CUDA, reading the number of runs would wait for the device, so ``keys`` and ``begins`` have
+    length K there, with padding after the last run.
 
     Args:
-        keys: int64 (U,), the key of each run, ascending; behind them the largest integer.
-        begins: int64 (U,), where each run begins; behind them K.
-        run_K: int64 (K,), the run of each sorted key.
-        num: int64 (1,), U.
+        keys: The key of each run, int64 (U,), ascending, padded with the largest integer.
+        begins: The start of each run, int64 (U,), padded with K.
+        run_K: The run of each sorted key, int64 (K,).
+        num: The number U of runs, int64 (1,).
     """
 
     keys: torch.Tensor
@@ -59,7 +59,7 @@ def find_runs(sorted_K: torch.Tensor) -> Runs:
         return Runs(keys, counts.cumsum(0) - counts, run_K, num)
     run_K = torch.zeros_like(sorted_K)
     torch.cumsum(sorted_K[1:] != sorted_K[:-1], 0, out=run_K[1:])
-    # All keys of a run are written to one place; they are the same.
+    # All keys of a run are equal and written to the same place.
     keys = torch.full_like(sorted_K, torch.iinfo(torch.int64).max).scatter_(0, run_K, sorted_K)
     places = torch.arange(sorted_K.numel(), device=sorted_K.device)
     return Runs(keys, torch.searchsorted(run_K, places), run_K, run_K[-1:] + 1)

@@ -10,16 +10,17 @@ from hotrec.routing.features import RoutedFeatures, RoutedGroup
 
 
 def samples_reading(routed: RoutedFeatures, rows_of_group: list[torch.Tensor]) -> torch.Tensor:
-    """Which samples read one of the named rows.
+    """Find the samples that read one of some rows.
 
     Args:
-        routed: a batch; all of its columns are exchanged as rows.
-        rows_of_group: bool (U,) of each group.
+        routed: A batch whose columns are all exchanged as rows.
+        rows_of_group: The chosen rows of each group, bool (U,).
 
     Returns:
         Bool (B,).
     """
-    found_B = torch.zeros(routed.batch_size, dtype=torch.bool, device=_device(routed))
+    device = routed.groups[0].positions_K.device
+    found_B = torch.zeros(routed.batch_size, dtype=torch.bool, device=device)
     for group, is_named_U in zip(routed.groups, rows_of_group, strict=True):
         sample_K = _sample_of_ids(group, routed.batch_size)
         found_B[sample_K[is_named_U.index_select(0, group.positions_K)]] = True
@@ -29,15 +30,15 @@ def samples_reading(routed: RoutedFeatures, rows_of_group: list[torch.Tensor]) -
 def select_samples(
     routed: RoutedFeatures, samples: torch.Tensor, num_hot_rows: list[int]
 ) -> RoutedFeatures:
-    """The part of a routed batch that some of its samples make.
+    """Select some samples of a routed batch.
 
     Args:
-        routed: as for ``samples_reading``.
-        samples: int64 (B',), ascending.
-        num_hot_rows: of each group, how many of its U rows are hot.
+        routed: A batch whose columns are all exchanged as rows.
+        samples: The samples int64 (B',), ascending.
+        num_hot_rows: The number of hot rows among the U rows of each group.
 
     Returns:
-        The bags of these samples alone; ``rows`` are still those of the whole batch.
+        The bags of these samples; ``rows`` are still those of the whole batch.
     """
     place_B = torch.full((routed.batch_size,), -1, device=samples.device)
     place_B[samples] = torch.arange(samples.numel(), device=samples.device)
@@ -48,12 +49,8 @@ def select_samples(
     return replace(routed, groups=groups, batch_size=samples.numel())
 
 
-def _device(routed: RoutedFeatures) -> torch.device:
-    return routed.groups[0].positions_K.device
-
-
 def _lengths(group: RoutedGroup) -> torch.Tensor:
-    """Ids of each bag."""
+    """The number of ids in each bag."""
     end = group.bag_offsets.new_full((1,), group.positions_K.numel())
     return torch.cat([group.bag_offsets, end]).diff()
 
@@ -85,7 +82,7 @@ def _select(
         positions_K=positions_K,
         bag_offsets=lengths_bag.cumsum(0) - lengths_bag,
         bags_K=place_K.index_select(0, by_row_K) * num_columns + column_K,
-        # Where the first kept id at or after the row's first one stands.
+        # The first kept id at or after the row's first one.
         row_offsets_U=torch.searchsorted(by_row_K, group.row_offsets_U),
         scales_K=None if group.scales_K is None else group.scales_K[by_bag_K],
         row_scales_K=None if group.row_scales_K is None else group.row_scales_K[by_row_K],

@@ -1,18 +1,17 @@
-"""The exchange of cold rows and of their gradients: the communication thread's side of look-ahead.
+"""The exchange of cold rows and their gradients, on the communication thread of look-ahead.
 
-Of a row that batch b reads, the lag is b minus the last batch before it that reads the row (any
-rank). Its value is final when that batch's update is applied. With depth d, in the order in which
-every rank runs them, the exchanges of step s are
+The lag of a row in batch b is b minus the last batch before b in which any rank reads the row; the
+row's value is final once that batch's update is applied. With depth d, every rank runs the
+exchanges of step s in this order:
 
-    request_rows(s + d)   the owners of the rows of batch s + d learn who reads them; they answer
-                          how long ago each was read, and which rows of batch s + d - 1 are read
-                          again
+    request_rows(s + d)   request the rows of batch s + d from their owners, which answer with the
+                          lags, and with the rows of batch s + d - 1 that are read again
     fetch_rows(s)         rows of batches after s that became final with the update of s - 1
-    exchange_urgent(s)    gradients of the rows of s that s + 1 reads, and these rows, updated
+    exchange_urgent(s)    gradients of the rows of s that s + 1 reads, then these updated rows
     send_late(s)          the other gradients of s
 
-send_late(s - 1) comes before fetch_rows(s), so that the rows which that sends are final. A row of s
-is either urgent or late, the same on all ranks since its owner decides: it is updated once.
+send_late(s - 1) runs before fetch_rows(s), so fetched rows are final. The owner decides whether a
+row of s is urgent or late, the same for all ranks, so it is updated once.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ class RowGroup:
     """One embedding dimension of one collection.
 
     Args:
-        dim: D.
-        num_hot_keys: Number of hot tables, which come first among the keys of its routed rows.
-        hot_begins_T: int64, where each hot table begins in the replica; None without any.
-        replica: None without hot tables.
-        owners: None without cold tables, on all ranks alike.
+        dim: The embedding dimension.
+        num_hot_keys: The number of hot tables, the first keys of the routed rows.
+        hot_begins_T: The first row of each hot table in the replica, int64; None without any.
+        replica: The replica of the hot rows; None without hot tables.
+        owners: The owners of the cold rows; None without cold tables.
         owned: This rank's cold rows.
     """
 
@@ -69,10 +68,10 @@ class ColdExchange:
     """Runs on the communication thread, but for its construction and ``mark_late_rows``.
 
     Args:
-        groups: Of all collections, in the same order on all ranks.
-        wire: To the other ranks, used by the communication thread alone.
-        depth: d, the number of batches whose rows are requested ahead of the step.
-        device: Of the rows.
+        groups: The groups of all collections, in the same order on all ranks.
+        wire: The wire to the other ranks, which only the communication thread uses.
+        depth: The number of batches whose rows are requested ahead of the step.
+        device: The device of the rows.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class ColdExchange:
         self._wire = wire
         self._depth = depth
         self._device = device
-        # The last batch that reads each owned row; at first so far back that every lag is long.
+        # The last batch that reads each owned row; at first long ago.
         self._last_read = [
             torch.full((groups[index].owned.num_rows,), -LONG_AGO - 1, device=device)
             for index in self._cold
@@ -151,16 +150,13 @@ class ColdExchange:
         return request
 
     def _find_conflicts(self, batch: PrefetchedBatch, request: RowRequest) -> None:
-        """Answer how long ago the rows were read, and which of the last batch's are read again.
-
-        Both as bytes, in one message.
-        """
+        """Exchange, in one message, the lags and which rows of the last batch are read again."""
         number = batch.number
         lags_served, needs_served = [], []
         for last_read, positions in zip(self._last_read, request.positions, strict=True):
             lag_R = number - last_read.index_select(0, positions)
             lags_served.append((lag_R.clamp_(max=self._depth + 1) - 1).to(torch.uint8))
-            # After the lags of all ranks: those that read the same row get the same answer.
+            # After the lags of all ranks, so that readers of the same row get the same answer.
             last_read[positions] = number
         before = self._request_before(batch)
         num_sent, num_received = request.num_served, request.num_requested
@@ -189,7 +185,7 @@ class ColdExchange:
         read_class_ends(sorted_rows)
 
     def _request_before(self, batch: PrefetchedBatch) -> RowRequest | None:
-        """Of the batch before, if that one updates rows."""
+        """The request of the previous batch, if that one updates rows."""
         before = self._newest
         if before is None or before.number != batch.number - 1 or not before.will_update:
             return None
@@ -202,7 +198,7 @@ class ColdExchange:
         num_from: RowCounts,
         dims: Sequence[int],
     ) -> list[torch.Tensor]:
-        """Rows of each group, in rank order, to all ranks; those that arrive, likewise."""
+        """Send rows of each group, in rank order, to all ranks, and return the received ones."""
         received = self._wire.all_to_all(
             pack(parts, num_to, dims), message_sizes(num_to, dims), message_sizes(num_from, dims)
         )
@@ -212,15 +208,16 @@ class ColdExchange:
         """Send the rows that became final with the update before ``step``.
 
         Args:
-            batches: Those requested and not yet computed, and whether each is fetched for the first
-                time.
+            step: The step that starts.
+            batches: The batches requested and not yet computed, and whether each is new to the
+                fetch.
         """
         enter(COMMUNICATION, "rows_exchange")
         with named_range("rows_exchange"):
             for batch, is_new in batches:
-                # A row that was read less than this many batches before is not final yet.
+                # Rows with a smaller lag are not final yet.
                 nearest = batch.number - step
-                # A new batch also gets the rows that have been final for longer.
+                # A new batch also gets the rows that became final earlier.
                 self._send_rows(batch, nearest, self._depth + 1 if is_new else nearest + 1)
 
     def _send_rows(self, batch: PrefetchedBatch, first: int, end: int) -> None:
@@ -229,7 +226,7 @@ class ColdExchange:
         if request is None:
             return
         if request.requested_by_lag is None or request.served_by_lag is None:
-            # Without updates all rows have been final for long, so all are in the last class.
+            # Without updates all rows are final, so all are in the last class.
             if end <= self._depth:
                 return
             leaving, arriving = select_all(request.num_served), select_all(request.num_requested)
@@ -248,10 +245,11 @@ class ColdExchange:
     def mark_late_rows(
         self, batch: PrefetchedBatch, is_late: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Mark the rows that only the last fetch brings; runs on the main thread.
+        """Mark the rows that arrive with the last fetch; runs on the main thread.
 
         Args:
-            is_late: bool (U,) of each group, False; set in place.
+            batch: The current batch.
+            is_late: Bool (U,) of each group, all False, set in place.
         """
         request = batch.request
         if self._depth == 0:
@@ -284,12 +282,12 @@ class ColdExchange:
                 self._send_gradients(request, gradients, leaving, arriving)
         enter(COMMUNICATION, "rows_exchange")
         with named_range("urgent rows"):
-            # A batch without cold rows updates none that the next one reads.
+            # A batch without cold rows updates none for the next one.
             if request is not None:
                 self._send_rows(following, 0, 1)
 
     def send_late(self, batch: PrefetchedBatch, gradients: Gradients) -> None:
-        """Send the gradients that are left to the rows' owners, who update the rows."""
+        """Send the remaining gradients to the rows' owners, which update the rows."""
         request = batch.request
         if request is None:
             return
@@ -311,7 +309,7 @@ class ColdExchange:
             requested = request.requested[at]
             cold_UD = _cold_part(gradients.rows[index], requested)
             part = cold_UD.index_select(0, leaving.of(at, requested.order_U))
-            # This rank's share of the mean over the ranks.
+            # Owners sum, so each rank sends its share of the mean.
             parts.append(part.div_(self._world_size) if self._world_size > 1 else part)
         received = self._all_to_all(parts, leaving.counts, arriving.counts, self._dims)
         for at, index in enumerate(self._cold):
@@ -324,5 +322,5 @@ class ColdExchange:
 
 
 def _cold_part(rows: torch.Tensor, requested: RequestedRows) -> torch.Tensor:
-    """Of a group's rows (U, ...), hot rows first, the cold ones."""
+    """The cold rows of a group's rows (U, ...), which follow the hot ones."""
     return rows[rows.shape[0] - requested.order_U.numel() :]

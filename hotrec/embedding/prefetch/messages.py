@@ -1,4 +1,4 @@
-"""What the exchange knows of a batch: the rows that it requests, and those to be sent together."""
+"""Prefetched batches, their row requests, and rows sorted into classes that are sent together."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import CommunicationFuture
 from hotrec.runtime.host_ints import HostInts, ints_on
 
-# Lag of a row that no batch in sight has read before.
+# The lag of a row that no recent batch has read.
 LONG_AGO = 255
 
 
 @dataclass
 class RowRequest:
-    """The cold rows of one batch as both sides of the exchange know them, by group.
+    """The cold rows of a batch on both sides of the exchange, by group.
 
     Args:
-        requested: What this rank requests from the owners.
-        num_requested: Number of rows requested from each rank.
-        num_served: Number of rows that each rank requests from this one.
-        positions: int64 (R,), the rows that are requested from this rank, in rank order.
-        requested_by_lag: The requested rows, in the order of their owners, by how many batches
-            before this one any rank read the row last: class 0 is one batch before, the last class
-            ``depth`` + 1 or more.
-        served_by_lag: The same for the rows that are requested from this rank.
-        requested_by_need: The requested rows: the urgent ones, which some rank reads in the next
-            batch too, are class 0, the others class 1; None as long as there is no next batch.
-        served_by_need: The same for the rows that are requested from this rank.
+        requested: The rows that this rank requests from the owners.
+        num_requested: The number of rows requested from each rank.
+        num_served: The number of rows that each rank requests from this one.
+        positions: The rows requested from this rank, int64 (R,), in rank order.
+        requested_by_lag: The requested rows, in the order of their owners, by lag: class 0 is a lag
+            of 1, the last class ``depth`` + 1 or more.
+        served_by_lag: The same for the rows requested from this rank.
+        requested_by_need: The requested rows: class 0 are the urgent ones, which some rank reads in
+            the next batch too, class 1 the others; None until there is a next batch.
+        served_by_need: The same for the rows requested from this rank.
     """
 
     requested: list[RequestedRows]
@@ -54,18 +53,18 @@ class PrefetchedBatch:
     """One batch of this rank.
 
     Args:
-        number: Counts all batches; the same on all ranks.
-        features: What the model is given, as it came.
-        routed: Of each collection.
-        groups: Of each embedding dimension of each collection.
+        number: The batch's number, the same on all ranks.
+        features: The features that the model is called with.
+        routed: The routed features of each collection.
+        groups: The routed ids of each embedding dimension of each collection.
         will_update: Whether the model is in training mode.
-        is_all_hot: Whether no rank's batch reads a cold row; known before anything is exchanged.
-        rows: Float (U, D) of each group, hot rows first; filled while the batch waits.
-        request: None where no cold rows are exchanged.
-        hot_counts: Number of touched hot rows, [rank][group with hot rows].
-        hot_plan: How their gradients will be reduced; None without any, and in evaluation.
-        first_rows: Done when all rows but those with a lag of 1 are there.
-        all_rows: Done when all rows are there.
+        is_all_hot: Whether no rank's batch reads a cold row.
+        rows: The rows of each group, float (U, D), hot rows first; filled while the batch waits.
+        request: The request of cold rows; None if none are exchanged.
+        hot_counts: The number of touched hot rows, [rank][group with hot rows].
+        hot_plan: How their gradients are reduced; None without any, and in evaluation.
+        first_rows: Done when all rows but those with a lag of 1 have arrived.
+        all_rows: Done when all rows have arrived.
     """
 
     number: int
@@ -83,18 +82,18 @@ class PrefetchedBatch:
 
 
 def num_hot_rows(rows: KeyedJaggedTensor, num_hot_keys: int) -> int:
-    """Distinct hot rows of a routed group."""
+    """The number of distinct hot rows of a routed group."""
     return sum(rows.length_per_key()[:num_hot_keys])
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What backward leaves for the exchange.
+    """The gradients of a step's rows.
 
     Args:
-        rows: Float (U, D) of each group, of the rank's share of the loss.
-        learning_rates: Of the owned rows of each group, in the step that made the gradients.
-        num_updates: Number of steps made before.
+        rows: The gradients of each group, float (U, D), of this rank's share of the loss.
+        learning_rates: The learning rate of each group's owned rows in this step.
+        num_updates: The number of previous steps.
     """
 
     rows: Sequence[torch.Tensor]
@@ -107,36 +106,35 @@ class Selection:
     """Some of the rows of each group.
 
     Args:
-        indices: int64, of each group, in rank order; None for all rows as they are.
-        counts: Number of rows of each group of each rank.
+        indices: Indices int64 of each group, in rank order; None for all rows in order.
+        counts: The number of rows of each rank and group.
     """
 
     indices: list[torch.Tensor | None]
     counts: RowCounts
 
     def of(self, group: int, values: torch.Tensor) -> torch.Tensor:
-        """The selected ones of a group's (rows, ...) values."""
+        """Select from a group's (rows, ...) values."""
         index = self.indices[group]
         return values if index is None else values.index_select(0, index)
 
 
 def select_all(counts: RowCounts) -> Selection:
-    """All rows, of which there are ``counts`` by rank and group."""
+    """Select all rows, ``counts`` by rank and group."""
     return Selection([None] * len(counts[0]), counts)
 
 
 class RowsByClass:
     """The rows of each group, sorted by rank and, within a rank, by class.
 
-    Both sides of an exchange sort the same rows by the same classes, so any range of classes is the
-    same rows in the same order on both. Selecting one reads nothing from the device: where the
-    classes end comes to the host for several objects in one copy, see ``read_class_ends``.
+    Both sides of an exchange sort the same rows by the same classes, so a range of classes has the
+    same rows in the same order on both. Selecting one does not wait for the device, since
+    ``read_class_ends`` copies the ends of classes to the host.
 
     Args:
-        classes: Integers (rows,) of each group, at least one group, rows in rank order, each in
-            0..num_classes - 1.
-        num_classes: C.
-        counts: Number of rows of each group of each rank.
+        classes: The class of each row, in 0..num_classes - 1, for each group in rank order.
+        num_classes: The number of classes.
+        counts: The number of rows of each rank and group.
     """
 
     def __init__(
@@ -161,7 +159,7 @@ class RowsByClass:
         self._ends_here: list[list[int]] = []
 
     def set_ends(self, ends: Sequence[int]) -> None:
-        """Take where the classes end, once the host has read it."""
+        """Set the ends of the classes, read by the host."""
         size = len(ends) // len(self.orders)
         self._ends_here = [[0, *ends[begin : begin + size]] for begin in range(0, len(ends), size)]
 
@@ -182,7 +180,7 @@ class RowsByClass:
 
 
 def read_class_ends(parts: Sequence[RowsByClass]) -> None:
-    """Read where the classes of all parts end from the device, in one copy."""
+    """Read the ends of the classes of all parts from the device, in one copy."""
     ends = HostInts(torch.cat([part.ends for part in parts])).wait()
     for part in parts:
         part.set_ends(ends[: part.ends.numel()])

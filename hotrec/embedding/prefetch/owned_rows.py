@@ -1,15 +1,15 @@
-"""Which rank owns a cold row, and the rows that this rank owns, by position, without autograd.
+"""The owners of cold rows, and reads and updates of the rows that this rank owns.
 
-A rank's rows of one embedding dimension lie in one line of positions, piece after piece. On CPU
-hotrec's own kernels read and update them. On CUDA FBGEMM's module does, with its UVM caches: rows
-are read by its forward and updated by its fused backward, called for the rows in question alone.
+A rank's rows of one embedding dimension have consecutive positions, shard after shard. On CPU,
+hotrec's own kernels read and update them. On CUDA, FBGEMM's forward reads them and its fused
+backward updates them, with its UVM caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,13 +24,13 @@ from hotrec.runtime.host_ints import HostInts, ints_on
 
 @dataclass(frozen=True)
 class Shard:
-    """A piece of a table on a rank.
+    """Consecutive rows of a table on a rank.
 
     Args:
         table: The table's name.
-        first_row: First row of the table that is in the piece.
-        num_rows: Number of rows in the piece.
-        position: Position of its first row among all the rank's rows of the group.
+        first_row: The table's first row in the shard.
+        num_rows: The number of rows in the shard.
+        position: The position of its first row among the rank's rows of the group.
     """
 
     table: str
@@ -41,12 +41,12 @@ class Shard:
 
 @dataclass
 class RequestedRows:
-    """The cold rows of one group that one batch reads, by owner.
+    """The cold rows of one group that a batch reads, by owner.
 
     Args:
-        order_U: int64 (U,), the batch's cold rows in the order of their owners.
-        positions_U: int32 (U,), in that order, positions on the owner.
-        num_to_W: int64 (W,), number of rows requested from each rank.
+        order_U: The batch's cold rows in the order of their owners, int64 (U,).
+        positions_U: Their positions on the owner, int32 (U,), in that order.
+        num_to_W: The number of rows requested from each rank, int64 (W,).
     """
 
     order_U: torch.Tensor
@@ -55,13 +55,13 @@ class RequestedRows:
 
 
 class RowOwners:
-    """Finds the owner of any cold row of one group; the same on every rank.
+    """Finds the owners of cold rows of one group; the same on every rank.
 
     Args:
         tables: The group's cold tables, in order.
-        num_rows: Number of rows of every table.
-        shards: The shards of every rank, by rank.
-        device: Where rows are looked up.
+        num_rows: The number of rows of every table.
+        shards: The shards of each rank.
+        device: The device of the requested rows.
 
     Raises:
         RuntimeError: if the shards do not hold every row of every table once.
@@ -86,7 +86,7 @@ class RowOwners:
             for shard in of_rank
             if shard.num_rows
         )
-        # Each piece begins where the one before it ends, and the last one ends with the tables.
+        # Each shard begins where the previous one ends, and the last one ends with the tables.
         firsts = [*(piece[0] for piece in pieces), begin]
         ends = [0, *(piece[0] + piece[1] for piece in pieces)]
         wrong = [end for first, end in zip(firsts, ends, strict=True) if first != end]
@@ -116,7 +116,7 @@ class RowOwners:
         key_U = cold_U + torch.repeat_interleave(
             self._begins_T, lengths_T, output_size=cold_U.numel()
         )
-        # Keys ascend, so the rows of a piece end where the next piece's first row would stand.
+        # Keys ascend, so the rows of a shard end where the next shard's first row would be.
         ends_S = torch.searchsorted(key_U, self._first_S[1:])
         lengths_S = ends_S.diff(
             prepend=ends_S.new_zeros(1), append=ends_S.new_full((1,), key_U.numel())
@@ -129,25 +129,8 @@ class RowOwners:
         return RequestedRows(order_U, position_U.index_select(0, order_U).int(), num_to_W)
 
 
-class TableRows(Protocol):
-    """The rows of one fused module, its tables laid one after the other."""
-
-    def read(self, rows_K: torch.Tensor) -> torch.Tensor:
-        """Float (K, D), a copy."""
-        ...
-
-    def update(self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float) -> None:
-        """One update of the named rows; gradients of the same row are added up."""
-        ...
-
-    @property
-    def learning_rate(self) -> float:
-        """As the optimizer has it now."""
-        ...
-
-
 class FbgemmRows:
-    """The rows of a fused FBGEMM module, through its own kernels.
+    """The rows of a fused FBGEMM module, through its own kernels; see ``ColdRowsOnCpu``.
 
     Args:
         kernel: TorchRec's ``BatchedFusedEmbedding``.
@@ -166,7 +149,7 @@ class FbgemmRows:
         return float(self._kernel.fused_optimizer.param_groups[0]["lr"])
 
     def _look_up(self, rows_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """FBGEMM's output for the rows by rising position, and their order."""
+        """FBGEMM's output for the sorted rows, and their order."""
         sorted_K, order_K = torch.sort(rows_K, stable=True)
         ends_T = torch.searchsorted(sorted_K, self._ends_T)
         lengths_T = ends_T.diff(prepend=ends_T.new_zeros(1))
@@ -177,10 +160,10 @@ class FbgemmRows:
         return self._module(sorted_K - begins_K, offsets), order_K
 
     def read(self, rows_K: torch.Tensor) -> torch.Tensor:
-        # FBGEMM counts every forward pass as an update; a read is none.
+        # FBGEMM counts every forward pass as an update, which a read is not.
         count = self.update_count
         found, order_K = self._look_up(rows_K)
-        self._set_update_count(count)
+        self.set_update_count(count)
         return torch.empty_like(found).index_copy_(0, order_K, found)
 
     def update(self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float) -> None:
@@ -189,19 +172,15 @@ class FbgemmRows:
             found, order_K = self._look_up(rows_K)
             found.backward(grad_KD.index_select(0, order_K))
 
-    def start_update(self, count: int) -> None:
-        """Number the next update ``count`` + 1, for Adam's bias correction."""
-        self._set_update_count(count)
-
     @property
     def update_count(self) -> int:
-        """Number of updates made so far."""
-        # FBGEMM counts twice. The count on the host is behind only until the first update after
-        # loading, when the other is read.
+        """The number of updates made so far."""
+        # FBGEMM has two counters. That on the host is 0 until the first update after loading.
         count = int(getattr(self._module, "iter_cpu", 0))
         return count or int(getattr(self._module, "iter", 0))
 
-    def _set_update_count(self, count: int) -> None:
+    def set_update_count(self, count: int) -> None:
+        """Set the number of previous updates, for Adam's bias correction."""
         for name in ("iter", "iter_cpu"):
             counter = getattr(self._module, name, None)
             if counter is not None:
@@ -209,7 +188,7 @@ class FbgemmRows:
 
 
 class OwnedRows:
-    """All cold rows that this rank owns of one group, in one line of positions.
+    """All cold rows of one group that this rank owns, by position.
 
     Args:
         rows: The sharded collection of the group.
@@ -217,7 +196,7 @@ class OwnedRows:
 
     def __init__(self, rows: ShardedRows) -> None:
         self.shards: list[Shard] = []
-        self._parts: list[tuple[int, int, TableRows]] = []  # begin, end, rows
+        self._parts: list[tuple[int, int, ColdRowsOnCpu | FbgemmRows]] = []  # begin, end, rows
         end = 0
         lookups: Any = rows._lookups
         for lookup in lookups:
@@ -236,17 +215,17 @@ class OwnedRows:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update, as the optimizer has it now; 0 where there are no rows."""
+        """The optimizer's current learning rate; 0 without rows."""
         return self._parts[0][2].learning_rate if self._parts else 0.0
 
     @property
     def num_updates(self) -> int:
-        """Number of updates made so far, where FBGEMM counts them."""
+        """The number of updates made so far; 0 where FBGEMM does not count them."""
         counts = [p.update_count for _, _, p in self._parts if isinstance(p, FbgemmRows)]
         return max(counts, default=0)
 
     def _by_part(self, positions_K: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The order of the positions by part, and of each part the rows; one read of the device."""
+        """Sort positions by part: their order, and the rows of each part; reads the device once."""
         sorted_K, order_K = sort_keys(positions_K, self.num_rows)
         ends = ints_on(positions_K.device, [end for _, end, _ in self._parts])
         cuts = HostInts(torch.searchsorted(sorted_K, ends)).wait()
@@ -254,7 +233,7 @@ class OwnedRows:
         return order_K, [sorted_K[first:last] - begin for first, last, (begin, _, _) in bounds]
 
     def read(self, positions_K: torch.Tensor, dim: int) -> torch.Tensor:
-        """Float (K, D) of the rows at int64 (K,) positions."""
+        """Read the rows at int64 (K,) positions, float (K, D)."""
         if len(self._parts) == 1:
             return self._parts[0][2].read(positions_K)
         out = torch.empty(positions_K.numel(), dim, device=positions_K.device)
@@ -271,13 +250,13 @@ class OwnedRows:
     def update(
         self, positions_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float, count: int
     ) -> None:
-        """One update of the rows at the positions; gradients of the same row are added up in order.
+        """Update the rows at the positions once; gradients of the same row are summed in order.
 
         Args:
-            positions_K: int64 (K,), with repetition.
-            grad_KD: float (K, D).
-            learning_rate: Of this update.
-            count: Number of updates made before, for Adam's bias correction.
+            positions_K: Positions int64 (K,), with repetition.
+            grad_KD: Gradients float (K, D).
+            learning_rate: The learning rate of this update.
+            count: The number of previous updates, for Adam's bias correction.
         """
         if positions_K.numel() == 0:
             return
@@ -290,5 +269,5 @@ class OwnedRows:
             if rows_K.numel() == 0:
                 continue
             if isinstance(part, FbgemmRows):
-                part.start_update(count)
+                part.set_update_count(count)
             part.update(rows_K, part_grads, learning_rate)

@@ -1,4 +1,4 @@
-"""The main thread's side of look-ahead: batches in, rows for forward, gradients out."""
+"""Look-ahead on the main thread: prefetches rows for forward and sends gradients after backward."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Part:
     """The samples of a batch that are computed together.
 
     Args:
-        samples: int64 (B',), ascending; None for all.
-        features: What the model is called with.
-        routed: Of each collection.
+        samples: The samples int64 (B',), ascending; None for all.
+        features: The features that the model is called with.
+        routed: The routed features of each collection.
         needs_all_rows: Whether to wait for the rows that arrive last.
         is_last: Whether it is the last part of the batch.
     """
@@ -52,18 +52,17 @@ class Part:
 
 
 class RowsAhead:
-    """Feeds the hot/cold collections of a model, ahead of the step that needs their rows.
+    """Prefetches the rows of a model's hot/cold collections ahead of the step that reads them.
 
-    From its construction to ``close`` the collections' forward takes rows that were fetched before,
-    and backward leaves gradients that are sent after it; neither calls a collective, except for
-    tables that the placement exchanges pooled. For each step, call ``prefetch`` with the batches
-    that are to be ahead, ``start_step``, ``wait_for_rows`` before the forward pass of each part,
-    ``end_backward`` and ``wait_for_hot_gradients``.
+    Until ``close``, the collections' forward reads prefetched rows, and their gradients are sent
+    after backward; neither calls a collective, except for tables exchanged pooled. For each step,
+    call ``prefetch`` with new batches, ``start_step``, ``wait_for_rows`` before the forward pass of
+    each part, ``end_backward`` and ``wait_for_hot_gradients``.
 
     Args:
-        model: Sharded; every collection in it reads the same features.
-        device: Of the model.
-        depth: Number of batches whose rows are fetched ahead of the step; 0 for none.
+        model: The sharded model, whose collections all read the same features.
+        device: The model's device.
+        depth: The number of batches whose rows are fetched ahead of the step; 0 for none.
         wire_type: The type in which rows and gradients are sent.
         hot_exchange: How gradients of hot rows are reduced.
         seconds: Costs of the collectives, for AUTO; None to choose by bytes.
@@ -122,7 +121,7 @@ class RowsAhead:
 
     @property
     def num_held(self) -> int:
-        """Number of batches that were prefetched and whose step has not started."""
+        """The number of prefetched batches whose step has not started."""
         return len(self._window)
 
     def prefetch(self, features: Any, *, will_update: bool, is_all_hot: bool = False) -> None:
@@ -160,7 +159,7 @@ class RowsAhead:
         self._num_prefetched += 1
         self._num_new += 1
         self._window.append(batch)
-        # Routed on this stream and filled on the communication thread's, then freed by this one.
+        # Made and freed on this stream, used on the communication thread's.
         for part in routed:
             self._thread.will_use(part)
         self._thread.will_use(*batch.rows)
@@ -235,7 +234,7 @@ class RowsAhead:
         return parts
 
     def _late_rows(self, batch: PrefetchedBatch) -> list[torch.Tensor] | None:
-        """Bool (U,) of each group: the row is not here yet; None if all come together."""
+        """Mark the rows of each group that arrive later, bool (U,); None if all arrive together."""
         if self.depth > 0 and batch.first_rows is None:
             return None
         if batch.first_rows is not None:
@@ -261,8 +260,8 @@ class RowsAhead:
             self._wait(batch.all_rows)
         if not self._leaves:
             self._read_hot(batch)
-            # Leaves share the batch's memory, into which the last rows may still arrive: the first
-            # part reads none of those.
+            # Leaves share the batch's memory. The last rows may still arrive there, which the first
+            # part does not read.
             self._leaves = [rows.detach().requires_grad_() for rows in batch.rows]
             if batch.will_update:
                 for leaf in self._leaves:
@@ -310,7 +309,7 @@ class RowsAhead:
         return forward
 
     def _note_gradient(self, leaf: torch.Tensor) -> None:
-        """Count the groups whose gradient is there; the last one's sends them all."""
+        """Count the groups with a gradient and send all gradients once they are complete."""
         self._num_arrived += 1
         if self._part is not None and self._part.is_last and self._num_arrived == len(self._leaves):
             mark("pool")
@@ -343,11 +342,11 @@ class RowsAhead:
             following.all_rows = self._thread.submit(
                 lambda: self._cold.exchange_urgent(batch, gradients, following)
             )
-        # After the urgent ones: no rank waits for these before the next step.
+        # After the urgent ones, since no rank waits for these before the next step.
         self._thread.submit(lambda: self._cold.send_late(batch, gradients))
 
     def _prefetch_in_thread(self, batch: PrefetchedBatch) -> None:
-        """On the communication thread: exchange everything that depends on the ids alone."""
+        """Exchange everything that depends on the ids alone, on the communication thread."""
         self._cold.request_rows(batch)
         if self._reducer is not None and batch.will_update:
             enter(COMMUNICATION, "hot_exchange")
@@ -362,7 +361,7 @@ class RowsAhead:
         ]
 
     def _reduce_hot(self, batch: PrefetchedBatch, gradients: Gradients) -> list[SparseGradient]:
-        """On the communication thread: the mean gradients of the hot rows that any rank touched."""
+        """Average the gradients of touched hot rows, on the communication thread."""
         assert self._reducer is not None
         assert batch.hot_plan is not None
         enter(COMMUNICATION, "hot_exchange")
@@ -377,7 +376,7 @@ class RowsAhead:
             return self._reducer.reduce_planned(grads, batch.hot_plan)
 
     def wait_for_hot_gradients(self) -> None:
-        """Wait for the hot rows' gradients and give them to the replicas."""
+        """Wait for the hot rows' gradients and pass them to the replicas."""
         future, self._hot_future = self._hot_future, None
         if future is None:  # there are no hot rows
             return
@@ -389,11 +388,11 @@ class RowsAhead:
             replica.set_reduced(slots_U, grad_UD)
 
     def drain(self) -> None:
-        """Wait for the communication thread; batches that are held stay held."""
+        """Wait for the communication thread; held batches stay held."""
         self._thread.drain()
 
     def close(self) -> None:
-        """Give the collections their own forward back, and let the thread end."""
+        """Restore the collections' forward and stop the thread."""
         for collection in self._collections:
             collection.__dict__.pop("forward", None)
         self._thread.close()
