@@ -61,10 +61,10 @@ class Checkpoints:
     """Where a run keeps its checkpoints, and what they have to agree with.
 
     Args:
-        directory: holds the checkpoints of one run and nothing else; shared by all ranks.
-        facts: what must match at loading, by name, JSON values: dataset, partition, model.
-        keep_last: how many of the newest to keep, 1 or more.
-        resume_from: the one to go on from.
+        directory: Holds the checkpoints of one run and nothing else; shared by all ranks.
+        facts: JSON values by name that must match at loading: dataset, partition, model.
+        keep_last: The number of newest checkpoints to keep, 1 or more.
+        resume_from: The checkpoint to resume from; None for a new run.
 
     Raises:
         ValueError: if none would be kept.
@@ -105,7 +105,8 @@ def save_checkpoint(
     with _shared_scratch(target) as scratch:
         same_verdict(lambda: _save_rank(scratch, loader))
         with _plain_errors(target):
-            dcp.save(_as_dcp_takes_it(state), storage_writer=_writer(scratch))
+            writer = dcp.FileSystemWriter(scratch / "tensors")
+            dcp.save(_without_empty_state(state), storage_writer=writer)
         content = {
             "step": position.step,
             "num_samples": position.num_samples,
@@ -163,7 +164,7 @@ def load_checkpoint(
         state["optimizer"] = optimizer.state_dict()
     expected = _shapes_of_all_ranks(state)
     same_verdict(lambda: _check_tensors(path, content["tensors"], expected, parts=set(state)))
-    loaded = _as_dcp_takes_it(state)
+    loaded = _without_empty_state(state)
     with _plain_errors(path):
         dcp.load(loaded, storage_reader=dcp.FileSystemReader(path / "tensors"))
     model.load_state_dict(loaded["model"])
@@ -269,12 +270,8 @@ def _read(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
     return content
 
 
-def _writer(scratch: Path) -> dcp.FileSystemWriter:
-    return dcp.FileSystemWriter(scratch / "tensors")
-
-
-def _as_dcp_takes_it(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state without what holds nothing in the optimizer's, such as that of rows under SGD.
+def _without_empty_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop empty mappings from the optimizer's state, such as that of rows under SGD.
 
     DCP leaves empty mappings out when it saves, but looks for them when it loads on a rank that
     holds no shard of some table (default_planner.py falls back to the names of torch 2.3 there).

@@ -122,7 +122,7 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
     devices = [pipeline.device] if pipeline.device.type == "cuda" else []
     model.eval()
     try:
-        # Starting a loader draws a random number; training goes on as if it had not.
+        # Starting a loader draws a random number, which must not affect training.
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             predictions = _predict(pipeline, same_verdict(lambda: _start(batches)), step)
     finally:
@@ -130,7 +130,7 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
     gathered = _gather_on_first(predictions)
     # The first rank sorts all predictions; the others wait, however long it takes.
     watchdog.enter(watchdog.MAIN, watchdog.METRICS, step)
-    quality = same_verdict(lambda: None if gathered is None else _measure(gathered))
+    quality = same_verdict(lambda: None if gathered is None else measure_quality(*gathered.T))
     return broadcast_object(quality)  # type: ignore[return-value]
 
 
@@ -193,7 +193,3 @@ def _gather_on_first(predictions: torch.Tensor) -> np.ndarray | None:
     return np.concatenate(
         [part[:size].cpu().numpy() for part, size in zip(parts, sizes, strict=True)]
     )
-
-
-def _measure(predictions: np.ndarray) -> Quality:
-    return measure_quality(predictions[:, 0], predictions[:, 1])

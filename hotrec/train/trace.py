@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -108,12 +107,7 @@ class Tracer:
             self._profiler.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write the steps recorded by a run that stops early; drop them after an exception."""
         if self._profiler is None:
             return
