@@ -53,10 +53,6 @@ class CountHistogram:
     def total_rows(self) -> int:
         return self.num_distinct + self.num_unseen
 
-    def num_at_least(self, count: int) -> int:
-        """Rows with at least ``count`` accesses, for a count above 0."""
-        return int(self.num_rows[self.values >= count].sum())
-
 
 def slices(size: int) -> Iterator[slice]:
     """Cut 0..size into slices small enough that a temporary of each is cheap."""
