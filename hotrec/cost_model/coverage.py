@@ -33,14 +33,14 @@ def wilson_interval(
     interval is somewhat too narrow.
 
     Args:
-        num_hits: any shape, broadcast against ``num_trials``.
-        confidence: such as 0.95, two-sided.
+        num_hits: Any shape, broadcast against ``num_trials``.
+        confidence: Such as 0.95, two-sided.
 
     Returns:
         Lower and upper end, float64.
 
     Raises:
-        ValueError: if confidence is not inside 0..1.
+        ValueError: If confidence is not inside 0..1.
     """
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence: expected a value between 0 and 1, got {confidence}.")
@@ -105,7 +105,7 @@ def coverage_landmarks(
     """Coverage at a few round fractions of the rows.
 
     Args:
-        confidence: give Wilson intervals of this confidence for a sampled profile; None for an
+        confidence: Give Wilson intervals of this confidence for a sampled profile; None for an
             exact one. The train share of a sample leans high, since the same sample ranked the
             rows; the held-out share does not.
     """
@@ -135,8 +135,8 @@ def estimate_num_rows_above(
     """How many rows of the whole data reach an access rate, from a sample of it (FAE, section 4).
 
     Args:
-        num_samples: samples that were counted.
-        accesses_per_sample: the rate that is asked for.
+        num_samples: The number of samples that were counted.
+        accesses_per_sample: The lowest rate of the rows to count.
 
     Returns:
         Rows whose rate is surely above (lower end of the Wilson interval), rows whose estimate is,
@@ -161,8 +161,8 @@ def predict_distinct_rows(histogram: CountHistogram, *, num_samples: int, batch_
     Args:
         histogram: of the rows to count: a table, several tables one by one, or a part of one only
             if its lookups are scaled by the caller.
-        num_samples: samples that were counted, over which the lookups of a batch are averaged.
-        batch_size: samples in the batch.
+        num_samples: Samples that were counted, over which the lookups of a batch are averaged.
+        batch_size: Samples in the batch.
     """
     num_lookups = histogram.num_lookups
     return predict_distinct(
@@ -185,8 +185,8 @@ def predict_distinct(
     Args:
         values: int64 (V,), counts.
         num_rows: int64 (V,), rows with that count.
-        num_lookups: lookups that the counts are shares of, also those of other rows.
-        num_draws: lookups drawn.
+        num_lookups: Lookups that the counts are shares of, also those of other rows.
+        num_draws: Lookups drawn.
     """
     if num_draws <= 0 or num_lookups == 0:
         return 0.0
@@ -218,7 +218,7 @@ def measure_hot_share(blocks: Iterable[Block], schema: Schema, partition: Partit
     """Count the samples and the lookups that are all hot, in one pass and one byte per row.
 
     Raises:
-        ValueError: if a block does not fit the schema, or the partition another one.
+        ValueError: If a block does not fit the schema, or the partition another one.
     """
     is_hot = _hot_masks(schema, partition)
     num_samples = num_all_hot = num_lookups = num_hot_lookups = 0

@@ -27,8 +27,8 @@ class CountHistogram:
         values: int64 (V,), the distinct counts, falling, all above 0.
         num_rows: int64 (V,), rows with that count.
         heldout: int64 (V,), held-out lookups of those rows together; 0 without held-out data.
-        num_unseen: rows with count 0.
-        heldout_unseen: held-out lookups of the rows with count 0.
+        num_unseen: Rows with count 0.
+        heldout_unseen: Held-out lookups of the rows with count 0.
     """
 
     values: Rows
@@ -68,7 +68,7 @@ def build_histogram(counts: Rows, heldout: Rows | None = None) -> CountHistogram
         heldout: int64 (R,), accesses per row in the held-out data.
 
     Raises:
-        ValueError: if a count is negative, or the two arrays differ in shape.
+        ValueError: If a count is negative, or the two arrays differ in shape.
     """
     if heldout is not None and heldout.shape != counts.shape:
         raise ValueError(
@@ -142,8 +142,8 @@ def top_rows(counts: Rows, num_hot: int, histogram: CountHistogram) -> Rows:
 
     Args:
         counts: int64 (R,), accesses per row.
-        num_hot: at most the number of rows seen.
-        histogram: of these counts.
+        num_hot: At most the number of rows seen.
+        histogram: Histogram of these counts.
 
     Returns:
         int64 (num_hot,).

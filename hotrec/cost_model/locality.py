@@ -48,11 +48,11 @@ class TableLocality:
     """Distinct rows of one table that batches were seen to read; entry i is of one batch size.
 
     Args:
-        batch_sizes: samples of a batch, rising.
-        num_batches: batches that were drawn, at least 1.
-        lookups: of a batch, mean over the batches.
-        mean: distinct rows, mean over the batches.
-        spread: their standard deviation; 0 for one batch.
+        batch_sizes: Batch sizes, rising.
+        num_batches: The number of batches drawn, at least 1.
+        lookups: Mean lookups of a batch.
+        mean: Mean distinct rows of a batch.
+        spread: Standard deviation of the distinct rows; 0 for one batch.
     """
 
     batch_sizes: tuple[int, ...]
@@ -70,9 +70,9 @@ class LocalityMeter:
     spread over the stream. Memory holds the ids of one draw.
 
     Args:
-        schema: of the blocks.
-        seed: of the draws.
-        num_samples: of the stream that will be counted; None if unknown.
+        schema: Schema of the blocks.
+        seed: Seed of the draws.
+        num_samples: Samples of the stream, or None if unknown.
     """
 
     def __init__(self, schema: Schema, *, seed: int, num_samples: int | None = None) -> None:
@@ -91,7 +91,7 @@ class LocalityMeter:
         """Draw from a block what is due.
 
         Args:
-            num_counted: samples of it that the profile counts: all, unless it counts a sample.
+            num_counted: Samples of the block that the profile counts.
         """
         num_lookups = sum(rows.size for rows in block.rows.values())
         if num_lookups == 0 or num_counted == 0:
@@ -208,10 +208,10 @@ def effective_draws(
     its logarithm over that of the batch size, and that of the nearest one beyond them.
 
     Args:
-        histogram: counts of the table's rows in the part that the locality was measured in.
-        locality: of the table; None if it was not measured, which leaves the lookups as they are.
-        batch_size: samples.
-        lookups_per_sample: of all features that read the table together.
+        histogram: Counts of the table's rows in the part that the locality was measured in.
+        locality: Locality of the table. None takes its lookups as independent.
+        batch_size: Samples of the batch.
+        lookups_per_sample: Mean ids of a sample, over all features of the table.
 
     Returns:
         0 if the batch has no lookups.

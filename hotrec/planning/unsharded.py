@@ -144,10 +144,10 @@ class Unsharded:
     """The model before sharding, on no device yet, and how it is to be sharded.
 
     Args:
-        task: model and loss.
-        embeddings: the collection in it.
-        sharders: TorchRec's word for who shards which module.
-        constraints: for the planner.
+        task: Model and loss.
+        embeddings: The embedding collection in it.
+        sharders: TorchRec's sharders of its modules.
+        constraints: Constraints for the planner.
     """
 
     task: nn.Module
@@ -172,13 +172,13 @@ def build_unsharded(
     """Build the model and say how to shard it.
 
     Args:
-        placed: None for TorchRec's plans on unsplit tables.
-        curves: misses of the device caches of host tables, by table, for TorchRec's planner.
+        placed: The placement, or None for TorchRec's plans on unsplit tables.
+        curves: Miss curves of the device caches of host tables, for TorchRec's planner.
         compute_device: "cpu" or "cuda", where the shards will be; need not be there to plan.
-        dense_device: of the dense layers; "meta" to plan only.
+        dense_device: Device of the dense layers; "meta" to plan only.
 
     Raises:
-        ValueError: if the device has no exact kernel for the optimizer, or no such memory tier.
+        ValueError: If the device has no exact kernel for the optimizer, or no such memory tier.
     """
     tables = table_configs(schema, config.model)
     meta = torch.device("meta")
@@ -214,7 +214,7 @@ def as_placement(placement: HotColdConfig, partition: Partition, device: str) ->
     """The placement of a partition, with the exchange and tier that the configuration says.
 
     Raises:
-        ValueError: if the device has no such memory tier.
+        ValueError: If the device has no such memory tier.
     """
     assert isinstance(placement, TieredConfig), placement
     return Placement.alike(
