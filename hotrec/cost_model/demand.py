@@ -339,8 +339,7 @@ def coverage(demand: TableDemand, num_hot: int) -> float:
 def all_hot_share(demands: Sequence[TableDemand], num_hot: Mapping[str, int]) -> float:
     """Share of the samples all of whose lookups are hot: the product of H_t^L_t (SCARS).
 
-    Lookups of a sample are taken as independent. Real ones are not, so that more samples are all
-    hot (``measure_hot_share`` counts them).
+    Lookups of a sample are taken as independent. Real ones are not, so more samples are all hot.
 
     Args:
         demands: The demand of every table. Tables without lookups do not count.

@@ -1,4 +1,4 @@
-"""Rows grouped by access count: the compact form that every policy and prediction works on.
+"""Rows grouped by access count, which every policy and prediction works on.
 
 A table of 1e8 rows has a few ten thousand distinct counts at most (L lookups allow about
 sqrt(2 L)), so one pass over the rows, a slice at a time, replaces sorting them.
@@ -21,7 +21,7 @@ TALLIED_COUNTS = 1 << 16
 
 @dataclass(frozen=True)
 class CountHistogram:
-    """How many rows have each count, highest count first; rows never seen are told apart.
+    """The number of rows with each count, highest count first, and of rows never seen.
 
     Args:
         values: int64 (V,), the distinct counts, falling, all above 0.
@@ -55,13 +55,13 @@ class CountHistogram:
 
 
 def slices(size: int) -> Iterator[slice]:
-    """Cut 0..size into slices small enough that a temporary of each is cheap."""
+    """Cuts 0..size into slices of which temporaries are cheap."""
     for start in range(0, size, SLICE_ROWS):
         yield slice(start, min(start + SLICE_ROWS, size))
 
 
 def build_histogram(counts: Rows, heldout: Rows | None = None) -> CountHistogram:
-    """Group the rows of one table by count, in one pass and O(V) memory.
+    """Groups the rows of one table by count, in one pass and O(V) memory.
 
     Args:
         counts: int64 (R,), accesses per row; may be memory-mapped.

@@ -23,8 +23,6 @@ from hotrec.artifact import (
     read_artifact,
     scratch_directory,
 )
-from hotrec.cost_model.coverage import predict_distinct
-from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.profile import Profile
 from hotrec.types import Exchange, Partition, Placement, Rows, Sharding, TablePlacement, Tier
 
@@ -66,30 +64,6 @@ def _summarize_rows(num_rows: int, num_hot: int, hot_bytes: int) -> dict[str, An
         "hot_rows_frac": num_hot / num_rows if num_rows else 0.0,
         "hot_bytes": hot_bytes,
     }
-
-
-def predict_split_rows(
-    profile: Profile, partition: Partition, *, batch_size: int
-) -> dict[str, tuple[float, float]]:
-    """Distinct hot and cold rows that a batch is expected to touch, per table.
-
-    See ``hotrec.cost_model.coverage.predict_distinct_rows`` for the formula and its assumptions.
-    """
-    expected = {}
-    for table, counts in profile.counts.items():
-        everything = build_histogram(counts)
-        num_lookups = everything.num_lookups
-        num_draws = batch_size * num_lookups / max(profile.num_samples, 1)
-        hot_counts = counts[partition.hot(table)]
-        hot = build_histogram(np.ascontiguousarray(hot_counts))
-        both = predict_distinct(
-            everything.values, everything.num_rows, num_lookups=num_lookups, num_draws=num_draws
-        )
-        hot_only = predict_distinct(
-            hot.values, hot.num_rows, num_lookups=num_lookups, num_draws=num_draws
-        )
-        expected[table] = (hot_only, both - hot_only)
-    return expected
 
 
 def write_partition(

@@ -1,4 +1,4 @@
-"""From configuration and partition to the model before sharding, and how it is to be sharded."""
+"""Builds the model before sharding, with its sharders and constraints."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PLACED_TIERS = {
 }
 
 
-# What `hotrec plan` plans for where no GPU can be asked: an H100's memory.
+# Device memory that `hotrec plan` assumes without a GPU: an H100's.
 ASSUMED_DEVICE_GIB = 80.0
 
 
@@ -113,7 +113,7 @@ def row_bytes(schema: Schema, config: Config) -> dict[str, int]:
 def make_machine(
     planner: PlannerConfig, *, world_size: int, ranks_per_host: int, device: str, batch_size: int
 ) -> Machine:
-    """The machine to plan for: as configured, else as found."""
+    """Returns the machine to plan for: as configured, else as detected."""
     device_bytes = int(ASSUMED_DEVICE_GIB * GIB)
     if planner.hbm_gib is not None:
         device_bytes = int(planner.hbm_gib * GIB)
@@ -141,7 +141,7 @@ def replica_memory_bytes(machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class Unsharded:
-    """The model before sharding, on no device yet, and how it is to be sharded.
+    """The model before sharding, on no device yet, and how to shard it.
 
     Args:
         task: Model and loss.
@@ -169,7 +169,7 @@ def build_unsharded(
     dense_device: torch.device,
     curves: Mapping[str, MissCurve] | None = None,
 ) -> Unsharded:
-    """Build the model and say how to shard it.
+    """Builds the model, its sharders and their constraints.
 
     Args:
         placed: The placement, or None for TorchRec's plans on unsplit tables.
@@ -211,7 +211,7 @@ def build_unsharded(
 
 
 def as_placement(placement: HotColdConfig, partition: Partition, device: str) -> Placement:
-    """The placement of a partition, with the exchange and tier that the configuration says.
+    """Returns the placement of a partition with the configured exchange and tier.
 
     Raises:
         ValueError: If the device has no such memory tier.
