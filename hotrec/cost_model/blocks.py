@@ -25,8 +25,8 @@ class Block:
     """Consecutive samples, column by column.
 
     Args:
-        num_samples: samples in the block.
-        rows: int32 or int64 (K,) per feature: the rows that the samples look up, in sample order,
+        num_samples: Samples in the block.
+        rows: Int32 or int64 (K,) per feature: the rows that the samples look up, in sample order,
             bags laid end to end.
         lengths: integer (num_samples,) per multi-hot feature: the ids in each bag, 0 for an empty
             one. A feature that is not in the mapping has exactly one id per sample.
@@ -70,10 +70,10 @@ def check_block(block: Block, schema: Schema, *, position: int) -> None:
     """Check the columns of a block and that every row lies in its table.
 
     Args:
-        position: stream position of the block's first sample, for the message.
+        position: Stream position of the block's first sample, for the message.
 
     Raises:
-        ValueError: if a feature is missing or unknown, lengths do not add up, ids are not int32 or
+        ValueError: If a feature is missing or unknown, lengths do not add up, ids are not int32 or
             int64, or a row lies outside its table.
     """
     known = set(schema.feature_names)
@@ -140,7 +140,7 @@ def sample_mask(position: int, num_samples: int, *, frac: float, seed: int) -> M
     so that the draw depends neither on block sizes nor on who reads which part.
 
     Args:
-        position: stream position of the first sample.
+        position: Stream position of the first sample.
 
     Returns:
         bool (num_samples,).

@@ -1,4 +1,4 @@
-"""From how many lookups per step on a replica of a row is faster than its shard.
+"""The number of lookups per step above which a replicated row is faster than a sharded one.
 
 Marginal prices of the step model, in seconds a row: what one row more adds to the computation of
 all stages, and, in the stages whose messages are not hidden, to what travels less what hides it.
@@ -42,21 +42,21 @@ def break_even(
 ) -> float | None:
     """Expected lookups of a row per step, over all ranks, above which a replica is faster.
 
-    Memory and message groups are left out: the rule is for one row beside many.
+    Memory and message groups are not considered: the rule is for one row among many.
 
     Args:
-        dim: D of the row.
-        is_hot_dense: the hot exchange is dense.
-        tier: of the shard; of HOST_CACHED a row that the cache misses.
-        quantities: what a rank does in the step that the row joins; its stages' messages count only
+        dim: Embedding dim D of the row.
+        is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
+        tier: Tier of the shard; with HOST_CACHED the row misses the cache.
+        quantities: What a rank does in the step that the row joins; its stages' messages count only
             where they are not hidden. None: as if nothing were hidden.
 
     Returns:
         Lookups per step; 0.0 if a replica is faster however rare the row; None if it never is.
 
     Raises:
-        ValueError: if ``dim`` is below 1.
-        CostsError: if the costs know nothing of several hosts, or lack the tier.
+        ValueError: If ``dim`` is below 1.
+        CostsError: If the costs lack the link between hosts, or the tier.
     """
     if dim < 1:
         raise ValueError(f"dim: expected at least 1, got {dim}.")
@@ -82,7 +82,7 @@ def break_even(
         return None
     if gain(LEAST_LOOKUPS) > 0:
         return 0.0
-    # Where a rank reads the row for sure, gain is what it nears, up to rounding.
+    # At this number of lookups a rank is certain to read the row, and gain is at its limit.
     low, high = math.log(LEAST_LOOKUPS), math.log(50.0 * world.num_ranks)
     if gain(math.exp(high)) <= 0:
         return None
@@ -95,12 +95,12 @@ def break_even(
 def marginal_s(
     model: StepModel, added: Mapping[str, float], quantities: Mapping[str, float] | None
 ) -> float:
-    """Seconds that a little more of some quantities adds to a step.
+    """Marginal seconds of added quantities in a step.
 
     Args:
-        model: of the step.
-        added: by quantity.
-        quantities: of the step; None: as if nothing were hidden, and nothing hid anything.
+        model: The model of the step.
+        added: What is added to each quantity.
+        quantities: Quantities of the step. None assumes that no communication is hidden.
     """
     total = 0.0
     for form in model.stages.values():

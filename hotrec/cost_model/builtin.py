@@ -39,8 +39,8 @@ class _Gpu:
     Args:
         hbm: bytes/s of the device's memory.
         pcie: bytes/s to the host, one way.
-        flops: float32 operations/s without tensor cores, torch's default for float32.
-        source: of the three.
+        flops: Float32 operations/s without tensor cores, torch's default for float32.
+        source: Where these numbers come from.
     """
 
     hbm: float

@@ -1,4 +1,4 @@
-"""Hits of a device cache in front of host rows, without running one.
+"""Models the hits of a device cache in front of host rows.
 
 The cache holds C rows of a table, over all ranks together, and the hot rows are not in it: they
 have replicas. Lookups are independent, row i with probability p_i (the independent reference
@@ -11,14 +11,12 @@ model). Two policies:
           such that the cache is full:
               h_i = 1 - (1 - p_i)^T      sum over i of h_i = C
 
-Hits are counted in two ways. Of the distinct rows of a rank's batch (weights q_i): the rows that
-the cache holds when the step comes to them, each once; that is what a step pays for, and what the
-cost model takes. Of the lookups (weights p_i): the textbook's hit ratio, for a cache that lookups
-pass one by one. Shares are among the rows that the profile has seen; the first touch of a row that
-it has not is a miss that no such model knows.
+Hits are counted per distinct row of a rank's batch (weights q_i), which is what a step pays for, or
+per lookup (weights p_i), which is the usual hit ratio. Rows that the profile never saw are left
+out: their first reads are misses that the model cannot predict.
 
-FBGEMM's cache is neither whole nor a table's own. All cached tables of one of its modules share
-one LRU cache, whatever shares they ask for: TorchRec gives it the sum of their slots
+FBGEMM's cache is neither fully associative nor per table. All cached tables of one module share
+one LRU cache: TorchRec gives it the sum of their slots
 (embedding_sharding.py, _get_weighted_avg_cache_load_factor). And it is split into sets of A = 32
 ways, a row's set being a hash of its number, so how many rows compete for a set is Poisson (the
 limit of the binomial for many sets; Smith, IEEE TSE 4(2), 1978, has the same for memory caches):
@@ -60,37 +58,18 @@ SIZE_QUANTILES = (
 def lfu_hit_frac(
     demand: TableDemand, num_cached: float, num_skipped: int = 0, *, is_per_lookup: bool = False
 ) -> float:
-    """Share of hits of a cache that keeps the most looked-up rows after the hot ones.
+    """Hit ratio of a cache that keeps the most looked-up rows after the hot ones.
 
     Args:
-        num_cached: C; a part of a group counts in proportion.
-        num_skipped: hot rows, which neither enter the cache nor count.
-        is_per_lookup: of the lookups, else of the distinct rows of a rank's batch.
+        demand: The demand of the table.
+        num_cached: Cached rows C; a part of a group counts in proportion.
+        num_skipped: Hot rows, which do not enter the cache and are not counted.
+        is_per_lookup: Whether to count lookups, not the distinct rows of a rank's batch.
 
     Returns:
-        In 0..1; 1 if nothing but hot rows is looked up.
+        A fraction in 0..1; 1 if only hot rows are looked up.
     """
     curve = miss_ratio_curve(demand, [num_cached], "lfu", num_skipped, is_per_lookup=is_per_lookup)
-    return 1.0 - float(curve[0])
-
-
-def lru_hit_frac(
-    demand: TableDemand, num_cached: float, num_skipped: int = 0, *, is_per_lookup: bool = False
-) -> float:
-    """Share of hits of a cache that drops the row not looked up for longest.
-
-    Within 0.01 of a simulated cache from some ten rows up; too high where the cache holds fewer
-    rows than one step reads, since FBGEMM fetches the rows of a step together.
-
-    Args:
-        num_cached: C.
-        num_skipped: hot rows, which neither enter the cache nor count.
-        is_per_lookup: of the lookups, else of the distinct rows of a rank's batch.
-
-    Returns:
-        In 0..1; 1 if nothing but hot rows is looked up.
-    """
-    curve = miss_ratio_curve(demand, [num_cached], "lru", num_skipped, is_per_lookup=is_per_lookup)
     return 1.0 - float(curve[0])
 
 
@@ -102,19 +81,23 @@ def miss_ratio_curve(
     *,
     is_per_lookup: bool = False,
 ) -> Floats:
-    """Misses of a cache, for each of several sizes; O(G) memory a size.
+    """Miss ratio of a cache at several sizes.
+
+    With LRU, within 0.01 of a simulated cache from some ten rows up; too low where the cache holds
+    fewer rows than one step reads, since FBGEMM fetches the rows of a step together.
 
     Args:
-        sizes: (S,), cached rows C.
+        demand: The demand of the table.
+        sizes: Cached rows C, (S,).
         policy: "lfu" or "lru".
-        num_skipped: hot rows, which neither enter the cache nor count.
-        is_per_lookup: of the lookups, else of the distinct rows of a rank's batch.
+        num_skipped: Hot rows, which do not enter the cache and are not counted.
+        is_per_lookup: Whether to count lookups, not the distinct rows of a rank's batch.
 
     Returns:
-        float64 (S,), in 0..1; 0 if nothing but hot rows is looked up.
+        float64 (S,), in 0..1; 0 if only hot rows are looked up.
 
     Raises:
-        ValueError: if a size or ``num_skipped`` is negative, or the policy another one.
+        ValueError: If a size or ``num_skipped`` is negative, or the policy is unknown.
     """
     sizes_S = np.asarray(sizes, np.float64)
     if num_skipped < 0 or (sizes_S.size and not sizes_S.min() >= 0):
@@ -141,14 +124,14 @@ def miss_ratio_curve(
 
 def _held_by_lru(rows_G: Floats, probs_G: Floats, sizes_S: Floats) -> Floats:
     """Che's h of each group at each size, float64 (S, G)."""
-    is_asked_G = (probs_G > 0) & (rows_G > 0)
+    is_read_G = (probs_G > 0) & (rows_G > 0)
     # 1 - (1 - p)^T = 1 - e^(-rate T); a row that takes every lookup has no finite rate.
-    rates_G = -np.log1p(-np.minimum(probs_G[is_asked_G], 1 - 2.0**-53))
-    rows_G = rows_G[is_asked_G]
+    rates_G = -np.log1p(-np.minimum(probs_G[is_read_G], 1 - 2.0**-53))
+    rows_G = rows_G[is_read_G]
     num_rows = rows_G.sum()
     held_SG = np.zeros((sizes_S.size, probs_G.size))
     is_full_S = sizes_S >= num_rows
-    held_SG[is_full_S] = is_asked_G
+    held_SG[is_full_S] = is_read_G
     is_part_S = ~is_full_S & (sizes_S > 0)
     if not is_part_S.any():
         return held_SG
@@ -161,15 +144,15 @@ def _held_by_lru(rows_G: Floats, probs_G: Floats, sizes_S: Floats) -> Floats:
         filled_S1 = (-np.expm1(-np.exp(middle_S1) * rates_G) @ rows_G)[:, None]
         low_S1 = np.where(filled_S1 < size_S1, middle_S1, low_S1)
         high_S1 = np.where(filled_S1 < size_S1, high_S1, middle_S1)
-    held_SG[np.ix_(is_part_S, is_asked_G)] = -np.expm1(-np.exp(high_S1) * rates_G)
+    held_SG[np.ix_(is_part_S, is_read_G)] = -np.expm1(-np.exp(high_S1) * rates_G)
     return held_SG
 
 
 def conflict_frac(load: float) -> float:
-    """Share of the rows that find no way in their set, if all are to be in the cache at once.
+    """Fraction of the rows of a step that find no way in their set.
 
     Args:
-        load: such rows, over the slots of the cache.
+        load: Rows that must be cached at once, divided by the slots of the cache.
     """
     if load <= 0:
         return 0.0
@@ -184,10 +167,10 @@ class CachedTable:
     """A table, or a part of its rows, behind a device cache.
 
     Args:
-        demand: of the table.
-        num_skipped: hot rows, which neither enter the cache nor count.
-        share: of its other rows; the part is looked up as often in proportion.
-        is_per_lookup: whether the lookups are to be told apart, or the distinct rows of a rank.
+        demand: The demand of the table.
+        num_skipped: Hot rows, which do not enter the cache and are not counted.
+        share: Fraction of its other rows, with as large a share of the lookups.
+        is_per_lookup: Whether to count lookups, not the distinct rows of a rank's batch.
     """
 
     demand: TableDemand
@@ -198,11 +181,11 @@ class CachedTable:
 
 @dataclass(frozen=True)
 class CacheShares:
-    """What becomes of the cold rows of a table, or of their lookups, behind a cache; in 0..1.
+    """Hits and misses of a table's cold rows, or of their lookups, as fractions.
 
     Args:
-        hit: found in the cache.
-        conflict: not found, and without a way in their set: read and updated in the host.
+        hit: Found in the cache.
+        conflict: Not found and without a way in their set, so read and updated on the host.
     """
 
     hit: float
@@ -210,28 +193,25 @@ class CacheShares:
 
     @property
     def miss(self) -> float:
-        """Not found, and brought in."""
+        """Not found, and fetched into the cache."""
         return 1.0 - self.hit - self.conflict
 
 
 def num_slots(num_cached: float) -> int:
-    """Slots that FBGEMM gives a cache for so many rows: whole sets, at least one."""
+    """Slots that FBGEMM gives a cache of this number of rows: whole sets, at least one."""
     return CACHE_WAYS * max(1, math.ceil(num_cached / CACHE_WAYS))
 
 
 def shared_cache_shares(
     tables: Sequence[CachedTable], slots: float, *, is_prefetched: bool = False
 ) -> list[CacheShares]:
-    """What one cache of FBGEMM's does for the tables that share it; see the module.
+    """Returns the hits of each of the tables that share a cache of FBGEMM's.
 
     Args:
-        tables: whose rows compete for the slots.
-        slots: C, of all ranks over which the rows are spread together.
-        is_prefetched: the rows of the next step are fetched while those of this one are in use, so
-            that both must be in the cache.
-
-    Returns:
-        For each table.
+        tables: The tables.
+        slots: Slots C of all ranks that the rows are spread over.
+        is_prefetched: Whether the rows of the next step are fetched while those of this step are
+            in use, so that the cache must hold both.
     """
     cold = [t.share * (t.demand.rows_G - take_rows(t.demand, t.num_skipped)) for t in tables]
     total = sum(t.demand.lookups_per_sample for t in tables)
@@ -250,7 +230,7 @@ def shared_cache_shares(
     for rows_G, held_G, table in zip(cold, held, tables, strict=True):
         demand = table.demand
         weights_G = rows_G * (demand.probs_G if table.is_per_lookup else demand.by_rank_G)
-        asked = weights_G.sum()
-        hit = float(np.clip(weights_G @ held_G / asked, 0.0, 1.0)) if asked > 0 else 1.0
+        total = weights_G.sum()
+        hit = float(np.clip(weights_G @ held_G / total, 0.0, 1.0)) if total > 0 else 1.0
         shares.append(CacheShares(hit, min(conflict, 1.0 - hit)))
     return shares

@@ -13,7 +13,7 @@ from hotrec.types import STAGES
 
 
 class CostsError(ValueError):
-    """Costs that are missing, impossible, or of another kind of machine."""
+    """Costs that are missing, invalid, or of another kind of machine."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class World:
     """Ranks and hosts.
 
     Raises:
-        CostsError: if the ranks do not divide into hosts of equal size.
+        CostsError: If the ranks do not divide into hosts of equal size.
     """
 
     num_ranks: int
@@ -49,10 +49,10 @@ class Line:
     """``fixed_s + per_item_s * items + per_byte_s * bytes``.
 
     Args:
-        fixed_s: seconds of a call, whatever its size.
-        per_item_s: seconds of an item; KERNELS says what that is.
-        per_byte_s: seconds of a byte.
-        spread: how far repeated measurements lay apart, relative (interquartile range / median).
+        fixed_s: Seconds of a call, whatever its size.
+        per_item_s: Seconds of an item; KERNELS says what that is.
+        per_byte_s: Seconds of a byte.
+        spread: Relative spread of the measurements (interquartile range / median).
         source: "measured", or where the numbers come from.
     """
 
@@ -68,11 +68,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins ranks.
+    """A link between ranks.
 
     Args:
-        latency_s: of a small collective.
-        bytes_per_s: inside a host: what a rank can send; between hosts: what a whole host can send
+        latency_s: Seconds of a small collective.
+        bytes_per_s: Inside a host: what a rank can send; between hosts: what a whole host can send
             while all its ranks do.
         source: "measured", or where the numbers come from.
     """
@@ -87,11 +87,11 @@ class CollectiveCurve:
     """A collective measured over sizes, in one world.
 
     Args:
-        kind: one of COLLECTIVES.
-        world: where it was measured.
-        sent_bytes: per rank, as ``hotrec.runtime.traffic`` counts them, rising.
-        seconds: median of the slowest rank, for each size.
-        spreads: interquartile range / median, for each size.
+        kind: One of COLLECTIVES.
+        world: The world in which it was measured.
+        sent_bytes: Bytes that a rank sends (``hotrec.runtime.traffic``), rising.
+        seconds: Median of the slowest rank for each size.
+        spreads: Interquartile range / median, for each size.
     """
 
     kind: str
@@ -122,12 +122,12 @@ class CollectiveCurve:
     def line_at(self, num_bytes: float) -> Line:
         """The line through the smallest message's time and the time of ``num_bytes``.
 
-        A measured curve is no line: a network that is shaped lets short bursts pass, gloo changes
-        its algorithm with the size. This line is exact for the message that is asked about. Between
-        two sizes the time is interpolated, beyond the largest the last two go on.
+        Measured curves are not linear: traffic shaping lets short bursts pass, and gloo changes its
+        algorithm with the size. This line is exact at ``num_bytes``, whose time is interpolated
+        between the sizes and extrapolated from the last two.
         """
         sizes = np.asarray(self.sent_bytes, np.float64)
-        # A message takes no longer than a larger one; what seems to was disturbed.
+        # A message that took longer than a larger one was disturbed.
         seconds = np.minimum.accumulate(np.asarray(self.seconds, np.float64)[::-1])[::-1]
         if num_bytes <= sizes[0]:
             return Line(float(seconds[0]), 0.0, 0.0, self._spread())
@@ -146,7 +146,7 @@ class CollectiveCurve:
 # Item and bytes of each kernel; D floats of 4 bytes a row.
 KERNELS: Mapping[str, str] = {
     "route": "an id: hot or cold, de-duplication, inverse",
-    "read_device": "a distinct row read for a rank that asked, from device memory; its 4 D bytes",
+    "read_device": "a distinct row read for a requesting rank, from device memory; its 4 D bytes",
     "read_host": "the same, from host memory",
     "read_hit": "the same, from the device cache of a host table",
     "read_miss": "the same, missed in that cache: fetched and inserted",
@@ -194,30 +194,30 @@ COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Costs:
-    """What one kind of machine takes.
+    """The costs of one kind of machine.
 
     Args:
-        name: of the set.
+        name: Name of the set.
         origin: "measured" by calibrate, "fitted" to a run, or "built-in".
         device: "cpu" or "cuda".
-        kernels: by name, see KERNELS; measured with all ranks of a host at work.
-        intra: what joins the ranks of a host.
-        inter: what joins hosts; None where there was one host.
-        curves: measured collectives; used instead of the links in the very world they are of.
-        device_bytes: memory of a device; 0 on CPU.
-        host_bytes: memory of a host.
-        overlap: share, 0..1, of a computation that hides communication going on meanwhile; less
+        kernels: Line of each kernel in KERNELS, measured with all ranks of a host at work.
+        intra: Link between the ranks of a host.
+        inter: Link between hosts; None if measured on one host.
+        curves: Measured collectives, which replace the links in the world of the measurement.
+        device_bytes: Memory of a device; 0 on CPU.
+        host_bytes: Memory of a host.
+        overlap: Share, 0..1, of a computation that hides communication going on meanwhile; less
             than 1 where communication itself takes processor time.
-        overhead_s: what every step takes beside the stages that are modelled.
-        stage_overhead_s: by stage, what it takes whatever it does: Python, many small calls.
-        waiting_frac: by stage that exchanges, how long ranks wait for one another there, since they
-            never come at the same time; as a share of the dense layers' time.
-        corrections: by stage, measured in whole steps / predicted from the parts; 1 where absent.
-        look_ahead: what a step with look-ahead takes beside its stages, by the bytes of a rank's
+        overhead_s: Seconds of a step outside the modelled stages.
+        stage_overhead_s: Fixed seconds of each stage: Python, many small calls.
+        waiting_frac: Time that ranks wait for stragglers in each exchange, as a fraction of the
+            dense layers' time.
+        corrections: Measured over predicted seconds of each stage; 1 where absent.
+        look_ahead: What a step with look-ahead takes beside its stages, by the bytes of a rank's
             cold rows: its thread of communication takes it from the cores that compute. Measured
             in whole steps; nothing where it was not.
-        host: fingerprint of the machine that was measured, empty for built-in sets.
-        facts: free, for people.
+        host: Fingerprint of the machine that was measured, empty for built-in sets.
+        facts: Free-form facts for the reader.
     """
 
     name: str
@@ -245,7 +245,7 @@ class Costs:
         """The line of a kernel.
 
         Raises:
-            CostsError: if these costs lack it.
+            CostsError: If the costs lack it.
         """
         if name not in self.kernels:
             raise CostsError(
@@ -271,7 +271,7 @@ class Costs:
             reduce_scatter  half of all_reduce, in bytes and so in time
 
         Raises:
-            CostsError: if the world has several hosts and these costs know nothing of that.
+            CostsError: If the world has several hosts and the costs lack the link between them.
         """
         if world.num_ranks == 1:
             return Line(source="one rank sends nothing")
@@ -305,7 +305,7 @@ class Costs:
         """Read what ``to_json`` wrote.
 
         Raises:
-            CostsError: if a part is missing or impossible.
+            CostsError: If a part is missing or invalid.
         """
         try:
             parts = dict(document)
@@ -313,7 +313,7 @@ class Costs:
             parts["intra"] = Link(**parts["intra"])
             parts["inter"] = None if parts["inter"] is None else Link(**parts["inter"])
             parts["curves"] = tuple(_read_curve(curve) for curve in parts["curves"])
-            if "look_ahead" in parts:  # not in costs of before it was measured
+            if "look_ahead" in parts:  # absent from costs of earlier versions
                 parts["look_ahead"] = Line(**parts["look_ahead"])
             return Costs(**parts)
         except (AttributeError, KeyError, TypeError) as error:
@@ -334,10 +334,10 @@ def _read_curve(document: Mapping[str, Any]) -> CollectiveCurve:
 
 
 def check_costs(costs: Costs) -> None:
-    """Refuse costs that no machine can have.
+    """Checks costs.
 
     Raises:
-        CostsError: on the first part that is missing, negative, zero or not a number.
+        CostsError: If a part is missing, negative, zero or not a number.
     """
     where = f"costs {costs.name}"
     if costs.device not in ("cpu", "cuda"):

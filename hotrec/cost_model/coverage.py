@@ -1,22 +1,14 @@
-"""What follows from counts: coverage curves, distinct rows per batch, confidence, hot samples.
-
-Everything here is arithmetic on a histogram, except the share of all-hot samples, which needs the
-samples themselves and takes one more pass over the blocks.
-"""
+"""Coverage curves of a histogram and their confidence intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hotrec.cost_model.blocks import Block, Mask, check_block
 from hotrec.cost_model.histogram import CountHistogram
-from hotrec.types import Partition, Schema
 
 Floats = npt.NDArray[np.float64]
 NUM_CURVE_POINTS = 65
@@ -33,14 +25,14 @@ def wilson_interval(
     interval is somewhat too narrow.
 
     Args:
-        num_hits: any shape, broadcast against ``num_trials``.
-        confidence: such as 0.95, two-sided.
+        num_hits: Any shape, broadcast against ``num_trials``.
+        confidence: Such as 0.95, two-sided.
 
     Returns:
         Lower and upper end, float64.
 
     Raises:
-        ValueError: if confidence is not inside 0..1.
+        ValueError: If confidence is not inside 0..1.
     """
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence: expected a value between 0 and 1, got {confidence}.")
@@ -105,7 +97,7 @@ def coverage_landmarks(
     """Coverage at a few round fractions of the rows.
 
     Args:
-        confidence: give Wilson intervals of this confidence for a sampled profile; None for an
+        confidence: Give Wilson intervals of this confidence for a sampled profile; None for an
             exact one. The train share of a sample leans high, since the same sample ranked the
             rows; the held-out share does not.
     """
@@ -127,127 +119,3 @@ def coverage_landmarks(
 def _interval(share: float, num_trials: int, confidence: float) -> list[float]:
     low, high = wilson_interval(share * num_trials, num_trials, confidence=confidence)
     return [float(low), float(high)]
-
-
-def estimate_num_rows_above(
-    histogram: CountHistogram, *, num_samples: int, accesses_per_sample: float, confidence: float
-) -> tuple[int, int, int]:
-    """How many rows of the whole data reach an access rate, from a sample of it (FAE, section 4).
-
-    Args:
-        num_samples: samples that were counted.
-        accesses_per_sample: the rate that is asked for.
-
-    Returns:
-        Rows whose rate is surely above (lower end of the Wilson interval), rows whose estimate is,
-        and rows that may be (upper end). Only rows that the sample has seen are counted.
-    """
-    trials = np.maximum(num_samples, histogram.values)
-    low, high = wilson_interval(histogram.values, trials, confidence=confidence)
-    estimate = histogram.values / max(num_samples, 1)
-    sure, likely, possible = (
-        int(histogram.num_rows[rate >= accesses_per_sample].sum()) for rate in (low, estimate, high)
-    )
-    return sure, likely, possible
-
-
-def predict_distinct_rows(histogram: CountHistogram, *, num_samples: int, batch_size: int) -> float:
-    """Distinct rows that a batch is expected to touch: sum over rows of 1 - (1 - p)^K.
-
-    p is a row's share of the lookups and K the lookups of a batch, all taken as independent; with
-    one id per sample K is the batch size. Exact counts of the same data are met to a few percent.
-    Rows that a sampled profile never saw are missing from the sum.
-
-    Args:
-        histogram: of the rows to count: a table, several tables one by one, or a part of one only
-            if its lookups are scaled by the caller.
-        num_samples: samples that were counted, over which the lookups of a batch are averaged.
-        batch_size: samples in the batch.
-    """
-    num_lookups = histogram.num_lookups
-    return predict_distinct(
-        histogram.values,
-        histogram.num_rows,
-        num_lookups=num_lookups,
-        num_draws=batch_size * num_lookups / max(num_samples, 1),
-    )
-
-
-def predict_distinct(
-    values: npt.NDArray[np.int64],
-    num_rows: npt.NDArray[np.int64],
-    *,
-    num_lookups: int,
-    num_draws: float,
-) -> float:
-    """Expected distinct rows among ``num_draws`` lookups, for rows grouped by count.
-
-    Args:
-        values: int64 (V,), counts.
-        num_rows: int64 (V,), rows with that count.
-        num_lookups: lookups that the counts are shares of, also those of other rows.
-        num_draws: lookups drawn.
-    """
-    if num_draws <= 0 or num_lookups == 0:
-        return 0.0
-    with np.errstate(divide="ignore"):  # a row that takes every lookup: log 0, and 1 - 0 is right
-        log_missed = num_draws * np.log1p(-values / num_lookups)
-    return float((num_rows * -np.expm1(log_missed)).sum())
-
-
-@dataclass(frozen=True)
-class HotShare:
-    """How much of a stream is hot under a partition."""
-
-    num_samples: int
-    num_all_hot: int
-    num_lookups: int
-    num_hot_lookups: int
-
-    @property
-    def all_hot_frac(self) -> float:
-        """Share of the samples all of whose ids are hot; an empty bag is hot. 0 without samples."""
-        return self.num_all_hot / max(self.num_samples, 1)
-
-    @property
-    def hot_lookup_frac(self) -> float:
-        return self.num_hot_lookups / max(self.num_lookups, 1)
-
-
-def measure_hot_share(blocks: Iterable[Block], schema: Schema, partition: Partition) -> HotShare:
-    """Count the samples and the lookups that are all hot, in one pass and one byte per row.
-
-    Raises:
-        ValueError: if a block does not fit the schema, or the partition another one.
-    """
-    is_hot = _hot_masks(schema, partition)
-    num_samples = num_all_hot = num_lookups = num_hot_lookups = 0
-    for block in blocks:
-        check_block(block, schema, position=num_samples)
-        all_hot = np.ones(block.num_samples, np.bool_)
-        for feature in schema.features:
-            hot = is_hot[feature.table][block.rows[feature.name]]
-            lengths = block.lengths.get(feature.name)
-            if lengths is None:
-                all_hot &= hot
-            else:
-                all_hot[np.repeat(np.arange(block.num_samples), lengths)[~hot]] = False
-            num_lookups += hot.size
-            num_hot_lookups += int(np.count_nonzero(hot))
-        num_samples += block.num_samples
-        num_all_hot += int(np.count_nonzero(all_hot))
-    return HotShare(num_samples, num_all_hot, num_lookups, num_hot_lookups)
-
-
-def _hot_masks(schema: Schema, partition: Partition) -> dict[str, Mask]:
-    expected = {table.name: table.num_rows for table in schema.tables}
-    if dict(partition.num_rows) != expected:
-        raise ValueError(
-            f"partition: expected the tables {expected}, got {dict(partition.num_rows)}. "
-            f"Make the partition from this dataset's profile."
-        )
-    masks = {}
-    for name, num_rows in expected.items():
-        masks[name] = np.zeros(num_rows, np.bool_)
-        masks[name][partition.hot(name)] = True
-    return masks

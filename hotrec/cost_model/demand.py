@@ -1,4 +1,4 @@
-"""What a step asks of a table: how likely each row is read, by one rank and by any rank.
+"""The demand of a step on a table: how likely each row is read, by one rank and by any rank.
 
 Rows of equal access count are one group, so a table of 1e8 rows is a few hundred numbers.
 
@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, NotRequired, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -42,15 +42,16 @@ Floats = npt.NDArray[np.float64]
 
 
 def prob_drawn(counts: Floats, num_lookups: float, num_draws: float) -> Floats:
-    """Probability that ``num_draws`` of ``num_lookups`` lookups, drawn without replacement, hit.
+    """Probability that drawing ``num_draws`` of ``num_lookups`` lookups hits a row.
 
+    Lookups are drawn without replacement.
     1 - C(K - c, n) / C(K, n) is a product of m = min(c, n) factors 1 - M / (K - j), M the larger of
     the two; all are taken at the middle j, which is off by less than 0.1 / K of q.
 
     Args:
-        counts: float64, any shape: c of each row, above 0.
-        num_lookups: K; at least every c.
-        num_draws: n; may be a fraction (a mean), and exceed K.
+        counts: Count c of each row, above 0; float64 of any shape.
+        num_lookups: Lookups K of the profile, at least every c.
+        num_draws: Draws n; a mean may be a fraction. May exceed K.
 
     Returns:
         float64 of the same shape, in 0..1.
@@ -72,18 +73,17 @@ def prob_met(probs: Floats, num_draws: float) -> Floats:
 def prob_both(
     counts: Floats, num_lookups: float, num_draws: float, num_other_draws: float
 ) -> Floats:
-    """Probability that a row is met by some draws and by some others, apart from the first.
+    """Probability that a row is hit both by some draws and by further draws.
 
-    P(A and B) = P(A) + P(B) - P(A or B), each by ``prob_drawn``, is unbiased: of the rows that the
-    profile saw once it says that they are not met twice, where the product of the two would count
-    them all as likely to be met twice as rows of that probability are. If there are not as many
-    lookups as all these draws, it is the product, which leans high.
+    P(A and B) = P(A) + P(B) - P(A or B), each by ``prob_drawn``, is unbiased, where the product
+    P(A) P(B) is too high for rows with few counts: a row that the profile saw once cannot be drawn
+    twice. The product is used where the draws together exceed the lookups.
 
     Args:
-        counts: float64, any shape: c of each row, above 0.
-        num_lookups: K; at least every c.
-        num_draws: n of the first, a fraction if it is a mean.
-        num_other_draws: n of the others.
+        counts: Count c of each row, above 0; float64 of any shape.
+        num_lookups: Lookups K of the profile, at least every c.
+        num_draws: The number of draws.
+        num_other_draws: The number of further draws.
 
     Returns:
         float64 of the same shape, in 0..1.
@@ -102,21 +102,21 @@ MAX_GROUPS = 512
 
 @dataclass(frozen=True)
 class TableDemand:
-    """What a step asks of one table.
+    """The demand of a step on one table.
 
     Args:
-        name: of the table.
-        num_rows: R, rows never seen included.
-        dim: D.
-        row_bytes: bytes of a row with its optimizer state, at least 4 D.
-        lookups_per_sample: L, ids of all its features in a sample, in the mean.
-        num_columns: features that read it, each a pooled vector of a sample.
-        rows_G: int64 (G,), rows of each group, most looked-up first; rows never seen in no group.
-        probs_G: float64 (G,), p of one row of the group, in the mean.
-        by_rank_G: float64 (G,), q of one row, in the mean.
-        by_any_G: float64 (G,), Q of one row, in the mean.
-        by_both_G: float64 (G,), how likely a rank reads a row in a step and any rank in the next
-            one, in the mean; None for q Q, of steps that are independent and a p that is known.
+        name: Name of the table.
+        num_rows: Rows R, also those never seen.
+        dim: Embedding dim D.
+        row_bytes: Bytes of a row with its optimizer state, at least 4 D.
+        lookups_per_sample: Mean number of ids L of a sample, over all features of the table.
+        num_columns: The number of features that read the table.
+        rows_G: Rows of each group, most looked-up first, int64 (G,). Rows never seen are in none.
+        probs_G: Mean p of a row of each group, float64 (G,).
+        by_rank_G: Mean q of a row of each group, float64 (G,).
+        by_any_G: Mean Q of a row of each group, float64 (G,).
+        by_both_G: Mean probability that a rank reads a row in a step and any rank reads it in the
+            next, float64 (G,). None stands for q Q.
     """
 
     name: str
@@ -132,51 +132,46 @@ class TableDemand:
     by_both_G: Floats | None = None
 
 
-def build_demand(
-    name: str,
-    histogram: CountHistogram,
-    *,
-    dim: int,
-    row_bytes: int,
-    lookups_per_sample: float,
-    num_columns: int,
-    batch_size: int,
-    world_size: int,
-    max_groups: int = MAX_GROUPS,
-    num_draws: tuple[float, float] | None = None,
-) -> TableDemand:
-    """What a step asks of a table, by the train counts of its rows.
-
-    Groups are the distinct counts. If there are more than ``max_groups``, the highest counts stay
-    apart and neighbours among the others are merged; rows, lookups and expected distinct rows stay
-    as they were.
+class DemandOptions(TypedDict):
+    """The table and the step of a demand.
 
     Args:
-        histogram: of the table's rows.
-        row_bytes: of a row with its optimizer state.
-        lookups_per_sample: L, of all features that read the table together.
-        num_columns: features that read the table.
-        batch_size: B, per rank.
-        world_size: W.
-        num_draws: as how many independent lookups those of a rank and of all ranks count, n and
-            n W (``hotrec.cost_model.locality``); None if they are independent.
+        dim: Embedding dim D.
+        row_bytes: Bytes of a row with its optimizer state.
+        lookups_per_sample: Mean number of ids L of a sample, over all features of the table.
+        num_columns: The number of features that read the table.
+        batch_size: Batch B of a rank.
+        world_size: World size W.
+        max_groups: The largest number of groups.
+        num_draws: Independent lookups that the lookups of a rank and of all ranks are worth
+            (``hotrec.cost_model.locality``). By default they are independent, n and n W.
+    """
+
+    dim: int
+    row_bytes: int
+    lookups_per_sample: float
+    num_columns: int
+    batch_size: int
+    world_size: int
+    max_groups: NotRequired[int]
+    num_draws: NotRequired[tuple[float, float] | None]
+
+
+def build_demand(
+    name: str, histogram: CountHistogram, **options: Unpack[DemandOptions]
+) -> TableDemand:
+    """Builds a table's demand from the train counts of its rows.
+
+    Groups are the distinct counts. If there are more than ``max_groups``, the highest counts stay
+    separate and neighbours among the others are merged, which keeps the sums of rows, lookups and
+    expected distinct rows.
 
     Raises:
-        ValueError: if a number is below 1 (``lookups_per_sample`` may be anything from 0 up), or a
-            row has fewer bytes than its floats, or all ranks draw less than one rank.
+        ValueError: If a number is below 1 (0 for ``lookups_per_sample``), a row has fewer bytes
+            than its floats, or all ranks draw less than one rank.
     """
-    _check(
-        name,
-        lookups_per_sample,
-        max_groups,
-        dim=dim,
-        row_bytes=row_bytes,
-        num_columns=num_columns,
-        batch_size=batch_size,
-        world_size=world_size,
-    )
+    max_groups, of_rank, of_all = _check(name, options)
     counts = histogram.values.astype(np.float64)
-    of_rank, of_all = _draws(name, num_draws, lookups_per_sample * batch_size, world_size)
     total = histogram.num_lookups
     by_rank = prob_drawn(counts, total, of_rank)
     by_any = prob_drawn(counts, total, of_all)
@@ -186,10 +181,10 @@ def build_demand(
     return TableDemand(
         name=name,
         num_rows=histogram.total_rows,
-        dim=dim,
-        row_bytes=row_bytes,
-        lookups_per_sample=lookups_per_sample,
-        num_columns=num_columns,
+        dim=options["dim"],
+        row_bytes=options["row_bytes"],
+        lookups_per_sample=options["lookups_per_sample"],
+        num_columns=options["num_columns"],
         rows_G=rows_G,
         probs_G=_sum_groups(histogram.num_rows * (counts / max(total, 1)), starts) / rows_G,
         by_rank_G=_sum_groups(histogram.num_rows * by_rank, starts) / rows_G,
@@ -202,17 +197,10 @@ def build_demand_heldout(
     name: str,
     histogram: CountHistogram,
     *,
-    dim: int,
-    row_bytes: int,
-    lookups_per_sample: float,
-    num_columns: int,
-    batch_size: int,
-    world_size: int,
-    max_groups: int = MAX_GROUPS,
-    num_draws: tuple[float, float] | None = None,
     counts: tuple[Rows, Rows] | None = None,
+    **options: Unpack[DemandOptions],
 ) -> TableDemand:
-    """What a step of the held-out data asks of a table whose rows were ranked by the train data.
+    """Builds the demand of held-out data on a table whose rows are ranked by the train data.
 
     p of a group is its share of the held-out lookups by its rows. With ``counts``, q of a row is
     that of its own held-out count, as in ``build_demand``, and a group has the mean. Without, rows
@@ -223,25 +211,16 @@ def build_demand_heldout(
     fall from group to group.
 
     Args:
-        histogram: with held-out lookups.
-        lookups_per_sample: L in the held-out data.
-        num_draws: as in ``build_demand``, of held-out batches.
-        counts: train and held-out counts of each row, int64 (R,) each: those of the histogram.
+        name: Name of the table.
+        histogram: Histogram with held-out lookups.
+        counts: Train and held-out counts of each row, int64 (R,) each, of the histogram.
+        **options: As in ``build_demand``, but of the held-out data.
 
     Raises:
-        ValueError: as ``build_demand``, or if the histogram has no held-out lookups, or is not of
+        ValueError: As ``build_demand``, or if the histogram has no held-out lookups, or is not of
             ``counts``.
     """
-    _check(
-        name,
-        lookups_per_sample,
-        max_groups,
-        dim=dim,
-        row_bytes=row_bytes,
-        num_columns=num_columns,
-        batch_size=batch_size,
-        world_size=world_size,
-    )
+    max_groups, of_rank, of_all = _check(name, options)
     total = histogram.num_heldout_lookups
     if total == 0:
         raise ValueError(
@@ -255,7 +234,6 @@ def build_demand_heldout(
         rows_G = np.append(rows_G, histogram.num_unseen)
         lookups_G = np.append(lookups_G, histogram.heldout_unseen)
     probs_G = lookups_G / (float(total) * rows_G)
-    of_rank, of_all = _draws(name, num_draws, lookups_per_sample * batch_size, world_size)
     if counts is None:
         by_rank_G, by_any_G = prob_met(probs_G, of_rank), prob_met(probs_G, of_all)
     else:
@@ -264,30 +242,15 @@ def build_demand_heldout(
     return TableDemand(
         name=name,
         num_rows=histogram.total_rows,
-        dim=dim,
-        row_bytes=row_bytes,
-        lookups_per_sample=lookups_per_sample,
-        num_columns=num_columns,
+        dim=options["dim"],
+        row_bytes=options["row_bytes"],
+        lookups_per_sample=options["lookups_per_sample"],
+        num_columns=options["num_columns"],
         rows_G=rows_G,
         probs_G=probs_G,
         by_rank_G=by_rank_G,
         by_any_G=by_any_G,
     )
-
-
-def _draws(
-    name: str, num_draws: tuple[float, float] | None, num_lookups: float, world_size: int
-) -> tuple[float, float]:
-    """Independent lookups of a rank and of all ranks."""
-    if num_draws is None:
-        return num_lookups, num_lookups * world_size
-    of_rank, of_all = num_draws
-    if not 0 <= of_rank <= of_all < math.inf:
-        raise ValueError(
-            f"table {name} num_draws: expected 0 <= a rank's <= all ranks', got {of_rank} and "
-            f"{of_all}."
-        )
-    return num_draws
 
 
 def _distinct_by_group(
@@ -300,7 +263,11 @@ def _distinct_by_group(
     """Expected distinct rows of each group of train counts, drawn by their held-out counts.
 
     Args:
-        starts: int64 (G,), first of the histogram's counts in each group.
+        name: Name of the table.
+        histogram: Histogram with held-out lookups.
+        starts: First count of each group in the histogram, int64 (G,).
+        counts: Train and held-out counts of each row.
+        num_draws: Draws of a rank and of all ranks.
 
     Returns:
         float64 (2, G + 1), for either number of draws; last the rows never seen in train.
@@ -325,10 +292,10 @@ def _distinct_by_group(
 
 
 def expected_distinct(demand: TableDemand, num_hot: int = 0) -> tuple[float, float, float]:
-    """Expected distinct rows of a step, the ``num_hot`` most looked-up rows being hot.
+    """Expected distinct rows of a step where the ``num_hot`` most looked-up rows are hot.
 
-    A group that is partly hot counts in proportion. Cold are all the others, also rows of which
-    the profile knows nothing, as far as the estimate holds (see the module).
+    A group that is partly hot counts in proportion. All other rows are cold, also those that the
+    profile never saw, whose reads the estimate includes (see the module).
 
     Returns:
         Hot rows of a rank, cold rows of a rank, hot rows of any rank.
@@ -342,9 +309,8 @@ def expected_distinct(demand: TableDemand, num_hot: int = 0) -> tuple[float, flo
 def expected_urgent(demand: TableDemand, num_hot: int = 0) -> float:
     """Expected distinct cold rows that a rank reads in a step and some rank in the next step.
 
-    Their updates must be known before the next step, those of the others need not (exact
-    look-ahead). Steps are taken as independent of one another: batches of one chunk have more rows
-    in common than this.
+    With exact look-ahead only their updates must arrive before the next step. Steps are taken as
+    independent; batches of one chunk have more rows in common.
     """
     cold_G = demand.rows_G - take_rows(demand, num_hot)
     both_G = demand.by_rank_G * demand.by_any_G if demand.by_both_G is None else demand.by_both_G
@@ -373,11 +339,11 @@ def coverage(demand: TableDemand, num_hot: int) -> float:
 def all_hot_share(demands: Sequence[TableDemand], num_hot: Mapping[str, int]) -> float:
     """Share of the samples all of whose lookups are hot: the product of H_t^L_t (SCARS).
 
-    Lookups of a sample are taken as independent. In data they are not, so that more samples are all
-    hot than this (``measure_hot_share`` counts them). A table without lookups leaves it as it is.
+    Lookups of a sample are taken as independent. Real ones are not, so more samples are all hot.
 
     Args:
-        num_hot: hot rows by table; none where absent.
+        demands: The demand of every table. Tables without lookups do not count.
+        num_hot: Hot rows of each table, 0 where absent.
     """
     log_share = 0.0
     for demand in demands:
@@ -412,18 +378,30 @@ def _sum_groups(values: npt.NDArray[Number], starts: Rows) -> npt.NDArray[Number
     return np.add.reduceat(values, starts) if starts.size else values[:0]
 
 
-def _check(name: str, lookups_per_sample: float, max_groups: int, **whole: int) -> None:
-    for what, value in whole.items():
-        if value < 1:
-            raise ValueError(f"table {name} {what}: expected at least 1, got {value}.")
-    if not (math.isfinite(lookups_per_sample) and lookups_per_sample >= 0):
-        raise ValueError(
-            f"table {name} lookups_per_sample: expected at least 0, got {lookups_per_sample}."
-        )
+def _check(name: str, options: DemandOptions) -> tuple[int, float, float]:
+    """Checks the options and returns the number of groups and the draws of a rank and of all."""
+    dim, row_bytes = options["dim"], options["row_bytes"]
+    keys: tuple[Literal["dim", "row_bytes", "num_columns", "batch_size", "world_size"], ...]
+    keys = ("dim", "row_bytes", "num_columns", "batch_size", "world_size")
+    for key in keys:
+        if options[key] < 1:
+            raise ValueError(f"table {name} {key}: expected at least 1, got {options[key]}.")
+    per_sample = options["lookups_per_sample"]
+    if not (math.isfinite(per_sample) and per_sample >= 0):
+        raise ValueError(f"table {name} lookups_per_sample: expected at least 0, got {per_sample}.")
+    max_groups = options.get("max_groups", MAX_GROUPS)
     if max_groups < 2:
         raise ValueError(f"table {name} max_groups: expected at least 2, got {max_groups}.")
-    if whole["row_bytes"] < 4 * whole["dim"]:
+    if row_bytes < 4 * dim:
         raise ValueError(
-            f"table {name} row_bytes: expected at least 4 x dim = {4 * whole['dim']}, got "
-            f"{whole['row_bytes']}. Count a row's floats and its optimizer state."
+            f"table {name} row_bytes: expected at least 4 x dim = {4 * dim}, got {row_bytes}. "
+            "Count a row's floats and its optimizer state."
         )
+    num_lookups = per_sample * options["batch_size"]
+    draws = options.get("num_draws") or (num_lookups, num_lookups * options["world_size"])
+    if not 0 <= draws[0] <= draws[1] < math.inf:
+        raise ValueError(
+            f"table {name} num_draws: expected 0 <= a rank's <= all ranks', got {draws[0]} and "
+            f"{draws[1]}."
+        )
+    return max_groups, *draws

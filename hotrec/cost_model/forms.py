@@ -14,19 +14,17 @@ WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """A pipeline as the step models know it.
-
-    Micro-batches are not in it: what they hide besides is not predicted.
+    """A pipeline for the step models. The effect of micro-batches is not predicted.
 
     Args:
-        kind: of the pipeline.
-        wire: type in which rows and gradients travel, of WIRE_BYTES.
-        depth: batches whose rows travel ahead in look-ahead. Of 1 and more the prediction is the
+        kind: Kind of the pipeline.
+        wire: Type of rows and gradients on the wire, a key of WIRE_BYTES.
+        depth: Batches whose rows travel ahead in look-ahead. Of 1 and more the prediction is the
             same: as many rows and gradients travel, and those of the next step are as urgent. With
             0 all of them are.
 
     Raises:
-        ValueError: if the wire type is unknown, or the depth negative.
+        ValueError: If the wire type is unknown, or the depth negative.
     """
 
     kind: PipelineKind = PipelineKind.sparse_dist
@@ -52,7 +50,7 @@ class PipelineSpec:
 
     @property
     def of_torchrec(self) -> PipelineSpec:
-        """What unsplit tables are trained with where hot and cold rows are with this one."""
+        """The pipeline of unsplit tables where this one trains hot and cold rows."""
         return replace(self, kind=PipelineKind.sparse_dist) if self.is_look_ahead else self
 
 
@@ -91,7 +89,7 @@ QUANTITIES = (
     "pooled_bytes_hit",
     "pooled_ids_miss",
     "pooled_bytes_miss",
-    "pooled_sent_ids",  # ids that this rank asks of others
+    "pooled_sent_ids",  # ids that this rank requests from others
     "pooled_sent_bytes",  # bytes of pooled vectors that this rank sends
     "pooled_groups",
     "replicated_ids",  # of TorchRec's data-parallel tables
@@ -108,14 +106,14 @@ BYTES_PER_FLOAT = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, apart from the tables.
+    """The batch and the dense layers.
 
     Args:
-        batch_size: B, per rank.
-        dense_flops: floating-point operations of the dense layers per sample, both ways.
-        bottom_frac: share of them in the bottom layers, under which rows travel.
-        num_dense_values: parameters of the dense layers.
-        is_routed_by_loader: ids are routed in loader workers, off the step's time line.
+        batch_size: Batch B of a rank.
+        dense_flops: Floating-point operations of the dense layers per sample, both ways.
+        bottom_frac: Share of them in the bottom layers, under which rows travel.
+        num_dense_values: Parameters of the dense layers.
+        is_routed_by_loader: Whether loader workers route ids, outside the step.
     """
 
     batch_size: int
@@ -175,10 +173,10 @@ class StepPrediction:
     """What a step is predicted to take on the mean rank.
 
     Args:
-        step_s: the whole step.
-        stage_s: by stage, what is not hidden; adds up to ``step_s``.
-        hidden_s: by stage, communication that travels under computation.
-        sent_bytes: by stage, of a rank.
+        step_s: The whole step.
+        stage_s: Exposed seconds of each stage, which add up to ``step_s``.
+        hidden_s: Seconds of each stage's communication that computation hides.
+        sent_bytes: Bytes that a rank sends in each stage.
     """
 
     step_s: float

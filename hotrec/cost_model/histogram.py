@@ -1,4 +1,4 @@
-"""Rows grouped by access count: the compact form that every policy and prediction works on.
+"""Rows grouped by access count, which every policy and prediction works on.
 
 A table of 1e8 rows has a few ten thousand distinct counts at most (L lookups allow about
 sqrt(2 L)), so one pass over the rows, a slice at a time, replaces sorting them.
@@ -21,14 +21,14 @@ TALLIED_COUNTS = 1 << 16
 
 @dataclass(frozen=True)
 class CountHistogram:
-    """How many rows have each count, highest count first; rows never seen are told apart.
+    """The number of rows with each count, highest count first, and of rows never seen.
 
     Args:
         values: int64 (V,), the distinct counts, falling, all above 0.
         num_rows: int64 (V,), rows with that count.
         heldout: int64 (V,), held-out lookups of those rows together; 0 without held-out data.
-        num_unseen: rows with count 0.
-        heldout_unseen: held-out lookups of the rows with count 0.
+        num_unseen: Rows with count 0.
+        heldout_unseen: Held-out lookups of the rows with count 0.
     """
 
     values: Rows
@@ -53,26 +53,22 @@ class CountHistogram:
     def total_rows(self) -> int:
         return self.num_distinct + self.num_unseen
 
-    def num_at_least(self, count: int) -> int:
-        """Rows with at least ``count`` accesses, for a count above 0."""
-        return int(self.num_rows[self.values >= count].sum())
-
 
 def slices(size: int) -> Iterator[slice]:
-    """Cut 0..size into slices small enough that a temporary of each is cheap."""
+    """Cuts 0..size into slices of which temporaries are cheap."""
     for start in range(0, size, SLICE_ROWS):
         yield slice(start, min(start + SLICE_ROWS, size))
 
 
 def build_histogram(counts: Rows, heldout: Rows | None = None) -> CountHistogram:
-    """Group the rows of one table by count, in one pass and O(V) memory.
+    """Groups the rows of one table by count, in one pass and O(V) memory.
 
     Args:
         counts: int64 (R,), accesses per row; may be memory-mapped.
         heldout: int64 (R,), accesses per row in the held-out data.
 
     Raises:
-        ValueError: if a count is negative, or the two arrays differ in shape.
+        ValueError: If a count is negative, or the two arrays differ in shape.
     """
     if heldout is not None and heldout.shape != counts.shape:
         raise ValueError(
@@ -146,8 +142,8 @@ def top_rows(counts: Rows, num_hot: int, histogram: CountHistogram) -> Rows:
 
     Args:
         counts: int64 (R,), accesses per row.
-        num_hot: at most the number of rows seen.
-        histogram: of these counts.
+        num_hot: At most the number of rows seen.
+        histogram: Histogram of these counts.
 
     Returns:
         int64 (num_hot,).

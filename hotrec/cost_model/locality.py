@@ -1,4 +1,4 @@
-"""Locality: how many distinct rows batches really read, and as how many independent lookups.
+"""Locality: how many distinct rows batches read, and how many independent lookups that equals.
 
 The lookups of a batch are not independent: a sample may read a row more than once (two histories
 that share a table), and a batch is a random sample of one chunk (the loader shuffles inside
@@ -29,17 +29,17 @@ from hotrec.cost_model.histogram import CountHistogram
 from hotrec.types import Rows, Schema
 
 MIN_BATCH_SIZE, MAX_BATCH_SIZE = 64, 1 << 16
-# What is drawn of a stream: a share of its samples, and of a short one some lookups more, which
-# take less than a tenth of a second; of a long one no more than so many of the largest batches.
+# A draw takes this fraction of a stream's samples, plus FREE_LOOKUPS (less than 0.1 s) for short
+# streams, but at most ENOUGH_BATCHES of the largest batches.
 DRAWN_FRAC = 1 / 32
 FREE_LOOKUPS = 1 << 21
 ENOUGH_BATCHES = 32
-# Batches are to be of several places of the stream: it is drawn from so often at least, and of one
-# draw so many are made of a size. A stream of unknown length is taken to have as many blocks.
+# Batches come from at least LEAST_DRAWS places of the stream, and one draw gives at most
+# BATCHES_PER_DRAW of each size. A stream of unknown length is assumed to have LEAST_DRAWS blocks.
 LEAST_DRAWS = 4
 BATCHES_PER_DRAW = 4
-# Measured and independent are taken as one if they differ by less: there the number of draws is
-# read off a flat curve, and noise would move it far.
+# Smaller differences from independence are ignored: the curve is flat there, so noise would change
+# the number of draws a lot.
 NEGLIGIBLE_FRAC = 0.002
 
 
@@ -48,11 +48,11 @@ class TableLocality:
     """Distinct rows of one table that batches were seen to read; entry i is of one batch size.
 
     Args:
-        batch_sizes: samples of a batch, rising.
-        num_batches: batches that were drawn, at least 1.
-        lookups: of a batch, mean over the batches.
-        mean: distinct rows, mean over the batches.
-        spread: their standard deviation; 0 for one batch.
+        batch_sizes: Batch sizes, rising.
+        num_batches: The number of batches drawn, at least 1.
+        lookups: Mean lookups of a batch.
+        mean: Mean distinct rows of a batch.
+        spread: Standard deviation of the distinct rows; 0 for one batch.
     """
 
     batch_sizes: tuple[int, ...]
@@ -70,9 +70,9 @@ class LocalityMeter:
     spread over the stream. Memory holds the ids of one draw.
 
     Args:
-        schema: of the blocks.
-        seed: of the draws.
-        num_samples: of the stream that will be counted; None if unknown.
+        schema: Schema of the blocks.
+        seed: Seed of the draws.
+        num_samples: Samples of the stream, or None if unknown.
     """
 
     def __init__(self, schema: Schema, *, seed: int, num_samples: int | None = None) -> None:
@@ -88,10 +88,10 @@ class LocalityMeter:
         self._found: dict[int, list[list[tuple[int, int]]]] = {}
 
     def observe(self, block: Block, *, num_counted: int) -> None:
-        """Draw from a block what is due.
+        """Draws batches from a block.
 
         Args:
-            num_counted: samples of it that the profile counts: all, unless it counts a sample.
+            num_counted: Samples of the block that the profile counts.
         """
         num_lookups = sum(rows.size for rows in block.rows.values())
         if num_lookups == 0 or num_counted == 0:
@@ -202,16 +202,16 @@ def effective_draws(
     batch_size: int,
     lookups_per_sample: float,
 ) -> float:
-    """As how many independent lookups of a table the lookups of a batch count, for distinct rows.
+    """The number of independent lookups that read as many distinct rows as a batch does.
 
     The ratio to the batch's lookups is that of the measured batch sizes around it, interpolated in
     its logarithm over that of the batch size, and that of the nearest one beyond them.
 
     Args:
-        histogram: counts of the table's rows in the part that the locality was measured in.
-        locality: of the table; None if it was not measured, which leaves the lookups as they are.
-        batch_size: samples.
-        lookups_per_sample: of all features that read the table together.
+        histogram: Counts of the table's rows in the part that the locality was measured in.
+        locality: Locality of the table. None takes its lookups as independent.
+        batch_size: Samples of the batch.
+        lookups_per_sample: Mean ids of a sample, over all features of the table.
 
     Returns:
         0 if the batch has no lookups.
@@ -285,7 +285,7 @@ def _solve_draws(histogram: CountHistogram, num_distinct: float, start: float) -
 
 
 def localities_to_json(localities: Mapping[str, TableLocality]) -> dict[str, Any] | None:
-    """As a manifest holds them: the batches once, then what they read by table."""
+    """Returns the manifest's form: the batches once, then the lookups and rows of each table."""
     if not localities:
         return None
     any_table = next(iter(localities.values()))
@@ -304,7 +304,7 @@ def localities_to_json(localities: Mapping[str, TableLocality]) -> dict[str, Any
 
 
 def localities_from_json(found: Mapping[str, Any] | None) -> dict[str, TableLocality]:
-    """The inverse; none for None, as profiles have that were made before it was measured."""
+    """Reads ``localities_to_json``; older profiles have None."""
     if found is None:
         return {}
     return {

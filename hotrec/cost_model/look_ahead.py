@@ -1,12 +1,12 @@
-"""The step with exact look-ahead: one line of computation, one link, and what joins two steps.
+"""The step with exact look-ahead.
 
-Only rows that some rank reads again in the next step are in a hurry (``urgent``): their gradients
+Only rows that some rank reads again in the next step are urgent: their gradients
 must reach the owners, be applied, and the rows come back before the next forward pass. All other
 rows and gradients, the ids and the dense layers' gradients travel in the background. With v bytes
 a value on the wire (4, or 2 in 16 bits), U cold, u urgent and H hot distinct rows of a rank, all of
 dimension D, a rank sends in a step
 
-    ids_exchange    (W-1)/W U (4 + 1 + 1)     positions, and two flags that the owners answer
+    ids_exchange    (W-1)/W U (4 + 1 + 1)     positions, and two flags in reply
     rows_exchange   (W-1)/W U v D             u of them urgent
     grads_exchange  (W-1)/W U v D             u of them urgent; 2 (W-1)/W v of each dense parameter
     hot_exchange    what sends least of       (W-1) H (v D + 4), gathered;
@@ -25,10 +25,10 @@ and the step takes, o being the costs' overlap (what is sent takes processor tim
     link        critical + background
     step        max(line, link)
 
-where critical' leaves out the pooled exchange, which nothing hides, and waiting is that of ranks
-for one another, at the one place in a step where they meet: the most that the costs know of any
-exchange. With depth 0 all rows are urgent, and nothing hides the ids. What the link is too slow for
-is shared out over the exchanges like what they hide.
+where critical' leaves out the pooled exchange, which nothing hides, and waiting is the time for
+stragglers at the only synchronisation point of a step: the largest of any exchange in the costs.
+With depth 0 all rows are urgent and nothing hides the ids. If the link is slower than the
+computation, the difference is distributed over the exchanges in proportion to their hidden time.
 
 Messages hold the rows of all dimensions, and travel one by one between pairs of ranks; gloo's
 all_to_all is slower than that on a slow link. So they take what all_to_all or all_gather was
@@ -86,12 +86,12 @@ class LookAheadModel:
     """The step of one machine, world, workload and hot exchange.
 
     Args:
-        costs: of the machine.
-        world: ranks and hosts.
-        workload: batch and dense layers.
-        pipeline: the wire's type.
-        is_hot_dense: gradients of all hot rows are reduced; else the exchange that sends least.
-        compute: of each stage, without what depends on the hot exchange.
+        costs: Costs of the machine.
+        world: Ranks and hosts.
+        workload: Batch and dense layers.
+        pipeline: The pipeline, for its wire type and depth.
+        is_hot_dense: Always reduce all hot rows, not by the exchange that sends least.
+        compute: Computation of each stage, without that of the hot exchange.
     """
 
     costs: Costs
@@ -125,7 +125,7 @@ class LookAheadModel:
         line_s = sum(stage_s.values())
         link_s = sum(t.critical_s + t.in_line_s + t.background_s for t in traffic.values())
         if link_s > line_s:
-            # A computation can hide no more than it lasts.
+            # Computation cannot hide more than its own duration.
             shown_frac = (link_s - line_s) / sum(hidden_s.values())
             for name in EXCHANGES:
                 stage_s[name] += shown_frac * hidden_s[name]
@@ -141,7 +141,7 @@ class LookAheadModel:
         row_bytes = _row_bytes(quantities) * self._others
         is_ahead = self.pipeline.depth > 0
         urgent_bytes = quantities.get("urgent_bytes", 0.0) * self._others if is_ahead else row_bytes
-        asked_bytes = rows * self._others * (POSITION_BYTES + FLAGS_BYTES)
+        requested_bytes = rows * self._others * (POSITION_BYTES + FLAGS_BYTES)
         ids_of_pooled = quantities.get("pooled_sent_ids", 0.0) * BYTES_PER_ID
         copy_s = row_bytes * self.costs.kernels["copy"].per_byte_s
         pooled_bytes = quantities.get("pooled_sent_bytes", 0.0)
@@ -171,10 +171,10 @@ class LookAheadModel:
             in_line_s=cold.in_line_s,
             compute_s=cold.compute_s,
         )
-        ids_s = self._seconds(asked_bytes, NUM_ID_MESSAGES)
+        ids_s = self._seconds(requested_bytes, NUM_ID_MESSAGES)
         ids_s += self._pooled_s(ids_of_pooled, 3 * quantities.get("pooled_groups", 0.0))
         ids = _Traffic(
-            sent_bytes=asked_bytes + ids_of_pooled,
+            sent_bytes=requested_bytes + ids_of_pooled,
             background_s=ids_s if is_ahead else 0.0,
             in_line_s=0.0 if is_ahead else ids_s,
         )
@@ -217,7 +217,7 @@ class LookAheadModel:
         )
 
     def _seconds(self, num_bytes: float, num_messages: int = 1) -> float:
-        """Of hotrec's own messages; nothing is sent where there is nothing to send."""
+        """Seconds of hotrec's own messages; empty ones are not sent."""
         if num_bytes <= 0:
             return 0.0
         line = self._message_line(num_bytes / num_messages)
@@ -232,7 +232,7 @@ class LookAheadModel:
         return min(lines, key=lambda line: line.seconds(num_bytes=num_bytes))
 
     def _pooled_s(self, num_bytes: float, num_messages: float) -> float:
-        """Of TorchRec's messages, for tables that are exchanged pooled."""
+        """Seconds of TorchRec's messages for pooled tables."""
         if num_bytes <= 0:
             return 0.0
         size = num_bytes / max(1.0, num_messages)
@@ -241,7 +241,7 @@ class LookAheadModel:
 
 
 def _row_bytes(quantities: Mapping[str, float]) -> float:
-    """Of a rank's distinct cold rows."""
+    """Bytes of a rank's distinct cold rows."""
     return sum(quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
 
 
@@ -256,7 +256,7 @@ def make_look_ahead_model(
     """The model of a step with look-ahead.
 
     Raises:
-        CostsError: on prediction, if the costs know nothing of several hosts.
+        CostsError: On prediction, if the costs lack the link between hosts.
     """
     stages = {name: StageForm(Form(), Form(), Form(), Form()) for name in STAGES}
     # Of one rank: what hot rows take to be exchanged depends on how they are.

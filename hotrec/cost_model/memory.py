@@ -1,4 +1,4 @@
-"""Memory that each rank takes on its device and on its host, for a placement or a plan.
+"""Device and host memory of each rank for a placement or a plan.
 
 By row (R rows of a table, D floats each; ``row_bytes`` counts a row's optimizer state too):
 
@@ -12,8 +12,8 @@ By row (R rows of a table, D floats each; ``row_bytes`` counts a row's optimizer
     router        4 for every row of the tables whose rows travel: on the host, where loader workers
                   share it, and on the device if ids are routed there
 
-On CPU everything is host memory. Dense layers, activations and messages are not counted: they do
-not depend on the placement by much; planners keep a reserve for them.
+On CPU everything is host memory. Dense layers, activations and messages hardly depend on the
+placement and are not counted; planners keep a reserve for them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ CACHE_TAG_BYTES = 8
 CACHE_CLOCK_BYTES = 8
 CACHE_LOCK_BYTES = 4
 CACHE_MAP_BYTES = 4
-# Gradients of a replica at the first steps, when they are most: DDP's second bucket included.
+# Copies of a replica's gradient at the first steps, the peak: with DDP's second bucket.
 NUM_REPLICA_GRADIENTS = 2
-# Afterwards. Look-ahead has none: it keeps the gradients of the rows that a step touches alone.
+# Copies afterwards. Look-ahead has none: it keeps only the gradients of touched rows.
 NUM_LASTING_GRADIENTS = 1
 
 
 def replica_row_bytes(demand: TableDemand, num_gradients: int = NUM_REPLICA_GRADIENTS) -> int:
-    """Device memory of a replicated row, with so many copies of its gradient."""
+    """Device memory of a replicated row with ``num_gradients`` copies of its gradient."""
     return demand.row_bytes + num_gradients * BYTES_PER_FLOAT * demand.dim
 
 
@@ -63,8 +63,8 @@ def cached_row_bytes(
     """Device memory of a row that a cache can hold, besides that of its shard.
 
     Args:
-        widest: largest D of the tables that share the cache; None: of this one.
-        is_prefetched: TorchRec's prefetch pipeline fills the cache.
+        widest: Largest D of the tables that share the cache. None takes this table's.
+        is_prefetched: Whether TorchRec's prefetch pipeline fills the cache.
     """
     num_bytes = BYTES_PER_FLOAT * (demand.dim if widest is None else widest)
     num_bytes += CACHE_TAG_BYTES + CACHE_CLOCK_BYTES
@@ -87,17 +87,17 @@ def memory_by_rank(
     least so far, largest table first, as TorchRec's planner does in essence.
 
     Args:
-        num_hot: hot rows by table; none where absent.
-        tables: of every table.
+        num_hot: Hot rows of each table, 0 where absent.
+        tables: The placement of every table.
         device: "cpu" or "cuda".
-        is_routed_on_device: of a placement: ids are routed by the rank, else by loader workers.
-        num_gradients: copies of a replicated row's gradient; what has to fit is the most there is.
+        is_routed_on_device: Whether ranks route the ids, not loader workers.
+        num_gradients: Copies of a replicated row's gradient; by default the peak number.
 
     Returns:
         By rank {"device_bytes", "host_bytes"}; on CPU device_bytes is 0.
 
     Raises:
-        ValueError: if a table has no place, too many hot rows, or a cache no size.
+        ValueError: If a table has no placement, too many hot rows, or a cache without a size.
     """
     check_tables(demands, num_hot, tables)
     bytes_W2 = np.zeros((world.num_ranks, 2))
@@ -138,7 +138,7 @@ def row_wise_rows(num_rows: int, num_shards: int) -> list[int]:
 
 
 def _cache_key(demand: TableDemand, placed: TablePlacement | TableSharding) -> tuple[str, int]:
-    """What the tables that can share a device cache have in common."""
+    """Key of the tables that share a device cache."""
     if isinstance(placed, TableSharding):
         return placed.kind, demand.dim if placed.is_prefetched else 0
     is_rows = placed.exchange is Exchange.ROWS
@@ -149,7 +149,7 @@ def _widest_cached(
     demands: Sequence[TableDemand],
     tables: Mapping[str, TablePlacement] | Mapping[str, TableSharding],
 ) -> dict[tuple[str, int], int]:
-    """Largest D of the tables that share a device cache: its slots are all as wide."""
+    """Largest D of the tables that share each device cache, which is the width of its slots."""
     widest: dict[tuple[str, int], int] = {}
     for demand in demands:
         placed = tables[demand.name]

@@ -48,14 +48,14 @@ class Sampling:
     """Which samples are counted, and what is made of small counts.
 
     Args:
-        frac: share of the samples, drawn without replacement; 1 counts all of them.
-        seed: of the draw.
-        min_count: sampled accesses below which a row is not to be made hot, since its place in the
+        frac: Share of the samples, drawn without replacement; 1 counts all of them.
+        seed: Seed of the draw.
+        min_count: Sampled accesses below which a row is not to be made hot, since its place in the
             ranking is noise. Counts are kept as they are; the policies take this number.
-        confidence: of the intervals that a sampled profile reports.
+        confidence: Confidence of the intervals that a sampled profile reports.
 
     Raises:
-        ValueError: if a value is out of range.
+        ValueError: If a value is out of range.
     """
 
     frac: float = 1.0
@@ -85,14 +85,14 @@ class Profile:
     """Access counts per row.
 
     Args:
-        num_samples: train samples that were counted.
-        num_heldout_samples: held-out samples that were counted.
-        num_total_samples: samples met, counted or not, in both parts.
-        sampling: how they were drawn.
+        num_samples: Train samples that were counted.
+        num_heldout_samples: Held-out samples that were counted.
+        num_total_samples: Samples read, counted or not, in both parts.
+        sampling: How they were drawn.
         counts: int64 (R,) per table, train accesses; read-only memory maps when read from disk.
         heldout: int64 (R,) per table, held-out accesses; empty when nothing was held out.
-        locality: distinct rows of train batches, per table; empty if that was not measured.
-        heldout_locality: the same of held-out batches.
+        locality: Locality of train batches by table; empty if not measured.
+        heldout_locality: The same for held-out batches.
     """
 
     num_samples: int
@@ -134,18 +134,18 @@ def count_rows(
     """Count the accesses of every row in one pass; 8 bytes per row and part, however long the data.
 
     Args:
-        blocks: the samples, oldest first.
-        num_samples: how many samples the blocks hold; needed to hold out their last part.
-        heldout_frac: share of the samples, the last ones, that is counted apart.
-        heldout_blocks: a stream of its own to count as held-out data instead, such as a
+        blocks: The samples, oldest first.
+        num_samples: How many samples the blocks hold; needed to hold out their last part.
+        heldout_frac: Share of the samples, the last ones, that is counted apart.
+        heldout_blocks: A stream of its own to count as held-out data instead, such as a
             validation split.
-        num_heldout_samples: how many samples those hold, if known: the batches that are drawn for
+        num_heldout_samples: How many samples those hold, if known: the batches that are drawn for
             the locality are then spread over all of them.
-        directory: count in ``.npy`` files made there, so that the system may page them out; None
+        directory: Count in ``.npy`` files made there, so that the system may page them out; None
             counts in memory.
 
     Raises:
-        ValueError: if a block does not fit the schema, the stream is not ``num_samples`` long, or
+        ValueError: If a block does not fit the schema, the stream is not ``num_samples`` long, or
             the arguments contradict one another.
     """
     sampling = sampling or Sampling()
@@ -266,7 +266,7 @@ def write_profile(
     """Count into the files of a new profile artifact and commit it; see ``count_rows``.
 
     Raises:
-        ValueError: as ``count_rows``; nothing is left behind.
+        ValueError: As ``count_rows``; nothing is left behind.
     """
     with scratch_directory(output) as scratch:
         profile = count_rows(
@@ -330,7 +330,7 @@ def read_profile(path: Path, *, verify: str = "size") -> tuple[Profile, Artifact
         verify: "size" or "hash", see ``hotrec.artifact.read_artifact``.
 
     Raises:
-        ArtifactError: if it is missing, incomplete or altered.
+        ArtifactError: If it is missing, incomplete or altered.
     """
     artifact = read_artifact(path, kind=KIND, verify=verify)
     content = artifact.content

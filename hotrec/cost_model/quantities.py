@@ -1,4 +1,4 @@
-"""What a rank does in a step: from demands and a placement, or a plan of TorchRec, to QUANTITIES.
+"""The QUANTITIES of a step, from demands and a placement or a plan of TorchRec.
 
 Bytes are counted as ``hotrec.runtime.traffic`` counts them. Symbols: B batch per rank, W ranks, L
 lookups per sample, n = B L lookups of a rank, F columns of a table, D; q as in
@@ -6,8 +6,8 @@ lookups per sample, n = B L lookups of a rank, F columns of a table, D; q as in
 
 Pooled exchange, as TorchRec does it for an ``EmbeddingBagCollection``: ids travel undeduplicated,
 8 bytes each, with the lengths of their bags, 4 bytes each, which are counted as half an id. A shard
-in charge of a table, of some of its columns or of some of its rows sends W - 1 times its pooled
-vectors of a batch, B F D 4 bytes, in forward, and is sent as much in backward:
+of a table, of some of its columns or of some of its rows sends W - 1 times its pooled vectors of a
+batch, B F D 4 bytes, in forward, and receives as much in backward:
 
     table-wise      all_to_all: one batch of vectors to each of the other ranks
     row-wise        reduce_scatter of W batches of vectors, of which (W-1)/W travel; all_gather back
@@ -47,7 +47,7 @@ from hotrec.cost_model.step import StepModel
 from hotrec.types import Exchange, Rows, Sharding, TablePlacement, Tier
 
 BYTES_PER_LENGTH = 4
-# What FBGEMM takes for a cache whose size nobody names.
+# FBGEMM's default.
 DEFAULT_CACHE_LOAD_FRAC = 0.2
 REPLICATED = "data_parallel"
 # Kinds of TorchRec's sharding (ShardingType), and whether a shard has some of the rows, columns.
@@ -67,14 +67,14 @@ class TableSharding:
     """How a plan of TorchRec shards a whole table.
 
     Args:
-        kind: one of KINDS.
-        ranks: owner of each shard, in order: by columns, then by rows; not read if data-parallel.
-        tier: of the shards.
-        cache_load_frac: of HOST_CACHED, the cached share of the rows; None is FBGEMM's own, 0.2.
-        is_prefetched: of HOST_CACHED, TorchRec's prefetch pipeline fills the cache.
+        kind: One of KINDS.
+        ranks: Owner of each shard, by columns, then by rows; not read if data-parallel.
+        tier: Tier of the shards.
+        cache_load_frac: Cached fraction of the rows in HOST_CACHED. None takes FBGEMM's 0.2.
+        is_prefetched: Whether TorchRec's prefetch pipeline fills the cache of HOST_CACHED.
 
     Raises:
-        ValueError: if the kind is unknown, or a table that is not data-parallel has no owner.
+        ValueError: If the kind is unknown, or a table that is not data-parallel has no owner.
     """
 
     kind: str
@@ -94,7 +94,7 @@ class TableSharding:
         return self.kind == REPLICATED
 
     def blocks(self, world: World) -> list[tuple[int, ...]]:
-        """Sets of owners that share the rows of the same columns; columns are shared evenly."""
+        """Returns the owners of each equal part of the columns, which share its rows."""
         has_rows, has_columns = KINDS[self.kind]
         if not has_columns:
             return [self.ranks]
@@ -106,7 +106,7 @@ def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> 
     """Rows of the table that device caches hold, over all ranks; 0 if its tier has no cache.
 
     Raises:
-        ValueError: if a placement with a cache does not say how large it is.
+        ValueError: If a placement with a cache does not say how large it is.
     """
     if placed.tier is not Tier.HOST_CACHED:
         return 0.0
@@ -124,10 +124,10 @@ def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> 
 def check_tables(
     demands: Sequence[TableDemand], num_hot: Mapping[str, int], tables: Mapping[str, Any]
 ) -> None:
-    """Refuse what does not fit the demands.
+    """Checks placements or shardings against the demands.
 
     Raises:
-        ValueError: if a table has no place, or more hot rows than rows.
+        ValueError: If a table has no placement, or more hot rows than rows.
     """
     names = {demand.name for demand in demands}
     missing, unknown = sorted(names - set(tables)), sorted(set(num_hot) - names)
@@ -152,7 +152,7 @@ def hot_cold_quantities(
     batch_size: int,
     caches: Mapping[str, CacheShares] | None = None,
 ) -> dict[str, float]:
-    """What the mean rank does in a step with hot and cold rows.
+    """Returns the quantities of the mean rank in a step with hot and cold rows.
 
     The hot rows of a table are its most looked-up ones. Tables of one dimension share messages: a
     group for those whose rows travel, hot and cold, and one for those whose pooled vectors do.
@@ -160,18 +160,17 @@ def hot_cold_quantities(
     where pooled vectors do; a row that two ranks miss counts twice.
 
     Args:
-        num_hot: hot rows by table; none where absent.
-        tables: of every table.
-        batch_size: B, per rank; the one that the demands were built for.
-        caches: of every table behind a cache, see ``hot_cold_caches``. None: as if the cache held
-            the most looked-up rows for good, the best that any policy can do without foresight;
-            that is linear in its size, and a lower bound of the step.
+        num_hot: Hot rows of each table, 0 where absent.
+        tables: The placement of every table.
+        batch_size: Batch B of a rank, the one that the demands were built for.
+        caches: Hits of every cached table (``hot_cold_caches``). None assumes a cache that always
+            holds the most looked-up rows, which is linear in its size and a lower bound.
 
     Returns:
         Every key of QUANTITIES.
 
     Raises:
-        ValueError: if a table has no placement, too many hot rows, hot rows and a pooled exchange,
+        ValueError: If a table has no placement, too many hot rows, hot rows and a pooled exchange,
             or a cache of no size.
     """
     check_tables(demands, num_hot, tables)
@@ -208,10 +207,10 @@ def hot_cold_caches(
     tables: Mapping[str, TablePlacement],
     world: World,
 ) -> dict[str, CacheShares]:
-    """What the device caches of a placement do, by table: one for each dimension, one for pooled.
+    """Returns the cache hits of a placement by table.
 
-    Tables of one dimension whose rows travel are one module of FBGEMM's, and so are all that are
-    pooled; those that are cached share its cache.
+    FBGEMM's module of all pooled tables has one cache; so has each module of the other tables of
+    one dimension.
     """
     shared: dict[tuple[Exchange, int], list[TableDemand]] = {}
     for demand in demands:
@@ -238,12 +237,12 @@ def hot_cold_caches(
 def _add_state(
     done: dict[str, float], demand: TableDemand, tier: Tier, num_hot: int, share: float
 ) -> None:
-    """Optimizer state of the rows that any rank touches, where it crosses the bus.
+    """Adds the bytes of optimizer state in host memory that a step reads and writes.
 
-    FBGEMM updates each of them once; a state of one float a row it keeps on the device.
+    FBGEMM updates each touched row once, and keeps states of one float a row on the device.
 
     Args:
-        share: of the table's rows that this rank owns.
+        share: Fraction of the table's rows that this rank owns.
     """
     if tier is not Tier.DEVICE:
         cold_G = demand.rows_G - take_rows(demand, num_hot)
@@ -295,7 +294,7 @@ def _add_pooled(
     batch_size: int,
     caches: Mapping[str, CacheShares] | None,
 ) -> None:
-    """In the mean over ranks, each owns a W-th of the table, or is its owner every W-th time."""
+    """Adds a pooled table, of which the mean rank owns a fraction 1 / W."""
     num_ids = batch_size * demand.lookups_per_sample
     num_lengths = batch_size * demand.num_columns
     others = (world.num_ranks - 1) / world.num_ranks
@@ -327,7 +326,7 @@ def _add_pooled_ids(
 
 
 def _with_lengths(num_ids: float, num_lengths: float) -> float:
-    """Ids and bag lengths, in ids."""
+    """Ids and bag lengths, in units of ids."""
     return num_ids + num_lengths * BYTES_PER_LENGTH / BYTES_PER_ID
 
 
@@ -344,20 +343,20 @@ def torchrec_quantities(
     world: World,
     batch_size: int,
 ) -> list[dict[str, float]]:
-    """What each rank does in a step with TorchRec's ``EmbeddingBagCollection`` on whole tables.
+    """Returns the quantities of each rank with TorchRec's collection on unsplit tables.
 
     Row-wise shards are taken to serve equal shares of the lookups. Tables of one kind of sharding
     share messages, whatever their dimension.
 
     Args:
-        shardings: of every table.
-        batch_size: B, per rank.
+        shardings: The sharding of every table.
+        batch_size: Batch B of a rank.
 
     Returns:
         By rank, every key of QUANTITIES.
 
     Raises:
-        ValueError: if a table has no sharding, or a shard no rank of this world.
+        ValueError: If a table has no sharding, or a shard no rank of this world.
     """
     check_tables(demands, {}, shardings)
     per_rank = [dict.fromkeys(QUANTITIES, 0.0) for _ in range(world.num_ranks)]
@@ -396,7 +395,7 @@ def torchrec_quantities(
 def torchrec_caches(
     demands: Sequence[TableDemand], shardings: Mapping[str, TableSharding], world: World
 ) -> dict[tuple[int, str], CacheShares]:
-    """What the device caches of a plan of TorchRec do, by rank and table.
+    """Returns the cache hits of a plan of TorchRec by rank and table.
 
     The tables, or parts of them, that a rank holds by one kind of sharding share a cache; with
     prefetch, those of one dimension.
@@ -437,7 +436,7 @@ def _add_block(
     batch_size: int,
     caches: Mapping[tuple[int, str], CacheShares],
 ) -> None:
-    """One part of a table's columns, whose rows are split over ``owners``."""
+    """Adds a part of a table's columns, whose rows are split over ``owners``."""
     world_size, num_parts = len(per_rank), len(owners)
     num_ids = batch_size * demand.lookups_per_sample
     num_lengths = batch_size * demand.num_columns
@@ -452,7 +451,7 @@ def _add_block(
 
 
 def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) -> StepPrediction:
-    """The step of a plan whose ranks do different things.
+    """Predicts the step of ranks with different quantities.
 
     Stages are joined by collectives, so each lasts as long as on its slowest rank. What an owner of
     tables sends in forward it is sent in backward, so the busiest rank is the same for both.
@@ -479,13 +478,13 @@ def served_by_shard(
     numbered without regard to popularity. One pass over the rows, a slice at a time.
 
     Args:
-        counts: int64 (R,), accesses per row in the profile.
-        hot_rows: int64 (H,), rows that no shard is asked for, in any order.
-        num_lookups_per_rank: n, of the table.
-        world_size: W.
+        counts: Accesses of each row in the profile, int64 (R,).
+        hot_rows: Hot rows, which no shard serves, in any order; int64 (H,).
+        num_lookups_per_rank: Lookups n of the table by a rank.
+        world_size: World size W.
 
     Returns:
-        float64 (W,): distinct rows asked for, added over the ranks that ask.
+        float64 (W,): distinct rows requested, summed over the requesting ranks.
     """
     num_lookups = int(counts.sum())
     size = -(-counts.size // world_size)
@@ -495,8 +494,8 @@ def served_by_shard(
         values = np.array(counts[part])
         start, end = np.searchsorted(hot_rows, [part.start, part.start + values.size])
         values[hot_rows[start:end] - part.start] = 0
-        asked = np.flatnonzero(values)
-        probs = prob_drawn(values[asked].astype(np.float64), num_lookups, num_lookups_per_rank)
-        shard_of = (asked + part.start) // size
+        read = np.flatnonzero(values)
+        probs = prob_drawn(values[read].astype(np.float64), num_lookups, num_lookups_per_rank)
+        shard_of = (read + part.start) // size
         served += world_size * np.bincount(shard_of, weights=probs, minlength=world_size)
     return served

@@ -1,17 +1,17 @@
-"""The step of TorchRec's pipelines: seconds by stage, linear in what a rank does.
+"""The step of TorchRec's pipelines: seconds by stage, linear in the quantities of a rank.
 
-Look-ahead has a model of its own, ``hotrec.cost_model.look_ahead``; ``make_model`` has either.
+``hotrec.cost_model.look_ahead`` models the step with look-ahead; ``make_model`` makes either.
 
 Each stage takes ``compute + wire - overlap * min(wire, cover)`` seconds, all three linear in the
 quantities of QUANTITIES; ``cover`` is computation under which the stage's messages travel, and
 ``overlap`` the share of that time that is really saved (sending takes processor time on CPU). The
-same forms serve prediction and optimisation, so the search minimises what is predicted.
-Measured collectives are no lines; they are made lines at the message sizes of the step in question.
+same forms serve prediction and search, so the search minimises what is predicted. Measured
+collectives are not linear in the message size and are linearised at the sizes of a given step.
 
-All quantities are of one rank and one step, in the mean over ranks. Bytes on the wire are counted
-as ``hotrec.runtime.traffic`` counts them (W ranks, n bytes):
+All quantities are of one step of the mean rank. Bytes on the wire are counted as
+``hotrec.runtime.traffic`` counts them (W ranks, n bytes):
 
-    ids         all_to_all, 8 bytes an id asked of another rank
+    ids         all_to_all, 8 bytes for each id requested from another rank
     rows        all_to_all of the distinct rows, 4 D (W-1)/W each, and as much for their gradients
     pooled      all_to_all of one vector a bag, and as much for its gradient
     hot rows    all_gather of (slot, gradient row), (W-1) (4 D + 4) each; or all_reduce of them all
@@ -27,8 +27,6 @@ from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.forms import (
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
-    QUANTITIES,
-    SPARSE_DIST,
     TIERS,
     Form,
     PipelineSpec,
@@ -41,21 +39,6 @@ from hotrec.cost_model.forms import (
 from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel, make_look_ahead_model
 from hotrec.types import STAGES, PipelineKind
 
-__all__ = [
-    "BYTES_PER_FLOAT",
-    "BYTES_PER_ID",
-    "QUANTITIES",
-    "Form",
-    "StageForm",
-    "StepModel",
-    "StepPrediction",
-    "Workload",
-    "make_model",
-    "make_step_model",
-    "make_torchrec_model",
-    "predict_step",
-]
-
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 
 
@@ -64,15 +47,15 @@ class StepModel:
     """The forms of all stages for one machine, world, workload and hot exchange.
 
     Args:
-        stages: by name, in the order of STAGES.
-        overlap: share of a cover that hides what travels.
+        stages: Form of each stage, in the order of STAGES.
+        overlap: Fraction of covering computation that hides communication.
     """
 
     stages: Mapping[str, StageForm]
     overlap: float
 
     def predict(self, quantities: Mapping[str, float]) -> StepPrediction:
-        """Seconds and bytes of a step that does ``quantities``."""
+        """Predicts seconds and bytes of a step with these quantities."""
         stage_s, hidden_s, sent = {}, {}, {}
         for name, form in self.stages.items():
             wire_s = form.wire.value(quantities)
@@ -80,22 +63,6 @@ class StepModel:
             stage_s[name] = form.compute.value(quantities) + wire_s - hidden_s[name]
             sent[name] = form.sent_bytes.value(quantities)
         return StepPrediction(sum(stage_s.values()), stage_s, hidden_s, sent)
-
-
-def predict_step(
-    costs: Costs,
-    world: World,
-    workload: Workload,
-    quantities: Mapping[str, float],
-    *,
-    is_hot_dense: bool = False,
-    pipeline: PipelineSpec = SPARSE_DIST,
-) -> StepPrediction:
-    """Predict one step, with measured collectives as they are at its message sizes."""
-    model = make_model(
-        costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense, at=quantities
-    )
-    return model.predict(quantities)
 
 
 def make_model(
@@ -107,13 +74,12 @@ def make_model(
     is_hot_dense: bool = False,
     at: Mapping[str, float] | None = None,
 ) -> StepModel | LookAheadModel:
-    """The model of a pipeline's step with hot and cold rows; arguments as ``make_step_model``.
+    """Makes the model of a pipeline's step with hot and cold rows, see ``make_step_model``.
 
-    Look-ahead reads measured collectives at the message sizes of what is predicted, whatever ``at``
-    says.
+    Look-ahead ignores ``at``: it reads measured collectives at the predicted message sizes.
 
     Raises:
-        CostsError: if the costs know nothing of several hosts.
+        CostsError: If the costs lack the link between hosts.
     """
     if pipeline.is_look_ahead:
         return make_look_ahead_model(
@@ -133,11 +99,11 @@ def make_torchrec_model(
     is_hot_dense: bool = False,
     at: Mapping[str, float] | None = None,
 ) -> StepModel:
-    """The model of TorchRec's pipeline in the place of this one: base, prefetch, else sparse_dist.
+    """Makes the model of TorchRec's pipeline: base, prefetch, or sparse_dist for any other.
 
-    ``base`` is ``sparse_dist`` whose ids travel in line; ``prefetch`` is ``sparse_dist`` whose
-    device caches fetch the next batch's rows beside the dense layers: FBGEMM's backward waits for
-    them. Arguments and errors as ``make_step_model``.
+    ``base`` is ``sparse_dist`` without overlap of the ids. ``prefetch`` is ``sparse_dist`` whose
+    device caches fetch the next batch's rows under the dense layers; FBGEMM's backward waits for
+    them. Arguments and errors are those of ``make_step_model``.
     """
     model = make_step_model(
         costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=pipeline.narrow_frac
@@ -152,7 +118,7 @@ def make_torchrec_model(
 
 
 def _prefetched(lookup: StageForm, dense: Form) -> StageForm:
-    """A lookup in which what a miss takes more than a hit is fetched while layers compute."""
+    """Returns the lookup stage with the extra time of cache misses under the dense layers."""
     compute, wire, cover = Form(), Form(), Form()
     compute.add_form(lookup.compute)
     for kind in ("pooled_ids", "pooled_bytes"):
@@ -172,19 +138,19 @@ def make_step_model(
     at: Mapping[str, float] | None = None,
     narrow_frac: float = 1.0,
 ) -> StepModel:
-    """The forms of a step.
+    """Makes the linear model of a step.
 
     Args:
-        costs: of the machine.
-        world: ranks and hosts.
-        workload: batch and dense layers.
-        is_hot_dense: the hot exchange is a dense all-reduce.
-        at: quantities of a step at whose message sizes measured collectives become lines; None: the
-            lines that fit all sizes best.
-        narrow_frac: bytes of a value on the wire, over those of a float32.
+        costs: Costs of the machine.
+        world: Ranks and hosts.
+        workload: Batch and dense layers.
+        is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
+        at: Quantities of a step at whose message sizes measured collectives are linearised. None
+            takes the line that fits all sizes best.
+        narrow_frac: Bytes of a value on the wire, as a fraction of those of a float32.
 
     Raises:
-        CostsError: if the costs know nothing of several hosts.
+        CostsError: If the costs lack the link between hosts.
     """
     stages = {name: StageForm(Form(), Form(), Form(), Form()) for name in STAGES}
     add_compute(stages, costs, world, workload)
@@ -274,7 +240,7 @@ def _add_hot_exchange(
 
 
 def _message_bytes(sent_bytes: Form, at: Mapping[str, float] | None) -> float | None:
-    """What one message of a step sends; messages of several groups are of one size here."""
+    """Bytes of one message of a step, with equal sizes for all groups of tables."""
     if at is None:
         return None
     groups = ("cold_groups", "pooled_groups", "hot_groups")
@@ -284,7 +250,7 @@ def _message_bytes(sent_bytes: Form, at: Mapping[str, float] | None) -> float | 
 
 
 def _add_covers(stages: Mapping[str, StageForm], workload: Workload) -> None:
-    """What is computed while the messages of a stage travel.
+    """Adds the computation that covers the messages of each stage.
 
     The next batch's ids travel during the whole step (TorchRec's pipeline); rows during the bottom
     layers' forward pass, a third of their work; gradients of rows during its backward pass;

@@ -15,11 +15,11 @@ KIND, COSTS_JSON = "costs", "costs.json"
 
 
 def write_costs(costs: Costs, path: Path) -> Artifact:
-    """Write an artifact; one that is there is replaced.
+    """Writes an artifact, replacing an existing one.
 
     Raises:
-        CostsError: if the path is the name of a built-in set, which it would hide.
-        ArtifactError: if something else is there.
+        CostsError: If the path is the name of a built-in set, which it would hide.
+        ArtifactError: If something else is there.
     """
     if str(path) in BUILTIN:
         raise CostsError(
@@ -27,7 +27,7 @@ def write_costs(costs: Costs, path: Path) -> Artifact:
             "Choose another path, for instance data/costs."
         )
     with scratch_directory(path) as scratch:
-        # allow_nan: what is infinite or no number is refused here, not when it is read.
+        # allow_nan=False rejects invalid numbers here, not when they are read.
         text = json.dumps(costs.to_json(), indent=1, allow_nan=False)
         (scratch / COSTS_JSON).write_text(text + "\n")
         content = {"name": costs.name, "origin": costs.origin, "device": costs.device}
@@ -35,11 +35,11 @@ def write_costs(costs: Costs, path: Path) -> Artifact:
 
 
 def read_costs(path: Path) -> Costs:
-    """Read what ``write_costs`` wrote.
+    """Reads what ``write_costs`` wrote.
 
     Raises:
-        ArtifactError: if it is missing, of another kind, incomplete or altered.
-        CostsError: if it is not costs that a machine can have.
+        ArtifactError: If it is missing, of another kind, incomplete or altered.
+        CostsError: If the costs are invalid.
     """
     read_artifact(path, kind=KIND, verify="hash")
     try:
@@ -56,7 +56,7 @@ def find_costs(where: str) -> Costs:
     """A built-in set by its name, or costs from a directory.
 
     Raises:
-        ArtifactError: if it is neither; the message names the built-in sets.
+        ArtifactError: If it is neither; the message names the built-in sets.
     """
     if where in BUILTIN:
         return BUILTIN[where]
@@ -70,13 +70,13 @@ def find_costs(where: str) -> Costs:
 
 
 def check_host(costs: Costs, fingerprint: Mapping[str, Any]) -> str | None:
-    """Say it if costs were not measured on the machine at hand, or one just like it.
+    """Warns if costs were not measured on a machine like this one.
 
     Args:
-        fingerprint: of the machine at hand, as ``hotrec.runtime.fingerprint`` reads it.
+        fingerprint: Fingerprint of this machine, from ``hotrec.runtime.fingerprint``.
 
     Returns:
-        A sentence for people, or None if the machines are alike.
+        A sentence for the user, or None if the machines are alike.
     """
     if costs.device != fingerprint.get("device", costs.device):
         return (

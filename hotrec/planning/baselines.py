@@ -1,7 +1,7 @@
 """Policies of other systems, for comparison: HugeCTR, FAE, a frequency cache, SCARS.
 
-Each follows its paper or code in which rows are hot; how they are then served is hotrec's. Same
-form and promises as ``hotrec.planning.policies``.
+Each chooses the hot rows that its paper or code would, with the interface of
+``hotrec.planning.policies``. hotrec then trains them like those of any other policy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import numpy as np
 
 from hotrec.cost_model.demand import Floats, prob_met
 from hotrec.cost_model.histogram import CountHistogram, build_histogram, order_all_rows
-from hotrec.planning.policies import Counts, _check_frac, _check_row_bytes, _Tables, _take_densest
+from hotrec.planning.policies import (
+    Counts,
+    ProfiledTables,
+    check_frac,
+    check_positive,
+    check_row_bytes,
+    sort_by_density,
+    take_densest,
+)
 from hotrec.types import HugectrLink, Partition, Rows
 
 FREQ_CACHE_FRAC = 0.015
@@ -34,27 +42,25 @@ def hugectr_threshold(
     """Accesses per global batch from which HugeCTR's hybrid embedding makes a category frequent.
 
     HugeCTR v4.3, ``hybrid_embedding``: over I sampled batches the threshold is T; here T / I, since
-    every form is proportional to I. N ranks, n hosts, M samples of a rank, a and r the bandwidths
-    of all-to-all and all-reduce:
+    all formulas are proportional to I. N ranks, n hosts, M samples of a rank, a and r the
+    bandwidths of all-to-all and all-reduce:
 
         IB_NVLink          N a / r efficiency N / (N - 1)
         IB_NVLink_Hier     N a / r efficiency n / (n - 1)
         NVLink_SingleNode  N M sqrt(2 max_duplicate_prob / (M (M - 1)))
 
     Raises:
-        ValueError: if a number is not above 0, or the form needs more ranks, hosts or samples.
+        ValueError: If a number is not above 0, or the formula needs more ranks, hosts or samples.
     """
-    for name, value in (
-        ("num_ranks", num_ranks),
-        ("num_hosts", num_hosts),
-        ("global_batch_size", global_batch_size),
-        ("all_to_all_bytes_per_s", all_to_all_bytes_per_s),
-        ("all_reduce_bytes_per_s", all_reduce_bytes_per_s),
-        ("efficiency", efficiency),
-        ("max_duplicate_prob", max_duplicate_prob),
-    ):
-        if not value > 0:
-            raise ValueError(f"{name}: expected above 0, got {value}.")
+    check_positive(
+        num_ranks=num_ranks,
+        num_hosts=num_hosts,
+        global_batch_size=global_batch_size,
+        all_to_all_bytes_per_s=all_to_all_bytes_per_s,
+        all_reduce_bytes_per_s=all_reduce_bytes_per_s,
+        efficiency=efficiency,
+        max_duplicate_prob=max_duplicate_prob,
+    )
     if link is HugectrLink.nvlink_single_node:
         samples = global_batch_size / num_ranks
         if samples <= 1:
@@ -86,29 +92,27 @@ def choose_hugectr(
     """The rows at or above HugeCTR's threshold, their number rounded down to a multiple of N.
 
     Args:
-        min_accesses_per_step: of ``hugectr_threshold``.
-        num_ranks: N.
-        num_samples: samples that the counts were taken over.
+        min_accesses_per_step: The threshold, see ``hugectr_threshold``.
+        num_ranks: World size N.
+        num_samples: The number of samples that were counted.
 
     Raises:
-        ValueError: if a number is not above 0.
+        ValueError: If a number is not above 0.
     """
-    for name, value in (
-        ("min_accesses_per_step", min_accesses_per_step),
-        ("num_ranks", num_ranks),
-        ("global_batch_size", global_batch_size),
-        ("num_samples", num_samples),
-    ):
-        if not value > 0:
-            raise ValueError(f"{name}: expected above 0, got {value}.")
-    tables = _Tables.of(counts, fixed, min_count)
+    check_positive(
+        min_accesses_per_step=min_accesses_per_step,
+        num_ranks=num_ranks,
+        global_batch_size=global_batch_size,
+        num_samples=num_samples,
+    )
+    tables = ProfiledTables.of(counts, fixed, min_count)
     needed = min_accesses_per_step * num_samples
     num_frequent = sum(
         int(h.num_rows[h.values * global_batch_size >= needed].sum())
         for h in tables.histograms.values()
     )
     num_frequent -= num_frequent % num_ranks
-    num_hot = _take_densest(tables.histograms, dict.fromkeys(counts, 1), num_frequent)
+    num_hot = take_densest(tables.histograms, dict.fromkeys(counts, 1), num_frequent)
     return tables.partition(num_hot, f"HugeCTR, {min_accesses_per_step:g} accesses per step")
 
 
@@ -129,20 +133,20 @@ def choose_fae(
     rows that the sample never saw do not fill the budget.
 
     Args:
-        counts: of a sample of the inputs (5% in the paper), or of all of them.
-        budget_bytes: for all hot rows and their optimizer state, those of small and fixed tables
-            included.
-        row_bytes: of a row with its optimizer state, by table.
+        counts: Access counts in a sample of the inputs (5% in the paper), or in all of them.
+        budget_bytes: Bytes for all hot rows with their optimizer state, also those of small and
+            fixed tables.
+        row_bytes: Bytes of one row of each table, with its optimizer state.
 
     Raises:
-        ValueError: if the budget does not hold the small and fixed tables.
+        ValueError: If the budget does not hold the small and fixed tables.
     """
-    _check_row_bytes(row_bytes, counts)
+    check_row_bytes(row_bytes, counts)
     decided = dict(fixed or {})
     for table, rows in counts.items():
         if table not in decided and rows.size * row_bytes[table] < small_table_bytes:
             decided[table] = order_all_rows(rows)
-    tables = _Tables.of(counts, decided, min_count)
+    tables = ProfiledTables.of(counts, decided, min_count)
     taken = sum(rows.size * row_bytes[table] for table, rows in decided.items())
     if taken > budget_bytes:
         raise ValueError(
@@ -154,7 +158,8 @@ def choose_fae(
     values, sizes = (np.concatenate([empty, *(group[i] for group in groups)]) for i in range(2))
     order = np.argsort(-values, kind="stable")
     values, spent = values[order], taken + np.cumsum(sizes[order])
-    # A threshold takes all rows of its count, in whatever table: only the last one's sum counts.
+    # A threshold takes the rows of its count in every table, so only the sum after the last of
+    # them counts.
     is_last = np.append(values[1:] != values[:-1], True)[: values.size]
     fitting = values[is_last & (spent <= budget_bytes)]
     threshold = float(fitting.min()) if fitting.size else math.inf
@@ -179,15 +184,15 @@ def choose_freq_cache(
     of all embedding parameters. Fang et al., arXiv 2208.05321: 1.5% of the parameters.
 
     Args:
-        dims: D of each table.
-        cached_frac: of the parameters; fixed tables are paid from it too.
+        dims: Embedding dim D of each table.
+        cached_frac: Fraction of the parameters to cache. Fixed tables count too.
 
     Raises:
-        ValueError: if ``cached_frac`` is outside 0..1 or a table has no dimension.
+        ValueError: If ``cached_frac`` is outside 0..1 or a table has no dimension.
     """
-    _check_frac("cached_frac", cached_frac)
-    _check_row_bytes(dims, counts)
-    tables = _Tables.of(counts, fixed, min_count)
+    check_frac("cached_frac", cached_frac)
+    check_row_bytes(dims, counts)
+    tables = ProfiledTables.of(counts, fixed, min_count)
     budget = cached_frac * sum(rows.size * dims[table] for table, rows in counts.items())
     budget -= sum(rows.size * dims[table] for table, rows in tables.fixed.items())
     groups = sorted(
@@ -222,7 +227,7 @@ def choose_scars(
     """The hot set that makes the mean step of hot and mixed batches shortest, without tiers.
 
     After SCARS (arXiv 2411.01611): coalesced cold rows, batches of all-hot samples, throughput
-    under a memory bound. Its text is not at hand; the form is ours. c a row's count, K_t the
+    under a memory bound. The objective is our reading of it, not its text. c a row's count, K_t the
     lookups of table t in the profile, L_t its lookups per sample, B the global batch, k hot rows:
 
         U(k) = sum over cold rows of 1 - (1 - c / K_t)^(B L_t)     coalesced cold rows of a batch
@@ -233,22 +238,22 @@ def choose_scars(
     memory cuts off.
 
     Args:
-        memory_bytes: for hot rows and their optimizer state, fixed tables included.
-        row_bytes: of a row with its optimizer state, by table.
-        num_samples: samples that the counts were taken over.
-        cold_row_s: seconds of a coalesced cold row, both ways.
-        hot_row_s: seconds of a hot row in the all-reduce.
+        memory_bytes: Bytes for all hot rows with their optimizer state, also of fixed tables.
+        row_bytes: Bytes of one row of each table, with its optimizer state.
+        num_samples: The number of samples that were counted.
+        cold_row_s: Seconds to send a coalesced cold row and its gradient.
+        hot_row_s: Seconds of a hot row in the all-reduce.
 
     Raises:
-        ValueError: if a number is out of range, or the fixed tables exceed the memory.
+        ValueError: If a number is out of range, or the fixed tables exceed the memory.
     """
-    _check_row_bytes(row_bytes, counts)
+    check_row_bytes(row_bytes, counts)
     if num_samples < 1 or global_batch_size < 1 or not (cold_row_s >= 0 and hot_row_s >= 0):
         raise ValueError(
             "scars: expected at least 1 sample and batch and costs of at least 0, got "
             f"{num_samples}, {global_batch_size}, {cold_row_s}, {hot_row_s}."
         )
-    tables = _Tables.of(counts, fixed, min_count)
+    tables = ProfiledTables.of(counts, fixed, min_count)
     taken = sum(rows.size * row_bytes[table] for table, rows in tables.fixed.items())
     if taken > memory_bytes:
         raise ValueError(
@@ -257,7 +262,7 @@ def choose_scars(
         )
     batches = global_batch_size / num_samples
     names = sorted(tables.histograms)
-    groups = _densest_first(tables.histograms, names, row_bytes, memory_bytes - taken)
+    groups = _densest_first(tables.histograms, row_bytes, memory_bytes - taken)
     shares, cold_rows = _scars_curve(tables, names, groups, num_samples, batches)
     sizes = np.concatenate([[0], np.cumsum(groups[2])])
     best = int(np.argmin((1 - shares) * cold_row_s * cold_rows + hot_row_s * sizes))
@@ -267,13 +272,13 @@ def choose_scars(
 
 
 def _scars_curve(
-    tables: _Tables,
+    tables: ProfiledTables,
     names: list[str],
     groups: tuple[Rows, Rows, Rows],
     num_samples: int,
     batches: float,
 ) -> tuple[Floats, Floats]:
-    """Shares f and rows U of ``choose_scars`` after each group, from none on, float64 (G + 1,)."""
+    """Returns f and U of ``choose_scars`` with the first 0..G groups hot, float64 (G + 1,)."""
     whole = {table: build_histogram(rows) for table, rows in tables.counts.items()}
     cold_rows = sum(
         float(h.num_rows @ _coalesced(h.values, h.num_lookups, batches)) for h in whole.values()
@@ -306,27 +311,18 @@ def _coalesced(values: Rows, num_lookups: int, batches: float) -> Floats:
 
 
 def _densest_first(
-    histograms: Mapping[str, CountHistogram],
-    names: list[str],
-    row_bytes: Mapping[str, int],
-    budget: int,
+    histograms: Mapping[str, CountHistogram], row_bytes: Mapping[str, int], budget: int
 ) -> tuple[Rows, Rows, Rows]:
-    """Groups by falling count per byte up to the first that does not fit, of which a part does.
+    """Returns the densest groups that fit the budget, the last one cut to what fits.
 
     Returns:
-        int64 (G,) each: position in ``names``, count, rows.
+        int64 (G,) each: the table's place among the sorted names, a row's count, the number of
+        rows.
     """
-    tables = [histograms[name] for name in names]
-    table_of = np.repeat(np.arange(len(names)), [h.values.size for h in tables])
-    empty = np.empty(0, np.int64)
-    values = np.concatenate([h.values for h in tables] or [empty])
-    num_rows = np.concatenate([h.num_rows for h in tables] or [empty])
-    size = np.array([row_bytes[name] for name in names], np.int64)[table_of]
-    order = np.argsort(-(values / size), kind="stable")
-    table_of, values, num_rows, size = (a[order] for a in (table_of, values, num_rows, size))
+    table_of, values, num_rows, size = sort_by_density(histograms, row_bytes)
     spent = np.cumsum(size * num_rows)
     whole = int(np.searchsorted(spent, budget, side="right"))
-    num_rows = num_rows[: whole + 1].copy()
+    num_rows = num_rows[: whole + 1]
     if whole < spent.size:
         left = budget - (int(spent[whole - 1]) if whole else 0)
         num_rows[whole] = left // int(size[whole])

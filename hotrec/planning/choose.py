@@ -1,9 +1,10 @@
-"""Which rows are hot: the placement's policy on a profile."""
+"""Applies the configured policy to a profile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hotrec.config.groups import (
     AllColdPlacement,
@@ -40,24 +41,24 @@ from hotrec.planning.policies import (
     choose_min_accesses,
     fix_tables,
 )
-from hotrec.types import Partition, Rows
+from hotrec.types import Partition
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy needs to know beside the counts.
+    """What policies depend on besides the counts.
 
     Args:
-        row_bytes: bytes of one row with its optimizer state, by table.
-        global_batch_size: samples per step over all ranks.
-        memory_bytes: of a device, for replicas.
-        num_ranks: W.
-        num_hosts: that they are on.
-        dims: D by table.
-        row_seconds: seconds of a cold row, both ways, and of a hot row in a dense all-reduce; asked
-            for by SCARS alone.
+        row_bytes: Bytes of one row of each table, with its optimizer state.
+        global_batch_size: Samples of a step over all ranks.
+        memory_bytes: Memory of a device for replicated rows.
+        num_ranks: World size.
+        num_hosts: The number of hosts.
+        dims: Embedding dim of each table.
+        row_seconds: Returns the seconds to exchange a cold row and its gradient, and those of a
+            hot row in a dense all-reduce. Only SCARS calls it.
     """
 
     row_bytes: Mapping[str, int]
@@ -70,79 +71,49 @@ class PolicyInputs:
 
 
 def choose_partition(placement: HotColdConfig, profile: Profile, inputs: PolicyInputs) -> Partition:
-    """Follow a policy.
+    """Applies a policy.
 
     Raises:
-        ValueError: if it cannot be followed, or its hot rows exceed the device's memory.
+        ValueError: If the policy cannot be satisfied, or its hot rows exceed the device's memory.
     """
-    partition = _follow_policy(placement, profile, inputs)
-    # Beside the budget's bytes, which are the user's to choose, gradients must fit.
+    partition = _apply(placement, profile, inputs)
+    # Users budget for rows and their optimizer state; the gradients must fit too.
     grads = NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT
     trained = {table: size + grads * inputs.dims[table] for table, size in inputs.row_bytes.items()}
     check_hot_bytes(partition, trained, inputs.memory_bytes)
     return partition
 
 
-def _follow_policy(placement: HotColdConfig, profile: Profile, inputs: PolicyInputs) -> Partition:
-    counts, min_count = profile.counts, profile.sampling.min_count
-    fixed: dict[str, Rows] = {}
+def _apply(placement: HotColdConfig, profile: Profile, inputs: PolicyInputs) -> Partition:
+    counts = profile.counts
+    given: dict[str, Any] = {}
     if isinstance(placement, PolicyConfig):
-        fixed = fix_tables(
+        given["min_count"] = profile.sampling.min_count
+        given["fixed"] = fix_tables(
             counts,
             overrides=placement.overrides,
             small_table_rows=placement.small_table_rows,
-            min_count=min_count,
+            min_count=profile.sampling.min_count,
         )
+    rates: dict[str, Any] = {
+        "global_batch_size": inputs.global_batch_size,
+        "num_samples": profile.num_samples,
+    }
     match placement:
-        case FractionPlacement():
-            return choose_fraction(
-                counts,
-                hot_frac=placement.hot_frac,
-                per_table=placement.per_table,
-                fixed=fixed,
-                min_count=min_count,
-            )
-        case CoveragePlacement():
-            return choose_coverage(
-                counts,
-                coverage=placement.coverage_frac,
-                per_table=placement.per_table,
-                fixed=fixed,
-                min_count=min_count,
-            )
+        case FractionPlacement(hot_frac=hot_frac, per_table=per_table):
+            return choose_fraction(counts, hot_frac=hot_frac, per_table=per_table, **given)
+        case CoveragePlacement(coverage_frac=coverage, per_table=per_table):
+            return choose_coverage(counts, coverage=coverage, per_table=per_table, **given)
         case BudgetPlacement():
             return choose_budget(
                 counts,
                 budget_bytes=int(placement.hot_budget_mib * MIB),
                 row_bytes=inputs.row_bytes,
                 memory_bytes=inputs.memory_bytes,
-                fixed=fixed,
-                min_count=min_count,
+                **given,
             )
-        case BreakEvenPlacement():
-            return choose_min_accesses(
-                counts,
-                min_accesses_per_step=placement.min_accesses_per_step,
-                global_batch_size=inputs.global_batch_size,
-                num_samples=profile.num_samples,
-                fixed=fixed,
-                min_count=min_count,
-            )
-        case HugectrPlacement() | FaePlacement() | FreqCachePlacement() | ScarsPlacement():
-            return _follow_rival(placement, profile, inputs, fixed)
-        case AllHotPlacement():
-            return choose_all_hot(counts)
-        case AllColdPlacement():
-            return choose_all_cold(counts)
-    raise AssertionError(placement)
-
-
-def _follow_rival(
-    placement: PolicyConfig, profile: Profile, inputs: PolicyInputs, fixed: Mapping[str, Rows]
-) -> Partition:
-    """The policies of other systems."""
-    counts, min_count = profile.counts, profile.sampling.min_count
-    match placement:
+        case BreakEvenPlacement(min_accesses_per_step=accesses):
+            return choose_min_accesses(counts, min_accesses_per_step=accesses, **rates, **given)
         case HugectrPlacement():
             threshold = hugectr_threshold(
                 placement.link,
@@ -158,10 +129,8 @@ def _follow_rival(
                 counts,
                 min_accesses_per_step=threshold,
                 num_ranks=inputs.num_ranks,
-                global_batch_size=inputs.global_batch_size,
-                num_samples=profile.num_samples,
-                fixed=fixed,
-                min_count=min_count,
+                **rates,
+                **given,
             )
         case FaePlacement():
             return choose_fae(
@@ -169,35 +138,30 @@ def _follow_rival(
                 budget_bytes=int(placement.hot_budget_mib * MIB),
                 row_bytes=inputs.row_bytes,
                 small_table_bytes=int(placement.small_table_mib * MIB),
-                fixed=fixed,
-                min_count=min_count,
+                **given,
             )
-        case FreqCachePlacement():
-            return choose_freq_cache(
-                counts,
-                dims=inputs.dims,
-                cached_frac=placement.cached_frac,
-                fixed=fixed,
-                min_count=min_count,
-            )
-        case ScarsPlacement():
-            budget, (cold_row_s, hot_row_s) = placement.hot_budget_mib, inputs.row_seconds()
+        case FreqCachePlacement(cached_frac=frac):
+            return choose_freq_cache(counts, dims=inputs.dims, cached_frac=frac, **given)
+        case ScarsPlacement(hot_budget_mib=budget):
+            cold_row_s, hot_row_s = inputs.row_seconds()
             return choose_scars(
                 counts,
                 memory_bytes=inputs.memory_bytes if budget is None else int(budget * MIB),
                 row_bytes=inputs.row_bytes,
-                num_samples=profile.num_samples,
-                global_batch_size=inputs.global_batch_size,
                 cold_row_s=cold_row_s,
                 hot_row_s=hot_row_s,
-                fixed=fixed,
-                min_count=min_count,
+                **rates,
+                **given,
             )
+        case AllHotPlacement():
+            return choose_all_hot(counts)
+        case AllColdPlacement():
+            return choose_all_cold(counts)
     raise AssertionError(placement)
 
 
 def policy_parameters(placement: HotColdConfig) -> dict[str, object]:
-    """The policy's own keys: what a report shows beside its name."""
+    """Returns the configuration keys of this policy alone, which reports show with its name."""
     shared = {item for item in TieredConfig.__dataclass_fields__ if item != "kind"}
     return {
         name: getattr(value, "name", value)

@@ -45,10 +45,10 @@ class MissCurve:
     Args:
         sizes: (S,), cached rows, rising, from 0 or more to the table's rows or fewer.
         miss_ratio: (S,), misses / lookups at each size, in 0..1, not rising.
-        expected_lookups: distinct rows of the table that a global batch reads from it.
+        expected_lookups: Distinct rows of the table that a global batch reads from it.
 
     Raises:
-        ValueError: if it is no such curve.
+        ValueError: If it is not a miss-ratio curve.
     """
 
     sizes: Floats
@@ -89,10 +89,10 @@ class MissCurve:
 
 
 def offload_stats(curve: MissCurve, num_rows: int) -> EmbeddingOffloadStats:
-    """A miss-ratio curve in TorchRec's form.
+    """Converts a miss-ratio curve to TorchRec's statistics.
 
     Args:
-        curve: of the table's cache.
+        curve: The miss-ratio curve of the table's cache.
         num_rows: R, rows of the table.
 
     Returns:
@@ -104,7 +104,7 @@ def offload_stats(curve: MissCurve, num_rows: int) -> EmbeddingOffloadStats:
     edges = np.linspace(0, num_rows, num_bins + 1)
     misses = curve.at(edges, num_rows)
     area = float(((misses[1:] + misses[:-1]) / 2).mean())
-    # Lookups below 1 a step would vanish as an int; their histogram is a matter of shares anyway.
+    # Less than one lookup a step would round to 0; only the shape of the histogram matters.
     first_served = -np.diff(misses) * max(curve.expected_lookups, 1.0)
     return EmbeddingOffloadStats(
         cacheability=area,
@@ -122,15 +122,15 @@ KERNEL_OF_TIER: Mapping[Tier, ColdTier] = {
 
 
 def cold_tier_for(device: str, tier: ColdTier, key: str = "placement.cold_tier") -> ColdTier:
-    """Check that the device has the tier.
+    """Checks that the device has the tier.
 
     Args:
         device: "cpu" or "cuda".
-        tier: of sharded rows.
-        key: of the configuration, for the message.
+        tier: Tier of sharded rows.
+        key: Configuration key that the error names.
 
     Raises:
-        ValueError: for a UVM tier on CPU.
+        ValueError: If the tier is a UVM tier on CPU.
     """
     if device == "cpu" and tier is not ColdTier.fused:
         raise ValueError(
@@ -150,18 +150,18 @@ def _replicated() -> ParameterConstraints:
 def placement_constraints(
     placement: Placement, curves: Mapping[str, MissCurve] | None = None
 ) -> dict[str, ParameterConstraints]:
-    """Constraints that leave TorchRec's planner just the choice of ranks.
+    """Returns constraints that leave only the choice of ranks to TorchRec's planner.
 
     Hot tables are data-parallel. The others are row-wise or table-wise on the kernel of their tier,
     those whose exchange is pooled table-wise. A host tier behind a device cache gets the cache's
     share of the rows, and its statistics.
 
     Args:
-        placement: of the tables.
-        curves: by table, misses of a device cache; a table without one gets no statistics.
+        placement: The placement of the tables.
+        curves: Miss curves of device caches by table. Tables without one get no statistics.
 
     Raises:
-        ValueError: if a pooled table is to be row-wise, or a cache has no size.
+        ValueError: If a pooled table is to be row-wise, or a cache has no size.
     """
     constraints = {}
     partition = placement.partition
@@ -207,15 +207,15 @@ def cache_params(
     stats: CacheStatistics | None = None,
     is_prefetched: bool = False,
 ) -> CacheParams:
-    """The device cache of a host table: rows not used for longest leave first.
+    """Returns the parameters of an LRU device cache of a host table.
 
-    LFU would exclude prefetching (FBGEMM asserts it), keep 8 bytes for every row behind the cache
-    where LRU keeps 8 for every slot, and never forget what was popular once.
+    LFU would exclude prefetching (FBGEMM asserts it), need 8 bytes for every row instead of every
+    slot, and never evict rows that were popular once.
 
     Args:
-        load_factor: cached share of the rows; None is FBGEMM's.
-        stats: for TorchRec's estimates.
-        is_prefetched: by TorchRec's prefetch pipeline, which locks what the next batch reads.
+        load_factor: Cached fraction of the rows. None takes FBGEMM's default.
+        stats: Cache statistics for TorchRec's estimates.
+        is_prefetched: Whether TorchRec's prefetch pipeline fills the cache.
     """
     return CacheParams(
         algorithm=CacheAlgorithm.LRU,
@@ -235,10 +235,10 @@ def hot_cold_constraints(
     """Constraints that make hot tables data-parallel and cold tables row-wise on one tier.
 
     Args:
-        tables: of the collection.
-        partition: which rows are hot.
-        cold_tier: compute kernel of the cold tables.
-        cache_load_factor: fraction of the cold rows that the UVM cache holds; None is FBGEMM's.
+        tables: The tables of the collection.
+        partition: The partition into hot and cold rows.
+        cold_tier: Compute kernel of the cold tables.
+        cache_load_factor: Cached fraction of the cold rows. None takes FBGEMM's default.
     """
     num_rows = {table.name: table.num_embeddings for table in tables}
     of_these = Partition(num_rows, {name: partition.hot(name) for name in num_rows})
@@ -265,12 +265,12 @@ def torchrec_constraints(
     ``HAND_TUNED``: tables with fewer rows than the batch data-parallel, the rest table-wise.
 
     Args:
-        tables: of the collection.
-        variant: which plan.
-        batch_size: B, of ``HAND_TUNED``.
-        tier: of the rows.
-        cache_load_factor: fraction of the rows that the UVM cache holds; None is FBGEMM's.
-        is_prefetched: the UVM cache is filled ahead, by TorchRec's prefetch pipeline.
+        tables: The tables of the collection.
+        variant: The plan.
+        batch_size: Batch of a rank, read by ``HAND_TUNED``.
+        tier: Memory tier of the rows.
+        cache_load_factor: Cached fraction of the rows. None takes FBGEMM's default.
+        is_prefetched: Whether TorchRec's prefetch pipeline fills the UVM cache.
     """
     if variant is TorchrecPlan.planner and tier is ColdTier.fused:
         return None

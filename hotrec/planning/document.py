@@ -1,4 +1,4 @@
-"""The prediction document: what was compared, what was chosen and why; prediction.json."""
+"""The prediction document (prediction.json): the predictions, the choice and the reason."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ def prediction_document(
     counts: Mapping[str, Rows],
     sensitivity: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Everything that the plan's page shows and a run is compared with.
+    """Returns the document, which the plan's page shows and a run is compared with.
 
     Args:
-        partition: of the chosen placement; None for TorchRec's plans.
-        counts: int64 (R,) by table, of the profile.
+        scenario: The scenario of the predictions.
+        decision: The predictions and the choice.
+        partition: Partition of the chosen placement, or None for TorchRec's plans.
+        counts: The profile's int64 (R,) counts by table.
+        sensitivity: Predictions with other budgets, batches and ranks.
     """
     global_batch = scenario.workload.batch_size * scenario.world.num_ranks
     chosen = decision.predicted[decision.chosen]
@@ -107,7 +110,7 @@ def _table_entry(
 
 
 def _pooled_bytes(scenario: Scenario, demand: TableDemand) -> float:
-    """There and back, and the ids, of a rank in the mean."""
+    """Bytes that the mean rank sends: ids, pooled vectors and their gradients."""
     world, batch = scenario.world, scenario.workload.batch_size
     others = (world.num_ranks - 1) / world.num_ranks
     ids = BYTES_PER_ID * demand.lookups_per_sample * batch
@@ -142,10 +145,10 @@ def _bytes_after(
     others = (ranks - 1) / ranks
     if not scenario.pipeline.is_look_ahead:
         return cold * (BYTES_PER_ID + 2 * row) * others + hot * (row + SLOT_BYTES) * (ranks - 1)
-    # Of its hot rows a table travels as all tables do together, more or less.
+    # The trainer chooses the hot exchange for all tables together; per table it is approximate.
     moved_hot = min(hot * (ranks - 1), (hot + union) * others)
-    asked = POSITION_BYTES + FLAGS_BYTES
-    return cold * (asked + 2 * row) * others + moved_hot * (row + SLOT_BYTES)
+    requested = POSITION_BYTES + FLAGS_BYTES
+    return cold * (requested + 2 * row) * others + moved_hot * (row + SLOT_BYTES)
 
 
 def _break_even(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
@@ -164,7 +167,7 @@ def _break_even(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
 def _served_rows(
     scenario: Scenario, partition: Partition | None, counts: Mapping[str, Rows]
 ) -> list[float] | None:
-    """Cold rows that each rank is asked for in a step, expected, over all row-wise tables."""
+    """Expected cold rows that each rank serves in a step, over all row-wise tables."""
     if partition is None:
         return None
     total = np.zeros(scenario.world.num_ranks)
@@ -205,7 +208,7 @@ def _expected(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
 
 
 def read_prediction(run_dir: Path) -> dict[str, Any] | None:
-    """The document of a run, or None if it has none."""
+    """Reads the document of a run, or returns None if it has none."""
     path = run_dir / PREDICTION
     if not path.exists():
         return None

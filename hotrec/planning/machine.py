@@ -1,4 +1,4 @@
-"""The machine as TorchRec's planner sees it: memory, and the measured speed of its parts."""
+"""The machine for TorchRec's planner: memory and measured bandwidths."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torchrec.distributed.planner import Topology
 
 from hotrec.cost_model.costs import Costs, CostsError, Line
 
-# Of a device's free memory, for what is in no table: the buffers of NCCL, CUDA's libraries,
-# activations, messages, ids, fragments. 15% of an 80 GB device's free memory is 12 GB.
+# Fraction of a device's free memory for everything but tables: NCCL and CUDA buffers, activations,
+# messages, ids, fragmentation. Of 80 GB it is 12 GB.
 DEVICE_RESERVED_FRAC = 0.15
-# Of a host's memory, likewise.
+# The same of a host's memory.
 HOST_RESERVED_FRAC = 0.05
-# TorchRec knows bandwidths only, no cost of an item; a row of this size (64 floats) stands for all.
+# TorchRec has bandwidths only, no cost of an item: they are those of a row of 64 floats.
 TYPICAL_ROW_BYTES = 256
 MS_PER_S = 1000
 # TorchRec's planner/constants.py takes a tenth of the bandwidth between device and host for UVM.
@@ -24,8 +24,7 @@ UVM_SHARE = 10
 def free_device_bytes() -> int:
     """Free memory of this process's CUDA device, what torch holds in reserve included.
 
-    Asked before the model is built: the context and whatever else runs there are used by then, so
-    they need not be guessed from the device's total.
+    Call it before the model is built. The CUDA context and other processes are accounted for.
     """
     free_bytes, _ = torch.cuda.mem_get_info()
     return int(free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
@@ -33,16 +32,16 @@ def free_device_bytes() -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the planner may use.
+    """The machine to plan for.
 
     Args:
-        world_size: W.
-        local_world_size: ranks per host.
+        world_size: World size W.
+        local_world_size: Ranks of a host.
         device: "cpu" or "cuda".
-        device_bytes: free memory of each rank's device; ignored on CPU.
-        host_bytes: memory of a host, shared by its ranks.
-        batch_size: B.
-        costs: measured, or a built-in set; None leaves TorchRec its datasheet figures.
+        device_bytes: Free memory of each rank's device; ignored on CPU.
+        host_bytes: Memory of a host, shared by its ranks.
+        batch_size: Batch of a rank.
+        costs: Measured or built-in costs. None keeps TorchRec's datasheet figures.
     """
 
     world_size: int
@@ -57,7 +56,7 @@ class Machine:
         """TorchRec's description of the machine.
 
         Raises:
-            CostsError: if the costs are of another kind of device, or lack the link between hosts.
+            CostsError: If the costs are of another kind of device, or lack the link between hosts.
         """
         return Topology(
             world_size=self.world_size,
@@ -76,7 +75,7 @@ class Machine:
         for all_reduce (that figure times the ranks of a host) come out at the measured rate.
 
         Raises:
-            CostsError: if the costs are of another kind of device, or lack the link between hosts.
+            CostsError: If the costs are of another kind of device, or lack the link between hosts.
         """
         costs = self.costs
         if costs is None:
@@ -113,7 +112,7 @@ def memory_bytes_per_ms(kernel: Line) -> float:
     """Bytes per ms at which a kernel handles rows of ``TYPICAL_ROW_BYTES``.
 
     Raises:
-        CostsError: if it takes no time at all, which no memory does.
+        CostsError: If it takes no time.
     """
     seconds = kernel.per_item_s + kernel.per_byte_s * TYPICAL_ROW_BYTES
     if seconds <= 0:

@@ -1,9 +1,9 @@
-"""The choice by cost: the best placement found with hot and cold rows, or TorchRec's own plan."""
+"""Chooses by predicted step between hot/cold placements and TorchRec's own plans."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,8 @@ import numpy as np
 from hotrec.config.groups import CostPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.demand import TableDemand
-from hotrec.cost_model.histogram import CountHistogram
-from hotrec.cost_model.locality import TableLocality
 from hotrec.cost_model.quantities import hot_cold_quantities
+from hotrec.planning.machine import Machine
 from hotrec.planning.predict import (
     HOT_COLD,
     Decision,
@@ -22,7 +21,7 @@ from hotrec.planning.predict import (
     predict_baselines,
     predict_placement,
 )
-from hotrec.planning.scenario import Scenario, describe_scenario, resized
+from hotrec.planning.scenario import Scenario, resized
 from hotrec.planning.search import (
     HOT_SHARES,
     Choice,
@@ -39,14 +38,14 @@ NUM_LINEARISATIONS = 3
 
 
 def make_limits(placement: CostPlacement, scenario: Scenario) -> Limits:
-    """The memory and the options that the search may use."""
+    """Returns the memory and the options that the search may use."""
     device_bytes, host_bytes = scenario.memory_bytes
     budget = placement.hot_budget_mib
     return Limits(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         replica_bytes=None if budget is None else budget * MIB,
-        # Pooled tables are exchanged in line, which look-ahead is to avoid.
+        # Look-ahead cannot hide the exchange of pooled tables.
         exchanges=tuple(Exchange)
         if placement.may_pool and not scenario.pipeline.is_look_ahead
         else (Exchange.ROWS,),
@@ -54,14 +53,15 @@ def make_limits(placement: CostPlacement, scenario: Scenario) -> Limits:
 
 
 def fastest_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Predicted, Choice]:
-    """The best placement with hot and cold rows, by prediction.
+    """Searches for the placement with hot and cold rows that is predicted to be fastest.
 
-    Measured collectives are no lines; the search runs with the lines at the message sizes of a
-    likely placement, then again with those of what was found, and the better one is kept. With
-    look-ahead, smaller hot sets are tried too (``hottest_share``).
+    The search needs linear costs, but measured collectives are not linear in the message size. It
+    is run with lines fitted at the message sizes of a likely placement, then again at those of the
+    result; the best of all results is returned. With look-ahead, smaller hot sets are tried too
+    (``hottest_share``).
 
     Raises:
-        InfeasibleError: if no placement fits the memory.
+        InfeasibleError: If no placement fits the memory.
     """
     limits = make_limits(placement, scenario)
     at = _likely_quantities(scenario)
@@ -83,10 +83,10 @@ def fastest_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Pre
         )
         found.append((predicted, choice))
         if any(t.exchange is Exchange.POOLED for t in choice.tables.values()):
-            # The search is for the mean rank; few pooled tables do not spread evenly.
+            # The search assumes a balanced load, but a few pooled tables do not spread evenly.
             limits = dataclasses.replace(limits, exchanges=(Exchange.ROWS,))
         elif not scenario.costs.curves:
-            break  # lines already
+            break  # the costs are linear already
         at = {name: max(value, at[name] / 8) for name, value in choice.quantities.items()}
     if scenario.pipeline.is_look_ahead:
         found += _with_fewer_hot(scenario, found, fixed=hot_range)
@@ -103,12 +103,13 @@ def fastest_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Pre
 def _with_fewer_hot(
     scenario: Scenario, found: Sequence[tuple[Predicted, Choice]], fixed: Collection[str]
 ) -> list[tuple[Predicted, Choice]]:
-    """What was found with smaller hot sets, as far as they fit the memory, by exact prediction."""
+    """Predicts the placements that were found with smaller hot sets, where these fit the memory."""
     candidates = []
     for _, choice in found:
         for share in (*HOT_SHARES, 1.0):
             num_hot = hottest_share(list(scenario.demands), choice.num_hot, share, fixed)
-            # The trainer may reduce all hot rows even so, in steps in which that sends less.
+            # With sparse hot exchange the trainer still chooses a dense reduction in steps where
+            # that sends fewer bytes.
             predicted = predict_placement(scenario, num_hot, choice.tables, is_hot_dense=False)
             if _fits(scenario, predicted):
                 candidates.append((predicted, choice))
@@ -124,10 +125,10 @@ def _fits(scenario: Scenario, predicted: Predicted) -> bool:
 
 
 def _hot_range(placement: CostPlacement, scenario: Scenario) -> dict[str, tuple[int, int]]:
-    """Fewest and most hot rows of the tables that the user decided.
+    """Returns the range of hot rows of each overridden table.
 
     Raises:
-        ValueError: if an override names no table, or more rows than it has.
+        ValueError: If an override names an unknown table, or more rows than it has.
     """
     tables = {demand.name: demand for demand in scenario.demands}
     unknown = sorted(set(placement.overrides) - set(tables))
@@ -152,7 +153,7 @@ def _hot_range(placement: CostPlacement, scenario: Scenario) -> dict[str, tuple[
 
 
 def _likely_quantities(scenario: Scenario) -> dict[str, float]:
-    """Of the placement that replicates the rows which half of a batch's lookups read."""
+    """Quantities of the placement whose hot rows take half of the lookups."""
     demands = list(scenario.demands)
     num_hot = {d.name: _rows_covering(d, 0.5) for d in demands}
     tables = {d.name: TablePlacement(tier=cold_tier(scenario)) for d in demands}
@@ -162,17 +163,17 @@ def _likely_quantities(scenario: Scenario) -> dict[str, float]:
 
 
 def _rows_covering(demand: TableDemand, share: float) -> int:
-    """Most looked-up rows that take a share of the lookups, whole groups."""
+    """Number of the most accessed rows that take a share of the lookups, in whole groups."""
     reached = np.cumsum(demand.probs_G * demand.rows_G)
     group = int(np.searchsorted(reached, share))
     return int(demand.rows_G[: group + 1].sum())
 
 
 def decide(config: Config, schema: Schema, scenario: Scenario) -> Decision:
-    """Choose between the best placement with hot rows and TorchRec's own plans.
+    """Chooses between the best placement with hot rows and TorchRec's own plans.
 
     Raises:
-        InfeasibleError: if no placement fits the memory.
+        InfeasibleError: If no placement fits the memory.
     """
     assert isinstance(config.placement, CostPlacement)
     best, choice = fastest_placement(config.placement, scenario)
@@ -191,23 +192,25 @@ def decide(config: Config, schema: Schema, scenario: Scenario) -> Decision:
 
 
 def predict_sensitivity(
-    config: Config,
-    schema: Schema,
+    placement: CostPlacement,
     scenario: Scenario,
     decision: Decision,
-    histograms: Mapping[str, CountHistogram],
-    num_samples: int,
-    locality: Mapping[str, TableLocality] | None = None,
+    describe: Callable[[Machine], Scenario],
 ) -> list[dict[str, Any]]:
-    """What half and twice the hot budget, the batch and the ranks would give."""
-    placement = config.placement
-    assert isinstance(placement, CostPlacement)
+    """Predicts the step with half and twice the hot budget, the batch and the ranks.
+
+    Args:
+        placement: The configured placement.
+        scenario: The scenario of the decision.
+        decision: The choice in this scenario.
+        describe: Returns the scenario on another machine.
+    """
     best = decision.predicted[HOT_COLD]
     bytes_of_row = {demand.name: demand.row_bytes for demand in scenario.demands}
     hot_bytes = sum(best.num_hot[name] * size for name, size in bytes_of_row.items())
     entries = []
     for factor in (0.5, 2.0):
-        limited = dataclasses.replace(placement, hot_budget_mib=hot_bytes * factor / (1 << 20))
+        limited = dataclasses.replace(placement, hot_budget_mib=hot_bytes * factor / MIB)
         entries.append(_sensitivity(f"hot budget x {factor:g}", limited, scenario))
     for what, world_factor, batch_factor in (
         ("batch x 0.5", 1, 0.5),
@@ -224,19 +227,8 @@ def predict_sensitivity(
         if machine == scenario.machine:
             continue
         try:
-            other = describe_scenario(
-                config,
-                schema,
-                histograms,
-                num_samples,
-                machine,
-                scenario.costs,
-                scenario.note,
-                locality,
-                scenario.pipeline,
-            )
-            entries.append(_sensitivity(what, placement, other))
-        except ValueError as error:  # costs of one host say nothing of two
+            entries.append(_sensitivity(what, placement, describe(machine)))
+        except ValueError as error:  # the costs lack the link between hosts
             entries.append({"what": what, "step_s": None, "hot_rows": None, "why": str(error)})
     return entries
 

@@ -23,8 +23,6 @@ from hotrec.artifact import (
     read_artifact,
     scratch_directory,
 )
-from hotrec.cost_model.coverage import predict_distinct
-from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.profile import Profile
 from hotrec.types import Exchange, Partition, Placement, Rows, Sharding, TablePlacement, Tier
 
@@ -35,7 +33,7 @@ HOT_ROWS = "hot_rows.npz"
 def summarize_partition(
     partition: Partition, profile: Profile, row_bytes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What is hot and what it covers: ``tables`` and ``total``, as the module's docstring lists."""
+    """Returns ``tables`` and ``total`` of the manifest, see the module."""
     tables: dict[str, dict[str, Any]] = {}
     lookups = {"train": [0, 0], "heldout": [0, 0]}
     for table, num_rows in partition.num_rows.items():
@@ -68,30 +66,6 @@ def _summarize_rows(num_rows: int, num_hot: int, hot_bytes: int) -> dict[str, An
     }
 
 
-def predict_split_rows(
-    profile: Profile, partition: Partition, *, batch_size: int
-) -> dict[str, tuple[float, float]]:
-    """Distinct hot and cold rows that a batch is expected to touch, per table.
-
-    See ``hotrec.cost_model.coverage.predict_distinct_rows`` for the formula and its assumptions.
-    """
-    expected = {}
-    for table, counts in profile.counts.items():
-        everything = build_histogram(counts)
-        num_lookups = everything.num_lookups
-        num_draws = batch_size * num_lookups / max(profile.num_samples, 1)
-        hot_counts = counts[partition.hot(table)]
-        hot = build_histogram(np.ascontiguousarray(hot_counts))
-        both = predict_distinct(
-            everything.values, everything.num_rows, num_lookups=num_lookups, num_draws=num_draws
-        )
-        hot_only = predict_distinct(
-            hot.values, hot.num_rows, num_lookups=num_lookups, num_draws=num_draws
-        )
-        expected[table] = (hot_only, both - hot_only)
-    return expected
-
-
 def write_partition(
     placement: Placement,
     output: Path,
@@ -101,12 +75,12 @@ def write_partition(
     dataset_hash: str,
     profile_hash: str,
 ) -> Artifact:
-    """Write a partition artifact.
+    """Writes a partition artifact.
 
     Args:
-        placement: the partition and what goes with it.
-        parameters: what the policy was given, for reports.
-        summary: of ``summarize_partition``.
+        placement: The partition with exchange and tier of each table.
+        parameters: Parameters of the policy, for reports.
+        summary: The result of ``summarize_partition``.
     """
     partition = placement.partition
     with scratch_directory(output) as scratch:
@@ -150,10 +124,10 @@ def _placement_facts(placement: Placement) -> dict[str, Any]:
 
 
 def read_placement(path: Path, *, verify: str = "hash") -> tuple[Placement, Artifact]:
-    """Read a partition back, with what goes with it.
+    """Reads a partition with the exchange and tier of each table.
 
     Raises:
-        ArtifactError: as ``read_partition``, or if it says nothing of exchanges and tiers.
+        ArtifactError: As ``read_partition``, or if it lacks exchanges and tiers.
     """
     partition, artifact = read_partition(path, verify=verify)
     try:
@@ -177,10 +151,10 @@ def read_placement(path: Path, *, verify: str = "hash") -> tuple[Placement, Arti
 
 
 def read_partition(path: Path, *, verify: str = "hash") -> tuple[Partition, Artifact]:
-    """Read a partition back.
+    """Reads a partition.
 
     Raises:
-        ArtifactError: if it is missing, incomplete, altered, or lists rows outside its tables.
+        ArtifactError: If it is missing, incomplete, altered, or lists rows outside its tables.
     """
     artifact = read_artifact(path, kind=KIND, verify=verify)
     num_rows = dict(artifact.content["num_rows"])
@@ -197,13 +171,13 @@ def read_partition(path: Path, *, verify: str = "hash") -> tuple[Partition, Arti
 
 
 def check_partition(artifact: Artifact, *, dataset_hash: str, num_rows: Mapping[str, int]) -> None:
-    """Refuse a partition that was made from another dataset.
+    """Checks that a partition was made from this dataset.
 
     Args:
-        num_rows: rows of each table, from the dataset's schema.
+        num_rows: Rows of each table, from the dataset's schema.
 
     Raises:
-        ArtifactError: if the dataset's hash or a table differs.
+        ArtifactError: If the dataset's hash or a table differs.
     """
     found = artifact.content["num_rows"]
     tables = sorted(set(num_rows) | set(found))

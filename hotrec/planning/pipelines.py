@@ -1,4 +1,4 @@
-"""Which train pipeline trains a configuration."""
+"""Chooses the train pipeline."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from hotrec.config.roots import Config
 from hotrec.planning.machine import Machine
 from hotrec.types import ColdTier, HotExchange, PipelineKind, Placement
 
-# Samples per rank from which look-ahead pays on one host. In a smaller step there is little to
-# hide, and its thread competes with the loader's workers for the cores: the quickstart (two ranks
-# and their workers on two cores, 256 samples) takes 25 ms a step with it and 20 without, each as
-# planned for.
+# Samples per rank from which look-ahead pays on one host. Smaller steps have little to hide, and
+# its thread competes with the loader's workers for the cores: the quickstart (two ranks on two
+# cores, 256 samples) takes 25 ms a step with look-ahead and 20 ms without.
 LEAST_BATCH_ON_ONE_HOST = 2048
 
 
 def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
-    """The pipeline that trains the configuration's placement; never auto.
+    """Returns the pipeline that trains the configuration's placement, never auto.
 
     Raises:
-        ValueError: if the configured one cannot.
+        ValueError: If the configured one cannot.
     """
     is_torchrec = isinstance(config.placement, TorchrecPlacement)
     kind = config.pipeline.kind
@@ -35,8 +34,8 @@ def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
         return PipelineKind.look_ahead if is_ahead else PipelineKind.sparse_dist
     if kind is PipelineKind.look_ahead and is_torchrec:
         raise ValueError(
-            "pipeline.kind: expected sparse_dist or base for placement=torchrec, whose tables are "
-            "TorchRec's to exchange, got look_ahead. Set pipeline=sparse_dist."
+            "pipeline.kind: expected sparse_dist or base for placement=torchrec, whose tables "
+            "TorchRec exchanges, got look_ahead. Set pipeline=sparse_dist."
         )
     if kind is PipelineKind.prefetch:
         _check_prefetch(config, machine)
@@ -58,7 +57,7 @@ def _check_prefetch(config: Config, machine: Machine) -> None:
 
 
 def hot_exchange_of(placement: Any, placed: Placement) -> HotExchange:
-    """How gradients of hot rows travel: dense if the placement decided so, else as configured."""
+    """Returns how hot gradients are exchanged: dense if the placement is, else as configured."""
     if placed.is_hot_dense:
         return HotExchange.dense
     if isinstance(placement, TieredConfig):

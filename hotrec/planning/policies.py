@@ -1,10 +1,9 @@
 """Policies: which rows are hot. Pure functions from counts to a ``Partition``.
 
-Each takes int64 (R,) access counts per table and settles how many of the most accessed rows of
-each table are hot; a row that the profile never saw, or saw less than ``min_count`` times, is never
-hot. ``fix_tables`` decides some tables beforehand (overrides, small tables); every policy takes its
-result as ``fixed`` and decides the others around it. Equal ranks across tables go by table name, so
-the outcome does not depend on the order of the tables.
+A policy reads the int64 (R,) access counts of each table and chooses how many of its most accessed
+rows are hot. Rows with fewer than ``min_count`` accesses, or none, are never hot, except in the
+``fixed`` tables, whose hot rows ``fix_tables`` chose (overrides, small tables). Ties between tables
+are broken by name, so the order of the tables does not matter.
 """
 
 from __future__ import annotations
@@ -27,20 +26,26 @@ from hotrec.types import Partition, Rows
 Counts = Mapping[str, Rows]
 # A table's override: wholly hot, wholly cold, a number of rows, or a fraction of the table's rows.
 Override = str | int | float
-# Forgives the rounding of a fraction such as 0.29 * 100 when it is made a whole number.
+# 0.29 * 100 is just below 29 in floating point, and must still floor to 29.
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class _Tables:
-    """The tables that a policy still decides, with those that were decided for it."""
+class ProfiledTables:
+    """The tables of a profile, some with hot rows that were chosen before.
+
+    Args:
+        counts: The access counts of every table.
+        fixed: The hot rows of the tables that were decided before.
+        histograms: The counts of the other tables' rows that may be hot.
+    """
 
     counts: Counts
     fixed: Mapping[str, Rows]
     histograms: Mapping[str, CountHistogram]
 
     @staticmethod
-    def of(counts: Counts, fixed: Mapping[str, Rows] | None, min_count: int) -> _Tables:
+    def of(counts: Counts, fixed: Mapping[str, Rows] | None, min_count: int) -> ProfiledTables:
         if min_count < 1:
             raise ValueError(
                 f"min_count: expected at least 1, since unseen rows are never hot, got {min_count}."
@@ -52,7 +57,7 @@ class _Tables:
             for table in counts
             if table not in fixed
         }
-        return _Tables(counts, fixed, histograms)
+        return ProfiledTables(counts, fixed, histograms)
 
     def partition(self, num_hot: Mapping[str, int], policy: str) -> Partition:
         hot_rows: dict[str, Rows] = {}
@@ -82,9 +87,17 @@ def _check_known(what: str, named: Mapping[str, object], counts: Counts) -> None
         raise ValueError(f"{what}: expected tables of {sorted(counts)}, got {unknown}.")
 
 
-def _check_frac(name: str, value: float) -> None:
+def check_frac(name: str, value: float) -> None:
+    """Raises ValueError unless the value is in 0..1."""
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name}: expected a fraction in 0..1, got {value}.")
+
+
+def check_positive(**values: float) -> None:
+    """Raises ValueError unless all values are above 0."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name}: expected above 0, got {value}.")
 
 
 def fix_tables(
@@ -94,19 +107,21 @@ def fix_tables(
     small_table_rows: int = 0,
     min_count: int = 1,
 ) -> dict[str, Rows]:
-    """Decide some tables before a policy decides the others.
+    """Chooses the hot rows of overridden and small tables.
 
     Args:
-        overrides: per table "hot" (every row, also unseen ones), "cold" (none), an int (that many
-            of the most accessed rows) or a float (that fraction of the table's rows); the last two
-            take seen rows only, so they may end with fewer.
-        small_table_rows: tables with at most this many rows are wholly hot, unless overridden.
+        counts: The access counts of every table.
+        overrides: For a table "hot" (every row, also unseen ones), "cold" (none), or how many of
+            its most accessed rows, as a number (int) or as a fraction of all its rows (float).
+            Numbers and fractions take seen rows only, so there may be fewer.
+        small_table_rows: Tables with at most this many rows are wholly hot, unless overridden.
+        min_count: Rows with fewer accesses count as unseen.
 
     Returns:
-        The hot rows of the decided tables, for the ``fixed`` argument of a policy.
+        The hot rows of these tables, for the ``fixed`` argument of a policy.
 
     Raises:
-        ValueError: if an override names no table or cannot be read.
+        ValueError: If an override names an unknown table or has an invalid value.
     """
     overrides = overrides or {}
     _check_known("overrides", overrides, counts)
@@ -125,7 +140,7 @@ def _override_rows(table: str, counts: Rows, override: Override, min_count: int)
     if override == "cold":
         return np.empty(0, np.int64)
     if isinstance(override, float):
-        _check_frac(f"overrides.{table}", override)
+        check_frac(f"overrides.{table}", override)
         wanted = math.floor(override * counts.size + ROUNDING)
     elif isinstance(override, int) and not isinstance(override, bool):
         wanted = override
@@ -153,14 +168,14 @@ def choose_fraction(
     """The most accessed ``hot_frac`` of the rows, rounded down.
 
     Args:
-        per_table: the fraction of each table; else of the rows of all tables together, where the
-            rows of fixed tables count towards it.
+        per_table: Take the fraction of each table, not of all tables together. The rows of fixed
+            tables count towards the fraction of all tables.
 
     Raises:
-        ValueError: if ``hot_frac`` is outside 0..1.
+        ValueError: If ``hot_frac`` is outside 0..1.
     """
-    _check_frac("hot_frac", hot_frac)
-    tables = _Tables.of(counts, fixed, min_count)
+    check_frac("hot_frac", hot_frac)
+    tables = ProfiledTables.of(counts, fixed, min_count)
     policy = f"fraction {hot_frac:g} {'of each table' if per_table else 'of all rows'}"
     if per_table:
         num_hot = {
@@ -170,7 +185,7 @@ def choose_fraction(
     else:
         total = math.floor(hot_frac * sum(c.size for c in counts.values()) + ROUNDING)
         taken = sum(rows.size for rows in tables.fixed.values())
-        num_hot = _take_densest(tables.histograms, dict.fromkeys(counts, 1), max(total - taken, 0))
+        num_hot = take_densest(tables.histograms, dict.fromkeys(counts, 1), max(total - taken, 0))
     return tables.partition(num_hot, policy)
 
 
@@ -185,15 +200,15 @@ def choose_coverage(
     """The fewest rows that take at least ``coverage`` of the lookups.
 
     Args:
-        per_table: of each table's lookups; else of all lookups together, where those that fixed
-            tables take count towards it.
+        per_table: Cover the lookups of each table, not of all tables together. The lookups of
+            fixed hot rows count towards the coverage of all tables.
 
     Raises:
-        ValueError: if ``coverage`` is outside 0..1, or cold overrides or ``min_count`` leave too
+        ValueError: If ``coverage`` is outside 0..1, or cold overrides or ``min_count`` leave too
             few rows to reach it.
     """
-    _check_frac("coverage", coverage)
-    tables = _Tables.of(counts, fixed, min_count)
+    check_frac("coverage", coverage)
+    tables = ProfiledTables.of(counts, fixed, min_count)
     policy = f"coverage {coverage:g} {'of each table' if per_table else 'of all lookups'}"
     if per_table:
         num_hot = {
@@ -205,7 +220,7 @@ def choose_coverage(
         taken = sum(int(counts[table][rows].sum()) for table, rows in tables.fixed.items())
         together = merge_histograms(tables.histograms.values())
         num_together = _rows_to_cover(together, coverage, total, taken, "all tables")
-        num_hot = _take_densest(tables.histograms, dict.fromkeys(counts, 1), num_together)
+        num_hot = take_densest(tables.histograms, dict.fromkeys(counts, 1), num_together)
     return tables.partition(num_hot, policy)
 
 
@@ -220,7 +235,7 @@ def _rows_to_cover(
     if reachable < needed:
         raise ValueError(
             f"coverage of {where}: expected at most {(reachable + num_taken) / num_lookups:.6f}, "
-            f"which is all that overrides and min_count leave, got {coverage}. Lower it."
+            f"the most that overrides and min_count allow, got {coverage}. Lower it."
         )
     group = int(np.searchsorted(covered, needed))
     before = int(covered[group] - histogram.values[group] * histogram.num_rows[group])
@@ -242,15 +257,15 @@ def choose_budget(
     One budget for all tables. When the next row no longer fits, smaller rows of other tables may.
 
     Args:
-        budget_bytes: for hot rows and their optimizer state, on each device; fixed tables are paid
-            from it too.
-        row_bytes: bytes of one row with its optimizer state, per table.
-        memory_bytes: the device's memory, which the budget must not exceed.
+        budget_bytes: Bytes of each device for all hot rows, with their optimizer state. The hot
+            rows of fixed tables count too.
+        row_bytes: Bytes of one row of each table, with its optimizer state.
+        memory_bytes: The device's memory, which the budget must not exceed.
 
     Raises:
-        ValueError: if the budget exceeds the memory, or the fixed tables the budget.
+        ValueError: If the budget exceeds the memory, or the fixed tables the budget.
     """
-    _check_row_bytes(row_bytes, counts)
+    check_row_bytes(row_bytes, counts)
     if budget_bytes < 0:
         raise ValueError(f"budget_bytes: expected at least 0, got {budget_bytes}.")
     if memory_bytes is not None and budget_bytes > memory_bytes:
@@ -258,7 +273,7 @@ def choose_budget(
             f"budget_bytes: expected at most the {memory_bytes} bytes of device memory, "
             f"got {budget_bytes}. Lower the hot budget."
         )
-    tables = _Tables.of(counts, fixed, min_count)
+    tables = ProfiledTables.of(counts, fixed, min_count)
     taken = sum(rows.size * row_bytes[table] for table, rows in tables.fixed.items())
     if taken > budget_bytes:
         raise ValueError(
@@ -266,7 +281,7 @@ def choose_budget(
             f"({sorted(t for t, r in tables.fixed.items() if r.size)}), got {budget_bytes}. "
             f"Raise the budget, or fix fewer tables."
         )
-    num_hot = _take_densest(tables.histograms, row_bytes, budget_bytes - taken)
+    num_hot = take_densest(tables.histograms, row_bytes, budget_bytes - taken)
     return tables.partition(num_hot, f"budget {budget_bytes:,} bytes per device")
 
 
@@ -284,20 +299,18 @@ def choose_min_accesses(
     A row is hot if ``count * global_batch_size / num_samples >= min_accesses_per_step``.
 
     Args:
-        min_accesses_per_step: above 0; where replication starts to pay.
-        num_samples: samples that the counts were taken over.
+        min_accesses_per_step: The number of accesses from which replication pays.
+        num_samples: The number of samples that were counted.
 
     Raises:
-        ValueError: if an argument is not above 0.
+        ValueError: If a number is not above 0.
     """
-    for name, value in (
-        ("min_accesses_per_step", min_accesses_per_step),
-        ("global_batch_size", global_batch_size),
-        ("num_samples", num_samples),
-    ):
-        if not value > 0:
-            raise ValueError(f"{name}: expected above 0, got {value}.")
-    tables = _Tables.of(counts, fixed, min_count)
+    check_positive(
+        min_accesses_per_step=min_accesses_per_step,
+        global_batch_size=global_batch_size,
+        num_samples=num_samples,
+    )
+    tables = ProfiledTables.of(counts, fixed, min_count)
     num_hot = {
         table: int(
             h.num_rows[h.values * global_batch_size >= min_accesses_per_step * num_samples].sum()
@@ -310,26 +323,16 @@ def choose_min_accesses(
     )
 
 
-def choose_all_hot(counts: Counts, *, fixed: Mapping[str, Rows] | None = None) -> Partition:
-    """Every row of every table, also rows never seen, except in fixed tables."""
-    fixed = fixed or {}
-    _check_known("fixed", fixed, counts)
-    return Partition(
-        num_rows={table: int(c.size) for table, c in counts.items()},
-        hot_rows={t: fixed[t] if t in fixed else order_all_rows(c) for t, c in counts.items()},
-        policy="all hot",
-    )
+def choose_all_hot(counts: Counts) -> Partition:
+    """Every row of every table, also rows never seen."""
+    num_rows = {table: int(c.size) for table, c in counts.items()}
+    return Partition(num_rows, {t: order_all_rows(c) for t, c in counts.items()}, policy="all hot")
 
 
-def choose_all_cold(counts: Counts, *, fixed: Mapping[str, Rows] | None = None) -> Partition:
-    """No row of any table, except in fixed tables."""
-    fixed = fixed or {}
-    _check_known("fixed", fixed, counts)
-    return Partition(
-        num_rows={table: int(c.size) for table, c in counts.items()},
-        hot_rows={table: fixed.get(table, np.empty(0, np.int64)) for table in counts},
-        policy="all cold",
-    )
+def choose_all_cold(counts: Counts) -> Partition:
+    """No row of any table."""
+    num_rows = {table: int(c.size) for table, c in counts.items()}
+    return Partition(num_rows, {t: np.empty(0, np.int64) for t in counts}, policy="all cold")
 
 
 def measure_hot_bytes(partition: Partition, row_bytes: Mapping[str, int]) -> int:
@@ -338,15 +341,15 @@ def measure_hot_bytes(partition: Partition, row_bytes: Mapping[str, int]) -> int
 
 
 def check_hot_bytes(partition: Partition, row_bytes: Mapping[str, int], memory_bytes: int) -> None:
-    """Refuse a partition, of whatever policy, whose hot rows exceed the device's memory.
+    """Checks that the hot rows fit the device's memory.
 
     Args:
-        partition: which rows are hot.
-        row_bytes: of one hot row in training: weight, optimizer state, gradients.
-        memory_bytes: of the device, for hot rows.
+        partition: The partition of any policy.
+        row_bytes: Bytes of one hot row in training: weight, optimizer state, gradients.
+        memory_bytes: The device's memory for hot rows.
 
     Raises:
-        ValueError: if they do.
+        ValueError: If they do not fit.
     """
     hot_bytes = measure_hot_bytes(partition, row_bytes)
     if hot_bytes > memory_bytes:
@@ -357,7 +360,8 @@ def check_hot_bytes(partition: Partition, row_bytes: Mapping[str, int], memory_b
         )
 
 
-def _check_row_bytes(row_bytes: Mapping[str, int], counts: Counts) -> None:
+def check_row_bytes(row_bytes: Mapping[str, int], counts: Counts) -> None:
+    """Raises ValueError unless every table has a row size above 0."""
     for table in counts:
         if table not in row_bytes or row_bytes[table] <= 0:
             raise ValueError(
@@ -366,28 +370,40 @@ def _check_row_bytes(row_bytes: Mapping[str, int], counts: Counts) -> None:
             )
 
 
-def _take_densest(
-    histograms: Mapping[str, CountHistogram], row_bytes: Mapping[str, int], budget: int
-) -> dict[str, int]:
-    """Rows per table that a budget buys, in falling order of count / row_bytes.
+def sort_by_density(
+    histograms: Mapping[str, CountHistogram], row_bytes: Mapping[str, int]
+) -> tuple[Rows, Rows, Rows, Rows]:
+    """Sorts the groups of equal count of all tables by count per byte, falling.
 
-    Works on groups of equal count: sorts them once, then takes whole groups up to the first that
-    does not fit, a part of that one, and goes on with the tables whose rows still fit. After each
-    such stop a row size drops out, so the loop runs once per distinct size.
+    Returns:
+        int64 (G,) each: the table's place among the sorted names, and a row's count, the number of
+        rows and a row's bytes.
     """
-    names = sorted(histograms)
-    num_hot = dict.fromkeys(names, 0)
-    if not names:
-        return num_hot
+    names, empty = sorted(histograms), np.empty(0, np.int64)
     tables = [histograms[name] for name in names]
     table_of = np.repeat(np.arange(len(names)), [h.values.size for h in tables])
     size = np.array([row_bytes[name] for name in names], np.int64)[table_of]
-    values = np.concatenate([h.values for h in tables])
-    num_rows = np.concatenate([h.num_rows for h in tables])
+    values = np.concatenate([empty, *(h.values for h in tables)])
+    num_rows = np.concatenate([empty, *(h.num_rows for h in tables)])
     # Names are sorted and the sort is stable: equal densities go by table name.
     order = np.argsort(-(values / size), kind="stable")
-    table_of, size, num_rows = table_of[order], size[order], num_rows[order]
-    bought = np.zeros(len(names), np.int64)
+    return table_of[order], values[order], num_rows[order], size[order]
+
+
+def take_densest(
+    histograms: Mapping[str, CountHistogram], row_bytes: Mapping[str, int], budget: int
+) -> dict[str, int]:
+    """Takes rows in falling order of count per byte while they fit a budget.
+
+    A row that does not fit does not stop smaller rows of other tables: whole groups are taken up to
+    the first that does not fit, then a part of that one, then the loop goes on without this row
+    size. So it runs once for each distinct row size.
+
+    Returns:
+        The number of rows of each table.
+    """
+    table_of, _, num_rows, size = sort_by_density(histograms, row_bytes)
+    bought = np.zeros(len(histograms), np.int64)
     while True:
         affordable = size <= budget
         table_of, size, num_rows = table_of[affordable], size[affordable], num_rows[affordable]
@@ -403,4 +419,4 @@ def _take_densest(
         bought[table_of[whole]] += part
         budget -= part * int(size[whole])
         table_of, size, num_rows = table_of[whole + 1 :], size[whole + 1 :], num_rows[whole + 1 :]
-    return {name: int(bought[i]) for i, name in enumerate(names)}
+    return dict(zip(sorted(histograms), bought.tolist(), strict=True))

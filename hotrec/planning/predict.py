@@ -1,4 +1,4 @@
-"""Predictions: of a placement with hot rows, and of TorchRec's plans."""
+"""Predicts the step of placements with hot rows and of TorchRec's own plans."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from hotrec.cost_model.quantities import (
     torchrec_quantities,
 )
 from hotrec.planning.constraints import MissCurve
+from hotrec.planning.machine import Machine
 from hotrec.planning.scenario import Scenario
 from hotrec.planning.torchrec_plan import plan_document
 from hotrec.planning.unsharded import build_unsharded
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 HOT_COLD = "hot_cold"
 NUM_CURVE_SIZES = 64
-# What the busiest owner of pooled tables does more of than the others.
+# Quantities that are larger on the rank that owns most pooled tables.
 POOLED_LOADS = (
     *(f"pooled_ids_{tier}" for tier in TIERS),
     *(f"pooled_bytes_{tier}" for tier in TIERS),
@@ -65,17 +66,17 @@ TIER_OF_KERNEL = {
 
 @dataclass(frozen=True)
 class Predicted:
-    """One way to train, and what it is predicted to take.
+    """The prediction of a hot/cold placement or of a plan of TorchRec.
 
     Args:
-        step: seconds and bytes.
-        memory: bytes by tier of each rank.
-        num_hot: hot rows by table; empty for TorchRec's plans.
-        tables: placement of each table; empty for TorchRec's plans.
-        shardings: TorchRec's plan of each table; empty for hot/cold.
-        quantities: what the mean rank does; empty for TorchRec's plans.
-        is_hot_dense: the hot exchange.
-        pipeline: that was predicted.
+        step: Seconds and bytes of the step.
+        memory: Bytes of each rank by tier.
+        num_hot: Hot rows of each table; empty for TorchRec's plans.
+        tables: Placement of each table; empty for TorchRec's plans.
+        shardings: Sharding of each table; empty for hot/cold placements.
+        quantities: Quantities of the mean rank; empty for TorchRec's plans.
+        is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
+        pipeline: The pipeline that was assumed.
     """
 
     step: StepPrediction
@@ -90,12 +91,12 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is predicted to be fastest.
+    """The choice between predictions.
 
     Args:
-        chosen: name of the fastest: HOT_COLD, or "torchrec <plan>".
-        why: in words.
-        predicted: what was compared, by name.
+        chosen: Name of the chosen one: HOT_COLD, or "torchrec <plan>".
+        why: Explanation for the user.
+        predicted: All predictions by name.
     """
 
     chosen: str
@@ -105,12 +106,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A way of TorchRec's own to train the tables unsplit.
+    """A plan of TorchRec for unsplit tables.
 
     Args:
-        plan: how they are sharded.
-        tier: of their rows.
-        is_prefetched: TorchRec's prefetch pipeline fills the device caches.
+        plan: How the tables are sharded.
+        tier: Memory tier of their rows.
+        is_prefetched: Whether TorchRec's prefetch pipeline fills the device caches.
     """
 
     plan: TorchrecPlan
@@ -119,7 +120,7 @@ class Baseline:
 
     @staticmethod
     def of(config: Config) -> Baseline:
-        """What a configuration with placement=torchrec trains."""
+        """Returns the baseline of a configuration with placement=torchrec."""
         placement = config.placement
         assert isinstance(placement, TorchrecPlacement), placement
         is_prefetched = config.pipeline.kind is PipelineKind.prefetch
@@ -127,25 +128,23 @@ class Baseline:
 
     @property
     def name(self) -> str:
-        """In a prediction."""
         tier = "" if self.tier is ColdTier.auto else f" {self.tier.name}"
         return f"torchrec {self.plan.name}{tier}{' prefetch' if self.is_prefetched else ''}"
 
     def configure(self, config: Config) -> Config:
-        """The configuration that trains it instead."""
+        """Returns the configuration that trains this baseline."""
         placement = TorchrecPlacement(plan=self.plan, tier=self.tier)
         pipeline = config.pipeline
         if self.is_prefetched:
             pipeline = dataclasses.replace(pipeline, kind=PipelineKind.prefetch)
         elif pipeline.kind is PipelineKind.look_ahead:
-            # Asked for hot and cold rows; unsplit tables cannot have it.
+            # Unsplit tables cannot be trained with look-ahead.
             pipeline = dataclasses.replace(pipeline, kind=PipelineKind.sparse_dist)
         return dataclasses.replace(config, placement=placement, pipeline=pipeline)
 
 
-# What a placement is compared with; the first is what is trained where none pays.
 BASELINE_PLANS = (Baseline(TorchrecPlan.planner), Baseline(TorchrecPlan.hand_tuned))
-# On CUDA also TorchRec's host tiers: what people run whose tables do not fit the devices.
+# On CUDA also TorchRec's host tiers, for tables that do not fit the devices.
 HOST_BASELINE_PLANS = (
     Baseline(TorchrecPlan.planner, ColdTier.fused_uvm),
     Baseline(TorchrecPlan.planner, ColdTier.fused_uvm_caching, is_prefetched=True),
@@ -153,7 +152,7 @@ HOST_BASELINE_PLANS = (
 
 
 def read_shardings(plan: ShardingPlan) -> dict[str, TableSharding]:
-    """What TorchRec's plan does with each table, in the cost model's terms."""
+    """Converts a plan of TorchRec to shardings of the cost model."""
     shardings = {}
     for tables in plan_document(plan).values():
         for name, facts in tables.items():
@@ -179,11 +178,13 @@ def predict_plan(
     *,
     is_prefetched: bool = False,
 ) -> Predicted:
-    """Predict a TorchRec plan on unsplit tables.
+    """Predicts a plan of TorchRec for unsplit tables.
 
     Args:
-        cache_load_frac: cached share of the rows of tables behind a device cache.
-        is_prefetched: TorchRec's prefetch pipeline fills these caches.
+        scenario: The scenario.
+        plan: The plan.
+        cache_load_frac: Cached fraction of the rows of tables with a device cache.
+        is_prefetched: Whether TorchRec's prefetch pipeline fills these caches.
     """
     pipeline = scenario.pipeline.of_torchrec
     if is_prefetched:
@@ -229,7 +230,7 @@ def predict_placement(
     *,
     is_hot_dense: bool = False,
 ) -> Predicted:
-    """Predict a placement with hot and cold rows."""
+    """Predicts a placement with hot and cold rows."""
     world, demands = scenario.world, list(scenario.demands)
     quantities = hot_cold_quantities(
         demands,
@@ -260,35 +261,40 @@ def predict_placement(
     )
 
 
-def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dict[str, Predicted]:
-    """Predict TorchRec's own ways for these tables; those that do not fit are left out.
+def plan_unsplit(config: Config, schema: Schema, machine: Machine) -> ShardingPlan:
+    """Plans the unsplit tables of a configuration with placement=torchrec.
 
-    So are those whose memory the costs know nothing of.
+    Raises:
+        ValueError: If they do not fit the machine.
     """
+    return build_unsharded(
+        config,
+        schema,
+        None,
+        world_size=machine.world_size,
+        compute_device=machine.device,
+        dense_device=torch.device("meta"),
+    ).plan(machine)
+
+
+def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dict[str, Predicted]:
+    """Predicts TorchRec's own plans, except where they do not fit or the costs lack their tier."""
     predicted = {}
     baselines: tuple[Baseline, ...] = BASELINE_PLANS
     if scenario.machine.device == "cuda" and "pooled_host" in scenario.costs.kernels:
         baselines += HOST_BASELINE_PLANS
     for baseline in baselines:
-        rivals_config = baseline.configure(config)
-        assert isinstance(rivals_config.placement, TorchrecPlacement)
-        unsharded = build_unsharded(
-            rivals_config,
-            schema,
-            None,
-            world_size=scenario.world.num_ranks,
-            compute_device=scenario.machine.device,
-            dense_device=torch.device("meta"),
-        )
+        configured = baseline.configure(config)
+        assert isinstance(configured.placement, TorchrecPlacement)
         try:
-            sharding_plan = unsharded.plan(scenario.machine)
+            sharding_plan = plan_unsplit(configured, schema, scenario.machine)
         except ValueError as error:
             logger.info("%s does not fit: %s", baseline.name, error)
             continue
         predicted[baseline.name] = predict_plan(
             scenario,
             sharding_plan,
-            rivals_config.placement.cache_load_frac,
+            configured.placement.cache_load_frac,
             is_prefetched=baseline.is_prefetched,
         )
     return predicted
@@ -297,7 +303,7 @@ def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dic
 def _pooled_imbalance(
     demands: Sequence[TableDemand], tables: Mapping[str, TablePlacement], world: World
 ) -> float:
-    """Work of the rank with most pooled tables, over the mean: the largest goes to the emptiest."""
+    """Returns the pooled work of the busiest rank over the mean, with greedy assignment."""
     loads = sorted(
         (
             d.dim * (d.lookups_per_sample + d.num_columns)
@@ -315,7 +321,7 @@ def _pooled_imbalance(
 
 
 def miss_curves(scenario: Scenario, placement: Placement | None) -> dict[str, MissCurve]:
-    """Misses of the device caches that a placement has, by table, for TorchRec's planner."""
+    """Returns the miss curves of a placement's device caches, by table, for TorchRec's planner."""
     if placement is None:
         return {}
     curves = {}
@@ -333,7 +339,7 @@ def miss_curves(scenario: Scenario, placement: Placement | None) -> dict[str, Mi
 
 
 def cold_tier(scenario: Scenario) -> Tier:
-    """Of cold rows where nothing else is said."""
+    """Returns the default memory tier of cold rows."""
     return Tier.DEVICE if scenario.machine.device == "cpu" else Tier.HOST
 
 
@@ -343,7 +349,7 @@ def make_placement(
     histograms: Mapping[str, CountHistogram],
     policy: str,
 ) -> Placement:
-    """The rows behind the numbers: the most looked-up ones of each table."""
+    """Returns the placement whose hot rows are the most accessed rows of each table."""
     partition = Partition(
         num_rows={table: int(c.size) for table, c in counts.items()},
         hot_rows={
@@ -356,14 +362,14 @@ def make_placement(
 
 
 def _hottest(counts: Rows, num_hot: int, histogram: CountHistogram) -> Rows:
-    """The most looked-up rows; where those that were seen do not suffice, unseen ones as well."""
+    """Returns the most accessed rows, and unseen rows where there are not enough others."""
     if num_hot <= histogram.num_distinct:
         return top_rows(counts, num_hot, histogram)
     return order_all_rows(counts)[:num_hot]
 
 
 def plan_entry(predicted: Predicted, global_batch_size: int) -> dict[str, Any]:
-    """A plan of the prediction document."""
+    """Returns a prediction as an entry of the prediction document."""
     step = predicted.step
     return {
         "pipeline": predicted.pipeline.kind.value,

@@ -25,22 +25,22 @@ from hotrec.planning.unsharded import row_bytes
 from hotrec.runtime.fingerprint import read_fingerprint
 from hotrec.types import Schema
 
-# For planning without measured costs: what a device most probably stands in.
+# Built-in costs for planning without measured ones, by device.
 NEAREST_BUILTIN = {"cpu": "cpu_1gbit", "cuda": "dgx_h100_infiniband"}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that a prediction depends on but the placement.
+    """Everything that a prediction depends on except the placement.
 
     Args:
-        costs: of the machine.
-        note: what the reader must know about them, or None.
-        world: ranks and hosts.
-        workload: batch and dense layers.
-        demands: of every table, in the schema's order.
-        machine: for TorchRec's planner.
-        pipeline: of hot and cold rows.
+        costs: Costs of the machine.
+        note: Caveat about the costs for the user, or None.
+        world: Ranks and hosts.
+        workload: Batch and dense layers.
+        demands: Demand of every table, in the schema's order.
+        machine: The machine for TorchRec's planner.
+        pipeline: Pipeline of hot/cold placements.
     """
 
     costs: Costs
@@ -54,7 +54,7 @@ class Scenario:
     def model(
         self, at: Mapping[str, float], *, is_hot_dense: bool = False
     ) -> StepModel | LookAheadModel:
-        """The step, measured collectives as they are at the message sizes of ``at``."""
+        """Returns the step model, with measured collectives at the message sizes of ``at``."""
         return make_model(
             self.costs,
             self.world,
@@ -65,14 +65,14 @@ class Scenario:
         )
 
     def torchrec_model(self, at: Mapping[str, float]) -> StepModel:
-        """The step of unsplit tables, which TorchRec's own pipelines train."""
+        """Returns the step model of TorchRec's own pipelines on unsplit tables."""
         return make_torchrec_model(
             self.costs, self.world, self.workload, pipeline=self.pipeline, at=at
         )
 
     @property
     def memory_bytes(self) -> tuple[float, float]:
-        """Device and host memory that a rank may fill; on CPU there is but the host's."""
+        """Device and host memory that a rank may fill; no device memory on CPU."""
         machine = self.machine
         device = (1 - DEVICE_RESERVED_FRAC) * machine.device_bytes
         host = (1 - HOST_RESERVED_FRAC) * machine.host_bytes / machine.local_world_size
@@ -80,10 +80,10 @@ class Scenario:
 
 
 def planned_pipeline(config: Config, machine: Machine) -> PipelineSpec:
-    """The pipeline that trains the configuration's placement.
+    """Returns the pipeline that trains the configuration's placement.
 
     Raises:
-        ValueError: if the configured one cannot.
+        ValueError: If the configured one cannot.
     """
     pipeline = config.pipeline
     kind = choose_pipeline(config, machine)
@@ -91,11 +91,11 @@ def planned_pipeline(config: Config, machine: Machine) -> PipelineSpec:
 
 
 def choose_costs(config: Config, device: str) -> tuple[Costs, str | None]:
-    """The costs that ``planner.costs`` names, and a note on where they come from.
+    """Returns the costs that ``planner.costs`` names, and a caveat about them or None.
 
     Raises:
-        ArtifactError: if measured ones are asked for and missing or altered.
-        CostsError: if they are impossible, of another kind of device, or the name is unknown.
+        ArtifactError: If measured costs are configured, but missing or altered.
+        CostsError: If they are invalid, of another kind of device, or the name is unknown.
     """
     name, path = config.planner.costs, Path(config.paths.costs)
     measured = (
@@ -130,18 +130,21 @@ def describe_scenario(
     locality: Mapping[str, TableLocality] | None = None,
     pipeline: PipelineSpec = SPARSE_DIST,
 ) -> Scenario:
-    """What predictions are for.
+    """Describes a configuration's scenario.
 
     Args:
-        histograms: of every table, from the profile.
-        num_samples: that the profile counted.
-        machine: ranks, memory and batch.
-        locality: of every table, from the profile; lookups of tables without one are taken as
-            independent.
-        pipeline: to predict for hot and cold rows.
+        config: The configuration.
+        schema: The dataset's tables and features.
+        histograms: The profile's histogram of every table.
+        num_samples: The number of samples that the profile counted.
+        machine: Ranks, memory and batch.
+        costs: Costs of the machine.
+        note: Caveat about the costs, or None.
+        locality: The profile's locality by table. Lookups of other tables are independent.
+        pipeline: Pipeline of hot/cold placements.
 
     Raises:
-        ValueError: if the profile lacks a table, or counted no sample.
+        ValueError: If the profile lacks a table, or counted no sample.
     """
     missing = [table.name for table in schema.tables if table.name not in histograms]
     if missing or num_samples < 1:
@@ -201,10 +204,10 @@ def describe_scenario(
 def resized(
     machine: Machine, costs: Costs, *, world_factor: float = 1, batch_factor: float = 1
 ) -> Machine:
-    """The machine with more or fewer ranks, or another batch per rank.
+    """Returns the machine with more or fewer ranks, or another batch per rank.
 
-    Ranks are added as hosts of the same kind, or to the one host where the costs know of no link
-    between hosts. A world that would be smaller than a host is a host with fewer ranks.
+    Ranks are added as hosts of the same kind, or to the one host where the costs have no link
+    between hosts. A world smaller than a host is one host with fewer ranks.
     """
     world_size = max(1, round(machine.world_size * world_factor))
     local = world_size if costs.inter is None else min(machine.local_world_size, world_size)

@@ -988,7 +988,7 @@ def _smallest_budget(memory: _Memory, limits: Limits, name: str) -> int | None:
 def compare(choice: Choice, baselines: Mapping[str, StepPrediction]) -> tuple[str, str]:
     """Compares the choice with other ways to train and explains which is fastest.
 
-    A baseline that is as fast wins, because it is what people run already.
+    A baseline that is as fast wins, because users run it already.
 
     Args:
         choice: The choice of ``search_placement``.

@@ -1,4 +1,4 @@
-"""What tables take in training; why they do not fit, in numbers, and the nearest change.
+"""Memory of tables in training, and why they do not fit and what to change.
 
 Bytes are TorchRec's estimates (rows, messages, device caches) and what it does not see: optimizer
 states, which it looks for on the parameters while they are in the sharder's ``fused_params``, and
@@ -39,18 +39,18 @@ HOST_KERNELS = ("fused_uvm", "fused_uvm_caching")
 
 
 class TrainedStorageEstimator(EmbeddingStorageEstimator):
-    """TorchRec's estimator, and the optimizer states and gradients that it leaves out."""
+    """TorchRec's estimator plus the optimizer states and gradients that it leaves out."""
 
     def estimate(self, sharding_options: list[ShardingOption], *given: Any, **named: Any) -> None:
-        """Estimate the storage of every shard of every option.
+        """Estimates the storage of every shard of every option.
 
         Args:
-            sharding_options: whose shards get their storage.
-            *given: TorchRec's map from an option's module to its sharder (1.6), or
-            **named: to what the sharder says (1.8, by name).
+            sharding_options: The options, whose shards are given their storage.
+            *given: TorchRec's map from an option's module to its sharder (TorchRec 1.6).
+            **named: The same map by keyword (TorchRec 1.8).
 
         Raises:
-            ValueError: if a sharder's optimizer has a state of unknown size.
+            ValueError: If a sharder's optimizer has a state of unknown size.
         """
         super().estimate(sharding_options, *given, **named)
         [sharders] = [*given, *named.values()]
@@ -81,7 +81,7 @@ def state_floats(optimizer: Any) -> tuple[int, int]:
         optimizer: FBGEMM's OptimType; None is its default, SGD.
 
     Raises:
-        ValueError: if it is none of STATE_FLOATS.
+        ValueError: If it is not in STATE_FLOATS.
     """
     name = "EXACT_SGD" if optimizer is None else optimizer.name
     if name not in STATE_FLOATS:
@@ -94,14 +94,14 @@ def state_floats(optimizer: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class TableStorage:
-    """What one table needs in the way that needs the least.
+    """The memory of one table in its smallest sharding option.
 
     Args:
-        name: of the table.
-        is_replicated: every rank holds it.
-        num_shards: otherwise, over which it is spread.
-        device_bytes: on one rank if replicated, else over all ranks.
-        host_bytes: likewise.
+        name: Name of the table.
+        is_replicated: Whether every rank holds it.
+        num_shards: The number of shards otherwise.
+        device_bytes: Device memory, of one rank if replicated, else of all ranks.
+        host_bytes: Host memory, likewise.
     """
 
     name: str
@@ -112,11 +112,11 @@ class TableStorage:
 
 
 def table_storage(options: Sequence[ShardingOption], *, on_device: bool) -> list[TableStorage]:
-    """The least that each table needs among the options, by what counts first on the machine.
+    """Returns the smallest option of each table, by the memory that is scarce.
 
     Args:
-        options: of all tables, with storage estimates.
-        on_device: device memory is what is short, else host memory.
+        options: The options of all tables, with storage estimates.
+        on_device: Whether device memory is scarce, not host memory.
     """
     least: dict[str, TableStorage] = {}
     keys: dict[str, tuple[int, int]] = {}
@@ -138,7 +138,7 @@ def table_storage(options: Sequence[ShardingOption], *, on_device: bool) -> list
 
 @dataclass(frozen=True)
 class Shortfall:
-    """Tables that found no place, and the memory of a rank, after what is reserved."""
+    """Tables that do not fit, and the memory of a rank without reserves."""
 
     tables: Sequence[TableStorage]
     world_size: int
@@ -147,7 +147,7 @@ class Shortfall:
 
 
 def describe_shortfall(shortfall: Shortfall) -> str:
-    """What was there, what was needed, and what to change; continues "expected ... to fit"."""
+    """Describes available and needed memory and what to change, after "expected ... to fit"."""
     ranks = shortfall.world_size
     memory = [("device", shortfall.device_bytes), ("host", shortfall.host_bytes)]
     for kind, capacity in memory:
@@ -176,7 +176,7 @@ def describe_shortfall(shortfall: Shortfall) -> str:
 
 
 def _describe_largest(shortfall: Shortfall) -> str:
-    """The sum would fit: a shard is too large for any one rank."""
+    """Describes a shard that is too large for any rank, where the sum would fit."""
     kind, capacity = (
         ("device", shortfall.device_bytes)
         if shortfall.device_bytes

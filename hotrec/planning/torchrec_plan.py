@@ -1,4 +1,4 @@
-"""Constraints -> TorchRec's planner -> an ordinary ``ShardingPlan``, as JSON and as text."""
+"""Runs TorchRec's planner and writes its ``ShardingPlan`` as JSON and as text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hotrec.planning.storage import (
 from hotrec.types import ColdTier, Partition, Placement
 
 # FBGEMM's device cache: its associativity, the sets it can count, the share of the rows that it
-# holds where nothing is said (split_table_batched_embeddings_ops_training.py).
+# holds by default (split_table_batched_embeddings_ops_training.py).
 CACHE_WAYS = 32
 MOST_CACHE_SETS = 2**24 - 1
 DEFAULT_CACHE_LOAD_FACTOR = 0.2
@@ -51,16 +51,16 @@ def make_plan(
     machine: Machine,
     constraints: Mapping[str, ParameterConstraints] | None,
 ) -> ShardingPlan:
-    """Run TorchRec's planner; every rank computes the same plan from the same inputs.
+    """Runs TorchRec's planner; every rank computes the same plan from the same inputs.
 
     Args:
-        model: not sharded yet; may be on the meta device.
-        sharders: of its collections.
-        machine: ranks and memory, and what they take.
-        constraints: by table, see ``placement_constraints`` and ``torchrec_constraints``.
+        model: Not sharded yet; may be on the meta device.
+        sharders: Sharders of its collections.
+        machine: Ranks, memory and costs.
+        constraints: Constraints by table (``placement_constraints``, ``torchrec_constraints``).
 
     Raises:
-        ValueError: if the tables do not fit the machine under the constraints, or the machine's
+        ValueError: If the tables do not fit the machine under the constraints, or the machine's
             costs are of another kind of machine.
     """
     return plan_on(model, sharders, machine.topology(), machine.batch_size, constraints)
@@ -73,10 +73,10 @@ def plan_on(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints] | None,
 ) -> ShardingPlan:
-    """``make_plan`` for a topology of one's own.
+    """Runs TorchRec's planner on a topology, see ``make_plan``.
 
     Raises:
-        ValueError: if the tables do not fit the topology under the constraints.
+        ValueError: If the tables do not fit the topology under the constraints.
     """
     for constraint in (constraints or {}).values():
         for kernel in constraint.compute_kernels or []:
@@ -117,12 +117,12 @@ def plan_on(
 
 
 def check_caches(plan: ShardingPlan) -> None:
-    """Refuse device caches with more sets than FBGEMM can tell apart.
+    """Checks that no device cache has more sets than FBGEMM can index.
 
     All tables that TorchRec puts into one of FBGEMM's modules share one cache, of 32 slots a set.
 
     Raises:
-        ValueError: if a rank's caches of one collection have too many.
+        ValueError: If a rank's caches of one collection have too many.
     """
     for path, tables in plan.plan.items():
         assert isinstance(tables, EmbeddingModuleShardingPlan), type(tables)
@@ -151,12 +151,13 @@ def check_caches(plan: ShardingPlan) -> None:
 def host_tier_bytes(
     plan: ShardingPlan, ranks_per_host: int, state_bytes: Callable[[int], int]
 ) -> int:
-    """Host memory that the devices of a host map for the host tiers of a plan, on the fullest one.
+    """Returns the host memory that the devices of the fullest host map for a plan's host tiers.
 
     Args:
-        plan: for all ranks.
-        ranks_per_host: consecutive ranks are on one host.
-        state_bytes: of D, bytes of a row's optimizer state; one of a float stays on the device.
+        plan: The plan of all ranks.
+        ranks_per_host: Ranks of a host, which are consecutive.
+        state_bytes: Returns the bytes of a row's optimizer state for an embedding dim. A state of
+            one float stays on the device.
     """
     hosts: dict[int, int] = defaultdict(int)
     for tables in plan.plan.values():
@@ -175,7 +176,7 @@ def host_tier_bytes(
 
 
 def plan_document(plan: ShardingPlan) -> dict[str, Any]:
-    """A plan as plain lists and dicts: module path -> table -> sharding, kernel, shards."""
+    """Returns a plan as plain data: module path -> table -> sharding, kernel, shards."""
     document: dict[str, Any] = {}
     for path, module_plan in plan.plan.items():
         assert isinstance(module_plan, EmbeddingModuleShardingPlan), type(module_plan)
@@ -203,7 +204,7 @@ def plan_document(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def plan_text(plan: ShardingPlan) -> str:
-    """A plan as a table for people: one line per table."""
+    """Formats a plan as text, one line for each table."""
     lines = []
     for path, tables in plan_document(plan).items():
         width = max(len(name) for name in tables)
@@ -219,7 +220,7 @@ def plan_text(plan: ShardingPlan) -> str:
 
 
 class HotColdPlanner(ShardingPlanner):
-    """Plans the sharding of a model with hot/cold collections, as a placement says.
+    """Plans the sharding of a model with hot/cold collections from a placement.
 
     ::
 
@@ -230,15 +231,15 @@ class HotColdPlanner(ShardingPlanner):
         model = shard(model, plan, sharders, device)
 
     Args:
-        placement: of the tables; a partition means all cold rows row-wise in the first tier.
-        machine: ranks, memory, batch size and measured costs; or, in its stead,
-        topology: TorchRec's own description, and
-        batch_size: B.
-        curves: misses of the device caches by table, for TorchRec's estimates.
-        constraints: of tables in other collections of the model.
+        placement: The placement, or a partition for cold rows row-wise in device memory.
+        machine: Ranks, memory, batch size and measured costs.
+        topology: TorchRec's description of the machine, instead of ``machine``.
+        batch_size: Batch of a rank.
+        curves: Miss curves of the device caches by table, for TorchRec's estimates.
+        constraints: Constraints of tables in other collections of the model.
 
     Raises:
-        ValueError: if both or neither of machine and topology are given, or the placement cannot
+        ValueError: If both or neither of machine and topology are given, or the placement cannot
             be sharded.
     """
 
@@ -271,18 +272,18 @@ class HotColdPlanner(ShardingPlanner):
 
     @property
     def constraints(self) -> dict[str, ParameterConstraints]:
-        """What each table is held to, by the name of its half."""
+        """Constraints of each hot and cold table."""
         return dict(self._constraints)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Plan on this rank alone; every rank computes the same from the same inputs.
+        """Plans on this rank alone; every rank computes the same from the same inputs.
 
         Args:
-            module: not sharded yet; may be on the meta device.
-            sharders: of its collections, ``HotColdSharder`` among them.
+            module: Not sharded yet; may be on the meta device.
+            sharders: Sharders of its collections, with a ``HotColdSharder``.
 
         Raises:
-            ValueError: if the tables do not fit the machine.
+            ValueError: If the tables do not fit the machine.
         """
         return plan_on(module, sharders, self._topology, self._batch_size, self._constraints)
 
@@ -292,17 +293,17 @@ class HotColdPlanner(ShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plan on the group's first rank and give every rank the plan, or the same error.
+        """Plans on the group's first rank and broadcasts the plan, or the same error.
 
         Args:
-            module: not sharded yet.
-            sharders: of its collections. TorchRec's default sharders know no hot/cold collection,
-                so they have to be named.
-            pg: the ranks; the default group if left out.
+            module: Not sharded yet.
+            sharders: Sharders of its collections. They are required, since TorchRec's defaults
+                have none for hot/cold collections.
+            pg: The process group; the default group if None.
 
         Raises:
-            ValueError: on every rank, if there are no sharders or the tables do not fit.
-            RuntimeError: on every rank, with the text of whatever else the first rank met.
+            ValueError: On every rank, if there are no sharders or the tables do not fit.
+            RuntimeError: On every rank, with the text of any other error of the first rank.
         """
         if sharders is None:
             raise ValueError(
@@ -315,7 +316,7 @@ class HotColdPlanner(ShardingPlanner):
         if dist.get_rank(group) == 0:
             try:
                 outcome = [(self.plan(module, sharders), "", False)]
-            except Exception as caught:  # every kind: the other ranks wait for the verdict
+            except Exception as caught:  # any kind: the other ranks wait for the result
                 error = caught
                 outcome = [(None, str(caught), isinstance(caught, ValueError))]
         if dist.get_world_size(group) > 1:

@@ -1,7 +1,7 @@
-"""What is trained: the placement's policy, a saved partition or the cost model; and what it costs.
+"""The training plan: the placement to train and its predicted step.
 
-``hotrec plan`` and ``hotrec train`` make_training_plan it from the configuration; a resumed run and
-``hotrec evaluate`` take what the run recorded.
+``hotrec plan`` and ``hotrec train`` make it from the configuration; a resumed run and
+``hotrec evaluate`` read the one that the run recorded.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hotrec.artifact import Artifact, ArtifactError, check_made_from
 from hotrec.config.groups import CostPlacement, HotColdConfig, SavedPlacement, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs, CostsError, World
+from hotrec.cost_model.forms import PipelineSpec
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
@@ -39,12 +38,13 @@ from hotrec.planning.predict import (
     Decision,
     make_placement,
     miss_curves,
+    plan_unsplit,
     predict_baselines,
     predict_placement,
     predict_plan,
 )
 from hotrec.planning.scenario import Scenario, choose_costs, describe_scenario, planned_pipeline
-from hotrec.planning.unsharded import as_placement, build_unsharded, replica_memory_bytes, row_bytes
+from hotrec.planning.unsharded import as_placement, replica_memory_bytes, row_bytes
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import Partition, Placement
 
@@ -53,16 +53,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What is trained.
+    """The placement to train and its prediction.
 
     Args:
-        config: with TorchRec's placement where the cost model declined to split.
-        placement: None for TorchRec's plans on unsplit tables.
-        artifact: the partition; None for those.
-        prediction: the document of ``hotrec.planning.document``; None where nothing can be
-            predicted, which was logged with the reason.
-        costs: with which it was predicted.
-        curves: misses of the device caches of host tables, by table.
+        config: The configuration, with TorchRec's placement where splitting rows does not pay.
+        placement: The placement, or None for TorchRec's plans on unsplit tables.
+        artifact: The partition's directory, or None without a placement.
+        prediction: The document of ``hotrec.planning.document``, or None without a prediction.
+        costs: The costs of the prediction.
+        curves: Miss curves of the device caches of host tables, by table.
     """
 
     config: Config
@@ -73,7 +72,7 @@ class TrainingPlan:
     curves: Mapping[str, MissCurve] = field(default_factory=dict)
 
     def machine(self, machine: Machine) -> Machine:
-        """The machine for TorchRec's planner; TorchRec's own plans keep TorchRec's own figures."""
+        """Returns the machine with our costs, but for TorchRec's own plans with TorchRec's."""
         return machine if self.placement is None else replace(machine, costs=self.costs)
 
     @property
@@ -82,7 +81,7 @@ class TrainingPlan:
 
     @property
     def predicted(self) -> Mapping[str, Any] | None:
-        """The prediction of what is trained: an entry of the document's plans."""
+        """The document's entry of the plan to train."""
         if self.prediction is None:
             return None
         entry: Mapping[str, Any] = self.prediction["plans"][self.prediction["chosen"]]
@@ -91,7 +90,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Profiled:
-    """A profile of this dataset, read."""
+    """A profile of this dataset."""
 
     profile: Profile
     artifact: Artifact
@@ -101,16 +100,19 @@ class Profiled:
 def make_training_plan(
     config: Config, dataset: Dataset, machine: Machine, *, output: Path, is_plan: bool = False
 ) -> TrainingPlan:
-    """Choose what to train, on one process.
+    """Makes the training plan, on one process.
 
     Args:
-        output: where a newly chosen partition is written; a saved one stays where it is.
-        is_plan: also predict TorchRec's plans and the sensitivity, for people to compare.
+        config: The configuration.
+        dataset: The dataset.
+        machine: Ranks, memory and batch.
+        output: Where a new partition is written. A saved one is not copied.
+        is_plan: Whether to also predict TorchRec's plans and the sensitivity, for ``hotrec plan``.
 
     Raises:
-        ArtifactError: if the profile or the saved partition is missing, or of another dataset.
-        ValueError: if the policy cannot be followed, the rows do not fit the memory, or the cost
-            model is asked and the costs are of another kind of machine.
+        ArtifactError: If the profile or the saved partition is missing, or of another dataset.
+        ValueError: If the policy cannot be satisfied, the rows do not fit the memory, or the costs
+            that a cost-based choice needs are of another kind of machine.
     """
     if isinstance(config.placement, CostPlacement):
         return _choose_by_cost(config, dataset, machine, output=output, is_plan=is_plan)
@@ -139,17 +141,17 @@ def make_training_plan(
 
 
 def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
-    """What a run recorded when it started.
+    """Reads the plan that a run recorded when it started.
 
     Raises:
-        ArtifactError: if its partition is missing or altered.
+        ArtifactError: If its partition is missing or altered.
     """
     prediction = read_prediction(run_dir)
     placement = config.placement
     if isinstance(placement, CostPlacement):
         if prediction is None:
             raise ArtifactError(
-                f"{run_dir / PREDICTION}: expected what the run chose to train, got no such file. "
+                f"{run_dir / PREDICTION}: expected the plan that the run chose, got no such file. "
                 "Start a new run."
             )
         config = _declined(config, prediction["chosen"])
@@ -162,7 +164,7 @@ def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
 
 
 def _declined(config: Config, chosen: str) -> Config:
-    """The configuration of the plan that was chosen, where that is one of TorchRec's."""
+    """Returns the configuration that trains the chosen plan."""
     if chosen == HOT_COLD:
         return config
     baseline = next(
@@ -210,7 +212,7 @@ def _predict_given(
     *,
     is_plan: bool,
 ) -> tuple[dict[str, Any], Scenario] | None:
-    """Predict what the user asked for; None, with the reason logged, where that cannot be done."""
+    """Predicts the configured placement, or logs why it cannot and returns None."""
     if profiled is None:
         logger.info("no prediction: no profile of this dataset at %s", config.paths.profile)
         return None
@@ -226,14 +228,7 @@ def _predict_given(
             assert isinstance(config.placement, TorchrecPlacement)
             baseline = Baseline.of(config)
             name = baseline.name
-            plan = build_unsharded(
-                config,
-                dataset.schema,
-                None,
-                world_size=machine.world_size,
-                compute_device=machine.device,
-                dense_device=torch.device("meta"),
-            ).plan(machine)
+            plan = plan_unsplit(config, dataset.schema, machine)
             predicted[name] = predict_plan(
                 scenario,
                 plan,
@@ -245,7 +240,7 @@ def _predict_given(
     except CostsError as error:
         logger.warning("no prediction: %s", error)
         return None
-    why = f"placement={config.placement.kind.name} was asked for."
+    why = f"placement={config.placement.kind.name} is configured."
     decision = Decision(name, why, predicted)
     document = _document(
         config, dataset, scenario, decision, profiled, placement, with_sensitivity=False
@@ -267,14 +262,14 @@ def _document(
     if with_sensitivity and config.plan.sensitivity:
         from hotrec.planning.optimum import predict_sensitivity
 
+        assert isinstance(config.placement, CostPlacement)
         sensitivity = predict_sensitivity(
-            config,
-            dataset.schema,
+            config.placement,
             scenario,
             decision,
-            profiled.histograms,
-            profiled.profile.num_samples,
-            profiled.profile.locality,
+            lambda other: _describe(
+                config, dataset, other, profiled, scenario.costs, scenario.note, scenario.pipeline
+            ),
         )
     return prediction_document(
         scenario,
@@ -289,6 +284,19 @@ def _scenario(config: Config, dataset: Dataset, machine: Machine, profiled: Prof
     costs, note = choose_costs(config, machine.device)
     if note is not None:
         logger.info("costs: %s", note)
+    pipeline = planned_pipeline(config, machine)
+    return _describe(config, dataset, machine, profiled, costs, note, pipeline)
+
+
+def _describe(
+    config: Config,
+    dataset: Dataset,
+    machine: Machine,
+    profiled: Profiled,
+    costs: Costs,
+    note: str | None,
+    pipeline: PipelineSpec,
+) -> Scenario:
     return describe_scenario(
         config,
         dataset.schema,
@@ -298,7 +306,7 @@ def _scenario(config: Config, dataset: Dataset, machine: Machine, profiled: Prof
         costs,
         note,
         profiled.profile.locality,
-        planned_pipeline(config, machine),
+        pipeline,
     )
 
 
@@ -330,7 +338,7 @@ def _policy_inputs(config: Config, dataset: Dataset, machine: Machine) -> Policy
 
 
 def _row_seconds(config: Config, machine: Machine) -> tuple[float, float]:
-    """Seconds on the wire of a cold row, both ways, and of a hot row in a dense all-reduce."""
+    """Seconds to send a cold row and its gradient, and a hot row in a dense all-reduce."""
     costs, _ = choose_costs(config, machine.device)
     world = World(machine.world_size, machine.local_world_size)
     others = (world.num_ranks - 1) / world.num_ranks

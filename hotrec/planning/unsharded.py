@@ -1,4 +1,4 @@
-"""From configuration and partition to the model before sharding, and how it is to be sharded."""
+"""Builds the model before sharding, with its sharders and constraints."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PLACED_TIERS = {
 }
 
 
-# What `hotrec plan` plans for where no GPU can be asked: an H100's memory.
+# Device memory that `hotrec plan` assumes without a GPU: an H100's.
 ASSUMED_DEVICE_GIB = 80.0
 
 
@@ -113,7 +113,7 @@ def row_bytes(schema: Schema, config: Config) -> dict[str, int]:
 def make_machine(
     planner: PlannerConfig, *, world_size: int, ranks_per_host: int, device: str, batch_size: int
 ) -> Machine:
-    """The machine to plan for: as configured, else as found."""
+    """Returns the machine to plan for: as configured, else as detected."""
     device_bytes = int(ASSUMED_DEVICE_GIB * GIB)
     if planner.hbm_gib is not None:
         device_bytes = int(planner.hbm_gib * GIB)
@@ -141,13 +141,13 @@ def replica_memory_bytes(machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class Unsharded:
-    """The model before sharding, on no device yet, and how it is to be sharded.
+    """The model before sharding, on no device yet, and how to shard it.
 
     Args:
-        task: model and loss.
-        embeddings: the collection in it.
-        sharders: TorchRec's word for who shards which module.
-        constraints: for the planner.
+        task: Model and loss.
+        embeddings: The embedding collection in it.
+        sharders: TorchRec's sharders of its modules.
+        constraints: Constraints for the planner.
     """
 
     task: nn.Module
@@ -169,16 +169,16 @@ def build_unsharded(
     dense_device: torch.device,
     curves: Mapping[str, MissCurve] | None = None,
 ) -> Unsharded:
-    """Build the model and say how to shard it.
+    """Builds the model, its sharders and their constraints.
 
     Args:
-        placed: None for TorchRec's plans on unsplit tables.
-        curves: misses of the device caches of host tables, by table, for TorchRec's planner.
+        placed: The placement, or None for TorchRec's plans on unsplit tables.
+        curves: Miss curves of the device caches of host tables, for TorchRec's planner.
         compute_device: "cpu" or "cuda", where the shards will be; need not be there to plan.
-        dense_device: of the dense layers; "meta" to plan only.
+        dense_device: Device of the dense layers; "meta" to plan only.
 
     Raises:
-        ValueError: if the device has no exact kernel for the optimizer, or no such memory tier.
+        ValueError: If the device has no exact kernel for the optimizer, or no such memory tier.
     """
     tables = table_configs(schema, config.model)
     meta = torch.device("meta")
@@ -211,10 +211,10 @@ def build_unsharded(
 
 
 def as_placement(placement: HotColdConfig, partition: Partition, device: str) -> Placement:
-    """The placement of a partition, with the exchange and tier that the configuration says.
+    """Returns the placement of a partition with the configured exchange and tier.
 
     Raises:
-        ValueError: if the device has no such memory tier.
+        ValueError: If the device has no such memory tier.
     """
     assert isinstance(placement, TieredConfig), placement
     return Placement.alike(

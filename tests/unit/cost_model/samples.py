@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hotrec.cost_model.blocks import Block
+from hotrec.cost_model.forms import SPARSE_DIST, StepPrediction
+from hotrec.cost_model.step import make_model
 from hotrec.types import Feature, Schema, Table
 
 # "query" and "item" read one table; "tags" is multi-hot.
@@ -18,6 +20,14 @@ SCHEMA = Schema(
     ),
     tables=(Table("users", 50), Table("words", 20), Table("tags", 9)),
 )
+
+
+def predict_step(
+    costs, world, workload, quantities, *, pipeline=SPARSE_DIST, **options
+) -> StepPrediction:
+    """Predicts one step, with measured collectives at its own message sizes."""
+    model = make_model(costs, world, workload, pipeline=pipeline, at=quantities, **options)
+    return model.predict(quantities)
 
 
 def make_samples(num_samples: int, *, seed: int = 0, dtype: type = np.int32) -> Block:

@@ -9,7 +9,6 @@ from hotrec.cost_model.caches import (
     CachedTable,
     conflict_frac,
     lfu_hit_frac,
-    lru_hit_frac,
     miss_ratio_curve,
     num_slots,
     shared_cache_shares,
@@ -32,6 +31,10 @@ def make_demand(counts, *, batch_size=64, world_size=2):
         batch_size=batch_size,
         world_size=world_size,
     )
+
+
+def lru_hit_frac(demand, num_cached, num_skipped=0, **options):
+    return 1 - miss_ratio_curve(demand, [num_cached], "lru", num_skipped, **options)[0]
 
 
 def zipf(num_rows, exponent):

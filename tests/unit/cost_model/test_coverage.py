@@ -7,18 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from hotrec.cost_model.coverage import (
-    HotShare,
     cover_lookups,
     coverage_curve,
     coverage_landmarks,
-    estimate_num_rows_above,
-    measure_hot_share,
-    predict_distinct_rows,
     wilson_interval,
 )
 from hotrec.cost_model.histogram import build_histogram
-from hotrec.types import Partition
-from tests.unit.cost_model.samples import SCHEMA, as_lists, cut, make_samples
 
 SOME_COUNTS = arrays(np.int64, st.integers(1, 40), elements=st.integers(0, 9))
 
@@ -93,70 +87,3 @@ def test_landmarks_carry_intervals_only_for_samples():
     assert sampled[0.01]["train_interval"] == pytest.approx([float(low), float(high)])
     low, high = wilson_interval(10, 1000, confidence=0.95)
     assert sampled[0.01]["heldout_interval"] == pytest.approx([float(low), float(high)])
-
-
-def test_rows_above_a_rate_brackets_the_truth():
-    """A 5% sample of known rates: the sure rows and the possible rows enclose the true number."""
-    rng = np.random.default_rng(3)
-    num_samples, rates = 1_000_000, 0.02 / np.arange(1, 2001)
-    counts = rng.binomial(num_samples // 20, rates)
-    truth = int((rates >= 1e-4).sum())
-    sure, likely, possible = estimate_num_rows_above(
-        build_histogram(counts),
-        num_samples=num_samples // 20,
-        accesses_per_sample=1e-4,
-        confidence=0.999,
-    )
-    assert truth == 200
-    assert sure < truth < possible
-    assert sure < likely < possible
-    assert abs(likely - truth) < 60
-
-
-@given(counts=SOME_COUNTS, batch_size=st.integers(0, 50))
-def test_distinct_rows_is_the_sum_over_rows(counts, batch_size):
-    total = int(counts.sum())
-    num_samples = 7
-    draws = batch_size * total / num_samples
-    expected = sum(1 - (1 - c / total) ** draws for c in counts.tolist() if c) if draws else 0.0
-    found = predict_distinct_rows(
-        build_histogram(counts), num_samples=num_samples, batch_size=batch_size
-    )
-    assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
-def test_distinct_rows_meets_a_simulation():
-    rng = np.random.default_rng(0)
-    weights = 1.0 / np.arange(1, 5001)
-    ids = rng.choice(5000, 200_000, p=weights / weights.sum())
-    counts = np.bincount(ids, minlength=5000)
-    measured = np.mean([np.unique(ids[i : i + 2000]).size for i in range(0, 200_000, 2000)])
-    predicted = predict_distinct_rows(build_histogram(counts), num_samples=200_000, batch_size=2000)
-    assert predicted == pytest.approx(measured, rel=0.01)
-
-
-@given(seed=st.integers(0, 30), size=st.integers(1, 40), num_hot=st.integers(0, 9))
-def test_hot_share_is_the_loop_over_samples(seed, size, num_hot):
-    block = make_samples(40, seed=seed)
-    hot = {t.name: set(range(min(num_hot * 2, t.num_rows))) for t in SCHEMA.tables}
-    partition = Partition(
-        {t.name: t.num_rows for t in SCHEMA.tables},
-        {name: np.array(sorted(rows), np.int64) for name, rows in hot.items()},
-    )
-    samples = as_lists(block)
-    hits = [[row in hot[f.table] for f in SCHEMA.features for row in s[f.name]] for s in samples]
-    expected = HotShare(
-        num_samples=40,
-        num_all_hot=sum(all(hit) for hit in hits),
-        num_lookups=sum(len(hit) for hit in hits),
-        num_hot_lookups=sum(sum(hit) for hit in hits),
-    )
-    found = measure_hot_share(cut(block, size), SCHEMA, partition)
-    assert found == expected
-    assert found.all_hot_frac == expected.num_all_hot / 40
-    assert found.hot_lookup_frac == expected.num_hot_lookups / expected.num_lookups
-
-
-def test_hot_share_refuses_another_schemas_partition():
-    with pytest.raises(ValueError, match="partition: expected the tables .*'users': 50"):
-        measure_hot_share([], SCHEMA, Partition({"users": 49, "words": 20, "tags": 9}))

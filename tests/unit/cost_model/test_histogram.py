@@ -78,11 +78,6 @@ def test_all_rows_in_order(counts):
     assert order_all_rows(counts).tolist() == by_oracle(counts)
 
 
-@given(counts=COUNTS, least=st.sampled_from([1, 2, 3, TALLIED_COUNTS, 10**13]))
-def test_rows_at_least(counts, least):
-    assert build_histogram(counts).num_at_least(least) == (counts >= least).sum()
-
-
 def test_large_table_in_real_slices(monkeypatch):
     monkeypatch.setattr(histogram_module, "SLICE_ROWS", 1 << 20)
     rng = np.random.default_rng(0)

@@ -13,8 +13,9 @@ from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CollectiveCurve, Line, Link, World
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.look_ahead import OVERLAPPABLE_DENSE_FRAC
-from hotrec.cost_model.step import make_step_model, predict_step
+from hotrec.cost_model.step import make_step_model
 from hotrec.types import STAGES, PipelineKind
+from tests.unit.cost_model.samples import predict_step
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=1.0)
 WORLD = World(2, 1)

@@ -9,8 +9,9 @@ import pytest
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CollectiveCurve, Costs, World
 from hotrec.cost_model.forms import PipelineSpec, Workload
-from hotrec.cost_model.step import make_step_model, predict_step
+from hotrec.cost_model.step import make_step_model
 from hotrec.types import STAGES, PipelineKind
+from tests.unit.cost_model.samples import predict_step
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.5)
 WORLD = World(2, 1)

@@ -128,8 +128,7 @@ def test_the_document_names_the_pipeline(tmp_path: Any) -> None:
         assert row.rstrip(" -=").endswith(shown)
         assert f"<td>{shown}</td>" in page
         is_ahead = pipeline.is_look_ahead
-        assert ("communication that nothing hides. Lookups" in text) == is_ahead
-        assert ("break-even are those of sparse_dist" in text) == is_ahead
+        assert ("communication that nothing hides. Row lookups" in text) == is_ahead
 
 
 def test_bytes_by_table_add_up_to_those_of_the_plan() -> None:

@@ -5,7 +5,6 @@ from hotrec.artifact import ArtifactError
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.planning.partition import (
     check_partition,
-    predict_split_rows,
     read_partition,
     summarize_partition,
     write_partition,
@@ -135,18 +134,3 @@ def test_a_cut_archive_is_found(tmp_path):
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(ArtifactError, match="expected .* bytes, got 50"):
         read_partition(tmp_path / "p", verify="size")
-
-
-def test_expected_hot_and_cold_rows_add_up():
-    rng = np.random.default_rng(0)
-    weights = 1.0 / np.arange(1, 2001)
-    rows = rng.choice(2000, 100_000, p=weights / weights.sum())
-    counts = {"t": np.bincount(rows, minlength=2000)}
-    partition = choose_fraction(counts, hot_frac=0.05)
-    profile = Profile(100_000, 0, 100_000, Sampling(), counts)
-    hot, cold = predict_split_rows(profile, partition, batch_size=500)["t"]
-    is_hot = np.zeros(2000, bool)
-    is_hot[partition.hot("t")] = True
-    batches = [np.unique(rows[i : i + 500]) for i in range(0, 100_000, 500)]
-    assert hot == pytest.approx(np.mean([is_hot[b].sum() for b in batches]), rel=0.02)
-    assert cold == pytest.approx(np.mean([(~is_hot[b]).sum() for b in batches]), rel=0.02)

@@ -287,8 +287,6 @@ POLICIES = {
     "min accesses": lambda counts, fixed: choose_min_accesses(
         counts, min_accesses_per_step=2, global_batch_size=1, num_samples=1, fixed=fixed
     ),
-    "all hot": lambda counts, fixed: choose_all_hot(counts, fixed=fixed),
-    "all cold": lambda counts, fixed: choose_all_cold(counts, fixed=fixed),
 }
 
 
@@ -301,9 +299,8 @@ def test_overrides_stand_under_every_policy(policy):
     assert partition.hot("a").tolist() == fixed["a"].tolist()
     assert partition.hot("b").tolist() == fixed["b"].tolist()
     assert partition.num_hot("a") == 12
-    if policy not in ("all hot", "all cold"):
-        check_invariants(partition, counts, fixed=fixed)
-    expected_c = {"all hot": 12, "all cold": 0, "fraction": 0, "fraction per table": 4}
+    check_invariants(partition, counts, fixed=fixed)
+    expected_c = {"fraction": 0, "fraction per table": 4}
     if policy in expected_c:
         # 40% of 36 rows are 14: the fixed tables have taken all of them.
         assert partition.num_hot("c") == expected_c[policy]
@@ -342,9 +339,8 @@ def test_unknown_tables_and_bad_numbers_are_refused():
     counts = {"a": np.array([1, 2])}
     with pytest.raises(ValueError, match=r"overrides: expected tables of \['a'\], got \['z'\]"):
         fix_tables(counts, overrides={"z": "hot"})
-    for choose in (choose_all_hot, choose_all_cold):
-        with pytest.raises(ValueError, match=r"fixed: expected tables of \['a'\], got \['z'\]"):
-            choose(counts, fixed={"z": np.array([0])})
+    with pytest.raises(ValueError, match=r"fixed: .*'a'.* got \['z'\]"):
+        choose_fraction(counts, hot_frac=0.5, fixed={"z": np.array([0])})
     with pytest.raises(ValueError, match="min_count: expected at least 1.* got 0"):
         choose_fraction(counts, hot_frac=0.5, min_count=0)
     with pytest.raises(ValueError, match=r"hot_frac: expected a fraction in 0\.\.1, got 1\.01"):

@@ -85,7 +85,7 @@ def scenario(on: Machine) -> Scenario:
     )
 
 
-def test_host_tiers_are_rivals_on_cuda() -> None:
+def test_host_tiers_are_baselines_on_cuda() -> None:
     config, on = configure(AllColdPlacement()), machine()
     predicted = predict_baselines(config, SCHEMA, scenario(on))
     assert list(predicted) == [
@@ -118,7 +118,7 @@ def test_there_are_no_host_tiers_on_cpu() -> None:
 
 
 @pytest.mark.parametrize("baseline", [*BASELINE_PLANS, *HOST_BASELINE_PLANS])
-def test_a_chosen_rival_is_a_configuration(baseline: Baseline) -> None:
+def test_a_chosen_baseline_is_a_configuration(baseline: Baseline) -> None:
     """What a prediction names is what is trained where splitting rows does not pay."""
     config = configure(AllColdPlacement(), PipelineKind.look_ahead)
     found = _declined(config, baseline.name)
