@@ -31,7 +31,7 @@ from hotrec.bench.measure import run_counted, run_timed, run_warmup
 from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.measure import measure_costs
 from hotrec.calibrate.probes import CalibrationTarget
-from hotrec.cli.logs import quiet_torch
+from hotrec.cli.output import quiet_torch
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.groups import CostPlacement, FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchPipeline, BenchRootConfig

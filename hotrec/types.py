@@ -25,7 +25,7 @@ Rows = npt.NDArray[np.int64]
 # The parts of a step, in the order in which a step comes to them.
 STAGES = (
     "route",  # ids -> hot slots and cold rows
-    "ids_exchange",  # asking the owners, and waiting for that
+    "ids_exchange",  # requesting rows from their owners, and waiting
     "row_lookup",  # reading rows, hot and for others
     "rows_exchange",  # waiting for rows
     "pool",  # bags of rows, forward and backward
@@ -98,11 +98,11 @@ class Partition:
     """The hot/cold split of the rows of every table.
 
     Args:
-        num_rows: rows of each table, by table name.
-        hot_rows: int64 (H,) per table: the hot rows, in falling order of access count, ties by row
-            number. The position of a row in this array is its ``hot_slot``. A table that is not in
-            the mapping, or has an empty array, is all cold.
-        policy: how it was made, for reports.
+        num_rows: Number of rows by table name.
+        hot_rows: The hot rows of each table, int64 (H,), in falling order of access count, ties by
+            row number. The position of a row in this array is its ``hot_slot``. A table that is not
+            in the mapping, or has an empty array, is all cold.
+        policy: Name of the policy that chose the hot rows, for reports.
 
     Raises:
         ValueError: if a hot row is outside its table or listed twice.
@@ -198,7 +198,7 @@ class ModelKind(Enum):
 
 
 class OptimizerKind(Enum):
-    """The update rules whose hot and cold halves are the same."""
+    """The update rules, each the same for hot and cold rows."""
 
     sgd = "sgd"
     adagrad = "adagrad"
@@ -207,7 +207,7 @@ class OptimizerKind(Enum):
 
 
 class PipelineKind(Enum):
-    """The train pipelines: hotrec's look_ahead, and TorchRec's; auto is none, it is replaced."""
+    """The train pipelines: hotrec's look_ahead, and TorchRec's; auto is replaced by one of them."""
 
     auto = "auto"
     look_ahead = "look_ahead"
@@ -265,9 +265,9 @@ class TablePlacement:
     Args:
         exchange: POOLED only for tables without hot rows: the pooled volume does not depend on how
             many rows are hot, so splitting such a table would save nothing.
-        sharding: of the rows.
-        tier: on CPU always DEVICE, the only memory there is.
-        cache_load_frac: of HOST_CACHED, the cached share of the table's rows, in 0..1; else None.
+        sharding: Sharding of the rows.
+        tier: Memory of the rows; always DEVICE on CPU.
+        cache_load_frac: Cached fraction of the rows in HOST_CACHED, in 0..1; else None.
     """
 
     exchange: Exchange = Exchange.ROWS
@@ -281,10 +281,9 @@ class Placement:
     """A partition and what goes with it.
 
     Args:
-        partition: which rows are hot.
-        tables: of every table.
-        is_hot_dense: gradients of hot rows travel as one dense all-reduce of all of them, instead
-            of the touched rows.
+        partition: The hot rows.
+        tables: Placement of every table.
+        is_hot_dense: Whether all hot rows' gradients are all-reduced, instead of touched rows.
     """
 
     partition: Partition

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.store import conf_dir
-from hotrec.config.fields import MISSING
-from hotrec.config.groups import VARIANTS
+from hotrec.config.groups import MISSING, VARIANTS
 from hotrec.config.roots import ROOTS
 
 if TYPE_CHECKING:  # a test reads the tables where Sphinx is not installed

@@ -1,6 +1,6 @@
-"""The program ``hotrec <command> [overrides]``: finds the command and leaves the rest to it.
+"""The program ``hotrec <command> [overrides]``.
 
-Nothing heavy is imported here: ``hotrec``, ``hotrec --help`` and ``hotrec --version`` answer at
+Nothing heavy is imported here, so ``hotrec``, ``hotrec --help`` and ``hotrec --version`` answer at
 once, and a misspelt command or key is refused before torch is loaded.
 """
 
@@ -20,10 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: the command line after the program's name; by default ``sys.argv[1:]``.
+        arguments: The command line after the program's name; by default ``sys.argv[1:]``.
 
     Returns:
-        The exit code: 0, 1 when the command failed, 2 when there is no such command.
+        The exit code: 0, 1 if the command failed, 2 if there is no such command.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in FLAGS_OF_HELP or words == ["help"]:

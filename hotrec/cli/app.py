@@ -1,8 +1,7 @@
-"""One command from words to exit code: versions, run directory, Hydra, the command, its figures.
+"""One command from its arguments to its exit code.
 
-Hydra composes and sweeps; everything else is decided here: one directory per run, logging on
-stderr, one JSON line on stdout, one clear message for an error, ranks started where they are asked
-for.
+Hydra composes the configuration and runs sweeps; the rest is here: one directory per run, the log
+on stderr, one line of JSON on stdout, one message for an error, and the start of ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +24,26 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from hotrec.cli.commands import COMMANDS
-from hotrec.cli.environment import (
+from hotrec.cli.launch import (
     RUN_DIR,
+    decide_run_dir,
     environment_rank,
     environment_world_size,
     is_under_torchrun,
     rank_prefix,
+    run_under_torchrun,
 )
-from hotrec.cli.errors import FULL_TRACE, CommandFailed, EndedEarly, print_error
-from hotrec.cli.logs import log_trace, quiet_torch, start_logging, stop_logging
-from hotrec.cli.run_dir import decide_run_dir
+from hotrec.cli.output import (
+    FULL_TRACE,
+    CommandFailed,
+    EndedEarly,
+    log_trace,
+    print_error,
+    quiet_torch,
+    start_logging,
+    stop_logging,
+)
 from hotrec.cli.store import VERSION_BASE, build_config, conf_dir, register_schemas
-from hotrec.cli.torchrun import run_under_torchrun
 from hotrec.doctor import check_versions
 from hotrec.runtime.run_dir import CONFIG_FILE
 
@@ -56,12 +63,12 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Invocation:
-    """What the user typed, and the environment in which.
+    """A command line and its environment.
 
     Args:
-        name: the command.
-        words: overrides and Hydra's flags.
-        environment: as it was before anything was set in it for Hydra.
+        name: The command.
+        words: The overrides and Hydra's flags.
+        environment: The environment before anything was set in it for Hydra.
     """
 
     name: str
@@ -114,15 +121,20 @@ def _check_processes(invocation: Invocation) -> None:
 
 @contextmanager
 def _prepared_process(invocation: Invocation) -> Iterator[None]:
-    """What Hydra reads from the process: its words, the run directory; and SIGTERM as an exit."""
+    """Set what Hydra reads from the process, and turn SIGTERM into an exit."""
     saved_words, saved_handler = sys.argv, signal.getsignal(signal.SIGTERM)
     try:
         decide_run_dir(invocation.name, invocation.words, is_multirun=invocation.is_multirun)
-        # Hydra prints errors in its own way unless it is told to leave them alone.
+        # With this variable Hydra raises errors instead of printing them in its own way.
         os.environ[FULL_TRACE] = "1"
         sys.argv = [f"hotrec {invocation.name}", *_flags_first(invocation.words)]
         if invocation.wants_help:
-            sys.argv += _help_overrides(invocation.name)
+            # The help template is in conf/hydra/default.yaml.
+            title = f"hotrec {invocation.name}"
+            sys.argv += [
+                f"hydra.help.app_name={title}",
+                f'hydra.help.header="{title}: {COMMANDS[invocation.name].summary}"',
+            ]
         # An exit unwinds, so that half-written artifacts are removed.
         signal.signal(signal.SIGTERM, _exit_on_sigterm)
         yield
@@ -135,17 +147,8 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
                 os.environ[key] = invocation.environment[key]
 
 
-def _help_overrides(name: str) -> list[str]:
-    """What the help template in ``conf/hydra/default.yaml`` needs to know about a command."""
-    title = f"hotrec {name}"
-    return [
-        f"hydra.help.app_name={title}",
-        f'hydra.help.header="{title}: {COMMANDS[name].summary}"',
-    ]
-
-
 def _flags_first(words: Sequence[str]) -> list[str]:
-    """The same words in the order that Hydra's parser needs: it takes overrides in one run only."""
+    """Move flags before overrides, because Hydra's parser takes overrides in one run only."""
     flags: list[str] = []
     overrides: list[str] = []
     for previous, word in zip(["", *words], words, strict=False):
@@ -175,14 +178,14 @@ def _run_hydra(invocation: Invocation) -> int:
 
 
 def _run_job(invocation: Invocation, composed: DictConfig) -> int:
-    """One job of a sweep, or the only one. A job that fails does not stop the others."""
+    """Run one job of a sweep, or the only one; a job that fails does not stop the others."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         figures = _record_for_torchrun(lambda: _run_composed(invocation, composed, run_dir))()
     except EndedEarly as ended:
         _print_figures(ended.figures)
         if ended.exit_code == EXIT_CODE_OF_SIGTERM:
-            raise SystemExit(ended.exit_code) from ended  # which does stop the others
+            raise SystemExit(ended.exit_code) from ended  # stops the other jobs too
         return ended.exit_code
     except CommandFailed as failure:
         return failure.exit_code
@@ -205,7 +208,7 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
     if num_ranks > 1 and not is_under_torchrun():
         exit_code = run_under_torchrun(
             name,
-            [*_places_of_configuration(invocation.words), *HydraConfig.get().overrides.task],
+            [*_config_dir_flags(invocation.words), *HydraConfig.get().overrides.task],
             num_ranks=num_ranks,
             run_dir=str(run_dir),
             environment=invocation.environment,
@@ -218,14 +221,14 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
         (run_dir / CONFIG_FILE).write_text(OmegaConf.to_yaml(composed, resolve=True))
     command = importlib.import_module(f"hotrec.cli.{name}")
     quiet_torch()
-    # Whatever a library prints must not come between the reader and the one line of figures.
+    # Standard output is for the line of figures alone, whatever libraries print.
     with redirect_stdout(sys.stderr):
         figures: Figures = command.run(config, run_dir)
     return figures
 
 
-def _places_of_configuration(words: Sequence[str]) -> list[str]:
-    """Hydra's flags that a child needs too: where to look for groups."""
+def _config_dir_flags(words: Sequence[str]) -> list[str]:
+    """Hydra's flags that a child needs too: the directories of configuration groups."""
     kept = []
     for flag, value in zip(words, [*words[1:], ""], strict=True):
         if flag in FLAGS_OF_CONFIG_DIR:
@@ -236,7 +239,7 @@ def _places_of_configuration(words: Sequence[str]) -> list[str]:
 
 
 def _record_for_torchrun(action: Callable[[], Figures | None]) -> Callable[[], Figures | None]:
-    """Let torchrun name the error in its own summary."""
+    """Record an error of the action for torchrun's summary."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return action
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -255,7 +258,7 @@ def _print_figures(figures: Figures) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN: a figure that does not exist is null. Paths are text."""
+    """A value as JSON has it: NaN and infinity are null, paths are text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -27,7 +27,7 @@ def run(config: BenchRootConfig, run_dir: Path) -> dict[str, Any]:
     """Measure the configured cases; the figures of bench.json.
 
     Raises:
-        RuntimeError: on every rank, after the results are written, if losses of two cases differ.
+        RuntimeError: On every rank, after the results are written, if losses of two cases differ.
     """
     warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
     with process_group(device=config.bench.device.name, timeout_s=config.bench.timeout_s) as ranks:

@@ -1,4 +1,4 @@
-"""``hotrec calibrate``: measure what the machine takes for the parts of a training step."""
+"""``hotrec calibrate``: measure how long each part of a training step takes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,27 @@ from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.store import write_costs
 from hotrec.data.chunks import Dataset
 from hotrec.planning.unsharded import chosen_device
-from hotrec.runtime.ranks import (
-    process_group,
-    same_verdict,
-)
+from hotrec.runtime.ranks import process_group, same_verdict
 
 logger = logging.getLogger(__name__)
 
-# Without a dataset: columns as of the Criteo logs, tables beyond the processor's cache.
+# Used without a dataset: the columns of the Criteo logs, tables larger than the cache.
 STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE = 26, 100_000, 13
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Measure, or correct costs by a run; write them to paths.costs; the figures for the caller."""
+    """Measure costs, or correct them by a run, and write them to paths.costs."""
     start_s = time.perf_counter()
-    wanted = config.calibrate
+    settings = config.calibrate
     target = Path(config.paths.costs)
-    if wanted.from_run is not None:
-        costs = fit_from_run(Path(wanted.from_run), config.paths.costs)
+    if settings.from_run is not None:
+        costs = fit_from_run(Path(settings.from_run), config.paths.costs)
         write_costs(costs, target)
         return _figures(costs, target, start_s)
     device = chosen_device(config.trainer.device)
     with process_group(device=device, timeout_s=config.trainer.timeout_s) as ranks:
         table_rows, num_dense = same_verdict(
-            lambda: _read_sizes(config.paths.dataset, is_told=ranks.is_first)
+            lambda: _read_sizes(config.paths.dataset, shows_warning=ranks.is_first)
         )
         subject = CalibrationTarget(
             table_rows=table_rows,
@@ -47,15 +44,15 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             optimizer=config.optimizer,
             num_dense=num_dense,
             batch_size=config.trainer.batch_size,
-            cap_bytes=wanted.cap_mib << 20,
+            cap_bytes=settings.cap_mib << 20,
             seed=config.trainer.seed,
         )
         costs = measure_costs(
             ranks,
             subject,
-            name=wanted.name,
-            max_bytes=wanted.max_bytes,
-            repeats=wanted.repeats,
+            name=settings.name,
+            max_bytes=settings.max_bytes,
+            repeats=settings.repeats,
         )
         same_verdict(lambda: write_costs(costs, target) if ranks.is_first else None)
         if ranks.is_first:
@@ -63,12 +60,12 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     return _figures(costs, target, start_s)
 
 
-def _read_sizes(dataset: str, *, is_told: bool) -> tuple[list[int], int]:
-    """Rows of the table that each feature reads, and dense columns; a stand-in without dataset."""
+def _read_sizes(dataset: str, *, shows_warning: bool) -> tuple[list[int], int]:
+    """The rows of each feature's table, and the number of dense columns."""
     if not Path(dataset).exists():
-        if is_told:
+        if shows_warning:
             logger.warning(
-                "paths.dataset %s is not there: calibrating on %d tables of %d rows",
+                "paths.dataset %s does not exist: calibrating on %d tables of %d rows",
                 dataset,
                 STAND_IN_TABLES,
                 STAND_IN_ROWS,

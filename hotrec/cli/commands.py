@@ -10,10 +10,10 @@ class Command:
     """One command; its code is ``run`` in the module of its name.
 
     Args:
-        summary: one line for the list of commands.
-        config_name: the root configuration in ``conf/``. Commands that share one accept the same
+        summary: One line for the list of commands.
+        config_name: The root configuration in ``conf/``. Commands that share one accept the same
             overrides, so one ``experiment=`` describes a whole chain of them.
-        is_parallel: whether several ranks can share the work.
+        is_parallel: Whether several ranks can share the work.
     """
 
     summary: str

@@ -1,4 +1,4 @@
-"""``hotrec doctor``: what is installed, whether it fits together, and what fixes it."""
+"""``hotrec doctor``: check the installed packages and the machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hotrec.cli.errors import EndedEarly
+from hotrec.cli.output import EndedEarly
 from hotrec.config.roots import DoctorConfig
 from hotrec.doctor import diagnose
 

@@ -23,7 +23,7 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
     with process_group(device=device, timeout_s=config.timeout_s) as ranks:
         found = same_verdict(lambda: _find(config.run_dir) if ranks.is_first else None)
         trained_dir = broadcast_object(found)
-        assert trained_dir is not None  # rank 0's
+        assert trained_dir is not None  # rank 0 has found it
         trained = same_verdict(lambda: read_config(trained_dir / CONFIG_FILE, Config))
         result = evaluate_run(config, trained, trained_dir, ranks)
     return {

@@ -1,4 +1,4 @@
-"""``hotrec plan``: what to train, its plan and its prediction, for any number of ranks."""
+"""``hotrec plan``: the placement, its plan and its prediction for any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     try:
         return _plan(config, run_dir)
     except ValueError as error:
-        # In a sweep a point that does not fit is a result.
+        # In a sweep, a machine that is too small is a result too.
         if not (config.plan.keep_going and _is_in_sweep()):
             raise
-        logger.warning("this point does not fit: %s", error)
+        logger.warning("this job of the sweep does not fit: %s", error)
         (run_dir / PREDICTION).write_text(json.dumps({"infeasible": str(error)}, indent=2) + "\n")
         return {"command": "plan", "infeasible": str(error)}
 
@@ -44,7 +44,7 @@ def _is_in_sweep() -> bool:
 def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     dataset = Dataset.open(config.paths.dataset)
     machine = _machine(config)
-    # The points of a sweep each keep their own partition.
+    # Each job of a sweep keeps its own partition.
     output = run_dir / PARTITION if _is_in_sweep() else Path(config.paths.partition)
     training_plan = make_training_plan(config, dataset, machine, output=output, is_plan=True)
     unsharded = build_unsharded(

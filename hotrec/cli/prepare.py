@@ -22,7 +22,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     """Write paths.dataset; several ranks share the files of the log."""
     output = Path(config.paths.dataset)
     start_s = time.perf_counter()
-    # Files are exchanged, not tensors: the CPU's backend is enough on any machine.
+    # Ranks exchange objects and files, no tensors, so gloo is enough on any machine.
     with process_group(device="cpu", timeout_s=config.trainer.timeout_s) as ranks:
         artifact = _write(config.data, output, is_first=ranks.is_first)
         elapsed_s = time.perf_counter() - start_s
@@ -40,7 +40,7 @@ def _write(data: DataSpec, output: Path, *, is_first: bool) -> Artifact | None:
 def _figures(
     artifact: Artifact | None, output: Path, elapsed_s: float, world_size: int
 ) -> dict[str, Any]:
-    if artifact is None:  # another rank's
+    if artifact is None:  # rank 0 has it
         return {}
     dataset = Dataset.open(output)
     num_samples = {split: dataset.num_samples(split) for split in SPLITS}

@@ -27,9 +27,8 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     output = Path(config.paths.profile)
     start_s = time.perf_counter()
     holds_out_validation = config.profile.heldout_frac == 0 and dataset.num_samples("valid") > 0
-    num_samples = dataset.num_samples("train") + (
-        dataset.num_samples("valid") if holds_out_validation else 0
-    )
+    num_heldout = dataset.num_samples("valid") if holds_out_validation else None
+    num_samples = dataset.num_samples("train") + (num_heldout or 0)
     with tqdm(
         total=num_samples, desc="profile", unit=" samples", unit_scale=True, disable=None
     ) as bar:
@@ -41,7 +40,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             num_samples=dataset.num_samples("train"),
             heldout_frac=config.profile.heldout_frac,
             heldout_blocks=blocks_of(dataset, "valid", bar) if holds_out_validation else None,
-            num_heldout_samples=dataset.num_samples("valid") if holds_out_validation else None,
+            num_heldout_samples=num_heldout,
             sampling=_sampling(config.profile),
         )
     elapsed_s = time.perf_counter() - start_s
@@ -72,7 +71,7 @@ def _sampling(profile: ProfileConfig) -> Sampling:
 
 
 def blocks_of(dataset: Dataset, split: str, bar: tqdm[Any] | None = None) -> Iterator[Block]:
-    """The chunks of a split as the placement stage reads them."""
+    """The chunks of a split as the cost model reads them."""
     for index in range(len(dataset.chunks(split))):
         chunk = dataset.block(split, index)
         rows: dict[str, Any] = {}

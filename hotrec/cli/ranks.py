@@ -1,7 +1,7 @@
 """``python -m hotrec.cli.ranks``: torchrun, with one last line instead of its own trace.
 
-Takes torchrun's arguments. Exits with the code of the rank that failed first, so that a run which
-SIGTERM ended can be told from one that failed.
+Takes torchrun's arguments. Exits with the code of the rank that failed first, which distinguishes
+a run that SIGTERM ended from one that failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.run import main as torchrun
 
 from hotrec.runtime.watchdog import EXIT_CODE
 
-# What follows from another rank's end: the watchdog's verdict, then torchrun's SIGTERM.
+# Exit codes that follow from another rank's end: the watchdog's, then that of torchrun's SIGTERM.
 CONSEQUENCES = {EXIT_CODE: 1, -signal.SIGTERM: 2}
 # Failures this far apart may have come in either order: torchrun notes whole seconds.
 SAME_TIME_S = 1
@@ -29,8 +29,8 @@ SAME_TIME_S = 1
 def ended_first(failures: Mapping[int, ProcessFailure]) -> int:
     """The rank that failed first, of failures by rank.
 
-    The others end within milliseconds of a rank that died, by their watchdog or by torchrun. So of
-    failures at the same time one by itself goes before those that follow from it.
+    When a rank dies, the watchdog or torchrun ends the others within milliseconds. So of failures
+    at the same time, an independent one goes before those that may follow from it.
     """
     start_s = min(failure.timestamp for failure in failures.values())
 
@@ -55,7 +55,7 @@ def take_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--shutdown-timeout", type=int)
     own, others = parser.parse_known_args(arguments)
     if own.shutdown_timeout is not None:
-        # The agent ends its ranks by this method, without a timeout.
+        # The agent calls this method without a timeout.
         close = partialmethod(PContext.close, timeout=own.shutdown_timeout)
         PContext.close = close  # type: ignore[assignment,method-assign]
     return others
@@ -63,7 +63,7 @@ def take_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
 
 def main() -> int:
     """Run torchrun; the exit code, 128 + n after signal n."""
-    # The ranks have printed what is wrong; the agent would repeat it, with its own trace.
+    # The ranks have printed the error; the agent would repeat it with its own trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun(take_shutdown_timeout(sys.argv[1:]))

@@ -10,15 +10,13 @@ from omegaconf import OmegaConf
 
 from hotrec.config.roots import ReportConfig
 from hotrec.report import write_report
-from hotrec.runtime.run_dir import CONFIG_FILE
+from hotrec.runtime.run_dir import CONFIG_FILE, PARTITION, find_run
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: ReportConfig, run_dir: Path) -> dict[str, Any]:
     """Write report.html and report.json, by default into this command's own run directory."""
-    from hotrec.runtime.run_dir import PARTITION, find_run
-
     runs = [find_run(path, holding="summary.json", key="runs") for path in config.runs]
     if not runs:
         raise ValueError("runs: expected at least one run directory, got none.")

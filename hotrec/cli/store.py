@@ -1,4 +1,4 @@
-"""Hydra's side of the configuration: where ``conf/`` is, its schemas, what it composes."""
+"""Hydra's side of the configuration: ``conf/``, the schemas, and composing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from hotrec.cli.errors import describe_unknown_field
+from hotrec.cli.output import describe_unknown_field
 from hotrec.config.groups import VARIANTS
 from hotrec.config.roots import ROOTS
 from hotrec.config.validate import validate
@@ -26,7 +26,7 @@ def conf_dir() -> Path:
     """The directory of YAML files: inside the package in a wheel, beside it in a checkout.
 
     Raises:
-        RuntimeError: if neither is there.
+        RuntimeError: If neither exists.
     """
     places = [PACKAGE / "conf", PACKAGE.parent / "conf"]
     for place in places:
@@ -70,8 +70,8 @@ def build_config(composed: DictConfig) -> Any:
     """The composed configuration as a validated dataclass.
 
     Raises:
-        ValueError: if a value is out of range.
-        MissingMandatoryValue: if a required value is not given.
+        ValueError: If a key is unknown or a value is out of range.
+        MissingMandatoryValue: If a required value is missing.
     """
     _check_known_keys(composed, "")
     config = OmegaConf.to_object(composed)
@@ -95,11 +95,11 @@ def read_config(path: Path, root: type) -> Any:
     """Read the config.yaml that a run recorded, as the dataclasses it was made from.
 
     Raises:
-        ValueError: if it is missing or was not written by this version's schema.
+        ValueError: If it is missing or does not fit this version's schema.
     """
     if not path.exists():
         raise ValueError(
-            f"{path}: expected the configuration that a run recorded, got no such file. "
+            f"{path}: expected the recorded configuration of a run, got no such file. "
             "Pass a directory that `hotrec train` wrote."
         )
     try:

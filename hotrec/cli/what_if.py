@@ -1,8 +1,7 @@
 """After ``hotrec plan --multirun``: the page that compares its predictions.
 
 Hydra makes a ``WhatIf`` for every command (conf/hydra/default.yaml); it acts only on sweeps of
-plan. Before each job it records the job's overrides and machine in the job's directory, so that the
-page shows jobs that fail as well.
+plan. It records each job's overrides and machine before the job, so the page shows failed jobs too.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from hotrec.cli.errors import print_error
+from hotrec.cli.output import print_error
 
-# The name that hotrec.cli.app gives the process for Hydra.
+# sys.argv[0] as hotrec.cli.app sets it for Hydra.
 PLAN_PROCESS = "hotrec plan"
 POINT_JSON = "point.json"
 FIELDS = {

@@ -22,7 +22,7 @@ class SourceFormat(Enum):
 
 
 class ColumnKind(Enum):
-    """The part a column plays in a sample."""
+    """The role of a column in a sample."""
 
     label = "label"
     dense = "dense"
@@ -31,7 +31,7 @@ class ColumnKind(Enum):
 
 
 class Derive(Enum):
-    """What a column's value is computed from its source by, before anything else."""
+    """How a column's value is computed from its source."""
 
     none = "none"
     hour_of_day = "hour_of_day"  # source: Unix time in milliseconds
@@ -73,7 +73,7 @@ class ColumnSpec:
     """A column of the prepared samples.
 
     Args:
-        kind: The part it plays in a sample.
+        kind: The role of the column in a sample.
         source: The column of the log or of a joined table; empty means this entry's own name.
         table: For categorical kinds the table it reads; empty means a table of this entry's name.
         derive: How to compute the value from the source.
@@ -103,8 +103,9 @@ class TableSpec:
     """How the raw ids of one table become rows.
 
     Args:
-        encoding: By vocabulary or by hashing.
-        min_count: Vocabulary: the occurrences in the training split from which a value gets a row.
+        encoding: How raw ids become rows: vocabulary or hashing.
+        min_count: Vocabulary: the smallest number of occurrences in the training split of a value
+            with a row of its own.
         num_rows: Hashing: the number of rows, including row 0 for missing values.
     """
 
@@ -138,7 +139,7 @@ class SplitSpec:
     """How samples are divided.
 
     Args:
-        kind: See ``SplitKind``.
+        kind: How to split: fraction (at random), last (the end of the log) or time (by a column).
         valid_frac: ``fraction`` and ``last``: the fraction of the samples for validation.
         test_frac: ``fraction`` and ``last``: the fraction of the samples for the test.
         seed: ``fraction``: the seed of the random split.
@@ -158,7 +159,7 @@ class SplitSpec:
 
 @dataclass
 class SourceSpec:
-    """A log to read and what to make of its columns.
+    """A log to read and how to prepare its columns.
 
     Args:
         format: How the files are stored.
@@ -198,23 +199,24 @@ class SyntheticSpec:
     """A log drawn from known distributions.
 
     Args:
-        num_rows: rows of each table ``t0, t1, ...``, each read by one feature ``c0, c1, ...``.
-        mean_lengths: ids per sample of each feature; exactly 1.0 is one-hot, another mean is
-            multi-hot with Poisson lengths (0 included). One value serves all; empty means one-hot.
-        zipf_exponent: the row of popularity rank k is drawn with probability ~ k ** -exponent.
-        num_periods: the number of equal periods ("days") of constant popularity.
-        drift_frac: share of the popularity ranks that get another row when a period ends.
-        rows_by_popularity: number the rows by falling popularity instead of at random. Row-wise
-            shards are then unbalanced; only for tests of that.
-        num_dense: dense columns, standard normal.
-        num_train: samples of the training split; then come ``valid`` and ``test``, in time order.
-        num_valid: samples of the validation split.
-        num_test: samples of the test split.
-        click_rate: expected mean of the labels, about.
-        signal: standard deviation of the logit; 0 makes labels that cannot be learned.
-        seed: everything is a pure function of the specification.
-        rows_per_chunk: samples per chunk.
-        num_hot_recorded: most popular rows per table and period that the dataset records.
+        num_rows: Number of rows of each table ``t0, t1, ...``; feature ``c0, c1, ...`` reads it.
+        mean_lengths: Mean number of ids per sample of each feature; one value serves all,
+            and empty means one-hot. Exactly 1.0 is one-hot, another mean is multi-hot with Poisson
+            lengths (0 included).
+        zipf_exponent: The row of popularity rank k is drawn with probability ~ k ** -exponent.
+        num_periods: The number of equal periods ("days") of constant popularity.
+        drift_frac: The fraction of the popularity ranks that get another row when a period ends.
+        rows_by_popularity: Whether to number the rows by falling popularity instead of at random,
+            which makes row-wise shards unbalanced.
+        num_dense: Number of dense columns, which are standard normal.
+        num_train: Number of samples of the training split, followed by ``valid`` and ``test``.
+        num_valid: Number of samples of the validation split.
+        num_test: Number of samples of the test split.
+        click_rate: Approximate mean of the labels.
+        signal: Standard deviation of the logit; 0 makes labels that cannot be learned.
+        seed: Seed of all random numbers.
+        rows_per_chunk: Number of samples per chunk.
+        num_hot_recorded: Number of most popular rows per table and period that the dataset records.
     """
 
     num_rows: list[int]
@@ -248,7 +250,7 @@ CRITEO_COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_FEATURES)
 
 
 def criteo_columns() -> dict[str, ColumnSpec]:
-    """The columns of a Criteo log, as they are used by default."""
+    """The default columns of a Criteo log."""
     columns = {"label": ColumnSpec(ColumnKind.label)}
     for name in CRITEO_DENSE:
         columns[name] = ColumnSpec(ColumnKind.dense, transform=DenseTransform.log1p)

@@ -1,4 +1,4 @@
-"""The root configuration of each command, and its sections of one form."""
+"""The root configuration of each command, and the sections without variants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hotrec.config.data import DataSpec
-from hotrec.config.fields import key, section
 from hotrec.config.groups import (
     ModelConfig,
     OptimizerConfig,
@@ -14,6 +13,8 @@ from hotrec.config.groups import (
     OrderConfig,
     PlacementConfig,
     ProfilerConfig,
+    key,
+    section,
 )
 from hotrec.types import ColdTier, HotExchange, PipelineKind, Precision, WireType
 
@@ -23,20 +24,24 @@ class PipelineConfig:
     """How steps overlap."""
 
     kind: PipelineKind = key(
-        "look_ahead (the next batches' rows travel during this step), sparse_dist (only their ids "
-        "do), base, prefetch (TorchRec's, with placement=torchrec and its tier fused_uvm_caching), "
-        "or auto: look_ahead for hot and cold rows on CPU over several hosts or with 2048 samples "
-        "a rank and more, else sparse_dist; pipeline=",
+        "the train pipeline: look_ahead (exchange the rows of the next batches during this step), "
+        "sparse_dist (exchange only their ids), base, prefetch (TorchRec's, with "
+        "placement=torchrec and its tier fused_uvm_caching), or auto (look_ahead for hot and cold "
+        "rows on CPU over several hosts or with at least 2048 samples per rank, else sparse_dist); "
+        "choose it with pipeline=",
         PipelineKind.auto,
     )
     depth: int = key(
-        "of look_ahead: batches whose rows travel ahead; 0: none", 1, at_least=0, at_most=16
+        "number of batches whose rows look_ahead exchanges in advance; 0: none",
+        1,
+        at_least=0,
+        at_most=16,
     )
     micro_batches: bool = key(
-        "of look_ahead: compute the samples first whose rows need not be waited for", False
+        "let look_ahead first compute the samples that need no row of another rank", False
     )
     wire: WireType = key(
-        "type in which rows and gradients travel: fp32 (exact), fp16 or bf16", WireType.fp32
+        "type of rows and gradients in messages: fp32 (exact), fp16 or bf16", WireType.fp32
     )
 
 
@@ -52,49 +57,60 @@ class Device(Enum):
 class TrainerConfig:
     """The training run."""
 
-    batch_size: int = key("samples per rank and step", 2048, at_least=1)
-    num_epochs: int = key("passes over the training split", 1, at_least=1)
+    batch_size: int = key("number of samples per rank and step", 2048, at_least=1)
+    num_epochs: int = key("number of passes over the training split", 1, at_least=1)
     max_steps: int | None = key(
-        "stop after so many steps, if earlier; null: never", None, at_least=1
+        "number of steps to stop after, if num_epochs are longer; null: no limit", None, at_least=1
     )
-    seed: int = key("of weights and of the order of samples", 0, at_least=0)
-    device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)
+    seed: int = key("seed of the weights and of the order of samples", 0, at_least=0)
+    device: Device = key(
+        "device to compute on: cpu, cuda, or auto (cuda if available)", Device.auto
+    )
     precision: Precision = key(
-        "of the dense layers' products: fp32, tf32 (GPUs), or bf16 (autocast); rows, pooling, loss "
-        "and updates are fp32 always",
+        "precision of the dense layers' products: fp32, tf32 (GPUs only) or bf16 (autocast); rows, "
+        "pooling, loss and updates are always fp32",
         Precision.fp32,
     )
     compile: bool = key(
-        "compile the dense layers with torch.compile, in the first steps, which warmup_steps "
-        "leaves out of all rates; needs a C++ compiler",
+        "compile the dense layers with torch.compile; needs a C++ compiler, and warmup_steps, "
+        "which excludes the steps that compile from rates",
         False,
     )
     grad_clip_norm: float | None = key(
-        "largest norm of the dense layers' mean gradient, all of them together; null: any. "
-        "Gradients of embedding rows are not clipped, nor in the norm: backward updates the rows",
+        "largest norm of the mean gradient of all dense layers together; null: no clipping. "
+        "Gradients of embedding rows are neither clipped nor part of the norm, because backward "
+        "updates the rows",
         None,
         above=0,
     )
-    num_workers: int = key("loader processes per rank; 0: none", 1, at_least=0)
+    num_workers: int = key(
+        "number of loader processes per rank; 0: read in the rank itself", 1, at_least=0
+    )
     eval_splits: list[str] = key(
-        "splits to evaluate; the last gives the summary", ["valid", "test"]
+        "splits to evaluate; the summary reports the last one", ["valid", "test"]
     )
-    eval_batch_size: int = key("samples per rank and step of evaluation", 4096, at_least=1)
+    eval_batch_size: int = key(
+        "number of samples per rank and step of evaluation", 4096, at_least=1
+    )
     eval_every_steps: int = key(
-        "steps between evaluations of the first split; 0: at the end", 0, at_least=0
+        "steps between evaluations of the first split; 0: only at the end", 0, at_least=0
     )
-    save_every_steps: int = key("steps between checkpoints; 0: at the end", 0, at_least=0)
-    keep_checkpoints: int = key("newest checkpoints to keep", 2, at_least=1)
+    save_every_steps: int = key("steps between checkpoints; 0: only at the end", 0, at_least=0)
+    keep_checkpoints: int = key("number of newest checkpoints to keep", 2, at_least=1)
     log_every_steps: int = key("steps between lines of metrics.jsonl", 100, at_least=1)
-    check_every_steps: int = key("steps between looks at losses and signals", 10, at_least=1)
-    check_replicas_every_steps: int = key(
-        "steps between checksum comparisons of the ranks' hot rows; 0: never", 1000, at_least=0
+    check_every_steps: int = key(
+        "steps between checks for losses that are not finite and for signals", 10, at_least=1
     )
-    warmup_steps: int = key("first steps, left out of all rates", 10, at_least=0)
-    resume: str = key("latest (of this run directory, if any), none, or a checkpoint", "latest")
-    timeout_s: float = key("how long a collective waits for the slowest rank", 600.0, above=0)
+    check_replicas_every_steps: int = key(
+        "steps between checks that all ranks hold the same hot rows; 0: never", 1000, at_least=0
+    )
+    warmup_steps: int = key("number of first steps that all rates exclude", 10, at_least=0)
+    resume: str = key(
+        "checkpoint to resume: latest (of this run directory, if any), none, or a path", "latest"
+    )
+    timeout_s: float = key("seconds that a collective waits for the slowest rank", 600.0, above=0)
     watchdog_s: float = key(
-        "how long nothing may move in a step before the run is ended, naming the rank in the way",
+        "seconds without progress in a step after which the run ends, naming the rank that hangs",
         120.0,
         above=0,
     )
@@ -105,7 +121,10 @@ class LaunchConfig:
     """Processes on this host."""
 
     num_ranks: int = key(
-        "start so many ranks here, unless torchrun already has", 1, at_least=1, at_most=1024
+        "number of ranks to start on this host, unless torchrun has started them",
+        1,
+        at_least=1,
+        at_most=1024,
     )
 
 
@@ -113,14 +132,20 @@ class LaunchConfig:
 class PathsConfig:
     """Where the stages read and write."""
 
-    dataset: str = key("dataset directory", "data/${dataset_name}/dataset")
-    profile: str = key("profile directory", "data/${dataset_name}/profile")
-    partition: str = key("partition directory that plan writes", "data/${dataset_name}/partition")
-    costs: str = key("measured costs, of calibrate; of the machine, not of a dataset", "data/costs")
+    dataset: str = key("directory of the dataset", "data/${dataset_name}/dataset")
+    profile: str = key("directory of the profile", "data/${dataset_name}/profile")
+    partition: str = key(
+        "directory of the partition that plan writes", "data/${dataset_name}/partition"
+    )
+    costs: str = key(
+        "directory of the costs that calibrate measures; they belong to the machine, not to a "
+        "dataset",
+        "data/costs",
+    )
 
 
 class ProfileMode(Enum):
-    """Whether all samples are counted."""
+    """Which samples are counted."""
 
     exact = "exact"
     sample = "sample"
@@ -128,15 +153,20 @@ class ProfileMode(Enum):
 
 @dataclass
 class ProfileConfig:
-    """What is counted."""
+    """How lookups are counted."""
 
-    mode: ProfileMode = key("exact, or sample (then see sample_frac)", ProfileMode.exact)
-    sample_frac: float = key("share of the samples to count", 0.05, above=0, at_most=1)
-    seed: int = key("of the sample", 0, at_least=0)
-    min_count: int = key("lookups below which a row is never hot", 1, at_least=1)
-    confidence: float = key("of the intervals of a sampled profile", 0.95, above=0, below=1)
+    mode: ProfileMode = key(
+        "samples to count: exact (all of them) or sample (a fraction, sample_frac)",
+        ProfileMode.exact,
+    )
+    sample_frac: float = key("fraction of the samples to count", 0.05, above=0, at_most=1)
+    seed: int = key("seed of the choice of samples", 0, at_least=0)
+    min_count: int = key("smallest number of lookups of a hot row", 1, at_least=1)
+    confidence: float = key(
+        "confidence level of the intervals of a sampled profile", 0.95, above=0, below=1
+    )
     heldout_frac: float = key(
-        "hold out the last share of the training split; 0: hold out the validation split",
+        "fraction at the end of the training split to hold out; 0: hold out the validation split",
         0.0,
         at_least=0,
         below=1,
@@ -148,12 +178,12 @@ class PlannerConfig:
     """The machine that the plan is for."""
 
     hbm_gib: float | None = key(
-        "GPU memory per device; null: what is free of it, or 80", None, above=0
+        "GPU memory per device; null: its free memory, or 80 without a GPU", None, above=0
     )
-    host_gib: float | None = key("host memory per host; null: as found", None, above=0)
+    host_gib: float | None = key("host memory per host; null: that of this host", None, above=0)
     costs: str = key(
-        "measured (at paths.costs), the name of a built-in set, or auto: measured if there and of "
-        "this kind of device, else the nearest built-in set",
+        "costs to predict with: measured (at paths.costs), the name of a built-in set, or auto "
+        "(measured if they exist for this kind of device, else the nearest built-in set)",
         "auto",
     )
 
@@ -162,26 +192,34 @@ class PlannerConfig:
 class PlanConfig:
     """What ``hotrec plan`` plans for."""
 
-    world_size: int = key("ranks", 2, at_least=1)
-    ranks_per_host: int | None = key("ranks on a host; null: all", None, at_least=1)
-    device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)
-    sensitivity: bool = key("also predict with half and twice the budget, batch and ranks", True)
-    min_samples_per_s: float | None = key(
-        "of a sweep's cheapest machine; null: any that fits", None, above=0
+    world_size: int = key("number of ranks", 2, at_least=1)
+    ranks_per_host: int | None = key("number of ranks per host; null: all on one", None, at_least=1)
+    device: Device = key(
+        "device to compute on: cpu, cuda, or auto (cuda if available)", Device.auto
     )
-    keep_going: bool = key("in a sweep, write down what does not fit and go on", True)
+    sensitivity: bool = key(
+        "also predict with half and twice the memory, batch size and ranks", True
+    )
+    min_samples_per_s: float | None = key(
+        "smallest rate of the machine that a sweep recommends; null: any rate", None, above=0
+    )
+    keep_going: bool = key(
+        "record jobs of a sweep whose plan does not fit, instead of failing", True
+    )
 
 
 @dataclass
 class CalibrateConfig:
     """What ``hotrec calibrate`` measures."""
 
-    name: str | None = key("name of the costs; null: device and host", None)
-    max_bytes: float = key("largest message that a rank sends", 16777216.0, at_least=4096)
-    repeats: int = key("timed calls of each size, at most; 3 at least", 7, at_least=3)
-    cap_mib: int = key("memory per rank for the rows that lookups are timed on", 256, at_least=1)
+    name: str | None = key("name of the costs; null: named by device and host", None)
+    max_bytes: float = key(
+        "size of the largest message that a rank sends", 16777216.0, at_least=4096
+    )
+    repeats: int = key("largest number of timed calls of each size", 7, at_least=3)
+    cap_mib: int = key("memory per rank of the tables on which lookups are timed", 256, at_least=1)
     from_run: str | None = key(
-        "do not measure: correct the costs by the stages that this run directory measured", None
+        "run directory whose measured stages correct the costs; null: measure the machine", None
     )
 
 
@@ -224,135 +262,173 @@ class BenchRouting(Enum):
 
 @dataclass
 class BenchVariant:
-    """A case of a name of its own; what is null is as in bench."""
+    """A case with its own name; null keys are as in bench."""
 
-    placement: BenchCase = key("the placement")
+    placement: BenchCase = key("placement of the case")
     pipeline: BenchPipeline | None = key(
-        "sparse_dist, base, look_ahead (hot and cold rows) or prefetch (TorchRec's plans in the "
-        "tier fused_uvm_caching)",
+        "pipeline: sparse_dist, base, look_ahead (with hot and cold rows) or prefetch (with "
+        "TorchRec's plans in the tier fused_uvm_caching)",
         None,
     )
-    tier: ColdTier = key("memory of the rows that are sharded; see placement", ColdTier.auto)
+    tier: ColdTier = key("memory of the sharded rows, as in placement", ColdTier.auto)
     cache_load_frac: float = key(
-        "share of those rows that fused_uvm_caching keeps in GPU memory", 0.2, above=0, below=1
+        "fraction of the sharded rows that fused_uvm_caching keeps in GPU memory",
+        0.2,
+        above=0,
+        below=1,
     )
-    num_hot_rows: int | None = key("the so many most looked-up rows are hot", None, at_least=0)
-    hot_exchange: HotExchange | None = key("gradients of hot rows", None)
-    wire: WireType = key("type in which rows and gradients travel", WireType.fp32)
-    depth: int = key("of look_ahead: batches whose rows travel ahead", 1, at_least=0, at_most=16)
-    micro_batches: bool = key("of look_ahead: compute what need not wait first", False)
+    num_hot_rows: int | None = key("number of hot rows, those looked up most", None, at_least=0)
+    hot_exchange: HotExchange | None = key("how gradients of hot rows are reduced", None)
+    wire: WireType = key("type of rows and gradients in messages", WireType.fp32)
+    depth: int = key(
+        "number of batches whose rows look_ahead exchanges in advance", 1, at_least=0, at_most=16
+    )
+    micro_batches: bool = key(
+        "let look_ahead first compute the samples that need no row of another rank", False
+    )
     assign: OrderAssign = key(
-        "as_read, or by_owner: samples of the same global batches go where their cold rows are",
+        "how samples of a global batch are assigned to ranks: as_read, or by_owner (of their "
+        "cold rows)",
         OrderAssign.as_read,
     )
 
 
 @dataclass
 class BenchConfig:
-    """What is measured; a choice of bench= sets it."""
+    """The measurement; a choice of bench= sets it."""
 
     name: str = key("title of the page; by default the bench= choice")
     cases: list[str] = key(
-        "what takes turns: placements and names of bench.variants",
+        "cases to compare in turn: placements, and names of bench.variants",
         [case.name for case in BenchCase],
     )
-    variants: dict[str, BenchVariant] = key("further cases by name", {})
-    table_rows: list[int] = key("rows of each table; one feature reads each")
-    zipf_exponent: float = key("popularity of the k-th row ~ k^-exponent", 1.05, at_least=0)
-    num_dense: int = key("dense columns", 13, at_least=1)
-    batch_size: int = key("samples per rank and step", 2048, at_least=1)
-    rounds: int = key("timed blocks of steps of each case", 5, at_least=1)
-    rounds_of: dict[str, int] = key("blocks of single cases, if fewer", {})
-    block_steps: int = key("consecutive steps of a case before the next one's turn", 12, at_least=1)
-    block_skip: int = key("first steps of a block, not counted", 2, at_least=0)
-    warmup_rounds: int = key("steps of each case before the clock", 4, at_least=1)
-    counted_steps: int = key("steps whose bytes are counted, not timed", 2, at_least=1)
+    variants: dict[str, BenchVariant] = key("more cases by name", {})
+    table_rows: list[int] = key("number of rows of each table; each is read by one feature")
+    zipf_exponent: float = key(
+        "exponent of the popularity of the k-th row, k^-exponent", 1.05, at_least=0
+    )
+    num_dense: int = key("number of dense columns", 13, at_least=1)
+    batch_size: int = key("number of samples per rank and step", 2048, at_least=1)
+    rounds: int = key("number of timed blocks of steps of each case", 5, at_least=1)
+    rounds_of: dict[str, int] = key("number of blocks of single cases, if fewer than rounds", {})
+    block_steps: int = key("number of consecutive steps of a case in a block", 12, at_least=1)
+    block_skip: int = key("number of first steps of a block that are not timed", 2, at_least=0)
+    warmup_rounds: int = key(
+        "number of steps of each case before the first timed block", 4, at_least=1
+    )
+    counted_steps: int = key(
+        "number of steps whose bytes are counted; they are not timed", 2, at_least=1
+    )
     hot_rows: HotRowsRule = key(
-        "top (num_hot_rows most looked-up rows) or break_even (min_accesses_per_step)",
+        "rule for hot rows: top (num_hot_rows rows) or break_even (min_accesses_per_step)",
         HotRowsRule.top,
     )
-    num_hot_rows: int = key("hot rows of hot_rows=top", 20000, at_least=0)
+    num_hot_rows: int = key(
+        "number of hot rows with hot_rows=top, those looked up most", 20000, at_least=0
+    )
     min_accesses_per_step: float = key(
-        "expected lookups per global batch from which hot_rows=break_even makes a row hot",
+        "smallest expected lookups per global batch of a hot row with hot_rows=break_even",
         1.0,
         above=0,
     )
-    profile_samples: int = key("samples that the hot rows are chosen from", 1000000, at_least=1)
+    profile_samples: int = key(
+        "number of samples from which the hot rows are chosen", 1000000, at_least=1
+    )
     hot_exchange: HotExchange = key(
-        "gradients of hot rows: touched_rows, owners, dense, or auto: least bytes, by step",
+        "how gradients of hot rows are reduced: touched_rows, owners, dense, or auto (fewest "
+        "bytes)",
         HotExchange.auto,
     )
     routing: BenchRouting = key(
-        "main (inside the timed step) or loader (before the clock)", BenchRouting.main
+        "where ids are routed: main (inside the timed step) or loader (before it)",
+        BenchRouting.main,
     )
     pipeline: BenchPipeline = key(
-        "of all cases that bench.variants does not give another: sparse_dist or base",
+        "pipeline of all cases without one in bench.variants: sparse_dist or base",
         BenchPipeline.sparse_dist,
     )
-    seed: int = key("of weights, popularity and samples", 0, at_least=0)
-    device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)
-    loss_tolerance: float = key("largest difference of losses between cases", 1e-4, above=0)
-    profile: bool = key("also measure where the time of a step goes, by stage", False)
-    profile_steps: int = key("steps of each case under the profiler", 4, at_least=1)
-    interface: str | None = key("network interface whose sent bytes are read as well", None)
-    network: str = key("what joins the ranks, for the page", "loopback of one host")
-    page: str | None = key("write the result page here too; null: to the run directory", None)
-    timeout_s: float = key("how long a collective waits for the slowest rank", 600.0, above=0)
+    seed: int = key("seed of weights, popularity and samples", 0, at_least=0)
+    device: Device = key(
+        "device to compute on: cpu, cuda, or auto (cuda if available)", Device.auto
+    )
+    loss_tolerance: float = key("largest allowed difference of losses between cases", 1e-4, above=0)
+    profile: bool = key("also measure the time of each stage of a step", False)
+    profile_steps: int = key("number of steps of each case to profile", 4, at_least=1)
+    interface: str | None = key(
+        "network interface whose sent bytes are also read; null: none", None
+    )
+    network: str = key(
+        "name of the network between the ranks, for the page", "loopback of one host"
+    )
+    page: str | None = key(
+        "path of another copy of the result page; null: only in the run directory", None
+    )
+    timeout_s: float = key("seconds that a collective waits for the slowest rank", 600.0, above=0)
 
 
 @dataclass
 class BenchRootConfig:
     """The configuration of bench."""
 
-    bench: BenchConfig = section("what is measured", BenchConfig)
+    bench: BenchConfig = section("the measurement", BenchConfig)
     model: ModelConfig = section("the model", ModelConfig)
     optimizer: OptimizerConfig = section("the update rule of all parameters", OptimizerConfig)
     planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
-    launch: LaunchConfig = section("processes on this host", LaunchConfig)
+    launch: LaunchConfig = section("the processes on this host", LaunchConfig)
 
 
 @dataclass
 class Config:
     """The configuration of prepare, profile, plan and train."""
 
-    dataset_name: str = key("folder of the dataset under data/; by default the data= choice")
-    run_name: str = key("the name in reports; by default the placement= choice")
-    data: DataSpec = section("the raw log and what to make of it", DataSpec)
-    profile: ProfileConfig = section("what is counted", ProfileConfig)
+    dataset_name: str = key("directory of the dataset under data/; by default the data= choice")
+    run_name: str = key("name of the run in reports; by default the placement= choice")
+    data: DataSpec = section("the raw log and how to prepare it", DataSpec)
+    profile: ProfileConfig = section("how lookups are counted", ProfileConfig)
     model: ModelConfig = section("the model", ModelConfig)
-    placement: PlacementConfig = section("which rows are hot", PlacementConfig)
+    placement: PlacementConfig = section("the choice of hot rows", PlacementConfig)
     optimizer: OptimizerConfig = section("the update rule of all parameters", OptimizerConfig)
     order: OrderConfig = section("the order of training samples", OrderConfig)
-    pipeline: PipelineConfig = section("how steps overlap", PipelineConfig)
+    pipeline: PipelineConfig = section("how steps and communication overlap", PipelineConfig)
     trainer: TrainerConfig = section("the training run", TrainerConfig)
-    profiler: ProfilerConfig = section("what is recorded of single steps", ProfilerConfig)
+    profiler: ProfilerConfig = section("the recording of single steps", ProfilerConfig)
     planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
-    plan: PlanConfig = section("what `hotrec plan` plans for", PlanConfig)
+    plan: PlanConfig = section("the machine size that `hotrec plan` plans for", PlanConfig)
     calibrate: CalibrateConfig = section("what `hotrec calibrate` measures", CalibrateConfig)
-    launch: LaunchConfig = section("processes on this host", LaunchConfig)
-    paths: PathsConfig = section("where the stages read and write", PathsConfig)
+    launch: LaunchConfig = section("the processes on this host", LaunchConfig)
+    paths: PathsConfig = section("the directories of each stage", PathsConfig)
 
 
 @dataclass
 class EvaluateConfig:
     """The configuration of evaluate."""
 
-    run_dir: str = key("training run; latest: the newest under runs/", "latest")
-    checkpoint: str = key("latest, or the name of one in the run's checkpoints/", "latest")
-    split: str = key("split of the run's dataset", "test")
-    batch_size: int | None = key("samples per rank and step; null: as the run's", None, at_least=1)
-    device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)
-    num_workers: int = key("loader processes per rank; 0: none", 1, at_least=0)
-    timeout_s: float = key("how long a collective waits for the slowest rank", 600.0, above=0)
-    launch: LaunchConfig = section("processes on this host", LaunchConfig)
+    run_dir: str = key("directory of the training run; latest: the newest under runs/", "latest")
+    checkpoint: str = key(
+        "checkpoint to evaluate: latest, or a name in the run's checkpoints/", "latest"
+    )
+    split: str = key("split of the run's dataset to evaluate on", "test")
+    batch_size: int | None = key(
+        "number of samples per rank and step; null: that of the run", None, at_least=1
+    )
+    device: Device = key(
+        "device to compute on: cpu, cuda, or auto (cuda if available)", Device.auto
+    )
+    num_workers: int = key(
+        "number of loader processes per rank; 0: read in the rank itself", 1, at_least=0
+    )
+    timeout_s: float = key("seconds that a collective waits for the slowest rank", 600.0, above=0)
+    launch: LaunchConfig = section("the processes on this host", LaunchConfig)
 
 
 @dataclass
 class ReportConfig:
     """The configuration of report."""
 
-    runs: list[str] = key("run directories; latest: the newest under runs/", ["latest"])
-    output: str | None = key("directory of the page; null: this run's own", None)
+    runs: list[str] = key(
+        "run directories to report on; latest: the newest under runs/", ["latest"]
+    )
+    output: str | None = key("directory of the page; null: the run directory of this command", None)
     profile: str | None = key("profile to draw; null: that of the first run", None)
     partition: str | None = key("partition to draw; null: that of the first run", None)
     baseline: str | None = key("name of the run that the others are compared with", None)
@@ -361,7 +437,7 @@ class ReportConfig:
 
 @dataclass
 class DoctorConfig:
-    """The configuration of doctor: nothing to set."""
+    """The configuration of doctor, which has no keys."""
 
 
 ROOTS: dict[str, type] = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -14,17 +16,17 @@ class Batch(Pipelineable):
     """One rank's share of a global batch.
 
     Args:
-        dense: float32 (B, N).
-        sparse: the features' ids, jagged (F, B); or, when the loader routed them, the routed form
-            that ``hotrec.routing`` makes, which the hot/cold collection takes just as well.
-        labels: float32 (B,), 0 or 1.
-        weights: float32 (B,), 1 for a sample, 0 for padding. A rank without samples in the last
+        dense: Float32 (B, N).
+        sparse: The ids of the features, jagged (F, B), or their routed form of ``hotrec.routing``
+            if the loader routes them.
+        labels: Float32 (B,), 0 or 1.
+        weights: Float32 (B,), 1 for a sample, 0 for padding. A rank without samples in the last
             step of an epoch holds one padding sample with empty bags, which updates nothing.
-        num_global_samples: samples of this step over all ranks. The loss is
+        num_global_samples: Samples of this step over all ranks. The loss is
             ``W / num_global_samples * sum(weights * loss)``, so that the mean of the ranks'
             gradients is the gradient of the mean loss, also when ranks hold unequal shares.
-        is_all_hot: every id of this step is a hot row, on every rank, so that no cold row has to
-            travel. False says nothing.
+        is_all_hot: Whether it is known that every id of this step is a hot row on every rank, so
+            that no cold rows are exchanged.
     """
 
     dense: torch.Tensor
@@ -35,14 +37,7 @@ class Batch(Pipelineable):
     is_all_hot: bool = False
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(
-            dense=self.dense.to(device, non_blocking=non_blocking),
-            sparse=self.sparse.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            weights=self.weights.to(device, non_blocking=non_blocking),
-            num_global_samples=self.num_global_samples,
-            is_all_hot=self.is_all_hot,
-        )
+        return self._map(lambda values: values.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
         self.dense.record_stream(stream)
@@ -51,11 +46,13 @@ class Batch(Pipelineable):
         self.weights.record_stream(stream)
 
     def pin_memory(self) -> Batch:
-        return Batch(
-            dense=self.dense.pin_memory(),
-            sparse=self.sparse.pin_memory(),
-            labels=self.labels.pin_memory(),
-            weights=self.weights.pin_memory(),
-            num_global_samples=self.num_global_samples,
-            is_all_hot=self.is_all_hot,
+        return self._map(lambda values: values.pin_memory())
+
+    def _map(self, move: Callable[[Any], Any]) -> Batch:
+        return replace(
+            self,
+            dense=move(self.dense),
+            sparse=move(self.sparse),
+            labels=move(self.labels),
+            weights=move(self.weights),
         )

@@ -28,7 +28,7 @@ from torchrec.distributed.types import CommOp, QuantizedCommCodec, QuantizedComm
 from hotrec.types import WireType
 
 DTYPES = {WireType.fp16: torch.float16, WireType.bf16: torch.bfloat16}
-# The most values that share a power of two; more would save nothing to speak of.
+# The largest block that shares a power of two; a larger one hardly saves bytes.
 _MOST_PER_BLOCK = 32
 # With them fp16 holds gradients up to 4 and up to 64, and keeps 11 bits down to 4e-9 and 6e-8.
 _POOLED_GRADIENT_FACTOR = 2.0**14
@@ -43,11 +43,11 @@ def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
 
 
 class Codec(QuantizedCommCodec[None]):
-    """What TorchRec asks of a codec whose messages have a value for each value.
+    """A codec for TorchRec that sends one element for each value.
 
     Args:
-        dtype: on the wire.
-        factor: a power of two that values are multiplied by on the wire.
+        dtype: Type on the wire.
+        factor: Power of two that values are multiplied by on the wire.
     """
 
     def __init__(self, dtype: torch.dtype, factor: float = 1.0) -> None:
@@ -65,12 +65,12 @@ class Codec(QuantizedCommCodec[None]):
         return values if self._factor == 1.0 else values.div_(self._factor)
 
     def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
-        """Elements on the wire of so many values."""
+        """The number of elements on the wire for ``input_len`` values."""
         return input_len
 
     @property
     def quantized_dtype(self) -> torch.dtype:
-        """Of what ``encode`` returns."""
+        """The type that ``encode`` returns."""
         return self._dtype
 
     def create_context(self) -> None:
@@ -87,7 +87,7 @@ class BlockCodec(Codec):
     """fp16 with a power of two for each block of values, which stands in front of them.
 
     Args:
-        block: values of a block; divides the length of every message.
+        block: Number of values in a block; it divides the length of every message.
     """
 
     def __init__(self, block: int) -> None:
@@ -113,10 +113,10 @@ class BlockCodec(Codec):
         return (message[:, 1:].float() * _power_of_two(-message[:, :1].int())).view(-1)
 
     def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
-        """Elements on the wire of so many values.
+        """The number of elements on the wire for ``input_len`` values.
 
         Raises:
-            ValueError: if they are no whole number of blocks.
+            ValueError: If the values do not fill whole blocks.
         """
         if input_len % self._block:
             raise ValueError(
@@ -130,8 +130,8 @@ def wire_codecs(wire_type: WireType, dims: Iterable[int]) -> dict[str, Quantized
     """The registry that TorchRec's sharders and sharded modules take as ``qcomm_codecs_registry``.
 
     Args:
-        wire_type: in which rows, pooled vectors and their gradients travel; ids stay integers.
-        dims: D of the tables, and of their shards if they are sharded by columns.
+        wire_type: Type of rows, pooled vectors and their gradients in messages.
+        dims: Embedding dims of the tables, and of their shards under column-wise sharding.
 
     Returns:
         Codecs by TorchRec's name of the exchange; None for fp32, which leaves TorchRec as it is.

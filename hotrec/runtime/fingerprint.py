@@ -1,4 +1,4 @@
-"""What a machine is known by: equal machines have equal fingerprints, whatever they are called."""
+"""The fingerprint of a machine: equal hardware and versions, whatever the host is called."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def read_fingerprint(
     """Processor, memory, GPUs and versions of this host.
 
     Args:
-        device: "cpu" or "cuda", what is trained on; on "cpu" GPUs do not matter. None: cuda where
-            there is one.
-        cpuinfo: where Linux describes the processor.
+        device: "cpu" or "cuda", the device to train on; "cpu" leaves out GPUs. None: cuda if
+            available.
+        cpuinfo: Linux's description of the processor.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpus = torch.cuda.device_count() if device == "cuda" else 0

@@ -1,4 +1,4 @@
-"""What a rank asks of the operating system: thread scheduling, safe forks, processors."""
+"""Operating-system settings of a rank: thread scheduling, safe forks, CPU affinity."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _is_ordinary() -> bool:
 
 
 def _set_policy(name: str) -> bool:
-    """Of the calling thread; whether it could be set."""
+    """Set the policy of the calling thread; returns whether the system allowed it."""
     try:
         os.sched_setscheduler(0, getattr(os, name), os.sched_param(0))
     except OSError as error:
@@ -49,9 +49,9 @@ def _set_policy(name: str) -> bool:
     return True
 
 
-# The first version that makes the lock anew in the child.
-MENDED = (3, 11, 10)
-# Not for ever: a thread may compute without end, and then most likely holds no lock.
+# The first version that recreates the lock in the child.
+FIXED_VERSION = (3, 11, 10)
+# A thread may compute for longer; then it most likely holds no lock.
 LIMIT_S = 1.0
 _PAUSE_S = 0.001
 _TASKS = Path("/proc/self/task")
@@ -59,8 +59,8 @@ _TASKS = Path("/proc/self/task")
 
 @functools.cache
 def make_forks_safe() -> None:
-    """Let every later ``os.fork`` of this process wait; nothing where Python is mended."""
-    if sys.version_info[:3] < MENDED and _TASKS.exists():
+    """Let every later ``os.fork`` of this process wait; nothing where Python is fixed."""
+    if sys.version_info[:3] < FIXED_VERSION and _TASKS.exists():
         os.register_at_fork(before=wait_for_native_threads)
 
 
@@ -93,17 +93,17 @@ def bind_to_gpu(device: torch.device, system: Path = _SYSTEM) -> None:
     """Keep this process, with the threads and workers that it starts, on its GPU's NUMA node.
 
     Memory follows: the system takes it from the node of the processor that first writes to it.
-    Where the system does not tell the node, or has just one, nothing changes; the log says so.
+    Where the system does not report the node, or has only one, nothing changes.
 
     Args:
-        device: a CUDA device.
-        system: where sysfs is mounted.
+        device: A CUDA device.
+        system: Mount point of sysfs.
     """
     about: Any = torch.cuda.get_device_properties(device)
     address = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
     try:
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
-        if node < 0:  # not said, as on most systems with one node
+        if node < 0:  # not reported, as on most systems with one node
             logger.debug("%s: its NUMA node is not known to the system", device)
             return
         of_node = _read_cpus(system / f"devices/system/node/node{node}/cpulist")
@@ -111,8 +111,8 @@ def bind_to_gpu(device: torch.device, system: Path = _SYSTEM) -> None:
         near = of_node & allowed
         if not near:
             logger.warning(
-                "%s: expected processors of its NUMA node %d, got %s from the launcher, none of "
-                "which is. Copies cross sockets; look at the launcher's CPU binding.",
+                "%s: expected processors of its NUMA node %d, got %s from the launcher, none "
+                "of them. Copies cross sockets; look at the launcher's CPU binding.",
                 device,
                 node,
                 sorted(allowed),

@@ -15,11 +15,11 @@ def find_run(path: str, *, holding: str, key: str) -> Path:
     """A run directory as configured, or the newest under ``runs/`` for "latest".
 
     Args:
-        holding: a file that makes a directory a run of the wanted kind.
-        key: the configuration key, for messages.
+        holding: File that a run of the expected kind contains.
+        key: Configuration key for messages.
 
     Raises:
-        ValueError: if there is no such run.
+        ValueError: If there is no such run.
     """
     if path != "latest":
         run_dir = Path(path)

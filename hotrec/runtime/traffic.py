@@ -188,11 +188,6 @@ def _first_whole(args: tuple[Any, ...], rank: int, size: int) -> int:
     return _num_bytes(args[0])
 
 
-def _mean_of_scatter(args: tuple[Any, ...], rank: int, size: int) -> int:
-    # Only the root holds the input; each rank's output is one part, so this is the mean.
-    return _num_bytes(args[0]) * (size - 1) // size
-
-
 _Rule = Callable[[tuple[Any, ...], int, int], int]
 _RULES: Mapping[str, tuple[str, _Rule]] = {
     "alltoall_base_": ("all_to_all", _all_to_all_single),
@@ -209,7 +204,8 @@ _RULES: Mapping[str, tuple[str, _Rule]] = {
     "broadcast_": ("broadcast", _first_but_own_part),
     "reduce_": ("other", _first_but_own_part),
     "gather_": ("other", _input_but_own_part),
-    "scatter_": ("other", _mean_of_scatter),
+    # Only the root holds the input; each rank's output is one part, so this is the mean.
+    "scatter_": ("other", _first_but_own_part),
     "send": ("other", _first_whole),
 }
 _SILENT = frozenset({"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"})
@@ -220,9 +216,9 @@ class BatchFacts:
     """What one rank's batch reads.
 
     Args:
-        num_distinct: distinct rows U by embedding dim D.
-        num_lookups: ids in the batch.
-        num_hot_lookups: of these, ids of hot rows.
+        num_distinct: Number of distinct rows U by embedding dim D.
+        num_lookups: Number of ids in the batch.
+        num_hot_lookups: Number of these ids that are hot rows.
     """
 
     num_distinct: Mapping[int, int]

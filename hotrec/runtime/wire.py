@@ -27,7 +27,7 @@ _FP16_EXPONENT = 15
 
 
 def wire_numel(num_values: int, wire_type: WireType) -> int:
-    """Elements that a message of so many values has on the wire."""
+    """The number of elements on the wire for ``num_values`` values."""
     return num_values + _HEADER if wire_type is WireType.fp16 and num_values else num_values
 
 
@@ -40,7 +40,7 @@ def encode(values: torch.Tensor, wire_type: WireType) -> torch.Tensor:
 
     Args:
         values: float32 (n,).
-        wire_type: of the message.
+        wire_type: Type of the message.
 
     Returns:
         (wire_numel(n),) of the wire's type.
@@ -77,8 +77,8 @@ class Wire:
     """Exchanges over one process group; calls must come in the same order on every rank.
 
     Args:
-        group: the ranks; nothing else may use it at the same time.
-        wire_type: in which float32 values travel; other types travel as they are.
+        group: The process group, which nothing else may use at the same time.
+        wire_type: Type in which float32 values are sent; other types are sent unchanged.
     """
 
     def __init__(self, group: dist.ProcessGroup, wire_type: WireType = WireType.fp32) -> None:
@@ -96,8 +96,8 @@ class Wire:
 
         Args:
             source: (sum of sizes_to,), the parts in rank order.
-            sizes_to: elements for each rank.
-            sizes_from: elements that each rank sends here.
+            sizes_to: Number of elements for each rank.
+            sizes_from: Number of elements that each rank sends to this one.
 
         Returns:
             (sum of sizes_from,), of the same type, the parts in rank order.
@@ -128,7 +128,7 @@ class Wire:
 
         Args:
             source: (n,) of this rank.
-            sizes: n of every rank.
+            sizes: The length n of every rank's source.
         """
         return list(self.all_gather_joined(source, sizes).split(list(sizes)))
 
@@ -137,7 +137,7 @@ class Wire:
         if self.world_size == 1:
             return source
         wire_type = self._type_of(source)
-        # The own message as well in what the others read of it.
+        # This rank decodes its own message too, so that all ranks hold the same bits.
         arriving = [wire_numel(size, wire_type) for size in sizes]
         message = encode(source, wire_type)
         if self._is_gloo:

@@ -32,8 +32,8 @@ UNKNOWN = [
     ),
     (
         ["placement=coverage", "placement.overrides.t0=hot"],
-        "placement.overrides.t0: expected a key",
-        "put a plus",
+        "placement.overrides.t0: expected an existing key",
+        "+placement.overrides.t0=...",
     ),
 ]
 WRONG_TYPE = [

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hotrec.cli.app import run_command
-from hotrec.cli.run_dir import decide_run_dir
+from hotrec.cli.launch import decide_run_dir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -26,11 +26,11 @@ SMALL = [
 # Each rank thinks it starts at another time, as ranks on several hosts do.
 DECIDE = """
 import os, sys, time
-from hotrec.cli import run_dir
+from hotrec.cli import launch
 rank = int(os.environ["RANK"])
 if "--apart" in sys.argv:
-    run_dir._start_time_s = lambda: 1.7e9 + 1000 * rank
-chosen = run_dir.decide_run_dir("train", [], is_multirun=False)
+    launch._start_time_s = lambda: 1.7e9 + 1000 * rank
+chosen = launch.decide_run_dir("train", [], is_multirun=False)
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 open(f"attempt-{attempt}-rank-{rank}", "w").write(chosen)
 if "--fail-once" in sys.argv and attempt == "0":
@@ -76,7 +76,7 @@ def test_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_runs_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrec.cli.run_dir._start_time_s", lambda: 1.7e9)
+    monkeypatch.setattr("hotrec.cli.launch._start_time_s", lambda: 1.7e9)
     first = decide_run_dir("train", [], is_multirun=False)
     Path(first).mkdir(parents=True)
     monkeypatch.delenv("HOTREC_RUN_DIR")

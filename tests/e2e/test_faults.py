@@ -74,7 +74,7 @@ def test_slow_rank_finishes_and_killed_rank_is_named(workspace: Workspace) -> No
     assert f"[rank {1 - rank}]" in line
     assert "expected 2 ranks, got 1" in line
     assert "has died, last seen" in line
-    assert "goes on from its checkpoint step-000000" in line
+    assert "resumes from checkpoint step-000000" in line
     # Started again, it ends like the run in which nobody died.
     again = hotrec(*WORDS, "launch.num_ranks=2", cwd=workspace.folder, HOTREC_RUN_DIR=str(killed))
     assert again.figures["num_steps"] == 40

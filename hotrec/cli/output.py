@@ -1,12 +1,14 @@
-"""How an error reaches the user: one line that says what to do; a trace only where it helps.
+"""What a command prints: its log, and for an error one line that says what to do.
 
-What hotrec raises on purpose, an operating system's refusal and a configuration that does not
-compose explain themselves. Anything else is a bug, ours or a library's, and shows its trace.
+Standard output stays free for the line of figures. Errors that hotrec raises on purpose, refusals
+of the operating system and configurations that do not compose explain themselves. Anything else is
+a bug, in hotrec or in a library, and is printed with its trace.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import sys
 import traceback
 from dataclasses import fields, is_dataclass
@@ -22,15 +24,17 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from hotrec.cli.environment import rank_prefix
+from hotrec.cli.launch import environment_rank, rank_prefix
 from hotrec.config.groups import VARIANTS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 FULL_TRACE = "HYDRA_FULL_ERROR"
+LOG_FILE = "log.txt"
+_open_handlers: list[logging.Handler] = []
 
 
 class CommandFailed(Exception):  # noqa: N818 (an exit code, not an error)
-    """A command failed and its error has been printed; carries the exit code through Hydra."""
+    """A command failed and its error has been printed; Hydra passes this through."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"exit code {exit_code}")
@@ -38,7 +42,7 @@ class CommandFailed(Exception):  # noqa: N818 (an exit code, not an error)
 
 
 class EndedEarly(Exception):  # noqa: N818 (nothing is wrong)
-    """A command ended in good order, with figures, but not with exit code 0."""
+    """A command ended in good order and has figures, but its exit code is not 0."""
 
     def __init__(self, figures: dict[str, Any], exit_code: int) -> None:
         super().__init__(f"exit code {exit_code}")
@@ -49,14 +53,14 @@ class EndedEarly(Exception):  # noqa: N818 (nothing is wrong)
 def print_error(error: BaseException, *, wants_trace: bool) -> None:
     """Print an error on stderr, in one write, so that the lines of several ranks do not mix."""
     lines = []
-    if wants_trace or not explains_itself(error):
+    if wants_trace or not _explains_itself(error):
         lines += "".join(traceback.format_exception(error)).rstrip().splitlines()
-    lines.append(f"error: {describe(error)}")
+    lines.append(f"error: {_describe(error)}")
     sys.stderr.write("".join(f"{rank_prefix()}{line}\n" for line in lines))
     sys.stderr.flush()
 
 
-def describe(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """One paragraph, beginning with the full configuration key where the error has one."""
     if isinstance(error, OmegaConfBaseException):
         return _describe_key_error(error)
@@ -71,8 +75,8 @@ def describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def explains_itself(error: BaseException) -> bool:
-    """Whether the message alone is enough: see the module's first lines."""
+def _explains_itself(error: BaseException) -> bool:
+    """Whether the message is enough without a trace."""
     if isinstance(error, HydraException | OmegaConfBaseException | OSError):
         return True
     return isinstance(error, ValueError | RuntimeError) and _raised_in_hotrec(error.__traceback__)
@@ -92,8 +96,8 @@ def _describe_unknown_key(full_key: str, kind: Any) -> str:
     parent, _, name = full_key.rpartition(".")
     if not is_dataclass(kind):
         return (
-            f"{full_key}: expected a key that is there, got {name!r}. To add an entry to a "
-            f"mapping put a plus before it: +{full_key}=..."
+            f"{full_key}: expected an existing key, got {name!r}. To add an entry to a mapping, "
+            f"put a plus before it: +{full_key}=..."
         )
     return describe_unknown_field(parent, name, kind)
 
@@ -129,3 +133,62 @@ def _raised_in_hotrec(trace: TracebackType | None) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return PACKAGE in Path(trace.tb_frame.f_code.co_filename).resolve().parents
+
+
+def start_logging(run_dir: Path) -> None:
+    """Send log records to stderr and rank 0's also to ``run_dir``; replaces earlier handlers.
+
+    Other ranks show warnings only: they would repeat rank 0.
+    """
+    is_first = environment_rank() == 0
+    form = f"%(asctime)s {rank_prefix()}%(levelname).1s %(name)s: %(message)s"
+    formatter = logging.Formatter(form, datefmt="%H:%M:%S")
+    console = logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.INFO if is_first else logging.WARNING)
+    console.addFilter(_is_for_console)
+    handlers: list[logging.Handler] = [console]
+    if is_first:
+        handlers.append(logging.FileHandler(run_dir / LOG_FILE))
+    stop_logging()
+    root = logging.getLogger()
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        root.addHandler(handler)
+    _open_handlers.extend(handlers)
+    root.setLevel(logging.WARNING)  # of other libraries
+    logging.getLogger("hotrec").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+def quiet_torch() -> None:
+    """Limit torch's own log handlers to errors; call this after torch is imported."""
+    logging.getLogger("torch").setLevel(logging.ERROR)
+
+
+def _is_for_console(record: logging.LogRecord) -> bool:
+    """Whether the console shows a record; the file has all of them.
+
+    Warnings of other libraries are left out, because the planner gives one for every hot table. So
+    are traces, because the exception is printed once, at the end of the command.
+    """
+    is_ours = record.name == "hotrec" or record.name.startswith("hotrec.")
+    return (is_ours or record.levelno >= logging.ERROR) and not record.exc_info
+
+
+def stop_logging() -> None:
+    """Close the handlers of ``start_logging``; the next job of a sweep has another directory."""
+    for handler in _open_handlers:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    _open_handlers.clear()
+    logging.captureWarnings(False)
+
+
+def log_trace(error: BaseException) -> None:
+    """Write an error with its trace into the run's log file, where there is one."""
+    trace = (type(error), error, error.__traceback__)
+    message = "the command failed"
+    record = logging.LogRecord("hotrec", logging.ERROR, __file__, 0, message, (), trace)
+    for handler in _open_handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.emit(record)

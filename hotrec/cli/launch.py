@@ -1,0 +1,164 @@
+"""How a command is launched: its place under torchrun, its run directory, and its ranks.
+
+Hydra would name the run directory by the time at which each process starts, so ranks would
+disagree. Here ``HOTREC_RUN_DIR`` wins; without it a single process takes a time stamp, and under
+torchrun rank 0 decides and the others read its choice from torchrun's own store at
+MASTER_ADDR:MASTER_PORT, before Hydra starts. With ``launch.num_ranks=N`` the command runs again as
+N ranks in a child torchrun. Torch is imported only where several ranks have to agree.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+RUN_DIR = "HOTREC_RUN_DIR"
+_STORE_KEY = "hotrec/run_dir"
+# The runs of these commands are named by the experiment, all others by the command.
+_NAMED_BY_EXPERIMENT = ("train", "bench")
+_FORWARDED = (signal.SIGTERM, signal.SIGINT)
+# Where this process is the host, torch's server lives only as long as this reference.
+_held_store: Store | None = None
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun, or a launcher that sets the same variables, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def environment_rank() -> int:
+    """This process's rank, 0 without torchrun."""
+    return _integer("RANK", 0)
+
+
+def environment_world_size() -> int:
+    """The number of ranks, 1 without torchrun."""
+    return _integer("WORLD_SIZE", 1)
+
+
+def rank_prefix() -> str:
+    """``"[rank 1] "`` where there are several ranks, else nothing."""
+    return f"[rank {environment_rank()}] " if environment_world_size() > 1 else ""
+
+
+def _integer(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise ValueError(f"environment {name}: expected a count, got {text!r}. Use torchrun.")
+    return int(text)
+
+
+def decide_run_dir(command: str, overrides: Sequence[str], *, is_multirun: bool) -> str:
+    """The run's directory, the same on every rank; also put into the environment for Hydra."""
+    chosen = os.environ.get(RUN_DIR)
+    if not chosen:
+        chosen = _propose(command, overrides, is_multirun=is_multirun)
+        if is_under_torchrun() and environment_world_size() > 1:
+            chosen = _agree(chosen)
+        os.environ[RUN_DIR] = chosen
+    return chosen
+
+
+def _propose(command: str, overrides: Sequence[str], *, is_multirun: bool) -> str:
+    name = command
+    if command in _NAMED_BY_EXPERIMENT:
+        for override in overrides:
+            key, _, value = override.partition("=")
+            if key.lstrip("+") == "experiment" and value.isidentifier():
+                name = value
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(_start_time_s()))
+    folder = Path("runs") / ("sweep" if is_multirun else "") / name / stamp
+    candidate, number = folder, 0
+    # Two runs may start within a second. Ranks find the directory of their own run.
+    while not is_under_torchrun() and candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate.as_posix()
+
+
+def _start_time_s() -> float:
+    """Now; under torchrun the start of its agent, which outlives a restart of the workers."""
+    stat = Path(f"/proc/{os.getppid()}/stat")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not stat.exists():
+        return time.time()
+    # proc(5): field 22 is the start in clock ticks after boot; the name in field 2 may hold spaces.
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - uptime_s + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _agree(proposal: str) -> str:
+    global _held_store
+    from torch.distributed import rendezvous
+
+    _held_store, _, _ = next(iter(rendezvous("env://")))
+    if environment_rank() == 0:
+        _held_store.set(_STORE_KEY, proposal)
+    return str(_held_store.get(_STORE_KEY).decode())
+
+
+def run_under_torchrun(
+    command: str,
+    overrides: Sequence[str],
+    *,
+    num_ranks: int,
+    run_dir: str,
+    environment: Mapping[str, str],
+) -> int:
+    """Run the command as ``num_ranks`` processes on this host and wait for them.
+
+    Args:
+        overrides: The overrides of this job, without those of the sweep.
+        environment: The environment of the child, which also gets HOTREC_RUN_DIR.
+
+    Returns:
+        The exit code; 128 + n after signal n.
+
+    Raises:
+        SystemExit: If this process received a signal, so that a sweep stops.
+    """
+    launcher = [sys.executable, "-m", "hotrec.cli.ranks", "--standalone"]
+    # By default ranks connect to this host's name, and wait for minutes if it has no address.
+    launcher += ["--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
+    variables = {**environment, RUN_DIR: run_dir}
+    # The ranks share the host's cores; torchrun would set 1, with a warning.
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    # In a session of its own the ranks get the terminal's Ctrl-C once, forwarded by this process.
+    child = subprocess.Popen(
+        [*launcher, "-m", "hotrec", command, *overrides], env=variables, start_new_session=True
+    )
+    with _forward_signals(child) as received:
+        exit_code = child.wait()
+    exit_code = exit_code if exit_code >= 0 else 128 - exit_code
+    if received:
+        raise SystemExit(exit_code)
+    return exit_code
+
+
+@contextmanager
+def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Send the signals that this process gets to the child instead; yields those received."""
+    received: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        if child.poll() is None:
+            child.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
