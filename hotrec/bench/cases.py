@@ -32,7 +32,6 @@ from hotrec.config.roots import (
     HOT_COLD_CASES,
     BenchCase,
     BenchConfig,
-    BenchPipeline,
     BenchRootConfig,
     BenchRouting,
     BenchVariant,
@@ -79,7 +78,7 @@ class Case:
     name: str
     placement: PlacementConfig
     partition: Partition | None
-    pipeline: BenchPipeline | None = None
+    pipeline: PipelineKind | None = None
     wire: WireType = WireType.fp32
     depth: int = 1
     micro_batches: bool = False
@@ -159,7 +158,6 @@ def _place(
 
 def case_config(config: BenchRootConfig, case: Case) -> Config:
     """The configuration with which ``hotrec train`` would train the case."""
-    pipeline = case.pipeline or config.bench.pipeline
     return Config(
         dataset_name=config.bench.name,
         run_name=case.name,
@@ -168,7 +166,7 @@ def case_config(config: BenchRootConfig, case: Case) -> Config:
         optimizer=config.optimizer,
         planner=config.planner,
         pipeline=PipelineConfig(
-            kind=PipelineKind[pipeline.name],
+            kind=case.pipeline or config.bench.pipeline,
             wire=case.wire,
             depth=case.depth,
             micro_batches=case.micro_batches,

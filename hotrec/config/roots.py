@@ -199,15 +199,6 @@ class BenchCase(Enum):
 HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
 
 
-class BenchPipeline(Enum):
-    """Pipelines that `hotrec bench` compares."""
-
-    sparse_dist = "sparse_dist"
-    base = "base"
-    look_ahead = "look_ahead"
-    prefetch = "prefetch"
-
-
 class HotRowsRule(Enum):
     """How `hotrec bench` chooses the hot rows of hot_cold."""
 
@@ -227,7 +218,7 @@ class BenchVariant:
     """A case of a name of its own; what is null is as in bench."""
 
     placement: BenchCase = key("the placement")
-    pipeline: BenchPipeline | None = key(
+    pipeline: PipelineKind | None = key(
         "sparse_dist, base, look_ahead (hot and cold rows) or prefetch (TorchRec's plans in the "
         "tier fused_uvm_caching)",
         None,
@@ -285,9 +276,9 @@ class BenchConfig:
     routing: BenchRouting = key(
         "main (inside the timed step) or loader (before the clock)", BenchRouting.main
     )
-    pipeline: BenchPipeline = key(
+    pipeline: PipelineKind = key(
         "of all cases that bench.variants does not give another: sparse_dist or base",
-        BenchPipeline.sparse_dist,
+        PipelineKind.sparse_dist,
     )
     seed: int = key("of weights, popularity and samples", 0, at_least=0)
     device: Device = key("cpu, cuda, or auto: cuda where there is one", Device.auto)
