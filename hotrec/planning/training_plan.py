@@ -101,16 +101,22 @@ class Profiled:
 def make_training_plan(
     config: Config, dataset: Dataset, machine: Machine, *, output: Path, is_plan: bool = False
 ) -> TrainingPlan:
-    """Choose what to train, on one process.
+    """Choose the placement to train and predict its step, in one process.
 
     Args:
-        output: where a newly chosen partition is written; a saved one stays where it is.
-        is_plan: also predict TorchRec's plans and the sensitivity, for people to compare.
+        config: A validated configuration.
+        dataset: The prepared dataset.
+        machine: Ranks and memory to plan for.
+        output: Directory to write a new partition to; a saved partition is not copied.
+        is_plan: Whether to also predict TorchRec's plans and the sensitivity for comparison.
+
+    Returns:
+        The placement with its partition and prediction.
 
     Raises:
-        ArtifactError: if the profile or the saved partition is missing, or of another dataset.
-        ValueError: if the policy cannot be followed, the rows do not fit the memory, or the cost
-            model is asked and the costs are of another kind of machine.
+        ArtifactError: If the profile or the saved partition is missing, or of another dataset.
+        ValueError: If the policy cannot be applied, the rows do not fit in memory, or the cost
+            model is needed and the costs are of another kind of machine.
     """
     if isinstance(config.placement, CostPlacement):
         return _choose_by_cost(config, dataset, machine, output=output, is_plan=is_plan)
