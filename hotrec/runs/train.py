@@ -65,9 +65,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     trainer = config.trainer
     device = ranks.device.type
     dataset = same_verdict(lambda: Dataset.open(config.paths.dataset))
-    same_verdict(
-        lambda: _count_steps(config, dataset, ranks)
-    )  # fail early
+    same_verdict(lambda: _count_steps(config, dataset, ranks))  # fail early
     machine = make_run_machine(config, ranks)
     resume_from = same_verdict(lambda: _resume_from(config, run_dir, device))
     training_plan = _share_plan(config, dataset, machine, run_dir, ranks, resume_from)
