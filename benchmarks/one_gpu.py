@@ -33,13 +33,13 @@ from hotrec.bench.benchmark import CaseChooser, measure
 from hotrec.bench.cases import Case
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
-from hotrec.config.roots import BenchConfig, BenchPipeline, BenchRootConfig
+from hotrec.config.roots import BenchConfig, BenchRootConfig
 from hotrec.planning.policies import choose_fraction
 from hotrec.report.render import markdown_table, plain_table
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
 from hotrec.runtime.memory import read_memory
 from hotrec.runtime.ranks import process_group
-from hotrec.types import ColdTier, Partition, Rows, TorchrecPlan
+from hotrec.types import ColdTier, Partition, PipelineKind, Rows, TorchrecPlan
 
 GIB = 1 << 30
 # Free memory that is left to activations, batches and the libraries, of the GPU and of the host.
@@ -122,7 +122,7 @@ def case_chooser(budget_bytes: float, dim: int) -> CaseChooser:
                     plan=plan, tier=ColdTier.fused_uvm_caching, cache_load_frac=cached_frac
                 ),
                 None,
-                BenchPipeline.prefetch,
+                PipelineKind.prefetch,
             ),
             Case(
                 "hot_cold_uvm",

@@ -30,11 +30,11 @@ from hotrec.bench.machine import machine_facts
 from hotrec.bench.measure import run_counted, run_timed, run_warmup
 from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.measure import measure_costs
-from hotrec.calibrate.probes import CalibrationTarget
+from hotrec.calibrate.workload import CalibrationTarget
 from hotrec.cli.output import quiet_torch
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.groups import CostPlacement, FractionPlacement, Routing, TorchrecPlacement
-from hotrec.config.roots import BenchPipeline, BenchRootConfig
+from hotrec.config.roots import BenchRootConfig
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
 from hotrec.planning.optimum import fastest_placement
 from hotrec.planning.policies import choose_all_cold, choose_fraction
@@ -47,7 +47,7 @@ from hotrec.planning.predict import (
 )
 from hotrec.planning.scenario import Scenario
 from hotrec.runtime.ranks import Ranks, broadcast_object, process_group
-from hotrec.types import Partition, TablePlacement, TorchrecPlan
+from hotrec.types import Partition, PipelineKind, TablePlacement, TorchrecPlan
 
 logger = logging.getLogger("prediction_grid")
 EXPONENTS = (0.8, 1.05, 1.2)
@@ -147,7 +147,7 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
     )
     counts = samples.count(PROFILE_SAMPLES)
     histograms = {table: build_histogram(c) for table, c in counts.items()}
-    case = Case(HOT_COLD, CostPlacement(routing=Routing.device), None, BenchPipeline[pipeline])
+    case = Case(HOT_COLD, CostPlacement(routing=Routing.device), None, PipelineKind[pipeline])
     scenario = case_scenario(
         config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks
     )
@@ -198,7 +198,7 @@ def make_cases(
     total_rows = sum(config.bench.table_rows)
     chosen, _ = fastest_placement(CostPlacement(routing=Routing.device, may_pool=False), scenario)
     placement = make_placement(chosen, counts, histograms, "cost")
-    pipeline = BenchPipeline[scenario.pipeline.kind.value]
+    pipeline = scenario.pipeline.kind
     cases = [case_of(HOT_COLD, placement.partition, pipeline)]
     predicted = {HOT_COLD: chosen}
     for name, partition in {
@@ -216,7 +216,7 @@ def make_cases(
     return cases, predicted
 
 
-def case_of(name: str, partition: Partition, pipeline: BenchPipeline) -> Case:
+def case_of(name: str, partition: Partition, pipeline: PipelineKind) -> Case:
     return Case(name, FractionPlacement(routing=Routing.device), partition, pipeline)
 
 

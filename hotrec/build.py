@@ -1,4 +1,4 @@
-"""From configuration and plan to what a rank trains: sharded model, pipeline, loaders."""
+"""Build the sharded model, pipeline and loaders from a configuration and a plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 
-from hotrec.config.groups import (
-    AllHotOrder,
-    HotColdConfig,
-    OrderAssign,
-    Routing,
-)
+from hotrec.config.groups import AllHotOrder, HotColdConfig, OrderAssign, Routing
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import World
 from hotrec.data.all_hot import (
@@ -45,9 +40,7 @@ from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.models.dense import check_compiler, use_precision
-from hotrec.planning.constraints import (
-    MissCurve,
-)
+from hotrec.planning.constraints import MissCurve
 from hotrec.planning.machine import Machine
 from hotrec.planning.pipelines import choose_pipeline, hot_exchange_of
 from hotrec.planning.torchrec_plan import host_tier_bytes
@@ -62,17 +55,24 @@ from hotrec.train.alternate import AlternatingLoader, Alternation
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
 from hotrec.types import Exchange, HotExchange, PipelineKind, Placement, Schema, Sharding
 
+logger = logging.getLogger(__name__)
+
+SPLIT, ALL_HOT = "train", "all_hot"
+
 
 @dataclass(frozen=True)
 class Sharded:
-    """The model that a rank trains, and what goes with it.
+    """The sharded model of a rank with its optimizer, and the inputs of its pipeline.
 
     Args:
-        transform: for the loader's workers; None where ids are routed on the device.
-        inspect_batch: what a batch reads, for the traffic bound.
-        pipeline_kind: of the pipeline that the model is sharded for.
-        look_ahead: what that pipeline needs, if it is look_ahead.
-        grad_clip_norm: see ``make_pipeline``.
+        model: Sharded model.
+        optimizer: Optimizer of all parameters.
+        plan: TorchRec's sharding plan.
+        transform: Router for the loader's workers; None if ids are routed on the device.
+        inspect_batch: Counts the rows that a batch reads, for the traffic bound.
+        pipeline_kind: Kind of pipeline that the model is sharded for.
+        look_ahead: Settings of the pipeline look_ahead; None for other pipelines.
+        grad_clip_norm: Largest norm of the dense layers' gradients; None for no clipping.
     """
 
     model: DistributedModelParallel
@@ -107,8 +107,8 @@ def build_sharded(
     """Build, plan and shard the model on every rank of the process group; collective.
 
     Raises:
-        ValueError: if the device has no such precision, or cannot train the placement.
-        RuntimeError: on every rank, if one has no compiler to compile the dense layers with.
+        ValueError: If the device does not support the precision, or cannot train the placement.
+        RuntimeError: If a rank has no compiler for the dense layers; raised on every rank.
     """
     same_verdict(lambda: use_precision(config.trainer.precision, device))
     if config.trainer.compile:
@@ -126,7 +126,7 @@ def build_sharded(
     embedding, dense = optimizer_specs(config.optimizer)
     if device.type == "cuda":
         mapped = host_tier_bytes(plan, machine.local_world_size, embedding.state_bytes_per_row)
-        # Of the host with least, so that all ranks reach the same verdict.
+        # The smallest free memory of all hosts, so that all ranks reach the same verdict.
         check_mappable("plan host tiers", mapped, min(all_gather_object(read_memory()[1])))
     kind = choose_pipeline(config, machine)
     is_ahead = kind is PipelineKind.look_ahead
@@ -195,10 +195,14 @@ def make_look_ahead(
     hot_exchange: HotExchange,
     machine: Machine,
 ) -> LookAhead:
-    """What the pipeline look_ahead needs for a model that was sharded for it.
+    """Settings of the pipeline look_ahead for a model that was sharded for it.
 
     Args:
-        machine: whose costs choose how gradients of hot rows travel, if it has been measured.
+        config: Configuration of the run.
+        model: Sharded model.
+        device: Device of this rank.
+        hot_exchange: How gradients of hot rows are reduced.
+        machine: Machine whose measured costs choose among the ways to reduce hot gradients.
     """
     wire_type = config.pipeline.wire
 
@@ -217,7 +221,7 @@ def make_look_ahead(
 
 
 def _measured_seconds(machine: Machine) -> Seconds | None:
-    """Seconds of collectives by bytes; None unless they were measured with so many ranks."""
+    """Seconds of collectives by bytes; None unless measured with this number of ranks."""
     costs = machine.costs
     if costs is None:
         return None
@@ -235,14 +239,11 @@ def _measured_seconds(machine: Machine) -> Seconds | None:
     return {kind: seconds_of(kind) for kind in wanted}
 
 
-logger = logging.getLogger(__name__)
-
-
 def owned_tables(placement: Placement) -> list[str]:
-    """Tables with cold rows that travel to the ranks that read them.
+    """Tables whose cold rows are sent to the ranks that read them.
 
-    Pooled vectors travel for every sample that is elsewhere, whatever it reads, so tables that are
-    exchanged pooled are not among them.
+    Tables with a pooled exchange are excluded: they send a vector per remote sample, whatever its
+    rows.
     """
     partition = placement.partition
     return [
@@ -256,10 +257,11 @@ def check_assign(config: Config, placement: Placement | None) -> None:
     """Refuse order.assign=by_owner where no row has an owner.
 
     Args:
-        placement: as planned; None for TorchRec's plans.
+        config: Configuration of the run.
+        placement: Planned placement; None for TorchRec's plans.
 
     Raises:
-        ValueError: the same on every rank.
+        ValueError: If no table has cold rows that are exchanged as rows.
     """
     if config.order.assign is not OrderAssign.by_owner:
         return
@@ -278,11 +280,13 @@ def check_assign(config: Config, placement: Placement | None) -> None:
 def choose_assign(
     config: Config, schema: Schema, placement: Placement | None, plan: ShardingPlan
 ) -> ByOwner | None:
-    """What assigns the training samples, None for as they are read.
+    """The assignment of training samples to ranks; None if they stay as read.
 
     Args:
-        placement: that passed ``check_assign``.
-        plan: by which the tables are sharded.
+        config: Configuration of the run.
+        schema: Features and tables of the dataset.
+        placement: Placement that passed ``check_assign``.
+        plan: Sharding plan of the tables.
     """
     if config.order.assign is not OrderAssign.by_owner:
         return None
@@ -298,7 +302,7 @@ def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwne
     """``ByOwner`` for the tables of a plan.
 
     Raises:
-        RuntimeError: if the plan shards a table neither row-wise nor table-wise.
+        RuntimeError: If the plan shards a table neither row-wise nor table-wise.
     """
     shards = {table: _shards(table, plan) for table in owned_tables(placement)}
     hot_rows = {table: placement.partition.hot(table) for table in shards}
@@ -306,7 +310,7 @@ def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwne
 
 
 def _shards(table: str, plan: ShardingPlan) -> list[Shard]:
-    """The shards that hold rows, in the order of the rows."""
+    """The non-empty shards of a table, ordered by row."""
     found = [
         (shard, sharding.sharding_type)
         for module_plan in plan.plan.values()
@@ -329,12 +333,6 @@ def _shards(table: str, plan: ShardingPlan) -> list[Shard]:
     return sorted(shards, key=lambda shard: shard.first_row)
 
 
-SPLIT = "train"
-
-
-ALL_HOT = "all_hot"
-
-
 def find_all_hot(
     config: Config,
     dataset: Dataset,
@@ -343,14 +341,18 @@ def find_all_hot(
     *,
     is_resumed: bool,
 ) -> AllHotSamples | None:
-    """The all-hot samples that order=all_hot needs, None for another order; collective.
+    """The all-hot samples for order=all_hot, None for another order; collective.
 
     Args:
-        is_resumed: the run goes on with its own checkpoint, so what it kept must still hold.
+        config: Configuration of the run.
+        dataset: Dataset of the run.
+        training_plan: Plan of the run.
+        run_dir: Directory of the run, in which the samples are saved.
+        is_resumed: Whether the run resumes its own checkpoint and must use its saved samples.
 
     Raises:
-        ValueError: if nothing is hot, so that no sample can be all-hot.
-        ArtifactError: if the run kept those of another dataset or partition.
+        ValueError: If the placement has no hot rows.
+        ArtifactError: If the saved samples belong to another dataset or partition.
     """
     if not isinstance(config.order, AllHotOrder):
         return None
@@ -383,7 +385,7 @@ def count_epoch_steps(
 def make_alternation(
     config: Config, samples: AllHotSamples | None, world_size: int
 ) -> Alternation | None:
-    """What says which kind of batch is next, None where there is one kind only; logs the order."""
+    """The alternation of all-hot and mixed batches, None without all-hot samples."""
     order, trainer = config.order, config.trainer
     if samples is None or not isinstance(order, AllHotOrder):
         return None
@@ -424,10 +426,12 @@ def make_train_loader(
     """The loader of all training steps; collective.
 
     Args:
-        transform: of the ids, in the workers.
-        samples: of ``find_all_hot``.
-        alternation: of ``make_alternation``.
-        assign: of ``hotrec.data_assign.choose_assign``.
+        config: Configuration of the run.
+        ranks: Ranks of the process group.
+        transform: Router that the workers apply; None to route on the device.
+        samples: Result of ``find_all_hot``.
+        alternation: Result of ``make_alternation``.
+        assign: Result of ``choose_assign``.
     """
     trainer = config.trainer
 

@@ -22,11 +22,10 @@ from benchmarks.gpu_day.tbe import DEVICE, UVM, UVM_CACHE, Tables, optimizers_of
 from hotrec.bench.cases import Case, build_runner
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
-from hotrec.config.roots import BenchPipeline
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
 from hotrec.planning.policies import choose_fraction
 from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.types import ColdTier, OptimizerKind, TorchrecPlan
+from hotrec.types import ColdTier, OptimizerKind, PipelineKind, TorchrecPlan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COLD_TIERS = {
@@ -96,13 +95,13 @@ def make_case(name: str, tier: str, counts: Mapping[str, Any]) -> Case:
     if name.startswith("torchrec"):
         placement = TorchrecPlacement(plan=TorchrecPlan.table_wise, tier=cold)
         is_ahead = name == "torchrec_prefetch"
-        pipeline = BenchPipeline.prefetch if is_ahead else BenchPipeline.sparse_dist
+        pipeline = PipelineKind.prefetch if is_ahead else PipelineKind.sparse_dist
         return Case(name, placement, None, pipeline)
     return Case(
         name,
         FractionPlacement(cold_tier=cold, routing=Routing.device),
         choose_fraction(counts, hot_frac=0.02),
-        BenchPipeline.look_ahead if name == "look_ahead" else BenchPipeline.sparse_dist,
+        PipelineKind.look_ahead if name == "look_ahead" else PipelineKind.sparse_dist,
     )
 
 

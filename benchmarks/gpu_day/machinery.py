@@ -27,12 +27,12 @@ from hotrec.bench.figures import summarize as sum_up
 from hotrec.bench.measure import run_counted, run_timed, run_warmup
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import AllColdPlacement, Routing, TorchrecPlacement
-from hotrec.config.roots import BenchPipeline, BenchRootConfig
+from hotrec.config.roots import BenchRootConfig
 from hotrec.data.batch import Batch
 from hotrec.planning.policies import choose_all_cold
 from hotrec.report.units import show_bytes, show_count, show_seconds
 from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.types import ColdTier, Rows, TorchrecPlan
+from hotrec.types import ColdTier, PipelineKind, Rows, TorchrecPlan
 
 BASELINE = "TorchRec's planner"
 # MLPerf Training, DLRM-DCNv2 on Criteo 1TB: rows and ids per sample of its 26 features.
@@ -87,9 +87,9 @@ def make_cases(counts: Mapping[str, Rows]) -> list[Case]:
     on_device = AllColdPlacement(cold_tier=fused, routing=Routing.device)
     return [
         Case(BASELINE, TorchrecPlacement(plan=TorchrecPlan.planner, tier=fused), None),
-        Case("all cold", in_loader, partition, BenchPipeline.sparse_dist),
-        Case("all cold, routed on the device", on_device, partition, BenchPipeline.sparse_dist),
-        Case("all cold, look_ahead", in_loader, partition, BenchPipeline.look_ahead),
+        Case("all cold", in_loader, partition, PipelineKind.sparse_dist),
+        Case("all cold, routed on the device", on_device, partition, PipelineKind.sparse_dist),
+        Case("all cold, look_ahead", in_loader, partition, PipelineKind.look_ahead),
     ]
 
 

@@ -34,14 +34,13 @@ from benchmarks.gpu_day.tbe import DEVICE, Tables
 from hotrec.bench.cases import Case, Runner, build_runner
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import AllColdPlacement, Routing, TorchrecPlacement
-from hotrec.config.roots import BenchPipeline
 from hotrec.embedding.flat import MOST_BAG_IDS, cut_lengths
 from hotrec.embedding.pooling import MOST_IDS, sum_in_pieces
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.policies import choose_all_cold
 from hotrec.report.units import show_count, show_seconds
 from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.types import ColdTier, OptimizerKind, TorchrecPlan
+from hotrec.types import ColdTier, OptimizerKind, PipelineKind, TorchrecPlan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Calls of CUDA's runtime in which the host waits, by the names that the profiler gives them.
@@ -49,11 +48,11 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 # A copy to memory that is not pinned: the host waits in cudaMemcpyAsync itself.
 WAITING_COPY = "Memcpy DtoH (Device -> Pageable)"
 NUM_KERNELS, NUM_RANKS, STEPS = 12, 8, "## steps of gpu_day"
-CASES: dict[str, tuple[BenchPipeline, bool]] = {
-    "all cold, base": (BenchPipeline.base, True),
-    "all cold, sparse_dist": (BenchPipeline.sparse_dist, True),
-    "all cold, look_ahead": (BenchPipeline.look_ahead, True),
-    "TorchRec's planner": (BenchPipeline.sparse_dist, False),
+CASES: dict[str, tuple[PipelineKind, bool]] = {
+    "all cold, base": (PipelineKind.base, True),
+    "all cold, sparse_dist": (PipelineKind.sparse_dist, True),
+    "all cold, look_ahead": (PipelineKind.look_ahead, True),
+    "TorchRec's planner": (PipelineKind.sparse_dist, False),
 }
 
 

@@ -1,4 +1,4 @@
-"""A benchmark: configuration -> samples and cases -> measurement -> one document."""
+"""Run a benchmark: configuration -> samples and cases -> measurement -> one document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotrec.config.roots import BenchConfig, BenchRootConfig
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Rows, WireType
 
-# At least the batches that a pipeline holds beside the one it computes.
+# Extra batches for those that a pipeline holds beside the one it computes.
 NUM_AHEAD = 8
 
 
@@ -28,11 +28,22 @@ def measure(
     choose_cases: CaseChooser,
     baselines: Sequence[str] = BASELINES,
 ) -> dict[str, Any]:
-    """Build the cases, run them in turn, and sum up; the same document on every rank.
+    """Build the cases, time them in turn, and summarize them; collective.
 
     Args:
-        choose_cases: (configuration, lookups per row by table, W) -> what is measured.
-        baselines: names of cases that the others are compared with.
+        config: A validated configuration.
+        ranks: Ranks of the process group, which must exist.
+        choose_cases: Chooses the cases, given the configuration, the lookups per row by table, and
+            the number of ranks; ``hotrec.bench.cases.make_cases`` takes those of ``config``.
+        baselines: Names of the cases that the others are compared with.
+
+    Returns:
+        The content of ``bench.json``, equal on every rank. ``losses_apart`` names the cases whose
+        losses differ from those of the first exact one; their figures must not be used.
+
+    Raises:
+        ValueError: If a case cannot be placed on this machine, more rows than there are should be
+            hot, or the network interface does not exist.
     """
     bench = config.bench
     machine = machine_facts()
@@ -81,7 +92,7 @@ def measure(
         **_settings(config, ranks),
         "data": _data_facts(config, next(iter(measured.values()))[0].num_dense_values),
         "partitions": _partition_facts(cases, config),
-        "pipelines": {case.name: _pipeline_words(case, bench) for case in cases},
+        "pipelines": {case.name: _describe_pipeline(case, bench) for case in cases},
         "assigned": [c.name for c in cases if c.assign is OrderAssign.by_owner],
         "cases": figures,
         "losses_apart": losses_apart(figures, bench.loss_tolerance),
@@ -125,7 +136,7 @@ def _data_facts(config: BenchRootConfig, num_dense_values: int) -> dict[str, Any
 
 
 def _partition_facts(cases: Sequence[Case], config: BenchRootConfig) -> dict[str, Any]:
-    """What is hot, by case with hot rows."""
+    """Hot rows of each case that has any."""
     return {
         case.name: {
             "policy": case.partition.policy,
@@ -138,7 +149,7 @@ def _partition_facts(cases: Sequence[Case], config: BenchRootConfig) -> dict[str
     }
 
 
-def _pipeline_words(case: Case, bench: BenchConfig) -> str:
+def _describe_pipeline(case: Case, bench: BenchConfig) -> str:
     words = [(case.pipeline or bench.pipeline).name]
     if case.depth != 1:
         words.append(f"depth {case.depth}")

@@ -1,9 +1,8 @@
-"""Blocks of consecutive steps: what a rank notes of one, and what a step of it took.
+"""Timed blocks of consecutive steps.
 
-A pipeline may leave communication under way when it returns from a step, so steps of two cases
-cannot take turns one by one: the one's traffic would run in the other's time, or be waited for in a
-barrier that no clock sees. A block begins when nothing is under way, and its end is noted when
-nothing is.
+A pipeline may leave communication in flight when it returns from a step. If cases took turns step
+by step, the traffic of one would run in the time of another, or in an untimed barrier. So a block
+starts and ends with no communication in flight.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import torch
 
 @dataclass(frozen=True)
 class Block:
-    """What one rank noted of a block; seconds since the barrier that it began with.
+    """Times of a block on one rank, in seconds since the barrier at its start.
 
     Args:
-        returned_s: when the pipeline returned from each step.
-        ended_s: when nothing of the block was under way any more on any rank.
-        num_skipped: first steps that are in no figure of single steps: they refill the overlap.
-        cpu_s: processor time of this process in the block, of all its threads.
-        main_cpu_s: of it, the main thread's.
+        returned_s: Time at which the pipeline returned from each step.
+        ended_s: Time at which no rank had communication in flight any more.
+        num_skipped: Number of first steps, which refill the overlap and are not counted.
+        cpu_s: CPU time of all threads of this process.
+        main_cpu_s: CPU time of the main thread.
     """
 
     returned_s: Sequence[float]
@@ -36,30 +35,30 @@ class Block:
     main_cpu_s: float
 
     def own_step_s(self) -> np.ndarray:
-        """Float64 (counted steps,): from return to return on this rank."""
+        """Seconds from return to return on this rank, float64 (counted steps,)."""
         return np.diff(self.returned_s, prepend=0.0)[self.num_skipped :]
 
 
 def step_seconds(of_ranks: Sequence[Block]) -> np.ndarray:
-    """What each counted step took, float64 (counted steps,).
+    """Seconds of each counted step, float64 (counted steps,).
 
-    From when the last rank returned from the step before to when the last rank returned from this
-    one. So the steps add up to the time of the block: nothing is counted twice, as it would be by
-    taking the slowest rank's time of each step, where ranks do not wait for each other in between.
+    A step lasts from the last rank's return from the previous step to the last rank's return from
+    this one, so the steps add up to the block. The slowest rank's time of each step would not,
+    because ranks do not wait for each other between steps.
     """
     returned = np.max([block.returned_s for block in of_ranks], axis=0)
     return np.diff(returned, prepend=0.0)[of_ranks[0].num_skipped :]
 
 
 def whole_step_seconds(of_ranks: Sequence[Block]) -> float:
-    """All of the block over its steps: first steps, last traffic and all."""
+    """Time of the block divided by its steps, including first steps and last traffic."""
     return max(block.ended_s for block in of_ranks) / len(of_ranks[0].returned_s)
 
 
 def cpu_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
-    """Processor time of a step, of all threads and of the main one, mean over the blocks.
+    """CPU time per step of all threads and of the main thread, mean over the blocks.
 
-    Of whole blocks, not of single steps: what a thread does for a step may come after it.
+    Measured over whole blocks, because a thread may work for a step after it has returned.
     """
     num_steps = sum(len(block.returned_s) for block in blocks)
     return (
@@ -69,10 +68,9 @@ def cpu_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
 
 
 class Stopwatch:
-    """Times since it was made: of the host, or on CUDA of the current stream.
+    """Times since its creation: of the host, or on CUDA of the current stream.
 
-    On CUDA the host runs ahead of the device, and to wait for the device in each step would end
-    the overlap that is to be measured; so the times are those of events.
+    On CUDA the times are those of events, since synchronizing in each step would end the overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,16 +87,16 @@ class Stopwatch:
         return event
 
     def lap(self) -> None:
-        """Note the time."""
+        """Record the time."""
         self._times.append(self._now())
 
     def cpu_seconds(self) -> tuple[float, float]:
-        """Processor time since the start: of the process, and of the calling thread."""
+        """CPU time since the start: of the process, and of the calling thread."""
         process_s, thread_s = self._cpu_start_s
         return time.process_time() - process_s, time.thread_time() - thread_s
 
     def seconds(self) -> list[float]:
-        """Of every lap since the start; waits for the device."""
+        """Seconds from the start to every lap; waits for the device."""
         if not self._is_cuda:
             return [at - self._start for at in self._times]
         torch.cuda.synchronize()

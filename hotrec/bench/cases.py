@@ -1,4 +1,4 @@
-"""The cases: a placement and a pipeline each; all configurations of the same code."""
+"""The cases of a benchmark: each a placement and a pipeline of the same code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from hotrec.config.roots import (
     HOT_COLD_CASES,
     BenchCase,
     BenchConfig,
-    BenchPipeline,
     BenchRootConfig,
     BenchRouting,
     BenchVariant,
@@ -63,23 +62,23 @@ logger = logging.getLogger("hotrec.bench")
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration to be measured.
+    """A configuration to measure.
 
     Args:
-        name: in the results.
-        placement: as ``hotrec train`` takes it.
-        partition: None for TorchRec's plans on unsplit tables.
-        pipeline: how its steps overlap; None for ``bench.pipeline``.
-        wire: type in which rows and gradients travel.
-        depth: batches whose rows travel ahead, of look_ahead.
-        micro_batches: compute the samples first whose rows are here, of look_ahead.
-        assign: which rank computes which sample of the same global batches.
+        name: Name in the results.
+        placement: Placement as in the configuration of ``hotrec train``.
+        partition: Hot rows; None for TorchRec's plans on unsplit tables.
+        pipeline: Pipeline other than auto; None for ``bench.pipeline``.
+        wire: Type in which rows and gradients are sent.
+        depth: Number of batches that look_ahead prefetches.
+        micro_batches: Whether look_ahead first computes the samples whose rows have arrived.
+        assign: Which rank computes which sample of a global batch.
     """
 
     name: str
     placement: PlacementConfig
     partition: Partition | None
-    pipeline: BenchPipeline | None = None
+    pipeline: PipelineKind | None = None
     wire: WireType = WireType.fp32
     depth: int = 1
     micro_batches: bool = False
@@ -87,7 +86,7 @@ class Case:
 
     @property
     def is_exact(self) -> bool:
-        """Whether its losses are those of the model that all exact cases train."""
+        """Whether it must have the same losses as the other exact cases."""
         return self.wire is WireType.fp32
 
 
@@ -107,7 +106,7 @@ def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: 
             f"{bench.num_hot_rows}."
         )
     chosen = choose_fraction(counts, hot_frac=bench.num_hot_rows / total_rows)
-    return dataclasses.replace(chosen, policy=f"the {chosen.total_hot} most looked-up rows")
+    return dataclasses.replace(chosen, policy=f"the {chosen.total_hot} most accessed rows")
 
 
 def make_cases(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> list[Case]:
@@ -159,7 +158,6 @@ def _place(
 
 def case_config(config: BenchRootConfig, case: Case) -> Config:
     """The configuration with which ``hotrec train`` would train the case."""
-    pipeline = case.pipeline or config.bench.pipeline
     return Config(
         dataset_name=config.bench.name,
         run_name=case.name,
@@ -168,7 +166,7 @@ def case_config(config: BenchRootConfig, case: Case) -> Config:
         optimizer=config.optimizer,
         planner=config.planner,
         pipeline=PipelineConfig(
-            kind=PipelineKind[pipeline.name],
+            kind=case.pipeline or config.bench.pipeline,
             wire=case.wire,
             depth=case.depth,
             micro_batches=case.micro_batches,
@@ -191,21 +189,21 @@ def machine_of(config: BenchRootConfig, ranks: Ranks) -> Machine:
 
 @dataclass
 class Runner:
-    """A case under way on this rank: what it runs with, and what was measured so far.
+    """A case on this rank, and its measurements so far.
 
     Args:
-        case: what it is.
-        sharded: model, optimizer, plan.
-        pipeline: of the model.
-        clock: of the counted steps' stages.
-        batches: of the whole run, in order, and some that the pipeline may hold ahead.
-        unrouted: the same, with the ids as they were drawn.
-        memory_bytes: growth of this process while the model was built and made its first step.
-        losses: this rank's loss () of every step.
-        blocks: the timed ones, by round.
-        sent_bytes: of the steps whose bytes were counted, together, by collective.
-        wire_bytes: of the same steps, as the network interface counts; None without one.
-        counted: numbers of those steps, which are those of their batches.
+        case: The case.
+        sharded: Model, optimizer and plan.
+        pipeline: Pipeline of the model.
+        clock: Stage times of the timed steps.
+        batches: Batches of the whole run in order, and some for the pipeline to hold ahead.
+        unrouted: The same batches with their original ids.
+        memory_bytes: Growth of this process while the model was built and ran its first step.
+        losses: Loss () of every step on this rank.
+        blocks: Timed blocks by round.
+        sent_bytes: Sum over the counted steps, by collective.
+        wire_bytes: Bytes of the counted steps on the network interface; None without one.
+        counted: Indices of the counted steps, which are also those of their batches.
     """
 
     case: Case
@@ -223,7 +221,7 @@ class Runner:
 
     @property
     def num_steps(self) -> int:
-        """Steps made so far."""
+        """Number of steps so far."""
         return len(self.losses)
 
     def step(self) -> None:
@@ -232,10 +230,10 @@ class Runner:
         self.losses.append(loss)
 
     def drain(self) -> None:
-        """Wait until nothing of this case is under way on any rank; collective.
+        """Wait until no rank has communication of this case in flight; collective.
 
-        What pipelines do in threads of their own ``settle`` waits for; what the process group has
-        been given, such as the ids of TorchRec's next batch, its barrier waits for.
+        ``drain`` waits for the pipeline's own threads, and the barrier for collectives that are
+        queued in the process group, such as the ids of TorchRec's next batch.
         """
         self.pipeline.drain()
         barrier()
@@ -249,16 +247,20 @@ def build_runner(
     ranks: Ranks,
     samples: ZipfTables | None = None,
 ) -> Runner:
-    """Build a case and make its first step; collective.
+    """Build a case and run its first step; collective.
 
     Args:
-        batches: of this rank, as read.
-        samples: what they were drawn from; only a case that assigns samples needs it.
+        config: Configuration of the benchmark.
+        case: The case to build.
+        schema: Features and tables of the samples.
+        batches: Batches of this rank as read.
+        ranks: Ranks of the process group.
+        samples: Source of the batches; required for a case that assigns samples by owner.
     """
     start = time.perf_counter()
     gc.collect()
     before = resident_bytes(ranks.device)
-    # What is free of a device differs a little between ranks; they must plan alike.
+    # Free device memory differs between ranks, but all must plan the same.
     machine = broadcast_object(machine_of(config, ranks))
     placed = None
     if case.partition is not None:

@@ -1,4 +1,4 @@
-"""From what each rank measured to the figures of the run, the same on every rank."""
+"""Gather the measurements of all ranks and summarize them, equally on every rank."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ def served_values(
     """Floats that each rank looks up for others and itself in one step.
 
     Args:
-        plan: of the case.
-        rows_by_table: by sharded table one int64 array per asking rank: the rows it asks for. Each
-            is served once; for unsplit (pooled) tables these are all ids, with repetition.
+        plan: Plan of the case.
+        rows_by_table: Requested rows by sharded table, an int64 array per requesting rank. For
+            unsplit (pooled) tables these are all ids, with repetition.
+        world_size: Number of ranks.
 
     Returns:
-        One number per rank; replicated tables are served by nobody.
+        One number per rank; replicated tables are not served.
     """
     served = [0] * world_size
     for tables in plan_document(plan).values():
@@ -65,22 +66,22 @@ BASELINES = ("planner", "hand_tuned")
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measured of one case.
+    """Measurements of one case on one rank.
 
     Args:
-        is_exact: whether its losses are those of all exact cases.
-        bytes_per_value: of rows and gradients on their way, 4 or 2.
-        blocks: by round.
-        stage_s: by stage, of every counted step of the blocks, float64 (steps,).
-        losses: this rank's, of every step.
-        sent_bytes: of the steps whose bytes were counted, together, by collective.
-        wire_bytes: of the same steps; None without an interface.
-        num_distinct: distinct rows in the batch of each of them.
-        num_lookups: ids in each of these batches.
-        num_hot_lookups: of these, ids of hot rows.
-        served: floats that each rank serves this one, in the first counted step.
-        memory_bytes: of the model and its first step.
-        num_dense_values: parameters of the dense layers.
+        is_exact: Whether the case must have the same losses as the other exact cases.
+        bytes_per_value: Bytes per value of rows and gradients when sent, 4 or 2.
+        blocks: Timed blocks by round.
+        stage_s: Seconds of every timed step by stage, float64 (steps,).
+        losses: Loss of every step on this rank.
+        sent_bytes: Sum over the counted steps, by collective.
+        wire_bytes: Bytes of the counted steps on the network interface; None without one.
+        num_distinct: Distinct rows in the batch of each counted step.
+        num_lookups: Ids in the batch of each counted step.
+        num_hot_lookups: Ids of hot rows in the batch of each counted step.
+        served: Floats that each rank sends to this one in the first counted step.
+        memory_bytes: Memory of the model and its first step.
+        num_dense_values: Number of parameters of the dense layers.
     """
 
     is_exact: bool
@@ -107,7 +108,7 @@ def gather_measured(runners: Sequence[Runner], ranks: Ranks) -> dict[str, list[M
 
 def _measured(runner: Runner, ranks: Ranks) -> Measured:
     counted = [_rows_by_table(runner.unrouted[number]) for number in runner.counted]
-    asked = _asked_rows(runner.case, counted[0])
+    requested = _requested_rows(runner.case, counted[0])
     return Measured(
         is_exact=runner.case.is_exact,
         bytes_per_value=4 if runner.case.wire is WireType.fp32 else 2,
@@ -119,7 +120,7 @@ def _measured(runner: Runner, ranks: Ranks) -> Measured:
         num_distinct=[sum(np.unique(r).size for r in rows.values()) for rows in counted],
         num_lookups=[sum(r.size for r in rows.values()) for rows in counted],
         num_hot_lookups=[_num_hot_lookups(runner.case, rows) for rows in counted],
-        served=served_values(runner.sharded.plan, asked, ranks.world_size),
+        served=served_values(runner.sharded.plan, requested, ranks.world_size),
         memory_bytes=runner.memory_bytes,
         num_dense_values=count_dense_values(runner.sharded.model),
     )
@@ -130,16 +131,16 @@ def _rows_by_table(batch: Batch) -> dict[str, np.ndarray]:
     return {name: jagged.values().numpy() for name, jagged in batch.sparse.to_dict().items()}
 
 
-def _asked_rows(case: Case, rows: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-    """What a rank asks the owners for: distinct cold rows, or all ids where owners pool."""
+def _requested_rows(case: Case, rows: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
+    """Rows requested from their owners: distinct cold rows, or all ids where owners pool."""
     if case.partition is None:
         return {table: [ids] for table, ids in rows.items()}
-    asked = {}
+    requested = {}
     for table, ids in rows.items():
         distinct = np.unique(ids)
         is_hot = np.isin(distinct, case.partition.hot(table))
-        asked[table] = [distinct[~is_hot]]
-    return asked
+        requested[table] = [distinct[~is_hot]]
+    return requested
 
 
 def _num_hot_lookups(case: Case, rows: Mapping[str, np.ndarray]) -> int:
@@ -158,10 +159,10 @@ def summarize(
     """The figures of every case.
 
     Args:
-        measured: by case, one per rank.
-        global_batch_size: samples of a step, over all ranks.
-        dim: D.
-        baselines: cases that the others are compared with, where they were measured.
+        measured: Measurements by case, one per rank.
+        global_batch_size: Samples per step over all ranks.
+        dim: Embedding dimension.
+        baselines: Cases that the others are compared with, if they were measured.
     """
     figures = {
         name: _summarize_case(of_ranks, global_batch_size=global_batch_size, dim=dim)
@@ -240,7 +241,7 @@ def _summarize_case(
 
 
 def _stage_figures(of_ranks: Sequence[Measured]) -> dict[str, Any]:
-    """Stages of the main thread, and its waiting; nothing where no clock ran."""
+    """Stage times and exposed communication of the main thread; None without timed stages."""
     if not next(iter(of_ranks[0].stage_s.values())).size:
         return {"stage_s": None, "exposed_s": None, "exposed_frac": None, "exposed_frac_most": None}
     exposed = [exposed_s(rank.stage_s) for rank in of_ranks]
@@ -287,7 +288,7 @@ def _whole_ratio(mine: Sequence[Measured], baseline: Sequence[Measured]) -> dict
 
 
 def step_ratio(mine: Mapping[int, float], baseline: Mapping[int, float]) -> dict[str, float]:
-    """Median and quartiles of the ratios of two cases' steps, each a block's, by round."""
+    """Median and quartiles over the rounds of the ratio of two cases' steps."""
     ratios = [mine[number] / baseline[number] for number in mine if number in baseline]
     if not ratios:
         return {}
@@ -310,10 +311,7 @@ def reference_case(figures: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def losses_apart(figures: Mapping[str, Mapping[str, Any]], tolerance: float) -> list[str]:
-    """The exact cases whose loss is no number, or further from the first's than the tolerance.
-
-    Stale rows and 16-bit messages give other losses, so those cases are not among them.
-    """
+    """The exact cases whose loss is NaN or differs from the first's by more than the tolerance."""
     return [
         name
         for name, case in figures.items()

@@ -1,4 +1,4 @@
-"""What a result page must say about the machine, and two counters of the operating system."""
+"""Facts about the machine for result pages, and two counters of the operating system."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _version(package: str) -> str | None:
 
 
 def code_version() -> str:
-    """The commit that the code is of, and whether it was edited since; or that none is known."""
+    """The commit of the code and whether it was edited since, or "no git commit"."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -62,12 +62,12 @@ def code_version() -> str:
 
 
 def load_average() -> float:
-    """Processes that wanted a core, mean of the last minute."""
+    """Load average of the last minute."""
     return os.getloadavg()[0]
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Memory of this process now: on CUDA of the device, else resident in the host's."""
+    """Memory of this process: allocated on a CUDA device, otherwise resident on the host."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -77,10 +77,10 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def interface_sent_bytes(interface: str) -> int:
-    """Bytes that a network interface of this process's network namespace has sent.
+    """Bytes that a network interface has sent since it came up.
 
     Raises:
-        ValueError: if there is no such interface.
+        ValueError: If this network namespace has no such interface.
     """
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     sent = {

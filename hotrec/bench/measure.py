@@ -1,4 +1,4 @@
-"""The measurement: cases in turn, block by block, then steps whose bytes and stages are counted."""
+"""Measure cases in turn: timed blocks, then steps with counted bytes, then profiled steps."""
 
 from __future__ import annotations
 
@@ -20,22 +20,19 @@ from hotrec.runtime.traffic import count_sent_bytes
 
 
 def takes_part(round_number: int, num_rounds: int, own_rounds: int) -> bool:
-    """Whether a case that makes ``own_rounds`` of ``num_rounds`` blocks has one in this round.
-
-    They are spread evenly over the rounds.
-    """
+    """Whether a case with ``own_rounds`` evenly spread rounds takes part in this one."""
     before = round_number * own_rounds // num_rounds
     return (round_number + 1) * own_rounds // num_rounds > before
 
 
 def rotated(runners: Sequence[Runner], round_number: int) -> list[Runner]:
-    """The order of a round: each case comes first, and after each other one, as often."""
+    """The cases in the order of a round, which rotates so that each comes first equally often."""
     shift = round_number % len(runners)
     return [*runners[shift:], *runners[:shift]]
 
 
 def run_warmup(runners: Sequence[Runner], num_rounds: int) -> None:
-    """Steps before the clock; building a case has made the first."""
+    """Untimed steps; the first one ran when the case was built."""
     for runner in runners:
         for _ in range(num_rounds - 1):
             runner.step()
@@ -51,7 +48,7 @@ def run_timed(
     block_skip: int,
     ranks: Ranks,
 ) -> None:
-    """The timed blocks."""
+    """Time the blocks of all cases, round by round."""
     turns = [
         (round_number, runner)
         for round_number in range(rounds)
@@ -64,7 +61,7 @@ def run_timed(
 
 
 def run_block(runner: Runner, num_steps: int, num_skipped: int, ranks: Ranks) -> Block:
-    """Consecutive steps of one case, from when nothing is under way to when nothing is."""
+    """Time consecutive steps of one case, with no communication in flight before and after."""
     runner.drain()
     watch = Stopwatch(ranks.device)
     for number in range(num_steps):
@@ -84,10 +81,10 @@ def run_block(runner: Runner, num_steps: int, num_skipped: int, ranks: Ranks) ->
 def run_counted(
     runners: Sequence[Runner], *, num_steps: int, interface: str | None, ranks: Ranks
 ) -> None:
-    """Untimed steps whose sent bytes are counted, by collective and by the network interface.
+    """Count the bytes sent in untimed steps, by collective and on the network interface.
 
-    Nothing is under way before and after them. The interface also counts the barriers around them,
-    a few hundred bytes, and the acknowledgements of received data.
+    The interface also counts the barriers around the steps, a few hundred bytes, and the
+    acknowledgements of received data.
     """
     for _, runner in _progress(list(enumerate(runners)), "counted steps", ranks):
         runner.drain()
@@ -111,7 +108,7 @@ def _progress(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's garbage is collected before the clock, not at some case's expense."""
+    """Collect garbage now and not in a timed block."""
     gc.collect()
     gc.disable()
     try:
@@ -120,7 +117,7 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-# First match wins, tried on an event's name, then on its parent's, and so on.
+# The first match wins, tried on an event's name, then on its parent's, and so on.
 STAGES: tuple[tuple[str, str], ...] = (
     (
         "waiting and exchange",
@@ -142,16 +139,12 @@ STAGES: tuple[tuple[str, str], ...] = (
     ("buckets of gradients, sums of the hot exchange", r"AccumulateGrad|torch::distributed::"),
 )
 OTHER = "other (Python, views, copies)"
-STEP = "## step"  # around each step, to know the thread that makes it
+STEP = "## step"  # marks each step and its thread
 NAMES = (*dict.fromkeys(name for name, _ in STAGES), OTHER)
 
 
 def stage_of(names: Iterable[str]) -> str:
-    """The stage of an event.
-
-    Args:
-        names: of the event, of the one around it, and so on outwards.
-    """
+    """The stage of an event, given its name, its parent's, and so on outwards."""
     for name in names:
         for stage, pattern in STAGES:
             if re.search(pattern, name):
@@ -163,7 +156,7 @@ def run_profiled(runner: Runner, num_steps: int) -> dict[str, float]:
     """Profile some steps of a case.
 
     Returns:
-        Seconds of one step by stage, on this rank; the profiler's own cost is in them.
+        Seconds per step by stage on this rank, including the profiler's overhead.
     """
     runner.drain()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -187,5 +180,5 @@ def _names_outwards(event: Any) -> Iterable[str]:
 
 
 def is_profilable(device: torch.device) -> bool:
-    """Whether host time says where a step's time goes; on CUDA it does not."""
+    """Whether host time shows where a step's time goes; on CUDA it does not."""
     return device.type == "cpu"

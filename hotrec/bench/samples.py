@@ -1,4 +1,4 @@
-"""Samples with Zipf popularity, made before the clock starts, and counts as of a profile."""
+"""Synthetic samples with Zipf popularity, and lookup counts as in a profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hotrec.data.locality import ByOwner
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Feature, Rows, Schema, Table
 
-# Streams of random numbers that must not be the same: popularity, profile, samples of rank r.
+# Independent streams of random numbers: popularity, profile, samples of a rank.
 _POPULARITY, _PROFILE, _SAMPLES = 1, 2, 3
 
 
@@ -25,10 +25,10 @@ class ZipfTables:
     contiguous.
 
     Args:
-        table_rows: rows of each table; feature and table ``C1`` is the first.
-        exponent: of the Zipf law.
-        num_dense: N.
-        seed: of the run.
+        table_rows: Rows of each table; feature and table ``C1`` is the first.
+        exponent: Exponent of the Zipf law.
+        num_dense: Number of dense columns.
+        seed: Seed of popularity and samples.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ZipfTables:
 
     @property
     def tables(self) -> dict[str, tuple[str, int]]:
-        """Name and rows of the table that each feature reads."""
+        """Name and number of rows of each feature's table."""
         return {table.name: (table.name, table.num_rows) for table in self.schema.tables}
 
     def count(self, num_samples: int) -> dict[str, Rows]:
@@ -69,7 +69,7 @@ class ZipfTables:
     def batches(
         self, num_batches: int, *, batch_size: int, rank: int, world_size: int
     ) -> list[Batch]:
-        """The samples of one rank: an id per feature, labels that a dense column predicts."""
+        """Batches of one rank: an id per feature, and labels that a dense column predicts."""
         return list(
             self.stream(num_batches, batch_size=batch_size, rank=rank, world_size=world_size)
         )
@@ -77,7 +77,7 @@ class ZipfTables:
     def stream(
         self, num_batches: int, *, batch_size: int, rank: int, world_size: int
     ) -> Iterator[Batch]:
-        """The same, one after the other."""
+        """Generate the batches of ``batches`` one by one."""
         rng = np.random.default_rng([self._seed, _SAMPLES, rank])
         for _ in range(num_batches):
             yield self._batch(rng, batch_size, world_size)
@@ -107,7 +107,7 @@ class ZipfTables:
 def assigned_batches(
     samples: ZipfTables, assign: ByOwner, num_batches: int, *, batch_size: int, ranks: Ranks
 ) -> list[Batch]:
-    """This rank's part of the same global batches as ``samples.batches`` of all ranks make."""
+    """This rank's samples, assigned by owner, of the global batches of ``samples.batches``."""
     streams = [
         samples.stream(num_batches, batch_size=batch_size, rank=rank, world_size=ranks.world_size)
         for rank in range(ranks.world_size)
@@ -116,7 +116,7 @@ def assigned_batches(
 
 
 def _take(of_ranks: Sequence[Batch], assign: ByOwner, rank: int) -> Batch:
-    """One rank's part of a global batch; a benchmark's bags hold one id each."""
+    """One rank's samples of a global batch, whose bags hold one id each."""
     keys = of_ranks[0].sparse.keys()
     values_FS = torch.cat([b.sparse.values().view(len(keys), -1) for b in of_ranks], dim=1)
     lengths = np.ones(values_FS.numel(), np.int32)

@@ -18,22 +18,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hotrec.calibrate.clock import Effort, slowest_rank, time_on_all_ranks
+from hotrec.calibrate.kernels import Effort, slowest_rank, time_on_all_ranks
 from hotrec.cost_model.costs import COLLECTIVES, CollectiveCurve, CostsError, Link, World
 from hotrec.runtime.ranks import Ranks, new_group
 
 BYTES_PER_FLOAT = 4
-LEAST_BYTES = 1024.0
+MIN_BYTES = 1024.0
 GROWTH = 4
 # On a slow network a size that would take longer is left out: the line is known by then.
-MOST_CALL_S = 0.5
-LEAST_SIZES = 3
-# What the links are made of: the row exchange, and the ring that the others go along.
+MAX_CALL_S = 0.5
+MIN_SIZES = 3
+# The kinds that links are fitted from: the row exchange, and the ring of the other collectives.
 LINK_KINDS = ("all_to_all", "all_reduce")
 
 
 def num_values(kind: str, sent_bytes: float, num_ranks: int) -> int:
-    """Floats of a rank's tensor for which it sends about so many bytes; whole shares for all."""
+    """Floats of the tensor for which a rank sends about ``sent_bytes``; rounded to whole shares."""
     values = sent_bytes / BYTES_PER_FLOAT
     others = num_ranks - 1
     if kind == "all_gather":
@@ -43,11 +43,7 @@ def num_values(kind: str, sent_bytes: float, num_ranks: int) -> int:
 
 
 def sent_bytes(kind: str, values: int, num_ranks: int) -> float:
-    """Bytes that a rank sends for a tensor of ``values`` floats, see the module's table.
-
-    Raises:
-        CostsError: if it is none of the four collectives.
-    """
+    """Bytes that a rank sends for a tensor of ``values`` floats, see the module's table."""
     num_bytes, others = BYTES_PER_FLOAT * values, num_ranks - 1
     match kind:
         case "all_to_all" | "reduce_scatter":
@@ -65,8 +61,10 @@ def make_call(
     """One collective in a group, ready to be timed.
 
     Args:
-        values: floats of the rank's tensor.
-        group: None for all ranks.
+        kind: One of ``COLLECTIVES``.
+        values: Number of floats in the rank's tensor.
+        group: Process group; None for all ranks.
+        device: Device of the tensors.
     """
     num_ranks = dist.get_world_size(group)
     source = torch.ones(values, device=device)
@@ -88,13 +86,13 @@ def make_call(
 
 
 def sizes_up_to(max_bytes: float) -> list[float]:
-    """Bytes to be sent: from 1 KB, times 4, and the largest."""
+    """Message sizes to measure, in bytes: from 1 KB in factors of 4, and the largest."""
     sizes: list[float] = []
-    size = LEAST_BYTES
+    size = MIN_BYTES
     while size < max_bytes and len(sizes) < 16:
         sizes.append(size)
         size *= GROWTH
-    return [*sizes, max_bytes] if max_bytes > LEAST_BYTES else [max_bytes]
+    return [*sizes, max_bytes] if max_bytes > MIN_BYTES else [max_bytes]
 
 
 def measure_curve(
@@ -107,16 +105,18 @@ def measure_curve(
     effort: Effort,
     advance: Callable[[], object] = lambda: None,
 ) -> CollectiveCurve:
-    """Time a collective over sizes; all ranks of all such groups at once; collective.
+    """Time a collective over sizes, on all groups at the same time; collective.
 
     Sizes grow until the next would take longer than half a second.
 
     Args:
-        kind: one of ``hotrec.cost_model.COLLECTIVES``.
-        world: that the group is.
-        group: this rank's; None for all ranks.
-        max_bytes: the most that a rank sends.
-        advance: called for each size, also those left out.
+        kind: One of ``COLLECTIVES``.
+        world: Size of the group in ranks and hosts.
+        group: Process group of this rank; None for all ranks.
+        device: Device of the tensors.
+        max_bytes: Largest number of bytes that a rank sends.
+        effort: Number of repeats.
+        advance: Called once per size, including those left out.
     """
     sizes: list[float] = []
     seconds: list[float] = []
@@ -137,24 +137,20 @@ def measure_curve(
         seconds.append(timing.seconds)
         spreads.append(timing.spread)
         # The same figures on all ranks, so all stop at the same size.
-        is_over = len(sizes) >= LEAST_SIZES and timing.seconds * GROWTH > MOST_CALL_S
+        is_over = len(sizes) >= MIN_SIZES and timing.seconds * GROWTH > MAX_CALL_S
     return CollectiveCurve(kind, world, tuple(sizes), tuple(seconds), tuple(spreads))
 
 
 def link_of(curves: Sequence[CollectiveCurve], ranks_sending: int = 1) -> Link:
-    """Latency and rate that curves show.
+    """Median latency and rate of measured curves.
 
-    Medians over the curves. Where a curve's fit shows no growth with the bytes (all its sizes
-    small), the rate is that of its largest size, latency included, which no link is slower than.
+    Where the fitted time does not grow with the bytes (all sizes small), the rate is that of the
+    largest size, latency included: a lower bound.
 
     Args:
-        ranks_sending: ranks that share the link; its rate is what they send together.
-
-    Raises:
-        CostsError: if there are no curves.
+        curves: Measured collectives, at least one.
+        ranks_sending: Number of ranks that share the link; its rate is their sum.
     """
-    if not curves:
-        raise CostsError("link: expected at least one measured collective, got none.")
     lines = [curve.line() for curve in curves]
     rates = [
         1 / line.per_byte_s if line.per_byte_s > 0 else curve.sent_bytes[-1] / curve.seconds[-1]
@@ -166,12 +162,12 @@ def link_of(curves: Sequence[CollectiveCurve], ranks_sending: int = 1) -> Link:
 
 @dataclass(frozen=True)
 class Network:
-    """What was measured between the ranks.
+    """Measurements between the ranks.
 
     Args:
-        curves: of all ranks, and with several hosts of the ranks of one host.
-        intra: inside a host; None with one rank per host.
-        inter: between hosts; None with one host.
+        curves: Curves of all ranks and, with several hosts, of the ranks of one host.
+        intra: Link inside a host; None with one rank per host.
+        inter: Link between hosts; None with one host.
     """
 
     curves: tuple[CollectiveCurve, ...]
@@ -180,7 +176,7 @@ class Network:
 
 
 def num_network_points(ranks: Ranks, max_bytes: float) -> int:
-    """How often ``measure_network`` calls ``advance``."""
+    """Number of times that ``measure_network`` calls ``advance``."""
     if ranks.world_size == 1:
         return 0
     num_levels = 2 if ranks.num_hosts > 1 and ranks.local_world_size > 1 else 0
@@ -191,12 +187,10 @@ def num_network_points(ranks: Ranks, max_bytes: float) -> int:
 def measure_network(
     ranks: Ranks, *, max_bytes: float, effort: Effort, advance: Callable[[], object]
 ) -> Network:
-    """Curves of all ranks, and with several hosts and ranks on each also inside and between.
+    """Measure all ranks together and, with several on several hosts, each level; collective.
 
-    Inside: each host's ranks are a group. Between: the ranks of equal local rank are a group, and
-    all these groups are at work at once, so that together they send what a whole host can.
-
-    Collective.
+    Inside a host its ranks form a group. Between hosts the ranks of equal local rank form a group,
+    and all these groups send at the same time, so that together they saturate the host's link.
     """
     world = World(ranks.world_size, ranks.local_world_size)
     if ranks.world_size == 1:
@@ -223,7 +217,7 @@ def measure_network(
 
 
 def _own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
-    """Make all the groups, as every rank must, and return the one that holds this rank."""
+    """Create all groups, which is a collective, and return this rank's."""
     groups: Mapping[int, Any] = {
         member: group
         for ranks_of_group in members
@@ -235,11 +229,10 @@ def _own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup
 
 
 def measure_overlap(ranks: Ranks, *, max_bytes: float, effort: Effort) -> float:
-    """Share of a computation that hides communication going on meanwhile, 0..1; collective.
+    """Fraction of a transfer that a concurrent computation hides, 0..1; collective.
 
-    An all_to_all and a matrix product of about the same length: t_both = t_wire + t_compute -
-    overlap * min(t_wire, t_compute). Below 1 where sending takes processor time that the
-    computation needs. 1 for one rank, which sends nothing.
+    From an all_to_all and a matrix product of about the same length: t_both = t_wire + t_compute -
+    overlap * min(t_wire, t_compute). Below 1 where sending needs processor time; 1 with one rank.
     """
     if ranks.world_size == 1:
         return 1.0

@@ -1,4 +1,4 @@
-"""Costs from a run: what its stages took against what was predicted for them."""
+"""Correct costs by the measured stages of training runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ JOINT = "+"
 
 @dataclass(frozen=True)
 class StageTimes:
-    """One run, or one part of it.
+    """Stage times of a run.
 
     Args:
-        predicted_s: by stage, with the costs that are to be corrected.
-        measured_s: by stage, or by stages measured together, their names joined with ``+``.
+        predicted_s: Seconds by stage, predicted with the costs to correct.
+        measured_s: Seconds by stage; the names of stages measured together are joined by ``+``.
     """
 
     predicted_s: Mapping[str, float]
@@ -34,20 +34,19 @@ class StageTimes:
 
 
 def fit_corrections(costs: Costs, runs: Sequence[StageTimes], facts: Mapping[str, Any]) -> Costs:
-    """Correct costs by what runs measured.
+    """Correct costs by measured stages.
 
-    The factor of a stage is the median over the runs of measured / predicted, times the factor that
-    the prediction already had; stages measured together share one. What the costs cannot scale,
-    time of stages for which nothing is predicted and the stage "other", becomes the overhead of a
-    step.
+    The factor of a stage is the median over the runs of measured / predicted, times its present
+    factor; stages measured together share one. The time of the stage "other" and of stages without
+    a prediction becomes the overhead of a step.
 
     Args:
-        costs: those that the runs were predicted with.
-        runs: one or more.
-        facts: what to note in the new costs about the runs.
+        costs: Costs that the runs were predicted with.
+        runs: Stage times of at least one run.
+        facts: Facts about the runs to record in the new costs.
 
     Raises:
-        CostsError: if a predicted stage was not measured, or a time is impossible.
+        CostsError: If a predicted stage was not measured, or a time is not a finite number >= 0.
     """
     if not runs:
         raise CostsError("costs fit: expected the stages of at least one run, got none.")
@@ -71,15 +70,15 @@ def fit_corrections(costs: Costs, runs: Sequence[StageTimes], facts: Mapping[str
     for stage, factor in factors.items():
         corrections[stage] = costs.correction(stage) * factor
         overhead[stage] = overhead.get(stage, 0.0) * factor
-        # A share of the dense layers' time, which has a factor of its own.
+        # Waiting is a share of the dense layers' time, whose own factor applies already.
         waiting[stage] = waiting.get(stage, 0.0) * factor / factors.get("dense", 1.0)
-    # What was measured there holds what is waited for of the dense layers' all-reduce.
+    # The overhead already includes the exposed part of the dense layers' all-reduce.
     corrections["other"] = 0.0
     num_fits = int(costs.facts.get("num_fits", 0)) + 1
     base = str(costs.facts.get("fitted_name", costs.name))
     return replace(
         costs,
-        # Another name each time, so that no run is held against costs it was not planned with.
+        # A new name, so that no run is compared with costs that it was not planned with.
         name=f"{base}-fitted-{num_fits}",
         origin="fitted",
         overhead_s=float(np.median(overheads)),
@@ -92,9 +91,9 @@ def fit_corrections(costs: Costs, runs: Sequence[StageTimes], facts: Mapping[str
 
 def _check_stages(run: StageTimes) -> None:
     measured = [stage for names in run.measured_s for stage in names.split(JOINT)]
-    strange = sorted(set(measured + list(run.predicted_s)) - set(STAGES))
-    if strange:
-        raise CostsError(f"run stages: expected some of {list(STAGES)}, got {strange}.")
+    unknown = sorted(set(measured + list(run.predicted_s)) - set(STAGES))
+    if unknown:
+        raise CostsError(f"run stages: expected some of {list(STAGES)}, got {unknown}.")
     twice = sorted({stage for stage in measured if measured.count(stage) > 1})
     if twice:
         raise CostsError(f"run measured_stage_s: expected each stage once, got {twice} twice.")
@@ -119,14 +118,14 @@ def _check_stages(run: StageTimes) -> None:
 
 
 def fit_from_run(run_dir: Path, where: str) -> Costs:
-    """Correct the costs that a run was planned with by what its stages took.
+    """Correct the costs that a run was planned with by the times of its stages.
 
     Args:
-        run_dir: of a training run that predicted and measured its stages.
-        where: the costs that it was planned with, a directory or the name of a built-in set.
+        run_dir: Directory of a training run with predicted and measured stages.
+        where: Costs of the run's plan: a directory, or the name of a built-in set.
 
     Raises:
-        CostsError: if the run lacks either, looked ahead, or was planned with other costs.
+        CostsError: If the run has no stage times, used look-ahead, or was planned with other costs.
     """
     summary = _read_document(run_dir / SUMMARY)
     if summary.get("pipeline") == "look_ahead":
@@ -158,8 +157,8 @@ def _read_document(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CostsError(
-            f"{path}: expected what `hotrec train` writes, got {error!r}. Correct "
-            "calibrate.from_run."
+            f"{path}: expected a JSON file written by `hotrec train`, got {error!r}. Set "
+            "calibrate.from_run to its run directory."
         ) from error
     if not isinstance(document, dict):
         raise CostsError(f"{path}: expected a JSON object, got {type(document).__name__}.")

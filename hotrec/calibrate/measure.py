@@ -1,4 +1,4 @@
-"""Costs of a machine, measured: all kernels and collectives, on all ranks at the same time."""
+"""Measure the costs of a machine: kernels, collectives, memory, whole steps."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hotrec.calibrate.clock import Effort
 from hotrec.calibrate.collectives import (
     Network,
     measure_network,
     measure_overlap,
     num_network_points,
 )
-from hotrec.calibrate.kernels import Point, fit_line, largest_error, measure_probe
-from hotrec.calibrate.memory import measure_memory, warm_memory
-from hotrec.calibrate.probes import CalibrationTarget, CalibrationWorkload, all_probes, group_alone
+from hotrec.calibrate.kernels import Effort, Point, fit_line, largest_error, measure_probe
+from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.steps import correct_by_steps, num_step_points
+from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.runtime.fingerprint import read_fingerprint
+from hotrec.runtime.memory import read_memory
 from hotrec.runtime.ranks import (
     Ranks,
     all_gather_object,
@@ -32,7 +32,7 @@ from hotrec.runtime.ranks import (
 
 def measure_costs(
     ranks: Ranks,
-    subject: CalibrationTarget,
+    target: CalibrationTarget,
     *,
     name: str | None = None,
     max_bytes: float = float(16 << 20),
@@ -42,22 +42,26 @@ def measure_costs(
     """Measure all kernels and collectives, on all ranks at the same time; collective.
 
     Args:
-        ranks: of the process group, which exists already.
-        subject: tables, model and optimizer to measure with.
-        name: of the costs; None: device and processor or GPU.
-        max_bytes: largest message of a rank.
-        repeats: of each size, fewer if they would take longer than ``budget_s``.
-        budget_s: for the repeats of one size.
+        ranks: Ranks of the process group, which must exist.
+        target: Tables, model, optimizer and batch size to measure with.
+        name: Name of the costs; None for the device and its processor or GPU.
+        max_bytes: Largest number of bytes that a rank sends in one message.
+        repeats: Repeats per size, fewer if they take longer than ``budget_s``.
+        budget_s: Seconds for the repeats of one size.
 
     Returns:
-        The same costs on every rank.
+        The costs, equal on every rank.
+
+    Raises:
+        CostsError: If the hosts have different numbers of ranks, or a measured time is not above 0.
+        ValueError: If tables in host memory do not fit there.
     """
     start_s = time.perf_counter()
-    World(ranks.world_size, ranks.local_world_size)  # refuses uneven hosts before any work
+    World(ranks.world_size, ranks.local_world_size)  # validates the number of ranks per host
     effort = Effort(repeats, budget_s)
-    warm_memory(ranks.device, subject.cap_bytes)
-    bench = CalibrationWorkload(subject, ranks, group_alone(ranks))
-    probes = all_probes(bench)
+    warm_memory(ranks.device, target.cap_bytes)
+    workload = CalibrationWorkload(target, ranks, group_alone(ranks))
+    probes = all_probes(workload)
     num_points = sum(len(probe.sizes) for probe in probes)
     num_points += num_network_points(ranks, max_bytes)
     lines: dict[str, Line] = {}
@@ -96,10 +100,10 @@ def measure_costs(
             "num_ranks": ranks.world_size,
             "ranks_per_host": ranks.local_world_size,
             "threads_per_rank": torch.get_num_threads(),
-            "batch_size": subject.batch_size,
-            "embedding_dim": bench.dim,
-            "optimizer": subject.optimizer.kind.name,
-            "zipf_exponent": subject.zipf_exponent,
+            "batch_size": target.batch_size,
+            "embedding_dim": workload.dim,
+            "optimizer": target.optimizer.kind.name,
+            "zipf_exponent": target.zipf_exponent,
             "hosts_differ": any(other != host for other in fingerprints),
             "elapsed_s": time.perf_counter() - start_s,
             "largest_fit_error": {n: largest_error(lines[n], points[n]) for n in lines},
@@ -109,15 +113,15 @@ def measure_costs(
             },
         },
     )
-    costs = _corrected(bench, costs, ranks)
-    # Each rank has fitted the same figures; rank 0's make sure that they are the same to the bit.
+    costs = _corrected(workload, costs, ranks)
+    # All ranks fitted the same measurements; the broadcast makes the costs equal to the bit.
     return Costs.from_json(broadcast_object(costs.to_json()))
 
 
-def _corrected(bench: CalibrationWorkload, costs: Costs, ranks: Ranks) -> Costs:
-    with _progress(ranks, num_step_points(bench)) as bar:
+def _corrected(workload: CalibrationWorkload, costs: Costs, ranks: Ranks) -> Costs:
+    with _progress(ranks, num_step_points(workload)) as bar:
         bar.set_postfix_str("whole steps")
-        corrected, anchors = correct_by_steps(bench, costs, bar.update)
+        corrected, anchors = correct_by_steps(workload, costs, bar.update)
     return replace(corrected, facts={**costs.facts, "steps": [asdict(a) for a in anchors]})
 
 
@@ -128,7 +132,7 @@ def _progress(ranks: Ranks, num_points: int) -> tqdm[Any]:
 
 
 def _links(network: Network, copy: Line) -> tuple[Link, Link | None]:
-    """The links; one inside a host where no two ranks share one is a copy in memory."""
+    """The links; a memory copy stands in for the link inside a host with one rank."""
     if network.intra is not None:
         return network.intra, network.inter
     rate = 1 / copy.per_byte_s if copy.per_byte_s > 0 else 1 / copy.seconds(0, 1)
@@ -139,8 +143,28 @@ def _links(network: Network, copy: Line) -> tuple[Link, Link | None]:
     return Link(copy.fixed_s, rate, source), network.inter
 
 
+def measure_memory(device: torch.device) -> tuple[int, int]:
+    """Least bytes of a device (0 on CPU) and of a host or its control group; collective."""
+    device_bytes = 0
+    if device.type == "cuda":
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+    of_ranks = all_gather_object((device_bytes, read_memory()[0]))
+    return min(d for d, _ in of_ranks), min(h for _, h in of_ranks)
+
+
+def warm_memory(device: torch.device, num_bytes: int) -> None:
+    """Allocate and free memory once on CPU, so that timed calls get no fresh pages.
+
+    A training run reaches that state after some steps, since freed memory is kept
+    (``hotrec.runtime.memory``); half of a few timed calls would pay for page faults.
+    """
+    if device.type == "cpu":
+        parts = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(num_bytes >> 20)]
+        del parts
+
+
 def costs_table(costs: Costs) -> str:
-    """The lines and links for people."""
+    """Lines and links of costs as a table for the terminal."""
     width = max(len(name) for name in costs.kernels)
     header = f"{'kernel':<{width}}  {'per item':>10}  {'per byte':>10}  {'fixed':>10}  spread"
     rows = [f"costs {costs.name} ({costs.origin}, {costs.device})", header]

@@ -1,15 +1,15 @@
-"""Whole steps of the model at hand, against what their parts took alone.
+"""Correct measured kernels by whole training steps.
 
-A kernel that is timed alone finds the processor's cache and the memory to itself, and no Python
-around it. So a hot/cold placement and TorchRec's hand-tuned plan each make a few real steps at two
-batch sizes, and what their stages took corrects the parts: of every stage
+A kernel timed alone has the cache and the memory bandwidth to itself and no Python around it. So a
+few steps of a hot/cold placement and of TorchRec's hand-tuned plan are measured at two batch sizes,
+and fitted for every stage:
 
     measured = overhead + factor * predicted                             stages that compute
     measured = overhead + waiting * dense layers + factor * predicted    stages that exchange
 
-with one overhead and waiting, and one factor for each family of kernels that serves the stage.
+with one overhead, one waiting share, and one factor per family of kernels.
 
-Then steps with look-ahead, whose thread of communication competes with the layers for the cores:
+Steps with look-ahead, whose communication thread competes with the layers for the cores, follow:
 
     measured step = predicted step + fixed + per_byte * bytes of cold rows
 """
@@ -21,19 +21,17 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
-import torch
 
 from hotrec.bench.blocks import step_seconds
 from hotrec.bench.cases import Case, Runner, build_runner, case_scenario
 from hotrec.bench.measure import run_block
 from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.kernels import Point, fit_line
-from hotrec.calibrate.probes.rows import row_spec
+from hotrec.calibrate.probes import row_spec
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import (
     BenchConfig,
-    BenchPipeline,
     BenchRootConfig,
     LaunchConfig,
     PlannerConfig,
@@ -46,19 +44,19 @@ from hotrec.planning.predict import Predicted, predict_placement, predict_plan
 from hotrec.planning.scenario import Scenario
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
-from hotrec.types import STAGES, Partition, Rows, TablePlacement, TorchrecPlan
+from hotrec.types import STAGES, Partition, PipelineKind, Rows, TablePlacement, TorchrecPlan
 
-# Rows of both halves in every stage; and, since a large replica is slower to read, all rows hot.
+# Hot and cold rows in every stage; and all rows hot, since a large replica is slower to read.
 COVERAGES = (0.8, 1.0)
-# Of the steps with look-ahead, whose thread has most to do then.
+# The coverage of the steps with look-ahead, whose thread has most to do then.
 ALL_COLD = 0.0
-# Steps closer than that say nothing of a byte's price: a millisecond of noise would be all of it.
-LEAST_SPAN_BYTES = 1 << 16
+# With a smaller span of bytes, noise would decide the cost per byte.
+MIN_SPAN_BYTES = 1 << 16
 PROFILE_SAMPLES = 200_000
 NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
-# The smaller batch tells what a stage takes whatever it does.
+# The smaller batch shows the constant part of each stage.
 BATCH_PARTS = (4, 1)
-LEAST_BATCH = 32
+MIN_BATCH = 32
 HOT_COLD, TORCHREC, AHEAD = "hot_cold", "torchrec", "look_ahead"
 # The kernels of each family by stage; the other stages are the same for both.
 KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -84,22 +82,22 @@ KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-LEAST_FACTOR = 1.0
+MIN_FACTOR = 1.0
 HOT_STAGES = ("hot_exchange", "optimizer")
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange")
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """Real steps of one case.
+    """Predicted and measured steps of one case.
 
     Args:
         family: HOT_COLD, TORCHREC or AHEAD.
-        coverage: share of the lookups that are hot; None for TorchRec's plan.
-        predicted_s: by stage, from the parts alone.
-        measured_s: by stage, median over the steps, mean over the ranks.
-        step_s: median of the slowest rank's step.
-        row_bytes: of a rank's distinct cold rows, as predicted.
+        coverage: Fraction of lookups that are hot; None for TorchRec's plan.
+        predicted_s: Seconds by stage, predicted from the kernels alone.
+        measured_s: Seconds by stage, median over the steps and mean over the ranks.
+        step_s: Median step of the slowest rank.
+        row_bytes: Predicted bytes of a rank's distinct cold rows.
     """
 
     family: str
@@ -110,60 +108,61 @@ class Anchor:
     row_bytes: float = 0.0
 
 
-def coverages(bench: CalibrationWorkload) -> tuple[float | None, ...]:
-    """Of the cases to run; None is TorchRec's plan. Adam has no cold rows on CPU."""
-    has_cold = row_spec(bench) == bench.specs[0]
+def coverages(workload: CalibrationWorkload) -> tuple[float | None, ...]:
+    """Coverages of the cases to run; None is TorchRec's plan. Adam has no cold rows on CPU."""
+    has_cold = row_spec(workload) == workload.specs[0]
     return (*COVERAGES, None) if has_cold else (1.0,)
 
 
-def num_step_points(bench: CalibrationWorkload) -> int:
-    """How often ``correct_by_steps`` makes progress."""
-    return (len(coverages(bench)) + looks_ahead(bench)) * len(BATCH_PARTS)
+def num_step_points(workload: CalibrationWorkload) -> int:
+    """Number of times that ``correct_by_steps`` calls ``advance``."""
+    return (len(coverages(workload)) + looks_ahead(workload)) * len(BATCH_PARTS)
 
 
-def looks_ahead(bench: CalibrationWorkload) -> bool:
+def looks_ahead(workload: CalibrationWorkload) -> bool:
     """Whether steps with look-ahead can be measured; on CUDA they have not been run yet."""
-    is_cpu = bench.ranks.device.type == "cpu"
-    return is_cpu and bench.ranks.world_size > 1 and None in coverages(bench)
+    is_cpu = workload.ranks.device.type == "cpu"
+    return is_cpu and workload.ranks.world_size > 1 and None in coverages(workload)
 
 
 def correct_by_steps(
-    bench: CalibrationWorkload, costs: Costs, advance: Callable[[], object]
+    workload: CalibrationWorkload, costs: Costs, advance: Callable[[], object]
 ) -> tuple[Costs, list[Anchor]]:
-    """Correct what was measured of the parts by what whole steps take; collective.
+    """Correct costs by whole steps; collective.
 
     Args:
-        costs: what has been measured of the parts.
-        advance: called after each case.
+        workload: Tables and batches to measure with.
+        costs: Costs of kernels and collectives measured alone.
+        advance: Called after each case.
 
     Returns:
-        The corrected costs, and what they were corrected by.
+        The corrected costs, and the measured steps.
     """
-    sizes = [max(LEAST_BATCH, bench.subject.batch_size // part) for part in BATCH_PARTS]
+    sizes = [max(MIN_BATCH, workload.target.batch_size // part) for part in BATCH_PARTS]
     anchors, ahead = [], []
     for batch_size in sizes:
-        for coverage in coverages(bench):
-            anchors.append(_run(bench, costs, coverage, batch_size))
+        for coverage in coverages(workload):
+            anchors.append(_run(workload, costs, coverage, batch_size))
             advance()
     fitted = fit_steps(costs, anchors)
-    for batch_size in sizes if looks_ahead(bench) else ():
-        ahead.append(_run(bench, fitted, ALL_COLD, batch_size))
+    for batch_size in sizes if looks_ahead(workload) else ():
+        ahead.append(_run(workload, fitted, ALL_COLD, batch_size))
         advance()
     return replace(fitted, look_ahead=fit_look_ahead(ahead)), [*anchors, *ahead]
 
 
 def fit_look_ahead(anchors: list[Anchor]) -> Line:
-    """What steps with look-ahead took beside what was predicted."""
+    """Time of look-ahead steps beyond the prediction, by bytes of cold rows."""
     left = [(a.row_bytes, a.step_s - sum(a.predicted_s.values())) for a in anchors]
     points = [Point(0.0, num_bytes, seconds, 0.0) for num_bytes, seconds in left if seconds > 0]
     if not points:
         return Line() if anchors else Line(source="not measured")
     span_bytes = max(p.num_bytes for p in points) - min(p.num_bytes for p in points)
-    return fit_line(points, is_by_items=False, is_by_bytes=span_bytes >= LEAST_SPAN_BYTES)
+    return fit_line(points, is_by_items=False, is_by_bytes=span_bytes >= MIN_SPAN_BYTES)
 
 
 def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
-    """The costs with which the anchors' stages come out as measured, as nearly as can be."""
+    """The costs that predict the anchors' stages best."""
     kernels = dict(costs.kernels)
     corrections, overheads, waiting = {}, {}, {}
     for stage in STAGES:
@@ -173,10 +172,10 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
             overheads[stage], waiting[stage], corrections[stage] = _fit_exchange(anchors, stage)
             continue
         is_own = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
-        # Rows of a large replica are dearer, but a line has one price; too dear errs on the side of
-        # fewer replicas.
-        told = [a for a in anchors if stage not in HOT_STAGES or a.coverage in (None, 1.0)]
-        points = [_point(anchor, stage, is_own) for anchor in told]
+        # A large replica costs more per row, but a line has one slope. Fitting the large one errs
+        # towards fewer replicas.
+        chosen = [a for a in anchors if stage not in HOT_STAGES or a.coverage in (None, 1.0)]
+        points = [_point(anchor, stage, is_own) for anchor in chosen]
         used = [point for point in points if point.seconds > 0]
         if len(used) < 2:
             continue
@@ -206,9 +205,9 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
 
 
 def _fit_dense_exchange(anchors: list[Anchor]) -> float:
-    """Share of the dense layers' all-reduce that a step waits for, beside other exchanges.
+    """Exposed fraction of the dense layers' all-reduce.
 
-    It is waited for where replicated rows' gradients are; TorchRec's plan has next to none.
+    Its wait is part of the stage of replicated rows' gradients, of which TorchRec's plan has few.
     """
     shares = []
     for anchor in anchors:
@@ -220,10 +219,10 @@ def _fit_dense_exchange(anchors: list[Anchor]) -> float:
 
 
 def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, float]:
-    """Overhead, waiting as a share of the dense layers, and the factor of what was predicted.
+    """Overhead, waiting as a share of the dense layers, and the factor of the prediction.
 
-    Least squares of the errors as shares of the step; overhead and waiting not negative, the factor
-    at least LEAST_FACTOR, since messages take no less than alone, wherever they are waited for.
+    Least squares of the errors relative to the step. Overhead and waiting are not negative, and the
+    factor is at least MIN_FACTOR, since a message is never faster than when it is sent alone.
     """
     measured = np.array([a.measured_s[stage] for a in anchors])
     predicted = np.array([a.predicted_s[stage] for a in anchors])
@@ -234,7 +233,7 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, floa
     dense = np.array([a.measured_s["dense"] for a in anchors])[used]
     step = np.array([a.step_s for a in anchors])[used]
     columns = np.stack([np.ones_like(dense), dense, predicted], axis=1) / step[:, None]
-    wanted = measured / step - LEAST_FACTOR * columns[:, 2]
+    wanted = measured / step - MIN_FACTOR * columns[:, 2]
     best, least = np.zeros(3), float(wanted @ wanted)
     for size in (1, 2, 3):
         for names in combinations(range(3), size):
@@ -244,11 +243,11 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, floa
             if (found >= 0).all() and error < least:
                 best, least = np.zeros(3), error
                 best[list(names)] = found
-    return float(best[0]), float(best[1]), LEAST_FACTOR + float(best[2])
+    return float(best[0]), float(best[1]), MIN_FACTOR + float(best[2])
 
 
 def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
-    """Items are the prediction of the one family (or both), bytes that of the other."""
+    """The prediction of HOT_COLD (or of both families) as items, that of TORCHREC as bytes."""
     predicted, measured = anchor.predicted_s[stage], anchor.measured_s[stage]
     if is_own and (anchor.family, stage) not in KERNELS_OF:
         return Point(0.0, 0.0, 0.0, 0.0)
@@ -267,22 +266,22 @@ def _scaled(line: Line, factor: float) -> Line:
 
 
 def _run(
-    bench: CalibrationWorkload, costs: Costs, coverage: float | None, batch_size: int
+    workload: CalibrationWorkload, costs: Costs, coverage: float | None, batch_size: int
 ) -> Anchor:
-    """Steps with so much of the lookups hot, or of TorchRec's hand-tuned plan."""
+    """Measure steps with a fraction of the lookups hot, or of TorchRec's hand-tuned plan."""
     family = {None: TORCHREC, ALL_COLD: AHEAD}.get(coverage, HOT_COLD)
-    subject, ranks = bench.subject, bench.ranks
-    most_rows = ranks.world_size * subject.cap_bytes // (4 * bench.dim)
+    target, ranks = workload.target, workload.ranks
+    most_rows = ranks.world_size * target.cap_bytes // (4 * workload.dim)
     samples = ZipfTables(
-        cut_tables(subject.table_rows, most_rows),
-        exponent=subject.zipf_exponent,
-        num_dense=subject.num_dense,
-        seed=subject.seed,
+        cut_tables(target.table_rows, most_rows),
+        exponent=target.zipf_exponent,
+        num_dense=target.num_dense,
+        seed=target.seed,
     )
     config = BenchRootConfig(
-        bench=BenchConfig(name="calibrate", batch_size=batch_size, seed=subject.seed),
-        model=subject.model,
-        optimizer=subject.optimizer,
+        bench=BenchConfig(name="calibrate", batch_size=batch_size, seed=target.seed),
+        model=target.model,
+        optimizer=target.optimizer,
         planner=PlannerConfig(),
         launch=LaunchConfig(),
     )
@@ -290,7 +289,7 @@ def _run(
     partition = None if coverage is None else _choose(counts, coverage)
     case = Case(family, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
     if partition is not None:
-        pipeline = BenchPipeline.look_ahead if family == AHEAD else BenchPipeline.sparse_dist
+        pipeline = PipelineKind.look_ahead if family == AHEAD else PipelineKind.sparse_dist
         case = Case(family, FractionPlacement(routing=Routing.device), partition, pipeline)
     batches = samples.batches(
         1 + NUM_WARM + NUM_STEPS + NUM_AHEAD,
@@ -306,11 +305,7 @@ def _run(
         config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks
     )
     plan = broadcast_object(runner.sharded.plan)
-    predicted = (
-        predict_plan(scenario, plan)
-        if partition is None
-        else _predict(scenario, partition, ranks.device)
-    )
+    predicted = predict_plan(scenario, plan) if partition is None else _predict(scenario, partition)
     row_bytes = sum(predicted.quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
     return Anchor(family, coverage, dict(predicted.step.stage_s), measured, step_s, row_bytes)
 
@@ -322,7 +317,7 @@ def _choose(counts: Mapping[str, Rows], coverage: float) -> Partition:
 
 
 def _time_steps(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:
-    """Seconds by stage and of a step; steps that all ranks begin together; collective."""
+    """Seconds by stage and per step, with a barrier before each step; collective."""
     for _ in range(NUM_WARM):
         runner.step()
     clock, times = StageClock(ranks.device), []
@@ -337,7 +332,7 @@ def _time_steps(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:
 
 
 def _time_ahead(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:
-    """The same of consecutive steps: a barrier between them would end what overlaps; collective."""
+    """The same for consecutive steps, since a barrier would end their overlap; collective."""
     block = run_block(runner, NUM_WARM + NUM_STEPS, NUM_WARM, ranks)
     gathered = all_gather_object((runner.clock.medians(), block))
     step_s = float(np.median(step_seconds([block for _, block in gathered])))
@@ -348,6 +343,6 @@ def _mean_stages(medians: list[dict[str, float]]) -> dict[str, float]:
     return {stage: float(np.mean([of[stage] for of in medians])) for stage in STAGES}
 
 
-def _predict(scenario: Scenario, partition: Partition, device: torch.device) -> Predicted:
+def _predict(scenario: Scenario, partition: Partition) -> Predicted:
     num_hot = {table: partition.num_hot(table) for table in partition.num_rows}
     return predict_placement(scenario, num_hot, dict.fromkeys(num_hot, TablePlacement()))

@@ -1,11 +1,10 @@
-"""What is calibrated for, and samples of it."""
+"""The workload that calibration measures: tables, batches, routers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import cycle
 from typing import Any, TypeVar
 
 import torch
@@ -23,29 +22,28 @@ from hotrec.runtime.ranks import Ranks, new_group
 from hotrec.types import Partition
 
 T = TypeVar("T")
-# Each call reads other samples, as each step does: rows that an earlier repeat has read would be
-# found in the processor's cache. Enough for the calls of a size, warm-up included.
+# Each call reads another batch, as each step does, or its rows would still be in the CPU cache.
+# Enough for all calls of one size, warm-up included.
 NUM_SAMPLES = 10
-# A batch with fewer is measured as if it had so many: else ids drown in what a call costs.
-LEAST_IDS = 8192
-# Bytes of a row in ZipfTables and in a router's map.
+# Smaller batches are measured with this many ids, or the cost of the call would hide theirs.
+MIN_IDS = 8192
+# Bytes per row in ZipfTables and in a router's map.
 SAMPLED_ROW_BYTES = 20
 
 
 @dataclass(frozen=True)
 class CalibrationTarget:
-    """What the costs are to be of.
+    """Model and batch that costs are measured for.
 
     Args:
-        table_rows: rows of the table that each feature reads; a shared table once per feature.
-        model: dense layers, embedding_dim.
-        optimizer: of rows and dense layers.
-        num_dense: N, dense columns.
-        batch_size: B, per rank.
-        zipf_exponent: skew of the ids; how often a batch reads the same row decides what an id
-            costs to route, to pool and to update.
-        cap_bytes: memory of a rank for tables; larger ones are cut, the largest first.
-        seed: of the samples.
+        table_rows: Rows of the table of each feature; a shared table counts once per feature.
+        model: Dense layers and embedding dimension.
+        optimizer: Optimizer of rows and dense layers.
+        num_dense: Number of dense columns.
+        batch_size: Batch size per rank.
+        zipf_exponent: Skew of the ids, which decides how often a batch repeats a row.
+        cap_bytes: Memory per rank for tables; the largest tables are cut to fit.
+        seed: Seed of the samples.
     """
 
     table_rows: Sequence[int]
@@ -59,9 +57,9 @@ class CalibrationTarget:
 
 
 def cut_tables(table_rows: Sequence[int], most_rows: int) -> list[int]:
-    """Cut the largest tables to one height, so that all together have at most ``most_rows``.
+    """Cut the largest tables to a common size so that all have at most ``most_rows`` together.
 
-    Small tables, whose rows stay in the processor's cache, stay as they are; none goes below 1.
+    Small tables keep their size, since it decides whether they stay in the CPU cache.
     """
     left, height = most_rows, 0
     for number, rows in enumerate(sorted(table_rows)):
@@ -74,15 +72,15 @@ def cut_tables(table_rows: Sequence[int], most_rows: int) -> list[int]:
 
 @dataclass
 class CalibrationWorkload:
-    """A subject on a rank: its tables, its samples, and what is built for the probes.
+    """Batches and modules of a target on this rank, shared by the probes.
 
     Args:
-        subject: what it is.
-        ranks: this rank.
-        alone: a process group of this rank alone.
+        target: Model and batch to measure.
+        ranks: This rank.
+        alone: Process group of this rank alone.
     """
 
-    subject: CalibrationTarget
+    target: CalibrationTarget
     ranks: Ranks
     alone: dist.ProcessGroup
     _built: dict[str, tuple[object, Any]] = field(default_factory=dict)
@@ -94,46 +92,46 @@ class CalibrationWorkload:
 
     @property
     def dim(self) -> int:
-        return self.subject.model.embedding_dim
+        return self.target.model.embedding_dim
 
     @property
     def num_columns(self) -> int:
-        return len(self.subject.table_rows)
+        return len(self.target.table_rows)
 
     @property
     def num_ids(self) -> int:
-        """Ids of a batch, one per feature and sample."""
-        return self.subject.batch_size * self.num_columns
+        """Number of ids in a batch, one per feature and sample."""
+        return self.target.batch_size * self.num_columns
 
     @cached_property
     def specs(self) -> tuple[OptimizerSpec, OptimizerSpec]:
-        return optimizer_specs(self.subject.optimizer)
+        return optimizer_specs(self.target.optimizer)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Ids and dimensions: a sixteenth to twice a batch, at D and at a quarter of it."""
-        most = max(self.num_ids, LEAST_IDS)
+        """(ids, dimension) to measure: a sixteenth to twice a batch, at D and a quarter of it."""
+        most = max(self.num_ids, MIN_IDS)
         ids = [most // part for part in (16, 4, 1)]
         other = self.dim // 16 * 4 if self.dim >= 16 else 2 * self.dim
         return [(k, dim) for dim in (other, self.dim) for k in ids] + [(2 * most, self.dim)]
 
     @cached_property
     def samples(self) -> ZipfTables:
-        """Of the whole tables, as a batch reads them."""
-        most_rows = self.subject.cap_bytes // SAMPLED_ROW_BYTES
-        return self._zipf(cut_tables(self.subject.table_rows, most_rows))
+        """Batches that read the whole tables."""
+        most_rows = self.target.cap_bytes // SAMPLED_ROW_BYTES
+        return self._zipf(cut_tables(self.target.table_rows, most_rows))
 
     @cached_property
     def own_samples(self) -> ZipfTables:
-        """Of the rank's share of every table: what it holds, and is asked for."""
-        share = [-(-rows // self.ranks.world_size) for rows in self.subject.table_rows]
-        return self._zipf(cut_tables(share, self.subject.cap_bytes // (4 * self.dim)))
+        """Batches that read this rank's shard of every table."""
+        share = [-(-rows // self.ranks.world_size) for rows in self.target.table_rows]
+        return self._zipf(cut_tables(share, self.target.cap_bytes // (4 * self.dim)))
 
     def _zipf(self, table_rows: Sequence[int]) -> ZipfTables:
         return ZipfTables(
             table_rows,
-            exponent=self.subject.zipf_exponent,
-            num_dense=self.subject.num_dense,
-            seed=self.subject.seed,
+            exponent=self.target.zipf_exponent,
+            num_dense=self.target.num_dense,
+            seed=self.target.seed,
         )
 
     @property
@@ -142,34 +140,34 @@ class CalibrationWorkload:
 
     @cached_property
     def hot_partition(self) -> Partition:
-        """The most looked-up half of the rows, as far as the memory goes.
+        """The most accessed half of the rows, or fewer if memory is short.
 
-        A replica that fits the processor's cache would make rows look cheaper than they are.
+        A small replica would fit the CPU cache and make hot rows look too cheap.
         """
-        counts = self.samples.count(100 * self.subject.batch_size)
+        counts = self.samples.count(100 * self.target.batch_size)
         total = sum(len(rows) for rows in counts.values())
-        hot_frac = min(0.5, self.subject.cap_bytes / (8 * self.dim) / total)
+        hot_frac = min(0.5, self.target.cap_bytes / (8 * self.dim) / total)
         return choose_fraction(counts, hot_frac=max(hot_frac, 1 / total))
 
     @cached_property
     def router(self) -> Router:
-        """Routes ids of the whole tables, hot and cold."""
+        """Router of the whole tables, with hot rows."""
         return self.router_of(self.samples, self.hot_partition)
 
     @cached_property
     def own_router(self) -> Router:
-        """Routes ids of the rank's share, all cold."""
+        """Router of this rank's shards, all rows cold."""
         none = choose_all_cold(self.own_samples.count(1))
         return self.router_of(self.own_samples, none)
 
     def router_of(self, samples: ZipfTables, partition: Partition) -> Router:
-        """Routes ids of these tables, on the device."""
+        """Router of these tables, on the device."""
         names = samples.schema.feature_names
         columns = [Column(name, name, name, is_mean=False) for name in names]
         return Router({self.dim: columns}, partition).to(self.device)
 
     def features(self, samples: ZipfTables, num_ids: int) -> list[KeyedJaggedTensor]:
-        """Batches with about so many ids, NUM_SAMPLES of them."""
+        """NUM_SAMPLES batches of about ``num_ids`` ids each."""
         batch_size = max(1, num_ids // self.num_columns)
         key = (id(samples), batch_size)
         if key not in self._drawn:
@@ -183,7 +181,7 @@ class CalibrationWorkload:
         return self._drawn[key]
 
     def once(self, kind: str, key: object, build: Callable[[], T]) -> T:
-        """What ``build`` makes, kept until the same kind is asked for with another key."""
+        """The result of ``build``, cached until the same kind is requested with another key."""
         held = self._built.get(kind)
         if held is None or held[0] != key:
             self._built.pop(kind, None)  # frees the memory before the next is built
@@ -191,11 +189,6 @@ class CalibrationWorkload:
             self._built[kind] = held
         built: T = held[1]
         return built
-
-
-def in_turn(values: Sequence[T]) -> Iterator[T]:
-    """The values again and again."""
-    return cycle(values)
 
 
 def group_alone(ranks: Ranks) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hotrec.calibrate.fit import fit_from_run
 from hotrec.calibrate.measure import costs_table, measure_costs
-from hotrec.calibrate.probes import CalibrationTarget
+from hotrec.calibrate.workload import CalibrationTarget
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.store import write_costs

@@ -237,15 +237,6 @@ class BenchCase(Enum):
 HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
 
 
-class BenchPipeline(Enum):
-    """Pipelines that `hotrec bench` compares."""
-
-    sparse_dist = "sparse_dist"
-    base = "base"
-    look_ahead = "look_ahead"
-    prefetch = "prefetch"
-
-
 class HotRowsRule(Enum):
     """How `hotrec bench` chooses the hot rows of hot_cold."""
 
@@ -265,7 +256,7 @@ class BenchVariant:
     """A case with its own name; null keys are as in bench."""
 
     placement: BenchCase = key("placement of the case")
-    pipeline: BenchPipeline | None = key(
+    pipeline: PipelineKind | None = key(
         "pipeline: sparse_dist, base, look_ahead (with hot and cold rows) or prefetch (with "
         "TorchRec's plans in the tier fused_uvm_caching)",
         None,
@@ -343,9 +334,9 @@ class BenchConfig:
         "where ids are routed: main (inside the timed step) or loader (before it)",
         BenchRouting.main,
     )
-    pipeline: BenchPipeline = key(
+    pipeline: PipelineKind = key(
         "pipeline of all cases without one in bench.variants: sparse_dist or base",
-        BenchPipeline.sparse_dist,
+        PipelineKind.sparse_dist,
     )
     seed: int = key("seed of weights, popularity and samples", 0, at_least=0)
     device: Device = key(

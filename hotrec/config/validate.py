@@ -19,14 +19,13 @@ from hotrec.config.roots import (
     HOT_COLD_CASES,
     BenchCase,
     BenchConfig,
-    BenchPipeline,
     BenchRootConfig,
     BenchVariant,
     Config,
     Device,
     TrainerConfig,
 )
-from hotrec.types import ColdTier, Precision
+from hotrec.types import ColdTier, PipelineKind, Precision
 
 # FBGEMM asserts it for every table with a fused optimizer (construct_split_state).
 DIM_MULTIPLE = 4
@@ -139,7 +138,7 @@ def _check_bench(bench: BenchConfig) -> None:
     for case in bench.cases:
         if case not in known:
             raise ValueError(f"bench.cases: expected some of {known}, got {case!r}.")
-    if bench.pipeline not in (BenchPipeline.sparse_dist, BenchPipeline.base):
+    if bench.pipeline not in (PipelineKind.sparse_dist, PipelineKind.base):
         raise ValueError(
             f"bench.pipeline: expected sparse_dist or base, which every placement has, got "
             f"{bench.pipeline.name}. Give single cases another pipeline by bench.variants."
@@ -167,21 +166,26 @@ def _check_variant(key: str, name: str, variant: BenchVariant, bench: BenchConfi
     for full_key, value, item in walk(variant, f"{key}."):
         _check_limits(full_key, value, item.metadata.get("limits", {}))
     pipeline = variant.pipeline or bench.pipeline
+    if pipeline is PipelineKind.auto:
+        raise ValueError(
+            f"{key}.pipeline: expected sparse_dist, base, look_ahead or prefetch, got auto. A "
+            f"benchmark compares given pipelines; set {key}.pipeline=sparse_dist."
+        )
     is_hot_cold = variant.placement in HOT_COLD_CASES
-    if not is_hot_cold and pipeline is BenchPipeline.look_ahead:
+    if not is_hot_cold and pipeline is PipelineKind.look_ahead:
         raise ValueError(
             f"{key}.pipeline: expected another than look_ahead with TorchRec's plan "
             f"{variant.placement.name}, got look_ahead."
         )
     is_cached = variant.tier is ColdTier.fused_uvm_caching
-    if pipeline is BenchPipeline.prefetch and (is_hot_cold or not is_cached):
+    if pipeline is PipelineKind.prefetch and (is_hot_cold or not is_cached):
         raise ValueError(
             f"{key}.pipeline: expected prefetch only with TorchRec's plans in the tier "
             f"fused_uvm_caching, got prefetch with the placement {variant.placement.name} and the "
             f"tier {variant.tier.name}. Set {key}.pipeline=sparse_dist."
         )
     is_plain = variant.depth == 1 and not variant.micro_batches
-    if not is_plain and pipeline is not BenchPipeline.look_ahead:
+    if not is_plain and pipeline is not PipelineKind.look_ahead:
         raise ValueError(
             f"{key}: expected depth 1 and no micro_batches with the pipeline {pipeline.name}, got "
             f"depth {variant.depth}, micro_batches {variant.micro_batches}. They are look_ahead's."

@@ -58,7 +58,6 @@ HOT_COLD, LOOK_AHEAD, BASELINE_PREFIX = "hot_cold", "look_ahead", "torchrec"
 MAX_TABLES_SHOWN, MAX_RANKS_SHOWN, MAX_PLANS_DRAWN = 20, 16, 6
 NEEDED = ("world", "batch_size", "plans", "chosen")
 NEEDED_OF_PLAN = ("step_s", "stage_s", "sent_bytes", "total_sent_bytes", "samples_per_s")
-# A step within this fraction of its bound is at the bound, because the solver stops there.
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 TIER_COLORS = {"device": RUN_COLORS[0], "host": RUN_COLORS[4]}
 BASELINE_TIER_COLORS = {"device": "#7fb8d8", "host": "#f2cf7f"}

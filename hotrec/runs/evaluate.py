@@ -1,4 +1,4 @@
-"""The quality of a run's checkpoint on a split of the run's dataset."""
+"""Evaluate a run's checkpoint on a split of its dataset."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """What was evaluated, and how good it is.
+    """A checkpoint and its quality.
 
     Args:
-        config: the run's own, with the placement that it trained.
-        checkpoint: its name.
-        step: updates that the checkpoint has seen.
-        quality: over all ranks.
+        config: Configuration of the run, with the placement that it trained.
+        checkpoint: Name of the checkpoint.
+        step: Number of updates before the checkpoint.
+        quality: Quality over all ranks.
     """
 
     config: Config
@@ -41,13 +41,17 @@ class EvaluatedRun:
 def evaluate_run(
     config: EvaluateConfig, trained: Config, trained_dir: Path, ranks: Ranks
 ) -> EvaluatedRun:
-    """Evaluate with the model, partition and dataset that a training run recorded; collective.
+    """Evaluate with the model, partition and dataset of a training run; collective.
 
     Args:
-        config: the split, and which checkpoint.
-        trained: the run's configuration.
-        trained_dir: the run's directory.
-        ranks: of the process group, as many as trained the run.
+        config: Split and checkpoint to evaluate.
+        trained: Configuration of the run.
+        trained_dir: Directory of the run.
+        ranks: Ranks of the process group, as many as trained the run.
+
+    Raises:
+        ArtifactError: If the dataset, partition or checkpoint is missing or altered.
+        ValueError: If there is no such checkpoint, or it was trained with other ranks.
     """
     checkpoint = same_verdict(lambda: _checkpoint(trained_dir, config.checkpoint, ranks.world_size))
     dataset = same_verdict(lambda: Dataset.open(trained.paths.dataset))

@@ -1,4 +1,4 @@
-"""What a run records beside its figures: the plan and the environment."""
+"""Write the plan and the environment of a run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torc
 def write_plan(
     plan: ShardingPlan, run_dir: Path, prediction: Mapping[str, Any] | None = None
 ) -> str:
-    """The plan for programs and for people, with what it is predicted to take; the latter's text.
+    """Write ``plan.json``, ``plan.txt`` and ``prediction.json``.
 
     Args:
-        prediction: document of ``hotrec.planning.document``.
+        plan: TorchRec's sharding plan.
+        run_dir: Directory of the run.
+        prediction: Document of ``hotrec.planning.document``, if there is one.
+
+    Returns:
+        The content of ``plan.txt``.
     """
     (run_dir / PLAN_JSON).write_text(json.dumps(plan_document(plan), indent=2) + "\n")
     text = plan_text(plan)
@@ -40,7 +45,7 @@ def write_plan(
 
 
 def write_environment(run_dir: Path, *, world_size: int, num_hosts: int, device: str) -> None:
-    """Versions, host and words of the run, so that its figures can be judged later."""
+    """Write versions, host and command line of the run to ``environment.json``."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""A training run from top to bottom: dataset, plan, model, batches, loop; in one directory."""
+"""A training run from top to bottom: dataset, plan, model, batches, loop."""
 
 from __future__ import annotations
 
@@ -46,20 +46,29 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
-    """Train what the configuration says, or go on with the run of this directory; collective.
+    """Train a configuration, or resume the run of this directory; collective.
 
     Args:
-        config: validated.
-        run_dir: where rank 0 writes plan, records and checkpoints.
-        ranks: of the process group, which exists already.
+        config: A validated configuration.
+        run_dir: Directory in which rank 0 writes plan, records and checkpoints.
+        ranks: Ranks of the process group, which must exist.
+
+    Returns:
+        The results of the run, equal on every rank.
+
+    Raises:
+        ArtifactError: If the dataset, profile, partition or checkpoint is missing, altered, or
+            belongs to another dataset.
+        ValueError: If the placement does not fit the machine, or the configuration contradicts the
+            dataset.
     """
     trainer = config.trainer
     device = ranks.device.type
     dataset = same_verdict(lambda: Dataset.open(config.paths.dataset))
-    same_verdict(lambda: _count_steps(config, dataset, ranks))  # refuse before the long part
+    same_verdict(lambda: _count_steps(config, dataset, ranks))  # fail early
     machine = make_run_machine(config, ranks)
     resume_from = same_verdict(lambda: _resume_from(config, run_dir, device))
-    training_plan = _agree(config, dataset, machine, run_dir, ranks, resume_from)
+    training_plan = _share_plan(config, dataset, machine, run_dir, ranks, resume_from)
     config = training_plan.config
     check_assign(config, training_plan.placement)
     is_own = resume_from is not None and resume_from.is_relative_to(run_dir)
@@ -117,7 +126,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
 
 
 def make_run_machine(config: Config, ranks: Ranks) -> Machine:
-    """The machine of these ranks, as rank 0 sees it, so that all of them plan alike."""
+    """The machine of these ranks as seen by rank 0, so that all of them plan the same."""
     machine = make_machine(
         config.planner,
         world_size=ranks.world_size,
@@ -131,10 +140,10 @@ def make_run_machine(config: Config, ranks: Ranks) -> Machine:
 def cache_counts(
     sharded: Sharded, device: torch.device
 ) -> Callable[[], Mapping[str, float]] | None:
-    """What ``train`` counts of device caches: None on every rank, or on none.
+    """Counters of the device caches for ``train``; None, on all ranks alike, if no rank has one.
 
-    The plan says it, which is the same on every rank, also where a rank's own shards have no cache.
-    On CPU FBGEMM makes none, whatever the plan says.
+    The decision follows the plan, which all ranks share, even if a rank's own shards have no cache.
+    FBGEMM has no caches on CPU, whatever the plan.
     """
     kernels = {
         sharding.compute_kernel
@@ -151,7 +160,7 @@ def cache_counts(
 def checkpoint_facts(
     config: Config, dataset: Dataset, partition: Artifact | None
 ) -> dict[str, Any]:
-    """What must be the same in the run that saved a checkpoint and the one that loads it."""
+    """Facts that must agree between the run that saved a checkpoint and the one that loads it."""
     model = {
         name: getattr(value, "name", value) for name, value in sorted(vars(config.model).items())
     }
@@ -180,7 +189,7 @@ def placement_name(config: Config) -> str:
     return placement.kind.name
 
 
-def _agree(
+def _share_plan(
     config: Config,
     dataset: Dataset,
     machine: Machine,
@@ -188,9 +197,9 @@ def _agree(
     ranks: Ranks,
     resume_from: Path | None,
 ) -> TrainingPlan:
-    """Rank 0 settles what is trained; the others take what it training_plan.
+    """Make the training plan on rank 0 and broadcast it; collective.
 
-    A run that resumes its own checkpoint goes on with what it chose, whatever was measured since.
+    A run that resumes its own checkpoint keeps its plan, even if costs were measured since.
     """
 
     def choose() -> TrainingPlan | None:

@@ -17,7 +17,7 @@ GPU_KERNELS = {name for name in KERNELS if name.endswith(("_host", "_hit", "_mis
 
 
 def tiny_subject(optimizer: Any) -> Any:
-    from hotrec.calibrate.probes import CalibrationTarget
+    from hotrec.calibrate.workload import CalibrationTarget
     from hotrec.config.groups import DlrmConfig
 
     model = DlrmConfig(embedding_dim=8, dense_layer_sizes=[8, 8], over_layer_sizes=[4, 1])
@@ -90,8 +90,8 @@ def test_bytes_are_those_that_the_traffic_counter_sees() -> None:
 
 def measure_two_hosts() -> tuple[list[Any], float, float, int]:
     """Four ranks that take themselves for two hosts of two."""
-    from hotrec.calibrate.clock import Effort
     from hotrec.calibrate.collectives import measure_network, num_network_points
+    from hotrec.calibrate.kernels import Effort
     from hotrec.runtime.ranks import Ranks
 
     rank, advanced = dist.get_rank(), []

@@ -92,6 +92,11 @@ def test_criteo_like_has_the_design_s_tables() -> None:
             "bench.variants.planner_variant.pipeline=prefetch",
             "bench.variants.planner_variant.pipeline: expected prefetch only .* planner and the",
         ),
+        (
+            "bench.variants.planner_variant.pipeline=auto",
+            "bench.variants.planner_variant.pipeline: expected sparse_dist, .* got auto",
+        ),
+        ("bench.pipeline=auto", "bench.pipeline: expected sparse_dist or base.*auto"),
         ("bench.pipeline=prefetch", "bench.pipeline: expected sparse_dist or base.*prefetch"),
         (
             "bench.variants.look_ahead.cache_load_frac=1",

@@ -72,13 +72,8 @@ def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
     dataset: Dataset, tmp_path: Path
 ) -> None:
     config = config_of("order=all_hot")
-    first = find_all_hot(
-        config,
-        dataset,
-        training_plan(config, dataset, tmp_path, (8, 900)),
-        tmp_path,
-        is_resumed=False,
-    )
+    before = training_plan(config, dataset, tmp_path, (8, 900))
+    first = find_all_hot(config, dataset, before, tmp_path, is_resumed=False)
     other = training_plan(config, dataset, tmp_path, (9, 900))
     with pytest.raises(ArtifactError, match="all-hot samples of the partition"):
         find_all_hot(config, dataset, other, tmp_path, is_resumed=True)

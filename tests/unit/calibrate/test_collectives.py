@@ -1,8 +1,9 @@
-"""Byte rules, sizes, and the links that curves show."""
+"""Bytes of collectives, sizes to measure, and links fitted from curves."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hotrec.calibrate.collectives import (
     link_of,
@@ -58,7 +59,7 @@ def test_sizes_rise_from_a_kilobyte_to_the_largest() -> None:
     assert sizes_up_to(100) == [100]
 
 
-def test_a_link_is_what_its_curves_show() -> None:
+def test_a_link_is_the_median_of_its_curves() -> None:
     link = link_of([curve(1e-4, 1e9), curve(3e-4, 3e9, "all_reduce")])
     assert link.latency_s == pytest.approx(2e-4)
     assert link.bytes_per_s == pytest.approx(2e9)
@@ -70,15 +71,11 @@ def test_a_link_without_growth_is_as_fast_as_its_largest_size() -> None:
     flat = CollectiveCurve("all_to_all", WORLD, (10.0, 20.0, 40.0), (1e-3, 9e-4, 8e-4), (0, 0, 0))
     assert flat.line().per_byte_s == 0
     assert link_of([flat]).bytes_per_s == pytest.approx(40 / 8e-4)
-    with pytest.raises(CostsError, match="at least one measured collective"):
-        link_of([])
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "local", "curves"), [(1, 1, 0), (2, 2, 4), (4, 1, 4), (4, 2, 8)]
 )
-def test_levels_are_told_apart_where_there_are_two(num_ranks: int, local: int, curves: int) -> None:
-    import torch
-
+def test_both_levels_of_links_are_measured(num_ranks: int, local: int, curves: int) -> None:
     ranks = Ranks(0, num_ranks, 0, local, torch.device("cpu"))
     assert num_network_points(ranks, 4096) == curves * len(sizes_up_to(4096))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hotrec.calibrate.fit import StageTimes, fit_corrections
+from hotrec.calibrate.fit import StageTimes, fit_corrections, fit_from_run
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
 from hotrec.cost_model.forms import Workload
@@ -82,11 +84,22 @@ def test_fitted_costs_predict_the_run_they_were_fitted_to() -> None:
     assert [fitted.name, twice.name] == ["cpu_1gbit-fitted-1", "cpu_1gbit-fitted-2"]
 
 
-def test_a_missing_stage_is_refused() -> None:
-    measured = times()
-    del measured["pool"]
-    with pytest.raises(CostsError, match=r"expected all of .*, got none for \['pool'\]"):
+@pytest.mark.parametrize(
+    ("measured", "key"),
+    [
+        ({"pool": 1.0}, r"expected all of .*, got none for \['route'"),
+        ({**PREDICTED, "coffee": 1.0}, r"expected some of .*, got \['coffee'\]"),
+        ({**PREDICTED, "pool+dense": 1.0}, "each stage once, got .*'pool'.* twice"),
+    ],
+)
+def test_missing_unknown_and_repeated_stages_are_refused(
+    measured: dict[str, float], key: str
+) -> None:
+    with pytest.raises(CostsError, match=key):
         fit(measured)
+
+
+def test_a_fit_needs_runs_and_predictions() -> None:
     with pytest.raises(CostsError, match="expected a predicted time for each stage, got none"):
         fit(times(), predicted={})
     with pytest.raises(CostsError, match="at least one run"):
@@ -101,8 +114,46 @@ def test_impossible_times_are_refused(bad: Any) -> None:
         fit(times(), predicted={**PREDICTED, "pool": bad})
 
 
-def test_strange_and_repeated_stages_are_refused() -> None:
-    with pytest.raises(CostsError, match=r"expected some of .*, got \['coffee'\]"):
-        fit({**times(), "coffee": 1.0})
-    with pytest.raises(CostsError, match=r"each stage once, got .*'pool'.* twice"):
-        fit({**times(), "pool+dense": 1.0, "dense": 1.0})
+def write_run(run_dir: Path, costs: Any = "cpu_1gbit", **summary: Any) -> Path:
+    times = dict.fromkeys(STAGES, 0.002)
+    document = {
+        "predicted_stage_s": dict.fromkeys(STAGES, 0.001),
+        "measured_stage_s": times,
+        **summary,
+    }
+    (run_dir / "summary.json").write_text(json.dumps(document))
+    (run_dir / "prediction.json").write_text(json.dumps({"costs": {"name": costs}}))
+    return run_dir
+
+
+def test_costs_are_fitted_from_a_run(tmp_path: Path) -> None:
+    fitted = fit_from_run(write_run(tmp_path), "cpu_1gbit")
+    assert fitted.origin == "fitted"
+    assert fitted.correction("pool") == pytest.approx(2.0)
+    assert fitted.facts["fitted_from"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"costs": "elsewhere"}, "planned with the costs 'cpu_1gbit' .* with 'elsewhere'"),
+        ({"pipeline": "look_ahead"}, "pipeline: expected sparse_dist or base, .* got look_ahead"),
+        *(
+            ({"measured_stage_s": none}, "measured_stage_s: expected seconds by stage, got")
+            for none in (None, {}, 3)
+        ),
+    ],
+)
+def test_runs_that_cannot_be_fitted_are_refused(
+    tmp_path: Path, change: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(CostsError, match=key):
+        fit_from_run(write_run(tmp_path, **change), "cpu_1gbit")
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CostsError, match="expected a JSON file written by"):
+        fit_from_run(tmp_path, "cpu_1gbit")
+    (tmp_path / "summary.json").write_text("[]")
+    with pytest.raises(CostsError, match="expected a JSON object, got list"):
+        fit_from_run(tmp_path, "cpu_1gbit")

@@ -1,4 +1,4 @@
-"""The fit of a kernel's line: known lines come back, and no part is negative."""
+"""Timing of kernels, and the fit of a line: known lines come back, and no part is negative."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrec.calibrate.kernels import Point, fit_line, largest_error
+from hotrec.calibrate.kernels import (
+    NUM_WARM,
+    Effort,
+    Point,
+    fit_line,
+    largest_error,
+    median_and_spread,
+    slowest_median,
+    slowest_rank,
+    time_on_all_ranks,
+)
 from hotrec.cost_model.costs import CostsError, Line
 
 ITEMS, DIMS = (100, 1000, 10_000, 100_000), (16, 64)
@@ -38,7 +49,7 @@ def test_a_known_line_comes_back(fixed: float, per_item: float, per_byte: float)
     line = Line(fixed, per_item, per_byte)
     found = fit_line(points_of(line))
     assert largest_error(found, points_of(line)) < 1e-6
-    # What is told apart by these sizes: per item and per byte only where neither drowns.
+    # Noise-free points identify the line at the larger dimension.
     assert found.fixed_s == pytest.approx(fixed, rel=1e-4)
     at_dim = per_item + 4 * 64 * per_byte
     assert found.per_item_s + 4 * 64 * found.per_byte_s == pytest.approx(
@@ -96,11 +107,7 @@ def test_a_kernel_counted_by_items_alone_has_no_cost_of_a_byte() -> None:
 
 def test_a_kernel_that_grows_is_never_flat() -> None:
     # Small sizes under noise: the largest was the fastest, so a flat line fits best.
-    points = [
-        Point(64, 4096, 2e-5, 0.0),
-        Point(256, 16384, 1.5e-5, 0.0),
-        Point(512, 32768, 1e-5, 0.0),
-    ]
+    points = [Point(n, 64 * n, s, 0.0) for n, s in ((64, 2e-5), (256, 1.5e-5), (512, 1e-5))]
     flat = fit_line(points)
     assert flat.per_item_s == flat.per_byte_s == 0
     growing = fit_line(points, is_growing=True)
@@ -108,12 +115,41 @@ def test_a_kernel_that_grows_is_never_flat() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1e-3, float("nan"), float("inf")])
-def test_impossible_times_are_refused(bad: float) -> None:
-    points = [*points_of(Line(1e-4)), Point(1, 1, bad, 0.0)]
-    with pytest.raises(CostsError, match="expected 3 or more measured times above 0"):
-        fit_line(points)
+def test_impossible_times_and_too_few_sizes_are_refused(bad: float) -> None:
+    points = points_of(Line(1e-4))
+    for chosen in ([*points, Point(1, 1, bad, 0.0)], points[:2]):
+        with pytest.raises(CostsError, match="costs fit: expected 3 or more measured times"):
+            fit_line(chosen)
 
 
-def test_too_few_sizes_are_refused() -> None:
-    with pytest.raises(CostsError, match="Measure more sizes"):
-        fit_line(points_of(Line(1e-4))[:2])
+def test_median_and_spread() -> None:
+    timing = median_and_spread([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert timing.seconds == 3.0
+    assert timing.spread == pytest.approx((4.0 - 2.0) / 3.0)
+
+
+def test_the_slowest_rank_counts_and_noise_of_one_repeat_does_not() -> None:
+    assert slowest_rank([[1.0, 5.0, 1.0], [2.0, 1.0, 3.0]]).seconds == 3.0  # of 2, 5, 3
+    assert slowest_median([[1.0, 9.0, 1.0], [2.0, 2.0, 2.0]]).seconds == 2.0
+
+
+@pytest.mark.parametrize(
+    ("call_s", "repeats"), [(1e-5, 7), (0.1, 5), (0.2, 3), (10.0, 3), (0.0, 7)]
+)
+def test_repeats_fit_into_the_budget(call_s: float, repeats: int) -> None:
+    assert Effort(repeats=7, budget_s=0.5).num_repeats(call_s) == repeats
+
+
+def test_warm_up_is_left_out_and_preparation_is_not_timed() -> None:
+    prepared: list[int] = []
+    seen: list[int] = []
+
+    def prepare() -> int:
+        prepared.append(len(prepared))
+        return prepared[-1]
+
+    times = time_on_all_ranks(seen.append, torch.device("cpu"), Effort(5), prepare=prepare)
+    assert seen == prepared  # each run gets what was prepared for it
+    assert len(seen) == 5 + NUM_WARM
+    assert [len(of_rank) for of_rank in times] == [5]
+    assert min(times[0]) > 0

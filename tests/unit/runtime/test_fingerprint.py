@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hotrec.calibrate.memory import measure_memory
+from hotrec.calibrate.measure import measure_memory
 from hotrec.runtime.fingerprint import read_fingerprint
 from hotrec.runtime.memory import read_memory
 

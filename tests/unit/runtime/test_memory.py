@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hotrec.calibrate.tables import check_host_tier
+from hotrec.calibrate.probes import check_host_tier
 from hotrec.runtime.memory import check_mappable, read_memory
 
 
