@@ -1,6 +1,6 @@
 """What is trained: the placement's policy, a saved partition or the cost model; and what it costs.
 
-``hotrec plan`` and ``hotrec train`` make_training_plan it from the configuration; a resumed run and
+``hotrec plan`` and ``hotrec train`` make it from the configuration; a resumed run and
 ``hotrec evaluate`` take what the run recorded.
 """
 

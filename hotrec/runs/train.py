@@ -188,7 +188,7 @@ def _agree(
     ranks: Ranks,
     resume_from: Path | None,
 ) -> TrainingPlan:
-    """Rank 0 settles what is trained; the others take what it training_plan.
+    """Rank 0 decides what is trained; the others receive it.
 
     A run that resumes its own checkpoint goes on with what it chose, whatever was measured since.
     """
