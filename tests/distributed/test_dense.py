@@ -99,9 +99,8 @@ def expect_same(got: Any, expected: Any, *, exact: bool, case: str, tolerance: f
         if exact:
             assert torch.equal(one, other), (case, name, (one - other).abs().max())
         else:
-            torch.testing.assert_close(
-                one, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{case} {n}: {m}"
-            )
+            worst = f"{case} {name}: {(one - other).abs().max()}"
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=worst)
 
 
 def expect_parity() -> None:
@@ -230,7 +229,7 @@ def expect_order() -> None:
             ),
             with_kwargs=True,
         )
-        dense_sync.Sender.start = spy  # type: ignore[method-assign]
+        dense_sync.Sender.start = spy  # type: ignore[assignment, method-assign]
         try:
             loss = loss_of(model, make_inputs(dist.get_rank(), 0), 6)
             with dense.backward():
