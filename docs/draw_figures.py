@@ -9,11 +9,13 @@ STATIC = Path(__file__).parent / "_static"
 COMPUTE, HIDDEN, EXPOSED, PLAIN = "#cfe0f5", "#d3ecd2", "#fbd9b5", "#eef0f3"
 INK, FAINT = "#1f2933", "#8793a1"
 
-# Package and role, from the command line down.
+# Package and role, from the top of tests/policy/test_layers.py down: its ORDER, reversed.
 LAYERS = [
     ("cli", "the commands; composes the configuration with Hydra"),
+    ("doctor", "checks of the installation"),
+    ("bench, calibrate", "cases to compare; measurements of the machine"),
+    ("runs", "a training run and an evaluation, from top to bottom"),
     ("report", "run directories to figures and pages"),
-    ("bench, calibrate", "cases to compare; probes of the machine"),
     ("build", "configuration and plan to model, loader, pipeline"),
     ("planning", "policies, baselines, search, TorchRec's plan"),
     ("train", "loop, pipelines, dense synchronization, checkpoints"),
@@ -54,7 +56,7 @@ def rectangle(x: float, y: float, width: float, height: float, fill: str) -> str
 
 
 def text(x: float, y: float, content: str, *, size: float = 12, style: str = "") -> str:
-    """Lines of text, the whole of them centred on y."""
+    """Lines of text, centred on y."""
     lines = content.split("\n")
     first = y - (len(lines) - 1) * size * 0.62 + size * 0.35
     return "".join(
@@ -79,7 +81,7 @@ def picture(width: int, height: int, title: str, parts: list[str]) -> str:
 
 
 def look_ahead() -> str:
-    """Two lanes over a step and a half: what computes, what travels."""
+    """Computation and communication of the two threads over a step and a half."""
     left, unit, top, height = 132, 25, 52, 56
     middle = 'text-anchor="middle"'
     parts = []

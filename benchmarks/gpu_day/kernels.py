@@ -118,7 +118,7 @@ def check_step(kind: OptimizerKind, name: str, tier: str, ranks: Ranks) -> dict[
     runner = build_runner(config, case, samples.schema, batches, ranks, samples)
     for _ in range(NUM_STEPS - 1):
         runner.step()
-    runner.make_training_plan()
+    runner.drain()
     runner.pipeline.close()
     return {"losses": [float(loss) for loss in runner.losses]}
 

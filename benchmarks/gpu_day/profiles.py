@@ -81,12 +81,12 @@ def profile_case(name: str, batch_size: int, day: Day, ranks: Ranks) -> dict[str
     runner = build_runner(config, make_case(name, samples), samples.schema, batches, ranks, samples)
     for _ in range(num_warm - 1):
         runner.step()
-    runner.make_training_plan()
+    runner.drain()
     laps = Laps(day.device)
     for _ in range(num_timed):
         with laps.lap("step"), runner.clock.step():
             runner.step()
-    runner.make_training_plan()
+    runner.drain()
     figures = {
         **laps.quantiles()["step"],
         "stages": {stage: quantiles(s) for stage, s in runner.clock.seconds().items() if s.any()},
@@ -106,7 +106,7 @@ def _profiled(runner: Runner, num_steps: int, device: torch.device) -> dict[str,
         with record_function(STEPS):
             for _ in range(num_steps):
                 runner.step()
-        runner.make_training_plan()
+        runner.drain()
         if is_cuda:
             torch.cuda.synchronize(device)
     events: Any = profiler.events()
@@ -144,7 +144,7 @@ def _waits_by_line(runner: Runner, device: torch.device) -> dict[str, int]:
     """Lines at which torch says that an operation waits for the device, in one step."""
     if device.type != "cuda":
         return {}
-    runner.make_training_plan()
+    runner.drain()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:

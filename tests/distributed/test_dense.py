@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotrec.runtime.traffic import count_sent_bytes
-from hotrec.train import dense_sync as grad_mean
+from hotrec.train import dense_sync
 from hotrec.train.dense_sync import DenseSync, dense_parameters
 from hotrec.types import ModelKind, WireType
+from tests.helpers.checks import run_checks
 from tests.helpers.dense import (
     MODELS,
     OPTIMIZERS,
@@ -98,13 +99,14 @@ def expect_same(got: Any, expected: Any, *, exact: bool, case: str, tolerance: f
         if exact:
             assert torch.equal(one, other), (case, name, (one - other).abs().max())
         else:
-            torch.testing.assert_close(
-                one, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{case} {n}: {m}"
-            )
+            worst = f"{case} {name}: {(one - other).abs().max()}"
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=worst)
 
 
-def expect_parity(optimizers: list[str]) -> None:
+def expect_parity() -> None:
+    """The late gradients and updates are DDP's."""
     world_size = dist.get_world_size()
+    optimizers = list(OPTIMIZERS) if world_size < 3 else ["adam"]
 
     def between(dense: DenseSync, step: int) -> None:
         if step == 1:
@@ -159,16 +161,6 @@ def expect_no_new_tensors() -> None:
     assert counts[1:] == [0, 0, 0], counts
 
 
-def test_the_host_hands_nothing_to_the_device_after_the_first_step() -> None:
-    run_ranks(expect_no_new_tensors, 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_same_as_ddp(world_size: int) -> None:
-    optimizers = list(OPTIMIZERS) if world_size < 3 else ["adam"]
-    run_ranks(expect_parity, world_size, timeout_s=200, optimizers=optimizers)
-
-
 def expect_branches() -> None:
     """A parameter that one rank uses is updated everywhere, one that nobody uses nowhere."""
     world_size = dist.get_world_size()
@@ -179,11 +171,6 @@ def expect_branches() -> None:
         before = weights_of(Branches(0))
         changed = {name for name in before if not torch.equal(before[name], got[1][name])}
         assert {name for name in before if name.startswith("nobody")} == before.keys() - changed
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_parameters_that_some_ranks_do_not_use(world_size: int) -> None:
-    run_ranks(expect_branches, world_size, timeout_s=150)
 
 
 def expect_16_bits() -> None:
@@ -212,10 +199,6 @@ def expect_16_bits() -> None:
         dense.close()
 
 
-def test_16_bits_on_the_wire() -> None:
-    run_ranks(expect_16_bits, 2, timeout_s=150)
-
-
 def expect_order() -> None:
     """Every rank starts the bottom layers' message first, after the rows' gradients are out."""
     for name in ("dlrm", "dcnv2"):
@@ -224,7 +207,7 @@ def expect_order() -> None:
         optimizer = make_optimizer(model, "sgd")
         dense = DenseSync(model, optimizer, dist.new_group())
         started: list[int] = []
-        start = grad_mean.Sender.start
+        start = dense_sync.Sender.start
 
         def spy(sender: Any, message: torch.Tensor, num_values: int) -> Any:
             started.append(num_values)  # noqa: B023
@@ -246,7 +229,7 @@ def expect_order() -> None:
             ),
             with_kwargs=True,
         )
-        grad_mean.Sender.start = spy  # type: ignore[method-assign]
+        dense_sync.Sender.start = spy  # type: ignore[assignment, method-assign]
         try:
             loss = loss_of(model, make_inputs(dist.get_rank(), 0), 6)
             with dense.backward():
@@ -254,7 +237,7 @@ def expect_order() -> None:
             in_backward = list(started)
             dense.finish_backward()
         finally:
-            grad_mean.Sender.start = start  # type: ignore[method-assign]
+            dense_sync.Sender.start = start  # type: ignore[method-assign]
         cross = [sizes["inter_arch"]] if sizes["inter_arch"] else []
         # No weight gradient of the top layers is there yet; the cross layers may be under way.
         (are_none, early), *_ = seen
@@ -267,8 +250,18 @@ def expect_order() -> None:
         dense.close()
 
 
-def test_order_of_messages() -> None:
-    run_ranks(expect_order, 2, timeout_s=150)
+CHECKS: dict[int, list[Callable[[], None]]] = {
+    1: [expect_parity, expect_branches],
+    2: [expect_parity, expect_no_new_tensors, expect_16_bits, expect_order],
+    3: [expect_parity, expect_branches],
+}
+
+
+@pytest.mark.parametrize("world_size", list(CHECKS))
+def test_dense_layers_are_synchronized(world_size: int) -> None:
+    verdicts = run_ranks(run_checks, world_size, timeout_s=250, checks=CHECKS[world_size])[0]
+    failures = [f"{name}: {found}" for name, found in verdicts.items() if found is not None]
+    assert not failures, "\n".join(failures)
 
 
 def expect_refusal() -> None:

@@ -33,6 +33,7 @@ from hotrec.planning.torchrec_plan import make_plan
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
 from hotrec.types import ColdTier, ModelKind, OptimizerKind, Partition, Precision
+from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -194,10 +195,6 @@ def clipped_as_unsplit() -> None:
             assert together[0] == together[1], case
 
 
-def test_clipping_is_that_of_the_unsplit_model() -> None:
-    run_ranks(clipped_as_unsplit, 2, timeout_s=120)
-
-
 def bf16_by_pipeline() -> None:
     for kind in ModelKind:
         of_pipeline = {}
@@ -216,8 +213,10 @@ def bf16_by_pipeline() -> None:
             assert difference(of_pipeline[pipeline][1], weights) < 1e-6, (kind, pipeline)
 
 
-def test_bf16_is_the_same_in_every_pipeline() -> None:
-    run_ranks(bf16_by_pipeline, 2, timeout_s=120)
+def test_clipping_and_bf16_are_the_same_in_every_pipeline() -> None:
+    checks = [clipped_as_unsplit, bf16_by_pipeline]
+    verdicts = run_ranks(run_checks, 2, timeout_s=240, checks=checks)[0]
+    assert verdicts == dict.fromkeys(verdicts), verdicts
 
 
 def compiled_as_unsplit(kind: ModelKind, pipeline: str) -> None:

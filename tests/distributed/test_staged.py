@@ -222,22 +222,36 @@ COLLECTIVES: list[Callable[[], None]] = [
 CHECKS = [*COLLECTIVES, *WIRE]
 
 
+def check_all(num_cases: int) -> tuple[dict[str, str | None], list[str]]:
+    """All checks, then generated cases: one spawn of these ranks."""
+    verdicts = run_checks(CHECKS)
+    return verdicts, run_cases(make_pipeline_cases(num_cases, seed=40 + dist.get_world_size()))
+
+
+Results = list[tuple[dict[str, str | None], list[str]]]
+
+
 @pytest.fixture(scope="module", params=[1, 2, 3])
-def verdicts(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    return run_ranks(run_staged, request.param, timeout_s=120, action=run_checks, checks=CHECKS)[0]
+def results(request: pytest.FixtureRequest) -> Results:
+    num_cases = NUM_CASES if request.param > 1 else 0
+    return run_ranks(
+        run_staged, request.param, timeout_s=300, action=check_all, num_cases=num_cases
+    )
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_collectives(verdicts: dict[str, str | None], check: str) -> None:
-    assert verdicts[check] is None, verdicts[check]
+def test_collectives(results: Results, check: str) -> None:
+    assert results[0][0][check] is None, results[0][0][check]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_hot_cold_equals_unsplit_reference(world_size: int) -> None:
+def test_generated_cases_use_all_pipelines(world_size: int) -> None:
     cases = make_pipeline_cases(NUM_CASES, seed=40 + world_size)
     assert {case.pipeline for case in cases} == PIPELINES
-    results = run_ranks(run_staged, world_size, timeout_s=240, action=run_cases, cases=cases)
-    for failures in results:
+
+
+def test_hot_cold_equals_unsplit_reference(results: Results) -> None:
+    for _, failures in results:
         assert not failures, "\n".join(failures)
 
 

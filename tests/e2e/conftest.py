@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+
+from hotrec.cli.app import run_command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMOKE = "experiment=synthetic_smoke"
@@ -48,6 +53,19 @@ def hotrec(*words: str, cwd: Path, timeout_s: float = 150, **variables: str) -> 
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
+def hotrec_here(*words: str, cwd: Path, **variables: str) -> Outcome:
+    """``hotrec`` in this process, which has imported torch already; for commands without ranks."""
+    out, err = StringIO(), StringIO()
+    with (
+        chdir(cwd),
+        mock.patch.dict(os.environ, environment(**variables), clear=True),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        exit_code = run_command(words[0], words[1:])
+    return Outcome(exit_code, out.getvalue(), err.getvalue())
+
+
 @dataclass(frozen=True)
 class Workspace:
     """A directory in which the dataset, its profile and a plan have been made."""
@@ -64,8 +82,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace(
         folder,
         hotrec("prepare", SMOKE, cwd=folder).figures,
-        hotrec("profile", SMOKE, cwd=folder).figures,
-        hotrec("plan", SMOKE, "placement=coverage", "plan.world_size=2", cwd=folder).figures,
+        hotrec_here("profile", SMOKE, cwd=folder).figures,
+        hotrec_here("plan", SMOKE, "placement=coverage", "plan.world_size=2", cwd=folder).figures,
     )
 
 

@@ -69,11 +69,3 @@ def test_resume_is_bitwise(workspace: Workspace, whole: dict[str, Any]) -> None:
 def test_a_checkpoint_is_evaluated(workspace: Workspace, whole: dict[str, Any]) -> None:
     words = ["run_dir=runs/all_hot", "launch.num_ranks=2", "split=test"]
     assert hotrec("evaluate", *words, cwd=workspace.folder).figures["auc"] == whole["auc"]
-
-
-def test_another_order_does_not_resume(workspace: Workspace, whole: dict[str, Any]) -> None:
-    words = [*WORDS, "order=shuffled", "trainer.max_steps=30"]
-    words = [word for word in words if not word.startswith("order.") and word != "order=all_hot"]
-    outcome = hotrec("train", *words, cwd=workspace.folder, HOTREC_RUN_DIR="runs/all_hot")
-    assert outcome.exit_code == 1
-    assert "expected order None (of this run), got 'all_hot' (of the checkpoint)" in outcome.stderr

@@ -202,7 +202,7 @@ class TestCheckpoint:
     def run_dir(self, copied: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOTREC_RUN_DIR", "runs/one")
-        assert run_command("train", [SMOKE, "trainer.max_steps=4"]) == 0
+        assert run_command("train", [SMOKE, "placement=coverage", "trainer.max_steps=4"]) == 0
         monkeypatch.delenv("HOTREC_RUN_DIR")
         return tmp_path / "runs" / "one"
 
@@ -222,8 +222,10 @@ class TestCheckpoint:
             ("placement=all_cold", "partition"),
             ("optimizer=sgd", "optimizer"),
             ("model.over_layer_sizes=[16,1]", "model"),
+            ("order=all_hot", "order"),
         ):
-            assert f"expected {fact} " in refuse("train", SMOKE, checkpoint, word)
+            words = ["placement=coverage", checkpoint, word]
+            assert f"expected {fact} " in refuse("train", SMOKE, *words)
 
     def test_name(self, run_dir: Path, refuse: Refuse) -> None:
         said = refuse("evaluate", "run_dir=runs/one", "checkpoint=step-9")

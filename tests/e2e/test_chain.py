@@ -15,7 +15,7 @@ import pytest
 
 from hotrec.planning.partition import read_partition
 from hotrec.train.watch import STOPPED_EXIT_CODE
-from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec
+from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec, hotrec_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_TRAIN, NUM_VALID, NUM_TEST = 16384, 2048, 2048
@@ -99,7 +99,9 @@ def test_torchrec_learns_the_same(workspace: Workspace, trained: dict[str, Any])
     assert sorted(ours) == sorted(theirs)
     assert list(ours.values()) == pytest.approx(list(theirs.values()), abs=1e-5)
 
-    report = hotrec("report", "runs=[runs/hotcold,runs/torchrec]", cwd=workspace.folder).figures
+    report = hotrec_here(
+        "report", "runs=[runs/hotcold,runs/torchrec]", cwd=workspace.folder
+    ).figures
     assert [run["placement"] for run in report["runs"]] == ["saved", "torchrec planner"]
     page = Path(report["page"]).read_text()
     assert "torchrec planner" in page
@@ -115,20 +117,6 @@ def test_evaluate_repeats_the_last_evaluation(
     assert figures["step"] == trained["num_steps"]
     assert figures["auc"] == trained["auc"]
     assert figures["log_loss"] == trained["log_loss"]
-
-
-def test_resume_is_bitwise(workspace: Workspace, trained: dict[str, Any]) -> None:
-    words = [SMOKE, "placement=saved", "launch.num_ranks=2"]
-    folder, run_dir = workspace.folder, workspace.folder / "runs" / "resumed"
-    first = hotrec(
-        "train", *words, "trainer.max_steps=10", cwd=folder, HOTREC_RUN_DIR=str(run_dir)
-    ).figures
-    assert first["num_steps"] == 10
-    second = hotrec("train", *words, cwd=folder, HOTREC_RUN_DIR=str(run_dir)).figures
-    assert second["num_steps"] == 20
-    uninterrupted = losses(folder / "runs" / "hotcold")
-    assert losses(run_dir) == uninterrupted
-    assert second["auc"] == trained["auc"]
 
 
 def test_sweep_starts_ranks_for_each_job(workspace: Workspace) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hotrec.artifact import commit_artifact, scratch_directory
 from hotrec.cost_model.store import read_costs
 from hotrec.planning.partition import read_placement
-from tests.e2e.conftest import SMOKE, Workspace, hotrec
+from tests.e2e.conftest import SMOKE, Workspace, hotrec, hotrec_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 QUICK = ("calibrate.max_bytes=65536", "calibrate.repeats=3", "calibrate.cap_mib=4")
@@ -33,22 +33,22 @@ def calibrated(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def planned(calibrated: Path) -> dict[str, Any]:
     words = [SMOKE, *BY_COST, "plan.world_size=2", "pipeline=look_ahead"]
-    return hotrec("plan", *words, cwd=calibrated).figures
+    return hotrec_here("plan", *words, cwd=calibrated).figures
 
 
 LONG = ("launch.num_ranks=2", "trainer.num_epochs=4", "trainer.max_steps=70")
 
 
 @pytest.fixture(scope="module")
-def trained(calibrated: Path) -> dict[str, Any]:
-    words = [SMOKE, *BY_COST, *LONG, "pipeline=look_ahead"]
-    return hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/cost").figures
-
-
-@pytest.fixture(scope="module")
-def trained_in_line(calibrated: Path) -> dict[str, Any]:
-    words = [SMOKE, *BY_COST, *LONG, "pipeline=sparse_dist"]
-    return hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/in_line").figures
+def trained(calibrated: Path) -> dict[str, dict[str, Any]]:
+    """Figures of a run by pipeline, which is also the name of its directory."""
+    words = [SMOKE, *BY_COST, *LONG]
+    return {
+        name: hotrec(
+            "train", *words, f"pipeline={name}", cwd=calibrated, HOTREC_RUN_DIR=f"runs/{name}"
+        ).figures
+        for name in ("look_ahead", "sparse_dist")
+    }
 
 
 def prediction(run_dir: Path) -> dict[str, Any]:
@@ -82,59 +82,50 @@ def test_plan_uses_what_was_measured(calibrated: Path, planned: dict[str, Any]) 
 
 @pytest.mark.parametrize("pipeline", ["look_ahead", "sparse_dist"])
 def test_a_run_is_compared_with_its_prediction(
-    pipeline: str, calibrated: Path, request: pytest.FixtureRequest
+    pipeline: str, calibrated: Path, trained: dict[str, dict[str, Any]]
 ) -> None:
-    fixture, run = {
-        "look_ahead": ("trained", "cost"),
-        "sparse_dist": ("trained_in_line", "in_line"),
-    }[pipeline]
-    trained = request.getfixturevalue(fixture)
-    run_dir = calibrated / "runs" / run
+    figures, run_dir = trained[pipeline], calibrated / "runs" / pipeline
     assert prediction(run_dir)["pipeline"] == pipeline
     predicted = prediction(run_dir)["plans"]["hot_cold"]
-    assert trained["predicted_step_s"] == pytest.approx(predicted["step_s"])
-    assert trained["compared_from_step"] >= 50
-    assert trained["measured_step_s"] > 0
-    measured = sum(trained["measured_stage_s"].values())
-    assert measured == pytest.approx(trained["measured_step_s"], rel=0.5)
+    assert figures["predicted_step_s"] == pytest.approx(predicted["step_s"])
+    assert figures["compared_from_step"] >= 50
+    assert figures["measured_step_s"] > 0
+    measured = sum(figures["measured_stage_s"].values())
+    assert measured == pytest.approx(figures["measured_step_s"], rel=0.5)
     # Bytes do not depend on how busy the machine is.
-    assert trained["predicted_sent_bytes"] == pytest.approx(trained["sent_bytes_total"], rel=0.05)
-    report = hotrec("report", f"runs=[runs/{run}]", cwd=calibrated).figures
+    assert figures["predicted_sent_bytes"] == pytest.approx(figures["sent_bytes_total"], rel=0.05)
+    report = hotrec_here("report", f"runs=[runs/{pipeline}]", cwd=calibrated).figures
     assert "predicted" in Path(calibrated / report["page"]).read_text()
 
 
-def test_costs_are_fitted_to_a_run(calibrated: Path, trained_in_line: dict[str, Any]) -> None:
-    words = [SMOKE, "calibrate.from_run=runs/in_line", "paths.costs=data/costs"]
+def test_costs_are_fitted_to_a_run(calibrated: Path, trained: dict[str, dict[str, Any]]) -> None:
+    run = trained["sparse_dist"]
+    words = [SMOKE, "calibrate.from_run=runs/sparse_dist", "paths.costs=data/costs"]
     shutil.copytree(calibrated / "data" / "costs", calibrated / "kept")
-    figures = hotrec("calibrate", *words, cwd=calibrated).figures
+    figures = hotrec_here("calibrate", *words, cwd=calibrated).figures
     assert figures["origin"] == "fitted"
     # The same rows hot as in the run: with other costs another choice may be best.
-    words = [SMOKE, "placement=saved", "placement.partition_dir=runs/in_line/partition"]
+    words = [SMOKE, "placement=saved", "placement.partition_dir=runs/sparse_dist/partition"]
     words += ["plan.world_size=2", "pipeline=sparse_dist"]
-    planned = hotrec("plan", *words, cwd=calibrated).figures
+    planned = hotrec_here("plan", *words, cwd=calibrated).figures
     fitted = prediction(Path(planned["plan_json"]).parent)["plans"]["hot_cold"]["stage_s"]
-    for stage, seconds in trained_in_line["predicted_stage_s"].items():
+    for stage, seconds in run["predicted_stage_s"].items():
         if seconds > 0 and stage != "other":
-            assert fitted[stage] == pytest.approx(
-                trained_in_line["measured_stage_s"][stage], rel=1e-6
-            )
+            assert fitted[stage] == pytest.approx(run["measured_stage_s"][stage], rel=1e-6)
     shutil.rmtree(calibrated / "data" / "costs")
     (calibrated / "kept").rename(calibrated / "data" / "costs")
 
 
 def test_a_resumed_run_keeps_its_choice(calibrated: Path) -> None:
-    words = [SMOKE, *BY_COST, "launch.num_ranks=2", "trainer.eval_splits=[]"]
-    first = hotrec(
-        "train", *words, "trainer.max_steps=3", cwd=calibrated, HOTREC_RUN_DIR="runs/again"
-    ).figures
-    second = hotrec(
-        "train",
-        *words,
-        "trainer.max_steps=6",
-        "planner.costs=cpu_1gbit",
-        cwd=calibrated,
-        HOTREC_RUN_DIR="runs/again",
-    ).figures
+    """Although other costs are configured than those by which the run chose."""
+    words = ["train", SMOKE, *BY_COST, "trainer.eval_splits=[]"]
+    first, second = (
+        hotrec_here(*words, *more, cwd=calibrated, HOTREC_RUN_DIR="runs/again").figures
+        for more in (
+            ["trainer.max_steps=3"],
+            ["trainer.max_steps=6", "planner.costs=cpu_1gbit"],
+        )
+    )
     assert (first["num_steps"], second["num_steps"]) == (3, 6)
     assert first["hot_rows"] == second["hot_rows"]
 
@@ -151,13 +142,12 @@ def test_what_if_sweep(calibrated: Path) -> None:
     assert (calibrated / "runs" / "what_if" / "what_if.html").exists()
 
 
-def damage(folder: Path, target: Path, edit: Any) -> None:
-    """Another artifact of costs, edited and whole again."""
-    document = json.loads((folder / "costs.json").read_text())
-    edit(document)
-    with scratch_directory(target) as scratch:
-        (scratch / "costs.json").write_text(json.dumps(document))
-        commit_artifact(scratch, target, kind="costs", content={})
+def refusal(*words: str, cwd: Path) -> str:
+    """The one message of a plan that is refused."""
+    outcome = hotrec_here("plan", SMOKE, "placement=cost", *words, cwd=cwd)
+    assert outcome.exit_code == 1
+    assert "Traceback" not in outcome.stderr
+    return outcome.stderr
 
 
 @pytest.mark.parametrize(
@@ -171,34 +161,23 @@ def damage(folder: Path, target: Path, edit: Any) -> None:
     ids=["no-bandwidth", "negative-bandwidth", "no-stage", "another-device"],
 )
 def test_impossible_costs_are_refused(edit: Any, message: str, calibrated: Path) -> None:
-    damage(calibrated / "data" / "costs", calibrated / "damaged", edit)
-    words = [SMOKE, "placement=cost", "paths.costs=damaged", "planner.costs=measured"]
-    outcome = hotrec("plan", *words, cwd=calibrated)
-    assert outcome.exit_code == 1
-    assert message in outcome.stderr
-    assert "Traceback" not in outcome.stderr
+    document = json.loads((calibrated / "data" / "costs" / "costs.json").read_text())
+    edit(document)
+    with scratch_directory(calibrated / "damaged") as scratch:
+        (scratch / "costs.json").write_text(json.dumps(document))
+        commit_artifact(scratch, calibrated / "damaged", kind="costs", content={})
+    assert message in refusal("paths.costs=damaged", "planner.costs=measured", cwd=calibrated)
 
 
-def test_all_ranks_refuse_alike(calibrated: Path) -> None:
-    words = [SMOKE, "placement=cost", "planner.host_gib=0.00005", "launch.num_ranks=2"]
-    outcome = hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/small")
-    assert outcome.exit_code == 1
-    errors = [line for line in outcome.stderr.splitlines() if "error: " in line]
-    said = [line.partition("host_bytes: ")[2] for line in errors if line.startswith("[rank ")]
-    assert len(said) == 2
-    assert said[0] == said[1]
-    assert said[0].startswith("expected at least")
-
-
-def test_hosts_of_unequal_size_are_refused(calibrated: Path) -> None:
-    words = [SMOKE, "placement=cost", "plan.world_size=4", "plan.ranks_per_host=3"]
-    outcome = hotrec("plan", *words, cwd=calibrated)
-    assert outcome.exit_code == 1
-    assert "plan.ranks_per_host: expected a divisor of plan.world_size=4, got 3" in outcome.stderr
-
-
-def test_measured_on_one_host_says_nothing_of_two(calibrated: Path) -> None:
-    words = [SMOKE, "placement=cost", "plan.world_size=4", "plan.ranks_per_host=2"]
-    outcome = hotrec("plan", *words, cwd=calibrated)
-    assert outcome.exit_code == 1
-    assert "expected the link between hosts" in outcome.stderr
+@pytest.mark.parametrize(
+    ("ranks_per_host", "message"),
+    [
+        (3, "plan.ranks_per_host: expected a divisor of plan.world_size=4, got 3"),
+        (2, "expected the link between hosts"),  # the costs are of one host
+    ],
+)
+def test_hosts_without_costs_are_refused(
+    ranks_per_host: int, message: str, calibrated: Path
+) -> None:
+    words = ["plan.world_size=4", f"plan.ranks_per_host={ranks_per_host}"]
+    assert message in refusal(*words, cwd=calibrated)

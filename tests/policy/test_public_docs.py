@@ -14,6 +14,7 @@ import pytest
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.store import build_config, compose_config
 from tests.policy.source import REPOSITORY
+from tests.policy.test_layers import ORDER
 
 README = REPOSITORY / "README.md"
 DOCS = REPOSITORY / "docs"
@@ -67,6 +68,16 @@ def test_the_api_page_has_every_public_name() -> None:
     assert sorted(shown) == public_names()
 
 
+def test_pictures_and_tables_hold_the_order_of_packages() -> None:
+    order = [name for name in ORDER if name != "__main__"]
+    drawn = re.findall(r'monospace"[^>]*>([\w, ]+)<', (DOCS / "_static" / "layers.svg").read_text())
+    table = re.findall(r"^\| (`hotrec\..*?`) \|", (DOCS / "api.md").read_text(), re.MULTILINE)
+    for rows in (drawn, table):
+        # Two names in a row stand in the order of imports, rows from the top down.
+        names = [re.findall(r"\b(?!hotrec\b)\w+", row) for row in rows]
+        assert [name for row in reversed(names) for name in row] == order
+
+
 def test_readme_names_every_command() -> None:
     text = README.read_text()
     assert [name for name in COMMANDS if f"hotrec {name}" not in text] == []
@@ -87,6 +98,23 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_named_files_exist(page: Path) -> None:
     named = set(re.findall(NAMED, page.read_text()))
     assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_on_the_page_imports_what_exists(page: Path) -> None:
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        compile(code, page.name, "exec")
+        for line in re.findall(r"^from hotrec.*", code, re.MULTILINE):
+            exec(line, {})
+
+
+def test_walks_are_short_and_name_files_that_exist() -> None:
+    text = (DOCS / "how_it_works.md").read_text()
+    _, batch, plan = re.split(r"^### Walk of .*$", text, flags=re.MULTILINE)
+    for walk, most in ((batch, 15), (plan, 10)):
+        files = re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE)
+        assert 0 < len(files) <= most
+        assert [name for name in files if not (REPOSITORY / "hotrec" / name).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
