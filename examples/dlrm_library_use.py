@@ -8,12 +8,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec import embedding
-from hotrec import planning as planner
+import hotrec
 from hotrec.data.batch import Batch
 from hotrec.models.task import ClickTask
 from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.types import Partition
 
 NUM_ROWS = {"user": 100_000, "item": 20_000, "city": 500}
 NUM_HOT, DIM, B, NUM_STEPS = 2_000, 16, 256, 30
@@ -33,18 +31,19 @@ def main(ranks: Ranks) -> None:
     torch.manual_seed(0)  # the same start on every rank
     tables = [EmbeddingBagConfig(n, DIM, name=t, feature_names=[t]) for t, n in NUM_ROWS.items()]
     model = DLRM(EmbeddingBagCollection(tables), 4, [32, DIM], [32, 1], ranks.device)
-    partition = Partition(NUM_ROWS, {t: np.arange(min(n, NUM_HOT)) for t, n in NUM_ROWS.items()})
-    spec = embedding.OptimizerSpec(embedding.OptimizerKind.rowwise_adagrad, learning_rate=0.1)
+    hot_rows = {t: np.arange(min(n, NUM_HOT)) for t, n in NUM_ROWS.items()}
+    partition = hotrec.Partition(NUM_ROWS, hot_rows)
+    spec = hotrec.OptimizerSpec(hotrec.OptimizerKind.rowwise_adagrad, learning_rate=0.1)
     world, local = ranks.world_size, ranks.local_world_size
-    machine = planner.Machine(world, local, ranks.device.type, 8 << 30, 8 << 30, B)
+    machine = hotrec.Machine(world, local, ranks.device.type, 8 << 30, 8 << 30, B)
 
-    task = ClickTask(embedding.use_hot_cold(model, partition), world)
+    task = ClickTask(hotrec.use_hot_cold(model, partition), world)
     router = model.sparse_arch.embedding_bag_collection.router
-    sharders = [embedding.HotColdSharder(spec)]
-    rules = planner.hot_cold_constraints(tables, partition)
-    plan = planner.make_plan(task, sharders, machine, rules)
-    sharded = embedding.shard(task, plan, sharders, ranks.device)
-    optimizer = embedding.make_optimizer(sharded, spec, spec)
+    sharders = [hotrec.HotColdSharder(spec)]
+    rules = hotrec.hot_cold_constraints(tables, partition)
+    plan = hotrec.make_plan(task, sharders, machine, rules)
+    sharded = hotrec.shard(task, plan, sharders, ranks.device)
+    optimizer = hotrec.make_optimizer(sharded, spec, spec)
     pipeline = TrainPipelineSparseDist(sharded, optimizer, ranks.device)
     rng = np.random.default_rng(ranks.rank)
     batches = [random_batch(rng, world) for _ in range(NUM_STEPS)]

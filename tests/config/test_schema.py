@@ -40,6 +40,8 @@ def attributes_read() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 names.add(node.attr)
+            elif isinstance(node, ast.MatchClass):
+                names.update(node.kwd_attrs)
     return names
 
 
