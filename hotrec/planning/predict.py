@@ -32,7 +32,7 @@ from hotrec.planning.constraints import MissCurve
 from hotrec.planning.machine import Machine
 from hotrec.planning.scenario import Scenario
 from hotrec.planning.torchrec_plan import plan_document
-from hotrec.planning.unsharded import build_unsharded
+from hotrec.planning.unsharded import Unsharded, build_unsharded
 from hotrec.types import (
     ColdTier,
     Exchange,
@@ -261,11 +261,11 @@ def predict_placement(
     )
 
 
-def plan_unsplit(config: Config, schema: Schema, machine: Machine) -> ShardingPlan:
-    """Plans the unsplit tables of a configuration with placement=torchrec.
+def build_unsplit(config: Config, schema: Schema, machine: Machine) -> Unsharded:
+    """Builds the model of a configuration with placement=torchrec, to be planned only.
 
     Raises:
-        ValueError: If they do not fit the machine.
+        ValueError: If the device has no exact kernel for the optimizer, or no such memory tier.
     """
     return build_unsharded(
         config,
@@ -274,7 +274,7 @@ def plan_unsplit(config: Config, schema: Schema, machine: Machine) -> ShardingPl
         world_size=machine.world_size,
         compute_device=machine.device,
         dense_device=torch.device("meta"),
-    ).plan(machine)
+    )
 
 
 def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dict[str, Predicted]:
@@ -286,8 +286,9 @@ def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dic
     for baseline in baselines:
         configured = baseline.configure(config)
         assert isinstance(configured.placement, TorchrecPlacement)
+        unsharded = build_unsplit(configured, schema, scenario.machine)
         try:
-            sharding_plan = plan_unsplit(configured, schema, scenario.machine)
+            sharding_plan = unsharded.plan(scenario.machine)
         except ValueError as error:
             logger.info("%s does not fit: %s", baseline.name, error)
             continue

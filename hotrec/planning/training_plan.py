@@ -36,9 +36,9 @@ from hotrec.planning.predict import (
     HOT_COLD,
     Baseline,
     Decision,
+    build_unsplit,
     make_placement,
     miss_curves,
-    plan_unsplit,
     predict_baselines,
     predict_placement,
     predict_plan,
@@ -228,7 +228,7 @@ def _predict_given(
             assert isinstance(config.placement, TorchrecPlacement)
             baseline = Baseline.of(config)
             name = baseline.name
-            plan = plan_unsplit(config, dataset.schema, machine)
+            plan = build_unsplit(config, dataset.schema, machine).plan(machine)
             predicted[name] = predict_plan(
                 scenario,
                 plan,

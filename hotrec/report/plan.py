@@ -252,12 +252,15 @@ def _choice(prediction: Prediction) -> Passage:
     elif baseline != prediction.chosen:
         before = plans[baseline]
         times = show_change(chosen["step_s"], before["step_s"])
-        sizes = show_change(chosen["total_sent_bytes"], before["total_sent_bytes"], less="fewer")
-        sentences.append(
+        text = (
             f"A step is predicted to take {show_seconds(chosen['step_s'])} instead of "
-            f"{show_seconds(before['step_s'])} with TorchRec's best plan ({baseline}): {times} "
-            f"time and {sizes} bytes."
+            f"{show_seconds(before['step_s'])} with TorchRec's best plan ({baseline}): {times} time"
         )
+        # One rank sends nothing.
+        sent_bytes, before_bytes = chosen["total_sent_bytes"], before["total_sent_bytes"]
+        if before_bytes:
+            text += f" and {show_change(sent_bytes, before_bytes, less='fewer')} bytes"
+        sentences.append(f"{text}.")
     costs = document.get("costs")
     if not costs:
         sentences.append("Costs: not recorded.")

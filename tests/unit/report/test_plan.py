@@ -35,6 +35,14 @@ def torchrec_chosen() -> Document:
     return document
 
 
+def one_rank() -> Document:
+    """One rank, which sends nothing whatever the plan."""
+    document = prediction(num_ranks=1, ranks_per_host=1)
+    for plan in document["plans"].values():
+        plan |= {"sent_bytes": {}, "total_sent_bytes": 0.0}
+    return document
+
+
 def many_ranks() -> Document:
     """64 ranks, no plan of TorchRec's, and nothing known of the costs or of one table."""
     document = prediction(num_ranks=64, ranks_per_host=8) | {"costs": None}
@@ -52,7 +60,9 @@ def only_needed() -> Document:
     return document | {"chosen": name, "plans": {name: plan}}
 
 
-@pytest.mark.parametrize("make", [prediction, look_ahead, torchrec_chosen, many_ranks, only_needed])
+@pytest.mark.parametrize(
+    "make", [prediction, look_ahead, torchrec_chosen, one_rank, many_ranks, only_needed]
+)
 def test_golden_plan(make: Callable[[], Document], tmp_path: Path) -> None:
     text = plan_report_text(make())
     check_golden(f"plan_{make.__name__}.txt", text)
