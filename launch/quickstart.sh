@@ -57,8 +57,9 @@ for name, figures in (("as planned", ours), ("TorchRec's plan", theirs)):
 print(f"AUC on the held-out days   {test['auc']:.4f} (TorchRec's plan: {theirs['auc']:.4f})")
 print(f"hot rows                   {ours['hot_rows']:,} of {ours['total_rows']:,} "
       f"({ours['hot_rows_frac']:.1%}), which take {ours['hot_lookup_frac']:.1%} of the lookups")
-print(f"sent per rank and step     {sent / 1e6:.2f} MB, {sent / sent_by_torchrec:.2f} of TorchRec's "
-      f"plan ({sent_by_torchrec / 1e6:.2f} MB)")
+change = sent / sent_by_torchrec - 1
+print(f"sent per rank and step     {sent / 1e6:.2f} MB, {abs(change):.0%} "
+      f"{'more' if change > 0 else 'less'} than TorchRec's plan ({sent_by_torchrec / 1e6:.2f} MB)")
 print(f"report                     {run / 'report' / 'report.html'}")
 print(f"next                       {programs}/hotrec train --help; docs/your_own_data.md")
 PY
