@@ -21,7 +21,6 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from hotrec.config.groups import AllHotOrder, HotColdConfig, OrderAssign, Routing
 from hotrec.config.roots import Config
-from hotrec.cost_model.costs import World
 from hotrec.data.all_hot import (
     AllHotSamples,
     SampleSubset,
@@ -35,7 +34,6 @@ from hotrec.data.loader import make_loader, num_steps
 from hotrec.data.locality import Assign, ByOwner, Shard
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
-from hotrec.embedding.hot_reduce import Seconds
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
@@ -146,7 +144,7 @@ def build_sharded(
     if is_ahead:
         assert placed is not None
         hot_exchange = hot_exchange_of(placement, placed)
-        look_ahead = make_look_ahead(config, model, device, hot_exchange, machine)
+        look_ahead = make_look_ahead(config, model, device, hot_exchange)
     return Sharded(
         model,
         optimizer,
@@ -193,7 +191,6 @@ def make_look_ahead(
     model: nn.Module,
     device: torch.device,
     hot_exchange: HotExchange,
-    machine: Machine,
 ) -> LookAhead:
     """Settings of the pipeline look_ahead for a model that was sharded for it.
 
@@ -202,7 +199,6 @@ def make_look_ahead(
         model: Sharded model.
         device: Device of this rank.
         hot_exchange: How gradients of hot rows are reduced.
-        machine: Machine whose measured costs choose among the ways to reduce hot gradients.
     """
     wire_type = config.pipeline.wire
 
@@ -213,30 +209,10 @@ def make_look_ahead(
             depth=config.pipeline.depth,
             wire_type=wire_type,
             hot_exchange=hot_exchange,
-            seconds=_measured_seconds(machine),
             timeout_s=config.trainer.timeout_s,
         )
 
     return LookAhead(make_rows, config.pipeline.micro_batches, wire_type)
-
-
-def _measured_seconds(machine: Machine) -> Seconds | None:
-    """Seconds of collectives by bytes; None unless measured with this number of ranks."""
-    costs = machine.costs
-    if costs is None:
-        return None
-    world = World(machine.world_size, machine.local_world_size)
-    measured = {curve.kind for curve in costs.curves if curve.world == world}
-    wanted = ("all_gather", "all_to_all", "all_reduce")
-    if not measured.issuperset(wanted):
-        return None
-
-    def seconds_of(kind: str) -> Callable[[float], float]:
-        return lambda num_bytes: costs.collective(kind, world, num_bytes).seconds(
-            num_bytes=num_bytes
-        )
-
-    return {kind: seconds_of(kind) for kind in wanted}
 
 
 def owned_tables(placement: Placement) -> list[str]:

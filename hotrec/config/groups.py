@@ -118,8 +118,7 @@ class TieredConfig(HotColdConfig):
     hot_exchange: HotExchange = key(
         "how gradients of hot rows are reduced: touched_rows (all-gather the rows of this step), "
         "owners (sum at each row's owner, then all-gather), dense (all-reduce all hot rows), or "
-        "auto (in each step the fastest by costs measured with as many ranks under look_ahead, "
-        "else the one with the fewest bytes)",
+        "auto (the one with the fewest bytes in each step)",
         HotExchange.auto,
     )
     cold_tier: ColdTier = key(

@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.flat import table_begins
-from hotrec.embedding.hot_reduce import HotReducer, Seconds, SparseGradient
+from hotrec.embedding.hot_reduce import HotReducer, SparseGradient
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.prefetch.exchange import ColdExchange, RowGroup
@@ -65,7 +65,6 @@ class RowsAhead:
         depth: The number of batches whose rows are fetched ahead of the step; 0 for none.
         wire_type: The type in which rows and gradients are sent.
         hot_exchange: How gradients of hot rows are reduced.
-        seconds: Costs of the collectives, for AUTO; None to choose by bytes.
         timeout_s: How long a message may wait for its peer.
 
     Raises:
@@ -80,7 +79,6 @@ class RowsAhead:
         depth: int = 1,
         wire_type: WireType = WireType.fp32,
         hot_exchange: HotExchange = HotExchange.auto,
-        seconds: Seconds | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self._collections = [collection for _, collection in sharded_collections(model)]
@@ -102,11 +100,7 @@ class RowsAhead:
         self._cold = ColdExchange(self._groups, wire, depth, device)
         self._replicas: list[HotReplicas] = [g.replica for g in self._groups if g.replica]
         shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
-        self._reducer = (
-            HotReducer(shapes, wire, hot_exchange, seconds=seconds, device=device)
-            if shapes
-            else None
-        )
+        self._reducer = HotReducer(shapes, wire, hot_exchange, device=device) if shapes else None
         self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
         self._window: deque[PrefetchedBatch] = deque()
         self._num_new = 0  # batches at the window's end that were never fetched
