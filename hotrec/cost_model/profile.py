@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.artifact import Artifact, commit_artifact, read_artifact, scratch_directory
+from hotrec.artifact import Artifact, Verify, commit_artifact, read_artifact, scratch_directory
 from hotrec.cost_model.blocks import Block, check_block, sample_mask
 from hotrec.cost_model.coverage import coverage_curve, coverage_landmarks
 from hotrec.cost_model.histogram import CountHistogram, build_histogram, merge_histograms
@@ -268,7 +268,7 @@ def write_profile(
     Raises:
         ValueError: As ``count_rows``; nothing is left behind.
     """
-    with scratch_directory(output) as scratch:
+    with scratch_directory(output, kind=KIND) as scratch:
         profile = count_rows(
             blocks,
             schema,
@@ -323,35 +323,36 @@ def _summarize_table(histogram: CountHistogram) -> dict[str, Any]:
     }
 
 
-def read_profile(path: Path, *, verify: str = "size") -> tuple[Profile, Artifact]:
+def read_profile(path: Path, *, verify: Verify = "full") -> tuple[Profile, Artifact]:
     """Open a profile; its counts are memory-mapped, read-only.
 
     Args:
-        verify: "size" or "hash", see ``hotrec.artifact.read_artifact``.
+        verify: See ``hotrec.artifact.read_artifact``.
 
     Raises:
         ArtifactError: If it is missing, incomplete or altered.
     """
     artifact = read_artifact(path, kind=KIND, verify=verify)
-    content = artifact.content
-    parts = [TRAIN_DIRECTORY]
-    if (path / HELDOUT_DIRECTORY).exists():
-        parts.append(HELDOUT_DIRECTORY)
-    arrays: dict[str, dict[str, Rows]] = {HELDOUT_DIRECTORY: {}}
-    for part in parts:
-        arrays[part] = {
-            table: np.load(_counts_path(path, part, table), mmap_mode="r")
-            for table in content["tables"]
-        }
-    locality = content.get("locality", {})  # profiles of older versions lack it
-    profile = Profile(
-        num_samples=content["num_samples"],
-        num_heldout_samples=content["num_heldout_samples"],
-        num_total_samples=content["num_total_samples"],
-        sampling=Sampling(**content["sampling"]),
-        counts=arrays[TRAIN_DIRECTORY],
-        heldout=arrays[HELDOUT_DIRECTORY],
-        locality=localities_from_json(locality.get("train")),
-        heldout_locality=localities_from_json(locality.get("heldout")),
-    )
+    with artifact.parsing():
+        content = artifact.content
+        parts = [TRAIN_DIRECTORY]
+        if (path / HELDOUT_DIRECTORY).exists():
+            parts.append(HELDOUT_DIRECTORY)
+        arrays: dict[str, dict[str, Rows]] = {HELDOUT_DIRECTORY: {}}
+        for part in parts:
+            arrays[part] = {
+                table: np.load(_counts_path(path, part, table), mmap_mode="r")
+                for table in content["tables"]
+            }
+        locality = content.get("locality", {})  # profiles of older versions lack it
+        profile = Profile(
+            num_samples=content["num_samples"],
+            num_heldout_samples=content["num_heldout_samples"],
+            num_total_samples=content["num_total_samples"],
+            sampling=Sampling(**content["sampling"]),
+            counts=arrays[TRAIN_DIRECTORY],
+            heldout=arrays[HELDOUT_DIRECTORY],
+            locality=localities_from_json(locality.get("train")),
+            heldout_locality=localities_from_json(locality.get("heldout")),
+        )
     return profile, artifact

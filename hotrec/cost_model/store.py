@@ -26,7 +26,7 @@ def write_costs(costs: Costs, path: Path) -> Artifact:
             f"paths.costs: expected a directory to write to, got the built-in set {path}. "
             "Choose another path, for instance data/costs."
         )
-    with scratch_directory(path) as scratch:
+    with scratch_directory(path, kind=KIND) as scratch:
         # allow_nan=False rejects invalid numbers here, not when they are read.
         text = json.dumps(costs.to_json(), indent=1, allow_nan=False)
         (scratch / COSTS_JSON).write_text(text + "\n")
@@ -41,7 +41,7 @@ def read_costs(path: Path) -> Costs:
         ArtifactError: If it is missing, of another kind, incomplete or altered.
         CostsError: If the costs are invalid.
     """
-    read_artifact(path, kind=KIND, verify="hash")
+    read_artifact(path, kind=KIND, verify="full")
     try:
         document = json.loads((path / COSTS_JSON).read_text())
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:

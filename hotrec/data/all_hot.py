@@ -148,7 +148,7 @@ def read_all_hot(dataset: Dataset, split: str, *, partition_hash: str, path: Pat
 
 
 def _read(dataset: Dataset, split: str, partition_hash: str, path: Path) -> AllHotSamples:
-    artifact = read_artifact(path, kind=KIND, verify="hash")
+    artifact = read_artifact(path, kind=KIND, verify="full")
     checks = (
         ("the dataset", dataset.artifact.content_hash, artifact.made_from.get("dataset")),
         ("the partition", partition_hash, artifact.made_from.get("partition")),
@@ -174,7 +174,7 @@ def _write(
     bits = [found[chunk] for chunk in range(len(dataset.chunks(split)))]
     # The bits that fill up the last byte of a chunk are zeros.
     counts = [int(np.unpackbits(part).sum()) for part in bits]
-    with scratch_directory(output) as scratch:
+    with scratch_directory(output, kind=KIND) as scratch:
         np.save(scratch / BITS, np.concatenate([np.empty(0, np.uint8), *bits]))
         commit_artifact(
             scratch,

@@ -9,7 +9,7 @@ per feature: integers, or lists of integers when the feature is multi-hot. No to
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hotrec.artifact import Artifact, ArtifactError, commit_artifact, read_artifact
+from hotrec.artifact import Artifact, ArtifactError, Verify, commit_artifact, read_artifact
 from hotrec.types import Feature, Rows, Schema
 
+DATASET = "dataset"
 SPLITS = ("train", "valid", "test")
 CHUNK_DIR = "chunks"
 Integers = npt.NDArray[np.integer[Any]]
@@ -206,7 +207,7 @@ def commit_dataset(
         "splits": {split: [vars(chunk) for chunk in chunks] for split, chunks in splits.items()},
         "source": dict(source),
     }
-    return commit_artifact(scratch, target, kind="dataset", content=content)
+    return commit_artifact(scratch, target, kind=DATASET, content=content)
 
 
 @dataclass(frozen=True)
@@ -222,33 +223,30 @@ class Dataset:
     artifact: Artifact
     schema: Schema
     splits: Mapping[str, tuple[ChunkInfo, ...]]
+    _verified: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @staticmethod
-    def open(directory: str | Path, verify: str = "size") -> Dataset:
-        """Read the manifest and check the files.
+    def open(directory: str | Path, verify: Verify = "size") -> Dataset:
+        """Read the manifest and check the files; nobody replaces the dataset while it is open.
 
         Args:
             directory: The directory of the dataset.
-            verify: "size", or "hash" to read every byte.
+            verify: "size" compares the checksum of a chunk when it is first read; "full" compares
+                those of all chunks now.
 
         Raises:
             ArtifactError: if there is no whole dataset in ``directory``.
         """
-        artifact = read_artifact(Path(directory), kind="dataset", verify=verify)
-        try:
+        artifact = read_artifact(Path(directory), kind=DATASET, verify=verify, stay_open=True)
+        with artifact.parsing():
             schema = Schema.from_json(artifact.content["schema"])
             splits = {
                 split: tuple(ChunkInfo(**chunk) for chunk in chunks)
                 for split, chunks in artifact.content["splits"].items()
             }
-        except (KeyError, TypeError) as error:
-            expected = "a schema and splits in the manifest"
-            raise _damaged(artifact.path, expected, repr(error)) from error
-        for chunks in splits.values():
-            for chunk in chunks:
-                path = artifact.path / chunk.file
-                if not path.exists():
-                    raise _damaged(path, f"a chunk of {chunk.num_samples} samples", "no such file")
+            for chunk in (chunk for chunks in splits.values() for chunk in chunks):
+                if chunk.file not in artifact.files or chunk.num_samples < 1:
+                    raise ValueError(f"chunk {chunk} that is not among the files")
         return Dataset(artifact, schema, splits)
 
     def chunks(self, split: str) -> tuple[ChunkInfo, ...]:
@@ -268,10 +266,15 @@ class Dataset:
         info = self.chunks(split)[index]
         path = self.artifact.path / info.file
         try:
+            # Checked when it is first read, and not at the start, where nothing needs all chunks.
+            if info.file not in self._verified:
+                self.artifact.verify_file(info.file)
             table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         except (pa.ArrowInvalid, OSError) as error:
             expected = f"an Arrow file of {info.num_samples} samples"
             raise _damaged(path, expected, f"{type(error).__name__}: {error}") from error
+        self.artifact.check_opened()
+        self._verified.add(info.file)
         if table.num_rows != info.num_samples:
             raise _damaged(path, f"{info.num_samples} samples", table.num_rows)
         _check_columns(path, table, arrow_schema(self.schema))

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.artifact import Verify
 from hotrec.data.all_hot import SampleSubset
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
@@ -54,7 +55,7 @@ def make_loader(
     transform: Transform | None = None,
     drop_last: bool = False,
     pin_memory: bool = False,
-    verify: str = "size",
+    verify: Verify = "size",
     subset: SampleSubset | None = None,
     assign: Assign | None = None,
 ) -> StatefulDataLoader:
@@ -74,7 +75,7 @@ def make_loader(
         transform: A picklable function that workers apply to the ids.
         drop_last: Whether to leave out the last step of an epoch if it is not full.
         pin_memory: Whether batches are in page-locked memory, for a GPU.
-        verify: "size", or "hash" to read every byte of the dataset first.
+        verify: See ``Dataset.open``.
         subset: The samples that take part, which may be fewer than a global batch; None for all.
         assign: A picklable function that assigns the samples of a global batch to ranks; workers
             then read the ids of the whole global batch. None keeps the order of the batch.

@@ -12,7 +12,6 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from hotrec.artifact import Artifact, read_artifact, scratch_directory
+from hotrec.artifact import Artifact, read_artifact
 from hotrec.config.check_data import check_source_spec
 from hotrec.config.data import (
     ColumnKind,
@@ -32,7 +31,7 @@ from hotrec.config.data import (
     table_of,
     tables_of,
 )
-from hotrec.data.chunks import SPLITS, ChunkInfo, ChunkWriter, commit_dataset, write_arrow
+from hotrec.data.chunks import DATASET, SPLITS, ChunkInfo, ChunkWriter, commit_dataset, write_arrow
 from hotrec.data.columns import RawBlock, Texts
 from hotrec.data.encode import (
     Moments,
@@ -139,9 +138,7 @@ def prepare(
     log = distributed.same_verdict(lambda: open_log(source))
     target = Path(output)
     is_first = distributed.rank() == 0
-    with scratch_directory(target) if is_first else nullcontext() as made:
-        scratch = Path(distributed.broadcast_object(str(made)))
-        distributed.same_verdict(lambda: _check_shared(scratch))
+    with distributed.shared_scratch(target, kind=DATASET) as scratch:
         show = show_progress if is_first else False
         job = _start_job(source, log, scratch, show)
         facts = _count(job)
@@ -153,15 +150,7 @@ def prepare(
         distributed.same_verdict(
             lambda: _commit(job, target, encoders, splits, total) if is_first else None
         )
-    return read_artifact(target, kind="dataset")
-
-
-def _check_shared(scratch: Path) -> None:
-    if not scratch.is_dir():
-        raise ValueError(
-            f"output {scratch.parent}: expected a file system that all ranks share, got none of "
-            f"rank 0's files on rank {distributed.rank()}. Choose another output directory."
-        )
+    return read_artifact(target, kind=DATASET)
 
 
 def _start_job(source: SourceSpec, log: Log, scratch: Path, show_progress: bool | None) -> _Job:

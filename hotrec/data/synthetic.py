@@ -23,7 +23,7 @@ from tqdm import tqdm
 from hotrec.artifact import Artifact, scratch_directory
 from hotrec.config.check_data import check_synthetic_spec
 from hotrec.config.data import SyntheticSpec
-from hotrec.data.chunks import SPLITS, Block, ChunkWriter, Integers, Jagged, commit_dataset
+from hotrec.data.chunks import DATASET, SPLITS, Block, ChunkWriter, Integers, Jagged, commit_dataset
 from hotrec.types import Feature, Rows, Schema, Table
 
 # Samples drawn at once. Part of the definition of the data: another value, other samples.
@@ -221,7 +221,7 @@ def write_synthetic(
         "valid": spec.num_train + spec.num_valid,
         "test": log.num_samples,
     }
-    with scratch_directory(Path(output)) as scratch:
+    with scratch_directory(Path(output), kind=DATASET) as scratch:
         writers = {
             split: ChunkWriter(scratch, split, schema, spec.rows_per_chunk) for split in SPLITS
         }

@@ -19,6 +19,7 @@ import numpy as np
 from hotrec.artifact import (
     Artifact,
     ArtifactError,
+    Verify,
     commit_artifact,
     read_artifact,
     scratch_directory,
@@ -83,7 +84,7 @@ def write_partition(
         summary: The result of ``summarize_partition``.
     """
     partition = placement.partition
-    with scratch_directory(output) as scratch:
+    with scratch_directory(output, kind=KIND) as scratch:
         _write_arrays(scratch / HOT_ROWS, {t: partition.hot(t) for t in partition.num_rows})
         return commit_artifact(
             scratch,
@@ -123,7 +124,7 @@ def _placement_facts(placement: Placement) -> dict[str, Any]:
     return {"is_hot_dense": placement.is_hot_dense, "tables": tables}
 
 
-def read_placement(path: Path, *, verify: str = "hash") -> tuple[Placement, Artifact]:
+def read_placement(path: Path, *, verify: Verify = "full") -> tuple[Placement, Artifact]:
     """Reads a partition with the exchange and tier of each table.
 
     Raises:
@@ -150,7 +151,7 @@ def read_placement(path: Path, *, verify: str = "hash") -> tuple[Placement, Arti
     return placement, artifact
 
 
-def read_partition(path: Path, *, verify: str = "hash") -> tuple[Partition, Artifact]:
+def read_partition(path: Path, *, verify: Verify = "full") -> tuple[Partition, Artifact]:
     """Reads a partition.
 
     Raises:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from hotrec.artifact import ArtifactError, scratch_directory
 from hotrec.runtime.memory import keep_freed_memory
 from hotrec.runtime.process import batch_threads, bind_to_gpu, make_forks_safe
 
@@ -242,3 +244,28 @@ def same_verdict(action: Callable[[], T]) -> T:
         raise error
     index, text = failed[0]
     raise RankError(f"[rank {index}] {text}")
+
+
+@contextmanager
+def shared_scratch(target: Path, *, kind: str) -> Iterator[Path]:
+    """``scratch_directory`` by rank 0, for all ranks to write into; collective.
+
+    Raises:
+        ArtifactError, LockedError: On every rank, if the target may not be replaced, or if a rank
+            does not see the directory.
+        RankError: On the ranks that saw no fault themselves.
+    """
+
+    def check_seen() -> None:
+        if not scratch.is_dir():
+            raise ArtifactError(
+                f"{target}: expected a file system that all ranks share, got none of rank 0's "
+                f"files on rank {rank()}. Choose another directory."
+            )
+
+    with ExitStack() as stack:
+        make = scratch_directory(target, kind=kind)
+        made = same_verdict(lambda: stack.enter_context(make) if rank() == 0 else None)
+        scratch = Path(broadcast_object(str(made)))
+        same_verdict(check_seen)
+        yield scratch

@@ -8,17 +8,22 @@ with the step, the facts that must match, and every file's size. It is written u
 and renamed when all ranks are done; the file ``latest`` names the newest. All ranks write under one
 directory, so with several hosts it has to be on a shared file system.
 
-Loading is in place and strict: same facts, same world size, same tensors, all files whole.
-Files are unpickled, so load only checkpoints that you would run as code.
+Loading is in place and strict: same facts, same world size, same tensors, all files whole. No file
+can run code: tensors and states are read with ``weights_only``, and of the pickled metadata of
+torch.distributed.checkpoint only its own classes.
 """
 
 from __future__ import annotations
 
+import io
+import logging
+import pickle
 import random
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,11 +33,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from hotrec.artifact import ArtifactError, commit_artifact, read_artifact, scratch_directory
-from hotrec.runtime.ranks import all_gather_object, broadcast_object, rank, same_verdict, world_size
+from hotrec.artifact import ArtifactError, commit_artifact, read_artifact
+from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
 from hotrec.train.run_log import replace_text
+
+logger = logging.getLogger(__name__)
 
 KIND = "checkpoint"
 LATEST = "latest"
@@ -65,6 +74,8 @@ class Checkpoints:
         facts: JSON values by name that must match at loading: dataset, partition, model.
         keep_last: The number of newest checkpoints to keep, 1 or more.
         resume_from: The checkpoint to resume from; None for a new run.
+        lineage: Identifies one uninterrupted training, resumes of its newest checkpoint included.
+            Checkpoints of another lineage in the same directory are never removed.
 
     Raises:
         ValueError: if none would be kept.
@@ -74,6 +85,7 @@ class Checkpoints:
     facts: Mapping[str, Any]
     keep_last: int = 2
     resume_from: Path | None = None
+    lineage: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -87,7 +99,7 @@ def save_checkpoint(
     optimizer: KeyedOptimizer,
     loader: StatefulLoader,
 ) -> Path:
-    """Write a checkpoint from all ranks, and drop the oldest.
+    """Write a checkpoint from all ranks, and remove the oldest of its lineage.
 
     To be called on every rank, with the pipeline drained. If any rank fails (a full disk), all
     ranks raise, and the directory is as before.
@@ -102,7 +114,7 @@ def save_checkpoint(
     target = checkpoints.directory / f"step-{position.step:08d}"
     # Before the scratch directory exists: what this raises, it raises on all ranks.
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with _shared_scratch(target) as scratch:
+    with shared_scratch(target, kind=KIND) as scratch:
         same_verdict(lambda: _save_rank(scratch, loader))
         with _plain_errors(target):
             writer = dcp.FileSystemWriter(scratch / "tensors")
@@ -110,10 +122,11 @@ def save_checkpoint(
         content = {
             "step": position.step,
             "num_samples": position.num_samples,
+            "lineage": checkpoints.lineage,
             "facts": {**checkpoints.facts, "world_size": world_size()},
             "tensors": _shapes_of_all_ranks(state),
         }
-        same_verdict(lambda: _commit(scratch, target, content, checkpoints.keep_last))
+        same_verdict(lambda: _commit(scratch, target, content, checkpoints))
     return target
 
 
@@ -126,13 +139,22 @@ def find_latest(directory: Path) -> Path | None:
     pointer = directory / LATEST
     if not pointer.exists():
         return None
-    path = directory / pointer.read_text().strip()
-    if not path.is_dir():
+    name = pointer.read_bytes().decode(errors="replace").strip()
+    path = directory / name
+    if Path(name).name != name or not path.is_dir():
         raise ArtifactError(
-            f"{pointer}: expected the name of a checkpoint beside it, got {path.name!r}. "
+            f"{pointer}: expected the name of a checkpoint beside it, got {name[:40]!r}. "
             "Name another checkpoint to resume from."
         )
     return path
+
+
+def lineage_of(path: Path) -> str | None:
+    """The lineage of a checkpoint; None if it cannot be read, or is of an older version."""
+    try:
+        return read_artifact(path, kind=KIND).content.get("lineage")
+    except ArtifactError:
+        return None
 
 
 def load_checkpoint(
@@ -156,7 +178,7 @@ def load_checkpoint(
         ArtifactError: if it is cut short or altered, or any fact or tensor differs; RankError on
             the ranks that saw no fault themselves.
     """
-    content = same_verdict(lambda: _read(path, facts))
+    content = same_verdict(lambda: read_facts(path, facts, verify_files=True))
     if optimizer is not None:
         same_verdict(lambda: _fill_optimizer_state(optimizer))
     state: dict[str, Any] = {"model": model.state_dict()}
@@ -166,7 +188,8 @@ def load_checkpoint(
     same_verdict(lambda: _check_tensors(path, content["tensors"], expected, parts=set(state)))
     loaded = _without_empty_state(state)
     with _plain_errors(path):
-        dcp.load(loaded, storage_reader=dcp.FileSystemReader(path / "tensors"))
+        reader = dcp.FileSystemReader(path / "tensors")
+        dcp.load(loaded, storage_reader=reader, planner=_LoadPlanner())
     model.load_state_dict(loaded["model"])
     if optimizer is not None:
         optimizer.load_state_dict(_filled(state["optimizer"], loaded.get("optimizer", {})))
@@ -184,16 +207,20 @@ def restore_random_state(path: Path) -> None:
     """
     state = same_verdict(lambda: _load_rank(path))["random"]
     torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
+    keys = state["numpy"]["state"]
+    np.random.set_state({**state["numpy"], "state": {**keys, "key": keys["key"].numpy()}})
     random.setstate(state["python"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def _random_state() -> dict[str, Any]:
+    # The generator that libraries draw from. Its key is kept as a tensor, which needs no pickle.
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002
+    keys = numpy_state["state"]
     return {
         "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 (the generator that libraries draw from)
+        "numpy": {**numpy_state, "state": {**keys, "key": torch.from_numpy(keys["key"])}},
         "python": random.getstate(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
@@ -212,24 +239,6 @@ def _plain_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _shared_scratch(target: Path) -> Iterator[Path]:
-    """A hidden directory beside ``target``, made by rank 0 and seen by all ranks."""
-    with scratch_directory(target) if rank() == 0 else nullcontext() as made:
-        scratch = broadcast_object(made)
-        assert scratch is not None
-        same_verdict(lambda: _check_shared(scratch))
-        yield scratch
-
-
-def _check_shared(scratch: Path) -> None:
-    if not scratch.is_dir():
-        raise ArtifactError(
-            f"{scratch}: expected the directory that rank 0 made, got none on rank {rank()}. "
-            "Put the run directory on a file system that all hosts share."
-        )
-
-
 def _rank_file(path: Path) -> Path:
     return path / f"rank-{rank():05d}.pt"
 
@@ -239,16 +248,75 @@ def _save_rank(scratch: Path, loader: StatefulLoader) -> None:
 
 
 def _load_rank(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(_rank_file(path), weights_only=False)
+    file = _rank_file(path)
+    try:
+        loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise _not_plain(file, "the state of a rank in plain values and tensors", error) from error
     return loaded
 
 
-def _commit(scratch: Path, target: Path, content: Mapping[str, Any], keep_last: int) -> None:
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads torch.distributed.checkpoint's metadata, and no class or function of other modules."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_allowed = (
+            module == "torch.distributed.checkpoint.metadata"
+            or (module, name)
+            in (
+                ("torch", "Size"),
+                ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+                ("torch.serialization", "_get_layout"),
+            )
+            or (module in ("pathlib", "pathlib._local") and name == "PosixPath")
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        )
+        if "." in name or not is_allowed:
+            raise pickle.UnpicklingError(f"{module}.{name}, which is no metadata")
+        return super().find_class(module, name)
+
+
+def _check_metadata(path: Path) -> None:
+    """Check that unpickling the metadata, as torch.distributed.checkpoint does, runs no code."""
+    file = path / "tensors" / ".metadata"
+    try:
+        with file.open("rb") as content:
+            _MetadataUnpickler(content).load()
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise _not_plain(file, "metadata of torch.distributed.checkpoint", error) from error
+
+
+def _not_plain(file: Path, expected: str, error: Exception) -> ArtifactError:
+    text = str(error).split("\n")[0]
+    return ArtifactError(
+        f"{file}: expected {expected}, got {type(error).__name__}: {text} Use another checkpoint, "
+        "and find out who wrote this one."
+    )
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Refuses values that ``weights_only`` does not read, before the base class unpickles them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def _commit(
+    scratch: Path, target: Path, content: Mapping[str, Any], checkpoints: Checkpoints
+) -> None:
     if rank() != 0:
         return
+    if target.exists() and (other := lineage_of(target)) != checkpoints.lineage:
+        kept = target.with_name(f"{target.name}.{(other or uuid.uuid4().hex)[:8]}")
+        target.rename(kept)
+        logger.warning("%s: kept as %s, since this run did not go on from it", target, kept.name)
     commit_artifact(scratch, target, kind=KIND, content=content)
     replace_text(target.parent / LATEST, f"{target.name}\n")
-    for old in sorted(target.parent.glob("step-*"))[:-keep_last]:
+    found = sorted(target.parent.glob("step-????????"))
+    own = [path for path in found if lineage_of(path) == checkpoints.lineage]
+    for old in own[: -checkpoints.keep_last]:
         # Renamed first: a removal that is cut short must not leave half a checkpoint in sight.
         old.rename(old.with_name(f".{old.name}.old"))
     # With what runs that were killed while saving have left: the directory has one writer.
@@ -256,9 +324,26 @@ def _commit(scratch: Path, target: Path, content: Mapping[str, Any], keep_last: 
         shutil.rmtree(stale, ignore_errors=True)
 
 
-def _read(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = read_artifact(path, kind=KIND, verify="size").content
-    saved = content["facts"]
+def read_facts(
+    path: Path, facts: Mapping[str, Any], *, verify_files: bool = False
+) -> Mapping[str, Any]:
+    """The manifest's content of a checkpoint that agrees with a run.
+
+    Args:
+        path: One ``step-...`` directory.
+        facts: As at saving.
+        verify_files: Whether to compare the checksums of this rank's share of the files.
+
+    Raises:
+        ArtifactError: If the checkpoint is damaged, or a fact differs.
+    """
+    artifact = read_artifact(path, kind=KIND)
+    content = artifact.content
+    with artifact.parsing():
+        saved = dict(content["facts"])
+        for name in ("step", "num_samples"):
+            if not isinstance(content[name], int):
+                raise TypeError(f"{name} {content[name]!r}")
     expected = {**facts, "world_size": world_size()}
     for name in sorted(saved.keys() | expected.keys()):
         if saved.get(name) != expected.get(name):
@@ -267,6 +352,10 @@ def _read(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"{saved.get(name)!r} (of the checkpoint). Resume with the settings of the "
                 "checkpoint, or start a new run."
             )
+    if verify_files:
+        for name in sorted(artifact.files)[rank() :: world_size()]:
+            artifact.verify_file(name)
+        _check_metadata(path)
     return content
 
 

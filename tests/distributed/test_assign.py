@@ -101,7 +101,7 @@ def write_skewed(path: Path) -> None:
             features[feature.name] = draw(feature, NUM_SAMPLES)
     label = rng.integers(0, 2, NUM_SAMPLES).astype(np.float32)
     dense = rng.standard_normal((NUM_SAMPLES, 2)).astype(np.float32)
-    with scratch_directory(path) as scratch:
+    with scratch_directory(path, kind="dataset") as scratch:
         writer = ChunkWriter(scratch, "train", SCHEMA, 100)
         writer.write(Block(label, dense, features))
         commit_dataset(scratch, path, SCHEMA, {"train": writer.close()}, {})

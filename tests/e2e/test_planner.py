@@ -163,7 +163,7 @@ def refusal(*words: str, cwd: Path) -> str:
 def test_impossible_costs_are_refused(edit: Any, message: str, calibrated: Path) -> None:
     document = json.loads((calibrated / "data" / "costs" / "costs.json").read_text())
     edit(document)
-    with scratch_directory(calibrated / "damaged") as scratch:
+    with scratch_directory(calibrated / "damaged", kind="costs") as scratch:
         (scratch / "costs.json").write_text(json.dumps(document))
         commit_artifact(scratch, calibrated / "damaged", kind="costs", content={})
     assert message in refusal("paths.costs=damaged", "planner.costs=measured", cwd=calibrated)

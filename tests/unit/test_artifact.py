@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import pickle
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,16 +23,16 @@ from hotrec.artifact import (
     ArtifactError,
     check_made_from,
     commit_artifact,
-    hash_file,
     read_artifact,
     scratch_directory,
 )
+from hotrec.lock import LockedError
 
 CONTENT = {"num_rows": {"t": 3}, "fraction": 0.1}
 
 
 def write(target: Path, text: str = "old", *, kind: str = "profile", **kwargs: Any) -> Artifact:
-    with scratch_directory(target) as scratch:
+    with scratch_directory(target, kind=kind) as scratch:
         (scratch / "counts").mkdir()
         (scratch / "counts" / "t.npy").write_text(text)
         (scratch / "b.txt").write_text("b")
@@ -42,7 +46,7 @@ def left_over(folder: Path) -> list[str]:
 def test_write_and_read_back(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "profile"
     written = write(target, made_from={"dataset": "abc"})
-    read = read_artifact(target, kind="profile", verify="hash")
+    read = read_artifact(target, kind="profile", verify="full")
     assert read == written
     assert read.content == CONTENT
     assert read.made_from == {"dataset": "abc"}
@@ -73,13 +77,13 @@ def test_a_failure_before_the_commit_leaves_the_old_one(tmp_path: Path) -> None:
     write(tmp_path / "a")
 
     def fail() -> None:
-        with scratch_directory(tmp_path / "a") as scratch:
+        with scratch_directory(tmp_path / "a", kind="profile") as scratch:
             (scratch / "half.npy").write_text("half")
             raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
         fail()
-    assert read_artifact(tmp_path / "a", kind="profile", verify="hash").content == CONTENT
+    assert read_artifact(tmp_path / "a", kind="profile", verify="full").content == CONTENT
     assert left_over(tmp_path) == ["a"]
 
 
@@ -87,7 +91,7 @@ def test_content_that_json_cannot_hold_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path / "a")
 
     def fail() -> None:
-        with scratch_directory(tmp_path / "a") as scratch:
+        with scratch_directory(tmp_path / "a", kind="profile") as scratch:
             commit_artifact(scratch, tmp_path / "a", kind="profile", content={"x": object()})
 
     with pytest.raises(TypeError):
@@ -109,7 +113,7 @@ def counted(self, *args, _rename=Path.rename):
     return _rename(self, *args)
 Path.rename = counted
 target = Path(sys.argv[1])
-with artifact.scratch_directory(target) as scratch:
+with artifact.scratch_directory(target, kind="profile") as scratch:
     (scratch / "x.txt").write_text("new")
     artifact.commit_artifact(scratch, target, kind="profile", content={"version": "new"})
 """
@@ -125,22 +129,112 @@ def test_killed_while_replacing_leaves_the_old_or_the_new(tmp_path: Path, at_ren
         env={**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[1])},
     )
     assert died.returncode in (0, 9)
-    found = read_artifact(target, kind="profile", verify="hash")
+    found = read_artifact(target, kind="profile", verify="full")
     assert found.content in (CONTENT, {"version": "new"})
 
 
-def test_what_is_no_artifact_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("years")
-    with pytest.raises(ArtifactError, match=r"home: expected a hotrec artifact or an empty dir"):
-        write(tmp_path / "home")
-    assert (tmp_path / "home" / "thesis.tex").read_text() == "years"
-    (tmp_path / "file").write_text("years")
-    with pytest.raises(ArtifactError, match=r"file: expected a hotrec artifact or an empty dir"):
-        write(tmp_path / "file")
-    assert left_over(tmp_path) == ["file", "home"]
+def put(file: Path, text: str = "years") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda a: put(a / "thesis.tex"), "1 files without a manifest.json"),
+        (lambda a: put(a), "a file"),
+        (lambda a: put(a / MANIFEST, '{"name": "extension"}'), "KeyError"),
+        (lambda a: (write(a), put(a / "notes" / "x.txt"))[1], "such as notes/x.txt"),
+        (lambda a: write(a, kind="dataset").path / "b.txt", "a dataset"),
+    ],
+)
+def test_nothing_foreign_is_replaced(
+    tmp_path: Path, make: Callable[[Path], Path], got: str
+) -> None:
+    kept = make(tmp_path / "a")
+    text = kept.read_text()
+    with pytest.raises(ArtifactError, match=re.escape(got)):
+        write(tmp_path / "a")
+    assert kept.read_text() == text
+    assert left_over(tmp_path) == ["a"]
+
+
+def test_an_empty_directory_or_a_link_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    write(tmp_path / "empty")
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    write(tmp_path / "link")
+    write(tmp_path / "link", "new")
+    assert (tmp_path / "empty" / "counts" / "t.npy").read_text() == "new"
+    assert left_over(tmp_path) == ["empty", "link"]
+
+
+def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
+    def second() -> None:
+        with scratch_directory(tmp_path / "a", kind="profile"):
+            write(tmp_path / "a")
+
+    with pytest.raises(LockedError, match=rf"process {os.getpid()} on .* Wait for its end"):
+        second()
+    write(tmp_path / "a")
+    assert left_over(tmp_path) == ["a"]
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    put(tmp_path / ".a.01234567.tmp" / "half.npy")
+    put(tmp_path / ".a.lock", "process 1")
+    write(tmp_path / "a")
+    assert left_over(tmp_path) == ["a"]
+
+
+def test_what_is_being_read_is_not_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    opened = read_artifact(tmp_path / "a", kind="profile", stay_open=True)
+    with pytest.raises(LockedError, match="expected to replace it"):
+        write(tmp_path / "a", "new")
+    opened.check_opened()
+    copied = pickle.loads(pickle.dumps(opened))
+    del opened
+    with pytest.raises(LockedError, match="expected to replace it"):
+        write(tmp_path / "a", "new")
+    del copied
+    write(tmp_path / "a", "new")
+
+
+def test_replacement_by_another_program_is_found(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    opened = read_artifact(tmp_path / "a", kind="profile", stay_open=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(ArtifactError, match="expected what was opened"):
+        opened.check_opened()
+    (tmp_path / "b").rename(tmp_path / "a")
+    with pytest.raises(ArtifactError, match="expected what was opened"):
+        opened.check_opened()
+
+
+READER = """
+import sys
+from pathlib import Path
+from hotrec.artifact import read_artifact
+print("ready", flush=True)
+for _ in range(1500):
+    read_artifact(Path(sys.argv[1]), kind="profile", verify="full")
+"""
+
+
+def test_readers_never_see_a_replacement(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    variables = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, str(tmp_path / "a")], env=variables, stdout=subprocess.PIPE
+    ) as reader:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        while reader.poll() is None:
+            write(tmp_path / "a", "new")
+            write(tmp_path / "a", "old")
+    assert reader.returncode == 0
 
 
 def edit_manifest(target: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -155,14 +249,26 @@ def edit_manifest(target: Path, change: Callable[[dict[str, Any]], None]) -> Non
         (lambda a: (a / "b.txt").unlink(), r"b\.txt: expected a file of 1 bytes, got none\."),
         (lambda a: (a / "b.txt").write_text("bb"), r"b\.txt: expected 1 bytes, got 2\."),
         (lambda a: (a / MANIFEST).unlink(), r"manifest\.json: expected the manifest of a profile"),
-        (lambda a: (a / MANIFEST).write_text(""), r"manifest\.json: expected a hotrec manifest"),
-        (lambda a: (a / MANIFEST).write_text("[]"), r"manifest\.json: expected a hotrec manifest"),
-        (lambda a: (a / MANIFEST).write_text("3"), r"manifest\.json: expected a hotrec manifest"),
-        (lambda a: (a / MANIFEST).write_text("{}"), r"manifest\.json: expected a hotrec manifest"),
-        (lambda a: (a / MANIFEST).write_bytes(b"\xff\xfe"), r"expected a hotrec manifest"),
+        (
+            lambda a: (a / MANIFEST).write_text(""),
+            r"manifest\.json: expected the manifest of a profile",
+        ),
+        (
+            lambda a: (a / MANIFEST).write_text("[]"),
+            r"manifest\.json: expected the manifest of a profile",
+        ),
+        (
+            lambda a: (a / MANIFEST).write_text("3"),
+            r"manifest\.json: expected the manifest of a profile",
+        ),
+        (
+            lambda a: (a / MANIFEST).write_text("{}"),
+            r"manifest\.json: expected the manifest of a profile",
+        ),
+        (lambda a: (a / MANIFEST).write_bytes(b"\xff\xfe"), "expected the manifest of a profile"),
         (
             lambda a: (a / MANIFEST).write_text((a / MANIFEST).read_text()[:-40]),
-            r"manifest\.json: expected a hotrec manifest",
+            r"manifest\.json: expected the manifest of a profile",
         ),
         (
             lambda a: edit_manifest(a, lambda d: d["content"].update(fraction=0.2)),
@@ -174,7 +280,7 @@ def edit_manifest(target: Path, change: Callable[[dict[str, Any]], None]) -> Non
         ),
         (
             lambda a: edit_manifest(a, lambda d: d.update(format_version=99)),
-            r"manifest\.json: expected format version 1, got 99\.",
+            r"manifest\.json: expected format version 1 or 2, got 99\.",
         ),
     ],
 )
@@ -189,8 +295,8 @@ def test_an_edit_of_equal_size_is_found_by_hash(tmp_path: Path) -> None:
     write(tmp_path / "a")
     (tmp_path / "a" / "b.txt").write_text("c")
     read_artifact(tmp_path / "a", kind="profile", verify="size")
-    with pytest.raises(ArtifactError, match=r"b\.txt: expected sha256 .* edited"):
-        read_artifact(tmp_path / "a", kind="profile", verify="hash")
+    with pytest.raises(ArtifactError, match=r"b\.txt: expected checksum .* changed"):
+        read_artifact(tmp_path / "a", kind="profile", verify="full")
 
 
 def test_another_kind_is_refused(tmp_path: Path) -> None:
@@ -201,7 +307,7 @@ def test_another_kind_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [{"by_dim": {2: 1, 10: 2}}, {"pair": (1, 2)}, {"x": 0.1 + 0.2}])
 def test_content_is_hashed_as_it_will_be_read(tmp_path: Path, content: dict[str, Any]) -> None:
-    with scratch_directory(tmp_path / "a") as scratch:
+    with scratch_directory(tmp_path / "a", kind="profile") as scratch:
         commit_artifact(scratch, tmp_path / "a", kind="profile", content=content)
     read = read_artifact(tmp_path / "a", kind="profile")
     assert read.content == json.loads(json.dumps(content))
@@ -218,6 +324,19 @@ def test_made_from(tmp_path: Path) -> None:
         check_made_from(write(tmp_path / "free"), dataset)
 
 
-def test_hash_file(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"abc")
-    assert hash_file(tmp_path / "x").startswith("ba7816bf8f01cfea414140de5dae2223")
+def test_checksums_of_the_first_format_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+
+    def downgrade(document: dict[str, Any]) -> None:
+        del document["content_hash"]
+        document["format_version"] = 1
+        for name, facts in document["files"].items():
+            del facts["xxh3_128"]
+            facts["sha256"] = hashlib.sha256((tmp_path / "a" / name).read_bytes()).hexdigest()
+        document["content_hash"] = module._hash_document(document)
+
+    edit_manifest(tmp_path / "a", downgrade)
+    read_artifact(tmp_path / "a", kind="profile", verify="full")
+    put(tmp_path / "a" / "b.txt", "c")
+    with pytest.raises(ArtifactError, match=r"b\.txt: expected checksum"):
+        read_artifact(tmp_path / "a", kind="profile", verify="full")

@@ -47,7 +47,7 @@ def write_dataset(
 ) -> dict[str, Block]:
     """A dataset of random samples; what it holds, by split."""
     blocks = {split: random_block(size, schema, seed=size) for split, size in sizes.items()}
-    with scratch_directory(path) as scratch:
+    with scratch_directory(path, kind="dataset") as scratch:
         chunks = {}
         for split, block in blocks.items():
             writer = ChunkWriter(scratch, split, schema, rows_per_chunk)

@@ -138,7 +138,7 @@ def test_altered_ones_are_refused(tmp_path):
     content = bytearray(bits.read_bytes())
     content[-1] ^= 255
     bits.write_bytes(content)
-    with pytest.raises(ArtifactError, match="edited"):
+    with pytest.raises(ArtifactError, match="changed after"):
         read(tmp_path)
 
 
@@ -163,7 +163,7 @@ def test_an_id_outside_its_table_is_refused(tmp_path, feature, row):
         ids.values[-1] = row
     else:
         ids[15] = row
-    with scratch_directory(tmp_path / "d") as scratch:
+    with scratch_directory(tmp_path / "d", kind="dataset") as scratch:
         writer = ChunkWriter(scratch, "train", SCHEMA, 8)
         writer.write(block)
         commit_dataset(scratch, tmp_path / "d", SCHEMA, {"train": writer.close()}, {})

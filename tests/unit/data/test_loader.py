@@ -208,7 +208,7 @@ def test_an_id_outside_its_table_is_named(tmp_path, schema, feature, row, num_wo
         assert ids.offsets[16] > ids.offsets[15]
     else:
         ids[15] = row
-    with scratch_directory(tmp_path / "d") as scratch:
+    with scratch_directory(tmp_path / "d", kind="dataset") as scratch:
         writer = ChunkWriter(scratch, "train", schema, 8)
         writer.write(block)
         commit_dataset(scratch, tmp_path / "d", schema, {"train": writer.close()}, {})
@@ -236,7 +236,7 @@ def test_labels_and_dense_values_are_checked(tmp_path, where, value, message):
 
     block = random_block(9)
     (block.label if where == "label" else block.dense[:, 1])[4] = value
-    with scratch_directory(tmp_path / "d") as scratch:
+    with scratch_directory(tmp_path / "d", kind="dataset") as scratch:
         writer = ChunkWriter(scratch, "train", SCHEMA, 9)
         writer.write(block)
         commit_dataset(scratch, tmp_path / "d", SCHEMA, {"train": writer.close()}, {})

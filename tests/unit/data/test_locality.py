@@ -319,7 +319,7 @@ def test_a_bad_id_stops_all_ranks_at_once(tmp_path: Path) -> None:
     """All of them read it, not the one alone that gets the sample."""
     block = random_block(20)
     block.features["a"][15] = 10
-    with scratch_directory(tmp_path / "d") as scratch:
+    with scratch_directory(tmp_path / "d", kind="dataset") as scratch:
         writer = ChunkWriter(scratch, "train", SCHEMA, 8)
         writer.write(block)
         commit_dataset(scratch, tmp_path / "d", SCHEMA, {"train": writer.close()}, {})

@@ -39,7 +39,7 @@ from tests.unit.data.logs import HEADER, criteo_line, delimited_spec
 
 def run(spec: SourceSpec, path: Path) -> Dataset:
     prepare(spec, path, show_progress=False)
-    return Dataset.open(path, verify="hash")
+    return Dataset.open(path, verify="full")
 
 
 def decoded(dataset: Dataset, split: str) -> list[dict]:
@@ -358,7 +358,7 @@ def test_a_failed_prepare_leaves_the_old_dataset(tmp_path, monkeypatch):
             with pytest.raises(OSError, match="No space left on device"):
                 run(spec, tmp_path / "d")
         assert sorted(os.listdir(tmp_path)) == ["d", "day_0"]
-    assert read_artifact(tmp_path / "d", kind="dataset", verify="hash").content_hash == before
+    assert read_artifact(tmp_path / "d", kind="dataset", verify="full").content_hash == before
 
 
 def prepare_with_a_small_disk(source: str, output: str) -> None:
@@ -412,7 +412,7 @@ def test_a_killed_prepare_leaves_the_old_dataset_or_none(tmp_path, has_old):
     process.communicate(timeout=60)
     assert (tmp_path / "d").exists() == has_old
     if has_old:
-        found = read_artifact(tmp_path / "d", kind="dataset", verify="hash")
+        found = read_artifact(tmp_path / "d", kind="dataset", verify="full")
         assert found.content_hash == before
     # And the next one is not disturbed by what the killed one left.
     dataset = run(criteo_spec([source]), tmp_path / "d")

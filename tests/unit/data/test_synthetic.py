@@ -125,7 +125,7 @@ def test_without_signal_labels_are_coin_flips():
 
 def test_an_existing_dataset_is_replaced_only_as_a_whole(tmp_path, monkeypatch):
     write_synthetic(small(num_train=100), tmp_path / "d", show_progress=False)
-    before = read_artifact(tmp_path / "d", kind="dataset", verify="hash").content_hash
+    before = read_artifact(tmp_path / "d", kind="dataset", verify="full").content_hash
 
     def fail(*arguments):
         raise KeyboardInterrupt
@@ -133,5 +133,5 @@ def test_an_existing_dataset_is_replaced_only_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("hotrec.data.synthetic._write_popularity", fail)
     with pytest.raises(KeyboardInterrupt):
         write_synthetic(small(num_train=200), tmp_path / "d", show_progress=False)
-    assert read_artifact(tmp_path / "d", kind="dataset", verify="hash").content_hash == before
+    assert read_artifact(tmp_path / "d", kind="dataset", verify="full").content_hash == before
     assert [path.name for path in tmp_path.iterdir()] == ["d"]

@@ -124,7 +124,7 @@ def test_altered_hot_rows_are_found(tmp_path):
     data = bytearray(path.read_bytes())
     data[200] ^= 1
     path.write_bytes(bytes(data))
-    with pytest.raises(ArtifactError, match=r"hot_rows\.npz: expected sha256"):
+    with pytest.raises(ArtifactError, match=r"hot_rows\.npz: expected checksum"):
         read_partition(tmp_path / "p")
 
 

@@ -203,6 +203,6 @@ def write_artifact(
     path: Path, kind: str, content: dict[str, Any], made_from: dict[str, str]
 ) -> str:
     """Commit an artifact and return its content hash."""
-    with scratch_directory(path) as scratch:
+    with scratch_directory(path, kind=kind) as scratch:
         artifact = commit_artifact(scratch, path, kind=kind, content=content, made_from=made_from)
     return artifact.content_hash

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import resource
 import shutil
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from hotrec import artifact
 from hotrec.artifact import ArtifactError
 from hotrec.runtime.ranks import Ranks
 from hotrec.train import checkpoint as checkpoint_module
@@ -21,6 +23,7 @@ from hotrec.train.checkpoint import (
     Checkpoints,
     Position,
     find_latest,
+    lineage_of,
     load_checkpoint,
     restore_random_state,
     save_checkpoint,
@@ -42,6 +45,7 @@ class Run:
         )
         self.iterator: Any = None
         self.step = 0
+        self.lineage = "0" * 32
 
     def train(self, num_steps: int) -> list[float]:
         if self.iterator is None:
@@ -52,7 +56,7 @@ class Run:
 
     def save(self, directory: Path, keep_last: int = 3, facts: dict[str, Any] = FACTS) -> Path:
         return save_checkpoint(
-            Checkpoints(directory, facts, keep_last),
+            Checkpoints(directory, facts, keep_last, lineage=self.lineage),
             Position(self.step, self.step * 8),
             self.model,
             self.optimizer,
@@ -126,6 +130,54 @@ def test_latest_and_keep_last(one_rank: Ranks, tmp_path: Path) -> None:
         find_latest(tmp_path)
     with pytest.raises(ValueError, match="keep_last: expected 1 or more, got 0"):
         run.save(tmp_path, keep_last=0)
+
+
+def test_another_lineage_is_kept(one_rank: Ranks, tmp_path: Path) -> None:
+    run = Run()
+    for _ in range(3):
+        run.train(1)
+        run.save(tmp_path, keep_last=2)
+    resumed = Run()
+    resumed.load(tmp_path / "step-00000002")
+    resumed.lineage = "f" * 32
+    for _ in range(3):
+        resumed.train(1)
+        path = resumed.save(tmp_path, keep_last=1)
+        assert find_latest(tmp_path) == path
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["latest", "step-00000002", "step-00000003.00000000", "step-00000005"]
+    assert lineage_of(tmp_path / "step-00000003.00000000") == "0" * 32
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.marker,))
+
+
+@pytest.mark.parametrize("name", ["rank-00000.pt", "tensors/.metadata"])
+def test_no_file_runs_code(name: str, saved: Path, tmp_path: Path) -> None:
+    payload = Payload(tmp_path / "ran")
+    file = saved / name
+    if name.endswith(".pt"):
+        torch.save({"loader": payload, "random": {}}, file)
+    else:
+        file.write_bytes(pickle.dumps(payload))
+    document = json.loads((saved / artifact.MANIFEST).read_text())
+    del document["content_hash"]
+    document["files"][name] = {
+        "num_bytes": file.stat().st_size,
+        artifact.CHECKSUM: artifact.checksum_of(file),
+    }
+    document["content_hash"] = artifact._hash_document(document)
+    (saved / artifact.MANIFEST).write_text(json.dumps(document))
+    with pytest.raises(ArtifactError, match="find out who wrote"):
+        Run().load(saved)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture

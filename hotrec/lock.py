@@ -1,0 +1,111 @@
+"""Locks on files that end with the process that holds them, also over the hosts of a shared disk.
+
+``flock`` locks belong to an open file, so the system releases them however a process ends; Linux
+passes them on to NFS servers. A lock file names its holder for the message of whoever is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class LockedError(ValueError):
+    """Another process holds the lock."""
+
+
+def describe_process() -> str:
+    """This process for the message of another: command, number, host and start of the lock."""
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"{command} (process {os.getpid()} on {socket.gethostname()} since {since})"
+
+
+def try_flock(descriptor: int, path: Path, *, is_shared: bool = False) -> bool:
+    """Lock an open file without waiting.
+
+    A file system without locks is reported once in the log and taken as unlocked.
+
+    Returns:
+        False if another open file holds a lock that excludes this one.
+    """
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        logger.warning(
+            "%s: this file system has no locks (%s); nothing excludes a second writer here",
+            path,
+            error.strerror,
+        )
+    return True
+
+
+def is_current(descriptor: int, path: Path) -> bool:
+    """Whether the path still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def lock_file(path: Path, subject: Path) -> Iterator[None]:
+    """Hold a lock file, which is removed at the end.
+
+    Args:
+        path: The lock file; its directory must exist.
+        subject: What it protects, for messages.
+
+    Raises:
+        LockedError: If another process holds it; the message names that process.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not try_flock(descriptor, path):
+            holder = os.read(descriptor, 4096).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise LockedError(
+                f"{subject}: expected no other process writing there, got "
+                f"{holder or 'one that has just started'}. Wait for its end, or choose another "
+                "directory."
+            )
+        # The holder before this one removes its file while it still holds the lock.
+        if is_current(descriptor, path):
+            break
+        os.close(descriptor)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, describe_process().encode())
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def other_lock_holders(path: Path) -> list[int]:
+    """Processes of this host that hold a lock on the file, from /proc/locks, without this one."""
+    try:
+        status = path.stat()
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    holders = {int(line.split()[4]) for line in lines if line.split()[5] == device}
+    return sorted(holders - {os.getpid()})
