@@ -280,11 +280,17 @@ def commit_artifact(
     manifest.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
     sync_path(manifest)
     sync_path(scratch)
-    _move_into_place(scratch, target.resolve(), kind)
+    move_artifact(scratch, target, kind)
     return read_artifact(target, kind=kind)
 
 
-def _move_into_place(scratch: Path, target: Path, kind: str) -> None:
+def move_artifact(scratch: Path, target: Path, kind: str) -> None:
+    """Move an artifact into place, where it may replace one of its kind.
+
+    Raises:
+        ArtifactError, LockedError: As ``scratch_directory``.
+    """
+    target = target.resolve()
     check_replaceable(target, kind)
     if (target / MANIFEST).exists():
         # Two renames; if the process is killed between them, the next one that reads or writes the

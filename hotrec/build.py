@@ -314,6 +314,7 @@ def find_all_hot(
     dataset: Dataset,
     training_plan: TrainingPlan,
     run_dir: Path,
+    staged: Path,
     *,
     is_resumed: bool,
 ) -> AllHotSamples | None:
@@ -323,7 +324,8 @@ def find_all_hot(
         config: Configuration of the run.
         dataset: Dataset of the run.
         training_plan: Plan of the run.
-        run_dir: Directory of the run, in which the samples are saved.
+        run_dir: Directory of the run, with the samples that it saved before.
+        staged: Directory to save the samples in.
         is_resumed: Whether the run resumes its own checkpoint and must use its saved samples.
 
     Raises:
@@ -344,7 +346,7 @@ def find_all_hot(
     if is_resumed and path.exists():
         return read_all_hot(dataset, SPLIT, partition_hash=artifact.content_hash, path=path)
     return write_all_hot(
-        dataset, SPLIT, partition, partition_hash=artifact.content_hash, output=path
+        dataset, SPLIT, partition, partition_hash=artifact.content_hash, output=staged / ALL_HOT
     )
 
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -45,7 +45,8 @@ from hotrec.cli.output import (
 )
 from hotrec.cli.store import VERSION_BASE, build_config, conf_dir, register_schemas
 from hotrec.doctor import check_versions
-from hotrec.runtime.run_dir import CONFIG_FILE
+from hotrec.lock import lock_file
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, STAGED, read_finished
 
 FLAGS_OF_CONFIG_DIR = ("--config-dir", "-cd")
 FLAGS_WITH_VALUE = (
@@ -204,6 +205,12 @@ def _run_job(invocation: Invocation, composed: DictConfig) -> int:
 def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -> Figures | None:
     name = invocation.name
     config = build_config(composed)
+    text = OmegaConf.to_yaml(composed, resolve=True)
+    if name == "train" and config.trainer.resume == "latest":
+        finished = read_finished(run_dir, text)
+        if finished is not None:
+            print(f"{run_dir}: already finished; nothing was changed", file=sys.stderr)
+            return {"command": name, "run_dir": run_dir, **finished}
     num_ranks = config.launch.num_ranks if COMMANDS[name].is_parallel else 1
     if num_ranks > 1 and not is_under_torchrun():
         exit_code = run_under_torchrun(
@@ -216,15 +223,30 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
         if exit_code != 0:
             raise CommandFailed(exit_code)
         return None
-    start_logging(run_dir)
-    if environment_rank() == 0:
-        (run_dir / CONFIG_FILE).write_text(OmegaConf.to_yaml(composed, resolve=True))
-    command = importlib.import_module(f"hotrec.cli.{name}")
-    quiet_torch()
-    # Standard output is for the line of figures alone, whatever libraries print.
-    with redirect_stdout(sys.stderr):
-        figures: Figures = command.run(config, run_dir)
+    with lock_file(run_dir / LOCK_FILE, run_dir) if environment_rank() == 0 else nullcontext():
+        start_logging(run_dir)
+        if environment_rank() == 0:
+            _write_config(name, text, run_dir)
+        command = importlib.import_module(f"hotrec.cli.{name}")
+        quiet_torch()
+        # Standard output is for the line of figures alone, whatever libraries print.
+        with redirect_stdout(sys.stderr):
+            figures: Figures = command.run(config, run_dir)
     return figures
+
+
+def _write_config(name: str, text: str, run_dir: Path) -> None:
+    """Record the configuration; a training run stages it until it has been accepted."""
+    if name == "train":
+        (run_dir / STAGED).mkdir(exist_ok=True)
+        (run_dir / STAGED / CONFIG_FILE).write_text(text)
+        return
+    if (run_dir / CHECKPOINTS).exists():
+        raise ValueError(
+            f"{RUN_DIR}: expected a directory without a training run for hotrec {name}, got "
+            f"{run_dir}. Unset {RUN_DIR}, or name another directory."
+        )
+    (run_dir / CONFIG_FILE).write_text(text)
 
 
 def _config_dir_flags(words: Sequence[str]) -> list[str]:

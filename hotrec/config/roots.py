@@ -128,6 +128,13 @@ class LaunchConfig:
     )
 
 
+class Verify(Enum):
+    """How much of a dataset is checked when it is opened."""
+
+    size = "size"
+    full = "full"
+
+
 @dataclass
 class PathsConfig:
     """Where the stages read and write."""
@@ -141,6 +148,11 @@ class PathsConfig:
         "directory of the costs that calibrate measures; they belong to the machine, not to a "
         "dataset",
         "data/costs",
+    )
+    verify: Verify = key(
+        "which checksums of the dataset to compare when it is opened: size (none; "
+        "those of a chunk when it is first read) or full (all)",
+        Verify.size,
     )
 
 

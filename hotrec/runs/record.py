@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,49 @@ from typing import Any
 import torch
 from torchrec.distributed.types import ShardingPlan
 
+from hotrec.artifact import move_artifact
+from hotrec.build import ALL_HOT
+from hotrec.data.all_hot import KIND as ALL_HOT_KIND
+from hotrec.planning.partition import KIND as PARTITION_KIND
 from hotrec.planning.torchrec_plan import plan_document, plan_text
 from hotrec.report.plan import plan_report_text
-from hotrec.runtime.run_dir import ENVIRONMENT, PLAN_JSON, PLAN_TEXT, PREDICTION
+from hotrec.runtime.run_dir import (
+    ENVIRONMENT,
+    PARTITION,
+    PLAN_JSON,
+    PLAN_TEXT,
+    PREDICTION,
+    STAGED,
+)
 
 PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchdata", "numpy")
+
+
+@contextmanager
+def staged_record(run_dir: Path, *, is_first: bool) -> Iterator[Path]:
+    """The directory for the record of a run that may still be refused; removed at the end.
+
+    Until ``accept_record`` nothing in the run directory changes but the log. The configuration may
+    be there already.
+    """
+    staged = run_dir / STAGED
+    try:
+        if is_first:
+            staged.mkdir(exist_ok=True)
+        yield staged
+    finally:
+        if is_first:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def accept_record(staged: Path, run_dir: Path) -> None:
+    """Move the record of an accepted run into its directory."""
+    kinds = {PARTITION: PARTITION_KIND, ALL_HOT: ALL_HOT_KIND}
+    for path in sorted(staged.iterdir()):
+        if path.is_dir():
+            move_artifact(path, run_dir / path.name, kinds[path.name])
+        else:
+            path.replace(run_dir / path.name)
 
 
 def write_plan(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from hotrec.artifact import Artifact
@@ -33,10 +35,15 @@ from hotrec.embedding.table_memory import CacheCounters, fused_modules, memory_b
 from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import TrainingPlan, make_training_plan, read_training_plan
 from hotrec.planning.unsharded import make_machine
-from hotrec.runs.record import write_environment, write_plan
+from hotrec.runs.record import (
+    accept_record,
+    staged_record,
+    write_environment,
+    write_plan,
+)
 from hotrec.runtime.ranks import Ranks, broadcast_object, same_verdict
-from hotrec.runtime.run_dir import CHECKPOINTS, PARTITION, TRACES
-from hotrec.train.checkpoint import Checkpoints, find_latest
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, PARTITION, TRACES, read_finished
+from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule, count_steps
 from hotrec.train.trace import TraceWindow
@@ -62,18 +69,40 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         ValueError: If the placement does not fit the machine, or the configuration contradicts the
             dataset.
     """
-    trainer = config.trainer
-    device = ranks.device.type
-    dataset = same_verdict(lambda: Dataset.open(config.paths.dataset))
+    dataset = same_verdict(lambda: Dataset.open(config.paths.dataset, config.paths.verify.value))
     same_verdict(lambda: _count_steps(config, dataset, ranks))  # fail early
+    resume_from = same_verdict(lambda: _resume_from(config, run_dir, ranks.device.type))
+    with staged_record(run_dir, is_first=ranks.is_first) as staged:
+        return _train(config, dataset, run_dir, staged, resume_from, ranks)
+
+
+def _train(
+    config: Config,
+    dataset: Dataset,
+    run_dir: Path,
+    staged: Path,
+    resume_from: Path | None,
+    ranks: Ranks,
+) -> TrainResult:
+    trainer = config.trainer
     machine = make_run_machine(config, ranks)
-    resume_from = same_verdict(lambda: _resume_from(config, run_dir, device))
-    training_plan = _share_plan(config, dataset, machine, run_dir, ranks, resume_from)
+    is_own = resume_from is not None and resume_from.resolve().is_relative_to(run_dir.resolve())
+    if is_own:
+        same_verdict(lambda: _check_placement(config, run_dir))
+    training_plan = _share_plan(config, dataset, machine, run_dir, staged, ranks, is_own=is_own)
     config = training_plan.config
     check_assign(config, training_plan.placement)
-    is_own = resume_from is not None and resume_from.is_relative_to(run_dir)
-    all_hot = find_all_hot(config, dataset, training_plan, run_dir, is_resumed=is_own)
+    facts = checkpoint_facts(config, dataset, training_plan.artifact)
+    all_hot = find_all_hot(config, dataset, training_plan, run_dir, staged, is_resumed=is_own)
     steps = _count_steps(config, dataset, ranks, all_hot)
+    # A new run in a directory with checkpoints must leave them of use.
+    kept = resume_from or same_verdict(lambda: find_latest(run_dir / CHECKPOINTS))
+    if kept is not None:
+        saved = same_verdict(lambda: read_facts(kept, facts))
+        finished = broadcast_object(read_finished(run_dir)) if is_own else None
+        if finished is not None and saved["step"] >= steps:
+            logger.info("%s: already finished with %d steps", run_dir, saved["step"])
+            return TrainResult(saved["step"], is_finished=True, summary=finished)
     alternation = make_alternation(config, all_hot, ranks.world_size)
     torch.manual_seed(trainer.seed)
     sharded = build_sharded(
@@ -86,9 +115,9 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     )
     assign = choose_assign(config, dataset.schema, training_plan.placement, sharded.plan)
     if ranks.is_first:
-        write_plan(sharded.plan, run_dir, training_plan.prediction)
+        write_plan(sharded.plan, staged, training_plan.prediction)
         write_environment(
-            run_dir,
+            staged,
             world_size=ranks.world_size,
             num_hosts=ranks.num_hosts,
             device=ranks.device.type,
@@ -108,12 +137,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         look_ahead=sharded.look_ahead,
         grad_clip_norm=sharded.grad_clip_norm,
         eval_batches=_eval_batches(config, dataset, sharded, ranks),
-        checkpoints=Checkpoints(
-            directory=run_dir / CHECKPOINTS,
-            facts=checkpoint_facts(config, dataset, training_plan.artifact),
-            keep_last=trainer.keep_checkpoints,
-            resume_from=resume_from,
-        ),
+        checkpoints=_checkpoints(config, run_dir, facts, resume_from),
         run_dir=run_dir,
         inspect_batch=sharded.inspect_batch,
         description=_description(
@@ -122,7 +146,48 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         prediction=training_plan.predicted,
         trace=_trace_window(config, run_dir),
         alternation=alternation,
+        on_accepted=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
     )
+
+
+def _checkpoints(
+    config: Config, run_dir: Path, facts: Mapping[str, Any], resume_from: Path | None
+) -> Checkpoints:
+    directory = run_dir / CHECKPOINTS
+    checkpoints = Checkpoints(
+        directory=directory,
+        facts=facts,
+        keep_last=config.trainer.keep_checkpoints,
+        resume_from=resume_from,
+    )
+    is_newest = resume_from is not None and resume_from == find_latest(directory)
+    lineage = lineage_of(resume_from) if is_newest and resume_from is not None else None
+    return checkpoints if lineage is None else replace(checkpoints, lineage=lineage)
+
+
+def _check_placement(config: Config, run_dir: Path) -> None:
+    """Check that the run was started with the placement that it is now resumed with."""
+    recorded = run_dir / CONFIG_FILE
+    if not recorded.exists():  # a run started from Python
+        return
+    try:
+        placement = dict(yaml.safe_load(recorded.read_text())["placement"])
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{recorded}: expected the configuration that the run recorded, got {error!r}. "
+            "Start a new run."
+        ) from error
+    asked = {
+        name: value.name if isinstance(value, Enum) else value
+        for name, value in asdict(config.placement).items()
+    }
+    for name in sorted(placement.keys() | asked.keys()):
+        if placement.get(name) != asked.get(name):
+            raise ValueError(
+                f"placement.{name}: expected {placement.get(name)!r} (of the run that is resumed), "
+                f"got {asked.get(name)!r}. Resume with its placement, or start a new run with "
+                "another HOTREC_RUN_DIR."
+            )
 
 
 def make_run_machine(config: Config, ranks: Ranks) -> Machine:
@@ -194,8 +259,10 @@ def _share_plan(
     dataset: Dataset,
     machine: Machine,
     run_dir: Path,
+    staged: Path,
     ranks: Ranks,
-    resume_from: Path | None,
+    *,
+    is_own: bool,
 ) -> TrainingPlan:
     """Make the training plan on rank 0 and broadcast it; collective.
 
@@ -205,9 +272,9 @@ def _share_plan(
     def choose() -> TrainingPlan | None:
         if not ranks.is_first:
             return None
-        if resume_from is not None and resume_from.is_relative_to(run_dir):
+        if is_own:
             return read_training_plan(config, run_dir)
-        return make_training_plan(config, dataset, machine, output=run_dir / PARTITION)
+        return make_training_plan(config, dataset, machine, output=staged / PARTITION)
 
     training_plan = broadcast_object(same_verdict(choose))
     assert training_plan is not None

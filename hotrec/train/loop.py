@@ -86,6 +86,7 @@ def train(
     first_compared_step: int = FIRST_COMPARED_STEP,
     alternation: Alternation | None = None,
     trace: TraceWindow | None = None,
+    on_accepted: Callable[[], None] | None = None,
 ) -> TrainResult:
     """Train a sharded model until ``num_steps`` updates are made, those before a resume included.
 
@@ -119,6 +120,8 @@ def train(
         first_compared_step: The first step of that comparison, counted from this start.
         alternation: Receives the evaluations at the cadence; saved with the loader.
         trace: The steps to record with torch.profiler; None records nothing.
+        on_accepted: Called on every rank after the checkpoint to resume from has been loaded, and
+            before anything is written.
 
     Raises:
         ValueError: if nothing is left to train; ArtifactError if the checkpoint does not fit.
@@ -128,6 +131,8 @@ def train(
         splits = eval_batches or {}
         _start_workers(splits)
         start, train_batches = _start(model, optimizer, train_loader, num_steps, checkpoints)
+        if on_accepted is not None:
+            same_verdict(on_accepted)
         pipeline = make_pipeline(
             pipeline_kind, model, optimizer, ranks.device, look_ahead, grad_clip_norm
         )

@@ -109,7 +109,10 @@ def test_a_stage_ends_with_the_script(tmp_path: Path) -> None:
         time.sleep(0.05)
     script.terminate()
     assert script.wait() == 128 + signal.SIGTERM
-    assert not stages_under_way(tmp_path)
+    until_s = time.monotonic() + 30  # on a busy machine a process takes time to end
+    while stages_under_way(tmp_path):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
 
 
 def stages_under_way(folder: Path) -> list[str]:

@@ -51,7 +51,12 @@ def training_plan(
 def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> None:
     config = config_of()
     found = find_all_hot(
-        config, dataset, TrainingPlan(config, None, None, None), tmp_path, is_resumed=False
+        config,
+        dataset,
+        TrainingPlan(config, None, None, None),
+        tmp_path,
+        tmp_path,
+        is_resumed=False,
     )
     assert found is None
     assert make_alternation(config, found, 2) is None
@@ -65,7 +70,7 @@ def test_placements_without_hot_rows_are_refused(dataset: Dataset, tmp_path: Pat
     cold = training_plan(config, dataset, tmp_path, (0, 0))
     for given, found in ((torchrec, "TorchRec's own plan"), (cold, "by hand: 0 hot rows")):
         with pytest.raises(ValueError, match=f"with hot rows for order=all_hot, got {found}"):
-            find_all_hot(config, dataset, given, tmp_path, is_resumed=False)
+            find_all_hot(config, dataset, given, tmp_path, tmp_path, is_resumed=False)
 
 
 def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
@@ -73,12 +78,12 @@ def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
 ) -> None:
     config = config_of("order=all_hot")
     before = training_plan(config, dataset, tmp_path, (8, 900))
-    first = find_all_hot(config, dataset, before, tmp_path, is_resumed=False)
+    first = find_all_hot(config, dataset, before, tmp_path, tmp_path, is_resumed=False)
     other = training_plan(config, dataset, tmp_path, (9, 900))
     with pytest.raises(ArtifactError, match="all-hot samples of the partition"):
-        find_all_hot(config, dataset, other, tmp_path, is_resumed=True)
-    second = find_all_hot(config, dataset, other, tmp_path, is_resumed=False)
-    again = find_all_hot(config, dataset, other, tmp_path, is_resumed=True)
+        find_all_hot(config, dataset, other, tmp_path, tmp_path, is_resumed=True)
+    second = find_all_hot(config, dataset, other, tmp_path, tmp_path, is_resumed=False)
+    again = find_all_hot(config, dataset, other, tmp_path, tmp_path, is_resumed=True)
     assert first is not None
     assert second is not None
     assert again is not None
@@ -105,7 +110,7 @@ def test_the_order_is_logged_once(
 ) -> None:
     config = config_of("order=all_hot", *words)
     given = training_plan(config, dataset, tmp_path, num_hot)
-    samples = find_all_hot(config, dataset, given, tmp_path, is_resumed=False)
+    samples = find_all_hot(config, dataset, given, tmp_path, tmp_path, is_resumed=False)
     with caplog.at_level(logging.INFO, logger="hotrec"):
         alternation = make_alternation(config, samples, 2)
     assert alternation is not None
