@@ -27,14 +27,17 @@ from hotrec.cli.commands import COMMANDS
 from hotrec.cli.launch import (
     RUN_DIR,
     decide_run_dir,
+    end_with_parent,
     environment_rank,
     environment_world_size,
     is_under_torchrun,
+    private_temporary_directory,
     rank_prefix,
     run_under_torchrun,
 )
 from hotrec.cli.output import (
     FULL_TRACE,
+    LOG_FILE,
     CommandFailed,
     EndedEarly,
     log_trace,
@@ -124,6 +127,7 @@ def _check_processes(invocation: Invocation) -> None:
 def _prepared_process(invocation: Invocation) -> Iterator[None]:
     """Set what Hydra reads from the process, and turn SIGTERM into an exit."""
     saved_words, saved_handler = sys.argv, signal.getsignal(signal.SIGTERM)
+    saved_hang_up = signal.getsignal(signal.SIGHUP)
     try:
         decide_run_dir(invocation.name, invocation.words, is_multirun=invocation.is_multirun)
         # With this variable Hydra raises errors instead of printing them in its own way.
@@ -136,11 +140,17 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
                 f"hydra.help.app_name={title}",
                 f'hydra.help.header="{title}: {COMMANDS[invocation.name].summary}"',
             ]
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
         # An exit unwinds, so that half-written artifacts are removed.
         signal.signal(signal.SIGTERM, _exit_on_sigterm)
-        yield
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(signal.SIGHUP, _hang_up)
+        with nullcontext() if is_under_torchrun() else private_temporary_directory():
+            yield
     finally:
         signal.signal(signal.SIGTERM, saved_handler)
+        signal.signal(signal.SIGHUP, saved_hang_up)
         sys.argv = saved_words
         for key in (RUN_DIR, FULL_TRACE):
             os.environ.pop(key, None)
@@ -160,6 +170,11 @@ def _flags_first(words: Sequence[str]) -> list[str]:
 
 def _exit_on_sigterm(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(EXIT_CODE_OF_SIGTERM)
+
+
+def _hang_up(number: int, _frame: FrameType | None) -> None:
+    """The terminal is gone: end as by SIGTERM, whatever handles that at the moment."""
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _run_hydra(invocation: Invocation) -> int:
@@ -224,6 +239,8 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
             raise CommandFailed(exit_code)
         return None
     with lock_file(run_dir / LOCK_FILE, run_dir) if environment_rank() == 0 else nullcontext():
+        if environment_rank() == 0:
+            _check_run_dir(run_dir)
         start_logging(run_dir)
         if environment_rank() == 0:
             _write_config(name, text, run_dir)
@@ -247,6 +264,15 @@ def _write_config(name: str, text: str, run_dir: Path) -> None:
             f"{run_dir}. Unset {RUN_DIR}, or name another directory."
         )
     (run_dir / CONFIG_FILE).write_text(text)
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    """Refuse a directory of another program, in which files would be replaced."""
+    if (run_dir / CONFIG_FILE).exists() and not (run_dir / LOG_FILE).exists():
+        raise ValueError(
+            f"{RUN_DIR}: expected an empty directory or that of an earlier run, got {run_dir} with "
+            f"a {CONFIG_FILE} of another program. Name another directory."
+        )
 
 
 def _config_dir_flags(words: Sequence[str]) -> list[str]:

@@ -14,8 +14,8 @@ from hotrec.bench.benchmark import measure
 from hotrec.bench.cases import make_cases
 from hotrec.bench.figures import reference_case
 from hotrec.bench.page import render_page, result_text
+from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import BenchRootConfig
-from hotrec.runtime.ranks import process_group
 from hotrec.runtime.run_dir import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,9 @@ def run(config: BenchRootConfig, run_dir: Path) -> dict[str, Any]:
         RuntimeError: On every rank, after the results are written, if losses of two cases differ.
     """
     warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
-    with process_group(device=config.bench.device.name, timeout_s=config.bench.timeout_s) as ranks:
+    with watched_ranks(
+        run_dir, device=config.bench.device.name, timeout_s=config.bench.timeout_s
+    ) as ranks:
         document = measure(config, ranks, make_cases)
         if ranks.is_first:
             _write(config, document, run_dir)

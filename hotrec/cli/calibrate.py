@@ -11,12 +11,13 @@ from typing import Any
 from hotrec.calibrate.fit import fit_from_run
 from hotrec.calibrate.measure import costs_table, measure_costs
 from hotrec.calibrate.workload import CalibrationTarget
+from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.store import write_costs
 from hotrec.data.chunks import Dataset
 from hotrec.planning.unsharded import chosen_device
-from hotrec.runtime.ranks import process_group, same_verdict
+from hotrec.runtime.ranks import same_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         write_costs(costs, target)
         return _figures(costs, target, start_s)
     device = chosen_device(config.trainer.device)
-    with process_group(device=device, timeout_s=config.trainer.timeout_s) as ranks:
+    with watched_ranks(run_dir, device=device, timeout_s=config.trainer.timeout_s) as ranks:
         table_rows, num_dense = same_verdict(
             lambda: _read_sizes(config.paths.dataset, shows_warning=ranks.is_first)
         )

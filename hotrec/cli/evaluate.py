@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.cli.store import read_config
+from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.planning.unsharded import chosen_device
 from hotrec.runs.evaluate import evaluate_run
 from hotrec.runs.train import placement_name
-from hotrec.runtime.ranks import broadcast_object, process_group, same_verdict
+from hotrec.runtime.ranks import broadcast_object, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, find_run
 
 
@@ -20,7 +21,7 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
     """Evaluate with the model, partition and dataset that the training run recorded."""
     start_s = time.perf_counter()
     device = chosen_device(config.device)
-    with process_group(device=device, timeout_s=config.timeout_s) as ranks:
+    with watched_ranks(run_dir, device=device, timeout_s=config.timeout_s) as ranks:
         found = same_verdict(lambda: _find(config.run_dir) if ranks.is_first else None)
         trained_dir = broadcast_object(found)
         assert trained_dir is not None  # rank 0 has found it

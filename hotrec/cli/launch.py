@@ -9,10 +9,13 @@ N ranks in a child torchrun. Torch is imported only where several ranks have to 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +31,10 @@ _STORE_KEY = "hotrec/run_dir"
 # The runs of these commands are named by the experiment, all others by the command.
 _NAMED_BY_EXPERIMENT = ("train", "bench")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
+_TMP_PREFIX = "hotrec-"
+# A socket's path has at most 107 bytes, of which multiprocessing adds about 40 to this.
+_MAX_TMP_PATH = 60
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 # Where this process is the host, torch's server lives only as long as this reference.
 _held_store: Store | None = None
 
@@ -102,10 +109,14 @@ def _agree(proposal: str) -> str:
     global _held_store
     from torch.distributed import rendezvous
 
-    _held_store, _, _ = next(iter(rendezvous("env://")))
-    if environment_rank() == 0:
-        _held_store.set(_STORE_KEY, proposal)
-    return str(_held_store.get(_STORE_KEY).decode())
+    from hotrec.runtime.process import announced
+    from hotrec.runtime.ranks import describe_rendezvous
+
+    with announced(describe_rendezvous()):
+        _held_store, _, _ = next(iter(rendezvous("env://")))
+        if environment_rank() == 0:
+            _held_store.set(_STORE_KEY, proposal)
+        return str(_held_store.get(_STORE_KEY).decode())
 
 
 def run_under_torchrun(
@@ -132,6 +143,8 @@ def run_under_torchrun(
     # By default ranks connect to this host's name, and wait for minutes if it has no address.
     launcher += ["--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
     variables = {**environment, RUN_DIR: run_dir}
+    # All ranks are on this host, so nothing needs to listen on its network.
+    variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The ranks share the host's cores; torchrun would set 1, with a warning.
     variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # In a session of its own the ranks get the terminal's Ctrl-C once, forwarded by this process.
@@ -144,6 +157,44 @@ def run_under_torchrun(
     if received:
         raise SystemExit(exit_code)
     return exit_code
+
+
+def end_with_parent() -> None:
+    """Get SIGTERM when the process that started this one ends, even by SIGKILL; Linux only.
+
+    Without it the ranks of a launcher that was killed train on.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def private_temporary_directory() -> Iterator[None]:
+    """A temporary directory for this process and those that it starts, removed at the end.
+
+    torchrun and multiprocessing leave theirs behind when they are killed. Directories of hotrec
+    processes that are gone are removed as well.
+    """
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > _MAX_TMP_PATH:
+        yield
+        return
+    for left in parent.glob(f"{_TMP_PREFIX}*-*"):
+        pid = left.name.removeprefix(_TMP_PREFIX).partition("-")[0]
+        is_own = left.stat().st_uid == os.getuid()
+        if pid.isdigit() and is_own and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    previous = os.environ.get("TMPDIR")
+    made = tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{os.getpid()}-")
+    os.environ["TMPDIR"] = tempfile.tempdir = made
+    try:
+        yield
+    finally:
+        tempfile.tempdir = None
+        os.environ.pop("TMPDIR")
+        if previous is not None:
+            os.environ["TMPDIR"] = previous
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @contextmanager

@@ -8,7 +8,9 @@ a bug, in hotrec or in a library, and is printed with its trace.
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
+import re
 import sys
 import traceback
 from dataclasses import fields, is_dataclass
@@ -30,6 +32,17 @@ from hotrec.config.groups import VARIANTS
 PACKAGE = Path(__file__).resolve().parents[1]
 FULL_TRACE = "HYDRA_FULL_ERROR"
 LOG_FILE = "log.txt"
+_OS_ADVICE = {
+    errno.ENOSPC: "Free disk space or choose another directory.",
+    errno.EDQUOT: "Free disk space within the quota or choose another directory.",
+    errno.EACCES: "Correct its permissions or choose another path.",
+    errno.EPERM: "Correct its permissions or choose another path.",
+    errno.EROFS: "Choose a directory that can be written to.",
+    errno.EMFILE: "Raise the limit of open files with ulimit -n.",
+    errno.ENFILE: "Close files of other processes, or raise the system's limit.",
+    errno.EADDRINUSE: "Choose another port with MASTER_PORT.",
+    errno.ENOMEM: "Use a host with more memory, or smaller tables.",
+}
 _open_handlers: list[logging.Handler] = []
 
 
@@ -71,15 +84,40 @@ def _describe(error: BaseException) -> str:
             return _describe_key_error(error.__cause__)
         return " ".join(str(error).split())
     if isinstance(error, OSError):
-        return f"{type(error).__name__}: {error}"
-    return str(error) or type(error).__name__
+        return _describe_os_error(error)
+    return _message_of_worker(error) or str(error) or type(error).__name__
 
 
 def _explains_itself(error: BaseException) -> bool:
     """Whether the message is enough without a trace."""
     if isinstance(error, HydraException | OmegaConfBaseException | OSError):
         return True
+    if _message_of_worker(error) is not None:
+        return True
     return isinstance(error, ValueError | RuntimeError) and _raised_in_hotrec(error.__traceback__)
+
+
+def _message_of_worker(error: BaseException) -> str | None:
+    """The message that hotrec raised in a loader's worker process, out of torch's trace around it.
+
+    None for other errors, and for those that a library raised there.
+    """
+    text = str(error)
+    _, is_of_worker, trace = text.partition("Original Traceback")
+    files = re.findall(r'^  File "(.+?)", line', trace, re.MULTILINE)
+    if not is_of_worker or not files or PACKAGE not in Path(files[-1]).resolve().parents:
+        return None
+    rank = re.match(r"\[rank \d+\] ", text)
+    _, _, message = trace.rstrip().rpartition("\n")[2].partition(": ")
+    return f"{rank.group() if rank else ''}{message}"
+
+
+def _describe_os_error(error: OSError) -> str:
+    if error.errno is None or error.strerror is None or ": expected " in str(error.strerror):
+        return str(error.strerror or error)
+    what = error.filename or "a file or connection"
+    advice = _OS_ADVICE.get(error.errno, "Check the path and its file system.")
+    return f"{what}: expected the system to grant it, got {error.strerror}. {advice}"
 
 
 def _describe_key_error(error: OmegaConfBaseException) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.artifact import Artifact
+from hotrec.cli.watched import watched_ranks
 from hotrec.config.data import DataSpec
 from hotrec.config.roots import Config
 from hotrec.data.chunks import SPLITS, Dataset
 from hotrec.data.prepare import prepare
 from hotrec.data.synthetic import write_synthetic
-from hotrec.runtime.ranks import process_group, same_verdict
+from hotrec.runtime.ranks import same_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     output = Path(config.paths.dataset)
     start_s = time.perf_counter()
     # Ranks exchange objects and files, no tensors, so gloo is enough on any machine.
-    with process_group(device="cpu", timeout_s=config.trainer.timeout_s) as ranks:
+    with watched_ranks(run_dir, device="cpu", timeout_s=config.trainer.timeout_s) as ranks:
         artifact = _write(config.data, output, is_first=ranks.is_first)
         elapsed_s = time.perf_counter() - start_s
         return _figures(artifact, output, elapsed_s, ranks.world_size)

@@ -9,15 +9,20 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
+from typing import Any
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
+from hotrec.cli.launch import end_with_parent
 from hotrec.runtime.watchdog import EXIT_CODE
 
 # Exit codes that follow from another rank's end: the watchdog's, then that of torchrun's SIGTERM.
@@ -61,8 +66,25 @@ def take_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
     return others
 
 
+class LoopbackStore(TCPStore):
+    """A store whose server listens on this host's loopback address alone.
+
+    torchrun's listens on all addresses of the host, also for ranks of one host, and answers anyone.
+    """
+
+    def __init__(self, host: str, port: int, *, is_master: bool, **options: Any) -> None:
+        if is_master:
+            listener = socket.create_server(("127.0.0.1", port))
+            port = listener.getsockname()[1]
+            options["master_listen_fd"] = listener.detach()
+        super().__init__(host, port, is_master=is_master, **options)
+
+
 def main() -> int:
-    """Run torchrun; the exit code, 128 + n after signal n."""
+    """Run torchrun for the ranks of one host; the exit code, 128 + n after signal n."""
+    end_with_parent()
+    if "--standalone" in sys.argv:
+        c10d_rendezvous_backend.TCPStore = LoopbackStore  # type: ignore[assignment,misc]
     # The ranks have printed the error; the agent would repeat it with its own trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:

@@ -19,6 +19,24 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
+def announced(what: str, after_s: float = 5.0) -> Iterator[None]:
+    """Log what the block waits for, after ``after_s`` and then twice a minute."""
+    is_over = threading.Event()
+
+    def announce() -> None:
+        wait_s = after_s
+        while not is_over.wait(wait_s):
+            logger.warning("waiting for %s", what)
+            wait_s = 30.0
+
+    threading.Thread(target=announce, name="hotrec-wait", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+@contextmanager
 def batch_threads() -> Iterator[None]:
     """Threads that are started within are batch threads; they inherit it from the calling thread.
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from hotrec.artifact import ArtifactError, scratch_directory
 from hotrec.runtime.memory import keep_freed_memory
-from hotrec.runtime.process import batch_threads, bind_to_gpu, make_forks_safe
+from hotrec.runtime.process import announced, batch_threads, bind_to_gpu, make_forks_safe
 
 T = TypeVar("T")
 
@@ -61,6 +61,15 @@ def _environment_int(name: str, default: int) -> int:
         ) from None
 
 
+def describe_rendezvous() -> str:
+    """What a rank waits for until all ranks have started."""
+    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return (
+        f"all {os.environ.get('WORLD_SIZE', '1')} ranks to join at {where}; this is rank "
+        f"{os.environ.get('RANK', '0')}. See whether every host has started its ranks"
+    )
+
+
 @contextmanager
 def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator[Ranks]:
     """Join the process group that torchrun describes, or form one of a single process.
@@ -99,7 +108,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
     # NCCL makes the communicator now, and those of later groups with them.
     bound = chosen if device == "cuda" else None
     make_forks_safe()
-    with _threads_of(backend):
+    with announced(describe_rendezvous()), _threads_of(backend):
         store: dist.Store = dist.HashStore()
         if world_size > 1 or "MASTER_ADDR" in os.environ:
             store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))

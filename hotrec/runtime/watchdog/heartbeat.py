@@ -169,6 +169,9 @@ def failed(beat: Heartbeat, error: str) -> str:
 def stuck(beats: Mapping[int, Heartbeat], why: str) -> str:
     """The message when all ranks are alive and none moves; names those that are behind."""
     ordered = [beat for _, beat in sorted(beats.items())]
+    if len(ordered) == 1:
+        got = f"got none for {ordered[0].age_s:.0f} s in {ordered[0].where}"
+        return f"{ordered[0].title}: {why}, {got}."
     behind = find_behind(ordered)
     if not behind:
         places = "; ".join(f"rank {beat.rank} in {beat.where}" for beat in ordered[:8])

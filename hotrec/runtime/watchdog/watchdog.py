@@ -69,7 +69,7 @@ class Watchdog:
 
     If a rank is lost, every other rank raises ``LostRank``, or its process ends with ``EXIT_CODE``
     where the main thread cannot raise, with the same message on the log. An error of this rank's
-    own passes as it is and is reported to the others. With one rank there is nothing to do.
+    own passes as it is and is reported to the others. A single rank can only be stuck.
 
     Args:
         limit_s: seconds in which something has to move on some rank in a step, above 0. Start,
@@ -111,15 +111,14 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="hotrec-watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._world_size > 1:
-            store: Any = _get_default_store()  # torch has no public way to it
-            # torchrun keeps one store for all its restarts: the last one's verdict must not count.
-            name = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_uses)}"
-            self._store = heartbeat.Store(store.clone(), self._world_size, name)
-            self._grace_s = GRACE_S[dist.get_backend()]
-            self._progress = progress.track()
-            self._publish()
-            self._thread.start()
+        store: Any = _get_default_store()  # torch has no public way to it
+        # torchrun keeps one store for all its restarts: the last one's verdict must not count.
+        name = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_uses)}"
+        self._store = heartbeat.Store(store.clone(), self._world_size, name)
+        self._grace_s = GRACE_S[dist.get_backend()]
+        self._progress = progress.track()
+        self._publish()
+        self._thread.start()
         return self
 
     def __exit__(
@@ -128,8 +127,6 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._world_size == 1:
-            return
         # SIGTERM, which torchrun sends after a death, must not end the search for who has died, nor
         # what follows if a rank is lost.
         is_quiet = error is not None and threading.current_thread() is threading.main_thread()

@@ -1,0 +1,52 @@
+"""The ranks of a command, watched from their first exchange to their last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hotrec.cli.output import CommandFailed, log_trace, print_error
+from hotrec.runtime.postmortem import memory_snapshot, set_up_flight_recorder
+from hotrec.runtime.ranks import Ranks, process_group
+from hotrec.runtime.watchdog import EXIT_CODE, LostRank, Watchdog
+
+
+@contextmanager
+def watched_ranks(
+    run_dir: Path,
+    *,
+    device: str,
+    timeout_s: float,
+    watchdog_s: float = 120.0,
+    advice: Callable[[], str] = lambda: "Start the same command again.",
+) -> Iterator[Ranks]:
+    """Join the process group and watch its ranks.
+
+    Args:
+        run_dir: Directory for what a lost run leaves.
+        device: "cpu", "cuda" or "auto".
+        timeout_s: Limit of a collective.
+        watchdog_s: Limit without progress in a step or an evaluation.
+        advice: Returns the last sentence of the message about a lost rank.
+
+    Raises:
+        CommandFailed: If a rank was lost, after that has been printed; with the watchdog's code.
+    """
+    directory = set_up_flight_recorder(run_dir, device)
+
+    def full_advice() -> str:
+        return f"{advice()} The last collectives are in {directory}."
+
+    with process_group(device=device, timeout_s=timeout_s) as ranks:
+        try:
+            with (
+                Watchdog(ranks, limit_s=watchdog_s, advice=full_advice, flight_recorder=directory),
+                memory_snapshot(run_dir, ranks),
+            ):
+                yield ranks
+        except LostRank as lost:
+            # Before the process group ends: it may wait for the rank that is gone.
+            log_trace(lost)
+            print_error(lost, wants_trace=False)
+            raise CommandFailed(EXIT_CODE) from lost
