@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import hydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -30,6 +31,7 @@ from hotrec.cli.launch import environment_rank, rank_prefix
 from hotrec.config.groups import VARIANTS
 
 PACKAGE = Path(__file__).resolve().parents[1]
+HYDRA = Path(hydra.__file__).resolve().parent
 FULL_TRACE = "HYDRA_FULL_ERROR"
 LOG_FILE = "log.txt"
 _OS_ADVICE = {
@@ -43,6 +45,24 @@ _OS_ADVICE = {
     errno.EADDRINUSE: "Choose another port with MASTER_PORT.",
     errno.ENOMEM: "Use a host with more memory, or smaller tables.",
 }
+# OmegaConf's messages: a pattern, what is expected, and what was got.
+_OMEGACONF = (
+    (r"Value '(.*)' of type '\w+' could not be converted to (\w+)", r"a value of type \2", r"'\1'"),
+    (r"Invalid value '(.*)', expected one of \[(.*)\]", r"one of \2", r"'\1'"),
+    (
+        r"Invalid \w+ assigned: (\w+) is not a (?:subclass of )?([\w ,]+)",
+        r"a \2",
+        r"a value of type \1",
+    ),
+    (r"field '.*' is not Optional", "a value", "null"),
+    (r"Interpolation key '(.*)' not found", "an existing key within ${}", r"'\1'"),
+    (
+        r"Environment variable '(.*)' not found",
+        "a variable of the environment",
+        r"'\1', which is not set",
+    ),
+    (r"does not support deletion", "to keep this key", "its deletion"),
+)
 _open_handlers: list[logging.Handler] = []
 
 
@@ -82,9 +102,11 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, HydraException):
         if isinstance(error.__cause__, OmegaConfBaseException):
             return _describe_key_error(error.__cause__)
-        return " ".join(str(error).split())
+        return _describe_command_line(error)
     if isinstance(error, OSError):
         return _describe_os_error(error)
+    if _raised_in(error.__traceback__, HYDRA):
+        return _describe_command_line(error)
     return _message_of_worker(error) or str(error) or type(error).__name__
 
 
@@ -94,7 +116,9 @@ def _explains_itself(error: BaseException) -> bool:
         return True
     if _message_of_worker(error) is not None:
         return True
-    return isinstance(error, ValueError | RuntimeError) and _raised_in_hotrec(error.__traceback__)
+    trace = error.__traceback__
+    is_plain = isinstance(error, ValueError | RuntimeError)
+    return is_plain and (_raised_in(trace, PACKAGE) or _raised_in(trace, HYDRA))
 
 
 def _message_of_worker(error: BaseException) -> str | None:
@@ -112,6 +136,13 @@ def _message_of_worker(error: BaseException) -> str | None:
     return f"{rank.group() if rank else ''}{message}"
 
 
+def _describe_command_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()).removesuffix(".")
+    return (
+        f"command line: expected overrides of the form key=value, got an error: {text}. See --help."
+    )
+
+
 def _describe_os_error(error: OSError) -> str:
     if error.errno is None or error.strerror is None or ": expected " in str(error.strerror):
         return str(error.strerror or error)
@@ -127,7 +158,11 @@ def _describe_key_error(error: OmegaConfBaseException) -> str:
         return f"{key}: expected a value, got none. Give {key}=..."
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return _describe_unknown_key(key, error.object_type)
-    return f"{key}: {message}" if key and not message.startswith(key) else message
+    for pattern, expected, got in _OMEGACONF:
+        if match := re.search(pattern, message):
+            text = f"expected {expected}, got {got}. See --help."
+            return f"{key or 'configuration'}: {match.expand(text)}"
+    return f"{key or 'configuration'}: expected a valid value, got an error: {message}. See --help."
 
 
 def _describe_unknown_key(full_key: str, kind: Any) -> str:
@@ -161,16 +196,19 @@ def _has_field(kind: type, name: str) -> bool:
 def _describe_missing_option(error: MissingConfigException) -> str:
     group, _, choice = str(error.missing_cfg_file).rpartition("/")
     if not group or not error.options:
-        return f"{error.missing_cfg_file}: expected a file in the configuration, got none."
-    return f"{group}: expected one of {', '.join(sorted(error.options))}, got {choice!r}."
+        return (
+            f"{error.missing_cfg_file}: expected a file in the configuration, got none. See --help."
+        )
+    options = ", ".join(sorted(error.options))
+    return f"{group}: expected one of {options}, got {choice!r}. Choose one of them."
 
 
-def _raised_in_hotrec(trace: TracebackType | None) -> bool:
+def _raised_in(trace: TracebackType | None, package: Path) -> bool:
     if trace is None:
         return False
     while trace.tb_next is not None:
         trace = trace.tb_next
-    return PACKAGE in Path(trace.tb_frame.f_code.co_filename).resolve().parents
+    return package in Path(trace.tb_frame.f_code.co_filename).resolve().parents
 
 
 def start_logging(run_dir: Path) -> None:
