@@ -94,14 +94,24 @@ def print_error(error: BaseException, *, wants_trace: bool) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """One paragraph, beginning with the full configuration key where the error has one."""
+    """One line, beginning with the full configuration key where the error has one."""
+    text = " ".join(_describe_kind(error).split())
+    # Refusals of a single value say all with what is expected.
+    is_without_advice = re.search(r": expected .*, got (?!.*\. [A-Z])", text)
+    return f"{text.removesuffix('.')}. Correct it and start again." if is_without_advice else text
+
+
+def _describe_kind(error: BaseException) -> str:
     if isinstance(error, OmegaConfBaseException):
         return _describe_key_error(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _describe_missing_option(error)
     if isinstance(error, HydraException):
-        if isinstance(error.__cause__, OmegaConfBaseException):
-            return _describe_key_error(error.__cause__)
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OmegaConfBaseException):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            return _describe_key_error(cause)
         return _describe_command_line(error)
     if isinstance(error, OSError):
         return _describe_os_error(error)

@@ -8,6 +8,8 @@ per feature: integers, or lists of integers when the feature is multi-hot. No to
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,17 +175,14 @@ def write_arrow(path: Path, table: pa.Table) -> None:
     """Write a table as one Arrow IPC file.
 
     Raises:
-        OSError: if it cannot be written; the message names the file and what to do.
+        OSError: if it cannot be written; it names the file, which Arrow's own error does not.
     """
     try:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{path}: expected to write {table.nbytes} bytes, got {error}. "
-            "Free disk space or choose another output directory",
-        ) from error
+        number = error.errno or errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def commit_dataset(

@@ -78,11 +78,14 @@ class RunLog:
 def replace_text(path: Path, text: str) -> None:
     """Replace a file atomically: a reader finds the old text or the new."""
     partial = path.with_name(f".{path.name}.tmp")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _drop_later_lines(path: Path, last_step: int) -> None:
