@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from tests.unit.report.runs import (
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Run]:
-    return read_runs([write_whole_run(tmp_path / "a"), write_whole_run(tmp_path / "b", TORCHREC)])
+    summaries = [{**SUMMARY, "name": r"$\bad{$"}, TORCHREC]  # dollars are no formula
+    return read_runs([write_whole_run(tmp_path / s["placement"], s) for s in summaries])
 
 
 def texts(axes: Axes) -> list[str]:
@@ -38,7 +38,7 @@ def bars(axes: Any) -> dict[str, list[tuple[float, float]]]:
 
 def test_learning_draws_what_was_logged(runs: list[Run]) -> None:
     loss, auc = draw_learning(runs).axes
-    assert [line.get_label() for line in loss.lines] == ["hot_cold", "planner"]
+    assert [line.get_label() for line in loss.lines] == [r"$\bad{$", "planner"]
     assert [line.get_color() for line in loss.lines] == list(RUN_COLORS[:2])
     assert loss.lines[0].get_xdata().tolist() == [100, 200, 300]
     assert loss.lines[0].get_ydata() == pytest.approx([0.6, 0.5, 0.4])
@@ -55,7 +55,7 @@ def test_steps_stack_the_stages_and_the_rest(runs: list[Run]) -> None:
     assert found["backward"][1] == pytest.approx((0.032, 0.05))
     assert [width for _, width in found["other"]] == pytest.approx([0.124 - 0.082, 0.248 - 0.082])
     assert texts(axes) == ["p50 124 ms, p90 139 ms", "p50 248 ms, p90 139 ms"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["hot_cold", "planner"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [r"$\bad{$", "planner"]
 
 
 def test_traffic_stacks_collectives_and_marks_the_bound(runs: list[Run]) -> None:
@@ -74,15 +74,14 @@ def test_traffic_stacks_collectives_and_marks_the_bound(runs: list[Run]) -> None
 
 def test_a_run_without_records_is_said_beside_the_others(tmp_path: Path, runs: list[Run]) -> None:
     silent = {**SUMMARY, "sent_bytes": {"cold_all_to_all": 0}, "sent_bytes_total": 0}
-    paths = [write_run(tmp_path / "c", summary={}), write_run(tmp_path / "d", summary=silent)]
-    paths.append(write_run(tmp_path / "e", summary=SUMMARY, metrics=[metrics_line(1)]))
-    bare, one_rank, unmeasured = read_runs(paths)
+    paths = [write_run(tmp_path / "c", {}), write_run(tmp_path / "d", silent, [metrics_line(1)])]
+    bare, one_rank = read_runs(paths)
     for draw in (draw_steps, draw_traffic):
         assert texts(draw([*runs, bare]).axes[0])[2] == "not recorded"
         assert draw([bare]) is None
     assert draw_learning([bare]) is None
     assert draw_traffic([one_rank]) is None
-    assert [texts(axes) for axes in draw_learning([unmeasured]).axes] == [[], ["not recorded"]]
+    assert [texts(axes) for axes in draw_learning([one_rank]).axes] == [[], ["not recorded"]]
 
 
 def test_coverage_curves_and_the_mark() -> None:
@@ -91,17 +90,10 @@ def test_coverage_curves_and_the_mark() -> None:
     assert by_label["train"].get_xdata().tolist() == [0.01, 0.1, 1.0]
     assert by_label["train"].get_ydata().tolist() == [0.5, 0.8, 1.0]
     assert by_label["held out, later"].get_ydata().tolist() == [0.4, 0.7, 1.0]
-    assert texts(curves) == [
-        "chosen: 10 hot rows (10.0%)\n81.2% of the train lookups\n70.0% of the held-out lookups"
-    ]
+    assert "chosen: 10 hot rows (10.0%)\n81.2% of the train" in texts(curves)[0]
     assert curves.get_title(loc="left") == "All 2 tables, 100 rows"
-
-
-def test_coverage_without_partition_heldout_or_hot_rows() -> None:
-    (curves,) = draw_coverage(profile_content(heldout=False), None).axes
+    (curves,) = draw_coverage(profile_content(heldout=False), partition_content(hot=False)).axes
     assert [line.get_label() for line in curves.lines] == ["train"]
-    assert texts(curves) == []
-    (curves,) = draw_coverage(profile_content(), partition_content(hot=False)).axes
     assert curves.get_title(loc="right") == "no hot rows"
 
 
@@ -116,9 +108,3 @@ def test_svg_is_inline_scalable_and_the_same_each_time(runs: list[Run]) -> None:
 @pytest.mark.parametrize(("lengths", "columns"), [([], 1), ([5] * 5, 5), ([40] * 8, 2), ([500], 1)])
 def test_legends_stay_inside_the_figure(lengths: list[int], columns: int) -> None:
     assert legend_columns(["x" * length for length in lengths]) == columns
-
-
-@pytest.mark.parametrize("draw", [draw_learning, draw_steps, draw_traffic])
-def test_a_name_with_dollars_is_no_formula(draw: Callable[..., Any], tmp_path: Path) -> None:
-    runs = read_runs([write_whole_run(tmp_path / "a", {**SUMMARY, "name": r"$\bad{$"})])
-    assert to_svg(draw(runs), "x").startswith("<svg")
