@@ -124,9 +124,8 @@ def bar_figure(num_bars: int, draw: Callable[[Axes], None]) -> Figure:
         axes = figure.subplots()
         draw(axes)
         handles, labels = axes.get_legend_handles_labels()
-        look: dict[str, Any] = {"ncols": legend_columns(labels, num_letters=190)}
-        look |= {"columnspacing": 1.4, "handlelength": 1.3}
-        figure.legend(handles, labels, loc="outside upper left", **look)
+        columns = legend_columns(labels, num_letters=170)
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.3)
     return figure
 
 

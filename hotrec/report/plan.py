@@ -27,7 +27,6 @@ from hotrec.report.render import (
 )
 from hotrec.report.style import to_svg
 from hotrec.report.units import (
-    DASH,
     show_bytes,
     show_count,
     show_frac,
@@ -56,7 +55,6 @@ TABLE_COLUMNS: tuple[Column, ...] = (
     ("sent, here", "sent_bytes_after", show_bytes),
     ("TorchRec's sharding", "torchrec_sharding", str),
 )
-STEP = "step"
 STEP_COLUMNS: tuple[Column, ...] = (
     ("time", "stage_s", show_seconds),
     ("hidden", "hidden_s", show_seconds),
@@ -207,24 +205,26 @@ def _sections(prediction: Prediction) -> dict[str, list[Block]]:
 
 def _choice(prediction: Prediction) -> list[str]:
     document, costs = prediction.document, prediction.document.get("costs") or {}
-    sentences = [f"Chosen: {prediction.chosen}. {document.get('why') or ''}".strip()]
-    if costs:
-        sentences.append(f"Costs: {costs.get('name')} ({costs.get('origin')}).")
-    if costs.get("note"):
-        sentences.append(f"Note: {costs['note']}")
-    return sentences
+    return [
+        f"Chosen: {prediction.chosen}. {document.get('why') or ''}".strip(),
+        *([f"Costs: {costs.get('name')} ({costs.get('origin')})."] if costs else []),
+        *([f"Note: {costs['note']}"] if costs.get("note") else []),
+    ]
 
 
 def _plans_table(prediction: Prediction) -> Table:
     plans, baseline = prediction.plans, prediction.baseline
-    records = []
-    for name in prediction.order:
-        base_s = None if baseline is None else plans[baseline]["step_s"]
-        ratio = None if base_s is None else show_ratio(plans[name]["step_s"], base_s)
-        memory, pipeline = prediction.most_memory(name), prediction.pipeline(name)
-        label = _label(prediction, name)
-        own = {"name": label, "ratio": ratio, "pipeline": pipeline, **memory}
-        records.append({**plans[name], **own})
+    base_s = 0.0 if baseline is None else plans[baseline]["step_s"]
+    records = [
+        {
+            **plans[name],
+            **prediction.most_memory(name),
+            "name": _label(prediction, name),
+            "ratio": show_ratio(plans[name]["step_s"], base_s),
+            "pipeline": prediction.pipeline(name),
+        }
+        for name in prediction.order
+    ]
     return record_table(
         records,
         [
@@ -252,26 +252,19 @@ def _stages(prediction: Prediction) -> list[Block]:
             "lookups and updates run in the communication thread; here they count as computation, "
             "because they share the cores."
         )
-    columns = [
-        (f"{what}, {name}", _with_total(plans[name].get(part)), show)
-        for what, part, show in STEP_COLUMNS
-        for name in compared
-    ]
-
-    def row(stage: str) -> list[str]:
-        cells = [
-            DASH if values is None else show(values[stage]) if values.get(stage) else "0"
-            for _, values, show in columns
-        ]
-        return [stage, *cells]
-
-    stages = dict.fromkeys(stage for plan in plans.values() for stage in plan["stage_s"])
-    header = ["stage", *(heading for heading, _, _ in columns)]
-    return [*blocks, Table(header, [row(stage) for stage in stages], [row(STEP)])]
-
-
-def _with_total(values: Mapping[str, float] | None) -> Mapping[str, float] | None:
-    return None if values is None else {**values, STEP: sum(values.values())}
+    columns: list[Column] = [("stage", "stage", str)]
+    records: dict[str, dict[str, Any]] = {
+        stage: {"stage": stage} for plan in plans.values() for stage in plan["stage_s"]
+    }
+    total: dict[str, Any] = {"stage": "step"}
+    for what, part, show in STEP_COLUMNS:
+        for name in compared:
+            key, values = f"{what}, {name}", plans[name].get(part) or {}
+            columns.append((key, key, show))
+            total[key] = sum(values.values()) or None
+            for stage, record in records.items():
+                record[key] = values.get(stage) or None
+    return [*blocks, record_table(records.values(), columns, [total])]
 
 
 def _tables(prediction: Prediction) -> list[Block]:

@@ -293,7 +293,10 @@ def _coverage(profile: Content | None, partition: Content | None) -> list[Block]
 
 def _predicted(runs: Sequence[Run]) -> list[Block]:
     """A table of predicted and measured stages for each run that has both, else the reason."""
-    blocks: list[Block] = []
+    blocks: list[Block] = [
+        "Medians over the compared steps: the mean over the ranks, and the slowest rank. Because "
+        "each stage has its own median, the stages need not add up to the median step."
+    ]
     for run in runs:
         if run.by_name("predicted_stage_s") and run.by_name("measured_stage_s"):
             blocks += [Heading(run.name), _predicted_table(run)]
@@ -302,11 +305,7 @@ def _predicted(runs: Sequence[Run]) -> list[Block]:
         else:
             first = run.number("compared_from_step") or 0
             blocks.append(f"{run.name}: no step was measured from step {first:.0f} on.")
-    note = (
-        "Medians over the compared steps: the mean over the ranks, and the slowest rank. Because "
-        "each stage has its own median, the stages need not add up to the median step."
-    )
-    return [note, *blocks]
+    return blocks
 
 
 def _predicted_table(run: Run) -> Table:
@@ -353,14 +352,12 @@ def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
         **({"cache": cache} if cache else {}),
         "sent_over_bound": sent / bound if sent is not None and bound else None,
         "relative_to_baseline": relative,
-        "loss": _pairs(run.series("loss")),
-        "auc_by_split": {split: _pairs(run.eval_series("auc", split)) for split in run.splits},
+        "loss": [*zip(*run.series("loss"), strict=True)],
+        "auc_by_split": {
+            split: [*zip(*run.eval_series("auc", split), strict=True)] for split in run.splits
+        },
         "notes": run.notes,
     }
-
-
-def _pairs(series: tuple[list[float], list[float]]) -> list[list[float]]:
-    return [[step, value] for step, value in zip(*series, strict=True)]
 
 
 def _without_nan(value: Any) -> Any:

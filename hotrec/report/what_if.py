@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotrec.report.plan import PREDICTION_JSON, Prediction, describe_world
+from hotrec.report.plan import PREDICTION_JSON, TIERS, Prediction, describe_world
 from hotrec.report.read import parse_object
 from hotrec.report.render import (
     Block,
@@ -61,13 +61,10 @@ def _read_point(folder: Path, name: str) -> Point:
         "name": name,
         "overrides": {key: str(value) for key, value in (facts.get("overrides") or {}).items()},
         "batch_size": facts.get("batch_size"),
-        **dict.fromkeys(("chosen", "step_s", "samples_per_s", "sent_bytes")),
-        **dict.fromkeys(("device_bytes", "host_bytes")),
-        "problem": "",
+        **dict.fromkeys(("chosen", "step_s", "samples_per_s", "sent_bytes", *TIERS)),
+        "problem": document.get("infeasible", "") if document else ENDED_WITH_ERROR,
     }
-    if not document or "infeasible" in document:
-        point["problem"] = str(document.get("infeasible", ENDED_WITH_ERROR))
-    else:
+    if not point["problem"]:
         prediction = Prediction(document, where=str(folder / PREDICTION_JSON))
         plan, world = prediction.plans[prediction.chosen], document["world"]
         point |= {

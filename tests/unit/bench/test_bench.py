@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import cpu_rows, networks_page, one_gpu, routing_speed
+from hotrec.bench.benchmark import measure
 from hotrec.bench.cases import Block, Case, case_config, choose_hot_rows, make_cases, step_seconds
 from hotrec.bench.figures import Measured, losses_apart, summarize
 from hotrec.bench.machine import interface_sent_bytes
@@ -19,13 +20,14 @@ from hotrec.bench.measure import takes_part
 from hotrec.bench.page import render_page, result_text
 from hotrec.bench.samples import ZipfTables, assigned_batches
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.roots import BenchCase, BenchRootConfig
+from hotrec.config.roots import BenchCase, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, Shard
 from hotrec.planning.predict import Baseline
-from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.traffic import COLLECTIVES
 from hotrec.types import STAGES, ColdTier, HotExchange, OptimizerKind
+from tests.unit.report.golden import check_golden
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -42,63 +44,49 @@ def zipf_tables(rows: list[int] | None = None, seed: int = 0) -> ZipfTables:
 # The configuration.
 
 
-def test_criteo_like_has_the_design_s_tables() -> None:
-    bench = build_config(compose_config("bench", ["bench=criteo_like_b8192"])).bench
-    assert len(bench.table_rows) == 26
-    assert 4.9e6 < sum(bench.table_rows) < 5.0e6
-    assert bench.batch_size == 8192
-    assert bench.name == "criteo_like_b8192"
-    assert bench.cases == [case.name for case in BenchCase]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("cases", "[]", "expected each at most once"),
-        ("cases", "[planner,planner]", r".* got \['planner', 'planner'\]"),
-        ("cases", "[planer]", "expected some of .*'look_ahead'.*, got 'planer'"),
-        ("block_skip", "3", "expected below bench.block_steps 3, got 3"),
-        ("pipeline", "look_ahead", "expected sparse_dist or base.*look_ahead"),
-        ("pipeline", "auto", "expected sparse_dist or base.*auto"),
-        ("pipeline", "prefetch", "expected sparse_dist or base.*prefetch"),
-        ("table_rows", "[3,0]", r"expected rows >= 1, got \[3, 0\]"),
-        ("rounds", "0", "expected a value at least 1, got 0"),
-        ("rounds_of.all_hot", "0", "expected at least 1, got 0"),
-        ("variants.planner_variant.pipeline", "look_ahead", "expected another than look_ahead"),
-        ("variants.planner_variant.pipeline", "prefetch", "expected prefetch only .* planner and"),
-        ("variants.planner_variant.pipeline", "auto", "expected sparse_dist, .* got auto"),
-        ("variants.planner_variant.num_hot_rows", "3", "expected null .*planner, got 3"),
-        ("variants.planner_variant.assign", "by_owner", "expected as_read .* planner, .* by_owner"),
-        ("variants.look_ahead.pipeline", "prefetch", "expected prefetch only .* hot_cold and the"),
-        ("variants.look_ahead.depth", "-1", "expected a value at least 0"),
-        ("variants.look_ahead.cache_load_frac", "1", "expected a value above 0 and below 1"),
-    ],
-)
-def test_bad_values_are_refused_with_their_key(key: str, value: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"bench.{key}: {message}"):
-        root_config(f"bench.{key}={value}")
-
-
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("+bench.rounds_of.warm=3", "bench.rounds_of: expected one of .*, got 'warm'"),
-        ("bench.variants.hot_cold_base.depth=2", "hot_cold_base: expected depth 1 .*, got depth 2"),
-        ("model.dense_layer_sizes=[8]", "model.dense_layer_sizes: expected the last"),
+        ("cases=[]", "expected each at most once"),
+        ("cases=[planner,planner]", r".* got \['planner', 'planner'\]"),
+        ("cases=[planer]", "expected some of .*'look_ahead'.*, got 'planer'"),
+        ("block_skip=3", "expected below bench.block_steps 3, got 3"),
+        ("pipeline=look_ahead", "expected sparse_dist or base.*look_ahead"),
+        ("pipeline=prefetch", "expected sparse_dist or base.*prefetch"),
+        ("table_rows=[3,0]", r"expected rows >= 1, got \[3, 0\]"),
+        ("rounds=0", "expected a value at least 1, got 0"),
+        ("rounds_of={all_hot:0}", "expected at least 1, got 0"),
+        ("rounds_of={warm:3}", "expected one of .*, got 'warm'"),
+        ("variants.planner_variant.pipeline=look_ahead", "expected another than look_ahead"),
+        ("variants.planner_variant.pipeline=prefetch", "expected prefetch only .* planner and"),
+        ("variants.planner_variant.pipeline=auto", "expected sparse_dist, .* got auto"),
+        ("variants.planner_variant.num_hot_rows=3", "expected null .*planner, got 3"),
+        ("variants.planner_variant.assign=by_owner", "expected as_read .* planner, .* by_owner"),
+        ("variants.look_ahead.pipeline=prefetch", "expected prefetch only .* hot_cold and the"),
+        ("variants.look_ahead.depth=-1", "expected a value at least 0"),
+        ("variants.look_ahead.cache_load_frac=1", "expected a value above 0 and below 1"),
+        ("variants.hot_cold_base={placement:hot_cold,pipeline:base,depth:2}", "expected depth 1"),
     ],
 )
-def test_bad_keys_are_refused(word: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        root_config(word)
+def test_bad_values_are_refused_with_their_key(word: str, message: str) -> None:
+    key = word.partition("=")[0]
+    with pytest.raises(ValueError, match=f"bench.{key}.*: {message}"):
+        root_config(f"++bench.{word}")
 
 
 # Samples and hot rows.
 
 
+def values_of(batch: Batch) -> torch.Tensor:
+    """Everything of each sample, (B, values)."""
+    ids = batch.sparse.values().view(2, -1).T
+    return torch.cat([ids.double(), batch.dense.double(), batch.labels[:, None]], dim=1)
+
+
 def test_samples_depend_on_seed_and_rank_alone() -> None:
     def draw(seed: int, rank: int) -> torch.Tensor:
         (batch,) = zipf_tables(seed=seed).batches(1, batch_size=50, rank=rank, world_size=2)
-        return torch.cat([batch.sparse.values(), batch.dense.flatten(), batch.labels])
+        return values_of(batch)
 
     assert torch.equal(draw(0, 0), draw(0, 0))
     assert not torch.equal(draw(0, 0), draw(0, 1))
@@ -107,36 +95,21 @@ def test_samples_depend_on_seed_and_rank_alone() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_samples_by_owner_are_all_ranks_samples(world_size: int) -> None:
-    tables, size = zipf_tables(), 40
-    shards = {"C1": [Shard(rank * 400, rank) for rank in range(world_size)]}
-    by_owner = ByOwner(tables.schema, shards, {})
-
-    def rows(batch: Batch) -> torch.Tensor:
-        """Everything of each sample, (B, values)."""
-        ids = batch.sparse.values().view(2, -1).T
-        return torch.cat([ids.double(), batch.dense.double(), batch.labels[:, None]], dim=1)
-
-    for_each = [
-        assigned_batches(
-            tables,
-            by_owner,
-            2,
-            batch_size=size,
-            ranks=Ranks(rank, world_size, rank, world_size, torch.device("cpu")),
-        )
-        for rank in range(world_size)
-    ]
+    tables = zipf_tables()
+    by_owner = ByOwner(
+        tables.schema, {"C1": [Shard(rank * 400, rank) for rank in range(world_size)]}, {}
+    )
+    before, after = [], []
+    for rank in range(world_size):
+        ranks = Ranks(rank, world_size, rank, world_size, torch.device("cpu"))
+        before += tables.batches(2, batch_size=40, rank=rank, world_size=world_size)
+        after += assigned_batches(tables, by_owner, 2, batch_size=40, ranks=ranks)
+    assert [len(batch.labels) for batch in after] == [40] * 2 * world_size
+    assert {batch.num_global_samples for batch in after} == {40 * world_size}
     for step in range(2):
-        as_read = [
-            tables.batches(2, batch_size=size, rank=rank, world_size=world_size)[step]
-            for rank in range(world_size)
-        ]
-        assigned = [batches[step] for batches in for_each]
-        before, after = (torch.cat([rows(b) for b in each]) for each in (as_read, assigned))
-        assert [len(batch.labels) for batch in assigned] == [size] * world_size
-        assert sorted(before.tolist()) == sorted(after.tolist())
-        assert torch.equal(before, after) == (world_size == 1)
-        assert assigned[0].num_global_samples == size * world_size
+        as_read, assigned = (torch.cat([*map(values_of, b[step::2])]) for b in (before, after))
+        assert sorted(as_read.tolist()) == sorted(assigned.tolist())
+        assert torch.equal(as_read, assigned) == (world_size == 1)
 
 
 def test_counts_foretell_the_samples() -> None:
@@ -169,12 +142,9 @@ def test_hot_rows_are_the_most_looked_up(words: list[str], hot: dict[str, list[i
     bench = root_config(*(f"bench.{word}" for word in words)).bench
     partition = choose_hot_rows(bench, counts, world_size=2)
     assert {table: partition.hot(table).tolist() for table in counts} == hot
-
-
-def test_more_hot_rows_than_rows_are_refused() -> None:
-    bench = root_config("bench.table_rows=[2]", "bench.num_hot_rows=3").bench
-    with pytest.raises(ValueError, match="at most the tables' 2 rows, got 3"):
-        choose_hot_rows(bench, {"a": np.array([1, 1])}, world_size=1)
+    bench.hot_rows, bench.num_hot_rows = HotRowsRule.top, 7
+    with pytest.raises(ValueError, match="num_hot_rows: expected at most .* 6 rows, got 7"):
+        choose_hot_rows(bench, counts, world_size=2)
 
 
 def cases_of(config: BenchRootConfig) -> dict[str, Case]:
@@ -231,6 +201,33 @@ def test_torchrecs_host_tiers_are_cases() -> None:
 def test_rounds_of_a_slow_case_are_spread_evenly() -> None:
     assert [r for r in range(12) if takes_part(r, 12, 3)] == [3, 7, 11]
     assert all(takes_part(r, 12, 12) for r in range(12))
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers`:FutureWarning")
+def test_one_rank_measures_every_kind_of_case() -> None:
+    words = ["cases=[look_ahead_local,hot_cold,all_hot,planner]", "routing=loader", "interface=lo"]
+    words += ["profile=true", "profile_steps=1", "block_steps=2"]
+    config = root_config(*(f"bench.{word}" for word in words))
+    with process_group(device="cpu") as ranks:
+        document = measure(config, ranks, make_cases)
+    with pytest.raises(ValueError, match="bench.interface: expected one of .*, got 'none0'"):
+        interface_sent_bytes("none0")
+    cases = document["cases"]
+    assert document["losses_apart"] == []
+    assert document["assigned"] == ["look_ahead_local"]
+    assert document["pipelines"]["look_ahead_local"] == "look_ahead samples by owner"
+    assert {n: (c["num_blocks"], c["num_timed_steps"]) for n, c in cases.items()} == {
+        name: (1, 1) if name == "all_hot" else (2, 2) for name in cases
+    }
+    hot = {name: case["hot_lookups_frac"] for name, case in cases.items()}
+    assert (hot["all_hot"], hot["planner"]) == (1, 0)
+    assert 0 < hot["hot_cold"] == hot["look_ahead_local"] < 1
+    assert {case["sent_bytes"] for case in cases.values()} == {0}  # there is no other rank
+    assert all(case["wire_bytes"] >= 0 and case["memory_bytes"] for case in cases.values())
+    assert set(document["operators_s"]) == set(cases)
+    assert all("aten::mm" in times or len(times) > 5 for times in document["operators_s"].values())
+    page = render_page(document, command="hotrec bench", configuration="")
+    assert result_text(cases) in page
 
 
 def sent(**num_bytes: int) -> dict[str, int]:
@@ -359,21 +356,15 @@ def test_summary() -> None:
     assert losses_apart(figures, 1e-5) == ["planner"]
 
 
-@pytest.mark.parametrize(("round_number", "found"), [(0, {}), (1, {"step_ratio": 1.5})])
-def test_ratios_are_of_rounds_that_both_made(round_number: int, found: dict[str, float]) -> None:
-    blocks = {round_number: one_step(2.0), 2 * round_number + 3: one_step(1.0)}
+def test_ratios_are_of_rounds_that_both_made() -> None:
+    blocks = {0: one_step(2.0), 3: one_step(1.0)}
     figures = figures_of(
-        hot_cold=[measured(blocks=blocks)], planner=[measured(blocks={1: one_step(4 / 3)})]
-    )
-    against = figures["hot_cold"]["against"]["planner"]
-    assert {key: against[key] for key in found} == pytest.approx(found)
-    assert ("step_ratio" in against) == bool(found)
-
-
-def test_interface_counter_names_what_there_is() -> None:
-    with pytest.raises(ValueError, match="bench.interface: expected one of .*, got 'none0'"):
-        interface_sent_bytes("none0")
-    assert interface_sent_bytes("lo") >= 0
+        hot_cold=[measured(blocks=blocks)],
+        planner=[measured(blocks={0: one_step(4.0), 1: one_step(9.0)})],
+        hand_tuned=[measured(blocks={1: one_step(9.0)})],
+    )["hot_cold"]["against"]
+    assert figures["planner"]["step_ratio"] == 0.5
+    assert set(figures["hand_tuned"]) == {"bytes_ratio"}
 
 
 MACHINE = {
@@ -397,41 +388,41 @@ def document_of(cases: dict[str, dict[str, Any]], **changes: Any) -> dict[str, A
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("is_timed", "changes", "shown"),
-    [
-        (True, {}, ["wet string", "`hotrec bench x=1`", "a: b", "inside the timed step", "130 B",
-                    "all_hot look_ahead depth 2", "3 blocks of 12 steps", "Stages of the step"]),
-        (False, {"losses_apart": ["all_hot"], "operators_s": {"all_hot": {"aten::mm": 0.25}},
-                 "partitions": {"all_hot": {"num_hot_rows": 7, "policy": "p", "hot_bytes": 9}}},
-         ["Losses differ by more than 0.0001: all_hot", "250 ms", "Hot rows: all_hot 7 (p, 9 B"]),
-    ],
-)  # fmt: skip
-def test_the_page_says_what_happened(
-    is_timed: bool, changes: dict[str, Any], shown: list[str]
-) -> None:
-    stage_s = {stage: np.full(2 if is_timed else 0, 0.1) for stage in STAGES}
-    cases = figures_of(all_hot=[measured(wire_bytes=130, stage_s=stage_s)])
-    document = document_of(cases, **changes)
+def test_golden_page() -> None:
+    stage_s = {stage: np.full(2, 0.1) for stage in STAGES}
+    look_ahead, slow = measured(wire_bytes=130, stage_s=stage_s), measured(losses=[0.5, 0.5])
+    cases = figures_of(look_ahead=[look_ahead], all_hot=[slow])
+    facts = {"num_hot_rows": 7, "policy": "p", "hot_bytes": 9}
+    document = document_of(
+        cases,
+        losses_apart=["all_hot"],
+        operators_s={"all_hot": {"aten::mm": 0.25}},
+        partitions={"all_hot": facts},
+    )
     page = render_page(document, command="hotrec bench x=1", configuration="a: b\n")
-    assert [text for text in shown if text not in page] == []
-    assert ("Stages of the step" in page) == is_timed
-    assert "| all_hot |" in result_text(cases)
+    check_golden("bench.md", page)
+    assert result_text(cases) in page
+    quiet = render_page(document_of(cases), command="", configuration="")
+    assert ("Operators" in quiet, "differ by more" in quiet) == (False, False)
 
 
 # The scripts.
 
 
-def test_one_gpu_refuses_a_budget_that_holds_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_gpu_says_what_it_cannot_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SystemExit):
         one_gpu.parse(["--table-gib", "1", "--budget-gib", "2"])
     assert "below --table-gib 1, got 2" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_one_gpu_says_that_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert one_gpu.main([]) == 77
     assert "expected a CUDA device" in capsys.readouterr().err
+    sizes = {"device_bytes": 18 * one_gpu.GIB, "host_bytes": 46 * one_gpu.GIB}
+    one_gpu.check_memory(8.0, 1.0, **sizes)
+    for place, less in (("GPU", {"device_bytes": 17 << 30}), ("host", {"host_bytes": 45 << 30})):
+        with pytest.raises(ValueError, match=f"--table-gib: .* free {place} memory, got .* 8"):
+            one_gpu.check_memory(8.0, 1.0, **sizes | less)
 
 
 def test_one_gpu_cases_cost_the_same_gpu_memory() -> None:
@@ -457,15 +448,6 @@ def test_one_gpu_cases_cost_the_same_gpu_memory() -> None:
     assert cost("uvm") == 0
     for name in ("uvm_cache", "uvm_cache_prefetch", "hot_cold_uvm", "hot_cold_cache"):
         assert cost(name) == pytest.approx(budget, rel=1e-3), name
-
-
-@pytest.mark.parametrize(("place", "device_gib", "host_gib"), [("GPU", 17, 100), ("host", 40, 45)])
-def test_one_gpu_refuses_tables_that_do_not_fit(place: str, device_gib: int, host_gib: int) -> None:
-    one_gpu.check_memory(8.0, 1.0, device_bytes=18 * one_gpu.GIB, host_bytes=46 * one_gpu.GIB)
-    with pytest.raises(ValueError, match=f"--table-gib: expected .* free {place} memory, got .* 8"):
-        one_gpu.check_memory(
-            8.0, 1.0, device_bytes=device_gib * one_gpu.GIB, host_bytes=host_gib * one_gpu.GIB
-        )
 
 
 def test_cpu_rows_measures_every_kernel() -> None:
@@ -502,6 +484,8 @@ def networks_document(step_s: float, exposed_frac: float) -> dict[str, Any]:
 def test_the_page_of_networks_says_which_targets_are_reached(tmp_path: Path) -> None:
     (tmp_path / "1gbit-w2-b2048.json").write_text(json.dumps(networks_document(1.0, 0.16)))
     (tmp_path / "1gbit-w4-b8192.json").write_text(json.dumps(networks_document(0.01, 0.0)))
+    with pytest.raises(SystemExit, match="expected .*-w.*json of networks.sh, got none"):
+        networks_page.main([str(tmp_path / "empty")])
     networks_page.main([str(tmp_path)])
     rows = networks_page.verdicts(networks_page.read(tmp_path))
     found = {(network, case, what): rest for network, case, what, *rest in rows}
@@ -515,11 +499,6 @@ def test_the_page_of_networks_says_which_targets_are_reached(tmp_path: Path) -> 
     assert (tmp_path / "networks.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_page_of_no_networks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="expected .*-w.*json of networks.sh, got none"):
-        networks_page.main([str(tmp_path)])
-
-
 def test_two_hosts_says_why_it_is_skipped(tmp_path: Path) -> None:
     script = REPOSITORY / "benchmarks" / "two_hosts.sh"
     (tmp_path / "bin").mkdir()
@@ -527,13 +506,8 @@ def test_two_hosts_says_why_it_is_skipped(tmp_path: Path) -> None:
         program = tmp_path / "bin" / name
         program.write_text('#!/bin/sh\necho "Operation not permitted" >&2\nexit 1\n')
         program.chmod(0o755)
-    done = subprocess.run(
-        [script],
-        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run([script], env=path, capture_output=True, text=True, check=False)
     assert done.returncode == 77
     assert "skipped: network namespaces cannot be made here" in done.stderr
     assert "Operation not permitted" in done.stderr
