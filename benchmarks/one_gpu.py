@@ -35,7 +35,7 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchConfig, BenchRootConfig
 from hotrec.planning.policies import choose_fraction
-from hotrec.report.render import markdown_table, plain_table
+from hotrec.report.render import markdown_table
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
 from hotrec.runtime.memory import read_memory
 from hotrec.runtime.ranks import process_group
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     choose = case_chooser(options.budget_gib * GIB, config.model.embedding_dim)
     with process_group(device="cuda") as ranks:
         document = measure(config, ranks, choose, baselines=(BASELINE,))
-    print(plain_table(COLUMNS, result_rows(document)), file=sys.stderr)
+    print(markdown_table(COLUMNS, result_rows(document)), file=sys.stderr)
     if options.page is not None:
         options.page.parent.mkdir(parents=True, exist_ok=True)
         options.page.write_text(render(document, options) + "\n")

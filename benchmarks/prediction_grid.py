@@ -27,7 +27,7 @@ from typing import Any
 from hotrec.bench.cases import Case, build_runner, case_scenario
 from hotrec.bench.figures import gather_measured, summarize
 from hotrec.bench.machine import machine_facts
-from hotrec.bench.measure import run_counted, run_timed, run_warmup
+from hotrec.bench.measure import num_steps, run_cases
 from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.measure import measure_costs
 from hotrec.calibrate.workload import CalibrationTarget
@@ -56,7 +56,6 @@ BATCH_SIZES = (512, 2048)
 LARGEST_TABLE = 200_000
 HOT_ROWS = (1_000, 20_000)
 PROFILE_SAMPLES = 1_000_000
-NUM_AHEAD = 2
 # Steps of a plan in a row, as in training, which finds its own rows in the cache; the first refill
 # it and what overlaps.
 BLOCK_STEPS, BLOCK_SKIP = 6, 2
@@ -88,6 +87,7 @@ def compose(num_timed: int) -> BenchRootConfig:
     composed = compose_config("bench", words)
     config: BenchRootConfig = build_config(composed)
     config.bench.table_rows = [min(rows, LARGEST_TABLE) for rows in config.bench.table_rows]
+    config.bench.rounds_of = {}
     return config
 
 
@@ -152,25 +152,15 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
         config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks
     )
     cases, predicted = make_cases(config, scenario, counts, histograms)
-    num_steps = bench.warmup_rounds + bench.rounds * BLOCK_STEPS + bench.counted_steps + NUM_AHEAD
     batches = samples.batches(
-        num_steps, batch_size=bench.batch_size, rank=ranks.rank, world_size=ranks.world_size
+        num_steps(bench), batch_size=bench.batch_size, rank=ranks.rank, world_size=ranks.world_size
     )
     runners = [build_runner(config, case, samples.schema, batches, ranks) for case in cases]
     for runner in runners:
         if runner.case.name not in predicted:
             plan = broadcast_object(runner.sharded.plan)
             predicted[runner.case.name] = predict_plan(scenario, plan)
-    run_warmup(runners, bench.warmup_rounds)
-    run_timed(
-        runners,
-        rounds=bench.rounds,
-        rounds_of={},
-        block_steps=bench.block_steps,
-        block_skip=bench.block_skip,
-        ranks=ranks,
-    )
-    run_counted(runners, num_steps=bench.counted_steps, interface=None, ranks=ranks)
+    run_cases(runners, bench, ranks)
     measured = summarize(
         gather_measured(runners, ranks),
         global_batch_size=bench.batch_size * ranks.world_size,

@@ -32,7 +32,7 @@ from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader, num_steps
 from hotrec.planning.policies import choose_fraction
-from hotrec.report.render import markdown_table, plain_table
+from hotrec.report.render import markdown_table
 from hotrec.types import Partition, Schema
 
 DIM = 16
@@ -380,8 +380,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "num_heldout_samples": source.profile.num_heldout_samples,
             "results": results,
         }
-        print(plain_table(COLUMNS, as_rows(results)), file=sys.stderr)
-        print(plain_table(SUMMARY, summarize(results)), file=sys.stderr)
+        print(markdown_table(COLUMNS, as_rows(results)), file=sys.stderr)
+        print(markdown_table(SUMMARY, summarize(results)), file=sys.stderr)
     if parsed.page:
         write_page(parsed.page, found, parsed)
     print(json.dumps(found))

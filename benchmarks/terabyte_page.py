@@ -68,8 +68,8 @@ def draw_settings(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
             for name in left_out:
                 title += f" (not drawn: {name}, {show_seconds(plans[name]['step_s'])})"
             axes.set_title(title)
-            if axes is not panels[-1]:
-                axes.get_legend().remove()
+        handles, labels = panels[-1].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=6)
     write_png(figure, path)
 
 

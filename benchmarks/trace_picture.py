@@ -27,7 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hotrec.report.style import INK, SOFT_INK, report_style, to_png
+from hotrec.report.style import INK, SOFT_INK, report_style, write_png
 from hotrec.report.units import show_frac, show_seconds
 from hotrec.runtime.stages import EXPOSED_STAGES, RANGE_PREFIX
 from hotrec.train.trace import STAGE, STEP_PREFIX
@@ -200,8 +200,7 @@ def main() -> None:
     for text in options.traces:
         label, _, path = text.rpartition("=")
         traces.append(read_trace(label or path, Path(path), skip=options.skip))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_bytes(to_png(draw(traces, num_steps=options.steps)))
+    write_png(draw(traces, num_steps=options.steps), options.output)
     figures = {t.label: {"step_s": t.step_s, "exposed_s": t.exposed_s} for t in traces}
     print(json.dumps(figures))
 

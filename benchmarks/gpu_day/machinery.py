@@ -24,7 +24,7 @@ from benchmarks.gpu_day.stage import Day, bench_config, free_memory, main
 from hotrec.bench.cases import Case, build_runner
 from hotrec.bench.figures import gather_measured, losses_apart
 from hotrec.bench.figures import summarize as sum_up
-from hotrec.bench.measure import run_counted, run_timed, run_warmup
+from hotrec.bench.measure import num_steps, run_cases
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import AllColdPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchRootConfig
@@ -120,19 +120,11 @@ def measure(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks) -> dict[
             raise DoesNotFitError(
                 f"needs {show_bytes(needed)} of {show_bytes(free)} free GPU memory"
             )
-    num_steps = bench.warmup_rounds + bench.rounds * bench.block_steps + bench.counted_steps + 8
-    batches = samples.batches(num_steps, batch_size=bench.batch_size, rank=0, world_size=1)
+    batches = samples.batches(num_steps(bench), batch_size=bench.batch_size, rank=0, world_size=1)
     if ranks.device.type == "cuda":
         batches = [batch.pin_memory() for batch in batches]
     runners = [build_runner(config, c, samples.schema, batches, ranks, samples) for c in cases]
-    run_warmup(runners, bench.warmup_rounds)
-    run_timed(
-        runners, rounds=bench.rounds, rounds_of={}, block_steps=bench.block_steps,
-        block_skip=bench.block_skip, ranks=ranks,
-    )  # fmt: skip
-    run_counted(runners, num_steps=bench.counted_steps, interface=None, ranks=ranks)
-    for runner in runners:
-        runner.pipeline.close()
+    run_cases(runners, bench, ranks)
     figures = sum_up(
         gather_measured(runners, ranks), global_batch_size=bench.batch_size,
         dim=config.model.embedding_dim, baselines=(BASELINE,),

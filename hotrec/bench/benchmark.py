@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hotrec.bench.cases import Case, build_runner
 from hotrec.bench.figures import BASELINES, gather_measured, losses_apart, summarize
-from hotrec.bench.machine import load_average, machine_facts
-from hotrec.bench.measure import is_profilable, run_counted, run_profiled, run_timed, run_warmup
+from hotrec.bench.machine import machine_facts
+from hotrec.bench.measure import num_steps, run_cases
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import OrderAssign
 from hotrec.config.roots import BenchConfig, BenchRootConfig
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Rows, WireType
 
-# Extra batches for those that a pipeline holds beside the one it computes.
-NUM_AHEAD = 8
-
+# Keys of bench that the document repeats.
+SETTINGS = (
+    *("name", "network", "interface", "rounds", "block_steps", "block_skip", "warmup_rounds"),
+    *("counted_steps", "loss_tolerance"),
+)
 
 CaseChooser = Callable[[BenchConfig, Mapping[str, Rows], int], list[Case]]
 
@@ -54,32 +57,13 @@ def measure(
         seed=bench.seed,
     )
     cases = choose_cases(bench, samples.count(bench.profile_samples), ranks.world_size)
-    num_profiled = bench.profile_steps if bench.profile and is_profilable(ranks.device) else 0
-    num_timed = bench.rounds * bench.block_steps
     batches = samples.batches(
-        bench.warmup_rounds + num_timed + bench.counted_steps + num_profiled + NUM_AHEAD,
-        batch_size=bench.batch_size,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        num_steps(bench), batch_size=bench.batch_size, rank=ranks.rank, world_size=ranks.world_size
     )
     runners = [
         build_runner(config, case, samples.schema, batches, ranks, samples) for case in cases
     ]
-    run_warmup(runners, bench.warmup_rounds)
-    run_timed(
-        runners,
-        rounds=bench.rounds,
-        rounds_of=bench.rounds_of,
-        block_steps=bench.block_steps,
-        block_skip=bench.block_skip,
-        ranks=ranks,
-    )
-    run_counted(runners, num_steps=bench.counted_steps, interface=bench.interface, ranks=ranks)
-    stages_s = {}
-    if num_profiled:
-        stages_s = {r.case.name: run_profiled(r, num_profiled) for r in runners}
-    for runner in runners:
-        runner.pipeline.close()
+    operators_s = run_cases(runners, bench, ranks)
     measured = gather_measured(runners, ranks)
     figures = summarize(
         measured,
@@ -87,51 +71,29 @@ def measure(
         dim=config.model.embedding_dim,
         baselines=baselines,
     )
-    machine["load_average_after"] = load_average()
+    machine["load_average_after"] = os.getloadavg()[0]
     return {
-        **_settings(config, ranks),
-        "data": _data_facts(config, next(iter(measured.values()))[0].num_dense_values),
+        **{name: getattr(bench, name) for name in SETTINGS},
+        **{name: getattr(bench, name).name for name in ("pipeline", "routing", "hot_exchange")},
+        "world_size": ranks.world_size,
+        "num_hosts": ranks.num_hosts,
+        "device": ranks.device.type,
+        "optimizer": config.optimizer.kind.name,
+        "data": {
+            "num_tables": len(bench.table_rows),
+            "num_rows": sum(bench.table_rows),
+            "zipf_exponent": bench.zipf_exponent,
+            "embedding_dim": config.model.embedding_dim,
+            "batch_size": bench.batch_size,
+            "num_dense_values": next(iter(measured.values()))[0].num_dense_values,
+        },
         "partitions": _partition_facts(cases, config),
         "pipelines": {case.name: _describe_pipeline(case, bench) for case in cases},
         "assigned": [c.name for c in cases if c.assign is OrderAssign.by_owner],
         "cases": figures,
         "losses_apart": losses_apart(figures, bench.loss_tolerance),
-        "stages_s": stages_s,
+        "operators_s": operators_s,
         "machine": machine,
-    }
-
-
-def _settings(config: BenchRootConfig, ranks: Ranks) -> dict[str, Any]:
-    bench = config.bench
-    return {
-        "name": bench.name,
-        "world_size": ranks.world_size,
-        "num_hosts": ranks.num_hosts,
-        "network": bench.network,
-        "interface": bench.interface,
-        "device": ranks.device.type,
-        "optimizer": config.optimizer.kind.name,
-        "pipeline": bench.pipeline.name,
-        "routing": bench.routing.name,
-        "hot_exchange": bench.hot_exchange.name,
-        "rounds": bench.rounds,
-        "block_steps": bench.block_steps,
-        "block_skip": bench.block_skip,
-        "warmup_rounds": bench.warmup_rounds,
-        "counted_steps": bench.counted_steps,
-        "loss_tolerance": bench.loss_tolerance,
-    }
-
-
-def _data_facts(config: BenchRootConfig, num_dense_values: int) -> dict[str, Any]:
-    bench = config.bench
-    return {
-        "num_tables": len(bench.table_rows),
-        "num_rows": sum(bench.table_rows),
-        "zipf_exponent": bench.zipf_exponent,
-        "embedding_dim": config.model.embedding_dim,
-        "batch_size": bench.batch_size,
-        "num_dense_values": num_dense_values,
     }
 
 
@@ -157,4 +119,6 @@ def _describe_pipeline(case: Case, bench: BenchConfig) -> str:
         words.append("micro-batches")
     if case.wire is not WireType.fp32:
         words.append(case.wire.name)
+    if case.assign is OrderAssign.by_owner:
+        words.append("samples by owner")
     return " ".join(words)

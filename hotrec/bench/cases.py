@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
 
-from hotrec.bench.blocks import Block
 from hotrec.bench.machine import resident_bytes
 from hotrec.bench.samples import ZipfTables, assigned_batches
 from hotrec.build import Sharded, build_sharded, by_owner
@@ -62,27 +62,16 @@ logger = logging.getLogger("hotrec.bench")
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration to measure.
-
-    Args:
-        name: Name in the results.
-        placement: Placement as in the configuration of ``hotrec train``.
-        partition: Hot rows; None for TorchRec's plans on unsplit tables.
-        pipeline: Pipeline other than auto; None for ``bench.pipeline``.
-        wire: Type in which rows and gradients are sent.
-        depth: Number of batches that look_ahead prefetches.
-        micro_batches: Whether look_ahead first computes the samples whose rows have arrived.
-        assign: Which rank computes which sample of a global batch.
-    """
+    """A configuration to measure, as ``hotrec train`` would train it."""
 
     name: str
     placement: PlacementConfig
-    partition: Partition | None
-    pipeline: PipelineKind | None = None
-    wire: WireType = WireType.fp32
-    depth: int = 1
-    micro_batches: bool = False
-    assign: OrderAssign = OrderAssign.as_read
+    partition: Partition | None  # hot rows; None for TorchRec's plans on unsplit tables
+    pipeline: PipelineKind | None = None  # other than auto; None for ``bench.pipeline``
+    wire: WireType = WireType.fp32  # type in which rows and gradients are sent
+    depth: int = 1  # number of batches that look_ahead prefetches
+    micro_batches: bool = False  # look_ahead first computes the samples whose rows have arrived
+    assign: OrderAssign = OrderAssign.as_read  # which rank computes which sample
 
     @property
     def is_exact(self) -> bool:
@@ -115,18 +104,9 @@ def make_cases(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) 
     for name in bench.cases:
         variant = bench.variants.get(name) or BenchVariant(BenchCase[name])
         placement, partition = _place(variant, bench, counts, world_size)
-        cases.append(
-            Case(
-                name,
-                placement,
-                partition,
-                variant.pipeline or bench.pipeline,
-                variant.wire,
-                variant.depth,
-                variant.micro_batches,
-                variant.assign,
-            )
-        )
+        pipeline = variant.pipeline or bench.pipeline
+        same = {key: getattr(variant, key) for key in ("wire", "depth", "micro_batches", "assign")}
+        cases.append(Case(name, placement, partition, pipeline, **same))
     return cases
 
 
@@ -187,42 +167,48 @@ def machine_of(config: BenchRootConfig, ranks: Ranks) -> Machine:
     )
 
 
+@dataclass(frozen=True)
+class Block:
+    """Consecutive steps on one rank, with no communication in flight before and after them.
+
+    If cases took turns step by step, what a pipeline leaves in flight when it returns from a step
+    would run in another case's time. Times are seconds since the barrier at the block's start.
+    """
+
+    returned_s: Sequence[float]  # when the pipeline returned from each step
+    ended_s: float  # when no rank had communication in flight any more
+    num_skipped: int  # first steps, which refill the overlap and are not counted
+    cpu_s: float  # CPU time of all threads of this process
+    main_cpu_s: float  # CPU time of the main thread
+
+
+def step_seconds(of_ranks: Sequence[Block]) -> np.ndarray:
+    """Seconds of each counted step, float64 (counted steps,).
+
+    A step lasts from the last rank's return from the previous step to the last rank's return from
+    this one, so the steps add up to the block. The slowest rank's time of each step would not,
+    because ranks do not wait for each other between steps.
+    """
+    returned = np.max([block.returned_s for block in of_ranks], axis=0)
+    return np.diff(returned, prepend=0.0)[of_ranks[0].num_skipped :]
+
+
 @dataclass
 class Runner:
-    """A case on this rank, and its measurements so far.
-
-    Args:
-        case: The case.
-        sharded: Model, optimizer and plan.
-        pipeline: Pipeline of the model.
-        clock: Stage times of the timed steps.
-        batches: Batches of the whole run in order, and some for the pipeline to hold ahead.
-        unrouted: The same batches with their original ids.
-        memory_bytes: Growth of this process while the model was built and ran its first step.
-        losses: Loss () of every step on this rank.
-        blocks: Timed blocks by round.
-        sent_bytes: Sum over the counted steps, by collective.
-        wire_bytes: Bytes of the counted steps on the network interface; None without one.
-        counted: Indices of the counted steps, which are also those of their batches.
-    """
+    """A case on this rank, and its measurements so far."""
 
     case: Case
     sharded: Sharded
     pipeline: Pipeline
-    clock: StageClock
-    batches: Iterator[Batch]
-    unrouted: Sequence[Batch]
-    memory_bytes: int = 0
-    losses: list[torch.Tensor] = field(default_factory=list)
-    blocks: dict[int, Block] = field(default_factory=dict)
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    wire_bytes: int | None = None
-    counted: list[int] = field(default_factory=list)
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps so far."""
-        return len(self.losses)
+    clock: StageClock  # stage times of the timed steps
+    batches: Iterator[Batch]  # of the whole run, and some for the pipeline to hold ahead
+    unrouted: Sequence[Batch]  # the same with their original ids
+    memory_bytes: int = 0  # growth of this process by the model and its first step
+    losses: list[torch.Tensor] = field(default_factory=list)  # of every step on this rank, ()
+    blocks: dict[int, Block] = field(default_factory=dict)  # timed blocks by round
+    sent_bytes: dict[str, int] = field(default_factory=dict)  # of the counted steps, by collective
+    wire_bytes: int | None = None  # of these on the network interface; None without one
+    counted: list[int] = field(default_factory=list)  # indices of the counted steps and batches
 
     def step(self) -> None:
         """One training step."""
@@ -249,13 +235,8 @@ def build_runner(
 ) -> Runner:
     """Build a case and run its first step; collective.
 
-    Args:
-        config: Configuration of the benchmark.
-        case: The case to build.
-        schema: Features and tables of the samples.
-        batches: Batches of this rank as read.
-        ranks: Ranks of the process group.
-        samples: Source of the batches; required for a case that assigns samples by owner.
+    ``samples`` is the source of ``batches``, this rank's as read; a case that assigns samples by
+    owner needs it.
     """
     start = time.perf_counter()
     gc.collect()
@@ -305,13 +286,7 @@ def case_scenario(
 ) -> Scenario:
     """The scenario in which the case is run; see ``describe_scenario``."""
     machine, trained = machine_of(config, ranks), case_config(config, case)
+    pipeline = planned_pipeline(trained, machine)
     return describe_scenario(
-        trained,
-        schema,
-        histograms,
-        num_samples,
-        machine,
-        costs,
-        None,
-        pipeline=planned_pipeline(trained, machine),
+        trained, schema, histograms, num_samples, machine, costs, None, pipeline=pipeline
     )

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import gc
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from hotrec.bench.blocks import Block, Stopwatch
-from hotrec.bench.cases import Runner
+from hotrec.bench.cases import Block, Runner
 from hotrec.bench.machine import interface_sent_bytes
+from hotrec.config.roots import BenchConfig
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import count_sent_bytes
+
+# Extra batches for those that a pipeline holds beside the one it computes.
+NUM_AHEAD = 8
+MOST_OPERATORS = 12
+
+
+def num_steps(bench: BenchConfig) -> int:
+    """The number of batches that ``run_cases`` needs, with those that pipelines hold ahead."""
+    timed = bench.warmup_rounds + bench.rounds * bench.block_steps + bench.counted_steps
+    return timed + (bench.profile_steps if bench.profile else 0) + NUM_AHEAD
 
 
 def takes_part(round_number: int, num_rounds: int, own_rounds: int) -> bool:
@@ -25,61 +35,76 @@ def takes_part(round_number: int, num_rounds: int, own_rounds: int) -> bool:
     return (round_number + 1) * own_rounds // num_rounds > before
 
 
-def rotated(runners: Sequence[Runner], round_number: int) -> list[Runner]:
-    """The cases in the order of a round, which rotates so that each comes first equally often."""
-    shift = round_number % len(runners)
-    return [*runners[shift:], *runners[:shift]]
+def run_cases(
+    runners: Sequence[Runner], bench: BenchConfig, ranks: Ranks
+) -> dict[str, dict[str, float]]:
+    """Warm up, time blocks of all cases in turn, count bytes, profile, close; collective.
 
-
-def run_warmup(runners: Sequence[Runner], num_rounds: int) -> None:
-    """Untimed steps; the first one ran when the case was built."""
+    Returns:
+        Seconds per step by operator by case, with the profiler's overhead; empty if not profiled.
+    """
     for runner in runners:
-        for _ in range(num_rounds - 1):
+        for _ in range(bench.warmup_rounds - 1):  # the first step ran when the case was built
             runner.step()
         runner.drain()
+    _run_timed(runners, bench, ranks)
+    _run_counted(runners, bench.counted_steps, bench.interface, ranks)
+    operators_s = {}
+    if bench.profile and ranks.device.type == "cpu":  # on CUDA host time does not say where it goes
+        operators_s = {r.case.name: _run_profiled(r, bench.profile_steps) for r in runners}
+    for runner in runners:
+        runner.pipeline.close()
+    return operators_s
 
 
-def run_timed(
-    runners: Sequence[Runner],
-    *,
-    rounds: int,
-    rounds_of: dict[str, int],
-    block_steps: int,
-    block_skip: int,
-    ranks: Ranks,
-) -> None:
-    """Time the blocks of all cases, round by round."""
-    turns = [
-        (round_number, runner)
-        for round_number in range(rounds)
-        for runner in rotated(runners, round_number)
-        if takes_part(round_number, rounds, min(rounds_of.get(runner.case.name, rounds), rounds))
-    ]
-    with _no_collection():
-        for round_number, runner in _progress(turns, "timed blocks", ranks):
-            runner.blocks[round_number] = run_block(runner, block_steps, block_skip, ranks)
+def _run_timed(runners: Sequence[Runner], bench: BenchConfig, ranks: Ranks) -> None:
+    """Time the blocks round by round; each case comes first equally often."""
+    turns = []
+    for number in range(bench.rounds):
+        shift = number % len(runners)
+        for runner in (*runners[shift:], *runners[:shift]):
+            own = min(bench.rounds_of.get(runner.case.name, bench.rounds), bench.rounds)
+            turns += [(number, runner)] if takes_part(number, bench.rounds, own) else []
+    gc.collect()
+    gc.disable()  # not in a timed block
+    try:
+        for number, runner in _progress(turns, "timed blocks", ranks):
+            block = run_block(runner, bench.block_steps, bench.block_skip, ranks)
+            runner.blocks[number] = block
+    finally:
+        gc.enable()
 
 
 def run_block(runner: Runner, num_steps: int, num_skipped: int, ranks: Ranks) -> Block:
     """Time consecutive steps of one case, with no communication in flight before and after."""
+    is_cuda = ranks.device.type == "cuda"
+
+    def now() -> Any:
+        # On CUDA an event, since synchronizing in each step would end the overlap.
+        if not is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     runner.drain()
-    watch = Stopwatch(ranks.device)
+    cpu_s, main_cpu_s, start = time.process_time(), time.thread_time(), now()
+    times = []
     for number in range(num_steps):
-        if number < num_skipped:
+        with nullcontext() if number < num_skipped else runner.clock.step():
             runner.step()
-        else:
-            with runner.clock.step():
-                runner.step()
-        watch.lap()
+        times.append(now())
     runner.drain()
-    watch.lap()
-    cpu_s, main_cpu_s = watch.cpu_seconds()
-    *returned_s, ended_s = watch.seconds()
+    times.append(now())
+    cpu_s, main_cpu_s = time.process_time() - cpu_s, time.thread_time() - main_cpu_s
+    if is_cuda:
+        torch.cuda.synchronize()
+    *returned_s, ended_s = (start.elapsed_time(t) / 1e3 if is_cuda else t - start for t in times)
     return Block(returned_s, ended_s, num_skipped, cpu_s, main_cpu_s)
 
 
-def run_counted(
-    runners: Sequence[Runner], *, num_steps: int, interface: str | None, ranks: Ranks
+def _run_counted(
+    runners: Sequence[Runner], num_steps: int, interface: str | None, ranks: Ranks
 ) -> None:
     """Count the bytes sent in untimed steps, by collective and on the network interface.
 
@@ -91,7 +116,7 @@ def run_counted(
         before = interface_sent_bytes(interface) if interface else 0
         with count_sent_bytes() as traffic:
             for _ in range(num_steps):
-                runner.counted.append(runner.num_steps)
+                runner.counted.append(len(runner.losses))
                 runner.step()
             runner.drain()
         runner.sent_bytes = dict(traffic.sent_bytes)
@@ -101,84 +126,17 @@ def run_counted(
 
 def _progress(
     steps: Sequence[tuple[int, Runner]], what: str, ranks: Ranks
-) -> Iterator[tuple[int, Runner]]:
+) -> Iterable[tuple[int, Runner]]:
     # disable=None: shown on a terminal only.
-    yield from tqdm(steps, desc=what, unit="step", disable=None if ranks.is_first else True)
+    return tqdm(steps, desc=what, unit="step", disable=None if ranks.is_first else True)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage now and not in a timed block."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-# The first match wins, tried on an event's name, then on its parent's, and so on.
-STAGES: tuple[tuple[str, str], ...] = (
-    (
-        "waiting and exchange",
-        r"All2All|all2all|AllGather|ReduceScatter|alltoall|^c10d::|^gloo:|nccl",
-    ),
-    ("waiting and exchange", r"^## wait_sparse_data_dist"),
-    ("pooling", r"PoolRows"),
-    ("row update", r"_ReadAndUpdateBackward"),
-    ("row lookup", r"_ReadAndUpdate|IndexSelectBackward"),
-    ("row lookup and fused update", r"^fbgemm::|[Ll]ookup.*unction|embedding_codegen|BoundsCheck"),
-    ("optimizer step", r"^Optimizer\.step|^## optimizer"),
-    ("routing", r"^## start_sparse_data_dist"),
-    (
-        "dense layers",
-        r"[Aa]ddmm|[Bb]mm|[Mm]m[bB]ackward|^aten::(linear|bmm|addmm|mm)$|Relu|relu|Sigmoid"
-        r"|binary_cross|BinaryCross|IndexBackward|^aten::index$|Threshold",
-    ),
-    # The hooks of the gradients' buckets run inside: copies, and the sums of the hot exchange.
-    ("buckets of gradients, sums of the hot exchange", r"AccumulateGrad|torch::distributed::"),
-)
-OTHER = "other (Python, views, copies)"
-STEP = "## step"  # marks each step and its thread
-NAMES = (*dict.fromkeys(name for name, _ in STAGES), OTHER)
-
-
-def stage_of(names: Iterable[str]) -> str:
-    """The stage of an event, given its name, its parent's, and so on outwards."""
-    for name in names:
-        for stage, pattern in STAGES:
-            if re.search(pattern, name):
-                return stage
-    return OTHER
-
-
-def run_profiled(runner: Runner, num_steps: int) -> dict[str, float]:
-    """Profile some steps of a case.
-
-    Returns:
-        Seconds per step by stage on this rank, including the profiler's overhead.
-    """
+def _run_profiled(runner: Runner, num_steps: int) -> dict[str, float]:
+    """Seconds per step in the operators that take most, self time of all threads of this rank."""
     runner.drain()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(num_steps):
-            with record_function(STEP):
-                runner.step()
-    runner.drain()
-    totals = dict.fromkeys(NAMES, 0.0)
-    events: Any = profiler.events()
-    main_thread = next(event.thread for event in events if event.name == STEP)
-    for event in events:
-        if event.thread == main_thread:
-            totals[stage_of(_names_outwards(event))] += event.self_cpu_time_total
-    return {stage: total_us / 1e6 / num_steps for stage, total_us in totals.items()}
-
-
-def _names_outwards(event: Any) -> Iterable[str]:
-    while event is not None:
-        yield event.name
-        event = event.cpu_parent
-
-
-def is_profilable(device: torch.device) -> bool:
-    """Whether host time shows where a step's time goes; on CUDA it does not."""
-    return device.type == "cpu"
+            runner.step()
+        runner.drain()
+    seconds = {e.key: e.self_cpu_time_total / 1e6 / num_steps for e in profiler.key_averages()}
+    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:MOST_OPERATORS])

@@ -22,13 +22,7 @@ class ZipfTables:
     """Tables whose k-th most popular row is looked up with probability ~ k^-exponent.
 
     Rows are numbered without regard to popularity (a seeded permutation), since row-wise shards are
-    contiguous.
-
-    Args:
-        table_rows: Rows of each table; feature and table ``C1`` is the first.
-        exponent: Exponent of the Zipf law.
-        num_dense: Number of dense columns.
-        seed: Seed of popularity and samples.
+    contiguous. Features and tables are ``C1`` and so on, with ``table_rows`` rows.
     """
 
     def __init__(
@@ -38,7 +32,7 @@ class ZipfTables:
         self.schema = Schema(
             dense=tuple(f"I{number}" for number in range(1, num_dense + 1)),
             features=tuple(Feature(name, name) for name in names),
-            tables=tuple(Table(name, rows) for name, rows in zip(names, table_rows, strict=True)),
+            tables=tuple(map(Table, names, table_rows)),
         )
         self._seed = seed
         rng = np.random.default_rng([seed, _POPULARITY])
@@ -48,11 +42,6 @@ class ZipfTables:
             cumulative = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent)
             self._cumulative.append(cumulative / cumulative[-1])
             self._rows_by_rank.append(rng.permutation(num_rows).astype(np.int64))
-
-    @property
-    def tables(self) -> dict[str, tuple[str, int]]:
-        """Name and number of rows of each feature's table."""
-        return {table.name: (table.name, table.num_rows) for table in self.schema.tables}
 
     def count(self, num_samples: int) -> dict[str, Rows]:
         """Lookups per row, int64 (R,) by table, of a profile of ``num_samples`` other samples."""
@@ -70,9 +59,7 @@ class ZipfTables:
         self, num_batches: int, *, batch_size: int, rank: int, world_size: int
     ) -> list[Batch]:
         """Batches of one rank: an id per feature, and labels that a dense column predicts."""
-        return list(
-            self.stream(num_batches, batch_size=batch_size, rank=rank, world_size=world_size)
-        )
+        return [*self.stream(num_batches, batch_size=batch_size, rank=rank, world_size=world_size)]
 
     def stream(
         self, num_batches: int, *, batch_size: int, rank: int, world_size: int

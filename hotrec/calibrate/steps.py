@@ -22,8 +22,7 @@ from itertools import combinations
 
 import numpy as np
 
-from hotrec.bench.blocks import step_seconds
-from hotrec.bench.cases import Case, Runner, build_runner, case_scenario
+from hotrec.bench.cases import Case, Runner, build_runner, case_scenario, step_seconds
 from hotrec.bench.measure import run_block
 from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.kernels import Point, fit_line

@@ -47,7 +47,7 @@ class WhatIf(Callback):
             (Path(config.hydra.runtime.output_dir) / POINT_JSON).write_text(text, encoding="utf-8")
 
     def on_multirun_end(self, config: DictConfig, **_kwargs: Any) -> None:
-        """Write what_if.html, .json and .png into the sweep's directory; the table to stderr."""
+        """Write what_if.html and .json into the sweep's directory; the table to stderr."""
         if not _is_sweep_of_plan(config):
             return
         with _exit_on_error():

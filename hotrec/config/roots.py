@@ -355,7 +355,7 @@ class BenchConfig:
         "device to compute on: cpu, cuda, or auto (cuda if available)", Device.auto
     )
     loss_tolerance: float = key("largest allowed difference of losses between cases", 1e-4, above=0)
-    profile: bool = key("also measure the time of each stage of a step", False)
+    profile: bool = key("also profile the operators of some steps", False)
     profile_steps: int = key("number of steps of each case to profile", 4, at_least=1)
     interface: str | None = key(
         "network interface whose sent bytes are also read; null: none", None

@@ -1,27 +1,8 @@
 """Reads run directories, and raises one clear error for a file that cannot be read.
 
 All files but one of ``summary.json`` and ``metrics.jsonl`` are optional; the page says what is
-missing.
-
-``metrics.jsonl``
-    A line per logged step: ``step``, ``num_samples`` (since the start), ``loss``, ``lr``,
-    ``samples_per_s``, ``step_p50_s``, ``step_p90_s``, ``data_wait_s`` (per step), ``sent_bytes``
-    {collective: bytes per step and rank}, ``bound_bytes`` (per step and rank), ``hot_lookup_frac``,
-    ``elapsed_s``, and the stages of the step, nested as ``stage_s`` {stage: seconds per step} or
-    flat as ``stage_s.<stage>``. A run with device caches has ``cache``, summed over the ranks and
-    the ``num_steps`` steps since the previous line: ``num_lookups``, ``num_rows`` (distinct in a
-    step), ``num_hits``, ``num_misses``, ``num_conflict_misses``, ``num_evictions``,
-    ``read_bytes``, ``written_bytes``.
-``eval.jsonl``
-    A line per evaluation: ``step``, ``split``, ``auc``, ``log_loss``, ``normalized_entropy``,
-    ``num_samples``, ``elapsed_s``.
-``summary.json``
-    The settings and results of the whole run, see ``NUMERIC``, and ``name``, ``placement``,
-    ``model``, ``finished``, ``sent_bytes``, ``stage_s`` and ``cache`` as above. A run that was
-    predicted or whose stages were measured has ``predicted_stage_s``, ``measured_stage_s`` and
-    ``slowest_rank_stage_s`` by stage. An error is (predicted - measured) / measured.
-``environment.json``, ``config.yaml``, ``plan.txt`` (else ``plan.json``)
-    Shown as they are.
+missing. ``hotrec/train/step_log.py`` writes them: a line of ``metrics.jsonl`` per logged step, one
+of ``eval.jsonl`` per evaluation. An error is (predicted - measured) / measured.
 """
 
 from __future__ import annotations
@@ -29,12 +10,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hotrec.artifact import Artifact, check_made_from, read_artifact
 from hotrec.report.units import (
     show_bytes,
     show_count,
@@ -48,32 +28,20 @@ from hotrec.report.units import (
 Line = Mapping[str, Any]
 
 SUMMARY, METRICS, EVAL = "summary.json", "metrics.jsonl", "eval.jsonl"
-ENVIRONMENT, CONFIG = "environment.json", "config.yaml"
-PLANS = ("plan.txt", "plan.json")
-STAGE_PREFIX = "stage_s."
-WAIT_STAGE, OTHER_STAGE, COARSE_STAGE = "data_wait", "other", "compute_and_communicate"
+# Files that the page shows as they are, and their titles.
+TEXTS = {"config.yaml": "Configuration", "plan.txt": "Plan", "environment.json": "Environment"}
+WAIT_STAGE, OTHER_STAGE = "data_wait", "other"
 # A summary that lacks one of these takes it from the last line of metrics.jsonl or eval.jsonl.
-FROM_METRICS = (
-    "samples_per_s",
-    "step_p50_s",
-    "step_p90_s",
-    "exposed_communication_s",
-    "bound_bytes",
-    "hot_lookup_frac",
+FROM_LINES = (
+    *("samples_per_s", "step_p50_s", "step_p90_s", "exposed_communication_s"),
+    *("bound_bytes", "hot_lookup_frac", "auc", "log_loss", "normalized_entropy"),
 )
-FROM_EVAL = ("auc", "log_loss", "normalized_entropy")
 COMPARED = ("predicted_stage_s", "measured_stage_s", "slowest_rank_stage_s")
 BY_KIND = ("device_bytes_by_kind", "host_bytes_by_kind")
+# What the device caches did in ``num_steps`` steps, summed over the ranks.
 CACHE = (
-    "num_steps",
-    "num_lookups",
-    "num_rows",
-    "num_hits",
-    "num_misses",
-    "num_conflict_misses",
-    "num_evictions",
-    "read_bytes",
-    "written_bytes",
+    *("num_steps", "num_lookups", "num_rows", "num_hits", "num_misses", "num_conflict_misses"),
+    *("num_evictions", "read_bytes", "written_bytes"),
 )
 
 
@@ -82,7 +50,7 @@ class Measure:
     """A figure of the summary, and how the comparison of runs shows it.
 
     Args:
-        name: The field of the summary.
+        name: The field of the summary, or ``<field>.<key>`` of a field with numbers by name.
         label: What the reader sees, with the unit where the numbers do not show it.
         show: Writes the number.
         against: How it is compared with the baseline: "ratio", "difference" or not at all.
@@ -99,6 +67,7 @@ GROUPS: Mapping[str, tuple[Measure, ...]] = {
         Measure("world_size", "Ranks", show_count),
         Measure("batch_size", "Batch per rank, samples", show_count),
         Measure("num_steps", "Steps", show_count),
+        Measure("grad_clip_norm", "Gradients of the dense layers clipped to", "{:g}".format),
     ),
     "Quality, held out": (
         Measure("auc", "AUC", show_quality, "difference"),
@@ -125,8 +94,11 @@ GROUPS: Mapping[str, tuple[Measure, ...]] = {
         Measure("predicted_step_s", "Step time, predicted", show_seconds),
         Measure("measured_step_s", "Step time, median of the compared steps", show_seconds),
         Measure("step_error_frac", "Error of the step time", show_error),
+        Measure("predicted_sent_bytes", "Bytes sent, predicted", show_bytes),
         Measure("sent_bytes_error_frac", "Error of the bytes sent", show_error),
+        Measure("predicted_device_bytes", "Tables on the device, predicted", show_bytes),
         Measure("device_bytes_error_frac", "Error of the tables' device memory", show_error),
+        Measure("predicted_host_bytes", "Tables on the host, predicted", show_bytes),
         Measure("host_bytes_error_frac", "Error of the tables' host memory", show_error),
     ),
     "Memory, the rank with most": (
@@ -138,27 +110,30 @@ GROUPS: Mapping[str, tuple[Measure, ...]] = {
     ),
     "Traffic, per step and rank": (
         Measure("sent_bytes_total", "Bytes sent", show_bytes, "ratio"),
-        Measure("bound_bytes", "Lower bound of exact training", show_bytes),
+        Measure("bound_bytes", "Lower bound of exchanging rows", show_bytes),
     ),
     "Hot rows": (
         Measure("hot_rows", "Hot rows", show_count),
         Measure("hot_rows_frac", "Hot rows, share of all rows", show_frac),
         Measure("hot_lookup_frac", "Lookups that hit a hot row", show_frac),
     ),
+    "Device caches, per step of all ranks": (
+        Measure("cache_hit_frac", "Hit rate, of distinct rows", show_frac),
+        Measure("cache.num_rows", "Distinct rows", show_count),
+        Measure("cache.num_misses", "Misses, read from the host", show_count),
+        Measure("cache.num_conflict_misses", "Of these with a full set, used there", show_count),
+        Measure("cache.num_evictions", "Evictions", show_count),
+        Measure("cache.read_bytes", "Read over the bus", show_bytes),
+        Measure("cache.written_bytes", "Written over the bus", show_bytes),
+    ),
 }
 MEASURES = {measure.name: measure for group in GROUPS.values() for measure in group}
-# All numeric fields of the summary, and those of a logged line.
+# All numeric fields of the summary and of lines, and those with numbers by name.
 NUMERIC = (
-    *MEASURES,
-    "total_rows",
-    "predicted_sent_bytes",
-    "predicted_device_bytes",
-    "predicted_host_bytes",
-    "compared_from_step",
-    "grad_clip_norm",
+    *(name for name in MEASURES if "." not in name),
+    *("total_rows", "compared_from_step"),
 )
-PEAKS = tuple(name for name in MEASURES if name.startswith("peak"))
-LINE_NUMERIC = (*FROM_METRICS, *FROM_EVAL, *PEAKS, "loss", "data_wait_s")
+BY_NAME = ("sent_bytes", "stage_s", "cache", *COMPARED, *BY_KIND)
 
 
 @dataclass(frozen=True)
@@ -169,15 +144,9 @@ class Run:
         path: The directory.
         name: The name of the run, unique within a report.
         summary: The fields of ``summary.json``, completed from the other files. A field that was
-            not recorded is absent.
+            not recorded is absent or None; one of ``BY_NAME`` is then empty.
         metrics: The lines of ``metrics.jsonl``.
         evals: The lines of ``eval.jsonl``.
-        sent_bytes: Bytes per step and rank, by collective; empty if not recorded.
-        stage_s: Seconds per step, by stage, in the order recorded; empty if not recorded.
-        by_part: The fields ``COMPARED`` (seconds by stage) and ``BY_KIND`` (bytes of the rank with
-            most, by what they hold) of the summary; empty if not recorded.
-        cache: What the device caches did in ``num_steps`` steps, summed over the ranks; empty if
-            no rank has one.
         texts: The files that the page shows as they are, by file name.
         notes: What the reader should know, such as files that are missing.
     """
@@ -185,23 +154,36 @@ class Run:
     path: Path
     name: str
     summary: Mapping[str, Any]
-    metrics: tuple[Line, ...] = ()
-    evals: tuple[Line, ...] = ()
-    sent_bytes: Mapping[str, float] = field(default_factory=dict)
-    stage_s: Mapping[str, float] = field(default_factory=dict)
-    by_part: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    cache: Mapping[str, float] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    metrics: tuple[Line, ...]
+    evals: tuple[Line, ...]
+    texts: Mapping[str, str]
+    notes: tuple[str, ...]
 
     @property
     def splits(self) -> list[str]:
         return list(dict.fromkeys(str(line.get("split")) for line in self.evals))
 
+    @property
+    def sent_bytes(self) -> Mapping[str, float]:
+        """Bytes per step and rank, by collective; empty if not recorded."""
+        return self.by_name("sent_bytes")
+
+    @property
+    def stage_s(self) -> Mapping[str, float]:
+        """Seconds per step, by stage, in the order recorded; empty if not recorded."""
+        return self.by_name("stage_s")
+
+    def by_name(self, name: str) -> Mapping[str, float]:
+        """One of the fields ``BY_NAME``; empty if not recorded."""
+        found: Mapping[str, float] = self.summary[name]
+        return found
+
     def number(self, name: str) -> float | None:
-        """A numeric field of the summary, or None if it was not recorded."""
-        value = self.summary.get(name)
-        return None if value is None else float(value)
+        """The figure of a ``Measure`` or another of ``NUMERIC``; None if it was not recorded."""
+        field, _, key = name.partition(".")
+        value = self.by_name(field).get(key) if key else self.summary.get(name)
+        per_step = self.by_name("cache")["num_steps"] if value and field == "cache" else 1
+        return None if value is None else float(value) / per_step
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of one field of ``metrics.jsonl``."""
@@ -215,21 +197,6 @@ class Run:
 def _series(lines: Iterable[Line], name: str) -> tuple[list[float], list[float]]:
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     return [float(step) for step, _ in points], [float(value) for _, value in points]
-
-
-def read_coverage(profile: Path, partition: Path | None) -> tuple[Artifact, Artifact | None]:
-    """Open a profile and, where given, a partition made from it.
-
-    Raises:
-        ArtifactError: If one of them is missing or altered, or the partition was made from another
-            profile.
-    """
-    profile_artifact = read_artifact(profile, kind="profile")
-    if partition is None:
-        return profile_artifact, None
-    partition_artifact = read_artifact(partition, kind="partition")
-    check_made_from(partition_artifact, profile_artifact)
-    return profile_artifact, partition_artifact
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
@@ -260,27 +227,17 @@ def _read_run(path: Path) -> Run:
             f"Pass a directory that `hotrec train` wrote."
         )
     notes: list[str] = []
-    where = str(path / SUMMARY)
-    summary = parse_object(_read_text(path / SUMMARY, notes) or "{}", where)
+    summary = parse_object(_read_text(path / SUMMARY, notes) or "{}", str(path / SUMMARY))
+    _check_numbers(str(path / SUMMARY), summary)
     metrics, evals = _read_lines(path / METRICS, notes), _read_lines(path / EVAL, notes)
-    _complete_summary(summary, metrics, evals, notes)
-    _check_numbers(where, summary, NUMERIC)
-    sent_bytes = _named_numbers(where, "sent_bytes", summary)
-    if not sent_bytes:
-        sent_bytes = _mean_by_key([line.get("sent_bytes") or {} for line in metrics])
-    if sent_bytes and summary.get("sent_bytes_total") is None:
-        summary["sent_bytes_total"] = sum(sent_bytes.values())
+    found_texts = {name: _read_text(path / name, notes) for name in TEXTS}
     return Run(
         path=path,
         name=str(summary.get("name") or path.name),
-        summary=summary,
+        summary=_complete(summary, metrics, evals, notes),
         metrics=metrics,
         evals=evals,
-        sent_bytes=sent_bytes,
-        stage_s=_read_stages(path, summary, metrics),
-        by_part={name: _named_numbers(where, name, summary) for name in (*COMPARED, *BY_KIND)},
-        cache=_read_cache(path, summary, metrics),
-        texts=_read_texts(path, notes),
+        texts={name: text for name, text in found_texts.items() if text is not None},
         notes=tuple(notes),
     )
 
@@ -319,113 +276,82 @@ def _read_lines(path: Path, notes: list[str]) -> tuple[Line, ...]:
         document = parse_object(line, where)
         if not _is_number(document.get("step")):
             raise ValueError(f"{where}: expected a numeric 'step', got {document.get('step')!r}.")
-        _check_numbers(where, document, LINE_NUMERIC)
-        for name in ("sent_bytes", "stage_s"):
-            _named_numbers(where, name, document)
+        _check_numbers(where, document)
         parsed.append(document)
     return tuple(parsed)
-
-
-def _read_texts(path: Path, notes: list[str]) -> dict[str, str]:
-    plan = next((name for name in PLANS if (path / name).exists()), PLANS[0])
-    found = {name: _read_text(path / name, notes) for name in (CONFIG, plan, ENVIRONMENT)}
-    texts = {name: text for name, text in found.items() if text is not None}
-    if ENVIRONMENT in texts:
-        parse_object(texts[ENVIRONMENT], str(path / ENVIRONMENT))
-    return texts
-
-
-def _complete_summary(
-    summary: dict[str, Any],
-    metrics: tuple[Line, ...],
-    evals: tuple[Line, ...],
-    notes: list[str],
-) -> None:
-    completed = []
-    for names, lines in ((FROM_METRICS, metrics), (FROM_EVAL, evals)):
-        for name in names:
-            recorded = [line[name] for line in lines if line.get(name) is not None]
-            if summary.get(name) is None and recorded:
-                summary[name] = recorded[-1]
-                completed.append(name)
-    if summary.get("num_steps") is None and metrics:
-        summary["num_steps"] = metrics[-1]["step"]
-        completed.append("num_steps")
-    if completed:
-        notes.append(f"from the last logged line, not the summary: {', '.join(completed)}.")
-    if summary.get("finished") is not True:
-        notes.append("the run has not finished; its figures are those up to its last line.")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_numbers(where: str, document: Line, names: Iterable[str]) -> None:
-    for name in names:
+def _check_numbers(where: str, document: Line) -> None:
+    """Refuse a field that is not what the figures take it for; None is not recorded."""
+    for name in (*NUMERIC, "loss", "data_wait_s"):
         value = document.get(name)
         if value is not None and not _is_number(value):
             raise ValueError(f"{where} {name}: expected a number, got {value!r}.")
+    for name in BY_NAME:
+        value = document.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, dict) or not all(map(_is_number, value.values())):
+            raise ValueError(f"{where} {name}: expected numbers by name, got {value!r}.")
+        if name == "cache" and (not value.keys() >= set(CACHE) or value["num_steps"] <= 0):
+            raise ValueError(
+                f"{where} cache: expected {', '.join(CACHE)}, over at least one step, got {value}. "
+                "Remove the key to report the run without it."
+            )
 
 
-def _named_numbers(where: str, name: str, document: Line) -> dict[str, float]:
-    value = document.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(_is_number(part) for part in value.values()):
-        raise ValueError(f"{where} {name}: expected numbers by name, got {value!r}.")
-    return {str(key): float(part) for key, part in value.items()}
+def _complete(
+    summary: Line, metrics: tuple[Line, ...], evals: tuple[Line, ...], notes: list[str]
+) -> dict[str, Any]:
+    """The summary, with what it lacks taken from the lines; an unfinished run has none."""
+    last = {
+        name: line[name]
+        for line in (*metrics, *evals)
+        for name in FROM_LINES
+        if line.get(name) is not None and summary.get(name) is None
+    }
+    if metrics and summary.get("num_steps") is None:
+        last["num_steps"] = metrics[-1]["step"]
+    if last:
+        notes.append(f"from the last logged line, not the summary: {', '.join(last)}.")
+    if not summary.get("finished"):
+        notes.append("the run has not finished; its figures are those up to its last line.")
+    complete: dict[str, Any] = {
+        **summary,
+        **last,
+        **{name: summary.get(name) or {} for name in BY_NAME},
+        "sent_bytes": summary.get("sent_bytes") or _by_key(fmean, metrics, "sent_bytes"),
+        "cache": summary.get("cache") or _by_key(sum, metrics, "cache"),
+        "stage_s": _stages(summary, metrics),
+        "finished": bool(summary.get("finished")),
+    }
+    if complete["sent_bytes"] and complete.get("sent_bytes_total") is None:
+        complete["sent_bytes_total"] = sum(complete["sent_bytes"].values())
+    cache = complete["cache"]
+    if cache.get("num_rows"):
+        complete["cache_hit_frac"] = cache["num_hits"] / cache["num_rows"]
+    return complete
 
 
-def _read_cache(path: Path, summary: Line, metrics: tuple[Line, ...]) -> dict[str, float]:
-    """The cache figures of the summary, or the sums over the lines of a run without them."""
-    total = _cache_figures(str(path / SUMMARY), summary)
-    lines = [_cache_figures(f"{path / METRICS} step {line['step']}", line) for line in metrics]
-    counted = [line for line in lines if line]
-    if total or not counted:
-        return total
-    return {name: sum(line[name] for line in counted) for name in CACHE}
+def _by_key(
+    add_up: Callable[[list[float]], float], lines: Iterable[Line], name: str
+) -> dict[str, float]:
+    """The numbers by name of all lines added up, or their means."""
+    recorded = [line[name] for line in lines if line.get(name)]
+    keys = dict.fromkeys(key for numbers in recorded for key in numbers)
+    return {key: add_up([n[key] for n in recorded if key in n]) for key in keys}
 
 
-def _cache_figures(where: str, line: Line) -> dict[str, float]:
-    figures = _named_numbers(where, "cache", line)
-    if figures and (not figures.keys() >= set(CACHE) or figures["num_steps"] <= 0):
-        raise ValueError(
-            f"{where} cache: expected {', '.join(CACHE)}, over at least one step, got {figures}. "
-            "Remove the key to report the run without it."
-        )
-    return figures
-
-
-def _read_stages(path: Path, summary: Line, metrics: tuple[Line, ...]) -> dict[str, float]:
-    """Seconds by stage, with waiting for data first, which is otherwise a part of "other".
-
-    A run without stages has two: waiting for data, and the rest of the median step.
-    """
-    where = str(path / SUMMARY)
-    stage_s = (
-        _stages(where, summary)
-        or _named_numbers(where, "measured_stage_s", summary)
-        or _mean_by_key([_stages(str(path / METRICS), line) for line in metrics])
-    )
+def _stages(summary: Line, metrics: tuple[Line, ...]) -> dict[str, float]:
+    """Seconds by stage, with waiting for data first, which is otherwise a part of "other"."""
+    stage_s = dict(summary.get("measured_stage_s") or _by_key(fmean, metrics, "stage_s"))
     waits = [float(line["data_wait_s"]) for line in metrics if line.get("data_wait_s") is not None]
-    if WAIT_STAGE in stage_s or not waits:
+    if not stage_s or not waits:
         return stage_s
-    wait_s = fmean(waits)
-    step_s = summary.get("step_p50_s")
     if OTHER_STAGE in stage_s:
-        stage_s[OTHER_STAGE] = max(stage_s[OTHER_STAGE] - wait_s, 0.0)
-    if not stage_s and step_s is not None:
-        stage_s = {COARSE_STAGE: max(float(step_s) - wait_s, 0.0)}
-    return {WAIT_STAGE: wait_s, **stage_s} if stage_s else {}
-
-
-def _stages(where: str, line: Line) -> dict[str, float]:
-    """The stages of a line, nested or flat."""
-    flat = {k.removeprefix(STAGE_PREFIX): v for k, v in line.items() if k.startswith(STAGE_PREFIX)}
-    return _named_numbers(where, "stage_s", line) | _named_numbers(where, "flat", {"flat": flat})
-
-
-def _mean_by_key(lines: list[dict[str, float]]) -> dict[str, float]:
-    keys = dict.fromkeys(key for line in lines for key in line)
-    return {key: fmean(float(line[key]) for line in lines if key in line) for key in keys}
+        stage_s[OTHER_STAGE] = max(stage_s[OTHER_STAGE] - fmean(waits), 0.0)
+    return {WAIT_STAGE: fmean(waits), **stage_s}

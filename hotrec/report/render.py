@@ -1,51 +1,37 @@
-"""The pages as plain data, and the one renderer that shows them as HTML, Markdown or plain text."""
+"""Pages as plain data, and the one renderer: templates for HTML and for text, which is Markdown."""
 
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from hotrec.report.units import DASH, show_known
 
-TEXT_WIDTH = 100
 
-
-@dataclass(frozen=True)
-class Cell:
-    """A table cell with more than text.
-
-    Args:
-        text: What the cell says.
-        note: Small print after the text, such as a ratio to the baseline.
-        color: The color of a dot before the text; none if empty.
-    """
+class Cell(NamedTuple):
+    """A table cell with small print after its text, and a colored dot before it."""
 
     text: str
     note: str = ""
     color: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.text} {self.note}".rstrip()
-
 
 Row = Sequence[str | Cell]
+# A column of a table of records: its heading, the key of its values, and how they are written.
+Column = tuple[str, str, Callable[[Any], str]]
 
 
 @dataclass(frozen=True)
 class Table:
     """A table whose first column is text and whose other columns are numbers.
 
-    Args:
-        header: The column headings.
-        rows: The cells, one for each column. A row of one cell is a heading for the rows below it.
-        totals: Rows below a rule, such as a sum.
+    A row of one cell is a heading for the rows below it; ``totals`` stand below a rule.
     """
 
     header: Row
@@ -56,10 +42,6 @@ class Table:
         for row in (*self.rows, *self.totals):
             if len(row) not in (1, len(self.header)):
                 raise ValueError(f"table row {row}: expected {len(self.header)} cells.")
-
-
-# A column of a table of records: its heading, the key of its values, and how they are written.
-Column = tuple[str, str, Callable[[Any], str]]
 
 
 def record_table(
@@ -80,7 +62,7 @@ def record_table(
 
 @dataclass(frozen=True)
 class Heading:
-    """A heading inside a passage, with the color of the run that it is about."""
+    """A heading inside a section, with the color of the run that it is about."""
 
     text: str
     color: str = ""
@@ -92,13 +74,6 @@ class Picture:
 
     svg: str
     caption: str
-
-
-@dataclass(frozen=True)
-class Missing:
-    """A line that stands where something was not recorded."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -118,20 +93,10 @@ class Listing:
 
 
 # A string is a paragraph.
-Block = str | Table | Heading | Picture | Missing | Items | Listing
+Block = str | Table | Heading | Picture | Items | Listing
 
 
-@dataclass(frozen=True)
-class Passage:
-    """A section of a page: its title, the anchor that links to it, and what it shows."""
-
-    anchor: str
-    title: str
-    blocks: Sequence[Block]
-
-
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """A headline figure, what it is, and how it compares with the baseline."""
 
     figure: str
@@ -141,10 +106,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole page; ``data_file`` names the JSON document beside it."""
+    """A whole page: blocks by the titles of their sections, of which empty ones are left out.
+
+    ``data_file`` names the JSON document beside it.
+    """
 
     title: str
-    passages: Sequence[Passage]
+    sections: Mapping[str, Sequence[Block]]
     subtitle: str = ""
     tiles: Sequence[Tile] = ()
     data_file: str = ""
@@ -155,8 +123,8 @@ def render_html(page: Page) -> str:
     return _templates().get_template("page.html.j2").render(page=page)
 
 
-def render_markdown(page: Page) -> str:
-    """A Markdown file, without the figures."""
+def render_text(page: Page) -> str:
+    """Markdown that also reads well in a terminal: of a figure the caption, tables aligned."""
     return _templates().get_template("page.md.j2").render(page=page)
 
 
@@ -170,78 +138,33 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.filters |= {"as_cell": _as_cell, "kind": lambda block: type(block).__name__}
+    templates.filters |= {
+        "as_cell": lambda cell: cell if isinstance(cell, Cell) else Cell(cell),
+        "kind": lambda block: type(block).__name__,
+    }
     templates.globals["markdown_table"] = markdown_table
     return templates
 
 
-def _as_cell(cell: str | Cell) -> Cell:
-    return cell if isinstance(cell, Cell) else Cell(cell)
-
-
-def render_text(page: Page) -> str:
-    """For a terminal or a text file; of a figure the caption, of a listing the title."""
-    parts = ["\n".join(filter(None, [page.title, page.subtitle]))]
-    parts += [
-        "\n".join(filter(None, [f"{tile.figure}  {tile.text}", tile.note])) for tile in page.tiles
-    ]
-    for passage in page.passages:
-        lines = [passage.title, *(_block_text(block) for block in passage.blocks)]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
-def _block_text(block: Block) -> str:
-    match block:
-        case Table():
-            return plain_table(block.header, block.rows, block.totals, indent="  ")
-        case Items():
-            return "\n".join(_wrap(item, "  * ") for item in block.items)
-        case Picture():
-            return _wrap(f"[Figure] {block.caption}")
-        case Heading():
-            return "\n" + _wrap(block.text)
-        case Listing():
-            return _wrap(f"[File] {block.title}")
-        case Missing():
-            return _wrap(block.text)
-    return _wrap(block)
-
-
-def _wrap(text: str, indent: str = "  ") -> str:
-    return textwrap.fill(
-        text, TEXT_WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent)
-    )
-
-
-def plain_table(
-    header: Row, rows: Iterable[Row], totals: Iterable[Row] = (), *, indent: str = ""
-) -> str:
-    """A table for a terminal: the first column aligned left, the others right."""
-    body, below = list(rows), list(totals)
-    texts = [[str(cell) for cell in row] for row in (header, *body, *below)]
-    widths = [
-        max(len(row[i]) for row in texts if len(row) == len(header)) for i in range(len(header))
-    ]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in texts
-    ]
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    lines.insert(1, rule)
-    if below:
-        lines.insert(len(lines) - len(below), rule)
-    return "\n".join(indent + line for line in lines)
-
-
 def markdown_table(header: Row, rows: Iterable[Row], totals: Iterable[Row] = ()) -> str:
-    """A table in Markdown: the first column aligned left, the others right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows, *totals]
-    texts = [[str(c).replace("|", "\\|").replace("\n", " ") for c in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in texts)
+    """A table in Markdown, aligned for terminals: the first column left, the others right."""
+    lines = [
+        [
+            (cell if isinstance(cell, str) else " ".join(filter(None, cell[:2])))
+            .replace("|", "\\|")
+            .replace("\n", " ")
+            for cell in row
+        ]
+        for row in (header, *rows, *totals)
+    ]
+    widths = [
+        max(3, *(len(line[i]) for line in lines if i < len(line))) for i in range(len(header))
+    ]
+    lines.insert(1, [f"{'-' * (width - 1)}{':' if i else '-'}" for i, width in enumerate(widths)])
+    return "\n".join(
+        f"| {' | '.join(f'{c:>{w}}' if i else f'{c:<{w}}' for i, (c, w) in enumerate(cells))} |"
+        for cells in (zip(line, widths, strict=False) for line in lines)
+    )
 
 
 def write_file(path: Path, content: str | bytes) -> Path:

@@ -77,20 +77,9 @@ def report_style() -> Iterator[None]:
         yield
 
 
-def stage_look(stage: str) -> dict[str, str]:
-    """The color and hatching of a stage, the same in every figure."""
-    color, hatch = STAGE_LOOKS.get(stage, (REST_COLOR, ".."))
-    return {"facecolor": color, "hatch": hatch}
-
-
 def run_color(position: int) -> str:
     """The color of a run, by its position in the report."""
     return RUN_COLORS[position % len(RUN_COLORS)]
-
-
-def run_line(position: int) -> str:
-    """The line style of a run: solid, then dashed and dotted once the colors repeat."""
-    return ("-", "--", ":")[position // len(RUN_COLORS) % 3]
 
 
 def light_grid(axes: Axes, axis: str) -> None:
@@ -101,44 +90,8 @@ def light_grid(axes: Axes, axis: str) -> None:
 
 def legend_columns(labels: Sequence[str], *, num_letters: int = 120) -> int:
     """The number of columns with which a legend stays inside a wide figure."""
-    if sum(len(label) + 8 for label in labels) <= num_letters:
-        return max(1, len(labels))
-    widest = max(len(label) for label in labels) + 8
+    widest = max(map(len, labels), default=0) + 8
     return max(1, min(len(labels), num_letters // widest))
-
-
-def stack_bars(
-    axes: Axes, parts: Sequence[Mapping[str, float]], looks: Mapping[str, Mapping[str, Any]]
-) -> list[float]:
-    """Draw a horizontal bar for each mapping of ``parts`` and return where the bars end.
-
-    Args:
-        axes: The axes to draw on; the first bar is at the top.
-        parts: The lengths of a bar's parts by name.
-        looks: The style of each part, in the order in which the parts are stacked.
-    """
-    ends = [0.0] * len(parts)
-    for name, look in looks.items():
-        widths = [part.get(name, 0.0) for part in parts]
-        axes.barh(
-            range(len(parts)),
-            widths,
-            left=ends,
-            height=0.62,
-            label=name.replace("_", " "),
-            **{"edgecolor": "white", "linewidth": 0.8, **look},
-        )
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    axes.tick_params(axis="y", labelcolor=INK)
-    axes.invert_yaxis()
-    axes.spines["left"].set_visible(False)
-    light_grid(axes, "x")
-    return ends
-
-
-def annotate(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
-    """Write a text a little to the right of a point."""
-    axes.annotate(text, (x, y), xytext=(7, 0), textcoords="offset points", va="center", **look)
 
 
 def to_svg(figure: Figure, label: str) -> str:
@@ -149,21 +102,15 @@ def to_svg(figure: Figure, label: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     # Without a fixed size the figure takes the page's width; the view box keeps its proportions.
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r' (?:width|height)="[^"]*"', "", svg, count=2)
     # A small figure is not blown up to the full width.
     style = f"max-width:{103 * figure.get_figwidth():.0f}px"
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}" style="{style}"', 1)
 
 
-def to_png(figure: Figure, *, dots_per_inch: int = 150) -> bytes:
-    """The figure as the bytes of a PNG file."""
+def write_png(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG file of 150 dots per inch."""
     buffer = io.BytesIO()
     with report_style():
-        figure.savefig(buffer, format="png", dpi=dots_per_inch, metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def write_png(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG file."""
-    write_file(path, to_png(figure))
+        figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
+    write_file(path, buffer.getvalue())

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 NOT_RECORDED, DASH = "not recorded", "-"
-_BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def show_known(show: Callable[[float], str], value: float | None) -> str:
@@ -16,7 +15,7 @@ def show_known(show: Callable[[float], str], value: float | None) -> str:
 
 def show_bytes(num_bytes: float) -> str:
     """Decimal units: 1 MB is 10^6 bytes, as networks count."""
-    for size, unit in _BYTE_UNITS:
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(num_bytes) >= size:
             return f"{_three_digits(num_bytes / size)} {unit}"
     return f"{num_bytes:.0f} B"
@@ -62,12 +61,6 @@ def show_ratio(value: float, baseline: float) -> str:
     if baseline == 0 or math.isnan(value) or math.isnan(baseline):
         return ""
     return f"{value / baseline:.2f}x"
-
-
-def show_change(value: float, baseline: float, more: str = "more", less: str = "less") -> str:
-    """Such as ``8.0% more`` or ``30.0% less`` than the baseline, which must not be zero."""
-    change = value / baseline - 1
-    return f"{show_frac(abs(change))} {less if change < 0 else more}"
 
 
 def _three_digits(value: float) -> str:

@@ -57,8 +57,8 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     page = (run_dir / "out" / "page.md").read_text()
     assert page == (run_dir / "bench.md").read_text()
     for name in printed["cases"]:
-        assert f"| {name} |" in page
-        assert f"\n{name} " in done.stderr  # the table on the terminal
+        assert f"| {name} " in page
+        assert f"\n| {name} " in done.stderr  # the table on the terminal
     return printed
 
 
@@ -128,9 +128,8 @@ def test_the_hot_cold_case_is_hot_and_cold(figures: dict[str, Any]) -> None:
     assert cases["all_cold"]["hot_lookups_frac"] == 0
     assert cases["all_hot"]["hot_lookups_frac"] == 1
     assert 1 <= cases["hot_cold"]["served_most_over_mean"] < 2
-    assert set(figures["stages_s"]) == set(cases)
-    assert figures["stages_s"]["hot_cold"]["pooling"] > 0
-    assert figures["stages_s"]["planner"]["pooling"] == 0
+    assert set(figures["operators_s"]) == set(cases)
+    assert all(0 < s < 10 for times in figures["operators_s"].values() for s in times.values())
 
 
 def test_models_that_differ_fail_the_run_loudly(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_the_document_names_the_pipeline(tmp_path: Any) -> None:
         text = " ".join(plan_report_text(document).split())
         page = write_plan_page(document, tmp_path).read_text()
         row = text[text.index("hot_cold (chosen)") :].split("Where a step")[0]
-        assert row.rstrip(" -=").endswith(shown)
+        assert row.rstrip(" |#").endswith(shown)
         assert f"<td>{shown}</td>" in page
         is_ahead = pipeline.is_look_ahead
         assert ("communication that nothing hides. Row lookups" in text) == is_ahead

@@ -16,12 +16,7 @@ from hotrec.artifact import ArtifactError
 from hotrec.report import plot_coverage, write_report
 from hotrec.report.read import read_runs
 from hotrec.report.runs import report_page
-from tests.unit.report.golden import (
-    assert_self_contained,
-    check_golden,
-    check_page,
-    visible_text,
-)
+from tests.unit.report.golden import check_golden, check_html, check_page, visible_text
 from tests.unit.report.runs import (
     CACHE,
     COMPARED,
@@ -42,14 +37,14 @@ PREDICTED = {name: value for name, value in COMPARED.items() if name.startswith(
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[Path]:
-    """With everything, TorchRec's own, too short to compare, and without a start of comparison."""
-    short = {**SUMMARY, **PREDICTED, "name": "short", "compared_from_step": 50}
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """With everything, TorchRec's own, and too short to compare; relative paths."""
+    monkeypatch.chdir(tmp_path)
+    short = {**SUMMARY, **PREDICTED, "name": "<short> & 'odd'", "compared_from_step": 50}
     return [
-        write_whole_run(tmp_path / "a", {**SUMMARY, **COMPARED, **MEMORY, **DENSE, "cache": CACHE}),
-        write_whole_run(tmp_path / "b", TORCHREC),
-        write_whole_run(tmp_path / "c", short),
-        write_whole_run(tmp_path / "d", {**SUMMARY, **PREDICTED, "name": "<old> & 'odd'"}),
+        write_whole_run(Path("a"), {**SUMMARY, **COMPARED, **MEMORY, **DENSE, "cache": CACHE}),
+        write_whole_run(Path("b"), TORCHREC),
+        write_whole_run(Path("c"), short),
     ]
 
 
@@ -65,81 +60,51 @@ def page_text(output: Path) -> str:
     return visible_text((output / "report.html").read_text())
 
 
-def test_golden_page(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    read = read_runs(path.relative_to(tmp_path) for path in runs)
-    contents = (profile_content(), partition_content())
-    check_page("report.txt", report_page(read, read[1], *contents, title="T", made_at=MADE_AT))
-    bare = read_runs([write_run(Path("bare"), summary={"name": "bare"})])
-    check_page("report_bare.txt", report_page(bare, None, None, None, title="T", made_at=MADE_AT))
-
-
-def test_golden_json(
-    runs: list[Path],
-    artifacts: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    paths = [path.relative_to(tmp_path) for path in runs]
-    returned = write_report(paths, Path("out"), title="T", made_at=MADE_AT, **artifacts)
-    text = Path("out/report.json").read_text()
-    assert json.loads(text) == returned
-    check_golden("report.json", text)
-
-
-def test_the_page_is_self_contained_and_the_same_each_time(
-    runs: list[Path], artifacts: dict[str, Path], tmp_path: Path
-) -> None:
-    for name in ("x", "y"):
-        write_report(runs, tmp_path / name, made_at=MADE_AT, **artifacts)
-    for name in ("report.html", "report.json"):
-        assert (tmp_path / "x" / name).read_bytes() == (tmp_path / "y" / name).read_bytes()
-    assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["report.html", "report.json"]
-    page = (tmp_path / "x/report.html").read_text()
-    assert_self_contained(page)
-    assert page.count("<svg") == 5
-    assert "&lt;old&gt; &amp; &#39;odd&#39;" in page
-    assert "<old>" not in page
+def test_golden_page(runs: list[Path], artifacts: dict[str, Path]) -> None:
+    html = ""
+    for _ in range(2):  # the second time over the first, with the same bytes
+        returned = write_report(runs, Path("out"), title="T", made_at=MADE_AT, **artifacts)
+        html, before = Path("out/report.html").read_text(), html
+        check_golden("report.json", Path("out/report.json").read_text())
+    assert html == before
+    assert html.count("<svg") == 4
+    assert json.loads(Path("out/report.json").read_text()) == returned
+    assert sorted(path.name for path in Path("out").iterdir()) == ["report.html", "report.json"]
+    read, contents = read_runs(runs), (profile_content(), partition_content())
+    page = report_page(read, read[1], *contents, title="T", made_at=MADE_AT)
+    check_page("report.md", page)
+    check_html(html, "")
+    bare = read_runs([write_run(Path("bare"), {"name": "bare"})])
+    check_page("report_bare.md", report_page(bare, None, None, None, title="T", made_at=MADE_AT))
 
 
 @pytest.mark.parametrize(
     ("summary", "shown"),
     [
-        ({"sent_bytes": {"a2a": 0}, "sent_bytes_total": 0}, "Bytes by collective: none were sent."),
-        ({"sent_bytes": None}, "Bytes by collective: not recorded."),
-        ({"cache": {**dict.fromkeys(CACHE, 0), "num_steps": 10}}, "Hit rate, of distinct rows no"),
-        ({**COMPARED, "predicted_stage_s": {"dense": 0.08}}, "route 5.00 ms 6.00 ms hot"),
+        ({"sent_bytes": {"a2a": 0}, "sent_bytes_total": 0}, "by collective: none were sent."),
+        ({"cache": {**dict.fromkeys(CACHE, 0), "num_steps": 10}}, "Distinct rows 0 Misses"),
+        ({**COMPARED, "predicted_stage_s": {"dense": 0.08}}, "route 0.00 ms 5.00 ms 6.00 ms -4.0%"),
     ],
 )
 def test_special_runs(summary: dict[str, Any], shown: str, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a", summary={**SUMMARY, "bound_bytes": 0, **summary})
+    run = write_run(tmp_path / "a", {**SUMMARY, "bound_bytes": 0, **summary})
     document = write_report([run], tmp_path / "out")
     assert shown in page_text(tmp_path / "out")
     assert document["runs"][0]["sent_over_bound"] is None
 
 
-def test_profiles_sampled_or_without_partition(
-    runs: list[Path], artifacts: dict[str, Path], tmp_path: Path
-) -> None:
-    write_report(runs, tmp_path / "out", profile=artifacts["profile"])
-    assert "Partition: not recorded." in page_text(tmp_path / "out")
-    content = profile_content(heldout=False)
-    content["sampling"]["frac"] = 0.05
-    write_artifact(tmp_path / "sampled", "profile", content, {"dataset": "d"})
-    write_report(runs, tmp_path / "out", profile=tmp_path / "sampled")
+def test_a_sampled_profile_without_partition(tmp_path: Path) -> None:
+    write_artifact(tmp_path / "p", "profile", profile_content(heldout=False), {"dataset": "d"})
+    write_report([write_run(tmp_path / "a", {})], tmp_path / "out", profile=tmp_path / "p")
     assert "Counted on a 5.0% sample: 1,000 samples." in page_text(tmp_path / "out")
+    assert "Partition: not recorded." in page_text(tmp_path / "out")
 
 
 def test_nan_is_null_in_json(tmp_path: Path) -> None:
-    path = write_run(
-        tmp_path / "a",
-        summary={**SUMMARY, "auc": float("nan")},
-        metrics=[metrics_line(1, loss=float("nan"))],
-    )
+    nan = float("nan")
+    path = write_run(tmp_path / "a", {**SUMMARY, "auc": nan}, [metrics_line(1, loss=nan)])
     (run,) = write_report([path], tmp_path / "out")["runs"]
     assert (run["auc"], run["loss"]) == (None, [[1, None]])
-    assert "NaN" not in (tmp_path / "out/report.json").read_text()
     assert re.search(r"\bAUC nan\b", page_text(tmp_path / "out"))
 
 
@@ -147,38 +112,30 @@ def test_named_baseline(runs: list[Path], tmp_path: Path) -> None:
     document = write_report(runs, tmp_path / "out", baseline="hot_cold")
     assert document["baseline"] == "hot_cold"
     assert document["runs"][1]["relative_to_baseline"]["step_p50_s"] == pytest.approx(2.0)
-    with pytest.raises(ValueError, match=r"baseline: expected one of .*'hot_cold'.*, got 'x'"):
-        write_report(runs, tmp_path / "out", baseline="x")
 
 
 def test_errors_leave_nothing_behind(
     runs: list[Path], artifacts: dict[str, Path], tmp_path: Path
 ) -> None:
-    other = tmp_path / "other"
-    write_artifact(other, "profile", profile_content(heldout=False), {"dataset": "d"})
-    for error, words, paths, given in (
-        (ValueError, "expected its profile", runs, {"partition": artifacts["partition"]}),
-        (ValueError, "got no such directory", [*runs, tmp_path / "gone"], {}),
-        (ArtifactError, "kind 'profile'", runs, {"profile": artifacts["partition"]}),
-        (ArtifactError, "made from the profile", runs, artifacts | {"profile": other}),
-    ):
+    write_artifact(tmp_path / "other", "profile", profile_content(heldout=False), {"dataset": "d"})
+    errors: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "expected its profile", {"partition": artifacts["partition"]}),
+        (ValueError, "got no such directory", {"runs": [*runs, tmp_path / "gone"]}),
+        (ValueError, "baseline: expected one of .*'hot_cold'.*, got 'x'", {"baseline": "x"}),
+        (ArtifactError, "kind 'profile'", {"profile": artifacts["partition"]}),
+        (ArtifactError, "made from the profile", artifacts | {"profile": tmp_path / "other"}),
+    ]
+    for error, words, given in errors:
         with pytest.raises(error, match=words):
-            write_report(paths, tmp_path / "out", **given)
+            write_report(**{"runs": runs, "output": tmp_path / "out", **given})
     assert not (tmp_path / "out").exists()
 
 
 def test_coverage_png(artifacts: dict[str, Path], tmp_path: Path) -> None:
     plot_coverage(artifacts["profile"], tmp_path / "deep/a.png")
-    plot_coverage(artifacts["profile"], tmp_path / "b.png", partition=artifacts["partition"])
-    sizes = []
-    for path in (tmp_path / "deep/a.png", tmp_path / "b.png"):
-        data = path.read_bytes()
-        assert data[:8] == b"\x89PNG\r\n\x1a\n"
-        sizes.append((int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")))
-    assert sizes == [(1080, 630), (1650, 630)]
+    assert (tmp_path / "deep/a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ArtifactError, match="manifest of a profile"):
         plot_coverage(tmp_path / "gone", tmp_path / "c.png")
-    assert not (tmp_path / "c.png").exists()
 
 
 def test_report_starts_without_torch_or_pyplot() -> None:
