@@ -18,9 +18,9 @@ from hotrec.runtime.stages import exposed_s
 from hotrec.runtime.traffic import (
     BYTES_PER_VALUE,
     COLLECTIVES,
-    count_dense_values,
     lower_bound_bytes,
 )
+from hotrec.train.dense_sync import count_dense_values
 from hotrec.types import WireType
 
 
@@ -197,9 +197,9 @@ def _summarize_case(
     by_rank = [sum(rank.sent_bytes.values()) / num_counted for rank in of_ranks]
     num_distinct = float(np.mean([rank.num_distinct for rank in of_ranks]))
     num_dense = of_ranks[0].num_dense_values
-    pairs = [(dim, round(num_distinct))]
-    bound = lower_bound_bytes(pairs, world_size)
-    bound_with_dense = lower_bound_bytes(pairs, world_size, num_dense_values=num_dense)
+    rows = {dim: round(num_distinct)}
+    bound = lower_bound_bytes(rows, world_size)
+    bound_with_dense = lower_bound_bytes(rows, world_size, num_dense_values=num_dense)
     sent = float(np.mean(by_rank))
     sent_dense = (bound_with_dense - bound) * of_ranks[0].bytes_per_value / BYTES_PER_VALUE
     wire = [rank.wire_bytes for rank in of_ranks if rank.wire_bytes is not None]

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from hotrec.data.batch import Batch
 from hotrec.runtime import watchdog
 from hotrec.runtime.ranks import Ranks, same_verdict
-from hotrec.runtime.traffic import BatchFacts, count_dense_values
+from hotrec.runtime.traffic import BatchFacts
 from hotrec.train.alternate import Alternation
 from hotrec.train.checkpoint import (
     Checkpoints,
@@ -33,6 +33,7 @@ from hotrec.train.checkpoint import (
     restore_random_state,
     save_checkpoint,
 )
+from hotrec.train.dense_sync import count_dense_values
 from hotrec.train.evaluate import evaluate
 from hotrec.train.peak_memory import Tables
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline

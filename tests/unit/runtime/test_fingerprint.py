@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from hotrec.calibrate.measure import measure_memory
-from hotrec.runtime.fingerprint import read_fingerprint
-from hotrec.runtime.memory import read_memory
+from hotrec.runtime.memory import read_fingerprint, read_memory
 
 
 def test_the_fingerprint_of_this_machine(tmp_path: Path) -> None:

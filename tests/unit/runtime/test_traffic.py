@@ -5,16 +5,13 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.runtime.ranks import process_group
 from hotrec.runtime.traffic import (
     _measure,
-    count_dense_values,
     count_distinct_rows,
     count_sent_bytes,
     lower_bound_bytes,
 )
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import build_tiny
 
 
 def expect_collectives() -> None:
@@ -80,13 +77,6 @@ def test_functional_collectives_are_refused() -> None:
         torch.ops._c10d_functional.all_reduce(torch.zeros(1), "sum", "0")
 
 
-def test_dense_values_are_those_outside_of_tables() -> None:
-    with process_group(device="cpu"):
-        model, _ = build_tiny()
-        dense_arch, over_arch = (3 * 8 + 8) + (8 * 4 + 4), (7 * 8 + 8) + (8 + 1)
-        assert count_dense_values(model) == dense_arch + over_arch
-
-
 def test_rows_of_a_shared_table_count_once() -> None:
     sparse = KeyedJaggedTensor(
         keys=["clicked", "watched", "user"],
@@ -100,7 +90,6 @@ def test_rows_of_a_shared_table_count_once() -> None:
 def test_lower_bound() -> None:
     # design: 2 x U x D x 4 x (W - 1) / W
     assert lower_bound_bytes({64: 1000}, 2) == 2 * 1000 * 64 * 4 // 2
-    assert lower_bound_bytes([(64, 600), (64, 400)], 2) == lower_bound_bytes({64: 1000}, 2)
     assert lower_bound_bytes({64: 1000}, 1) == 0
     assert lower_bound_bytes({8: 3}, 4, num_dense_values=100) == 2 * (24 + 100) * 4 * 3 // 4
 
