@@ -11,7 +11,6 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from hotrec.runtime import stages
 from hotrec.runtime.stages import (
     EXPOSED_STAGES,
     RANGE_PREFIX,
@@ -23,23 +22,9 @@ from hotrec.runtime.stages import (
     named_range,
 )
 from hotrec.types import STAGES
+from tests.conftest import Time
 
 CPU = torch.device("cpu")
-
-
-class Time:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    time = Time()
-    monkeypatch.setattr(stages, "time", time)
-    return time
 
 
 def measured(clock: StageClock, step: int = -1) -> dict[str, float]:

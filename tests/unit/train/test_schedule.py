@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotrec.config.groups import Decay
 from hotrec.train.schedule import Cadence, Schedule, count_steps, segments, set_learning_rates
 
 
@@ -39,13 +40,6 @@ def test_segments_are_no_shorter_than_needed() -> None:
     assert [(part.first_step, part.last_step) for part in cut] == [(1, 4), (5, 8), (9, 10)]
 
 
-def test_bad_cadence_is_refused() -> None:
-    with pytest.raises(ValueError, match="log_every: expected 1 or more, got 0"):
-        Cadence(log_every=0)
-    with pytest.raises(ValueError, match="eval_every: expected 0 or more, got -1"):
-        Cadence(eval_every=-1)
-
-
 def test_count_steps() -> None:
     assert count_steps(7, epochs=3) == 21
     assert count_steps(7, epochs=3, max_steps=10) == 10
@@ -66,7 +60,7 @@ def test_warm_up_reaches_one_and_stays_when_constant() -> None:
 )
 def test_decay_starts_at_one_and_ends_at_the_end_factor(decay: str, middle: float) -> None:
     schedule = Schedule(
-        decay=decay, warmup_steps=2, decay_start_step=10, num_decay_steps=20, end_factor=0.1
+        decay=Decay[decay], warmup_steps=2, decay_start_step=10, num_decay_steps=20, end_factor=0.1
     )
     assert schedule(10) == 1.0
     assert schedule(20) == pytest.approx(middle)
@@ -79,7 +73,7 @@ def test_decay_starts_at_one_and_ends_at_the_end_factor(decay: str, middle: floa
 def test_polynomial_is_that_of_mlperf_dlrm() -> None:
     """MLPerf: ((decay_end - step) / num_decay_steps) ** 2 between decay start and end."""
     schedule = Schedule(
-        decay="polynomial", warmup_steps=2750, decay_start_step=49315, num_decay_steps=27772
+        decay=Decay.polynomial, warmup_steps=2750, decay_start_step=49315, num_decay_steps=27772
     )
     step = 60000
     assert schedule(step) == pytest.approx(((49315 + 27772 - step) / 27772) ** 2)
@@ -89,20 +83,16 @@ def test_polynomial_is_that_of_mlperf_dlrm() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"decay": "step"}, "expected one of .* got 'step'"),
-        ({"warmup_steps": -1}, "got -1"),
-        ({"end_factor": 1.5}, "expected 0..1, got 1.5"),
-        ({"decay": "linear"}, "num_decay_steps: expected 1 or more for linear decay, got 0"),
+        ({}, "num_decay_steps: expected 1 or more for linear decay, got 0"),
         (
-            {"decay": "linear", "warmup_steps": 5, "decay_start_step": 3, "num_decay_steps": 1},
-            "at least warmup_steps=5, got 3",
+            {"warmup_steps": 5, "decay_start_step": 3, "num_decay_steps": 1},
+            "decay_start_step: expected at least warmup_steps=5, got 3",
         ),
-        ({"decay": "polynomial", "num_decay_steps": 1, "power": 0.0}, "got 0.0"),
     ],
 )
-def test_bad_schedules_are_refused(values: dict[str, object], message: str) -> None:
+def test_bad_schedules_are_refused(values: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Schedule(**values)  # type: ignore[arg-type]
+        Schedule(Decay.linear, **values)
 
 
 def test_every_group_keeps_its_own_base_rate() -> None:
@@ -119,7 +109,7 @@ def test_every_group_keeps_its_own_base_rate() -> None:
 
 
 def test_cosine_is_symmetric() -> None:
-    schedule = Schedule(decay="cosine", num_decay_steps=8)
+    schedule = Schedule(decay=Decay.cosine, num_decay_steps=8)
     for offset in range(5):
         assert schedule(4 - offset) + schedule(4 + offset) == pytest.approx(1.0)
     assert schedule(2) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
