@@ -60,9 +60,9 @@ def measure_quality(logits: Floats, labels: Floats) -> Quality:
             f"{logits.size} not finite. The model has diverged; lower the learning rate."
         )
     is_click = labels == 1
-    if not np.all(is_click | (labels == 0)):
-        wrong = labels[~(is_click | (labels == 0))][0]
-        raise ValueError(f"evaluation: expected labels 0 or 1, got {wrong}.")
+    wrong = labels[~is_click & (labels != 0)]
+    if wrong.size:
+        raise ValueError(f"evaluation: expected labels 0 or 1, got {wrong[0]}.")
     log_loss = measure_log_loss(logits, labels)
     rate = float(is_click.mean())
     has_both = 0.0 < rate < 1.0
@@ -136,7 +136,11 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
 
 def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Start the loader; ranks with unequal numbers of batches would wait for one another."""
-    nums = all_gather_object(_count(batches))
+    try:
+        num = len(batches) if isinstance(batches, Sized) else None
+    except TypeError:  # a DataLoader over a stream has a length by type only
+        num = None
+    nums = all_gather_object(num)
     if len(set(nums)) > 1:
         raise ValueError(
             f"evaluation: expected as many batches on every rank, got {nums}. "
@@ -144,13 +148,6 @@ def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
         )
     with sigterm_held_back():
         return iter(batches)
-
-
-def _count(batches: Iterable[Batch]) -> int | None:
-    try:
-        return len(batches) if isinstance(batches, Sized) else None
-    except TypeError:  # a DataLoader over a stream has a length by type only
-        return None
 
 
 def _predict(pipeline: Pipeline, iterator: Iterator[Batch], step: int | None) -> torch.Tensor:
