@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -129,10 +131,7 @@ def deferrable_layers(modules: Iterable[nn.Module]) -> list[nn.Linear]:
     ``forward``, and with trained parameters that no other module shares.
     """
     distinct = list(dict.fromkeys(modules))
-    holders: dict[int, int] = {}
-    for module in distinct:
-        for parameter in module._parameters.values():
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    holders = Counter(id(p) for module in distinct for p in module._parameters.values())
     return [
         module
         for module in distinct
@@ -173,15 +172,13 @@ class DeferredLinears:
             or not layer.weight.requires_grad
         ):
             return F.linear(inputs, layer.weight, layer.bias)
-        weight: torch.Tensor = layer.weight
-        bias: torch.Tensor | None = layer.bias
+        tensors: list[torch.Tensor | None] = [inputs, layer.weight, layer.bias]
         device = inputs.device.type
         if torch.is_autocast_enabled(device):
             # Autocast would cast inside the custom function, hidden from autograd.
             dtype = torch.get_autocast_dtype(device)
-            inputs, weight = inputs.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        out: torch.Tensor = _Linear.apply(inputs, weight, bias, layer, self)
+            tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+        out: torch.Tensor = _Linear.apply(*tensors, layer, self)
         return out
 
     @contextmanager
@@ -198,7 +195,6 @@ class DeferredLinears:
             self.is_deferring = False
 
     def note(self, layer: nn.Linear, grad: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Record the gradient (B, out) of a layer's output and its input (B, in)."""
         self._noted.setdefault(layer, []).append((self._pass, grad, inputs))
 
     @torch.no_grad()
@@ -427,11 +423,8 @@ class DenseSync:
         self._sender = Sender(group, wire_type)
         _share_first(_dense_tensors(model), group)
         parts, compiled = _parts(model), _inside_compiled(model)
-        layers = [
-            layer
-            for layer in deferrable_layers(module for _, module in _dense_modules(model))
-            if layer not in compiled
-        ]
+        modules = [module for _, module in _dense_modules(model)]
+        layers = [layer for layer in deferrable_layers(modules) if layer not in compiled]
         self._buckets = _make_buckets(parts, layers, self._sender)
         self._direct = [bucket for bucket in self._buckets if not bucket.layers]
         self._num_started = 0
@@ -576,14 +569,8 @@ class DenseSync:
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Copy the settings of the optimizer's groups, such as learning rates."""
-    return [
-        {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    return [copy.deepcopy(group) for group in groups]
 
 
 def _set(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
@@ -606,14 +593,12 @@ def _check_optimizer(named: Mapping[str, nn.Parameter], optimizer: torch.optim.O
 
 def _check_modules(model: nn.Module) -> None:
     for path, module in _dense_modules(model):
-        if getattr(module, "track_running_stats", False):
-            raise ValueError(
-                f"dense layer {path}: expected no running statistics, which differ between ranks, "
-                f"got {type(module).__name__}. Use a layer without, such as LayerNorm."
-            )
-        is_sparse = getattr(module, "sparse", False)
-        if is_sparse and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise ValueError(
-                f"dense layer {path}: expected dense gradients, got an embedding with sparse=True. "
-                "Shard the table, or set sparse=False."
-            )
+        for name, expected in (
+            ("track_running_stats", "no running statistics, which differ between ranks"),
+            ("sparse", "dense gradients"),
+        ):
+            if getattr(module, name, False):
+                raise ValueError(
+                    f"dense layer {path}: expected {expected}, got {type(module).__name__} with "
+                    f"{name}=True. Set {name}=False, or use another layer."
+                )

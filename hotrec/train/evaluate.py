@@ -84,11 +84,8 @@ def measure_log_loss(logits: Floats, labels: Floats) -> float:
 def measure_auc(scores: Floats, is_click: npt.NDArray[np.bool_]) -> float:
     """Area under the ROC curve by rank statistic, exact, ties counted half. O(S log S).
 
-    (pairs with click above non-click + half of the tied pairs) / pairs, in whole numbers.
-
-    Args:
-        scores: (S,), any order-preserving score.
-        is_click: bool (S,), with at least one of each.
+    Scores (S,), clicks bool (S,) with at least one of each. It is (pairs with click above non-click
+    + half of the tied pairs) / pairs, in whole numbers.
     """
     order = np.argsort(scores)
     ranked = scores[order]
@@ -179,14 +176,6 @@ def _gather_on_first(predictions: torch.Tensor) -> np.ndarray | None:
     """All ranks' predictions on rank 0, None elsewhere."""
     if world_size() == 1:
         return predictions.numpy()
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    sizes = all_gather_object(len(predictions))
-    padded = torch.zeros(max(sizes), 2, device=device)
-    padded[: len(predictions)] = predictions.to(device)
-    parts = [torch.empty_like(padded) for _ in sizes] if rank() == 0 else None
-    dist.gather(padded, parts, dst=0)
-    if parts is None:
-        return None
-    return np.concatenate(
-        [part[:size].cpu().numpy() for part, size in zip(parts, sizes, strict=True)]
-    )
+    parts: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(predictions.numpy(), parts, dst=0)
+    return None if parts is None else np.concatenate(parts)

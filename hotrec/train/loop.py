@@ -7,9 +7,8 @@ weights, loader position and step agree. After an exception no rank starts anoth
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -42,8 +41,6 @@ from hotrec.train.schedule import Cadence, segments, set_learning_rates
 from hotrec.train.step_log import Records
 from hotrec.train.trace import Tracer, TraceWindow
 from hotrec.train.watch import TrafficMeter, sigterm_held_back, stop_on_sigterm
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ def train(
         ValueError: if nothing is left to train; ArtifactError if the checkpoint does not fit.
         RuntimeError: if a loss is not finite, the data ends early, or a module is not pipelined.
     """
-    with _logged_with_rank(ranks), stop_on_sigterm() as stop_request:
+    with stop_on_sigterm() as stop_request:
         splits = eval_batches or {}
         _start_workers(splits)
         start, train_batches = _start(model, optimizer, train_loader, num_steps, checkpoints)
@@ -257,12 +254,3 @@ def _evaluate_first(
         records.add_quality(split, quality)
         if alternation is not None:
             alternation.add_quality(records.position.step, quality)
-
-
-@contextmanager
-def _logged_with_rank(ranks: Ranks) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        logger.exception("[rank %d] training failed", ranks.rank)
-        raise

@@ -111,12 +111,8 @@ class Tracer:
         if self._profiler is not None:
             if kind is not None:
                 self._profiler.on_trace_ready = None
-            self._stop()
-
-    def _stop(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.stop()
+            self._profiler.stop()
+            self._profiler = None
 
     def is_slowed(self, step: int) -> bool:
         """Whether the profiler is at work in ``step``, so that its time is not representative."""
@@ -150,7 +146,7 @@ class Tracer:
             self._profiler.step()
             return False
         same_verdict(self._profiler.step)
-        self._stop()
+        self.__exit__(None)
         return True
 
     def _write(self, recorded: profile) -> None:
