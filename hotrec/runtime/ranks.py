@@ -68,8 +68,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
     """Join the process group that torchrun describes, or form one of a single process.
 
     With a GPU each rank keeps to the processors beside it. The ranks are connected when the block
-    begins, not at their first exchange. A block that ends with an error does not wait for the other
-    ranks, which may be gone.
+    begins. A block that ends with an error does not wait for the other ranks, which may be gone.
 
     Args:
         device: "cpu", "cuda", or "auto" (cuda where there is one).

@@ -288,11 +288,7 @@ class _Bucket:
 
     The message holds the gradients / W, then a flag per parameter that says whether this rank has a
     gradient: a gradient that no rank has stays None. With W > 1 it takes one copy of the gradients.
-
-    Args:
-        parameters: The parameters, all of one type and device, the same on every rank.
-        layers: Their layers if their gradients are deferred; else empty.
-        sender: Runs the all-reduce.
+    The parameters have one type and device; ``layers`` are theirs if gradients are deferred.
     """
 
     def __init__(

@@ -234,10 +234,6 @@ class LookAhead:
 class LookAheadPipeline(Pipeline):
     """Prefetches rows of future batches and updates dense layers late; see ``make_pipeline``.
 
-    Args:
-        model: A model sharded without DDP around its dense layers.
-        optimizer: The optimizer from ``hotrec.embedding.make_optimizer``.
-
     Raises:
         ValueError: if DDP wraps the dense layers, or the optimizer has other parts.
     """
