@@ -67,11 +67,7 @@ class Codec(QuantizedCommCodec[None]):
 
 
 class BlockCodec(Codec):
-    """fp16 with a power of two for each block of values, which stands in front of them.
-
-    Args:
-        block: Number of values in a block; it divides the length of every message.
-    """
+    """fp16 with a power of two in front of each block of values; blocks fill every message."""
 
     def __init__(self, block: int) -> None:
         super().__init__(torch.float16)

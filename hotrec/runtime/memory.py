@@ -39,10 +39,7 @@ def read_memory(
 def check_mappable(what: str, num_bytes: int, free_bytes: int) -> None:
     """Refuse to pin more host memory than is free: the process would be killed without a message.
 
-    Args:
-        what: The name of the memory in the error message.
-        num_bytes: The bytes that all ranks of the host pin together.
-        free_bytes: The free bytes of the host, or of its control group.
+    ``num_bytes`` are what all ranks of the host pin together, ``what`` names it in the message.
 
     Raises:
         ValueError: if ``num_bytes`` exceeds ``free_bytes``.

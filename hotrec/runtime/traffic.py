@@ -192,14 +192,11 @@ class BatchFacts:
 def count_distinct_rows(
     sparse: KeyedJaggedTensor, tables: Mapping[str, tuple[str, int]]
 ) -> dict[int, int]:
-    """Count the distinct rows that a batch reads, a row of a shared table once.
+    """Count the distinct rows U by embedding dim D of a batch, a row of a shared table once.
 
     Args:
         sparse: the unsplit ids of one rank's batch, jagged (F, B).
         tables: table name and embedding dim by feature.
-
-    Returns:
-        Number of distinct rows U by embedding dim D.
     """
     by_table: dict[tuple[str, int], list[torch.Tensor]] = {}
     for feature, jagged in sparse.to_dict().items():

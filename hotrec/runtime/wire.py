@@ -84,15 +84,10 @@ class Wire:
     def all_to_all(
         self, source: torch.Tensor, sizes_to: Sequence[int], sizes_from: Sequence[int]
     ) -> torch.Tensor:
-        """Send each rank its part of ``source``.
+        """Send each rank its part of ``source`` (sum of sizes_to,), the parts in rank order.
 
-        Args:
-            source: (sum of sizes_to,), the parts in rank order.
-            sizes_to: Number of elements for each rank.
-            sizes_from: Number of elements that each rank sends to this one.
-
-        Returns:
-            (sum of sizes_from,), of the same type, the parts in rank order.
+        ``sizes_from`` are the numbers of elements that each rank sends to this one. Returns (sum of
+        sizes_from,), of the same type, the parts in rank order.
         """
         if self.world_size == 1:
             return source

@@ -145,12 +145,7 @@ class AlternatingLoader:
     """A loader that takes from a loader of all-hot and one of mixed batches, in turn.
 
     Each keeps its own workers, so a switch waits for nothing, and no batch that was made ahead is
-    lost when the loss changes the order to come.
-
-    Args:
-        all_hot: None where an epoch has no all-hot batch.
-        mixed: None where an epoch has no mixed batch.
-        alternation: says which is next; its numbers are those of the loaders' epochs.
+    lost when the loss changes the order to come. None stands for a kind that an epoch lacks.
     """
 
     def __init__(

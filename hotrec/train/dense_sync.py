@@ -26,12 +26,7 @@ _Future = dist.Work | CommunicationFuture[None]
 
 
 class Sender:
-    """Runs the all-reduces of one process group in the order in which they are started.
-
-    Args:
-        group: The ranks; nothing else may use this group.
-        wire_type: The type in which float32 values are sent; sums are made in float32.
-    """
+    """Runs the all-reduces of one group, that nothing else may use, in the order of their start."""
 
     def __init__(self, group: dist.ProcessGroup, wire_type: WireType) -> None:
         self.world_size = dist.get_world_size(group)

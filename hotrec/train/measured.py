@@ -141,11 +141,7 @@ def peak_bytes(device: torch.device) -> dict[str, int | None]:
 
 
 def memory_figures(device: torch.device, tables: Tables | None) -> dict[str, Any]:
-    """What summary.json says of memory: each figure that of the rank with most; a collective.
-
-    Args:
-        tables: of this rank; None where nobody counts them.
-    """
+    """What summary.json says of memory: each figure that of the rank with most; a collective."""
     of_ranks: list[Any] = all_gather_object((peak_bytes(device), tables))
     figures: dict[str, Any] = {
         name: None if value is None else max(peaks[name] for peaks, _ in of_ranks)

@@ -94,8 +94,8 @@ def _drop_later_lines(path: Path, last_step: int) -> None:
 class SegmentBatches(Iterator[Batch]):
     """The batches of one segment, and the time spent waiting for them.
 
-    It ends with the segment, so that the pipeline drains, or earlier after ``cut``: the pipeline
-    then computes the batches that it holds, where the loader's position is too.
+    It ends with the segment, or earlier after ``cut``: the pipeline then computes the batches that
+    it holds, so that the loader's position is that of the weights.
     """
 
     def __init__(self, source: Iterator[Batch], segment: Segment) -> None:

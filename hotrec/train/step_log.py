@@ -27,13 +27,9 @@ from hotrec.types import STAGES
 
 @dataclass
 class Records:
-    """Collects the measurements of a run's steps and writes them when due; see ``train``.
+    """Collects the measurements of a run's steps and writes them when due; see ``train``."""
 
-    Args:
-        position: The position before the first step, and then after the last step made.
-    """
-
-    position: Position
+    position: Position  # after the last step made
     run_log: RunLog
     bar: tqdm
     traffic: TrafficMeter
@@ -170,12 +166,7 @@ class Records:
     def write_summary(
         self, description: Mapping[str, Any], prediction: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Write summary.json and return its content, None where not measured; a collective.
-
-        Args:
-            description: Entries to add unchanged.
-            prediction: See ``compare``.
-        """
+        """Write summary.json and return its content, None where not measured; a collective."""
         quality = self._quality
         sent = self._traffic_means["sent_bytes"]
         tables = None if self.count_tables is None else self.count_tables()

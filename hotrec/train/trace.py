@@ -54,12 +54,6 @@ class TraceWindow:
 class Tracer:
     """Records the steps of a window, if there is one; the files are written after the last.
 
-    Args:
-        window: The steps to record; None records nothing.
-        ranks: The process group, whose device decides what is recorded.
-        start_step: The number of updates made before this start.
-        num_steps: The number of the run's last step.
-
     Raises:
         ValueError: if a new run is too short for the window (a resumed run only warns), or if
             warnings of syncs are requested on a CPU.

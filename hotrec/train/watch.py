@@ -32,10 +32,7 @@ SAMPLE_EVERY_STEPS = 500
 class TrafficMeter:
     """Counts the bytes sent in sampled steps, and the rows that their batches read.
 
-    Args:
-        world_size: World size.
-        num_dense_values: The number of trained parameters in the dense layers.
-        inspect_batch: Counts the distinct rows and lookups of a batch; None for no lower bound.
+    ``inspect_batch`` counts the distinct rows and lookups of a batch; None for no lower bound.
     """
 
     def __init__(
@@ -111,8 +108,7 @@ def sigterm_held_back() -> Iterator[None]:
     """Start processes in the block that ignore SIGTERM, since they inherit the signal mask.
 
     torchrun sends SIGTERM to the whole process group, and loader workers must outlive it while
-    their rank still needs batches; they end with their rank. A SIGTERM to this process is delivered
-    at the end of the block.
+    their rank still needs batches. One to this process is delivered at the end of the block.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
