@@ -34,3 +34,25 @@ def gpu() -> Iterator[Ranks]:
         pytest.skip("needs a CUDA device")
     with process_group(device="cuda") as ranks:
         yield ranks
+
+
+class Time:
+    """Stands in for the module ``time``; it moves by what the test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    """The time of stage clocks and of a run's meter."""
+    from hotrec.runtime import stages
+    from hotrec.train import run_log
+
+    time = Time()
+    for module in (stages, run_log):
+        monkeypatch.setattr(module, "time", time)
+    return time

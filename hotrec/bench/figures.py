@@ -16,9 +16,9 @@ from hotrec.runtime.stages import exposed_s
 from hotrec.runtime.traffic import (
     BYTES_PER_VALUE,
     COLLECTIVES,
-    count_dense_values,
     lower_bound_bytes,
 )
+from hotrec.train.dense_sync import count_dense_values
 from hotrec.types import WireType
 
 BASELINES = ("planner", "hand_tuned")
@@ -145,11 +145,10 @@ def _summarize_case(
     num_counted = len(first.num_distinct)
     by_rank = [sum(rank.sent_bytes.values()) / num_counted for rank in of_ranks]
     num_distinct = float(np.mean([rank.num_distinct for rank in of_ranks]))
-    pairs = [(dim, round(num_distinct))]
-    bound = lower_bound_bytes(pairs, world_size)
-    dense_bytes = (
-        lower_bound_bytes(pairs, world_size, num_dense_values=first.num_dense_values) - bound
-    )
+    rows = {dim: round(num_distinct)}
+    bound = lower_bound_bytes(rows, world_size)
+    num_dense_values = first.num_dense_values
+    dense_bytes = lower_bound_bytes(rows, world_size, num_dense_values=num_dense_values) - bound
     sent = float(np.mean(by_rank))
     sent_dense = dense_bytes * first.bytes_per_value / BYTES_PER_VALUE
     wire = [rank.wire_bytes for rank in of_ranks if rank.wire_bytes is not None]

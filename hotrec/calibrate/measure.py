@@ -21,8 +21,7 @@ from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.steps import correct_by_steps, num_step_points
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
-from hotrec.runtime.fingerprint import read_fingerprint
-from hotrec.runtime.memory import read_memory
+from hotrec.runtime.memory import read_fingerprint, read_memory
 from hotrec.runtime.ranks import (
     Ranks,
     all_gather_object,

@@ -30,7 +30,7 @@ from torch.nn.functional import embedding_bag
 
 from hotrec.embedding.messages import RowCounts, message_sizes, pack, row_counts, unpack
 from hotrec.routing.sorting import sort_keys
-from hotrec.runtime.host_ints import HostInts, ints_on
+from hotrec.runtime.comm_thread import HostInts, ints_on
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, WireType
 

@@ -18,8 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.hot_reduce import HotReducer
-from hotrec.runtime.comm_thread import CommunicationThread
-from hotrec.runtime.host_ints import HostInts
+from hotrec.runtime.comm_thread import CommunicationThread, HostInts
 from hotrec.runtime.ranks import new_group
 from hotrec.runtime.stages import mark
 from hotrec.runtime.traffic import counted_by_sender

@@ -24,7 +24,7 @@ from hotrec.embedding.fused import fused_params, undo_update_count
 from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.codecs import wire_codecs
-from hotrec.runtime.host_ints import HostInts
+from hotrec.runtime.comm_thread import HostInts
 from hotrec.runtime.stages import backward_point, mark, mark_backward
 from hotrec.types import HotExchange, WireType
 

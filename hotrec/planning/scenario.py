@@ -22,7 +22,7 @@ from hotrec.models.flops import dense_flops
 from hotrec.planning.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC, Machine
 from hotrec.planning.pipelines import choose_pipeline
 from hotrec.planning.unsharded import row_bytes
-from hotrec.runtime.fingerprint import read_fingerprint
+from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import Schema
 
 # Built-in costs for planning without measured ones, by device.

@@ -171,6 +171,9 @@ def write_file(path: Path, content: str | bytes) -> Path:
     """Write a file in one move, so that nobody reads half of it; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_bytes(content if isinstance(content, bytes) else content.encode())
-    os.replace(scratch, path)
+    try:
+        scratch.write_bytes(content if isinstance(content, bytes) else content.encode())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
     return path

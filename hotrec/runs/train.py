@@ -24,7 +24,7 @@ from hotrec.build import (
     make_alternation,
     make_train_loader,
 )
-from hotrec.config.groups import OrderKind, ScheduleConfig, TorchrecPlacement, TraceProfiler
+from hotrec.config.groups import OrderKind, TorchrecPlacement, TraceProfiler
 from hotrec.config.roots import Config, TrainerConfig
 from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
@@ -132,7 +132,7 @@ def _train(
         check_replicas=lambda: check_replicas(sharded.model),
         count_tables=lambda: memory_by_tier(sharded.model, sharded.optimizer),
         count_caches=cache_counts(sharded, ranks.device),
-        lr_factor=_schedule(config.optimizer.schedule),
+        lr_factor=Schedule(**vars(config.optimizer.schedule)),
         pipeline_kind=sharded.pipeline_kind,
         look_ahead=sharded.look_ahead,
         grad_clip_norm=sharded.grad_clip_norm,
@@ -344,17 +344,6 @@ def _trace_window(config: Config, run_dir: Path) -> TraceWindow | None:
         return None
     return TraceWindow(
         profiler.first_step, profiler.num_steps, run_dir / TRACES, profiler.warn_of_syncs
-    )
-
-
-def _schedule(schedule: ScheduleConfig) -> Schedule:
-    return Schedule(
-        decay=schedule.decay.name,
-        warmup_steps=schedule.warmup_steps,
-        decay_start_step=schedule.decay_start_step,
-        num_decay_steps=schedule.num_decay_steps,
-        end_factor=schedule.end_factor,
-        power=schedule.power,
     )
 
 

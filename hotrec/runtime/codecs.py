@@ -1,20 +1,15 @@
 """TorchRec's own exchanges in 16 bits: codecs for its sharders, and DDP's all-reduce.
 
-TorchRec encodes what goes to all ranks as one tensor, and decodes what came from all of them as
-one; everything goes through, the rank's own share as well. bf16 has fp32's range. In fp16 the
-gradients of a mean loss (1e-8 and less) would vanish, and FBGEMM's codec loses them even with a
-loss scale, since it divides before it widens. So gradients travel in blocks of up to 32 values,
-each with its own power of two in front: 33 halves for 32 floats.
-
-Where a collective adds up or fixes sizes (reduce-scatter of row-wise pooled tables, the all-reduce
-of the dense layers) there is no room for that; fp16 takes a factor for all of them there, and what
-leaves its range arrives as infinity, not as another number.
+In fp16 gradients travel in blocks of up to 32 values, each with its own power of two in front (see
+``wire``): 33 halves for 32 floats. FBGEMM's codec loses small gradients even with a loss scale,
+since it divides before it widens. Where a collective adds up or fixes sizes, one constant factor
+stands for all blocks, and what leaves fp16's range arrives as infinity.
 """
 
 # No `from __future__ import annotations`: DDP reads the hook's annotations as objects.
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import CommOp, QuantizedCommCodec, QuantizedCommCodecs
 
+from hotrec.runtime.wire import DTYPES, fp16_shift, power_of_two
 from hotrec.types import WireType
 
-DTYPES = {WireType.fp16: torch.float16, WireType.bf16: torch.bfloat16}
 # The largest block that shares a power of two; a larger one hardly saves bytes.
 _MOST_PER_BLOCK = 32
 # With them fp16 holds gradients up to 4 and up to 64, and keeps 11 bits down to 4e-9 and 6e-8.
 _POOLED_GRADIENT_FACTOR = 2.0**14
 _DENSE_GRADIENT_FACTOR = 2.0**10
-# Scaled values stay below 2^15, fp16's largest is nearly 2^16; powers of two that a float holds.
-_TOP_EXPONENT, _LARGEST_SHIFT, _FLOAT_BIAS, _FLOAT_MANTISSA_BITS = 15, 126, 127, 23
-
-
-def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """2^exponent, exactly; int (...) in -126..127 -> float32 (...)."""
-    return ((exponents.int() + _FLOAT_BIAS) << _FLOAT_MANTISSA_BITS).view(torch.float32)
 
 
 class Codec(QuantizedCommCodec[None]):
@@ -65,16 +53,11 @@ class Codec(QuantizedCommCodec[None]):
         return values if self._factor == 1.0 else values.div_(self._factor)
 
     def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
-        """The number of elements on the wire for ``input_len`` values."""
         return input_len
 
     @property
     def quantized_dtype(self) -> torch.dtype:
-        """The type that ``encode`` returns."""
         return self._dtype
-
-    def create_context(self) -> None:
-        """Nothing is carried from encoding to decoding."""
 
     def padded_size(
         self, input_tensor: torch.Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: None
@@ -84,11 +67,7 @@ class Codec(QuantizedCommCodec[None]):
 
 
 class BlockCodec(Codec):
-    """fp16 with a power of two for each block of values, which stands in front of them.
-
-    Args:
-        block: Number of values in a block; it divides the length of every message.
-    """
+    """fp16 with a power of two in front of each block of values; blocks fill every message."""
 
     def __init__(self, block: int) -> None:
         super().__init__(torch.float16)
@@ -97,27 +76,20 @@ class BlockCodec(Codec):
     def encode(self, input_tensor: torch.Tensor, ctx: None = None) -> torch.Tensor:
         """Float32, n values of any shape -> float16 (n / block * (block + 1),)."""
         blocks = input_tensor.reshape(-1, self._block)
-        # Their largest value is below 2^exponent; zeros, infinities and NaNs stay what they are.
-        exponents = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent
-        shifts = (_TOP_EXPONENT - exponents).clamp(-_LARGEST_SHIFT, _LARGEST_SHIFT)
+        shifts = fp16_shift(blocks.abs().amax(1, keepdim=True))
         message = torch.empty(
             blocks.shape[0], self._block + 1, dtype=torch.float16, device=blocks.device
         )
         message[:, :1] = shifts
-        message[:, 1:] = blocks * _power_of_two(shifts)
+        message[:, 1:] = blocks * power_of_two(shifts)
         return message.view(-1)
 
     def decode(self, input_grad: torch.Tensor, ctx: None = None) -> torch.Tensor:
         """Float16 (n / block * (block + 1),) -> float32 (n,)."""
         message = input_grad.view(-1, self._block + 1)
-        return (message[:, 1:].float() * _power_of_two(-message[:, :1].int())).view(-1)
+        return (message[:, 1:].float() * power_of_two(-message[:, :1].int())).view(-1)
 
     def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
-        """The number of elements on the wire for ``input_len`` values.
-
-        Raises:
-            ValueError: If the values do not fill whole blocks.
-        """
         if input_len % self._block:
             raise ValueError(
                 f"wire fp16: expected messages of whole blocks of {self._block} values, got "
@@ -156,9 +128,8 @@ def wire_codecs(wire_type: WireType, dims: Iterable[int]) -> dict[str, Quantized
 def compress_dense(model: nn.Module, wire_type: WireType) -> None:
     """Let DDP all-reduce gradients in 16 bits, which also adds them up in 16 bits.
 
-    Those of the dense layers, and those of the tables that a TorchRec plan replicates. The hot rows
-    of a ``HotColdEmbeddingBagCollection`` have an exchange of their own. On one rank, or without
-    such layers, there is nothing to do.
+    Those of the dense layers, and those of the tables that a TorchRec plan replicates; none on one
+    rank. The hot rows of a ``HotColdEmbeddingBagCollection`` have an exchange of their own.
 
     Args:
         model: a ``DistributedModelParallel``, before its first step.
@@ -166,18 +137,14 @@ def compress_dense(model: nn.Module, wire_type: WireType) -> None:
     """
     if wire_type is WireType.fp32:
         return
-    factor = _DENSE_GRADIENT_FACTOR if wire_type is WireType.fp16 else 1.0
-    codec = Codec(DTYPES[wire_type], factor)
-    for ddp in _replicated(model):
-        ddp.register_comm_hook(_Reduction(ddp.process_group, codec), _reduce_mean)
-
-
-def _replicated(model: nn.Module) -> Iterator[DistributedDataParallel]:
-    candidates: list[Any] = [getattr(model, "_dmp_wrapped_module", None)]
+    codec = Codec(DTYPES[wire_type], _DENSE_GRADIENT_FACTOR if wire_type is WireType.fp16 else 1.0)
+    replicated: list[Any] = [getattr(model, "_dmp_wrapped_module", None)]
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection):
-            candidates += module._lookups
-    return (module for module in candidates if isinstance(module, DistributedDataParallel))
+            replicated += module._lookups
+    for ddp in replicated:
+        if isinstance(ddp, DistributedDataParallel):
+            ddp.register_comm_hook(_Reduction(ddp.process_group, codec), _reduce_mean)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""A thread that communicates while the main thread computes: tasks in order, one at a time."""
+"""Communicating while the main thread computes: a thread for tasks, and integers for the host."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,21 +24,10 @@ def record_use(*values: torch.Tensor) -> None:
             value.record_stream(torch.cuda.current_stream(value.device))
 
 
-class CommunicationFuture(Generic[T]):
+class CommunicationFuture(Future[T]):
     """The result of a task, for the thread that submitted it."""
 
-    def __init__(self, thread: CommunicationThread) -> None:
-        self._thread = thread
-        self._is_done = threading.Event()
-        self._result: T | None = None
-        self._event: torch.cuda.Event | None = None
-
-    def set(self, result: T, event: torch.cuda.Event | None) -> None:
-        self._result, self._event = result, event
-        self._is_done.set()
-
-    def set_failed(self) -> None:
-        self._is_done.set()
+    event: torch.cuda.Event | None = None
 
     def wait(self) -> T:
         """Return the task's result; on CUDA the current stream waits for it, not the host.
@@ -47,12 +37,10 @@ class CommunicationFuture(Generic[T]):
         Raises:
             Exception: what the task, or one before it, raised.
         """
-        self._is_done.wait()
-        if self._thread.error is not None:
-            raise self._thread.error
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-        return self._result  # type: ignore[return-value]
+        result = self.result()
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+        return result
 
 
 class CommunicationThread:
@@ -70,12 +58,11 @@ class CommunicationThread:
 
     def __init__(self, device: torch.device, name: str) -> None:
         self._device = device
-        self._name = name
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tasks: SimpleQueue[
             tuple[Callable[[], Any], CommunicationFuture[Any], torch.cuda.Event | None] | None
         ] = SimpleQueue()
-        self._is_started = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.error: BaseException | None = None
 
     def submit(self, task: Callable[[], T]) -> CommunicationFuture[T]:
@@ -86,13 +73,10 @@ class CommunicationThread:
         """
         if self.error is not None:
             raise self.error
-        if not self._is_started:
-            self._is_started = True
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        future: CommunicationFuture[T] = CommunicationFuture(self)
-        ready = None
-        if self._stream is not None:
-            ready = torch.cuda.current_stream().record_event()
+        if self._thread.ident is None:
+            self._thread.start()
+        future: CommunicationFuture[T] = CommunicationFuture()
+        ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._tasks.put((task, future, ready))
         return future
 
@@ -108,7 +92,7 @@ class CommunicationThread:
         Raises:
             Exception: what a task raised.
         """
-        if self._is_started:
+        if self._thread.ident is not None:
             self.submit(lambda: None).wait()
 
     def close(self) -> None:
@@ -122,22 +106,46 @@ class CommunicationThread:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             while (item := self._tasks.get()) is not None:
                 task, future, ready = item
-                if self.error is None:
-                    try:
-                        self._run_task(task, future, ready)
-                    except BaseException as error:  # of any kind: the main thread must see it
-                        self.error = error
-                if self.error is not None:
-                    future.set_failed()
+                try:
+                    if self.error is not None:
+                        raise self.error
+                    if self._stream is not None and ready is not None:
+                        self._stream.wait_event(ready)
+                    result = task()
+                    if self._stream is not None:
+                        future.event = self._stream.record_event()
+                    future.set_result(result)
+                except BaseException as error:  # of any kind: the main thread must see it
+                    self.error = error
+                    future.set_exception(error)
 
-    def _run_task(
-        self,
-        task: Callable[[], T],
-        future: CommunicationFuture[T],
-        ready: torch.cuda.Event | None,
-    ) -> None:
-        if self._stream is None or ready is None:
-            future.set(task(), None)
-            return
-        self._stream.wait_event(ready)
-        future.set(task(), self._stream.record_event())
+
+class HostInts:
+    """Integers that a device holds, copied to the host in the order of the current stream.
+
+    A plain ``tolist`` would wait for all that the device has been given on that stream.
+
+    Args:
+        values: int64, of any shape; not to be changed on another stream until the copy is made.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._is_here: torch.cuda.Event | None = None
+        if values.is_cuda:
+            here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = here.copy_(values, non_blocking=True)
+            self._is_here = torch.cuda.current_stream(values.device).record_event()
+
+    def wait(self) -> list[int]:
+        """The values, flat; waits for the copy."""
+        if self._is_here is not None:
+            self._is_here.synchronize()
+        values: list[int] = self._values.view(-1).tolist()
+        return values
+
+
+def ints_on(device: torch.device, values: Sequence[int]) -> torch.Tensor:
+    """The values as int64 (n,) on a device; the host does not wait for the copy."""
+    here = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)

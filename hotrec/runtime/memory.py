@@ -1,13 +1,17 @@
-"""Host memory: how much a process may use and a device may map, and the C allocator's settings."""
+"""The host: how much memory a process may use and map, and the fingerprint of the machine."""
 
 from __future__ import annotations
 
-import ctypes
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-# glibc's mallopt parameters (malloc.h).
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_MAX_INT = 2**31 - 1
+import torch
+
+GIB = 1 << 30
+PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
 def read_memory(
@@ -33,15 +37,9 @@ def read_memory(
 
 
 def check_mappable(what: str, num_bytes: int, free_bytes: int) -> None:
-    """Refuse to pin more host memory than is free.
+    """Refuse to pin more host memory than is free: the process would be killed without a message.
 
-    The device pins and maps a host tier as a whole, so it cannot be swapped. A process that pins
-    more than is free is killed without a message.
-
-    Args:
-        what: The name of the memory in the error message.
-        num_bytes: The bytes that all ranks of the host pin together.
-        free_bytes: The free bytes of the host, or of its control group.
+    ``num_bytes`` are what all ranks of the host pin together, ``what`` names it in the message.
 
     Raises:
         ValueError: if ``num_bytes`` exceeds ``free_bytes``.
@@ -54,23 +52,41 @@ def check_mappable(what: str, num_bytes: int, free_bytes: int) -> None:
         )
 
 
-def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step instead of returning it to the kernel.
+def read_fingerprint(
+    device: str | None = None, cpuinfo: Path = Path("/proc/cpuinfo")
+) -> dict[str, Any]:
+    """Processor, memory, GPUs and versions of this host, whatever it is called.
 
-    Every step frees and allocates the same tens of megabytes. By default glibc unmaps and maps them
-    each time and the kernel zeroes every page: a third of the CPU time of a step with 8,192 samples
-    of 26 features of 64 floats, for TorchRec's plans as for hot/cold ones.
-
-    Returns:
-        Whether the C library has these settings; other C libraries are left alone.
+    Args:
+        device: "cpu" or "cuda", the device to train on; "cpu" leaves out GPUs. None: cuda if
+            available.
+        cpuinfo: Linux's description of the processor.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    settings = {
-        _MMAP_THRESHOLD: _MAX_INT,
-        _TRIM_THRESHOLD: _MAX_INT,
-        _TOP_PAD: 64 << 20,
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    return {
+        "device": device,
+        "processor": _processor(cpuinfo),
+        "num_cores": os.cpu_count(),
+        # Kernels of one machine differ by some megabytes in what they keep for themselves.
+        "memory_gib": round(read_memory()[0] / GIB),
+        "gpu": torch.cuda.get_device_name(0) if gpus else None,
+        "num_gpus": gpus,
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
     }
-    return all([mallopt(name, value) == 1 for name, value in settings.items()])
+
+
+def _processor(cpuinfo: Path) -> str:
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -33,24 +33,18 @@ _DUMP_LIMIT_S = 20.0
 def set_up_flight_recorder(run_dir: Path, device: str) -> Path:
     """Let NCCL's watchdog, too, write into the run's directory; before the process group is made.
 
-    Variables that are set in the environment stay.
-
-    Args:
-        device: "cpu" or "cuda".
-
-    Returns:
-        The directory. What NCCL's ranks leave in it is read by ``torchfrtrace DIRECTORY --prefix
-        rank_ --allow-incomplete-ranks``; gloo's are pickles of the same form.
+    Variables that are set in the environment stay. Returns the directory: what NCCL's ranks leave
+    in it is read by ``torchfrtrace DIRECTORY --prefix rank_ --allow-incomplete-ranks``; gloo's are
+    pickles of the same form.
     """
     directory = (run_dir / FLIGHT_RECORDER).absolute()
     if device == "cuda":
         directory.mkdir(parents=True, exist_ok=True)  # NCCL's watchdog does not make it
-    prefix = str(directory / _PREFIX)
     # Each variable with the name that it had before, if it had another.
     for name, old_name, value in (
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "1"),
-        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", prefix),
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{directory / _PREFIX}"),
     ):
         if old_name not in os.environ:
             os.environ.setdefault(name, value)

@@ -18,8 +18,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from hotrec.artifact import ArtifactError, scratch_directory
-from hotrec.runtime.memory import keep_freed_memory
-from hotrec.runtime.process import announced, batch_threads, bind_to_gpu, make_forks_safe
+from hotrec.runtime.process import (
+    announced,
+    batch_threads,
+    bind_to_gpu,
+    keep_freed_memory,
+    make_forks_safe,
+)
 
 T = TypeVar("T")
 
@@ -75,8 +80,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
     """Join the process group that torchrun describes, or form one of a single process.
 
     With a GPU each rank keeps to the processors beside it. The ranks are connected when the block
-    begins, not at their first exchange. A block that ends with an error does not wait for the other
-    ranks, which may be gone.
+    begins. A block that ends with an error does not wait for the other ranks, which may be gone.
 
     Args:
         device: "cpu", "cuda", or "auto" (cuda where there is one).
@@ -85,8 +89,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
     Raises:
         RuntimeError: if cuda is asked for and there is none, or if the ranks cannot exchange.
     """
-    rank = _environment_int("RANK", 0)
-    world_size = _environment_int("WORLD_SIZE", 1)
+    rank, world_size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
     local_rank = _environment_int("LOCAL_RANK", 0)
     local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
     if device == "auto":
@@ -96,17 +99,14 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
             "trainer.device: expected a CUDA device, got none visible to torch "
             f"{torch.__version__}. Set trainer.device=cpu, or run `hotrec doctor`."
         )
+    bound: torch.device | None = None
     if device == "cuda":
-        chosen = torch.device("cuda", local_rank)
-        torch.cuda.set_device(chosen)
-        bind_to_gpu(chosen)
+        bound = torch.device("cuda", local_rank)
+        torch.cuda.set_device(bound)
+        bind_to_gpu(bound)
     else:
-        chosen = torch.device("cpu")
         keep_freed_memory()
-    backend = BACKENDS[device]
-    timeout = timedelta(seconds=timeout_s)
-    # NCCL makes the communicator now, and those of later groups with them.
-    bound = chosen if device == "cuda" else None
+    backend, timeout = BACKENDS[device], timedelta(seconds=timeout_s)
     make_forks_safe()
     with announced(describe_rendezvous()), _threads_of(backend):
         store: dist.Store = dist.HashStore()
@@ -122,35 +122,28 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=bound,
+            device_id=bound,  # NCCL makes the communicator now, and those of later groups with them
         )
+    is_failed = True
     try:
         assert dist.group.WORLD is not None
         _connect(dist.group.WORLD)
-        yield Ranks(rank, world_size, local_rank, local_world_size, chosen)
-    except BaseException:
+        yield Ranks(rank, world_size, local_rank, local_world_size, bound or torch.device("cpu"))
+        is_failed = False
+    finally:
         if dist.is_initialized():
-            _leave()
-        raise
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _leave() -> None:
-    """End all groups after an error, whether or not the other ranks are still there."""
-    if dist.get_backend() == "gloo":
-        dist.destroy_process_group()  # closes the connections
-    else:
-        # To destroy NCCL's groups is to wait for what they still have to do with the others. There
-        # is no public way to abort several of them at once, without which they may block.
-        _abort_process_group()
+            # To destroy NCCL's groups is to wait for what they still have to do with the others,
+            # who may be gone. There is no public way to abort several of them at once.
+            if is_failed and backend != "gloo":
+                _abort_process_group()
+            else:
+                dist.destroy_process_group()
 
 
 def _connect(group: dist.ProcessGroup) -> None:
     """Run a group's first collectives here and now, in the thread that makes it.
 
-    NCCL connects ranks at their first collective of a kind. Threads that do so at the same time,
-    each with a group of its own, can wait for one another for ever.
+    NCCL connects at a group's first collective, and threads that do so at once can deadlock.
     """
     device = torch.device("cpu")
     if "nccl" in dist.get_backend_config(group):
@@ -167,16 +160,13 @@ def _connect(group: dist.ProcessGroup) -> None:
 
 
 def _threads_of(backend: str) -> AbstractContextManager[None]:
-    """How threads are started that a process group starts."""
     return batch_threads() if backend == "gloo" else nullcontext()
 
 
 def new_group(
     members: Sequence[int] | None = None, timeout_s: float | None = None
 ) -> dist.ProcessGroup:
-    """Another process group of the default one's backend; collective over all ranks.
-
-    Its ranks are connected when it returns.
+    """Another process group of the default one's backend, connected; collective over all ranks.
 
     Args:
         members: ranks of the group; None for all.
@@ -246,13 +236,12 @@ def same_verdict(action: Callable[[], T]) -> T:
     except Exception as caught:  # every kind: the verdict must reach the other ranks
         error = caught
     texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
-    failed = [(index, text) for index, text in enumerate(texts) if text is not None]
-    if not failed:
-        return result  # type: ignore[return-value]
     if error is not None:
         raise error
-    index, text = failed[0]
-    raise RankError(f"[rank {index}] {text}")
+    for index, text in enumerate(texts):
+        if text is not None:
+            raise RankError(f"[rank {index}] {text}")
+    return result  # type: ignore[return-value]
 
 
 @contextmanager

@@ -1,15 +1,9 @@
-"""Where the time of a step goes, measured in the step itself.
+"""Where the time of a step goes: a step is one line of work on the main thread.
 
-A step is one line of work on the main thread (and on CUDA on its stream); ``mark(stage)`` says that
-everything since the last mark belonged to that stage. Marks cost next to nothing where no clock
-runs. Stages are those of ``hotrec.types.STAGES``.
-
-On CUDA a mark is an event on the step's own stream, so what is measured is the device's time line,
-not the host's; it is read when the step is long over. What other streams do meanwhile (the next
-batch's ids) shows where the step's stream waits for it.
-
-What other threads do has no stage: the main thread's clock shows where it waits for them. In a
-trace they show by ``named_range``.
+``mark(stage)`` says that everything since the last mark belonged to that stage of
+``hotrec.types.STAGES``. On CUDA a mark is an event on the step's own stream, so the device's time
+line is measured. What other threads and streams do has no stage: the clock shows where the step
+waits for them. In a trace they show by ``named_range``.
 """
 
 from __future__ import annotations
@@ -18,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,11 +36,7 @@ _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 def exposed_s(stage_s: Mapping[str, Any]) -> Any:
     """Exposed communication: what a step waits for other ranks, the sum of EXPOSED_STAGES.
 
-    Args:
-        stage_s: seconds by stage, of one step or as arrays over steps (``StageClock.seconds``).
-
-    Returns:
-        A sum for each step; float64 (steps,) from arrays.
+    Takes and returns seconds of one step, or arrays over steps.
     """
     return sum(stage_s[stage] for stage in EXPOSED_STAGES)
 
@@ -88,13 +79,11 @@ def _leaf(device: torch.device) -> torch.Tensor:
 
 
 def backward_point(stage: str, like: torch.Tensor) -> torch.Tensor | None:
-    """A point in forward; for ``mark_backward`` of something computed after it.
+    """A point in forward, for ``mark_backward`` of something computed after it; None without clock.
 
     Autograd goes backward from what was computed last. When it has undone everything that was
-    computed after this point, the time since the last mark is ``stage``'s. None if no clock runs.
-
-    Args:
-        like: on the device whose backward is meant.
+    computed after this point, the time since the last mark is ``stage``'s. ``like`` is a tensor on
+    the device whose backward is meant.
     """
     if _clock is None or not torch.is_grad_enabled():
         return None
@@ -108,8 +97,7 @@ def backward_point(stage: str, like: torch.Tensor) -> torch.Tensor | None:
 def mark_backward(tensor: torch.Tensor, stage: str, *points: torch.Tensor | None) -> torch.Tensor:
     """The same tensor; when backward comes to it, the time since the last mark is ``stage``'s.
 
-    Args:
-        points: from ``backward_point``; backward comes to them by way of this tensor.
+    Backward comes to ``points``, from ``backward_point``, by way of this tensor.
     """
     if _clock is None or not tensor.requires_grad:
         return tensor
@@ -121,19 +109,14 @@ def mark_backward(tensor: torch.Tensor, stage: str, *points: torch.Tensor | None
 
 
 class StageClock:
-    """Adds up marks, step by step.
-
-    Args:
-        device: whose time is measured.
-    """
+    """Adds up the marks of each step on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._stream: Any = None
+        # The marks of the running step and of those before; the first is the step's start.
         self._marks: list[tuple[str, Any]] = []
         self._steps: list[list[tuple[str, Any]]] = []
-        self._start: Any = None
-        self._starts: list[Any] = []
 
     def _now(self) -> Any:
         if not self._is_cuda:
@@ -155,11 +138,10 @@ class StageClock:
         if self._is_cuda:
             self._stream = torch.cuda.current_stream()
         outer, _clock = _clock, self
-        self._marks, start = [], self._now()
+        self._marks = [("start", self._now())]
         try:
             yield
             self.mark("optimizer")
-            self._starts.append(start)
             self._steps.append(self._marks)
         finally:
             _clock = outer
@@ -174,20 +156,16 @@ class StageClock:
         if self._is_cuda:
             torch.cuda.synchronize()
         totals = np.zeros((len(self._steps), len(STAGES)))
-        for number, (last, marks) in enumerate(zip(self._starts, self._steps, strict=True)):
-            total_s = dict.fromkeys(STAGES, 0.0)
-            for stage, at in marks:
-                total_s[stage] += last.elapsed_time(at) / 1000 if self._is_cuda else at - last
-                last = at
-            totals[number] = list(total_s.values())
+        for total_s, marks in zip(totals, self._steps, strict=True):
+            for (_, last), (stage, at) in pairwise(marks):
+                passed_s = last.elapsed_time(at) / 1000 if self._is_cuda else at - last
+                total_s[STAGES.index(stage)] += passed_s
         return dict(zip(STAGES, totals.T, strict=True))
 
     def medians(self) -> dict[str, float]:
         """Median seconds by stage over the steps so far; empty without steps."""
-        if not self._steps:
-            return {}
-        return {stage: float(np.median(s)) for stage, s in self.seconds().items()}
+        return {stage: float(np.median(s)) for stage, s in self.seconds().items() if s.size}
 
     def clear(self) -> None:
         """Forget the steps so far."""
-        self._steps, self._starts = [], []
+        self._steps = []

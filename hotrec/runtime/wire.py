@@ -1,13 +1,9 @@
-"""Messages of float values between the ranks of a process group, in 32 or 16 bits.
+"""Exchanges of float values over a process group, in 32 or 16 bits, which count what they send.
 
-Everything that hotrec's own exchanges send goes through here: what travels is counted, and may
-travel in half the bytes. The calls return when the result is there; what is to overlap with
-computing is called from a thread of its own.
-
-fp16 holds 5 bits of exponent: gradients of a mean loss (1e-8 and less) would vanish. So every
-message to a rank carries a factor, a power of two that brings its largest value near fp16's
-largest; multiplying by it is exact. bf16 has fp32's range and needs none. A rank's own share never
-travels and stays in fp32, except where all ranks have to add up the same values.
+fp16 holds 5 bits of exponent: gradients of a mean loss (1e-8 and less) would vanish. So a message
+carries a factor, a power of two that brings its largest value near fp16's largest; multiplying by
+it is exact. bf16 has fp32's range and needs none. A rank's own share stays in fp32, except where
+all ranks have to add up the same values.
 """
 
 from __future__ import annotations
@@ -17,13 +13,21 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hotrec.runtime.traffic import counted_by_sender, note_sent
+from hotrec.runtime.traffic import counted_by_sender
 from hotrec.types import WireType
 
-# The factor, a float32, in front of a message in fp16.
-_HEADER = 2
-# Largest values are brought to 2**14 .. 2**15; fp16 ends below 2**16.
-_FP16_EXPONENT = 15
+DTYPES = {WireType.fp16: torch.float16, WireType.bf16: torch.bfloat16}
+_HEADER = 2  # the factor, a float32, in front of a message in fp16
+
+
+def fp16_shift(most: torch.Tensor) -> torch.Tensor:
+    """The exponent, int (...), that brings magnitudes (...) near 2^15; fp16 ends below 2^16."""
+    return (15 - torch.frexp(most).exponent).clamp(-126, 126)
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """2^exponent, int (...) in -126..127 -> float32 (...); exp2 is not exact on every device."""
+    return ((exponents.int() + 127) << 23).view(torch.float32)
 
 
 def wire_numel(num_values: int, wire_type: WireType) -> int:
@@ -32,30 +36,18 @@ def wire_numel(num_values: int, wire_type: WireType) -> int:
 
 
 def encode(values: torch.Tensor, wire_type: WireType) -> torch.Tensor:
-    """A message as it travels.
+    """Float32 (n,) -> (wire_numel(n),) of the wire's type.
 
     fp16 is off by at most 2**-11 of each value and 2**-39 of the largest one, bf16 by 2**-8 of each
-    value. Infinities and NaNs stay what they are; beside them fp16 has no factor, so that finite
-    values above 65504 become infinite too.
-
-    Args:
-        values: float32 (n,).
-        wire_type: Type of the message.
-
-    Returns:
-        (wire_numel(n),) of the wire's type.
+    value. Infinities and NaNs stay what they are; values beside them may become infinite in fp16.
     """
     if wire_type is WireType.fp32:
         return values  # integers too
-    dtype = torch.bfloat16 if wire_type is WireType.bf16 else torch.float16
+    dtype = DTYPES[wire_type]
     if wire_type is WireType.bf16 or values.numel() == 0:
         return values.to(dtype)
     low, high = torch.aminmax(values)
-    most = torch.maximum(-low, high)
-    # The power of two from its bits: exp2 need not be exact on every device.
-    bits = ((_FP16_EXPONENT - torch.frexp(most).exponent).clamp(max=126) + 127) << 23
-    is_usable = torch.isfinite(most) & (most > 0)
-    factor = torch.where(is_usable, bits.int().view(torch.float32), 1.0).view(1)
+    factor = power_of_two(fp16_shift(torch.maximum(-low, high))).view(1)
     message = torch.empty(values.numel() + _HEADER, dtype=dtype, device=values.device)
     message[:_HEADER] = factor.view(dtype)
     message[_HEADER:] = values * factor
@@ -86,25 +78,20 @@ class Wire:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.wire_type = wire_type
-        self._is_gloo = dist.get_backend(group) == "gloo"
+        self.is_gloo = dist.get_backend(group) == "gloo"
         self._peers = [dist.get_global_rank(group, r) for r in range(self.world_size)]
 
     def all_to_all(
         self, source: torch.Tensor, sizes_to: Sequence[int], sizes_from: Sequence[int]
     ) -> torch.Tensor:
-        """Send each rank its part of ``source``.
+        """Send each rank its part of ``source`` (sum of sizes_to,), the parts in rank order.
 
-        Args:
-            source: (sum of sizes_to,), the parts in rank order.
-            sizes_to: Number of elements for each rank.
-            sizes_from: Number of elements that each rank sends to this one.
-
-        Returns:
-            (sum of sizes_from,), of the same type, the parts in rank order.
+        ``sizes_from`` are the numbers of elements that each rank sends to this one. Returns (sum of
+        sizes_from,), of the same type, the parts in rank order.
         """
         if self.world_size == 1:
             return source
-        wire_type = self._type_of(source)
+        wire_type = self.type_of(source)
         parts = list(source.split(list(sizes_to)))
         if wire_type is WireType.fp32:
             return self._exchange("all_to_all", parts, sizes_from)
@@ -113,34 +100,23 @@ class Wire:
         parts[self.rank] = own[:0]
         arriving = [wire_numel(size, wire_type) for size in sizes_from]
         arriving[self.rank] = 0
-        received = self._exchange(
-            "all_to_all", [encode(part, wire_type) for part in parts], arriving
-        ).split(arriving)
-        return torch.cat(
-            [
-                own if rank == self.rank else decode(part, wire_type)
-                for rank, part in enumerate(received)
-            ]
-        )
-
-    def all_gather(self, source: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Every rank's ``source``, in rank order, the same bits on all ranks.
-
-        Args:
-            source: (n,) of this rank.
-            sizes: The length n of every rank's source.
-        """
-        return list(self.all_gather_joined(source, sizes).split(list(sizes)))
+        messages = [encode(part, wire_type) for part in parts]
+        received = self._exchange("all_to_all", messages, arriving).split(arriving)
+        decoded = [decode(part, wire_type) for part in received]
+        decoded[self.rank] = own
+        return torch.cat(decoded)
 
     def all_gather_joined(self, source: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The same in one tensor, (sum of sizes,)."""
+        """Every rank's ``source`` (sizes[rank],) in rank order, (sum of sizes,).
+
+        All ranks get the same bits, so a rank decodes its own message too.
+        """
         if self.world_size == 1:
             return source
-        wire_type = self._type_of(source)
-        # This rank decodes its own message too, so that all ranks hold the same bits.
+        wire_type = self.type_of(source)
         arriving = [wire_numel(size, wire_type) for size in sizes]
         message = encode(source, wire_type)
-        if self._is_gloo:
+        if self.is_gloo:
             received = self._exchange("all_gather", [message] * self.world_size, arriving)
         else:
             received = self._gather(message, arriving)
@@ -148,7 +124,8 @@ class Wire:
             return decode(received, wire_type)
         return torch.cat([decode(part, wire_type) for part in received.split(arriving)])
 
-    def _type_of(self, values: torch.Tensor) -> WireType:
+    def type_of(self, values: torch.Tensor) -> WireType:
+        """The type in which these values travel."""
         return self.wire_type if values.dtype == torch.float32 else WireType.fp32
 
     def _exchange(
@@ -156,49 +133,46 @@ class Wire:
     ) -> torch.Tensor:
         """Send ``parts[r]`` to rank r; what all ranks sent, joined."""
         source = parts[self.rank]
-        out = source.new_empty(sum(sizes_from))
+        joined = source.new_empty(sum(sizes_from))
+        out = list(joined.split(list(sizes_from)))
         num_sent = sum(part.numel() for part in parts) - source.numel()
-        note_sent(collective, num_sent * source.element_size())
-        with counted_by_sender():
-            self._send_and_receive(list(out.split(list(sizes_from))), parts)
-        return out
+        with counted_by_sender(collective, num_sent * source.element_size()):
+            if not self.is_gloo:
+                dist.all_to_all(out, parts, group=self.group)
+                return joined
+            # gloo's all-to-all gets half of a slow link's rate, single messages all of it.
+            out[self.rank].copy_(source)
+            works = []
+            for step in range(1, self.world_size):
+                peer = (self.rank - step) % self.world_size
+                if out[peer].numel():
+                    works.append(dist.irecv(out[peer], self._peers[peer], self.group))
+            for step in range(1, self.world_size):
+                peer = (self.rank + step) % self.world_size
+                if parts[peer].numel():
+                    works.append(dist.isend(parts[peer], self._peers[peer], self.group))
+            for work in works:
+                assert work is not None
+                work.wait()
+        return joined
 
     def _gather(self, message: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The messages of all ranks, joined."""
         out = message.new_empty(sum(sizes))
-        note_sent("all_gather", (self.world_size - 1) * message.numel() * message.element_size())
-        with counted_by_sender():
+        num_bytes = (self.world_size - 1) * message.numel() * message.element_size()
+        with counted_by_sender("all_gather", num_bytes):
             if len(set(sizes)) == 1:
                 dist.all_gather_into_tensor(out, message, group=self.group)
             else:  # NCCL runs it as one group of broadcasts
                 dist.all_gather(list(out.split(list(sizes))), message, group=self.group)
         return out
 
-    def _send_and_receive(self, out: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
-        if not self._is_gloo:
-            dist.all_to_all(out, parts, group=self.group)
-            return
-        # gloo's all-to-all gets half of a slow link's rate, single messages all of it.
-        out[self.rank].copy_(parts[self.rank])
-        works = []
-        for step in range(1, self.world_size):
-            peer = (self.rank - step) % self.world_size
-            if out[peer].numel():
-                works.append(dist.irecv(out[peer], self._peers[peer], self.group))
-        for step in range(1, self.world_size):
-            peer = (self.rank + step) % self.world_size
-            if parts[peer].numel():
-                works.append(dist.isend(parts[peer], self._peers[peer], self.group))
-        for work in works:
-            assert work is not None
-            work.wait()
-
     def all_reduce(self, values: torch.Tensor) -> None:
-        """Add up over the ranks, in place; float32 travels and is added in the wire's type."""
+        """Add up over the ranks, in place, in fp32."""
         if self.world_size == 1:
             return
-        if self._type_of(values) is WireType.fp32:
-            self._all_reduce(values)
+        if self.type_of(values) is WireType.fp32:
+            self.start_all_reduce(values, is_async=False)
             return
         # Sums in 16 bits lose what is small beside them: gather shares, add up in fp32.
         flat = values.view(-1)
@@ -211,8 +185,9 @@ class Wire:
         share = received.view(self.world_size, own).sum(0)
         flat.copy_(self.all_gather_joined(share, share_sizes))
 
-    def _all_reduce(self, values: torch.Tensor) -> None:
+    def start_all_reduce(self, values: torch.Tensor, is_async: bool = True) -> dist.Work | None:
+        """Start to add up in the values' own type, in place; None if not ``is_async``."""
         num_bytes = values.numel() * values.element_size()
-        note_sent("all_reduce", 2 * num_bytes * (self.world_size - 1) // self.world_size)
-        with counted_by_sender():
-            dist.all_reduce(values, group=self.group)
+        sent = 2 * num_bytes * (self.world_size - 1) // self.world_size
+        with counted_by_sender("all_reduce", sent):
+            return dist.all_reduce(values, group=self.group, async_op=is_async)

@@ -1,14 +1,8 @@
 """Blocks of all-hot and of mixed batches in turn; how long they are follows the evaluated loss.
 
-After FAE's Shuffle Scheduler (Adnan et al., PVLDB 15(1), 2022): a block is a share of an epoch's
-batches of one kind, half of them at first. Long blocks let the model drift towards one kind of
-sample, so a loss that got worse halves the share; a loss that got better several times in a row
-doubles it. FAE measures at every switch. Here each evaluation on the way counts, wherever in a
-block it falls, and the next block has the new length; so the cadence of evaluations stays what the
-configuration says. Without evaluations the share stays.
-
-Everything depends on the numbers of batches and on evaluated losses alone, which are the same on
-every rank, so all ranks take the same kind in the same step.
+After FAE's Shuffle Scheduler (Adnan et al., PVLDB 15(1), 2022): long blocks let the model drift
+towards one kind of sample, so a loss that got worse halves them. FAE measures at every switch; here
+each evaluation at the configured cadence counts, and the next block has the new length.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ KINDS = {True: "all_hot", False: "mixed"}
 
 
 class Alternation:
-    """Which kind of batch comes next.
+    """Which kind of batch comes next: a function of evaluated losses, the same on every rank.
 
     Every epoch starts with a mixed block. Where one kind is used up, the rest of the other runs.
 
@@ -37,10 +31,10 @@ class Alternation:
         num_mixed_steps: mixed batches of an epoch.
         start_rate: share of an epoch's batches of its kind that a block holds at first, in (0, 1].
         least_rate: the least share, in (0, start_rate]; a block holds one batch at least.
-        patience: how many times in a row the loss has to get better before blocks grow.
+        patience: how many times in a row the loss has to get better before blocks double.
 
     Raises:
-        ValueError: if there is no batch, or a setting is out of range.
+        ValueError: if ``least_rate`` exceeds ``start_rate``.
     """
 
     def __init__(
@@ -52,18 +46,11 @@ class Alternation:
         least_rate: float = 0.01,
         patience: int = 4,
     ) -> None:
-        if min(num_all_hot_steps, num_mixed_steps) < 0 or num_all_hot_steps + num_mixed_steps < 1:
+        if least_rate > start_rate:
             raise ValueError(
-                "alternation: expected at least one batch in an epoch, got "
-                f"{num_all_hot_steps} all-hot and {num_mixed_steps} mixed. Give more data."
-            )
-        if not 0 < least_rate <= start_rate <= 1:
-            raise ValueError(
-                "alternation: expected 0 < least_rate <= start_rate <= 1, got "
+                "alternation: expected least_rate <= start_rate, got "
                 f"least_rate {least_rate} and start_rate {start_rate}."
             )
-        if patience < 1:
-            raise ValueError(f"alternation patience: expected 1 or more, got {patience}.")
         self._num_steps = {True: num_all_hot_steps, False: num_mixed_steps}
         self._settings = {
             "num_all_hot_steps": num_all_hot_steps,
@@ -72,8 +59,7 @@ class Alternation:
             "least_rate": least_rate,
             "patience": patience,
         }
-        self._least_rate = least_rate
-        self._patience = patience
+        self._least_rate, self._patience = least_rate, patience
         self.rate = start_rate
         self._num_falls = 0  # of the loss, in a row
         self._last_loss: float | None = None
@@ -119,15 +105,8 @@ class Alternation:
             self.rate = min(rate * 2, 1.0)
             self._num_falls = 0
         if self.rate != rate:
-            logger.info(
-                "step %d: log loss %.5f after %.5f: blocks of %.3g of an epoch's batches of a "
-                "kind, instead of %.3g",
-                step,
-                loss,
-                before,
-                self.rate,
-                rate,
-            )
+            text = "step %d: log loss %.5f after %.5f: blocks of %.3g of an epoch, not %.3g"
+            logger.info(text, step, loss, before, self.rate, rate)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -166,12 +145,7 @@ class AlternatingLoader:
     """A loader that takes from a loader of all-hot and one of mixed batches, in turn.
 
     Each keeps its own workers, so a switch waits for nothing, and no batch that was made ahead is
-    lost when the loss changes the order to come.
-
-    Args:
-        all_hot: None where an epoch has no all-hot batch.
-        mixed: None where an epoch has no mixed batch.
-        alternation: says which is next; its numbers are those of the loaders' epochs.
+    lost when the loss changes the order to come. None stands for a kind that an epoch lacks.
     """
 
     def __init__(
@@ -185,8 +159,17 @@ class AlternatingLoader:
         self._alternation = alternation
 
     def __iter__(self) -> Iterator[Batch]:
-        iterators = {kind: iter(loader) for kind, loader in self._loaders.items()}
-        return _Alternating(iterators, self._alternation)
+        # Not by a generator alone: workers start here.
+        return self._take({kind: iter(loader) for kind, loader in self._loaders.items()})
+
+    def _take(self, iterators: Mapping[bool, Iterator[Batch]]) -> Iterator[Batch]:
+        while True:
+            batch = next(iterators[self._alternation.next_is_all_hot()], None)
+            if batch is None:
+                return
+            # Only now: the end of the data, or an error, is no step.
+            self._alternation.advance()
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         state = {KINDS[kind]: loader.state_dict() for kind, loader in self._loaders.items()}
@@ -207,15 +190,3 @@ class AlternatingLoader:
         self._alternation.load_state_dict(state_dict["alternation"])
         for kind, loader in self._loaders.items():
             loader.load_state_dict(state_dict[KINDS[kind]])
-
-
-class _Alternating(Iterator[Batch]):
-    def __init__(self, iterators: Mapping[bool, Iterator[Batch]], alternation: Alternation) -> None:
-        self._iterators = iterators
-        self._alternation = alternation
-
-    def __next__(self) -> Batch:
-        # Advanced only once the batch is there: the end of the data, or an error, is no step.
-        batch = next(self._iterators[self._alternation.next_is_all_hot()])
-        self._alternation.advance()
-        return batch

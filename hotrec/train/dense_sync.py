@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from torchrec.distributed.types import ShardedModule
 
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread
 from hotrec.runtime.stages import mark
-from hotrec.runtime.traffic import counted_by_sender, note_sent
 from hotrec.runtime.wire import Wire
 from hotrec.types import WireType
 
@@ -25,46 +26,13 @@ _Future = dist.Work | CommunicationFuture[None]
 
 
 class Sender:
-    """Runs the all-reduces of one process group in the order in which they are started.
+    """Runs the all-reduces of one group, that nothing else may use, in the order of their start."""
 
-    Args:
-        group: The ranks; nothing else may use this group.
-        wire_type: The type in which float32 values are sent; sums are made in float32.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, wire_type: WireType = WireType.fp32) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, wire_type: WireType) -> None:
         self.world_size = dist.get_world_size(group)
         self._is_nccl = dist.get_backend(group) == "nccl"
-        self._wire = Wire(group, wire_type)
-        self._exact_wire = Wire(group)
+        self._wire, self._exact_wire = Wire(group, wire_type), Wire(group)
         self._thread = CommunicationThread(torch.device("cpu"), "dense gradients")
-
-    def agree_on(self, facts: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that these facts, by tensor name, are equal on all ranks.
-
-        Raises:
-            ValueError: on every rank, if they differ.
-        """
-        if self.world_size == 1:
-            return
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, list(facts.items()), group=self.group)
-        for rank, others in enumerate(gathered):
-            if others != gathered[0]:
-                differing = sorted(set(others) ^ set(gathered[0]))
-                raise ValueError(
-                    f"dense layers of rank {rank}: expected the parameters of rank 0, got others "
-                    f"(name, shape, is trained): {differing[:4] or 'in another order'}. Build the "
-                    "same model on every rank."
-                )
-
-    def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast the values of the group's first rank."""
-        if self.world_size > 1:
-            for tensor in tensors:
-                source = dist.get_global_rank(self.group, 0)
-                dist.broadcast(tensor.detach(), src=source, group=self.group)
 
     def start(self, message: torch.Tensor, num_values: int) -> _Future | None:
         """Start to sum ``message`` over the ranks, in place.
@@ -75,12 +43,8 @@ class Sender:
         Returns:
             A future to wait for; None if the current stream already orders the sum.
         """
-        if self._wire.wire_type is WireType.fp32 or message.dtype != torch.float32:
-            num_bytes = message.numel() * message.element_size()
-            note_sent("all_reduce", 2 * num_bytes * (self.world_size - 1) // self.world_size)
-            with counted_by_sender():
-                work: dist.Work = dist.all_reduce(message, group=self.group, async_op=True)
-                return work
+        if self._wire.type_of(message) is WireType.fp32:
+            return self._exact_wire.start_all_reduce(message)
         if self._is_nccl:
             # NCCL does not block the host, so no thread is needed.
             self._add_up(message, num_values)
@@ -96,79 +60,24 @@ class Sender:
         self._thread.close()
 
 
-class GradMean:
-    """Averages the gradients of some parameters over the ranks.
-
-    The message holds the gradients / W, then a flag per parameter that says whether this rank has a
-    gradient: a gradient that no rank has stays None. With W > 1 it takes one copy of the gradients.
-
-    Args:
-        parameters: The parameters, all of one type and device, the same on every rank.
-        sender: Runs the all-reduce.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], sender: Sender) -> None:
-        self._parameters = list(parameters)
-        self._sender = sender
-        self._has_grad: list[bool] = []
-        self._is_used: torch.Tensor | None = None  # ``_has_grad`` as float (n,) on the device
-        self._grads: list[torch.Tensor | None] = []
-        self._work: _Future | None = None
-        self._num_values = sum(parameter.numel() for parameter in parameters)
-        self._message: torch.Tensor | None = None
-
-    def start(self) -> None:
-        """Take the parameters' ``grad`` (None afterwards) and start averaging."""
-        grads = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        if self._sender.world_size == 1:
-            self._grads = grads
-            return
-        if self._message is None:
-            self._message = self._parameters[0].new_empty(self._num_values + len(grads))
-        has_grad = [grad is not None for grad in grads]
-        if self._is_used is None or has_grad != self._has_grad:
-            # Cached, since a copy to the device makes the host wait.
-            self._is_used = torch.tensor(has_grad, dtype=self._message.dtype).to(
-                self._message.device
+def _share_first(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Broadcast the first rank's values, if all ranks hold tensors of the same names and shapes."""
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return
+    facts = [(name, (*tensor.shape, tensor.requires_grad)) for name, tensor in tensors.items()]
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, facts, group=group)
+    for rank, others in enumerate(gathered):
+        if others != gathered[0]:
+            differing = sorted(set(others) ^ set(gathered[0]))
+            raise ValueError(
+                f"dense layers of rank {rank}: expected the parameters of rank 0, got others "
+                f"(name, shape, is trained): {differing[:4] or 'in another order'}. Build the "
+                "same model on every rank."
             )
-            self._has_grad = has_grad
-        views = self._views(self._message)
-        for view, grad in zip(views, grads, strict=True):
-            if grad is None:
-                view.zero_()
-            else:
-                torch.mul(grad, 1 / self._sender.world_size, out=view)
-        self._message[self._num_values :].copy_(self._is_used)
-        self._work = self._sender.start(self._message, self._num_values)
-
-    def _views(self, message: torch.Tensor) -> list[torch.Tensor]:
-        parts = message.detach()[: self._num_values].split([p.numel() for p in self._parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
-
-    def wait(self) -> None:
-        """Wait for the means; on CUDA the current stream waits.
-
-        Raises:
-            RuntimeError: if a rank has failed.
-        """
-        if self._work is not None:
-            work, self._work = self._work, None
-            work.wait()
-
-    def take(self) -> list[torch.Tensor | None]:
-        """Wait for the means, valid until the next ``start``; None where no rank has a gradient."""
-        self.wait()
-        if self._sender.world_size == 1:
-            grads, self._grads = self._grads, []
-            return grads
-        assert self._message is not None
-        views = self._views(self._message)
-        if all(self._has_grad):  # reading the flags would wait for the device
-            return [*views]
-        is_used = self._message[self._num_values :].tolist()
-        return [view if used else None for view, used in zip(views, is_used, strict=True)]
+    for tensor in tensors.values():
+        dist.broadcast(tensor.detach(), src=dist.get_global_rank(group, 0), group=group)
 
 
 class _Linear(torch.autograd.Function):
@@ -199,12 +108,12 @@ class _Linear(torch.autograd.Function):
         if ctx.owner.is_deferring:
             ctx.owner.note(ctx.layer, flat_grad, flat_inputs)
             return grad_inputs, None, None, None, None
-        grads = _weight_grads(flat_grad, flat_inputs, has_bias=ctx.needs_input_grad[2])
+        grads = _weight_grads(flat_grad, flat_inputs, ctx.needs_input_grad[2])
         return grad_inputs, *grads, None, None
 
 
 def _weight_grads(
-    grad: torch.Tensor, inputs: torch.Tensor, *, has_bias: bool
+    grad: torch.Tensor, inputs: torch.Tensor, has_bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the gradients of weight and bias with autograd's own products for ``F.linear``."""
     return grad.t().mm(inputs), grad.sum(0) if has_bias else None
@@ -217,10 +126,7 @@ def deferrable_layers(modules: Iterable[nn.Module]) -> list[nn.Linear]:
     ``forward``, and with trained parameters that no other module shares.
     """
     distinct = list(dict.fromkeys(modules))
-    holders: dict[int, int] = {}
-    for module in distinct:
-        for parameter in module._parameters.values():
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    holders = Counter(id(p) for module in distinct for p in module._parameters.values())
     return [
         module
         for module in distinct
@@ -247,10 +153,9 @@ class DeferredLinears:
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         self.is_deferring = False
         self._layers = list(layers)
-        # For each layer, one list per backward pass.
-        self._noted: dict[nn.Linear, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._pass = 0
-        self._last_pass: dict[nn.Linear, int] = {}
+        # By layer, its calls: the pass, the gradient (B, out) of the output, the input (B, in).
+        self._noted: dict[nn.Linear, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         for layer in self._layers:
             layer.forward = partial(self._forward, layer)  # type: ignore[method-assign]
 
@@ -262,15 +167,13 @@ class DeferredLinears:
             or not layer.weight.requires_grad
         ):
             return F.linear(inputs, layer.weight, layer.bias)
-        weight: torch.Tensor = layer.weight
-        bias: torch.Tensor | None = layer.bias
+        tensors: list[torch.Tensor | None] = [inputs, layer.weight, layer.bias]
         device = inputs.device.type
         if torch.is_autocast_enabled(device):
             # Autocast would cast inside the custom function, hidden from autograd.
             dtype = torch.get_autocast_dtype(device)
-            inputs, weight = inputs.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        out: torch.Tensor = _Linear.apply(inputs, weight, bias, layer, self)
+            tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+        out: torch.Tensor = _Linear.apply(*tensors, layer, self)
         return out
 
     @contextmanager
@@ -287,25 +190,16 @@ class DeferredLinears:
             self.is_deferring = False
 
     def note(self, layer: nn.Linear, grad: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Record the gradient (B, out) of a layer's output and its input (B, in)."""
-        passes = self._noted.setdefault(layer, [])
-        if not passes or self._last_pass[layer] != self._pass:
-            passes.append([])
-            self._last_pass[layer] = self._pass
-        passes[-1].append((grad, inputs))
-
-    def has_noted(self, layer: nn.Linear) -> bool:
-        return layer in self._noted
+        self._noted.setdefault(layer, []).append((self._pass, grad, inputs))
 
     @torch.no_grad()
     def compute(self, layer: nn.Linear) -> None:
         """Add the deferred gradients to the layer's parameters and release the inputs."""
-        for calls in self._noted.pop(layer, []):
+        for _, calls in groupby(self._noted.pop(layer, []), key=lambda call: call[0]):
             # Autograd adds up the calls of one pass before it adds to ``grad``.
             totals: list[torch.Tensor | None] = [None, None]
-            for grad, inputs in calls:
-                parts = _weight_grads(grad, inputs, has_bias=layer.bias is not None)
-                for index, raw in enumerate(parts):
+            for _, grad, inputs in calls:
+                for index, raw in enumerate(_weight_grads(grad, inputs, layer.bias is not None)):
                     part = None if raw is None else raw.to(layer.weight.dtype)
                     total = totals[index]
                     totals[index] = part if total is None or part is None else total.add_(part)
@@ -331,7 +225,7 @@ def _dense_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _inside_compiled(model: nn.Module) -> set[nn.Module]:
-    """Find the modules inside another's compiled forward, where hooks cannot run."""
+    """The modules inside another's compiled forward, where hooks cannot run."""
     return {
         inner
         for _, module in _dense_modules(model)
@@ -350,6 +244,11 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def count_dense_values(model: nn.Module) -> int:
+    """The number of trained values in the dense layers."""
+    return sum(parameter.numel() for parameter in dense_parameters(model).values())
+
+
 def _dense_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers of the dense modules, frozen ones too, each once.
 
@@ -363,61 +262,111 @@ def _dense_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for tensor, name in names.items()}
 
 
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module._parameters.values() if p is not None and p.requires_grad]
+
+
 def _parts(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """The first modules of the tree that have dense siblings, with all modules inside each."""
     node = model
     while True:
         children = [child for child in node.children() if dense_parameters(child)]
-        has_own = any(p is not None and p.requires_grad for p in node._parameters.values())
-        if has_own or len(children) != 1:
+        if _trained(node) or len(children) != 1:
             break
         node = children[0]
     parts = {child: [module for _, module in _dense_modules(child)] for child in children}
-    return {node: [node], **parts} if has_own else parts
+    return {node: [node], **parts} if _trained(node) else parts
 
 
-@dataclass(eq=False)
 class _Bucket:
-    """Parameters whose gradients are reduced together and that are updated together.
+    """Parameters whose gradients are averaged in one message and that are updated together.
 
-    Args:
-        layers: The layers of the parameters if their gradients are deferred; else empty.
-        arrived: Parameters whose gradient the step's last backward pass has completed.
-        noted: Settings of the optimizer's groups for the pending update; None without one.
-        taken: The mean gradients, once received and until the update.
+    The message holds the gradients / W, then a flag per parameter that says whether this rank has a
+    gradient: a gradient that no rank has stays None. With W > 1 it takes one copy of the gradients.
+    The parameters have one type and device; ``layers`` are theirs if gradients are deferred.
     """
 
-    parameters: list[nn.Parameter]
-    mean: GradMean
-    layers: list[nn.Linear]
-    arrived: set[nn.Parameter] = field(default_factory=set)
-    noted: list[dict[str, Any]] | None = None
-    taken: list[torch.Tensor | None] | None = None
+    def __init__(
+        self, parameters: list[nn.Parameter], layers: list[nn.Linear], sender: Sender
+    ) -> None:
+        self.parameters, self.layers, self._sender = parameters, layers, sender
+        # Those whose gradient the step's last backward pass has completed.
+        self.arrived: set[nn.Parameter] = set()
+        # Settings of the optimizer's groups for the pending update; None without one.
+        self.noted: list[dict[str, Any]] | None = None
+        # The mean gradients, once received and until the update.
+        self.taken: list[torch.Tensor | None] | None = None
+        self._grads: list[torch.Tensor | None] = []
+        self._has_grad: list[bool] = []
+        self._message: torch.Tensor | None = None
+        self._work: _Future | None = None
+
+    def start(self) -> None:
+        """Take the parameters' ``grad`` (None afterwards) and start averaging."""
+        grads = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self._sender.world_size == 1:
+            self._grads = grads
+            return
+        num_values = sum(parameter.numel() for parameter in self.parameters)
+        if self._message is None:
+            self._message = self.parameters[0].new_empty(num_values + len(grads))
+        for view, grad in zip(self._views(self._message), grads, strict=True):
+            if grad is None:
+                view.zero_()
+            else:
+                torch.mul(grad, 1 / self._sender.world_size, out=view)
+        self._has_grad = [grad is not None for grad in grads]
+        if all(self._has_grad):
+            self._message[num_values:].fill_(1)  # a copy to the device would make the host wait
+        else:
+            self._message[num_values:].copy_(torch.tensor(self._has_grad))
+        self._work = self._sender.start(self._message, num_values)
+
+    def _views(self, message: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [parameter.numel() for parameter in self.parameters]
+        parts = message.detach()[: sum(sizes)].split(sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Wait for the means, valid until the next ``start``; None where no rank has a gradient.
+
+        Raises:
+            RuntimeError: if a rank has failed.
+        """
+        if self._message is None:  # one rank
+            grads, self._grads = self._grads, []
+            return grads
+        if self._work is not None:
+            self._work.wait()  # on CUDA the current stream waits
+            self._work = None
+        views = self._views(self._message)
+        if all(self._has_grad):  # reading the flags would wait for the device
+            return [*views]
+        is_used = self._message[-len(views) :].tolist()
+        return [view if used else None for view, used in zip(views, is_used, strict=True)]
 
 
 def _make_buckets(
     parts: Mapping[nn.Module, Sequence[nn.Module]], layers: Sequence[nn.Linear], sender: Sender
 ) -> list[_Bucket]:
     """Make the buckets in the order of their messages; the first part owns shared parameters."""
-    layer_of = {p: layer for layer in layers for p in layer._parameters.values() if p is not None}
+    layer_of = {parameter: layer for layer in layers for parameter in _trained(layer)}
     grouped: dict[Any, dict[nn.Parameter, None]] = {}
     seen: set[nn.Parameter] = set()
     for number, inside in enumerate(parts.values()):
-        for module in inside:
-            for parameter in module._parameters.values():
-                if parameter is None or not parameter.requires_grad or parameter in seen:
-                    continue
-                seen.add(parameter)
+        for parameter in dict.fromkeys(p for module in inside for p in _trained(module)):
+            if parameter not in seen:
                 key = (parameter in layer_of, number, parameter.dtype, parameter.device)
                 grouped.setdefault(key, {})[parameter] = None
-    direct: list[_Bucket] = []
-    deferred: list[_Bucket] = []
-    for (is_deferred, *_), members in grouped.items():
-        parameters = list(members)
-        own = dict.fromkeys(layer_of[p] for p in parameters) if is_deferred else {}
-        bucket = _Bucket(parameters, GradMean(parameters, sender), list(own))
-        (deferred if is_deferred else direct).append(bucket)
-    return direct[::-1] + deferred
+        seen.update(p for module in inside for p in _trained(module))
+    buckets = [
+        _Bucket([*own], [*dict.fromkeys(layer_of[p] for p in own if p in layer_of)], sender)
+        for own in grouped.values()
+    ]
+    direct = [bucket for bucket in buckets if not bucket.layers]
+    return direct[::-1] + [bucket for bucket in buckets if bucket.layers]
 
 
 class DenseSync:
@@ -463,29 +412,22 @@ class DenseSync:
         self._max_norm = max_norm
         self._names = {parameter: name for name, parameter in named.items()}
         self._sender = Sender(group, wire_type)
-        held = _dense_tensors(model)
-        self._sender.agree_on({n: (*t.shape, t.requires_grad) for n, t in held.items()})
-        self._sender.copy_from_first(list(held.values()))
-        parts = _parts(model)
-        compiled = _inside_compiled(model)
-        layers = [
-            layer
-            for layer in deferrable_layers(module for _, module in _dense_modules(model))
-            if layer not in compiled
-        ]
+        _share_first(_dense_tensors(model), group)
+        parts, compiled = _parts(model), _inside_compiled(model)
+        modules = [module for _, module in _dense_modules(model)]
+        layers = [layer for layer in deferrable_layers(modules) if layer not in compiled]
         self._buckets = _make_buckets(parts, layers, self._sender)
-        self._num_direct = sum(not bucket.layers for bucket in self._buckets)
+        self._direct = [bucket for bucket in self._buckets if not bucket.layers]
         self._num_started = 0
         self._is_last = False
-        self._is_backward_done = False
         self._is_new_step = True
         self._deferred = DeferredLinears(layers)
         self._hooks: list[Any] = []
         self._watch_forward(parts, compiled)
-        for bucket in self._buckets[: self._num_direct]:
+        for bucket in self._direct:
             for parameter in bucket.parameters:
-                hook = parameter.register_post_accumulate_grad_hook(self._arrival(bucket))
-                self._hooks.append(hook)
+                arrival = partial(self._note_arrival, bucket)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrival))
 
     def _watch_forward(
         self, parts: Mapping[nn.Module, Sequence[nn.Module]], compiled: set[nn.Module]
@@ -495,70 +437,50 @@ class DenseSync:
         used_by: dict[nn.Module, dict[_Bucket, None]] = {}
         for part, inside in parts.items():
             for module in inside:
-                own = {bucket_of[p]: None for p in module._parameters.values() if p in bucket_of}
+                own = dict.fromkeys(bucket_of[p] for p in _trained(module))
                 for holder in (part, module):
                     used_by.setdefault(holder, {}).update(own)
         for module, buckets in used_by.items():
             if buckets:
-                before = self._before_use(list(buckets))
+                before = partial(self._apply_pending, list(buckets))
                 if module not in compiled:
                     self._hooks.append(module.register_forward_pre_hook(before))
                 self._hooks.append(module.register_state_dict_pre_hook(before))
 
-    def _before_use(self, buckets: list[_Bucket]) -> Callable[..., None]:
-        def apply_pending(*_: Any) -> None:
-            for bucket in buckets:
-                if bucket.noted is not None:
-                    self._update(bucket)
-
-        return apply_pending
+    def _apply_pending(self, buckets: list[_Bucket], *_: Any) -> None:
+        for bucket in buckets:
+            if bucket.noted is not None:
+                self._update(bucket)
 
     @contextmanager
-    def backward(self, is_last: bool = True, defer: bool = True) -> Iterator[None]:
-        """Wrap one backward pass of the step.
-
-        Args:
-            is_last: Whether it is the step's last pass; gradients of earlier ones add up locally.
-            defer: Whether to defer weight gradients; else this pass computes them.
-        """
+    def backward(self, is_last: bool = True) -> Iterator[None]:
+        """Wrap one backward pass of the step; gradients of passes before the last add up."""
         if self._is_new_step:
             for parameter in self._names:
                 parameter.grad = None
         self._is_new_step, self._is_last = False, is_last
-        with self._deferred.deferring() if defer else nullcontext():
+        with self._deferred.deferring():
             yield
-        self._is_last, self._is_backward_done = False, is_last
+        self._is_last = False
 
-    def _arrival(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
-        def note(parameter: torch.Tensor) -> None:
-            if not self._is_last:
-                return
-            assert isinstance(parameter, nn.Parameter)
-            if parameter in bucket.arrived:
-                raise RuntimeError(
-                    f"dense parameter {self._names[parameter]}: expected one gradient in a "
-                    "backward pass, got a second. Do not nest backward passes (re-entrant "
-                    "checkpointing) or make two of them inside one dense.backward()."
-                )
-            bucket.arrived.add(parameter)
-            while self._num_started < self._num_direct and len(
-                (upcoming := self._buckets[self._num_started]).arrived
-            ) == len(upcoming.parameters):
-                self._start(upcoming)
-
-        return note
+    def _note_arrival(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
+        if not self._is_last:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        if parameter in bucket.arrived:
+            raise RuntimeError(
+                f"dense parameter {self._names[parameter]}: expected one gradient in a "
+                "backward pass, got a second. Do not nest backward passes (re-entrant "
+                "checkpointing) or make two of them inside one dense.backward()."
+            )
+        bucket.arrived.add(parameter)
+        for upcoming in self._direct[self._num_started :]:
+            if len(upcoming.arrived) < len(upcoming.parameters):
+                break
+            self._start(upcoming)
 
     def finish_backward(self) -> None:
-        """Compute the deferred weight gradients and start the remaining reductions.
-
-        Raises:
-            RuntimeError: if no last backward pass has been made.
-        """
-        if not self._is_backward_done:
-            raise RuntimeError(
-                "dense layers finish_backward: expected a last backward pass in this step, got "
-                "none. Call it after `with dense.backward(is_last=True)`."
-            )
+        """After the last pass: compute deferred gradients and start the remaining reductions."""
         for bucket in self._buckets[self._num_started :]:
             for layer in bucket.layers:
                 self._deferred.compute(layer)
@@ -576,26 +498,16 @@ class DenseSync:
                     "the module, or the part of the model it is in."
                 )
             self._update(bucket)
-        bucket.mean.start()
+        bucket.start()
         self._num_started += 1
 
     def step(self) -> None:
-        """Schedule the update with the current settings of the optimizer's groups.
-
-        Raises:
-            RuntimeError: if ``finish_backward`` has not been called.
-        """
-        if self._num_started != len(self._buckets) or not self._is_backward_done:
-            raise RuntimeError(
-                f"dense layers step: expected {len(self._buckets)} buckets of gradients started, "
-                f"got {self._num_started}. Call finish_backward() first."
-            )
+        """Schedule the update with the current settings of the optimizer's groups."""
         noted = _settings(self._optimizer)
         for bucket in self._buckets:
             bucket.noted = noted
             bucket.arrived.clear()
-        self._num_started = 0
-        self._is_backward_done, self._is_new_step = False, True
+        self._num_started, self._is_new_step = 0, True
 
     # An evaluation may trigger the update, and the optimizer state made here outlives it.
     @torch.inference_mode(False)
@@ -606,7 +518,7 @@ class DenseSync:
         if bucket.taken is None:
             # The joint norm needs all gradients of the step.
             for one in self._buckets if self._max_norm is not None else [bucket]:
-                one.taken = one.mean.take()
+                one.taken = one.take()
             mark("grads_exchange")
             if self._max_norm is not None:
                 with self._only_grads_of(self._buckets):
@@ -635,14 +547,7 @@ class DenseSync:
 
     def flush(self) -> None:
         """Apply all pending updates, before weights or optimizer state are read or written."""
-        for bucket in self._buckets:
-            if bucket.noted is not None:
-                self._update(bucket)
-
-    def drain(self) -> None:
-        """Wait for all started reductions without updating."""
-        for bucket in self._buckets:
-            bucket.mean.wait()
+        self._apply_pending(self._buckets)
 
     def close(self) -> None:
         """Restore the model without waiting; pending updates are dropped."""
@@ -655,14 +560,8 @@ class DenseSync:
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Copy the settings of the optimizer's groups, such as learning rates."""
-    return [
-        {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    return [copy.deepcopy(group) for group in groups]
 
 
 def _set(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
@@ -685,14 +584,12 @@ def _check_optimizer(named: Mapping[str, nn.Parameter], optimizer: torch.optim.O
 
 def _check_modules(model: nn.Module) -> None:
     for path, module in _dense_modules(model):
-        if getattr(module, "track_running_stats", False):
-            raise ValueError(
-                f"dense layer {path}: expected no running statistics, which differ between ranks, "
-                f"got {type(module).__name__}. Use a layer without, such as LayerNorm."
-            )
-        is_sparse = getattr(module, "sparse", False)
-        if is_sparse and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise ValueError(
-                f"dense layer {path}: expected dense gradients, got an embedding with sparse=True. "
-                "Shard the table, or set sparse=False."
-            )
+        for name, expected in (
+            ("track_running_stats", "no running statistics, which differ between ranks"),
+            ("sparse", "dense gradients"),
+        ):
+            if getattr(module, name, False):
+                raise ValueError(
+                    f"dense layer {path}: expected {expected}, got {type(module).__name__} with "
+                    f"{name}=True. Set {name}=False, or use another layer."
+                )

@@ -60,9 +60,9 @@ def measure_quality(logits: Floats, labels: Floats) -> Quality:
             f"{logits.size} not finite. The model has diverged; lower the learning rate."
         )
     is_click = labels == 1
-    if not np.all(is_click | (labels == 0)):
-        wrong = labels[~(is_click | (labels == 0))][0]
-        raise ValueError(f"evaluation: expected labels 0 or 1, got {wrong}.")
+    wrong = labels[~is_click & (labels != 0)]
+    if wrong.size:
+        raise ValueError(f"evaluation: expected labels 0 or 1, got {wrong[0]}.")
     log_loss = measure_log_loss(logits, labels)
     rate = float(is_click.mean())
     has_both = 0.0 < rate < 1.0
@@ -84,11 +84,8 @@ def measure_log_loss(logits: Floats, labels: Floats) -> float:
 def measure_auc(scores: Floats, is_click: npt.NDArray[np.bool_]) -> float:
     """Area under the ROC curve by rank statistic, exact, ties counted half. O(S log S).
 
-    (pairs with click above non-click + half of the tied pairs) / pairs, in whole numbers.
-
-    Args:
-        scores: (S,), any order-preserving score.
-        is_click: bool (S,), with at least one of each.
+    Scores (S,), clicks bool (S,) with at least one of each. It is (pairs with click above non-click
+    + half of the tied pairs) / pairs, in whole numbers.
     """
     order = np.argsort(scores)
     ranked = scores[order]
@@ -136,7 +133,11 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
 
 def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Start the loader; ranks with unequal numbers of batches would wait for one another."""
-    nums = all_gather_object(_count(batches))
+    try:
+        num = len(batches) if isinstance(batches, Sized) else None
+    except TypeError:  # a DataLoader over a stream has a length by type only
+        num = None
+    nums = all_gather_object(num)
     if len(set(nums)) > 1:
         raise ValueError(
             f"evaluation: expected as many batches on every rank, got {nums}. "
@@ -144,13 +145,6 @@ def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
         )
     with sigterm_held_back():
         return iter(batches)
-
-
-def _count(batches: Iterable[Batch]) -> int | None:
-    try:
-        return len(batches) if isinstance(batches, Sized) else None
-    except TypeError:  # a DataLoader over a stream has a length by type only
-        return None
 
 
 def _predict(pipeline: Pipeline, iterator: Iterator[Batch], step: int | None) -> torch.Tensor:
@@ -182,14 +176,6 @@ def _gather_on_first(predictions: torch.Tensor) -> np.ndarray | None:
     """All ranks' predictions on rank 0, None elsewhere."""
     if world_size() == 1:
         return predictions.numpy()
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    sizes = all_gather_object(len(predictions))
-    padded = torch.zeros(max(sizes), 2, device=device)
-    padded[: len(predictions)] = predictions.to(device)
-    parts = [torch.empty_like(padded) for _ in sizes] if rank() == 0 else None
-    dist.gather(padded, parts, dst=0)
-    if parts is None:
-        return None
-    return np.concatenate(
-        [part[:size].cpu().numpy() for part, size in zip(parts, sizes, strict=True)]
-    )
+    parts: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(predictions.numpy(), parts, dst=0)
+    return None if parts is None else np.concatenate(parts)

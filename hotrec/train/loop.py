@@ -7,9 +7,8 @@ weights, loader position and step agree. After an exception no rank starts anoth
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from hotrec.data.batch import Batch
 from hotrec.runtime import watchdog
 from hotrec.runtime.ranks import Ranks, same_verdict
-from hotrec.runtime.traffic import BatchFacts, count_dense_values
+from hotrec.runtime.traffic import BatchFacts
 from hotrec.train.alternate import Alternation
 from hotrec.train.checkpoint import (
     Checkpoints,
@@ -33,17 +32,15 @@ from hotrec.train.checkpoint import (
     restore_random_state,
     save_checkpoint,
 )
+from hotrec.train.dense_sync import count_dense_values
 from hotrec.train.evaluate import evaluate
-from hotrec.train.peak_memory import Tables
+from hotrec.train.measured import FIRST_COMPARED_STEP, StageTimes, Tables
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
 from hotrec.train.run_log import RunLog, SegmentBatches
 from hotrec.train.schedule import Cadence, segments, set_learning_rates
-from hotrec.train.stage_times import FIRST_COMPARED_STEP
 from hotrec.train.step_log import Records
 from hotrec.train.trace import Tracer, TraceWindow
 from hotrec.train.watch import TrafficMeter, sigterm_held_back, stop_on_sigterm
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,9 +99,7 @@ def train(
         num_steps: The number of updates of the whole run.
         cadence: How often to evaluate, save, log and check.
         lr_factor: Maps an update number, from 1, to a factor; for example a ``Schedule``.
-        pipeline_kind: See ``make_pipeline``.
-        look_ahead: Settings of the look-ahead pipeline; None for others.
-        grad_clip_norm: See ``make_pipeline``.
+        pipeline_kind, look_ahead, grad_clip_norm: See ``make_pipeline``.
         eval_batches: Loaders by split, started anew for each evaluation. The first split is
             evaluated at the cadence, all at the end; the summary reports the last split.
         checkpoints: Where to save and what to resume from; None for neither.
@@ -115,8 +110,7 @@ def train(
         run_dir: Where rank 0 writes its records; None writes nothing.
         inspect_batch: Counts a batch's rows for the traffic bound and the hot-lookup fraction.
         description: Entries to add to summary.json (name, placement, model, batch_size, ...).
-        prediction: "step_s", "stage_s" by stage, "total_sent_bytes" and "memory" by rank, which the
-            summary compares with the measurements.
+        prediction: Figures to compare with the measurements, see ``measured.compare``.
         first_compared_step: The first step of that comparison, counted from this start.
         alternation: Receives the evaluations at the cadence; saved with the loader.
         trace: The steps to record with torch.profiler; None records nothing.
@@ -127,7 +121,7 @@ def train(
         ValueError: if nothing is left to train; ArtifactError if the checkpoint does not fit.
         RuntimeError: if a loss is not finite, the data ends early, or a module is not pipelined.
     """
-    with _logged_with_rank(ranks), stop_on_sigterm() as stop_request:
+    with stop_on_sigterm() as stop_request:
         splits = eval_batches or {}
         _start_workers(splits)
         start, train_batches = _start(model, optimizer, train_loader, num_steps, checkpoints)
@@ -136,24 +130,25 @@ def train(
         pipeline = make_pipeline(
             pipeline_kind, model, optimizer, ranks.device, look_ahead, grad_clip_norm
         )
-        traffic = TrafficMeter(ranks.world_size, count_dense_values(model), inspect_batch)
-        with (
-            closing(pipeline),
-            _unfrozen_at_end(),
-            RunLog(run_dir if ranks.is_first else None, start_step=start.step) as run_log,
-            _progress_bar(ranks, start.step, num_steps) as bar,
-            Tracer(trace, ranks, start_step=start.step, num_steps=num_steps) as tracer,
-        ):
+        with closing(pipeline), ExitStack() as stack:
+            stack.callback(gc.unfreeze)
+            run_log = RunLog(run_dir if ranks.is_first else None, start_step=start.step)
+            # On standard error of rank 0, if that is a terminal.
+            disable = None if ranks.is_first else True
+            bar = tqdm(
+                total=num_steps, initial=start.step, desc="train", unit="step", disable=disable
+            )
+            tracer = Tracer(trace, ranks, start_step=start.step, num_steps=num_steps)
             records = Records(
-                run_log,
-                bar,
-                traffic,
+                start,
+                stack.enter_context(run_log),
+                stack.enter_context(bar),
+                TrafficMeter(ranks.world_size, count_dense_values(model), inspect_batch),
+                StageTimes(ranks.device, start.step + first_compared_step),
+                stack.enter_context(tracer),
+                pipeline,
                 ranks,
                 cadence,
-                start,
-                first_compared_step,
-                tracer,
-                pipeline.drain,
                 count_tables,
                 count_caches,
             )
@@ -173,12 +168,15 @@ def train(
                         loss, _, _ = pipeline.progress(batches)  # forward, backward, update
                     records.add_loss(step, loss)
                     if is_first:
-                        _freeze_garbage()
+                        # These are the model, the optimizer and the libraries: half a million
+                        # objects that a collection would visit on one rank while others wait.
+                        gc.collect()
+                        gc.freeze()
                     if check_replicas is not None and cadence.is_replica_check(step, num_steps):
                         check_replicas()
                     if records.must_check(step, batches):
                         watchdog.enter(watchdog.MAIN, watchdog.CHECK_UP, step)
-                        records.check_up(step, lr=lr, must_stop=stop_request.is_set)
+                        records.check_up(step, lr=lr, must_stop=stop_request.is_set())
                         if records.must_stop:
                             batches.cut()  # the pipeline still computes the batches it holds
                 pipeline.drain()
@@ -216,9 +214,9 @@ def _start(
     checkpoints: Checkpoints | None,
 ) -> tuple[Position, Iterator[Batch]]:
     """Load the checkpoint to resume from, if any, and start the loader at its position."""
-    resume_from = checkpoints.resume_from if checkpoints else None
-    position = Position(step=0, num_samples=0)
-    if checkpoints is not None and resume_from is not None:
+    position, resume_from = Position(step=0, num_samples=0), None
+    if checkpoints is not None and checkpoints.resume_from is not None:
+        resume_from = checkpoints.resume_from
         position = load_checkpoint(
             resume_from,
             model=model,
@@ -261,36 +259,3 @@ def _evaluate_first(
         records.add_quality(split, quality)
         if alternation is not None:
             alternation.add_quality(records.position.step, quality)
-
-
-@contextmanager
-def _logged_with_rank(ranks: Ranks) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        logger.exception("[rank %d] training failed", ranks.rank)
-        raise
-
-
-@contextmanager
-def _unfrozen_at_end() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _freeze_garbage() -> None:
-    """Exclude live objects from garbage collection, until ``_unfrozen_at_end``.
-
-    After the first step these are the model, the optimizer and the libraries: half a million
-    objects that every full collection would visit, on one rank while the others wait.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-def _progress_bar(ranks: Ranks, start_step: int, num_steps: int) -> tqdm:
-    """A progress bar on standard error of rank 0, if that is a terminal."""
-    disable = None if ranks.is_first else True
-    return tqdm(total=num_steps, initial=start_step, desc="train", unit="step", disable=disable)

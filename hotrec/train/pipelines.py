@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +78,13 @@ class Pipeline(ABC):
     def close(self) -> None:
         """Stop the pipeline's threads, if any, and restore the model's forward."""
 
+    def _check_drained(self, held: Sized, why: str = "") -> None:
+        if held:
+            raise RuntimeError(
+                f"pipeline {self.kind}: expected it drained{why}, got {len(held)} batches in it. "
+                "Progress until the iterator's last batch is computed."
+            )
+
     def _no_batch(self) -> RuntimeError:
         # An escaping StopIteration would silently end a loop of the caller.
         return RuntimeError(
@@ -90,18 +97,10 @@ class MarkedOptimizer:
     """An optimizer for TorchRec's pipelines that marks stages and clips gradients.
 
     Step hooks cannot do this, since KeyedOptimizer never calls them.
-
-    Args:
-        optimizer: The optimizer to call.
-        clipped: Parameters whose joint gradient norm is clipped before each step.
-        max_norm: The largest joint norm; None disables clipping.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        clipped: Sequence[nn.Parameter] = (),
-        max_norm: float | None = None,
+        self, optimizer: torch.optim.Optimizer, clipped: list[nn.Parameter], max_norm: float | None
     ) -> None:
         self._optimizer = optimizer
         self._clipped, self._max_norm = clipped, max_norm
@@ -123,10 +122,9 @@ def mark_lookups(model: nn.Module) -> None:
     """Mark the lookups of TorchRec's sharded ``EmbeddingBagCollection`` modules, once per model.
 
     In backward, sharded lookups update their rows once the gradients have arrived. Data-parallel
-    tables count as lookup in both directions.
+    tables count as lookup in both directions. hotrec's sharded modules mark themselves.
     """
     for module in model.modules():
-        # hotrec's sharded modules mark themselves.
         if type(module) is ShardedEmbeddingBagCollection:
             lookups: Any = module._lookups
             for lookup in lookups:
@@ -134,12 +132,11 @@ def mark_lookups(model: nn.Module) -> None:
 
 
 def _mark_lookup(lookup: nn.Module) -> None:
-    is_replicated = isinstance(lookup, DistributedDataParallel)
+    stage = "row_lookup" if isinstance(lookup, DistributedDataParallel) else "row_update"
     points: list[torch.Tensor | None] = []
 
     def before(_: nn.Module, inputs: Any) -> None:
         mark("ids_exchange")
-        stage = "row_lookup" if is_replicated else "row_update"
         points.append(backward_point(stage, inputs[0].values()))
 
     def after(_: nn.Module, inputs: Any, pooled: torch.Tensor) -> torch.Tensor:
@@ -148,6 +145,13 @@ def _mark_lookup(lookup: nn.Module) -> None:
 
     lookup.register_forward_pre_hook(before)
     lookup.register_forward_hook(after)
+
+
+TORCHREC_PIPELINES: dict[str, Any] = {
+    "sparse_dist": TrainPipelineSparseDist,
+    "base": TrainPipelineBase,
+    "prefetch": PrefetchTrainPipelineSparseDist,
+}
 
 
 class TorchRecPipeline(Pipeline):
@@ -161,37 +165,28 @@ class TorchRecPipeline(Pipeline):
         device: torch.device,
         grad_clip_norm: float | None = None,
     ) -> None:
-        super().__init__(kind, model, device)
-        self._is_checked = False
-        self._pipeline: TrainPipelineBase[Batch, Output] | TrainPipelineSparseDist[Batch, Output]
-        clipped = list(dense_parameters(model).values()) if grad_clip_norm is not None else []
-        marked: Any = MarkedOptimizer(optimizer, clipped, grad_clip_norm)
         if kind == "prefetch" and device.type == "cpu":
             raise ValueError(
                 "pipeline prefetch: expected a CUDA device, whose caches it fills, got cpu. Use "
                 "pipeline=sparse_dist."
             )
-        if kind == "sparse_dist":
-            self._pipeline = TrainPipelineSparseDist(model, marked, device)
-        elif kind == "prefetch":
-            self._pipeline = PrefetchTrainPipelineSparseDist(model, marked, device)
-        else:
-            self._pipeline = TrainPipelineBase(model, marked, device)
+        super().__init__(kind, model, device)
+        self._is_checked = kind == "base"
+        clipped = list(dense_parameters(model).values())
+        marked: Any = MarkedOptimizer(optimizer, clipped, grad_clip_norm)
+        self._pipeline: Any = TORCHREC_PIPELINES[kind](model, marked, device)
         mark_lookups(model)
 
     def start(self) -> None:
         if isinstance(self._pipeline, TrainPipelineBase):
             # Without a reset it ignores new iterators after the end of one.
             self._pipeline.reset()
-        elif self._pipeline.batches:
-            raise RuntimeError(
-                f"pipeline {self.kind}: expected it drained, got {len(self._pipeline.batches)} "
-                "batches in it. Progress until the iterator's last batch is computed."
-            )
+        else:
+            self._check_drained(self._pipeline.batches)
 
     def progress(self, batches: Iterator[Batch]) -> Output:
         try:
-            output = self._pipeline.progress(batches)
+            output: Output = self._pipeline.progress(batches)
         except StopIteration:
             raise self._no_batch() from None
         if not self._is_checked:
@@ -202,12 +197,9 @@ class TorchRecPipeline(Pipeline):
     def drain(self) -> None:
         """Do nothing: TorchRec's pipelines have no thread."""
 
-    def close(self) -> None:
-        """Do nothing: TorchRec's pipelines have no thread."""
+    close = drain
 
     def _check_all_pipelined(self) -> None:
-        if self.kind == "base":
-            return
         # TorchRec has no public attribute for this.
         pipelined = {id(module) for module in self._pipeline._pipelined_modules}
         sharded: dict[str, nn.Module] = {}
@@ -242,10 +234,6 @@ class LookAhead:
 class LookAheadPipeline(Pipeline):
     """Prefetches rows of future batches and updates dense layers late; see ``make_pipeline``.
 
-    Args:
-        model: A model sharded without DDP around its dense layers.
-        optimizer: The optimizer from ``hotrec.embedding.make_optimizer``.
-
     Raises:
         ValueError: if DDP wraps the dense layers, or the optimizer has other parts.
     """
@@ -277,21 +265,14 @@ class LookAheadPipeline(Pipeline):
         self._was_training: bool | None = None
 
     def start(self) -> None:
-        if self._held:
-            raise RuntimeError(
-                f"pipeline look_ahead: expected it drained, got {len(self._held)} batches in it. "
-                "Progress until the iterator's last batch is computed."
-            )
+        self._check_drained(self._held)
         self.drain()
         self._has_ended = False
 
     def progress(self, batches: Iterator[Batch]) -> Output:
         is_training = self.model.training
-        if self._held and is_training is not self._was_training:
-            raise RuntimeError(
-                "pipeline look_ahead: expected it drained between training and evaluation, got "
-                f"{len(self._held)} batches in it."
-            )
+        if is_training is not self._was_training:
+            self._check_drained(self._held, " between training and evaluation")
         self._was_training = is_training
         self._fill(batches, is_training)
         if not self._held:
@@ -317,10 +298,8 @@ class LookAheadPipeline(Pipeline):
             self._held.append(batch)
 
     def _train(self, batch: Batch) -> Output:
-        outputs = []
         parts = self._rows.parts(split=self._micro_batches)
-        for part in parts:
-            outputs.append(self._compute(batch, part))
+        outputs = [self._compute(batch, part) for part in parts]
         self._rows.end_backward()
         self._dense.finish_backward()
         self._rows.wait_for_hot_gradients()
@@ -333,9 +312,8 @@ class LookAheadPipeline(Pipeline):
 
     def _compute(self, batch: Batch, part: Part) -> Output:
         self._rows.wait_for_rows(part)
-        some = _select(batch, part)
         with named_range("forward"):
-            loss, output = self.model(some)
+            loss, output = self.model(_select(batch, part))
         mark("dense")
         if self.model.training:
             with named_range("backward"), self._dense.backward(is_last=part.is_last):
@@ -354,18 +332,12 @@ class LookAheadPipeline(Pipeline):
 
 
 def _parts_of(optimizer: torch.optim.Optimizer) -> dict[str, KeyedOptimizer]:
-    if not isinstance(optimizer, CombinedOptimizer):
+    parts = dict(optimizer.optimizers) if isinstance(optimizer, CombinedOptimizer) else {}
+    if "dense" not in parts or not parts.keys() <= {"fused", "hot", "dense"}:
         raise ValueError(
-            f"pipeline look_ahead optimizer: expected a CombinedOptimizer of the parts fused, hot "
-            f"and dense, got {type(optimizer).__name__}. Make it with "
-            "hotrec.embedding.make_optimizer."
-        )
-    parts = dict(optimizer.optimizers)
-    unknown = sorted(set(parts) - {"fused", "hot", "dense"})
-    if unknown or "dense" not in parts:
-        raise ValueError(
-            f"pipeline look_ahead optimizer: expected the parts fused, hot and dense, got "
-            f"{sorted(parts)}. Use pipeline=sparse_dist."
+            "pipeline look_ahead optimizer: expected the parts fused, hot and dense, got "
+            f"{sorted(parts) or type(optimizer).__name__}. Make it with "
+            "hotrec.embedding.make_optimizer, or use pipeline=sparse_dist."
         )
     return parts
 
@@ -396,11 +368,6 @@ def _joined(outputs: Sequence[Output], samples: Sequence[torch.Tensor | None]) -
     )
 
 
-__all__ = ["PIPELINES", "LookAhead", "Output", "Pipeline", "make_pipeline"]
-
-PIPELINES = ("look_ahead", "sparse_dist", "base", "prefetch")
-
-
 def make_pipeline(
     kind: str,
     model: nn.Module,
@@ -422,8 +389,9 @@ def make_pipeline(
     Raises:
         ValueError: if the kind is unknown, or does not fit the model.
     """
-    if kind not in PIPELINES:
-        raise ValueError(f"pipeline: expected one of {PIPELINES}, got {kind!r}.")
+    kinds = ("look_ahead", *TORCHREC_PIPELINES)
+    if kind not in kinds:
+        raise ValueError(f"pipeline: expected one of {kinds}, got {kind!r}.")
     if kind != "look_ahead":
         return TorchRecPipeline(kind, model, optimizer, device, grad_clip_norm)
     if look_ahead is None:

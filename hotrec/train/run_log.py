@@ -7,7 +7,6 @@ import os
 import time
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +46,14 @@ class RunLog:
         if self._board is not None:
             self._board.close()
 
-    def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl; its numbers go to TensorBoard under train/."""
-        self._append("metrics.jsonl", line, prefix="train")
-
-    def write_eval(self, line: Mapping[str, Any]) -> None:
-        """Append a line to eval.jsonl; its numbers go to TensorBoard under the split's name."""
-        self._append("eval.jsonl", line, prefix=str(line["split"]))
-
     def write_summary(self, document: Mapping[str, Any]) -> None:
         """Replace summary.json atomically."""
         if self._run_dir is not None:
             text = json.dumps(document, indent=2, allow_nan=False) + "\n"
             replace_text(self._run_dir / "summary.json", text)
 
-    def _append(self, name: str, line: Mapping[str, Any], *, prefix: str) -> None:
+    def append(self, name: str, prefix: str, line: Mapping[str, Any]) -> None:
+        """Append a line to a file; its numbers go to TensorBoard under ``prefix``/."""
         if self._run_dir is None:
             return
         with (self._run_dir / name).open("a") as file:
@@ -105,8 +97,8 @@ def _drop_later_lines(path: Path, last_step: int) -> None:
 class SegmentBatches(Iterator[Batch]):
     """The batches of one segment, and the time spent waiting for them.
 
-    It ends with the segment, so that the pipeline drains, or earlier after ``cut``: the pipeline
-    then computes the batches that it holds, where the loader's position is too.
+    It ends with the segment, or earlier after ``cut``: the pipeline then computes the batches that
+    it holds, so that the loader's position is that of the weights.
     """
 
     def __init__(self, source: Iterator[Batch], segment: Segment) -> None:
@@ -145,15 +137,6 @@ class SegmentBatches(Iterator[Batch]):
         return self._num_samples[step - self.first_step]
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Throughput and step times; None where no step was measured."""
-
-    samples_per_s: float | None
-    step_p50_s: float | None
-    step_p90_s: float | None
-
-
 class Meter:
     """Measures the steps of this process."""
 
@@ -170,15 +153,9 @@ class Meter:
         self._last = time.perf_counter()
 
     def end_step(self, *, num_samples: int, wait_s: float, is_slowed: bool = False) -> float:
-        """Measure the time since the last step.
+        """Measure the time since the last step, in seconds, and return it.
 
-        Args:
-            num_samples: The number of samples of this step over all ranks.
-            wait_s: The part of the time spent waiting for the loader.
-            is_slowed: Whether to exclude the step from all rates.
-
-        Returns:
-            The time since the last step in seconds.
+        ``wait_s`` of it was spent waiting for the loader. A step ``is_slowed`` is in no rate.
         """
         now = time.perf_counter()
         step_s, self._last = now - self._last, now
@@ -190,24 +167,21 @@ class Meter:
             self._wait_s += wait_s
         return step_s
 
-    def end_interval(self) -> Rates:
-        """The rates of the steps since the last call."""
+    def end_interval(self) -> dict[str, float | None]:
+        """Throughput and step times since the last call; None where no step was measured."""
         start, self._interval_start = self._interval_start, len(self._step_s)
         return _rates(self._step_s[start:], self._samples[start:])
 
-    def total(self) -> Rates:
-        """The rates of all measured steps."""
-        return _rates(self._step_s, self._samples)
-
-    @property
-    def data_wait_frac(self) -> float | None:
-        """The fraction of all measured steps' time that this rank waited for its loader."""
+    def total(self) -> dict[str, float | None]:
+        """Those of all measured steps, and the fraction of it that this rank waited for data."""
         total_s = sum(self._step_s)
-        return self._wait_s / total_s if total_s else None
+        rates = _rates(self._step_s, self._samples)
+        return {**rates, "data_wait_frac": self._wait_s / total_s if total_s else None}
 
 
-def _rates(step_s: array[float], samples: array[int]) -> Rates:
+def _rates(step_s: array[float], samples: array[int]) -> dict[str, float | None]:
     if not step_s:
-        return Rates(None, None, None)
+        return dict.fromkeys(("samples_per_s", "step_p50_s", "step_p90_s"))
     p50, p90 = np.percentile(np.asarray(step_s), [50, 90])
-    return Rates(sum(samples) / sum(step_s), float(p50), float(p90))
+    rate = sum(samples) / sum(step_s)
+    return {"samples_per_s": rate, "step_p50_s": float(p50), "step_p90_s": float(p90)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-DECAYS = ("constant", "linear", "cosine", "polynomial")
+from hotrec.config.groups import Decay, ScheduleConfig
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,6 @@ class Cadence:
         check_every: looks at losses and SIGTERM, one small all-reduce each.
         check_replicas_every: comparisons of the replicas of all ranks, where there are any.
         warmup_steps: steps at the start of the process that are in no rate.
-
-    Raises:
-        ValueError: if a number is out of range.
     """
 
     eval_every: int = 0
@@ -36,14 +33,6 @@ class Cadence:
     check_every: int = 10
     check_replicas_every: int = 1000
     warmup_steps: int = 10
-
-    def __post_init__(self) -> None:
-        least = {"log_every": 1, "check_every": 1}
-        for name, value in vars(self).items():
-            if value < least.get(name, 0):
-                raise ValueError(
-                    f"trainer {name}: expected {least.get(name, 0)} or more, got {value}."
-                )
 
     def is_replica_check(self, step: int, num_steps: int) -> bool:
         """Whether replicas are compared after ``step``: every so often, and after the last."""
@@ -74,8 +63,8 @@ def segments(start_step: int, num_steps: int, cadence: Cadence) -> Iterator[Segm
     """Cut the updates ``start_step + 1 .. num_steps`` where the pipeline has to be drained.
 
     The pipeline holds batches ahead of the update, so weights and loader position agree only at
-    the end of a segment. Every multiple of ``eval_every`` or ``save_every`` ends one (0: never).
-    The last step saves in any case; it does not evaluate, since the end of the run does.
+    the end of a segment. The last step saves in any case; it does not evaluate, since the end of
+    the run does.
     """
     eval_every, save_every = cadence.eval_every, cadence.save_every
     step = start_step
@@ -110,45 +99,25 @@ def count_steps(steps_per_epoch: int, *, epochs: int, max_steps: int | None = No
     return num_steps
 
 
-@dataclass(frozen=True)
-class Schedule:
+@dataclass
+class Schedule(ScheduleConfig):
     """Linear warm-up, a plateau, then a decay, as a factor on each part's own learning rate.
 
-    With f the ``end_factor`` and p = (step - decay_start_step) / num_decay_steps, clipped to 0..1:
+    Before ``warmup_steps`` the factor of step s is s / warmup_steps. With f the ``end_factor`` and
+    p = (step - decay_start_step) / num_decay_steps, clipped to 0..1, the decays are
     constant: 1; linear: f + (1-f)(1-p); cosine: f + (1-f)(1 + cos(pi p))/2; polynomial:
     f + (1-f)(1-p)^power. MLPerf's DLRM is polynomial with power 2 and f = 0.
 
-    Args:
-        decay: one of DECAYS.
-        warmup_steps: the factor of step s is s / warmup_steps before this step; 0 for none.
-        decay_start_step: the last step with factor 1.
-        num_decay_steps: steps from there to ``end_factor``, where it stays.
-        end_factor: fraction of the learning rate at the end, 0..1.
-        power: exponent of the polynomial.
-
     Raises:
-        ValueError: if a value is out of range.
+        ValueError: if the decay has no steps or starts within the warm-up.
     """
 
-    decay: str = "constant"
-    warmup_steps: int = 0
-    decay_start_step: int = 0
-    num_decay_steps: int = 0
-    end_factor: float = 0.0
-    power: float = 2.0
-
     def __post_init__(self) -> None:
-        if self.decay not in DECAYS:
-            raise ValueError(f"schedule decay: expected one of {DECAYS}, got {self.decay!r}.")
-        if self.warmup_steps < 0:
-            raise ValueError(f"schedule warmup_steps: expected 0 or more, got {self.warmup_steps}.")
-        if not 0.0 <= self.end_factor <= 1.0:
-            raise ValueError(f"schedule end_factor: expected 0..1, got {self.end_factor}.")
-        if self.decay == "constant":
+        if self.decay is Decay.constant:
             return
         if self.num_decay_steps < 1:
             raise ValueError(
-                f"schedule num_decay_steps: expected 1 or more for {self.decay} decay, "
+                f"schedule num_decay_steps: expected 1 or more for {self.decay.name} decay, "
                 f"got {self.num_decay_steps}."
             )
         if self.decay_start_step < self.warmup_steps:
@@ -156,19 +125,17 @@ class Schedule:
                 f"schedule decay_start_step: expected at least warmup_steps={self.warmup_steps}, "
                 f"got {self.decay_start_step}. Let the decay start after the warm-up."
             )
-        if self.decay == "polynomial" and self.power <= 0:
-            raise ValueError(f"schedule power: expected more than 0, got {self.power}.")
 
     def __call__(self, step: int) -> float:
         """The factor of update ``step``, counted from 1."""
         if step < self.warmup_steps:
             return step / self.warmup_steps
-        if self.decay == "constant" or step <= self.decay_start_step:
+        if self.decay is Decay.constant or step <= self.decay_start_step:
             return 1.0
         progress = min((step - self.decay_start_step) / self.num_decay_steps, 1.0)
-        if self.decay == "linear":
+        if self.decay is Decay.linear:
             shape = 1.0 - progress
-        elif self.decay == "cosine":
+        elif self.decay is Decay.cosine:
             shape = 0.5 * (1.0 + math.cos(math.pi * progress))
         else:
             shape = (1.0 - progress) ** self.power
@@ -178,15 +145,11 @@ class Schedule:
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, lr_factor: Callable[[int], float], step: int
 ) -> float:
-    """Give every part of the optimizer the learning rate of update ``step``.
+    """Give every part of the optimizer the learning rate of update ``step``; the first is returned.
 
     To be called before the pipeline makes the update: TorchRec's fused optimizer hands the value to
-    the kernel in ``zero_grad`` (batched_embedding_kernel.py), before forward and the backward
-    that applies it. Each group's own rate is remembered in the group as ``initial_lr``, as
+    the kernel in ``zero_grad``, before forward. Each group's own rate is kept in ``initial_lr``, as
     torch's schedulers do.
-
-    Returns:
-        The learning rate of the first group.
     """
     factor = lr_factor(step)
     for group in optimizer.param_groups:

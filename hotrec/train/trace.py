@@ -1,8 +1,7 @@
 """Traces of a few training steps by torch.profiler, one Chrome trace file per rank.
 
-The profiler records operators, collectives, named ranges and CUDA kernels of all threads. A mark of
-``hotrec.runtime.stages`` names a stage when it ends, too late for a ``record_function`` around it,
-so marks are recorded as empty ranges and drawn as a lane of stages when the file is written.
+A mark of ``hotrec.runtime.stages`` names a stage when it ends, too late for a ``record_function``
+around it, so marks are recorded as empty ranges and drawn as a lane of stages in the file.
 """
 
 from __future__ import annotations
@@ -55,12 +54,6 @@ class TraceWindow:
 class Tracer:
     """Records the steps of a window, if there is one; the files are written after the last.
 
-    Args:
-        window: The steps to record; None records nothing.
-        ranks: The process group, whose device decides what is recorded.
-        start_step: The number of updates made before this start.
-        num_steps: The number of the run's last step.
-
     Raises:
         ValueError: if a new run is too short for the window (a resumed run only warns), or if
             warnings of syncs are requested on a CPU.
@@ -74,7 +67,8 @@ class Tracer:
         self._profiler: profile | None = None
         if window is None:
             return
-        if window.warn_of_syncs and ranks.device.type != "cuda":
+        is_cuda = ranks.device.type == "cuda"
+        if window.warn_of_syncs and not is_cuda:
             raise ValueError(
                 f"profiler.warn_of_syncs: expected a CUDA device, got {ranks.device.type}, for "
                 "which the host never waits. Set profiler.warn_of_syncs=false."
@@ -92,8 +86,7 @@ class Tracer:
             return
         self._first, self._last = first, last
         self._profiler = profile(
-            activities=[ProfilerActivity.CPU]
-            + [ProfilerActivity.CUDA] * (ranks.device.type == "cuda"),
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda,
             schedule=schedule(
                 wait=window.first_step - 2, warmup=1, active=window.num_steps, repeat=1
             ),
@@ -109,12 +102,11 @@ class Tracer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write the steps recorded by a run that stops early; drop them after an exception."""
-        if self._profiler is None:
-            return
-        if kind is not None:
-            self._profiler.on_trace_ready = None
-        self._profiler.stop()
-        self._profiler = None
+        if self._profiler is not None:
+            if kind is not None:
+                self._profiler.on_trace_ready = None
+            self._profiler.stop()
+            self._profiler = None
 
     def is_slowed(self, step: int) -> bool:
         """Whether the profiler is at work in ``step``, so that its time is not representative."""
@@ -124,8 +116,7 @@ class Tracer:
     def step(self, step: int) -> Iterator[None]:
         """Mark the block as ``step`` in the trace, if it is recorded."""
         with ExitStack() as stack:
-            if self._first <= step <= self._last:
-                assert self._window is not None
+            if self._window is not None and self._first <= step <= self._last:
                 if self._window.warn_of_syncs:
                     stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
                     torch.cuda.set_sync_debug_mode("warn")
@@ -149,8 +140,7 @@ class Tracer:
             self._profiler.step()
             return False
         same_verdict(self._profiler.step)
-        self._profiler.stop()
-        self._profiler = None
+        self.__exit__(None)
         return True
 
     def _write(self, recorded: profile) -> None:
@@ -171,12 +161,7 @@ class Tracer:
 
 
 def add_lanes(document: dict[str, Any], process: str) -> None:
-    """Draw the marked stages as a lane and name the process and its Python threads, in place.
-
-    Args:
-        document: A trace in Chrome's format, as torch.profiler exports it.
-        process: The name to show for this process.
-    """
+    """Add a lane of stages and the names of process and Python threads to a Chrome trace."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     names |= {threading.main_thread().native_id: "main thread", STAGE_LANE: "stages"}
     kept, boundaries = [], []

@@ -12,14 +12,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hotrec.data.batch import Batch
-from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import COLLECTIVES, BatchFacts, count_sent_bytes, lower_bound_bytes
 from hotrec.train.run_log import SegmentBatches
 
@@ -30,26 +29,10 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 SAMPLE_EVERY_STEPS = 500
 
 
-@dataclass(frozen=True)
-class TrafficMeans:
-    """Means over the sampled steps and the ranks; bytes are per step and rank."""
-
-    sent_bytes: dict[str, int]
-    bound_bytes: int | None
-    hot_lookup_frac: float | None
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.sent_bytes.values())
-
-
 class TrafficMeter:
     """Counts the bytes sent in sampled steps, and the rows that their batches read.
 
-    Args:
-        world_size: World size.
-        num_dense_values: The number of trained parameters in the dense layers.
-        inspect_batch: Counts the distinct rows and lookups of a batch; None for no lower bound.
+    ``inspect_batch`` counts the distinct rows and lookups of a batch; None for no lower bound.
     """
 
     def __init__(
@@ -93,38 +76,27 @@ class TrafficMeter:
     def sums(self) -> list[float]:
         return [float(value) for value in self._sums.values()]
 
-    def means(self, sums: list[float]) -> TrafficMeans | None:
-        """The means, given ``sums()`` summed over ranks; None before the first sampled step."""
+    def means(self, sums: Sequence[float]) -> dict[str, Any]:
+        """Means by step and rank, given ``sums()`` summed over ranks; None where not counted."""
         total = dict(zip(self._sums, sums, strict=True))
-        num_steps = total["steps"]  # over all ranks
-        if num_steps == 0:
-            return None
-        is_inspected = self._inspect_batch is not None
-        return TrafficMeans(
-            sent_bytes={name: round(total[name] / num_steps) for name in COLLECTIVES},
-            bound_bytes=round(total["bound"] / num_steps) if is_inspected else None,
-            hot_lookup_frac=(total["hot_lookups"] / total["lookups"] if total["lookups"] else None),
-        )
-
-
-class StopRequest:
-    """Whether SIGTERM has arrived."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-
-    def set(self, number: int, frame: FrameType | None) -> None:
-        self.is_set = True
+        num_steps, lookups = total["steps"], total["lookups"]  # over all ranks
+        sent = {name: round(total[name] / num_steps) for name in COLLECTIVES} if num_steps else None
+        has_bound = num_steps and self._inspect_batch is not None
+        return {
+            "sent_bytes": sent,
+            "bound_bytes": round(total["bound"] / num_steps) if has_bound else None,
+            "hot_lookup_frac": total["hot_lookups"] / lookups if lookups else None,
+        }
 
 
 @contextmanager
-def stop_on_sigterm() -> Iterator[StopRequest]:
+def stop_on_sigterm() -> Iterator[threading.Event]:
     """Inside the block, record SIGTERM as a request to stop at the next check-up."""
-    request = StopRequest()
+    request = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may set handlers
         return
-    previous = signal.signal(signal.SIGTERM, request.set)
+    previous = signal.signal(signal.SIGTERM, lambda *_: request.set())
     try:
         yield request
     finally:
@@ -136,8 +108,7 @@ def sigterm_held_back() -> Iterator[None]:
     """Start processes in the block that ignore SIGTERM, since they inherit the signal mask.
 
     torchrun sends SIGTERM to the whole process group, and loader workers must outlive it while
-    their rank still needs batches; they end with their rank. A SIGTERM to this process is delivered
-    at the end of the block.
+    their rank still needs batches. One to this process is delivered at the end of the block.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -146,73 +117,33 @@ def sigterm_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-@dataclass(frozen=True)
-class Checkup:
-    """The result of a check-up, the same on every rank.
-
-    Args:
-        loss: The global batch's mean loss in the last step.
-        must_stop: Whether any rank has a stop request.
-        wait_s: Mean over the ranks of the time waited for data since the last check-up.
-        stage_s: Mean over the ranks of their stage times; NaN where one of them is.
-        cache: Counters of the device caches since the last check-up, summed over the ranks.
-        traffic: The means so far; None before the first sampled step.
-    """
-
-    loss: float
-    must_stop: bool
-    wait_s: float
-    stage_s: list[float]
-    cache: dict[str, int]
-    traffic: TrafficMeans | None
-
-
 def check_up(
-    losses: Mapping[int, torch.Tensor],
-    *,
-    must_stop: bool,
-    wait_s: float,
-    stage_s: Sequence[float],
-    cache: Mapping[str, float],
-    traffic: TrafficMeter,
-    ranks: Ranks,
-) -> Checkup:
+    losses: Mapping[int, torch.Tensor], figures: Mapping[str, Sequence[float]], world_size: int
+) -> tuple[float, dict[str, list[float]]]:
     """Sum the figures of all ranks; a collective.
 
     Args:
         losses: This rank's loss () of each step since the last check-up, by step.
-        must_stop: Whether this rank has a stop request.
-        wait_s: The time that this rank waited for data since the last check-up.
-        stage_s: This rank's seconds by stage, or none; the same number on every rank.
-        cache: This rank's cache counters, or none; the same names on every rank.
-        traffic: This rank's traffic counts.
-        ranks: The process group.
+        figures: This rank's figures by kind; as many on every rank.
+        world_size: World size.
+
+    Returns:
+        The global batch's mean loss in the last step, and the sums of the figures.
 
     Raises:
         RuntimeError: on every rank, if the loss of a step is not finite.
     """
-    figures = [float(must_stop), wait_s, *stage_s, *cache.values(), *traffic.sums()]
     own_losses = torch.stack([loss.double().reshape(()) for loss in losses.values()])
-    others = torch.tensor(figures, dtype=torch.float64).to(own_losses.device)
-    values = torch.cat([own_losses, others])
-    if ranks.world_size > 1:
+    own = torch.tensor([one for of_kind in figures.values() for one in of_kind], dtype=torch.double)
+    values = torch.cat([own_losses, own.to(own_losses.device)])
+    if world_size > 1:
         dist.all_reduce(values)
-    totals = values.tolist()
-    mean_losses = [loss / ranks.world_size for loss in totals[: len(losses)]]
-    for step, loss in zip(losses, mean_losses, strict=True):
+    totals = iter(values.tolist())
+    for step, total in zip(losses, totals, strict=False):
+        loss: float = total / world_size
         if not math.isfinite(loss):
             raise RuntimeError(
                 f"step {step}: expected a finite loss, got {loss}. Lower the learning rate, "
                 "lengthen the warm-up, or look for extreme dense values in the data."
             )
-    num_stops, sum_wait_s, *sums = totals[len(losses) :]
-    stage_sums, sums = sums[: len(stage_s)], sums[len(stage_s) :]
-    cache_sums, traffic_sums = sums[: len(cache)], sums[len(cache) :]
-    return Checkup(
-        loss=mean_losses[-1],
-        must_stop=num_stops > 0,
-        wait_s=sum_wait_s / ranks.world_size,
-        stage_s=[total / ranks.world_size for total in stage_sums],
-        cache={name: round(total) for name, total in zip(cache, cache_sums, strict=True)},
-        traffic=traffic.means(traffic_sums),
-    )
+    return loss, {kind: list(islice(totals, len(own))) for kind, own in figures.items()}

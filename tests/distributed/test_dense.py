@@ -78,7 +78,7 @@ def train_late(
         set_rate(rule, step)
         for number, inputs in enumerate(parts):
             loss = loss_of(model, inputs, num_samples)
-            with dense.backward(is_last=number == num_parts - 1, defer=(step + number) % 4 != 3):
+            with dense.backward(is_last=number == num_parts - 1):
                 loss.backward()
             losses.append(loss.detach())
         dense.finish_backward()
@@ -109,8 +109,6 @@ def expect_parity() -> None:
     optimizers = list(OPTIMIZERS) if world_size < 3 else ["adam"]
 
     def between(dense: DenseSync, step: int) -> None:
-        if step == 1:
-            dense.drain()
         if step == 2:
             dense.flush()
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hotrec.artifact import ArtifactError
+from hotrec.config.groups import Decay
 from hotrec.data.batch import Batch
 from hotrec.embedding.table_memory import CacheCounters, CacheFigures, fused_modules
 from hotrec.runtime.ranks import RankError, Ranks, all_gather_object, process_group
@@ -47,7 +48,7 @@ def this_rank() -> Ranks:
 def run(loader: TinyLoader, cadence: Cadence = EVERY_STEP, **kwargs: Any) -> TrainResult:
     model, optimizer = build_tiny(dropout=0.2)
     torch.manual_seed(17 + dist.get_rank())
-    schedule = Schedule(decay="cosine", warmup_steps=3, decay_start_step=3, num_decay_steps=13)
+    schedule = Schedule(Decay.cosine, warmup_steps=3, decay_start_step=3, num_decay_steps=13)
     arguments = {"num_steps": 16, "lr_factor": schedule, "cadence": cadence, **kwargs}
     return train(model, optimizer, loader, this_rank(), **arguments)
 

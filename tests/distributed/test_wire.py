@@ -80,12 +80,9 @@ def all_gather() -> None:
             sizes = sizes_of(case)[0]
             for scale in (1.0, 1e-9, 1e30):
                 source = draw(sizes[rank], case, rank + 1) * scale
-                found = wire.all_gather(source, sizes)
-                assert [part.numel() for part in found] == sizes
-                for peer, part in enumerate(found):
-                    close(part, draw(sizes[peer], case, peer + 1) * scale, wire.wire_type)
                 joined = wire.all_gather_joined(source, sizes)
-                assert torch.equal(joined, torch.cat(found))
+                for peer, part in enumerate(joined.split(sizes)):
+                    close(part, draw(sizes[peer], case, peer + 1) * scale, wire.wire_type)
                 assert_same_everywhere(joined)
 
 
@@ -126,8 +123,8 @@ def integers_are_not_rounded() -> None:
     for wire in wires():
         for dtype in (torch.int32, torch.int64, torch.uint8):
             own = torch.arange(rank + 1, dtype=dtype) + 200
-            found = wire.all_gather(own, [r + 1 for r in range(size)])
-            for peer, part in enumerate(found):
+            sizes = [r + 1 for r in range(size)]
+            for peer, part in enumerate(wire.all_gather_joined(own, sizes).split(sizes)):
                 assert part.dtype == dtype
                 assert part.tolist() == [200 + k for k in range(peer + 1)]
             large = torch.full((size,), 2**30 + rank).to(torch.int32)
@@ -144,7 +141,7 @@ def infinities_and_nans_arrive() -> None:
     odd = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
     for wire in wires():
         [*parts] = wire.all_to_all(odd.repeat(size), [4] * size, [4] * size).split(4)
-        for part in parts + wire.all_gather(odd, [4] * size):
+        for part in (*parts, *wire.all_gather_joined(odd, [4] * size).split(4)):
             assert torch.equal(part.nan_to_num(7.0), odd.nan_to_num(7.0))
         summed = odd.clone()
         wire.all_reduce(summed)
@@ -168,7 +165,7 @@ def sent_bytes_are_counted() -> None:
         traffic = counted(lambda: wire.all_to_all(values, sizes, sizes))  # noqa: B023
         assert traffic.sent_bytes["all_to_all"] == (size - 1) * message_bytes
         assert traffic.total_bytes == (size - 1) * message_bytes
-        traffic = counted(lambda: wire.all_gather(values[:num], sizes))  # noqa: B023
+        traffic = counted(lambda: wire.all_gather_joined(values[:num], sizes))  # noqa: B023
         assert traffic.sent_bytes["all_gather"] == (size - 1) * message_bytes
         assert traffic.total_bytes == (size - 1) * message_bytes
         traffic = counted(lambda: wire.all_reduce(values))  # noqa: B023
@@ -184,8 +181,8 @@ def works_from_a_thread_beside_other_groups() -> None:
 
     def exchange() -> None:
         for step in range(20):
-            parts = wire.all_gather(torch.full((3,), float(rank + step)), [3] * size)
-            found.append([float(part[0]) for part in parts])
+            sent = torch.full((3,), float(rank + step))
+            found.append(wire.all_gather_joined(sent, [3] * size)[::3].tolist())
 
     with count_sent_bytes() as traffic:
         thread = threading.Thread(target=exchange)
@@ -204,9 +201,9 @@ def ranks_of_a_part_of_the_world() -> None:
     group = dist.new_group(list(range(size - 1, 0, -1)) if size > 2 else list(range(size)))
     if dist.get_rank(group) >= 0:
         wire = Wire(group, WireType.bf16)
-        found = wire.all_gather(torch.tensor([float(rank)]), [1] * wire.world_size)
+        found = wire.all_gather_joined(torch.tensor([float(rank)]), [1] * wire.world_size)
         ranks = [dist.get_global_rank(group, r) for r in range(wire.world_size)]
-        assert torch.cat(found).tolist() == [float(r) for r in ranks]
+        assert found.tolist() == [float(r) for r in ranks]
     dist.barrier()
 
 

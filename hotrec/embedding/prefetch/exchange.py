@@ -36,8 +36,7 @@ from hotrec.embedding.prefetch.messages import (
     select_all,
 )
 from hotrec.embedding.prefetch.owned_rows import OwnedRows, RequestedRows, RowOwners
-from hotrec.runtime.comm_thread import record_use
-from hotrec.runtime.host_ints import HostInts, ints_on
+from hotrec.runtime.comm_thread import HostInts, ints_on, record_use
 from hotrec.runtime.stages import named_range
 from hotrec.runtime.watchdog import COMMUNICATION, enter
 from hotrec.runtime.wire import Wire

@@ -14,8 +14,7 @@ from hotrec.embedding.messages import RowCounts
 from hotrec.embedding.prefetch.owned_rows import RequestedRows
 from hotrec.routing.features import RoutedFeatures, RoutedGroup
 from hotrec.routing.sorting import sort_keys
-from hotrec.runtime.comm_thread import CommunicationFuture
-from hotrec.runtime.host_ints import HostInts, ints_on
+from hotrec.runtime.comm_thread import CommunicationFuture, HostInts, ints_on
 
 # The lag of a row that no recent batch has read.
 LONG_AGO = 255

@@ -19,7 +19,7 @@ from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.flat import cut_lengths
 from hotrec.embedding.row_exchange import ShardedRows
 from hotrec.routing.sorting import sort_keys
-from hotrec.runtime.host_ints import HostInts, ints_on
+from hotrec.runtime.comm_thread import HostInts, ints_on
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from hotrec.planning.constraints import placement_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.ranks import Ranks
-from hotrec.runtime.traffic import count_dense_values, count_distinct_rows
+from hotrec.runtime.traffic import count_distinct_rows
+from hotrec.train.dense_sync import count_dense_values
 from hotrec.types import (
     Exchange,
     HotExchange,

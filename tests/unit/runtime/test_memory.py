@@ -1,19 +1,35 @@
-"""Host memory: what a process may use, and what devices may map."""
+"""The host: what a process may use of memory, what devices may map, and what it is known by."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from hotrec.calibrate.measure import measure_memory
 from hotrec.calibrate.probes import check_host_tier
-from hotrec.runtime.memory import check_mappable, read_memory
+from hotrec.runtime.memory import check_mappable, read_fingerprint, read_memory
 
 
 def test_more_than_is_free_is_refused_with_both_numbers() -> None:
     check_mappable("plan host tiers", 100, 100)
     with pytest.raises(ValueError, match=r"^plan host tiers: expected at most 100 bytes.* got 101"):
         check_mappable("plan host tiers", 101, 100)
+
+
+def test_the_fingerprint_of_this_machine(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: A Processor @ 2 GHz\nflags\t: x\n")
+    found = read_fingerprint("cpu", cpuinfo)
+    # On CPU the GPUs do not matter.
+    expected = {"processor": "A Processor @ 2 GHz", "device": "cpu", "num_gpus": 0, "gpu": None}
+    assert expected.items() <= found.items()
+    assert found["packages"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert found == read_fingerprint("cpu", cpuinfo)
+    assert read_fingerprint("cpu", tmp_path / "none")["processor"] != ""
+    assert read_fingerprint()["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert measure_memory(torch.device("cpu")) == (0, read_memory()[0])
 
 
 @pytest.mark.parametrize("tier", ["host", "cached"])

@@ -70,14 +70,12 @@ def test_the_last_collectives_are_written(tmp_path: Path) -> None:
 
 
 def test_a_record_that_cannot_be_written_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
     with process_group(device="cpu"):
         write_flight_recorder(tmp_path / "file", 0)
-        monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace")
-        write_flight_recorder(tmp_path / "new", 0)
-    assert caplog.text.count("flight recorder of rank 0: not written: ") == 2
+    assert "flight recorder of rank 0: not written: " in caplog.text
 
 
 @pytest.fixture
@@ -85,10 +83,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What torch.cuda.memory is asked for."""
     asked: list[tuple[Any, ...]] = []
 
-    def record(
-        enabled: str | None = "all", *, context: str = "", stacks: str = "", max_entries: int = 0
-    ) -> None:
-        asked.append((enabled, context, stacks, max_entries))
+    def record(enabled: str | None = "all", **settings: Any) -> None:
+        asked.append((enabled, *settings.values()))
 
     def dump(path: str) -> None:
         asked.append(("dump",))
@@ -114,7 +110,7 @@ def test_out_of_memory_says_where_its_snapshot_is(
     assert str(caught.value).endswith(OUT_OF_MEMORY)
     assert path.read_text() == "a snapshot"
     # Bounded: a long run must not fill the host's memory.
-    assert memory == [("all", "state", "python", 100_000), ("dump",), (None, "", "", 0)]
+    assert memory == [("all", "state", "python", 100_000), ("dump",), (None,)]
 
 
 def test_other_errors_and_other_devices_leave_no_snapshot(

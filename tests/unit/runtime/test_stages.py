@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from hotrec.runtime import stages
 from hotrec.runtime.stages import (
     EXPOSED_STAGES,
     RANGE_PREFIX,
@@ -23,23 +22,9 @@ from hotrec.runtime.stages import (
     named_range,
 )
 from hotrec.types import STAGES
+from tests.conftest import Time
 
 CPU = torch.device("cpu")
-
-
-class Time:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    time = Time()
-    monkeypatch.setattr(stages, "time", time)
-    return time
 
 
 def measured(clock: StageClock, step: int = -1) -> dict[str, float]:
@@ -150,14 +135,13 @@ def test_exposed_communication_is_summed_up_step_by_step(time: Time) -> None:
         exposed_s({stage: np.zeros(1) for stage in STAGES if stage != "hot_exchange"})
 
 
-def profiled_ranges(work: Any) -> dict[str, set[int]]:
+def profiled_ranges(work: Callable[[], None]) -> dict[str, set[int]]:
     """Threads on which each named range was recorded while ``work`` ran."""
-    found: dict[str, set[int]] = {}
     config = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
         work()
-    events: Any = profiler.events()
-    for event in events:
+    found: dict[str, set[int]] = {}
+    for event in profiler.events() or ():
         if event.name.startswith(RANGE_PREFIX):
             found.setdefault(event.name.removeprefix(RANGE_PREFIX), set()).add(event.thread)
     return found

@@ -46,6 +46,7 @@ def evaluate(alternation: Alternation, *losses: float) -> list[float]:
         (0, 3, {}, "mmm"),
         (3, 0, {}, "HHH"),
         (1, 0, {}, "H"),
+        (100, 100, {"start_rate": 0.07}, ("m" * 7 + "H" * 7) * 14 + "mmHH"),  # 0.07 * 100 > 7
     ],
 )
 def test_blocks_of_an_epoch(num_all_hot, num_mixed, settings_, expected):
@@ -74,41 +75,33 @@ def test_every_epoch_holds_every_batch_once_whatever_the_losses(num_all_hot, num
         assert taken[start : start + size].count("m") == num_mixed
 
 
-def test_a_worse_loss_makes_blocks_finer_down_to_the_least():
-    alternation = Alternation(100, 100, least_rate=0.1)
-    assert evaluate(alternation, 0.5, 0.6, 0.7, 0.8, 0.9) == [0.5, 0.25, 0.125, 0.1, 0.1]
-
-
-def test_blocks_grow_after_several_better_losses_in_a_row():
-    alternation = Alternation(100, 100, start_rate=0.25, patience=3)
-    assert evaluate(alternation, 0.9, 0.8, 0.7, 0.6) == [0.25, 0.25, 0.25, 0.5]
-    assert evaluate(alternation, 0.5, 0.4) == [0.5, 0.5]
-    assert evaluate(alternation, 0.3, 0.2, 0.1, 0.05) == [1.0, 1.0, 1.0, 1.0]
-
-
-def test_a_loss_that_is_not_better_starts_the_count_anew():
-    alternation = Alternation(100, 100, start_rate=0.25, patience=2)
-    assert evaluate(alternation, 0.9, 0.8, 0.8, 0.7) == [0.25] * 4
-    assert evaluate(alternation, 0.75, 0.7, 0.65) == [0.125, 0.125, 0.25]
-
-
-def test_a_block_is_not_longer_by_rounding():
-    assert 0.07 * 100 > 7
-    alternation = Alternation(100, 100, start_rate=0.07)
-    assert letters(alternation, 21) == "m" * 7 + "H" * 7 + "m" * 7
+@pytest.mark.parametrize(
+    ("settings_", "losses", "rates"),
+    [
+        # A worse loss makes blocks finer, down to the least.
+        ({"least_rate": 0.1}, (0.5, 0.6, 0.7, 0.8, 0.9), [0.5, 0.25, 0.125, 0.1, 0.1]),
+        # They grow after several better ones in a row, up to all.
+        (
+            {"start_rate": 0.25, "patience": 3},
+            (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05),
+            [0.25] * 3 + [0.5] * 3 + [1.0] * 4,
+        ),
+        # One that is not better starts the count anew.
+        ({"start_rate": 0.25, "patience": 2}, (0.9, 0.8, 0.8, 0.7), [0.25] * 4),
+        ({"start_rate": 0.25, "patience": 2}, (0.7, 0.75, 0.7, 0.65), [0.25, 0.125, 0.125, 0.25]),
+    ],
+)
+def test_rates_follow_the_loss(settings_, losses, rates):
+    assert evaluate(Alternation(100, 100, **settings_), *losses) == rates
 
 
 def test_a_new_rate_begins_with_the_next_block():
     alternation = Alternation(8, 8)
+    assert letters(alternation, 16 * 5) == "mmmmHHHHmmmmHHHH" * 5
+    assert alternation.rate == 0.5  # without evaluations
     taken = letters(alternation, 2)
     evaluate(alternation, 0.5, 0.6)
     assert taken + letters(alternation, 14) == "mmmmHHmmHHmmHHHH"
-
-
-def test_without_evaluations_the_rate_stays():
-    alternation = Alternation(8, 8)
-    assert letters(alternation, 16 * 5) == "mmmmHHHHmmmmHHHH" * 5
-    assert alternation.rate == 0.5
 
 
 @settings(max_examples=60, deadline=None)
@@ -126,30 +119,9 @@ def test_a_state_continues_exactly(num_all_hot, num_mixed, stop, losses):
         assert evaluate(resumed, loss) == evaluate(alternation, loss)
 
 
-def test_it_knows_which_evaluation_it_has_seen():
-    alternation = Alternation(3, 3)
-    assert not alternation.knows(0)
-    alternation.add_quality(8, Quality(0.7, 0.5, 0.9, 10))
-    resumed = Alternation(3, 3)
-    resumed.load_state_dict(alternation.state_dict())
-    assert resumed.knows(8)
-    assert not resumed.knows(16)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "settings_", "message"),
-    [
-        ((0, 0), {}, "at least one batch in an epoch, got 0 all-hot and 0 mixed"),
-        ((-1, 3), {}, "got -1 all-hot"),
-        ((3, 3), {"start_rate": 0.0}, "0 < least_rate <= start_rate <= 1"),
-        ((3, 3), {"start_rate": 1.5}, "start_rate 1.5"),
-        ((3, 3), {"least_rate": 0.6}, "least_rate 0.6 and start_rate 0.5"),
-        ((3, 3), {"patience": 0}, "patience: expected 1 or more, got 0"),
-    ],
-)
-def test_settings_out_of_range(arguments, settings_, message):
-    with pytest.raises(ValueError, match=message):
-        Alternation(*arguments, **settings_)
+def test_the_least_rate_is_at_most_the_first():
+    with pytest.raises(ValueError, match="least_rate 0.6 and start_rate 0.5"):
+        Alternation(3, 3, least_rate=0.6)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +192,7 @@ def test_a_batch_that_fails_is_not_counted():
     taken = [next(batches)]
     with pytest.raises(OSError, match="Input/output"):
         next(batches)
-    assert taken + list(batches) == ALL
+    assert taken + list(loader) == ALL
 
 
 def test_a_loss_changes_what_comes_and_loses_nothing():

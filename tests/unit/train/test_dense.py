@@ -105,9 +105,9 @@ def test_deferred_gradients_are_autograds_bit_for_bit(
         with deferred.deferring():
             got.append(run(inputs))
         assert all(parameter.grad is None for parameter in layer.parameters())
-        assert deferred.has_noted(layer)
+        assert layer in deferred._noted
     deferred.compute(layer)
-    assert not deferred.has_noted(layer)
+    assert layer not in deferred._noted
     got += take_grads()
     at_once = [run(inputs) for inputs in passes]  # outside of deferring() nothing is put off
     at_once += take_grads()
@@ -129,7 +129,7 @@ def test_a_failed_backward_leaves_nothing_noted() -> None:
     inputs.register_hook(fail)
     with pytest.raises(KeyError, match="stop"), deferred.deferring():
         layer(inputs).sum().backward()
-    assert not deferred.has_noted(layer)
+    assert layer not in deferred._noted
     assert not deferred.is_deferring
 
 
@@ -146,7 +146,6 @@ def test_parts_are_updated_right_before_their_use(clicks: tuple[Clicks, DenseSyn
     assert changed(model, before) == {"dense_arch", "over_arch"}
     after = weights_of(model)
     dense.flush()
-    dense.drain()
     assert changed(model, after) == set()
     # Also by a module inside of a part, called by itself.
     make_step(model, dense, 1)
@@ -163,17 +162,13 @@ def test_evaluation_and_state_dict_see_every_update(clicks: tuple[Clicks, DenseS
     make_step(model, dense)
     state = model.model.state_dict()
     assert changed(model, before) == {"dense_arch", "over_arch"}
-    assert torch.equal(
-        state["over_arch.model.1.bias"],
-        dict(model.named_parameters())["model.over_arch.model.1.bias"],
-    )
+    assert torch.equal(state["over_arch.model.1.bias"], model.model.over_arch.model[1].bias)
     make_step(model, dense, 1)
     model.eval()
-    inputs = make_inputs(0, 9)
     with torch.no_grad():
-        seen = model(inputs)
+        seen = model(make_inputs(0, 9))
         dense.flush()
-        assert torch.equal(model(inputs), seen)
+        assert torch.equal(model(make_inputs(0, 9)), seen)
 
 
 def test_the_update_has_the_settings_of_its_step(clicks: tuple[Clicks, DenseSync]) -> None:
@@ -195,22 +190,8 @@ def test_waiting_is_the_exchanges_time(clicks: tuple[Clicks, DenseSync]) -> None
     make_step(model, dense)
     with clock.step():
         dense.flush()
-    stages = [stage for stage, _ in clock._steps[0]]
+    stages = [stage for stage, _ in clock._steps[0][1:]]
     assert stages == ["dense", "grads_exchange", "optimizer"] * 2 + ["optimizer"]
-
-
-def test_calls_out_of_order_are_refused(clicks: tuple[Clicks, DenseSync]) -> None:
-    model, dense = clicks
-    with pytest.raises(RuntimeError, match=r"^dense layers finish_backward: expected a last"):
-        dense.finish_backward()
-    with dense.backward(is_last=False):
-        loss_of(model, make_inputs(0, 0), 6).backward()
-    with pytest.raises(RuntimeError, match=r"^dense layers finish_backward: expected a last"):
-        dense.finish_backward()
-    with dense.backward():
-        loss_of(model, make_inputs(0, 0), 6).backward()
-    with pytest.raises(RuntimeError, match=r"^dense layers step: expected 2 buckets .* got 0\."):
-        dense.step()
 
 
 class _Bypass(nn.Module):
@@ -232,25 +213,13 @@ def test_a_weight_that_is_read_without_a_call_is_refused(one_rank: Ranks) -> Non
         make_step(model, dense, 1)
 
 
-class _Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.linear = nn.Linear(8, 1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.norm(inputs))
-
-
 def test_two_passes_in_one_are_refused(one_rank: Ranks) -> None:
-    model = _Twice()
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 1))
     dense = DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
     first, second = (loss_of(model, make_inputs(0, step), 6) for step in range(2))
     with dense.backward():
         first.backward()
-        with pytest.raises(
-            RuntimeError, match=r"^dense parameter norm\.\w+: expected one gradient"
-        ):
+        with pytest.raises(RuntimeError, match=r"^dense parameter 0\.\w+: expected one gradient"):
             second.backward()
 
 

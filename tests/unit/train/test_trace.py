@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 from torch.autograd import profiler
 
-from hotrec.cli.store import build_config, compose_config
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import STAGE_END, mark, named_range
 from hotrec.train.trace import STAGE, STAGE_LANE, STEP_PREFIX, Tracer, TraceWindow, add_lanes
@@ -138,34 +138,24 @@ def test_a_trace_of_this_process(tmp_path: Path, one_rank: Ranks) -> None:
     assert ("hotrec communication_0", "aten::sum") in events["cpu_op"]
 
 
-def test_a_run_that_stops_early_leaves_the_steps_that_it_has(
-    tmp_path: Path, one_rank: Ranks
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_stops_early_leaves_its_steps_but_not_if_it_failed(
+    fails: bool, tmp_path: Path, one_rank: Ranks
 ) -> None:
+    window = TraceWindow(2, 3, tmp_path / "traces")
     with (
+        suppress(KeyError),
         ThreadPoolExecutor(1) as thread,
-        Tracer(TraceWindow(2, 3, tmp_path), one_rank, start_step=0, num_steps=5) as tracer,
+        Tracer(window, one_rank, start_step=0, num_steps=5) as tracer,
     ):
         assert not any(train_step(tracer, step, thread) for step in (1, 2, 3))
-    steps = [name for _, name in read_events(tmp_path / "rank0.json.gz")["step"]]
-    assert steps == ["step 2", "step 3"]
-
-
-def test_a_run_that_fails_leaves_no_trace(tmp_path: Path, one_rank: Ranks) -> None:
-    window = TraceWindow(2, 3, tmp_path / "traces")
-
-    def fail_in_step_3() -> None:
-        with (
-            ThreadPoolExecutor(1) as thread,
-            Tracer(window, one_rank, start_step=0, num_steps=5) as tracer,
-        ):
-            assert not any(train_step(tracer, step, thread) for step in (1, 2))
-            assert profiler._is_profiler_enabled
-            raise KeyError("step 3")
-
-    with pytest.raises(KeyError, match="step 3"):
-        fail_in_step_3()
+        if fails:
+            raise KeyError("step 4")
     assert not profiler._is_profiler_enabled
-    assert not (tmp_path / "traces").exists()
+    assert window.directory.exists() is not fails
+    if not fails:
+        steps = [name for _, name in read_events(window.directory / "rank0.json.gz")["step"]]
+        assert steps == ["step 2", "step 3"]
 
 
 def test_a_trace_that_cannot_be_written(tmp_path: Path, one_rank: Ranks) -> None:
@@ -179,10 +169,3 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path, one_rank: Ranks) -> None
         with pytest.raises(FileExistsError, match="file"):
             train_step(tracer, 2, thread)
     assert not profiler._is_profiler_enabled
-
-
-def test_the_configuration_chooses_the_window() -> None:
-    assert build_config(compose_config("config", [])).profiler.kind.name == "none"
-    words = ["profiler=trace", "profiler.first_step=7"]
-    chosen: Any = build_config(compose_config("config", words)).profiler
-    assert (chosen.kind.name, chosen.first_step, chosen.num_steps) == ("trace", 7, 5)

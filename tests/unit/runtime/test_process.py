@@ -1,0 +1,169 @@
+"""Thread scheduling, safe forks, and which processors a rank keeps to (by a sysfs of the test)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hotrec.runtime import process
+from hotrec.runtime.process import batch_threads, bind_to_gpu
+
+DEVICE = torch.device("cuda", 1)
+ALLOWED = sorted(os.sched_getaffinity(0))
+need_two_processors = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two processors")
+
+
+def in_thread(action: Callable[[], int]) -> int:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(action()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def policy_of_a_thread() -> int:
+    return in_thread(lambda: os.sched_getscheduler(0))
+
+
+def test_threads_started_within_are_batch_threads() -> None:
+    with suppress(KeyError), batch_threads():
+        assert policy_of_a_thread() == os.SCHED_BATCH
+        raise KeyError("it")
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert policy_of_a_thread() == os.SCHED_OTHER
+
+
+def test_a_policy_that_somebody_chose_stays() -> None:
+    def within() -> int:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with batch_threads():
+            return policy_of_a_thread()
+
+    assert in_thread(within) == os.SCHED_IDLE
+
+
+def test_a_system_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with batch_threads():
+        assert policy_of_a_thread() == os.SCHED_OTHER
+
+
+class Busy(threading.Thread):
+    """Computes without the interpreter's lock, as threads of C++ do, for tenths of a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began = threading.Event()
+        self.ended_s = 0.0
+
+    def run(self) -> None:
+        self.began.set()
+        hashlib.pbkdf2_hmac("sha256", b"a", b"b", 1_000_000)
+        self.ended_s = time.monotonic()
+
+
+def test_a_fork_waits_for_threads_that_are_not_python_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Busy()
+    busy.start()
+    busy.began.wait()
+    time.sleep(0.05)
+    assert busy.native_id in process.running_threads()
+    assert busy.native_id not in process.running_threads({busy.native_id})
+    main = threading.main_thread()
+    monkeypatch.setattr(threading, "enumerate", lambda: [main])
+    monkeypatch.setattr(process, "LIMIT_S", 60.0)
+    process.wait_for_native_threads()
+    returned_s = time.monotonic()
+    busy.join()
+    assert returned_s > busy.ended_s - 0.05
+
+
+def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "running_threads", lambda _: [1])
+    monkeypatch.setattr(process, "LIMIT_S", 0.05)
+    process.wait_for_native_threads()
+
+
+@pytest.mark.parametrize(("micro", "expected"), [(10, []), (9, [process.wait_for_native_threads])])
+def test_only_pythons_that_need_it_wait(
+    monkeypatch: pytest.MonkeyPatch, micro: int, expected: list[object]
+) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda before: registered.append(before))
+    monkeypatch.setattr(process.sys, "version_info", (3, 11, micro, "final", 0))
+    process.make_forks_safe.__wrapped__()
+    assert registered == expected
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A device at 0001:dc:00.0; gives the threads their processors back."""
+    about = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xDC, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    yield
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), ALLOWED)
+
+
+def make_system(folder: Path, node: int, cpus: str = "") -> Path:
+    for name, text in (
+        ("bus/pci/devices/0001:dc:00.0/numa_node", f"{node}\n"),
+        (f"devices/system/node/node{node}/cpulist", f"{cpus}\n"),
+    ):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@need_two_processors
+@pytest.mark.usefixtures("gpu")
+def test_all_threads_keep_to_the_node_of_the_gpu(tmp_path: Path) -> None:
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    try:
+        # Processors that the launcher does not allow are not taken.
+        bind_to_gpu(DEVICE, make_system(tmp_path, 3, f"{ALLOWED[1]},4000-4003"))
+        threads = {int(thread) for thread in os.listdir("/proc/self/task")}
+        assert {other.native_id, threading.get_native_id()} <= threads
+        assert {frozenset(os.sched_getaffinity(t)) for t in threads} == {frozenset({ALLOWED[1]})}
+    finally:
+        stop.set()
+        other.join()
+
+
+@need_two_processors
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("node", "cpus", "said"),
+    [
+        (0, f"{ALLOWED[0]}-{ALLOWED[-1]}", f"bound to {len(ALLOWED)} processors of NUMA node 0"),
+        (-1, "", "its NUMA node is not known"),
+        (0, "4000-4003", r"cuda:1: expected processors of its NUMA node 0, got \["),
+        (0, "", "expected processors of its NUMA node 0"),  # a node of memory alone
+        (None, "", "cuda:1: not bound to the processors beside it: "),
+    ],
+    ids=["all", "one_node", "bound_elsewhere", "no_processors", "not_told"],
+)
+def test_nothing_changes_where_there_is_nothing_to_choose(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, node: int | None, cpus: str, said: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "hotrec.runtime.process")
+    bind_to_gpu(DEVICE, tmp_path if node is None else make_system(tmp_path, node, cpus))
+    assert sorted(os.sched_getaffinity(0)) == ALLOWED
+    assert re.search(said, caplog.text)
