@@ -89,15 +89,7 @@ def measure_curve(
 ) -> CollectiveCurve:
     """Time a collective over sizes, on all groups at the same time; collective.
 
-    Sizes grow until the next would take longer than half a second.
-
-    Args:
-        kind: One of ``COLLECTIVES``.
-        world: Size of the group in ranks and hosts.
-        group: Process group of this rank; None for all ranks.
-        device: Device of the tensors.
-        max_bytes: Largest number of bytes that a rank sends.
-        effort: Number of repeats.
+    Sizes grow to ``max_bytes`` a rank, or until the next would take longer than half a second.
     """
     found: list[tuple[float, float, float]] = []
     for wanted in sizes_up_to(max_bytes):
@@ -115,14 +107,10 @@ def measure_curve(
 
 
 def link_of(curves: Sequence[CollectiveCurve], ranks_sending: int = 1) -> Link:
-    """Median latency and rate of measured curves.
+    """Median latency and rate of curves; ``ranks_sending`` share the link, its rate is their sum.
 
     Where the fitted time does not grow with the bytes (all sizes small), the rate is that of the
     largest size, latency included: a lower bound.
-
-    Args:
-        curves: Measured collectives, at least one.
-        ranks_sending: Number of ranks that share the link; its rate is their sum.
     """
     lines = [curve.line() for curve in curves]
     rates = [
@@ -135,17 +123,11 @@ def link_of(curves: Sequence[CollectiveCurve], ranks_sending: int = 1) -> Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Measurements between the ranks.
-
-    Args:
-        curves: Curves of all ranks and, with several hosts, of the ranks of one host.
-        intra: Link inside a host; None with one rank per host.
-        inter: Link between hosts; None with one host.
-    """
+    """Measurements between the ranks, all of them and, with several hosts, those of one host."""
 
     curves: tuple[CollectiveCurve, ...]
-    intra: Link | None
-    inter: Link | None
+    intra: Link | None  # None with one rank per host
+    inter: Link | None  # None with one host
 
 
 def measure_network(ranks: Ranks, *, max_bytes: float, effort: Effort) -> Network:

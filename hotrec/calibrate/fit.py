@@ -30,12 +30,6 @@ def fit_corrections(
     together share one. The time of the stage "other" and of stages without a prediction becomes the
     overhead of a step.
 
-    Args:
-        costs: Costs that the run was predicted with.
-        predicted_s: Predicted seconds by stage.
-        measured_s: Seconds by stage; the names of stages measured together are joined by ``+``.
-        facts: Facts about the run to record in the new costs.
-
     Raises:
         CostsError: If a predicted stage was not measured, or a time is not a finite number >= 0.
     """
@@ -91,11 +85,7 @@ def _check_stages(predicted_s: Mapping[str, float], measured_s: Mapping[str, flo
 
 
 def fit_from_run(run_dir: Path, where: str) -> Costs:
-    """Correct the costs that a run was planned with by the times of its stages.
-
-    Args:
-        run_dir: Directory of a training run with predicted and measured stages.
-        where: Costs of the run's plan: a directory, or the name of a built-in set.
+    """Correct the costs that a run was planned with, a directory or a built-in set, by its stages.
 
     Raises:
         CostsError: If the run has no stage times, used look-ahead, or was planned with other costs.

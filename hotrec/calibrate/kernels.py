@@ -32,12 +32,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Effort:
-    """Repeats per point.
-
-    Args:
-        repeats: Largest number of repeats.
-        budget_s: Seconds for the repeats of a point, which may exceed it to reach MIN_REPEATS.
-    """
+    """At most this many repeats per point, in so many seconds if that allows MIN_REPEATS."""
 
     repeats: int = 7
     budget_s: float = 0.5
@@ -73,14 +68,7 @@ def time_on_all_ranks(
     *,
     prepare: Callable[[], Any] = lambda: None,
 ) -> list[list[float]]:
-    """Seconds of each repeat of a call by rank, on all ranks at once; collective.
-
-    Args:
-        run: The timed call, which receives the result of ``prepare``.
-        device: Device to synchronize with.
-        effort: Number of repeats.
-        prepare: Called before each run, untimed.
-    """
+    """Seconds of each repeat by rank, on all ranks at once; ``prepare`` is untimed; collective."""
     warm = [_once(run, prepare, device) for _ in range(NUM_WARM)]
     warm_s = max(all_gather_object(warm[-1]))
     # All ranks must repeat equally often, or a barrier would wait for ever.
@@ -103,13 +91,9 @@ def slowest_median(times_by_rank: Sequence[Sequence[float]]) -> Timing:
 
 @dataclass(frozen=True)
 class Work:
-    """One call of a kernel, ready to be timed.
+    """One call of a kernel, which receives what ``prepare`` made, untimed.
 
-    Args:
-        run: The timed call, which receives the result of ``prepare``.
-        num_items: Items that one call processes, as ``hotrec.cost_model.KERNELS`` counts them.
-        num_bytes: Bytes that one call processes, likewise.
-        prepare: Called before each run, untimed.
+    Items and bytes are counted as ``hotrec.cost_model.costs.KERNELS`` does.
     """
 
     run: Callable[[Any], object]
@@ -120,15 +104,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Probe:
-    """A kernel to measure.
+    """A kernel, what makes its work of (items, dimension), and the sizes to measure.
 
-    Args:
-        name: One of ``hotrec.cost_model.KERNELS``.
-        make: Builds the work of this rank from (items, dimension).
-        sizes: Pairs of (items, dimension) to measure.
-        is_by_items: Whether to fit a cost per item.
-        is_by_bytes: Whether to fit a cost per byte; both can be fitted only if ``sizes`` has two
-            dimensions.
+    Costs per item and per byte can be told apart only if ``sizes`` has two dimensions.
     """
 
     name: str
@@ -174,12 +152,8 @@ def fit_line(
 ) -> Line:
     """Fit a line with non-negative parts by least squares of (predicted - measured) / measured.
 
-    Args:
-        points: Measured sizes.
-        is_by_items: Whether to fit a cost per item.
-        is_by_bytes: Whether to fit a cost per byte.
-        is_growing: Whether to refuse a constant line. Noise at small sizes can hide the cost per
-            item, and a planner would take a constant line for infinite bandwidth.
+    With ``is_growing`` it is not constant: noise at small sizes can hide the cost per item, and a
+    planner would take a constant line for infinite bandwidth.
 
     Raises:
         CostsError: If there are fewer points than coefficients, or a time is not above 0.

@@ -177,12 +177,7 @@ def _dense_update(workload: CalibrationWorkload, num_values: int, dim: int) -> W
 
 
 class _ReplayedWire(Wire):
-    """A wire that sends nothing and replays this rank's earlier messages as those of other ranks.
-
-    Args:
-        group: Process group of this rank alone.
-        world_size: Number of ranks to simulate.
-    """
+    """A wire that sends nothing and replays this rank's earlier messages as those of others."""
 
     def __init__(self, group: Any, world_size: int) -> None:
         super().__init__(group)
@@ -498,11 +493,7 @@ def _replicated_update(
 
 
 def check_host_tier(table_rows: Sequence[int], dim: int, tier: str) -> None:
-    """Check that rows and two optimizer states fit in this host's free memory.
-
-    Raises:
-        ValueError: If they do not fit.
-    """
+    """Raise a ValueError unless rows and two optimizer states fit in this host's free memory."""
     if tier == "device":
         return
     rows_bytes = 4 * dim * sum(table_rows)

@@ -62,23 +62,14 @@ EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange")
 
 @dataclass(frozen=True)
 class Anchor:
-    """Predicted and measured steps of one case.
-
-    Args:
-        family: HOT_COLD, TORCHREC or AHEAD.
-        coverage: Fraction of lookups that are hot; None for TorchRec's plan.
-        predicted_s: Seconds by stage, predicted from the kernels alone.
-        measured_s: Seconds by stage, median over the steps and mean over the ranks.
-        step_s: Median step of the slowest rank.
-        row_bytes: Predicted bytes of a rank's distinct cold rows.
-    """
+    """Predicted and measured steps of one case."""
 
     family: str
-    coverage: float | None
-    predicted_s: Mapping[str, float]
-    measured_s: Mapping[str, float]
-    step_s: float
-    row_bytes: float = 0.0
+    coverage: float | None  # of lookups that are hot; None for TorchRec's plan
+    predicted_s: Mapping[str, float]  # by stage, from the kernels alone
+    measured_s: Mapping[str, float]  # by stage, median over the steps and mean over the ranks
+    step_s: float  # of the slowest rank
+    row_bytes: float = 0.0  # of a rank's distinct cold rows, predicted
 
 
 def coverages(workload: CalibrationWorkload) -> tuple[float | None, ...]:

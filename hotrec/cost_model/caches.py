@@ -44,7 +44,6 @@ def lfu_hit_frac(
     No policy without foresight does better, and a warm frequency cache comes to it.
 
     Args:
-        demand: The demand of the table.
         num_cached: Cached rows C; a part of a group counts in proportion.
         num_skipped: Hot rows, which do not enter the cache and are not counted.
         is_per_lookup: Whether to count lookups, not the distinct rows of a rank's batch.
@@ -127,11 +126,8 @@ def conflict_frac(load: float) -> float:
 class CachedTable:
     """A table, or a part of its rows, behind a device cache.
 
-    Args:
-        demand: The demand of the table.
-        num_skipped: Hot rows, which do not enter the cache and are not counted.
-        share: Fraction of its other rows, with as large a share of the lookups.
-        is_per_lookup: Whether to count lookups, not the distinct rows of a rank's batch.
+    ``share`` is the fraction of its cold rows, with as large a share of the lookups; else as in
+    ``lfu_hit_frac``.
     """
 
     demand: TableDemand
@@ -144,9 +140,7 @@ class CachedTable:
 class CacheShares:
     """Hits and misses of a table's cold rows, or of their lookups, as fractions.
 
-    Args:
-        hit: Found in the cache.
-        conflict: Not found and without a way in their set, so read and updated on the host.
+    Rows of a ``conflict`` find no way in their set, and are read and updated on the host.
     """
 
     hit: float
@@ -174,7 +168,6 @@ def shared_cache_shares(
     a row's hits are Che's at a cache of C G / A rows, in the mean over G.
 
     Args:
-        tables: The tables.
         slots: Slots C of all ranks that the rows are spread over.
         is_prefetched: Whether the rows of the next step are fetched while those of this step are
             in use, so that the cache must hold both.

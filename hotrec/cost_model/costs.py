@@ -96,11 +96,9 @@ class CollectiveCurve:
     """A collective measured over sizes, in one world.
 
     Args:
-        kind: One of COLLECTIVES.
-        world: The world in which it was measured.
         sent_bytes: Bytes that a rank sends (``hotrec.runtime.traffic``), rising.
         seconds: Median of the slowest rank for each size.
-        spreads: Interquartile range / median, for each size.
+        spreads: Interquartile range / median.
     """
 
     kind: str

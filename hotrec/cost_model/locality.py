@@ -59,11 +59,7 @@ class LocalityMeter:
     A draw is some samples of one block in random order: one large batch, and its parts the smaller
     ones, down by powers of two. All draws are of one size, as far as the blocks allow, and evenly
     spread over the stream. Memory holds the ids of one draw.
-
-    Args:
-        schema: Schema of the blocks.
-        seed: Seed of the draws.
-        num_samples: Samples of the stream, or None if unknown.
+    ``num_samples`` of the stream are None if unknown.
     """
 
     def __init__(self, schema: Schema, *, seed: int, num_samples: int | None = None) -> None:
@@ -189,11 +185,8 @@ def effective_draws(
     its logarithm over that of the batch size, and that of the nearest one beyond them (a batch is
     drawn inside one block, so none larger than a block is measured).
 
-    Args:
-        histogram: Counts of the table's rows in the part that the locality was measured in.
-        locality: Locality of the table. None takes its lookups as independent.
-        batch_size: Samples of the batch.
-        lookups_per_sample: Mean ids of a sample, over all features of the table.
+    The histogram is of the part of the data that the locality was measured in. Without a locality
+    lookups are taken as independent.
     """
     num_lookups = batch_size * lookups_per_sample
     if locality is None or num_lookups <= 0 or histogram.num_lookups == 0:

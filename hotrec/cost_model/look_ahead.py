@@ -70,13 +70,7 @@ class LookAheadModel:
     all_to_all is slower than that on a slow link. So they take what all_to_all or all_gather was
     measured to take in this world, whichever is less. Corrections and overheads that were fitted to
     TorchRec's exchanges do not apply to these; those of stages that compute do.
-
-    Args:
-        costs: Costs of the machine.
-        world: Ranks and hosts.
-        workload: Batch and dense layers.
-        pipeline: The pipeline, for its wire type and depth.
-        is_hot_dense: Always reduce all hot rows, not by the exchange that sends least.
+    With ``is_hot_dense`` all hot rows are reduced, always.
     """
 
     costs: Costs

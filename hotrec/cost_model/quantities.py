@@ -1,9 +1,4 @@
-"""The QUANTITIES of a step, from demands and a placement or a plan of TorchRec.
-
-Bytes are counted as ``hotrec.runtime.traffic`` counts them. Symbols: B batch per rank, W ranks, L
-lookups per sample, n = B L lookups of a rank, F columns of a table, D; q as in
-``hotrec.cost_model.demand``.
-"""
+"""The QUANTITIES of a step, from demands and a placement or a plan of TorchRec."""
 
 from __future__ import annotations
 
@@ -171,6 +166,7 @@ def hot_cold_quantities(
     """
     check_tables(demands, num_hot, tables)
     done = dict.fromkeys(QUANTITIES, 0.0)
+    others = (world.num_ranks - 1) / world.num_ranks
     dims: dict[str, set[int]] = {name: set() for name in ("cold", "hot", "pooled")}
     for demand in demands:
         placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
@@ -184,13 +180,25 @@ def hot_cold_quantities(
         if caches is None and placed.tier is Tier.HOST_CACHED:
             cached = cached_rows(demand, placed)
             shares = CacheShares(lfu_hit_frac(demand, cached, hot, is_per_lookup=is_pooled), 0.0)
-        if is_pooled:
-            _add_pooled(done, demand, placed, world, batch_size, shares)
+        num_ids = batch_size * demand.lookups_per_sample
+        row_bytes = BYTES_PER_FLOAT * demand.dim
+        if is_pooled:  # of which the mean rank owns a fraction 1 / W
             dims["pooled"].add(demand.dim)
+            num_bags = batch_size * demand.num_columns
+            num_bags *= world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
+            _add_by_tier(done, "pooled_ids", placed.tier, num_ids, row_bytes, shares)
+            done["pooled_sent_ids"] += others * _with_lengths(num_ids, num_bags)
+            done["pooled_sent_bytes"] += others * num_bags * row_bytes
         else:
-            _add_rows(done, demand, placed, hot, batch_size, shares)
             dims["hot"] |= {demand.dim} if hot else set()
             dims["cold"] |= {demand.dim} if hot < demand.num_rows else set()
+            of_hot, of_cold, of_any = expected_distinct(demand, hot)
+            _add_by_tier(done, "rows", placed.tier, of_cold, row_bytes, shares)
+            _add(done, "lookups", num_ids, row_bytes)
+            _add(done, "urgent_rows", expected_urgent(demand, hot), row_bytes)
+            _add(done, "hot_rows", of_hot, row_bytes)
+            _add(done, "union_rows", of_any, row_bytes)
+            _add(done, "replica_rows", hot, row_bytes)
         _add_state(done, demand, placed.tier, hot, 1 / world.num_ranks)
     return {**done, **{f"{name}_groups": float(len(of)) for name, of in dims.items()}}
 
@@ -236,43 +244,6 @@ def _add_state(
         cold_G = demand.rows_G - take_rows(demand, num_hot)
         touched = share * float(cold_G @ demand.by_any_G)
         done["state_bytes_host"] += touched * host_state_bytes(demand)
-
-
-def _add_rows(
-    done: dict[str, float],
-    demand: TableDemand,
-    placed: TablePlacement,
-    num_hot: int,
-    batch_size: int,
-    shares: CacheShares,
-) -> None:
-    row_bytes = BYTES_PER_FLOAT * demand.dim
-    hot, cold, union = expected_distinct(demand, num_hot)
-    _add(done, "lookups", batch_size * demand.lookups_per_sample, row_bytes)
-    _add(done, "urgent_rows", expected_urgent(demand, num_hot), row_bytes)
-    _add(done, "hot_rows", hot, row_bytes)
-    _add(done, "union_rows", union, row_bytes)
-    _add(done, "replica_rows", num_hot, row_bytes)
-    _add_by_tier(done, "rows", placed.tier, cold, row_bytes, shares)
-
-
-def _add_pooled(
-    done: dict[str, float],
-    demand: TableDemand,
-    placed: TablePlacement,
-    world: World,
-    batch_size: int,
-    shares: CacheShares,
-) -> None:
-    """Adds a pooled table, of which the mean rank owns a fraction 1 / W."""
-    num_ids = batch_size * demand.lookups_per_sample
-    others = (world.num_ranks - 1) / world.num_ranks
-    row_bytes = BYTES_PER_FLOAT * demand.dim
-    num_bags = batch_size * demand.num_columns
-    num_bags *= world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
-    _add_by_tier(done, "pooled_ids", placed.tier, num_ids, row_bytes, shares)
-    done["pooled_sent_ids"] += others * _with_lengths(num_ids, num_bags)
-    done["pooled_sent_bytes"] += others * num_bags * row_bytes
 
 
 def _add_by_tier(
@@ -322,10 +293,6 @@ def torchrec_quantities(
     Row-wise shards are taken to serve equal shares of the lookups. Tables of one kind of sharding
     share messages, whatever their dimension.
 
-    Args:
-        shardings: The sharding of every table.
-        batch_size: Batch B of a rank.
-
     Returns:
         By rank, every key of QUANTITIES.
 
@@ -339,9 +306,9 @@ def torchrec_quantities(
     for demand in demands:
         sharding = shardings[demand.name]
         row_bytes = BYTES_PER_FLOAT * demand.dim
+        num_ids = batch_size * demand.lookups_per_sample
         if sharding.is_replicated:
             for done in per_rank:
-                num_ids = batch_size * demand.lookups_per_sample
                 _add(done, "replicated_ids", num_ids, row_bytes)
                 _add(done, "replicated_rows", demand.num_rows, row_bytes)
                 done["replicated_groups"] = 1.0
@@ -353,13 +320,20 @@ def torchrec_quantities(
                 f"got {outside[0]}. Plan for this world."
             )
         blocks = sharding.blocks(world)
-        for owners in blocks:
-            _add_block(
-                per_rank, demand, sharding, owners, row_bytes / len(blocks), batch_size, caches
-            )
+        for owners in blocks:  # each of some columns, whose rows are split over them
+            of_shard = num_ids / len(owners)
             for owner in owners:
+                done, shares = per_rank[owner], caches.get((owner, demand.name), ALL_HIT)
+                of_batch = batch_size * demand.num_columns * row_bytes / len(blocks)
+                done["pooled_sent_bytes"] += (world.num_ranks - 1) * of_batch
+                number = world.num_ranks * of_shard
+                columns_bytes = row_bytes / len(blocks)
+                _add_by_tier(done, "pooled_ids", sharding.tier, number, columns_bytes, shares)
                 share = 1 / (len(owners) * len(blocks))
-                _add_state(per_rank[owner], demand, sharding.tier, 0, share)
+                _add_state(done, demand, sharding.tier, 0, share)
+            for rank, done in enumerate(per_rank):
+                requested = _with_lengths(of_shard, batch_size * demand.num_columns)
+                done["pooled_sent_ids"] += sum(owner != rank for owner in owners) * requested
     for done in per_rank:
         done["pooled_groups"] = float(len(kinds))
     return per_rank
@@ -395,37 +369,13 @@ def torchrec_caches(
     return found
 
 
-def _add_block(
-    per_rank: list[dict[str, float]],
-    demand: TableDemand,
-    sharding: TableSharding,
-    owners: tuple[int, ...],
-    row_bytes: float,
-    batch_size: int,
-    caches: Mapping[tuple[int, str], CacheShares],
-) -> None:
-    """Adds a part of a table's columns, whose rows are split over ``owners``."""
-    world_size, num_parts = len(per_rank), len(owners)
-    num_ids = batch_size * demand.lookups_per_sample
-    num_lengths = batch_size * demand.num_columns
-    for owner in owners:
-        done, shares = per_rank[owner], caches.get((owner, demand.name), ALL_HIT)
-        of_part = world_size * num_ids / num_parts
-        _add_by_tier(done, "pooled_ids", sharding.tier, of_part, row_bytes, shares)
-        done["pooled_sent_bytes"] += (world_size - 1) * num_lengths * row_bytes
-    for rank, done in enumerate(per_rank):
-        num_others = sum(owner != rank for owner in owners)
-        done["pooled_sent_ids"] += num_others * _with_lengths(num_ids / num_parts, num_lengths)
-
-
 def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) -> StepPrediction:
     """Predicts the step of ranks with different quantities.
 
     Stages are joined by collectives, so each lasts as long as on its slowest rank. What an owner of
     tables sends in forward it is sent in backward, so the busiest rank is the same for both.
 
-    Returns:
-        Seconds of the slowest rank by stage, bytes in the mean over ranks.
+    Bytes are those of the mean rank.
     """
     predictions = [model.predict(quantities) for quantities in per_rank]
     stage_s, hidden_s, sent = {}, {}, {}

@@ -32,12 +32,7 @@ COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 
 @dataclass(frozen=True)
 class StepModel:
-    """The forms of all stages for one machine, world, workload and hot exchange.
-
-    Args:
-        stages: Form of each stage, in the order of STAGES.
-        overlap: Fraction of covering computation that hides communication.
-    """
+    """The forms of all stages, in their order; ``overlap`` of covering computation hides wires."""
 
     stages: Mapping[str, StageForm]
     overlap: float
@@ -122,9 +117,6 @@ def make_step_model(
     """Makes the linear model of a step.
 
     Args:
-        costs: Costs of the machine.
-        world: Ranks and hosts.
-        workload: Batch and dense layers.
         is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
         at: Quantities of a step at whose message sizes measured collectives are linearised. None
             takes the line that fits all sizes best.
