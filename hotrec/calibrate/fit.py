@@ -27,8 +27,8 @@ def fit_corrections(
     """Correct costs by the stages of a run.
 
     The factor of a stage is measured / predicted, times its present factor; stages measured
-    together share one. The time of the stage "other" and of stages without a prediction becomes the
-    overhead of a step.
+    together, their names joined by ``+``, share one. The time of the stage "other" and of stages
+    without a prediction becomes the overhead of a step.
 
     Raises:
         CostsError: If a predicted stage was not measured, or a time is not a finite number >= 0.

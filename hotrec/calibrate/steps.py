@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -140,18 +141,15 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
                         per_byte_s=scaled.per_byte_s * factor,
                     )
     corrections["other"] = _fit_dense_exchange(anchors)
-    fitted = replace(
+    left = [a.step_s - sum(a.measured_s[s] for s in STAGES if s != "other") for a in anchors]
+    return replace(
         costs,
         kernels=kernels,
         corrections=corrections,
+        overhead_s=max(0.0, float(np.median(left))),
         stage_overhead_s=overheads,
         waiting_frac=waiting,
     )
-    left = [
-        anchor.step_s - sum(anchor.measured_s[s] for s in STAGES if s != "other")
-        for anchor in anchors
-    ]
-    return replace(fitted, overhead_s=max(0.0, float(np.median(left))))
 
 
 def _fit_dense_exchange(anchors: list[Anchor]) -> float:
@@ -159,12 +157,12 @@ def _fit_dense_exchange(anchors: list[Anchor]) -> float:
 
     Its wait is part of the stage of replicated rows' gradients, of which TorchRec's plan has few.
     """
-    shares = []
-    for anchor in anchors:
-        predicted_s = anchor.predicted_s["other"]
-        if anchor.family == TORCHREC and predicted_s > 0:
-            waited_s = sum(anchor.measured_s[s] for s in ("hot_exchange", "other"))
-            shares.append((waited_s - anchor.predicted_s["hot_exchange"]) / predicted_s)
+    shares = [
+        (sum(a.measured_s[s] for s in ("hot_exchange", "other")) - a.predicted_s["hot_exchange"])
+        / a.predicted_s["other"]
+        for a in anchors
+        if a.family == TORCHREC and a.predicted_s["other"] > 0
+    ]
     return float(np.clip(np.median(shares), 0.0, 1.0)) if shares else 1.0
 
 
@@ -218,18 +216,17 @@ def _run(
         launch=LaunchConfig(),
     )
     counts = samples.count(PROFILE_SAMPLES)
-    family, pipeline = HOT_COLD, PipelineKind.sparse_dist
+    routed = FractionPlacement(routing=Routing.device)
     partition = None
     if coverage is None:
         case = Case(TORCHREC, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
     elif coverage == ALL_COLD:
-        family, pipeline, partition = AHEAD, PipelineKind.look_ahead, choose_all_cold(counts)
+        partition = choose_all_cold(counts)
+        case = Case(AHEAD, routed, partition, PipelineKind.look_ahead)
     else:
-        partition = (
-            choose_all_hot(counts) if coverage == 1 else choose_coverage(counts, coverage=coverage)
-        )
-    if partition is not None:
-        case = Case(family, FractionPlacement(routing=Routing.device), partition, pipeline)
+        chosen = partial(choose_coverage, coverage=coverage) if coverage < 1 else choose_all_hot
+        partition = chosen(counts)
+        case = Case(HOT_COLD, routed, partition, PipelineKind.sparse_dist)
     batches = samples.batches(
         1 + NUM_WARM + NUM_STEPS + NUM_AHEAD,
         batch_size=batch_size,

@@ -94,21 +94,15 @@ def _check_lengths(
     num_samples: int,
     where: str,
 ) -> None:
-    if values.ndim != 1 or values.dtype not in (np.int32, np.int64):
-        raise ValueError(
-            f"{where}: expected an int32 or int64 vector of rows, got {values.dtype} of shape "
-            f"{values.shape}. Floats lose rows above 2**24: pass integers."
-        )
-    if lengths is not None and (lengths.shape != (num_samples,) or lengths.min(initial=0) < 0):
-        raise ValueError(
-            f"{where}: expected {num_samples} lengths of at least 0, got shape {lengths.shape} "
-            f"with minimum {lengths.min(initial=0)}."
-        )
+    is_vector = values.ndim == 1 and values.dtype in (np.int32, np.int64)
+    is_whole = lengths is None or (lengths.shape == (num_samples,) and lengths.min(initial=0) >= 0)
     num_ids = num_samples if lengths is None else int(lengths.sum())
-    if num_ids != values.size:
+    if not is_vector or not is_whole or num_ids != values.size:
         raise ValueError(
-            f"{where}: expected {num_ids} ids, as many as its lengths add up to or one for "
-            f"each sample, got {values.size}. Pass lengths for a multi-hot feature."
+            f"{where}: expected an int32 or int64 vector of rows, one for each of {num_samples} "
+            f"samples or as many as their lengths of at least 0 add up to, got {values.dtype} of "
+            f"shape {values.shape} and the lengths {lengths}. Pass integers (floats lose rows above "
+            "2**24), and lengths for a multi-hot feature."
         )
 
 

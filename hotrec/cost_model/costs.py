@@ -47,12 +47,9 @@ class World:
 
 @dataclass(frozen=True)
 class Line:
-    """``fixed_s + per_item_s * items + per_byte_s * bytes``.
+    """``fixed_s + per_item_s * items + per_byte_s * bytes``; KERNELS says what an item is.
 
     Args:
-        fixed_s: Seconds of a call, whatever its size.
-        per_item_s: Seconds of an item; KERNELS says what that is.
-        per_byte_s: Seconds of a byte.
         spread: Relative spread of the measurements (interquartile range / median).
         source: "measured", or where the numbers come from.
     """
@@ -112,7 +109,7 @@ class CollectiveCurve:
         seconds = np.asarray(self.seconds, np.float64)
         matrix = np.stack([1 / seconds, np.asarray(self.sent_bytes) / seconds], axis=1)
         fixed, rate = fit_nonnegative(matrix, np.ones(seconds.size))
-        return Line(float(fixed), 0.0, float(rate), self._spread())
+        return Line(float(fixed), 0.0, float(rate), float(np.median(self.spreads)))
 
     def line_at(self, num_bytes: float) -> Line:
         """The line through the smallest message's time and the time of ``num_bytes``.
@@ -124,18 +121,13 @@ class CollectiveCurve:
         sizes = np.asarray(self.sent_bytes, np.float64)
         # A message that took longer than a larger one was disturbed.
         seconds = np.minimum.accumulate(np.asarray(self.seconds, np.float64)[::-1])[::-1]
-        if num_bytes <= sizes[0]:
-            return Line(float(seconds[0]), 0.0, 0.0, self._spread())
-        if num_bytes <= sizes[-1]:
-            found = float(np.interp(num_bytes, sizes, seconds))
-        else:
+        found = np.interp(num_bytes, sizes, seconds)
+        if num_bytes > sizes[-1]:
             rate = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-            found = float(seconds[-1] + rate * (num_bytes - sizes[-1]))
+            found = seconds[-1] + rate * (num_bytes - sizes[-1])
         fixed = float(seconds[0])
-        return Line(fixed, 0.0, (found - fixed) / num_bytes, self._spread())
-
-    def _spread(self) -> float:
-        return float(np.median(self.spreads)) if self.spreads else 0.0
+        per_byte_s = (float(found) - fixed) / num_bytes if num_bytes > sizes[0] else 0.0
+        return Line(fixed, 0.0, per_byte_s, float(np.median(self.spreads)))
 
 
 # Item and bytes of each kernel; D floats of 4 bytes a row.
@@ -240,9 +232,8 @@ class Costs:
         """Seconds of a collective by the bytes that a rank sends (``hotrec.runtime.traffic``).
 
         A curve measured in this very world (its line for messages of ``num_bytes``, or the one that
-        fits all sizes best), else from the links: the slower of what passes inside
-        the hosts and between them, for the hierarchical form of each collective (n bytes, W ranks,
-        m per host, N hosts):
+        fits all sizes best), else the slower link, inside the hosts and between them, for the
+        hierarchical form of each collective (n bytes, W ranks, m per host, N hosts):
 
             all_to_all      (m-1)/(W-1) of the sent bytes inside, (W-m)/(W-1) between, all ranks
             all_reduce      sends 2 (W-1)/W n inside; between hosts 2 (N-1)/N n per host
@@ -265,14 +256,11 @@ class Costs:
                 f"costs {self.name}: expected the link between hosts, for {hosts} hosts, got costs "
                 "measured on one. Calibrate under torchrun on two hosts or more."
             )
-        inside, between = 1.0, 0.0
-        if kind == "all_to_all":
-            inside = (local - 1) / (ranks - 1)
-            between = local * (ranks - local) / (ranks - 1)
-        elif kind in ("all_reduce", "reduce_scatter"):
-            between = ((hosts - 1) / hosts) * ranks / (ranks - 1)
-        elif kind == "all_gather":
-            between = (ranks - local) / (ranks - 1)
+        reduced = 1.0, ((hosts - 1) / hosts) * ranks / (ranks - 1)
+        inside, between = {
+            "all_to_all": ((local - 1) / (ranks - 1), local * (ranks - local) / (ranks - 1)),
+            "all_gather": (1.0, (ranks - local) / (ranks - 1)),
+        }.get(kind, reduced)
         per_byte_s = max(inside / self.intra.bytes_per_s, between / self.inter.bytes_per_s)
         return Line(self.intra.latency_s + self.inter.latency_s, 0.0, per_byte_s)
 

@@ -69,29 +69,6 @@ def test_small_sizes_count_as_much_as_large_ones() -> None:
     assert line.fixed_s == pytest.approx(1e-5, rel=0.1)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_no_part_is_negative_and_nothing_feasible_is_better(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    points = [
-        Point(float(items), 4.0 * dim * items, float(seconds), 0.0)
-        for (items, dim), seconds in zip(
-            product(ITEMS, DIMS), 10 ** rng.uniform(-5, -2, 8), strict=True
-        )
-    ]
-    found = fit_line(points)
-    assert min(found.fixed_s, found.per_item_s, found.per_byte_s) >= 0
-
-    def error(line: Line) -> float:
-        return sum((line.seconds(p.num_items, p.num_bytes) / p.seconds - 1) ** 2 for p in points)
-
-    # The problem is convex: no step along an axis, nor at random, may lead downhill.
-    parts = np.array([found.fixed_s, found.per_item_s, found.per_byte_s])
-    scales = np.array([1e-4, 1e-8, 1e-10])
-    for direction in [*np.eye(3), *-np.eye(3), *rng.normal(size=(50, 3))]:
-        near = np.maximum(parts + 1e-3 * direction * np.maximum(parts, scales), 0)
-        assert error(Line(*near)) >= error(found) - 1e-9
-
-
 def test_a_kernel_counted_by_items_alone_has_no_cost_of_a_byte() -> None:
     line = fit_line(points_of(Line(1e-4, 1e-8, 1e-9)), is_by_bytes=False)
     assert line.per_byte_s == 0

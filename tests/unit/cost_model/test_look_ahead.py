@@ -32,7 +32,6 @@ MIXED = work_of(
     hot_groups=1,
 )
 CALM = MIXED | work_of(urgent_rows=0.0)
-COLD = {n: v for n, v in MIXED.items() if not n.startswith(("hot", "union", "replica"))}
 
 
 def predict(quantities=MIXED, *, costs=COSTS, world=WORLD, workload=WORKLOAD, **changes):
@@ -52,16 +51,6 @@ def travels_s(step):
 def message_s(num_bytes, num_messages=1, costs=COSTS, world=WORLD):
     line = costs.collective("all_to_all", world, num_bytes / num_messages)
     return num_messages * line.fixed_s + num_bytes * line.per_byte_s
-
-
-@pytest.mark.parametrize("quantities", [MIXED, CALM, COLD], ids=["mixed", "calm", "cold"])
-@pytest.mark.parametrize("rate", [3e7, 1.2e8, 1e10])
-def test_stages_add_up_to_the_step(quantities, rate):
-    step = predict(quantities, costs=with_link(rate, overlap=0.6))
-    assert set(step.stage_s) == set(STAGES)
-    assert step.step_s == pytest.approx(sum(step.stage_s.values()))
-    assert all(seconds >= 0 for seconds in step.stage_s.values())
-    assert all(seconds >= -1e-15 for seconds in step.hidden_s.values())
 
 
 @pytest.mark.parametrize(("wire", "value"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
@@ -188,6 +177,8 @@ def test_more_network_never_makes_a_longer_step(
     for step in steps:
         assert sum(step.hidden_s.values()) <= step.step_s * (1 + 1e-9)
         assert step.step_s == pytest.approx(sum(step.stage_s.values()))
+        assert set(step.stage_s) == set(STAGES)
+        assert min(*step.stage_s.values(), *step.hidden_s.values()) >= -1e-15
 
 
 @given(st.floats(0, 1), st.floats(0, 1), RATES)

@@ -28,19 +28,14 @@ MIXED = work_of(
 COLD = {name: value for name, value in MIXED.items() if not name.startswith(("hot", "union", "re"))}
 
 
-def test_stages_add_up_to_the_step() -> None:
-    step = predict_step(COSTS, WORLD, WORKLOAD, MIXED)
-    assert step.step_s == pytest.approx(sum(step.stage_s.values()))
-    assert set(step.stage_s) == set(STAGES)
-    assert all(seconds >= 0 for seconds in step.stage_s.values())
-    assert all(seconds >= 0 for seconds in step.hidden_s.values())
-
-
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
 def test_a_share_of_what_travels_is_hidden(overlap: float) -> None:
     costs = replace(COSTS, overlap=overlap)
     none = predict_step(replace(COSTS, overlap=0.0), WORLD, WORKLOAD, MIXED)
     step = predict_step(costs, WORLD, WORKLOAD, MIXED)
+    assert step.step_s == pytest.approx(sum(step.stage_s.values()))
+    assert set(step.stage_s) == set(STAGES)
+    assert min(*step.stage_s.values(), *step.hidden_s.values()) >= 0
     for stage in ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange"):
         assert step.stage_s[stage] + step.hidden_s[stage] == pytest.approx(none.stage_s[stage])
     # Rows travel during the bottom layers' forward pass, a third of a fifth of the dense time.
@@ -57,12 +52,6 @@ def test_bytes_are_those_of_the_exchanges() -> None:
     assert sent["other"] == pytest.approx(10_000 * 4)
     dense = predict_step(COSTS, WORLD, WORKLOAD, MIXED, is_hot_dense=True).sent_bytes
     assert dense["hot_exchange"] == pytest.approx(1e4 * 256 + 1e3 * 8)
-
-
-def test_one_rank_sends_nothing() -> None:
-    step = predict_step(COSTS, World(1, 1), WORKLOAD, MIXED)
-    assert step.total_sent_bytes == 0
-    assert step.stage_s["rows_exchange"] == 0
 
 
 def test_overheads_are_paid_where_their_stage_is() -> None:
