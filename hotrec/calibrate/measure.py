@@ -111,12 +111,11 @@ def _links(network: Network, copy: Line) -> tuple[Link, Link | None]:
     """The links; a memory copy stands in for the link inside a host with one rank."""
     if network.intra is not None:
         return network.intra, network.inter
-    rate = 1 / copy.per_byte_s if copy.per_byte_s > 0 else 1 / copy.seconds(0, 1)
     source = (
         "assumed: a copy in memory; no host had two ranks. Calibrate with as many ranks on a host "
         "as will train"
     )
-    return Link(copy.fixed_s, rate, source), network.inter
+    return Link(copy.fixed_s, 1 / copy.per_byte_s, source), network.inter
 
 
 def measure_memory(device: torch.device) -> tuple[int, int]:

@@ -101,8 +101,8 @@ def _check_lengths(
         raise ValueError(
             f"{where}: expected an int32 or int64 vector of rows, one for each of {num_samples} "
             f"samples or as many as their lengths of at least 0 add up to, got {values.dtype} of "
-            f"shape {values.shape} and the lengths {lengths}. Pass integers (floats lose rows above "
-            "2**24), and lengths for a multi-hot feature."
+            f"shape {values.shape} and the lengths {lengths}. Pass integers (floats lose rows "
+            "above 2**24), and lengths for a multi-hot feature."
         )
 
 

@@ -96,7 +96,12 @@ def memory_by_rank(
     check_tables(demands, num_hot, tables)
     bytes_W2 = np.zeros((world.num_ranks, 2))
     owned = []
-    widest = _widest_cached(demands, tables)
+    # Largest D of the tables that share each device cache, which is the width of its slots.
+    widest: dict[tuple[str, int], int] = {}
+    for demand in demands:
+        if tables[demand.name].tier is Tier.HOST_CACHED:
+            key = _cache_key(demand, tables[demand.name])
+            widest[key] = max(widest.get(key, 0), demand.dim)
     for demand in demands:
         placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
         owners = [tuple(range(world.num_ranks))]
@@ -135,19 +140,6 @@ def _cache_key(demand: TableDemand, placed: TablePlacement | TableSharding) -> t
     if isinstance(placed, TableSharding):
         return placed.kind, demand.dim if placed.is_prefetched else 0
     return placed.exchange.value, demand.dim if placed.exchange is Exchange.ROWS else 0
-
-
-def _widest_cached(
-    demands: Sequence[TableDemand],
-    tables: Mapping[str, TablePlacement] | Mapping[str, TableSharding],
-) -> dict[tuple[str, int], int]:
-    """Largest D of the tables that share each device cache, which is the width of its slots."""
-    widest: dict[tuple[str, int], int] = {}
-    for demand in demands:
-        key = _cache_key(demand, tables[demand.name])
-        if tables[demand.name].tier is Tier.HOST_CACHED:
-            widest[key] = max(widest.get(key, 0), demand.dim)
-    return widest
 
 
 def _shard_bytes(

@@ -190,18 +190,7 @@ def _add_messages(
     stages["other"].sent_bytes.constant = dense_bytes
     line = costs.collective("all_reduce", world, dense_bytes or None)
     stages["other"].wire.constant = line.seconds(num_bytes=dense_bytes)
-    _add_hot_exchange(stages["hot_exchange"], costs, world, is_hot_dense, at, narrow_frac)
-
-
-def _add_hot_exchange(
-    hot: StageForm,
-    costs: Costs,
-    world: World,
-    is_hot_dense: bool,
-    at: Mapping[str, float] | None,
-    narrow_frac: float,
-) -> None:
-    others = (world.num_ranks - 1) / world.num_ranks
+    hot = stages["hot_exchange"]
     reduced, gathered = Form(), Form()
     reduced.add("replicated_bytes", 2 * others * narrow_frac)
     peers = world.num_ranks - 1
