@@ -26,14 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.cost_model.demand import build_demand, build_demand_heldout, coverage, expected_distinct
+from hotrec.cost_model.demand import build_demand, coverage, expected_distinct, prob_drawn
+from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.locality import step_draws
 from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader, num_steps
 from hotrec.planning.policies import choose_fraction
 from hotrec.report.render import markdown_table
-from hotrec.types import Partition, Schema
+from hotrec.types import Partition, Rows, Schema
 
 DIM = 16
 WHAT = ("coverage", "hot rows", "cold rows", "hot rows of any rank")
@@ -107,13 +108,12 @@ def predict(
         (
             profile.heldout,
             profile.num_heldout_samples,
-            profile.build_heldout_histograms(),
+            {table: build_histogram(heldout) for table, heldout in profile.heldout.items()},
             profile.heldout_locality,
         )
         if is_heldout
         else (profile.counts, profile.num_samples, profile.build_histograms(), profile.locality)
     )
-    histograms = profile.build_histograms()
     hot = cold = hot_of_any = hot_lookups = lookups = 0.0
     for table in source.schema.tables:
         name = table.name
@@ -125,26 +125,42 @@ def predict(
             world_size=num_ranks,
             lookups_per_sample=per_sample,
         )
-        options: dict[str, Any] = {
-            "dim": DIM,
-            "row_bytes": 4 * DIM,
-            "lookups_per_sample": per_sample,
-            "num_columns": len(source.schema.features_of(name)),
-            "batch_size": batch_size,
-            "world_size": num_ranks,
-            "num_draws": num_draws,
-        }
         if is_heldout:
-            pair = (profile.counts[name], profile.heldout[name])
-            demand = build_demand_heldout(name, histograms[name], counts=pair, **options)
+            distinct, covered = expect_heldout(counts[name], partition.hot(name), num_draws)
         else:
-            demand = build_demand(name, histograms[name], **options)
-        num_hot = partition.num_hot(name)
-        distinct = expected_distinct(demand, num_hot)
+            demand = build_demand(
+                name,
+                of_counts[name],
+                dim=DIM,
+                row_bytes=4 * DIM,
+                lookups_per_sample=per_sample,
+                num_columns=len(source.schema.features_of(name)),
+                batch_size=batch_size,
+                world_size=num_ranks,
+                num_draws=num_draws,
+            )
+            distinct = expected_distinct(demand, partition.num_hot(name))
+            covered = coverage(demand, partition.num_hot(name))
         hot, cold, hot_of_any = hot + distinct[0], cold + distinct[1], hot_of_any + distinct[2]
         lookups += per_sample
-        hot_lookups += per_sample * coverage(demand, num_hot)
+        hot_lookups += per_sample * covered
     return dict(zip(WHAT, (hot_lookups / lookups, hot, cold, hot_of_any), strict=True))
+
+
+def expect_heldout(
+    counts: Rows, hot_rows: Rows, num_draws: tuple[float, float]
+) -> tuple[tuple[float, float, float], float]:
+    """Distinct rows of a step as ``expected_distinct`` has them, and the share of hot lookups.
+
+    By the held-out counts of the rows, of which training made some hot.
+    """
+    read = np.flatnonzero(counts)
+    is_hot = np.isin(read, hot_rows)
+    counts_R = counts[read].astype(np.float64)
+    total = counts_R.sum()
+    by_rank_R, by_any_R = (prob_drawn(counts_R, total, draws) for draws in num_draws)
+    distinct = (by_rank_R[is_hot].sum(), by_rank_R[~is_hot].sum(), by_any_R[is_hot].sum())
+    return distinct, float(counts_R[is_hot].sum() / max(total, 1))
 
 
 def count(

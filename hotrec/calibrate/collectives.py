@@ -1,16 +1,8 @@
-"""Collectives over sizes: one curve each, and from them the links inside and between hosts.
-
-Byte counts are those of ``hotrec.runtime.traffic`` (n bytes of a rank's tensor, W ranks):
-
-    all_to_all      (W-1)/W n       n: what the rank sends to all, itself included
-    all_reduce      2 (W-1)/W n
-    all_gather      (W-1) n         n: the rank's own part
-    reduce_scatter  (W-1)/W n       n: the whole input
-"""
+"""Collectives over sizes: one curve each, and from them the links inside and between hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,67 +24,58 @@ MIN_SIZES = 3
 LINK_KINDS = ("all_to_all", "all_reduce")
 
 
+def bytes_per_value(kind: str, num_ranks: int) -> float:
+    """Bytes that each of W ranks sends for a float of its tensor (``hotrec.runtime.traffic``).
+
+    For ``all_gather`` the tensor is the rank's own part, else what it sends to all, itself
+    included, or the whole input.
+
+    Raises:
+        CostsError: If the kind is not one of ``COLLECTIVES``.
+    """
+    others = num_ranks - 1
+    values = {
+        "all_to_all": others / num_ranks,
+        "all_reduce": 2 * others / num_ranks,
+        "all_gather": float(others),
+        "reduce_scatter": others / num_ranks,
+    }
+    if kind not in values:
+        raise CostsError(f"collective: expected one of {COLLECTIVES}, got {kind!r}.")
+    return BYTES_PER_FLOAT * values[kind]
+
+
 def num_values(kind: str, sent_bytes: float, num_ranks: int) -> int:
     """Floats of the tensor for which a rank sends about ``sent_bytes``; rounded to whole shares."""
-    values = sent_bytes / BYTES_PER_FLOAT
-    others = num_ranks - 1
-    if kind == "all_gather":
-        return max(1, round(values / others))
-    per_value = 2 * others / num_ranks if kind == "all_reduce" else others / num_ranks
-    return num_ranks * max(1, round(values / per_value / num_ranks))
-
-
-def sent_bytes(kind: str, values: int, num_ranks: int) -> float:
-    """Bytes that a rank sends for a tensor of ``values`` floats, see the module's table."""
-    num_bytes, others = BYTES_PER_FLOAT * values, num_ranks - 1
-    match kind:
-        case "all_to_all" | "reduce_scatter":
-            return num_bytes * others / num_ranks
-        case "all_reduce":
-            return 2 * num_bytes * others / num_ranks
-        case "all_gather":
-            return float(num_bytes * others)
-    raise CostsError(f"collective: expected one of {COLLECTIVES}, got {kind!r}.")
+    share = 1 if kind == "all_gather" else num_ranks
+    return share * max(1, round(sent_bytes / bytes_per_value(kind, num_ranks) / share))
 
 
 def make_call(
     kind: str, values: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[Any], object]:
-    """One collective in a group, ready to be timed.
-
-    Args:
-        kind: One of ``COLLECTIVES``.
-        values: Number of floats in the rank's tensor.
-        group: Process group; None for all ranks.
-        device: Device of the tensors.
-    """
+    """One collective on a tensor of ``values`` floats in a group, ready to be timed."""
     num_ranks = dist.get_world_size(group)
-    source = torch.ones(values, device=device)
+    # Ones would grow by W with each all_reduce, to infinity.
+    source = torch.zeros(values, device=device)
     match kind:
         case "all_to_all":
             target = torch.empty_like(source)
             return lambda _: dist.all_to_all_single(target, source, group=group)
         case "all_reduce":
-            # Ones would grow by W each time, to infinity.
-            source.zero_()
             return lambda _: dist.all_reduce(source, group=group)
         case "all_gather":
             target = source.new_empty(values * num_ranks)
             return lambda _: dist.all_gather_into_tensor(target, source, group=group)
-        case "reduce_scatter":
+        case _:
             target = source.new_empty(values // num_ranks)
             return lambda _: dist.reduce_scatter_tensor(target, source, group=group)
-    raise CostsError(f"collective: expected one of {COLLECTIVES}, got {kind!r}.")
 
 
 def sizes_up_to(max_bytes: float) -> list[float]:
     """Message sizes to measure, in bytes: from 1 KB in factors of 4, and the largest."""
-    sizes: list[float] = []
-    size = MIN_BYTES
-    while size < max_bytes and len(sizes) < 16:
-        sizes.append(size)
-        size *= GROWTH
-    return [*sizes, max_bytes] if max_bytes > MIN_BYTES else [max_bytes]
+    sizes = [MIN_BYTES * GROWTH**power for power in range(16)]
+    return [*(size for size in sizes if size < max_bytes), max_bytes]
 
 
 def measure_curve(
@@ -103,53 +86,31 @@ def measure_curve(
     *,
     max_bytes: float,
     effort: Effort,
-    advance: Callable[[], object] = lambda: None,
 ) -> CollectiveCurve:
     """Time a collective over sizes, on all groups at the same time; collective.
 
-    Sizes grow until the next would take longer than half a second.
-
-    Args:
-        kind: One of ``COLLECTIVES``.
-        world: Size of the group in ranks and hosts.
-        group: Process group of this rank; None for all ranks.
-        device: Device of the tensors.
-        max_bytes: Largest number of bytes that a rank sends.
-        effort: Number of repeats.
-        advance: Called once per size, including those left out.
+    Sizes grow to ``max_bytes`` a rank, or until the next would take longer than half a second.
     """
-    sizes: list[float] = []
-    seconds: list[float] = []
-    spreads: list[float] = []
-    is_over = False
+    found: list[tuple[float, float, float]] = []
     for wanted in sizes_up_to(max_bytes):
-        advance()
-        if is_over:
-            continue
         values = num_values(kind, wanted, world.num_ranks)
-        size = sent_bytes(kind, values, world.num_ranks)
-        if sizes and size <= sizes[-1]:
+        size = values * bytes_per_value(kind, world.num_ranks)
+        if found and size <= found[-1][0]:
             continue
-        timing = slowest_rank(
-            time_on_all_ranks(make_call(kind, values, group, device), device, effort)
-        )
-        sizes.append(size)
-        seconds.append(timing.seconds)
-        spreads.append(timing.spread)
+        call = make_call(kind, values, group, device)
+        timing = slowest_rank(time_on_all_ranks(call, device, effort))
+        found.append((size, timing.seconds, timing.spread))
         # The same figures on all ranks, so all stop at the same size.
-        is_over = len(sizes) >= MIN_SIZES and timing.seconds * GROWTH > MAX_CALL_S
-    return CollectiveCurve(kind, world, tuple(sizes), tuple(seconds), tuple(spreads))
+        if len(found) >= MIN_SIZES and timing.seconds * GROWTH > MAX_CALL_S:
+            break
+    return CollectiveCurve(kind, world, *zip(*found, strict=True))
 
 
 def link_of(curves: Sequence[CollectiveCurve], ranks_sending: int = 1) -> Link:
-    """Median latency and rate of measured curves.
+    """Median latency and rate of curves; ``ranks_sending`` share the link, its rate is their sum.
 
     Where the fitted time does not grow with the bytes (all sizes small), the rate is that of the
     largest size, latency included: a lower bound.
-
-    Args:
-        curves: Measured collectives, at least one.
-        ranks_sending: Number of ranks that share the link; its rate is their sum.
     """
     lines = [curve.line() for curve in curves]
     rates = [
@@ -162,70 +123,48 @@ def link_of(curves: Sequence[CollectiveCurve], ranks_sending: int = 1) -> Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Measurements between the ranks.
-
-    Args:
-        curves: Curves of all ranks and, with several hosts, of the ranks of one host.
-        intra: Link inside a host; None with one rank per host.
-        inter: Link between hosts; None with one host.
-    """
+    """Measurements between the ranks, all of them and, with several hosts, those of one host."""
 
     curves: tuple[CollectiveCurve, ...]
-    intra: Link | None
-    inter: Link | None
+    intra: Link | None  # None with one rank per host
+    inter: Link | None  # None with one host
 
 
-def num_network_points(ranks: Ranks, max_bytes: float) -> int:
-    """Number of times that ``measure_network`` calls ``advance``."""
-    if ranks.world_size == 1:
-        return 0
-    num_levels = 2 if ranks.num_hosts > 1 and ranks.local_world_size > 1 else 0
-    num_curves = len(COLLECTIVES) + num_levels * len(LINK_KINDS)
-    return num_curves * len(sizes_up_to(max_bytes))
-
-
-def measure_network(
-    ranks: Ranks, *, max_bytes: float, effort: Effort, advance: Callable[[], object]
-) -> Network:
+def measure_network(ranks: Ranks, *, max_bytes: float, effort: Effort) -> Network:
     """Measure all ranks together and, with several on several hosts, each level; collective.
 
     Inside a host its ranks form a group. Between hosts the ranks of equal local rank form a group,
     and all these groups send at the same time, so that together they saturate the host's link.
     """
-    world = World(ranks.world_size, ranks.local_world_size)
     if ranks.world_size == 1:
         return Network((), None, None)
 
-    def measure(kind: str, of: World, group: dist.ProcessGroup | None) -> CollectiveCurve:
-        return measure_curve(
-            kind, of, group, ranks.device, max_bytes=max_bytes, effort=effort, advance=advance
-        )
+    def measure(
+        kinds: Sequence[str], of: World, group: dist.ProcessGroup | None
+    ) -> list[CollectiveCurve]:
+        return [
+            measure_curve(kind, of, group, ranks.device, max_bytes=max_bytes, effort=effort)
+            for kind in kinds
+        ]
 
-    curves = {kind: measure(kind, world, None) for kind in COLLECTIVES}
-    of_world = [curves[kind] for kind in LINK_KINDS]
-    if ranks.num_hosts == 1:
-        return Network(tuple(curves.values()), link_of(of_world), None)
-    local = ranks.local_world_size
+    local, hosts = ranks.local_world_size, range(ranks.num_hosts)
+    curves = measure(COLLECTIVES, World(ranks.world_size, local), None)
+    link = link_of([curve for curve in curves if curve.kind in LINK_KINDS])
+    if len(hosts) == 1:
+        return Network(tuple(curves), link, None)
     if local == 1:
-        return Network(tuple(curves.values()), None, link_of(of_world))
-    hosts = range(ranks.num_hosts)
+        return Network(tuple(curves), None, link)
     inside = _own_group([[h * local + i for i in range(local)] for h in hosts], ranks.rank)
     between = _own_group([[h * local + i for h in hosts] for i in range(local)], ranks.rank)
-    in_host = [measure(kind, World(local, local), inside) for kind in LINK_KINDS]
-    among = [measure(kind, World(ranks.num_hosts, 1), between) for kind in LINK_KINDS]
-    return Network((*curves.values(), *in_host), link_of(in_host), link_of(among, local))
+    in_host = measure(LINK_KINDS, World(local, local), inside)
+    among = measure(LINK_KINDS, World(len(hosts), 1), between)
+    return Network((*curves, *in_host), link_of(in_host), link_of(among, local))
 
 
 def _own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
     """Create all groups, which is a collective, and return this rank's."""
-    groups: Mapping[int, Any] = {
-        member: group
-        for ranks_of_group in members
-        for group in [new_group(ranks_of_group)]
-        for member in ranks_of_group
-    }
-    own: dist.ProcessGroup = groups[rank]
-    return own
+    groups = [new_group(of_group) for of_group in members]
+    return next(group for of, group in zip(members, groups, strict=True) if rank in of)
 
 
 def measure_overlap(ranks: Ranks, *, max_bytes: float, effort: Effort) -> float:
@@ -241,24 +180,18 @@ def measure_overlap(ranks: Ranks, *, max_bytes: float, effort: Effort) -> float:
     target = torch.empty_like(source)
     matrix = torch.ones(256, 256, device=ranks.device)
 
-    def send() -> Any:
-        return dist.all_to_all_single(target, source, async_op=True)
+    def seconds(times: int, *, sends: bool) -> float:
+        def run(_: Any) -> None:
+            work: Any = sends and dist.all_to_all_single(target, source, async_op=True)
+            for _ in range(times):
+                torch.mm(matrix, matrix)
+            if work:
+                work.wait()
 
-    def compute(times: int) -> None:
-        for _ in range(times):
-            torch.mm(matrix, matrix)
-
-    def seconds(run: Callable[[Any], object]) -> float:
         return slowest_rank(time_on_all_ranks(run, ranks.device, effort)).seconds
 
-    wire_s = seconds(lambda _: send().wait())
-    times = max(1, round(wire_s / seconds(lambda _: compute(1))))
-    compute_s = seconds(lambda _: compute(times))
-
-    def both(_: Any) -> None:
-        work = send()
-        compute(times)
-        work.wait()
-
-    hidden_s = wire_s + compute_s - seconds(both)
+    wire_s = seconds(0, sends=True)
+    times = max(1, round(wire_s / seconds(1, sends=False)))
+    compute_s = seconds(times, sends=False)
+    hidden_s = wire_s + compute_s - seconds(times, sends=True)
     return float(np.clip(hidden_s / min(wire_s, compute_s), 0.0, 1.0))

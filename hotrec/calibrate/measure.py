@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, astuple, replace
 
 import torch
 from tqdm import tqdm
 
-from hotrec.calibrate.collectives import (
-    Network,
-    measure_network,
-    measure_overlap,
-    num_network_points,
-)
-from hotrec.calibrate.kernels import Effort, Point, fit_line, largest_error, measure_probe
+from hotrec.calibrate.collectives import Network, measure_network, measure_overlap
+from hotrec.calibrate.kernels import Effort, Point, fit_line, measure_probe
 from hotrec.calibrate.probes import all_probes
-from hotrec.calibrate.steps import correct_by_steps, num_step_points
+from hotrec.calibrate.steps import correct_by_steps
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.runtime.memory import read_fingerprint, read_memory
-from hotrec.runtime.ranks import (
-    Ranks,
-    all_gather_object,
-    broadcast_object,
-)
+from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 
 
 def measure_costs(
@@ -61,85 +50,71 @@ def measure_costs(
     warm_memory(ranks.device, target.cap_bytes)
     workload = CalibrationWorkload(target, ranks, group_alone(ranks))
     probes = all_probes(workload)
-    num_points = sum(len(probe.sizes) for probe in probes)
-    num_points += num_network_points(ranks, max_bytes)
-    lines: dict[str, Line] = {}
     points: dict[str, list[Point]] = {}
-    with _progress(ranks, num_points) as bar:
-        advance: Callable[[], object] = bar.update
-        network = measure_network(ranks, max_bytes=max_bytes, effort=effort, advance=advance)
+    lines: dict[str, Line] = {}
+    # disable=None: shown on a terminal only.
+    disable = None if ranks.is_first else True
+    with tqdm(total=len(probes) + 2, desc="calibrate", disable=disable) as bar:
+        bar.set_postfix_str("network")
+        network = measure_network(ranks, max_bytes=max_bytes, effort=effort)
         overlap = measure_overlap(ranks, max_bytes=max_bytes, effort=effort)
+        bar.update()
         for probe in probes:
             bar.set_postfix_str(probe.name)
-            found = measure_probe(probe, ranks.device, effort, advance)
-            points[probe.name] = found
+            points[probe.name] = measure_probe(probe, ranks.device, effort)
             lines[probe.name] = fit_line(
-                found,
+                points[probe.name],
                 is_by_items=probe.is_by_items,
                 is_by_bytes=probe.is_by_bytes,
                 is_growing=probe.is_by_items or probe.is_by_bytes,
             )
-    device_bytes, host_bytes = measure_memory(ranks.device)
-    fingerprints = all_gather_object(read_fingerprint(ranks.device.type))
-    intra, inter = _links(network, lines["copy"])
-    host = fingerprints[0]
-    costs = Costs(
-        name=name or f"{ranks.device.type} {host['gpu'] or host['processor']}",
-        origin="measured",
-        device=ranks.device.type,
-        kernels=lines,
-        intra=intra,
-        inter=inter,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        curves=network.curves,
-        overlap=overlap,
-        host=host,
-        facts={
-            "num_ranks": ranks.world_size,
-            "ranks_per_host": ranks.local_world_size,
-            "threads_per_rank": torch.get_num_threads(),
-            "batch_size": target.batch_size,
-            "embedding_dim": workload.dim,
-            "optimizer": target.optimizer.kind.name,
-            "zipf_exponent": target.zipf_exponent,
-            "hosts_differ": any(other != host for other in fingerprints),
-            "elapsed_s": time.perf_counter() - start_s,
-            "largest_fit_error": {n: largest_error(lines[n], points[n]) for n in lines},
-            "points": {
-                n: [[p.num_items, p.num_bytes, p.seconds, p.spread] for p in found]
-                for n, found in points.items()
+            bar.update()
+        device_bytes, host_bytes = measure_memory(ranks.device)
+        fingerprints = all_gather_object(read_fingerprint(ranks.device.type))
+        intra, inter = _links(network, lines["copy"])
+        host = fingerprints[0]
+        costs = Costs(
+            name=name or f"{ranks.device.type} {host['gpu'] or host['processor']}",
+            origin="measured",
+            device=ranks.device.type,
+            kernels=lines,
+            intra=intra,
+            inter=inter,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            curves=network.curves,
+            overlap=overlap,
+            host=host,
+            facts={
+                "num_ranks": ranks.world_size,
+                "ranks_per_host": ranks.local_world_size,
+                "threads_per_rank": torch.get_num_threads(),
+                "batch_size": target.batch_size,
+                "embedding_dim": workload.dim,
+                "optimizer": target.optimizer.kind.name,
+                "zipf_exponent": target.zipf_exponent,
+                "hosts_differ": any(other != host for other in fingerprints),
+                "points": {name: [list(astuple(p)) for p in of] for name, of in points.items()},
             },
-        },
-    )
-    costs = _corrected(workload, costs, ranks)
-    # All ranks fitted the same measurements; the broadcast makes the costs equal to the bit.
-    return Costs.from_json(broadcast_object(costs.to_json()))
-
-
-def _corrected(workload: CalibrationWorkload, costs: Costs, ranks: Ranks) -> Costs:
-    with _progress(ranks, num_step_points(workload)) as bar:
+        )
         bar.set_postfix_str("whole steps")
-        corrected, anchors = correct_by_steps(workload, costs, bar.update)
-    return replace(corrected, facts={**costs.facts, "steps": [asdict(a) for a in anchors]})
-
-
-def _progress(ranks: Ranks, num_points: int) -> tqdm[Any]:
-    # disable=None: shown on a terminal only.
-    disable = None if ranks.is_first else True
-    return tqdm(total=num_points, desc="calibrate", unit="size", disable=disable)
+        costs, anchors = correct_by_steps(workload, costs)
+        bar.update()
+    # All ranks fitted the same measurements; the broadcast makes the costs equal to the bit.
+    more = {"elapsed_s": time.perf_counter() - start_s, "steps": [asdict(a) for a in anchors]}
+    costs = replace(costs, facts={**costs.facts, **more})
+    return Costs.from_json(broadcast_object(costs.to_json()))
 
 
 def _links(network: Network, copy: Line) -> tuple[Link, Link | None]:
     """The links; a memory copy stands in for the link inside a host with one rank."""
     if network.intra is not None:
         return network.intra, network.inter
-    rate = 1 / copy.per_byte_s if copy.per_byte_s > 0 else 1 / copy.seconds(0, 1)
     source = (
         "assumed: a copy in memory; no host had two ranks. Calibrate with as many ranks on a host "
         "as will train"
     )
-    return Link(copy.fixed_s, rate, source), network.inter
+    return Link(copy.fixed_s, 1 / copy.per_byte_s, source), network.inter
 
 
 def measure_memory(device: torch.device) -> tuple[int, int]:
@@ -164,33 +139,22 @@ def warm_memory(device: torch.device, num_bytes: int) -> None:
 
 def costs_table(costs: Costs) -> str:
     """Lines and links of costs as a table for the terminal."""
-    width = max(len(name) for name in costs.kernels)
-    header = f"{'kernel':<{width}}  {'per item':>10}  {'per byte':>10}  {'fixed':>10}  spread"
-    rows = [f"costs {costs.name} ({costs.origin}, {costs.device})", header]
-    for name in KERNELS:
-        line = costs.kernels.get(name)
-        if line is not None:
-            rows.append(
-                f"{name:<{width}}  {_time_text(line.per_item_s)}  {_time_text(line.per_byte_s)}  "
-                f"{_time_text(line.fixed_s)}  {line.spread:5.0%}"
-            )
+    lines = {name: costs.kernels[name] for name in KERNELS if name in costs.kernels}
     for curve in costs.curves:
-        line = curve.line()
-        kind = f"{curve.kind} {curve.world.num_ranks}r/{curve.world.num_hosts}h"
-        rows.append(
-            f"{kind:<{width}}  {'':>10}  {_time_text(line.per_byte_s)}  "
-            f"{_time_text(line.fixed_s)}  {line.spread:5.0%}"
-        )
+        lines[f"{curve.kind} {curve.world.num_ranks}r/{curve.world.num_hosts}h"] = curve.line()
+    if costs.look_ahead.source == "measured":
+        lines["look_ahead"] = costs.look_ahead  # of the bytes of cold rows, beside its stages
+    width = max(map(len, lines))
+    rows = [f"costs {costs.name} ({costs.origin}, {costs.device})"]
+    rows.append(f"{'kernel':<{width}}  {'per item':>10}  {'per byte':>10}  {'fixed':>10}  spread")
+    for name, line in lines.items():
+        times = "  ".join(map(_time_text, (line.per_item_s, line.per_byte_s, line.fixed_s)))
+        rows.append(f"{name:<{width}}  {times}  {line.spread:5.0%}")
     for level, link in (("inside a host", costs.intra), ("between hosts", costs.inter)):
         if link is not None:
             rate = f"{link.bytes_per_s / 1e6:,.0f} MB/s"
             rows.append(f"link {level}: {rate}, latency {_time_text(link.latency_s).strip()}")
     rows.append(f"overlap {costs.overlap:.2f}, overhead {_time_text(costs.overhead_s).strip()}")
-    ahead = costs.look_ahead
-    rows.append(
-        f"look-ahead ({ahead.source}): {_time_text(ahead.fixed_s).strip()} a step and "
-        f"{_time_text(1e6 * ahead.per_byte_s).strip()} a megabyte of cold rows, beside its stages"
-    )
     return "\n".join(rows)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +23,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.calibrate.kernels import Probe, Work
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
-from hotrec.config.groups import Dcnv2Config
 from hotrec.data.batch import Batch
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.fused import fused_params
@@ -38,98 +39,85 @@ from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, OptimizerKind
 
+# At most this many ranks' requests are merged into one lookup.
+MAX_REQUESTING_RANKS = 8
+MIN_REPLICATED_ROWS = 8192
+# FBGEMM's memory of a tier on a GPU.
+LOCATIONS = {
+    "device": EmbeddingLocation.DEVICE,
+    "host": EmbeddingLocation.MANAGED,
+    "cached": EmbeddingLocation.MANAGED_CACHING,
+}
+
 
 def all_probes(workload: CalibrationWorkload) -> list[Probe]:
     """Every kernel of ``hotrec.cost_model.KERNELS`` that the device has."""
+    target, sizes = workload.target, workload.sizes()
+    batch_size = target.batch_size
+    at_dim = [(num_ids, dim) for num_ids, dim in sizes if dim == workload.dim]
+    samples = sorted({max(1, batch_size // part) for part in (8, 2)} | {batch_size, 2 * batch_size})
+    work = dense_flops(target.model, target.num_dense, workload.num_columns)
+    values = [max(1, work.num_dense_values // part) for part in (16, 4, 1)]
+
+    def by_items(name: str, make: Callable[..., Work], numbers: Sequence[int]) -> Probe:
+        sizes = [(number, workload.dim) for number in numbers]
+        return Probe(name, partial(make, workload), sizes, is_by_bytes=False)
+
     return [
-        *layer_probes(workload),
-        *hot_probes(workload),
+        by_items("route", _route, [num_ids for num_ids, _ in at_dim]),
+        Probe("pool", partial(_pool, workload), sizes),
+        Probe("copy", partial(_copy, workload), at_dim, is_by_items=False),
+        by_items("dense", _dense, samples),
+        by_items("dense_update", _dense_update, values),
+        *(Probe(name, partial(_hot_work, workload, name), sizes) for name in HOT_PROBES),
         *replicated_probes(workload),
         *row_probes(workload),
     ]
 
 
-def layer_probes(workload: CalibrationWorkload) -> list[Probe]:
-    """Probes of routing, pooling, copies and the dense layers."""
-    batch_size = workload.target.batch_size
-    at_dim = [(num_ids, dim) for num_ids, dim in workload.sizes() if dim == workload.dim]
-    samples = sorted({max(1, batch_size // part) for part in (8, 2)} | {batch_size, 2 * batch_size})
-    work = dense_flops(workload.target.model, workload.target.num_dense, workload.num_columns)
-    values = [max(1, work.num_dense_values // part) for part in (16, 4, 1)]
-    return [
-        Probe("route", _route(workload), at_dim, is_by_bytes=False),
-        Probe("pool", _pool(workload), workload.sizes()),
-        Probe("copy", _copy(workload), at_dim, is_by_items=False),
-        Probe("dense", _dense(workload), [(n, workload.dim) for n in samples], is_by_bytes=False),
-        Probe(
-            "dense_update",
-            _dense_update(workload),
-            [(n, workload.dim) for n in values],
-            is_by_bytes=False,
-        ),
-    ]
+def _route(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
+    samples = workload.features(workload.samples, num_ids)
+    turns = cycle(samples)
+    return Work(workload.router, samples[0].values().numel(), 0, lambda: next(turns))
 
 
-def _route(workload: CalibrationWorkload) -> Callable[[int, int], Work]:
-    def make(num_ids: int, dim: int) -> Work:
-        samples = workload.features(workload.samples, num_ids)
-        turns = cycle(samples)
-        num_items = samples[0].values().numel()
-        return Work(workload.router, num_items, 0, lambda: next(turns))
-
-    return make
-
-
-def _pool(workload: CalibrationWorkload) -> Callable[[int, int], Work]:
+def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
     """Concatenate hot and cold rows, pool them into bags, and run backward."""
+    samples: list[KeyedJaggedTensor] = workload.features(workload.samples, num_ids)
+    turns = cycle([workload.router(features).groups[0] for features in samples])
+    num_bags = samples[0].stride() * workload.num_columns
+    grad = torch.randn(samples[0].stride(), workload.num_columns * dim, device=workload.device)
+    num_hot_keys = len(next(iter(workload.router.groups.values())).hot_tables)
 
-    def make(num_ids: int, dim: int) -> Work:
-        samples: list[KeyedJaggedTensor] = workload.features(workload.samples, num_ids)
-        turns = cycle([workload.router(features).groups[0] for features in samples])
-        num_bags = samples[0].stride() * workload.num_columns
-        grad = torch.randn(samples[0].stride(), workload.num_columns * dim, device=workload.device)
-        num_hot_keys = len(next(iter(workload.router.groups.values())).hot_tables)
+    def prepare() -> tuple[RoutedGroup, list[torch.Tensor]]:
+        routed = next(turns)
+        lengths = routed.rows.lengths().view(-1).long()
+        halves = [int(lengths[:num_hot_keys].sum()), int(lengths[num_hot_keys:].sum())]
+        rows = [torch.randn(n, dim, device=workload.device) for n in halves]
+        return routed, [part.requires_grad_() for part in rows]
 
-        def prepare() -> tuple[RoutedGroup, list[torch.Tensor]]:
-            routed = next(turns)
-            lengths = routed.rows.lengths().view(-1).long()
-            halves = [int(lengths[:num_hot_keys].sum()), int(lengths[num_hot_keys:].sum())]
-            rows = [torch.randn(n, dim, device=workload.device) for n in halves]
-            return routed, [part.requires_grad_() for part in rows]
+    def run(prepared: tuple[RoutedGroup, list[torch.Tensor]]) -> None:
+        routed, rows = prepared
+        pool_rows(torch.cat(rows), routed, workload.num_columns).backward(grad)
 
-        def run(prepared: tuple[RoutedGroup, list[torch.Tensor]]) -> None:
-            routed, rows = prepared
-            pool_rows(torch.cat(rows), routed, workload.num_columns).backward(grad)
-
-        return Work(run, num_bags, 4 * dim * num_bags, prepare)
-
-    return make
+    return Work(run, num_bags, 4 * dim * num_bags, prepare)
 
 
-def _copy(workload: CalibrationWorkload) -> Callable[[int, int], Work]:
-    def make(num_rows: int, dim: int) -> Work:
-        source = torch.randn(num_rows, dim, device=workload.device)
-        return Work(lambda _: source.clone(), num_rows, 4 * dim * num_rows)
-
-    return make
+def _copy(workload: CalibrationWorkload, num_rows: int, dim: int) -> Work:
+    source = torch.randn(num_rows, dim, device=workload.device)
+    return Work(lambda _: source.clone(), num_rows, 4 * dim * num_rows)
 
 
 def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
     """The configured model with pooled columns as input instead of ids."""
     model = workload.target.model
-    names = workload.samples.schema.feature_names
     tables = [
         EmbeddingBagConfig(
             name=name, num_embeddings=1, embedding_dim=model.embedding_dim, feature_names=[name]
         )
-        for name in names
+        for name in workload.samples.schema.feature_names
     ]
-    cross: dict[str, int] = {}
-    if isinstance(model, Dcnv2Config):
-        cross = {
-            "cross_num_layers": model.cross_num_layers,
-            "cross_low_rank_dim": model.cross_low_rank_dim,
-        }
+    cross = {key: value for key, value in vars(model).items() if key.startswith("cross_")}
     built: Any = build_model(
         model.kind,
         EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
@@ -144,22 +132,16 @@ def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
     return ClickTask(built, workload.ranks.world_size)
 
 
-def _dense(workload: CalibrationWorkload) -> Callable[[int, int], Work]:
-    flops = dense_flops(
-        workload.target.model, workload.target.num_dense, workload.num_columns
-    ).flops
+def _dense(workload: CalibrationWorkload, num_samples: int, dim: int) -> Work:
+    work = dense_flops(workload.target.model, workload.target.num_dense, workload.num_columns)
+    task = workload.once("task", 0, lambda: build_dense_layers(workload))
+    turns = _pooled_batches(workload, num_samples)
 
-    def make(num_samples: int, dim: int) -> Work:
-        task = workload.once("task", 0, lambda: build_dense_layers(workload))
-        turns = _pooled_batches(workload, num_samples)
+    def prepare() -> Batch:
+        task.zero_grad(set_to_none=True)
+        return next(turns)
 
-        def prepare() -> Batch:
-            task.zero_grad(set_to_none=True)
-            return next(turns)
-
-        return Work(lambda batch: task(batch)[0].backward(), flops * num_samples, 0, prepare)
-
-    return make
+    return Work(lambda batch: task(batch)[0].backward(), work.flops * num_samples, 0, prepare)
 
 
 def _pooled_batches(workload: CalibrationWorkload, num_samples: int) -> Iterator[Batch]:
@@ -177,43 +159,25 @@ def _pooled_batches(workload: CalibrationWorkload, num_samples: int) -> Iterator
         )
 
 
-def _dense_update(workload: CalibrationWorkload) -> Callable[[int, int], Work]:
+def _with_grads(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[torch.Tensor]:
+    params = [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
+    for parameter in params:
+        parameter.grad = torch.randn_like(parameter)
+    return params
+
+
+def _dense_update(workload: CalibrationWorkload, num_values: int, dim: int) -> Work:
     """The optimizer's step on the dense layers' tensors, scaled to a given total size."""
-
-    def make(num_values: int, dim: int) -> Work:
-        task = workload.once("task", 0, lambda: build_dense_layers(workload))
-        shapes = [parameter.numel() for parameter in task.parameters()]
-        scale = num_values / sum(shapes)
-        params = [torch.randn(max(1, round(n * scale)), device=workload.device) for n in shapes]
-        for parameter in params:
-            parameter.requires_grad_()
-            parameter.grad = torch.randn_like(parameter)
-        optimizer = make_dense(workload.specs[1], params)
-        return Work(lambda _: optimizer.step(), sum(p.numel() for p in params), 0)
-
-    return make
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """Stand-in for DDP's GradBucket in the communication hook."""
-
-    gradient: torch.Tensor
-
-    def buffer(self) -> torch.Tensor:
-        return self.gradient
-
-    def index(self) -> int:
-        return 0
+    task = workload.once("task", 0, lambda: build_dense_layers(workload))
+    sizes = [parameter.numel() for parameter in task.parameters()]
+    scale = num_values / sum(sizes)
+    params = _with_grads([(max(1, round(n * scale)),) for n in sizes], workload.device)
+    optimizer = make_dense(workload.specs[1], params)
+    return Work(lambda _: optimizer.step(), sum(p.numel() for p in params), 0)
 
 
 class _ReplayedWire(Wire):
-    """A wire that sends nothing and replays this rank's earlier messages as those of other ranks.
-
-    Args:
-        group: Process group of this rank alone.
-        world_size: Number of ranks to simulate.
-    """
+    """A wire that sends nothing and replays this rank's earlier messages as those of others."""
 
     def __init__(self, group: Any, world_size: int) -> None:
         super().__init__(group)
@@ -222,6 +186,10 @@ class _ReplayedWire(Wire):
 
     def all_gather_joined(self, source: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return self.messages.pop(0)
+
+
+# A timed call, and what prepares its argument.
+Timed = tuple[Callable[[Any], object], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -233,6 +201,7 @@ class _Hot:
     weight: nn.Parameter
     num_rows_T: list[int]
     samples: list[KeyedJaggedTensor]
+    num_ranks: int
 
     def replicas(self) -> HotReplicas:
         """A new module on the same weights, with no touched rows."""
@@ -240,25 +209,18 @@ class _Hot:
             self.weight, self.num_rows_T, self.dim, self.workload.alone, HotExchange.touched_rows
         )
 
-    @property
-    def mean_rows(self) -> float:
-        return sum(features.values().numel() for features in self.samples) / len(self.samples)
-
-    def work(self, run: Callable[[Any], object], prepare: Callable[[], Any]) -> Work:
-        return Work(run, self.mean_rows, 4 * self.dim * self.mean_rows, prepare)
-
-
-def hot_probes(workload: CalibrationWorkload) -> list[Probe]:
-    """Probes of the replicas of hot rows: lookup, gradient, reduction and update."""
-    makers = {"hot_read": _read, "hot_pack": _pack, "hot_add": _add, "hot_update": _update}
-
-    def maker(make: Callable[[_Hot], Work]) -> Callable[[int, int], Work]:
-        return lambda num_ids, dim: make(_build_hot(workload, num_ids, dim))
-
-    return [Probe(name, maker(make), workload.sizes()) for name, make in makers.items()]
+    def slots(self) -> list[torch.Tensor]:
+        """Flat slots of the rows of each batch, ascending."""
+        begins = torch.tensor(self.num_rows_T, device=self.weight.device)
+        begins = begins.cumsum(0) - begins
+        return [
+            features.values().long()
+            + torch.repeat_interleave(begins, features.lengths().view(-1).long())
+            for features in self.samples
+        ]
 
 
-def _build_hot(workload: CalibrationWorkload, num_ids: int, dim: int) -> _Hot:
+def _hot_work(workload: CalibrationWorkload, name: str, num_ids: int, dim: int) -> Work:
     group = next(iter(workload.router.groups.values()))
     num_rows_T = [workload.hot_partition.num_hot(table) for table in group.hot_tables]
     values = torch.randn(sum(num_rows_T) * dim, device=workload.device)
@@ -267,59 +229,51 @@ def _build_hot(workload: CalibrationWorkload, num_ids: int, dim: int) -> _Hot:
         workload.router(features).groups[0].rows.split(num_keys)[0]
         for features in workload.features(workload.samples, num_ids)
     ]
-    return _Hot(workload, dim, nn.Parameter(values), num_rows_T, samples)
+    # One rank reduces nothing, but costs measured on it may be used to plan for several.
+    num_ranks = max(2, workload.ranks.world_size) if name == "hot_add" else 1
+    hot = _Hot(workload, dim, nn.Parameter(values), num_rows_T, samples, num_ranks)
+    run, prepare = HOT_PROBES[name](hot)
+    mean_rows = sum(features.values().numel() for features in samples) / len(samples)
+    return Work(run, num_ranks * mean_rows, 4 * dim * num_ranks * mean_rows, prepare)
 
 
-def _read(hot: _Hot) -> Work:
-    turns, replicas = cycle(hot.samples), hot.replicas()
-    return hot.work(replicas, lambda: next(turns))
-
-
-def _looked_up(hot: _Hot, turns: Any) -> tuple[HotReplicas, torch.Tensor, torch.Tensor]:
-    """A replica after one lookup, its rows, and a gradient for them."""
-    replicas = hot.replicas()
-    rows = replicas(next(turns))
-    return replicas, rows, torch.randn_like(rows)
-
-
-def _slots(hot: _Hot, features: KeyedJaggedTensor) -> torch.Tensor:
-    """Flat slots of the features' rows, ascending."""
-    begins = torch.tensor(hot.num_rows_T, device=features.values().device)
-    begins = begins.cumsum(0) - begins
-    lengths = features.lengths().view(-1).long()
-    return features.values().long() + torch.repeat_interleave(begins, lengths)
-
-
-def _pack(hot: _Hot) -> Work:
-    """Backward of the lookup into the dense gradient, then gather the touched rows from it."""
-    slots = cycle([_slots(hot, features) for features in hot.samples])
+def _read(hot: _Hot) -> Timed:
     turns = cycle(hot.samples)
-    hot.weight.grad = torch.zeros_like(hot.weight)
+    return hot.replicas(), lambda: next(turns)
+
+
+def _pack(hot: _Hot) -> Timed:
+    """Backward of the lookup into the dense gradient, then gather the touched rows from it."""
+    turns = cycle(zip(hot.samples, hot.slots(), strict=True))
+    hot.weight.grad = gradient = torch.zeros_like(hot.weight)
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        features, slots_U = next(turns)
+        rows = hot.replicas()(features)
+        return rows, torch.randn_like(rows), slots_U
 
     def run(prepared: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
         rows, grad, slots_U = prepared
         rows.backward(grad)
-        assert hot.weight.grad is not None
-        hot.weight.grad.view(-1, hot.dim).index_select(0, slots_U)
+        gradient.view(-1, hot.dim).index_select(0, slots_U)
 
-    return hot.work(run, lambda: (*_looked_up(hot, turns)[1:], next(slots)))
+    return run, prepare
 
 
-def _add(hot: _Hot) -> Work:
+def _add(hot: _Hot) -> Timed:
     """The reduction over the ranks; every simulated rank sends one of this rank's batches."""
-    # One rank reduces nothing, but costs measured on it may be used to plan for several.
-    num_ranks, device = max(2, hot.workload.ranks.world_size), hot.workload.device
+    device = hot.workload.device
     shape = (sum(hot.num_rows_T), hot.dim)
     gradient = torch.zeros(shape, device=device)
-    wire = _ReplayedWire(hot.workload.alone, num_ranks)
+    wire = _ReplayedWire(hot.workload.alone, hot.num_ranks)
     reducer = HotReducer([shape], wire, HotExchange.touched_rows, device=device)
-    slots = [_slots(hot, features) for features in hot.samples]
+    slots = hot.slots()
     grads = [torch.randn(slots_U.numel(), hot.dim, device=device) for slots_U in slots]
     turns = cycle(range(len(slots)))
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
         turn = next(turns)
-        of_ranks = [(turn + rank) % len(slots) for rank in range(num_ranks)]
+        of_ranks = [(turn + rank) % len(slots) for rank in range(hot.num_ranks)]
         wire.messages = [
             torch.cat([slots[at] for at in of_ranks]).int(),
             torch.cat([grads[at].view(-1) for at in of_ranks]),
@@ -331,124 +285,119 @@ def _add(hot: _Hot) -> Work:
         [(union, mean_UD)] = reducer.reduce([(slots_U, grad_UD)], counts)
         gradient.index_copy_(0, union, mean_UD)
 
-    num_items = num_ranks * hot.mean_rows
-    return Work(run, num_items, 4 * hot.dim * num_items, prepare)
+    return run, prepare
 
 
-def _update(hot: _Hot) -> Work:
+def _update(hot: _Hot) -> Timed:
     """The optimizer's step after one backward pass."""
-    turns = cycle(hot.samples)
-    replicas = hot.replicas()
+    turns, replicas = cycle(hot.samples), hot.replicas()
     names = [f"table{number}" for number in range(len(hot.num_rows_T))]
     optimizer = HotOptimizer({"": replicas}, {"": names}, hot.workload.specs[0])
 
     def prepare() -> None:
         rows = replicas(next(turns))
         rows.backward(torch.randn_like(rows))
-        bucket: Any = _Bucket(hot.weight.grad)  # type: ignore[arg-type]
+        # In place of DDP's GradBucket.
+        bucket: Any = SimpleNamespace(buffer=lambda: hot.weight.grad, index=lambda: 0)
         replicas.reduce_gradient(None, bucket)
 
-    return hot.work(lambda _: optimizer.step(), prepare)
+    return lambda _: optimizer.step(), prepare
 
 
-# At most this many ranks' requests are merged into one lookup.
-MAX_REQUESTING_RANKS = 8
-MIN_REPLICATED_ROWS = 8192
-Lookup = Callable[[KeyedJaggedTensor], torch.Tensor]
+HOT_PROBES = {"hot_read": _read, "hot_pack": _pack, "hot_add": _add, "hot_update": _update}
 
 
 def row_probes(workload: CalibrationWorkload) -> list[Probe]:
     """Lookup and update of sharded rows, unpooled and pooled, in every memory of the device."""
     probes = []
-    for tier in ("device", "host", "cached") if workload.device.type == "cuda" else ("device",):
-        for prefix, is_pooled in (("", False), ("pooled_", True)):
-            states = ("hit", "miss") if tier == "cached" else (tier,)
-            for state in states:
-                read = f"{prefix or 'read_'}{state}"
-                probes.append(_probe(workload, read, tier, is_pooled, state, is_update=False))
-            update = f"{prefix}update_{states[0]}"
-            probes.append(_probe(workload, update, tier, is_pooled, states[0], is_update=True))
+    for tier in LOCATIONS if workload.device.type == "cuda" else ("device",):
+        states = ("hit", "miss") if tier == "cached" else (tier,)
+        for prefix in ("", "pooled_"):
+            kernels = [(f"{prefix or 'read_'}{state}", state, False) for state in states]
+            kernels.append((f"{prefix}update_{states[0]}", states[0], True))
+            for name, state, is_update in kernels:
+                make = partial(_row_work, workload, tier, bool(prefix), state, is_update)
+                probes.append(Probe(name, make, workload.sizes()))
     return probes
 
 
-def _probe(
+def _row_work(
     workload: CalibrationWorkload,
-    name: str,
     tier: str,
     is_pooled: bool,
     state: str,
-    *,
     is_update: bool,
-) -> Probe:
-    def make(num_ids: int, dim: int) -> Work:
-        lookup, forget = workload.once(
-            "lookup", (tier, is_pooled, dim), lambda: _lookup(workload, tier, is_pooled, dim)
-        )
-        samples = (
-            workload.features(workload.own_samples, num_ids)
-            if is_pooled
-            else _requested_rows(workload, num_ids)
-        )
-        grads = [torch.randn_like(lookup(features).detach()) for features in samples]
-        turns = cycle(list(zip(samples, grads, strict=True)))
+    num_ids: int,
+    dim: int,
+) -> Work:
+    lookup, forget = workload.once(
+        "lookup", (tier, is_pooled, dim), lambda: _lookup(workload, tier, is_pooled, dim)
+    )
+    samples = (
+        workload.features(workload.own_samples, num_ids)
+        if is_pooled
+        else _requested_rows(workload, num_ids)
+    )
+    grads = [torch.randn_like(lookup(features).detach()) for features in samples]
+    turns = cycle(list(zip(samples, grads, strict=True)))
 
-        def prepare() -> Any:
-            features, grad = next(turns)
-            if state == "miss":
-                forget()
-            elif state == "hit":
-                lookup(features)  # brings the rows into the cache
-            return (lookup(features), grad) if is_update else features
+    def prepare() -> Any:
+        features, grad = next(turns)
+        if state == "miss":
+            forget()
+        elif state == "hit":
+            lookup(features)  # brings the rows into the cache
+        return (lookup(features), grad) if is_update else features
 
-        def update(prepared: tuple[torch.Tensor, torch.Tensor]) -> None:
-            rows, grad = prepared
-            rows.backward(grad)
+    def update(prepared: tuple[torch.Tensor, torch.Tensor]) -> None:
+        rows, grad = prepared
+        rows.backward(grad)
 
-        num_items = sum(features.values().numel() for features in samples) / len(samples)
-        return Work(update if is_update else lookup, num_items, 4 * dim * num_items, prepare)
-
-    return Probe(name, make, workload.sizes())
+    num_items = sum(features.values().numel() for features in samples) / len(samples)
+    return Work(update if is_update else lookup, num_items, 4 * dim * num_items, prepare)
 
 
 def _lookup(
     workload: CalibrationWorkload, tier: str, is_pooled: bool, dim: int
-) -> tuple[Lookup, Callable[[], object]]:
-    """The lookup that training uses, and a function that empties its cache."""
-    spec = row_spec(workload)
-    num_rows = sum(workload.own_rows)
-    module: Any = fused_tables(
-        workload.own_rows,
-        dim,
-        tier=tier,
-        is_pooled=is_pooled,
-        device=workload.device,
+) -> tuple[Callable[[KeyedJaggedTensor], torch.Tensor], Callable[[], object]]:
+    """The lookup that training uses, on random rows, and a function that empties its cache."""
+    spec, device = row_spec(workload), workload.device
+    table_rows = [table.num_rows for table in workload.own_samples.schema.tables]
+    check_host_tier(table_rows, dim, tier)
+    location, compute = EmbeddingLocation.HOST, ComputeDevice.CPU
+    if device.type == "cuda":
+        location, compute = LOCATIONS[tier], ComputeDevice.CUDA
+    module: Any = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, dim, location, compute) for rows in table_rows],
         # Large enough for the rows of the largest batch, or there would be no hits.
-        cache_load_frac=min(1.0, max(0.1, 4 * workload.num_ids / num_rows)),
-        fused_params=fused_params(spec),
+        cache_load_factor=min(1.0, max(0.1, 4 * workload.num_ids / sum(table_rows))),
+        pooling_mode=PoolingMode.SUM if is_pooled else PoolingMode.NONE,
+        device=device,
+        **fused_params(spec),
     )
-    if workload.device.type == "cpu" and not is_pooled:
+    for weight in module.split_embedding_weights():
+        weight.uniform_(-0.01, 0.01)
+    if device.type == "cpu" and not is_pooled:
         rate = torch.optim.SGD([torch.zeros(1)], lr=spec.learning_rate)
         return ColdRowsOnCpu(module, rate, spec), lambda: None
-
-    def look_up(features: KeyedJaggedTensor) -> torch.Tensor:
-        rows: torch.Tensor = module(
-            indices=features.values().long(), offsets=features.offsets().long()
-        )
-        return rows
 
     def forget() -> None:
         module.flush()
         module.reset_cache_states()
 
-    return look_up, forget
+    return partial(_look_up, module), forget
+
+
+def _look_up(module: Any, features: KeyedJaggedTensor) -> torch.Tensor:
+    rows: torch.Tensor = module(indices=features.values().long(), offsets=features.offsets().long())
+    return rows
 
 
 def row_spec(workload: CalibrationWorkload) -> OptimizerSpec:
     """The optimizer of sharded rows: the configured one where the device supports it."""
     spec, _ = workload.specs
     if spec.kind is OptimizerKind.adam and workload.device.type == "cpu":
-        # FBGEMM has no Adam on CPU. Adam has no sharded rows there, but
-        # plans that shard rows are still predicted.
+        # FBGEMM has no Adam on CPU, but plans that shard rows are still predicted.
         return OptimizerSpec(OptimizerKind.adagrad, spec.learning_rate, spec.eps)
     return spec
 
@@ -485,131 +434,67 @@ def replicated_probes(workload: CalibrationWorkload) -> list[Probe]:
     most_rows = workload.target.batch_size
     small = [rows for rows in workload.target.table_rows if rows <= most_rows]
     table_rows = small or [min(most_rows, min(workload.target.table_rows))]
-    small_workload = CalibrationWorkload(
-        target=replace(workload.target, table_rows=table_rows),
-        ranks=workload.ranks,
-        alone=workload.alone,
+    of_small = CalibrationWorkload(
+        replace(workload.target, table_rows=table_rows), workload.ranks, workload.alone
     )
     # Enough rows that their cost stands out from that of the call.
     total = max(sum(table_rows), 8 * most_rows, MIN_REPLICATED_ROWS)
     rows = [max(1, total // 16), max(2, total // 4), max(3, total)]
     dims = sorted({dim for _, dim in workload.sizes()})
     return [
-        Probe("replicated_read", _replicated_read(small_workload), small_workload.sizes()),
+        Probe("replicated_read", partial(_replicated_read, of_small), of_small.sizes()),
         Probe(
             "replicated_update",
-            _replicated_update(workload, len(table_rows)),
+            partial(_replicated_update, workload, len(table_rows)),
             [(num, dim) for dim in dims for num in rows],
         ),
     ]
 
 
-def _replicated_read(workload: CalibrationWorkload) -> Callable[[int, int], Work]:
-    def make(num_ids: int, dim: int) -> Work:
-        rows = [table.num_rows for table in workload.samples.schema.tables]
-        module: Any = workload.once(
-            "dense", dim, lambda: dense_tables(rows, dim, device=workload.device)
+def _replicated_read(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
+    device = workload.device
+
+    def build() -> DenseTableBatchedEmbeddingBagsCodegen:
+        built = DenseTableBatchedEmbeddingBagsCodegen(
+            [(table.num_rows, dim) for table in workload.samples.schema.tables],
+            pooling_mode=PoolingMode.SUM,
+            use_cpu=device.type == "cpu",
         )
-        samples = workload.features(workload.samples, num_ids)
-        grad = torch.randn(samples[0].stride(), workload.num_columns * dim, device=workload.device)
-        turns = cycle(samples)
+        built.weights.data = torch.empty_like(built.weights, device=device).uniform_(-0.01, 0.01)
+        return built
 
-        def prepare() -> KeyedJaggedTensor:
-            module.weights.grad = None
-            return next(turns)
+    module: Any = workload.once("dense", dim, build)
+    samples = workload.features(workload.samples, num_ids)
+    grad = torch.randn(samples[0].stride(), workload.num_columns * dim, device=device)
+    turns = cycle(samples)
 
-        def run(features: KeyedJaggedTensor) -> None:
-            pooled = module(indices=features.values().long(), offsets=features.offsets().long())
-            pooled.backward(grad)
+    def prepare() -> KeyedJaggedTensor:
+        module.weights.grad = None
+        return next(turns)
 
-        num_items = samples[0].values().numel()
-        return Work(run, num_items, 4 * dim * num_items, prepare)
-
-    return make
+    num_items = samples[0].values().numel()
+    return Work(
+        lambda features: _look_up(module, features).backward(grad),
+        num_items,
+        4 * dim * num_items,
+        prepare,
+    )
 
 
 def _replicated_update(
-    workload: CalibrationWorkload, num_tables: int
-) -> Callable[[int, int], Work]:
-    def make(num_rows: int, dim: int) -> Work:
-        spec, _ = workload.specs
-        per_table = cut_tables([num_rows] * num_tables, num_rows)
-        params = [torch.randn(rows, dim, device=workload.device) for rows in per_table]
-        for parameter in params:
-            parameter.requires_grad_()
-            parameter.grad = torch.randn_like(parameter)
-        make_optimizer = make_dense if spec.kind is OptimizerKind.adam else make_replicated_tables
-        optimizer = make_optimizer(spec, params)
-        total = sum(per_table)
-        return Work(lambda _: optimizer.step(), total, 4 * dim * total)
-
-    return make
-
-
-def fused_tables(
-    table_rows: Sequence[int],
-    dim: int,
-    *,
-    tier: str,
-    is_pooled: bool,
-    device: torch.device,
-    cache_load_frac: float,
-    fused_params: Mapping[str, Any],
-) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """Tables with a fused optimizer, filled with random rows.
-
-    Args:
-        table_rows: Rows of each table.
-        dim: Embedding dimension.
-        tier: "device", "host" or "cached" (host memory behind a device cache); "device" on CPU.
-        is_pooled: Whether bags are pooled; otherwise every row is returned.
-        device: Device of the module.
-        cache_load_frac: Fraction of the rows that fit in the cache of the tier "cached".
-        fused_params: FBGEMM's optimizer and its hyper-parameters.
-    """
-    check_host_tier(table_rows, dim, tier)
-    if device.type == "cpu":
-        assert tier == "device", tier
-        location, compute = EmbeddingLocation.HOST, ComputeDevice.CPU
-    else:
-        compute = ComputeDevice.CUDA
-        location = {
-            "device": EmbeddingLocation.DEVICE,
-            "host": EmbeddingLocation.MANAGED,
-            "cached": EmbeddingLocation.MANAGED_CACHING,
-        }[tier]
-    module = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, dim, location, compute) for rows in table_rows],
-        cache_load_factor=cache_load_frac,
-        pooling_mode=PoolingMode.SUM if is_pooled else PoolingMode.NONE,
-        device=device,
-        **fused_params,
-    )
-    for weight in module.split_embedding_weights():
-        weight.uniform_(-0.01, 0.01)
-    return module
+    workload: CalibrationWorkload, num_tables: int, num_rows: int, dim: int
+) -> Work:
+    spec, _ = workload.specs
+    per_table = cut_tables([num_rows] * num_tables, num_rows)
+    params = _with_grads([(rows, dim) for rows in per_table], workload.device)
+    make_optimizer = make_dense if spec.kind is OptimizerKind.adam else make_replicated_tables
+    optimizer = make_optimizer(spec, params)
+    return Work(lambda _: optimizer.step(), sum(per_table), 4 * dim * sum(per_table))
 
 
 def check_host_tier(table_rows: Sequence[int], dim: int, tier: str) -> None:
-    """Check that rows and two optimizer states fit in this host's free memory.
-
-    Raises:
-        ValueError: If they do not fit.
-    """
+    """Raise a ValueError unless rows and two optimizer states fit in this host's free memory."""
     if tier == "device":
         return
     rows_bytes = 4 * dim * sum(table_rows)
     check_mappable(f"calibrate tables of tier {tier}", 3 * rows_bytes, read_memory()[1])
-
-
-def dense_tables(
-    table_rows: Sequence[int], dim: int, *, device: torch.device
-) -> DenseTableBatchedEmbeddingBagsCodegen:
-    """Pooling tables whose gradient is dense, as in TorchRec's data-parallel tables."""
-    module = DenseTableBatchedEmbeddingBagsCodegen(
-        [(rows, dim) for rows in table_rows],
-        pooling_mode=PoolingMode.SUM,
-        use_cpu=device.type == "cpu",
-    )
-    module.weights.data = torch.empty_like(module.weights, device=device).uniform_(-0.01, 0.01)
-    return module

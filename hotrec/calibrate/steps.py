@@ -2,23 +2,14 @@
 
 A kernel timed alone has the cache and the memory bandwidth to itself and no Python around it. So a
 few steps of a hot/cold placement and of TorchRec's hand-tuned plan are measured at two batch sizes,
-and fitted for every stage:
-
-    measured = overhead + factor * predicted                             stages that compute
-    measured = overhead + waiting * dense layers + factor * predicted    stages that exchange
-
-with one overhead, one waiting share, and one factor per family of kernels.
-
-Steps with look-ahead, whose communication thread competes with the layers for the cores, follow:
-
-    measured step = predicted step + fixed + per_byte * bytes of cold rows
+and those of look-ahead, whose communication thread competes with the layers for the cores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
+from functools import partial
 
 import numpy as np
 
@@ -29,13 +20,8 @@ from hotrec.calibrate.kernels import Point, fit_line
 from hotrec.calibrate.probes import row_spec
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
-from hotrec.config.roots import (
-    BenchConfig,
-    BenchRootConfig,
-    LaunchConfig,
-    PlannerConfig,
-)
-from hotrec.cost_model.costs import Costs, Line
+from hotrec.config.roots import BenchConfig, BenchRootConfig, LaunchConfig, PlannerConfig
+from hotrec.cost_model.costs import Costs, Line, fit_nonnegative
 from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
@@ -43,7 +29,7 @@ from hotrec.planning.predict import Predicted, predict_placement, predict_plan
 from hotrec.planning.scenario import Scenario
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
-from hotrec.types import STAGES, Partition, PipelineKind, Rows, TablePlacement, TorchrecPlan
+from hotrec.types import STAGES, Partition, PipelineKind, TablePlacement, TorchrecPlan
 
 # Hot and cold rows in every stage; and all rows hot, since a large replica is slower to read.
 COVERAGES = (0.8, 1.0)
@@ -61,26 +47,14 @@ HOT_COLD, TORCHREC, AHEAD = "hot_cold", "torchrec", "look_ahead"
 KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
     (HOT_COLD, "route"): ("route",),
     (HOT_COLD, "pool"): ("pool",),
-    (HOT_COLD, "row_lookup"): ("read_device", "read_host", "read_hit", "read_miss", "hot_read"),
-    (HOT_COLD, "row_update"): ("update_device", "update_host", "update_hit"),
+    (HOT_COLD, "row_lookup"): (*(f"read_{tier}" for tier in TIERS), "hot_read"),
+    (HOT_COLD, "row_update"): tuple(f"update_{tier}" for tier in TIERS),
     (HOT_COLD, "hot_exchange"): ("hot_pack", "hot_add"),
     (HOT_COLD, "optimizer"): ("hot_update", "dense_update"),
-    (TORCHREC, "row_lookup"): (
-        "pooled_device",
-        "pooled_host",
-        "pooled_hit",
-        "pooled_miss",
-        "replicated_read",
-    ),
-    (TORCHREC, "row_update"): (
-        "pooled_update_device",
-        "pooled_update_host",
-        "pooled_update_hit",
-    ),
+    (TORCHREC, "row_lookup"): (*(f"pooled_{tier}" for tier in TIERS), "replicated_read"),
+    (TORCHREC, "row_update"): tuple(f"pooled_update_{tier}" for tier in TIERS),
     (TORCHREC, "optimizer"): ("replicated_update",),
 }
-
-
 MIN_FACTOR = 1.0
 HOT_STAGES = ("hot_exchange", "optimizer")
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange")
@@ -88,23 +62,14 @@ EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange")
 
 @dataclass(frozen=True)
 class Anchor:
-    """Predicted and measured steps of one case.
-
-    Args:
-        family: HOT_COLD, TORCHREC or AHEAD.
-        coverage: Fraction of lookups that are hot; None for TorchRec's plan.
-        predicted_s: Seconds by stage, predicted from the kernels alone.
-        measured_s: Seconds by stage, median over the steps and mean over the ranks.
-        step_s: Median step of the slowest rank.
-        row_bytes: Predicted bytes of a rank's distinct cold rows.
-    """
+    """Predicted and measured steps of one case."""
 
     family: str
-    coverage: float | None
-    predicted_s: Mapping[str, float]
-    measured_s: Mapping[str, float]
-    step_s: float
-    row_bytes: float = 0.0
+    coverage: float | None  # of lookups that are hot; None for TorchRec's plan
+    predicted_s: Mapping[str, float]  # by stage, from the kernels alone
+    measured_s: Mapping[str, float]  # by stage, median over the steps and mean over the ranks
+    step_s: float  # of the slowest rank
+    row_bytes: float = 0.0  # of a rank's distinct cold rows, predicted
 
 
 def coverages(workload: CalibrationWorkload) -> tuple[float | None, ...]:
@@ -113,45 +78,21 @@ def coverages(workload: CalibrationWorkload) -> tuple[float | None, ...]:
     return (*COVERAGES, None) if has_cold else (1.0,)
 
 
-def num_step_points(workload: CalibrationWorkload) -> int:
-    """Number of times that ``correct_by_steps`` calls ``advance``."""
-    return (len(coverages(workload)) + looks_ahead(workload)) * len(BATCH_PARTS)
-
-
-def looks_ahead(workload: CalibrationWorkload) -> bool:
-    """Whether steps with look-ahead can be measured; on CUDA they have not been run yet."""
-    is_cpu = workload.ranks.device.type == "cpu"
-    return is_cpu and workload.ranks.world_size > 1 and None in coverages(workload)
-
-
-def correct_by_steps(
-    workload: CalibrationWorkload, costs: Costs, advance: Callable[[], object]
-) -> tuple[Costs, list[Anchor]]:
-    """Correct costs by whole steps; collective.
-
-    Args:
-        workload: Tables and batches to measure with.
-        costs: Costs of kernels and collectives measured alone.
-        advance: Called after each case.
-
-    Returns:
-        The corrected costs, and the measured steps.
-    """
+def correct_by_steps(workload: CalibrationWorkload, costs: Costs) -> tuple[Costs, list[Anchor]]:
+    """The costs corrected by whole steps, and the measured steps; collective."""
     sizes = [max(MIN_BATCH, workload.target.batch_size // part) for part in BATCH_PARTS]
-    anchors, ahead = [], []
-    for batch_size in sizes:
-        for coverage in coverages(workload):
-            anchors.append(_run(workload, costs, coverage, batch_size))
-            advance()
+    cases = coverages(workload)
+    anchors = [_run(workload, costs, coverage, size) for size in sizes for coverage in cases]
     fitted = fit_steps(costs, anchors)
-    for batch_size in sizes if looks_ahead(workload) else ():
-        ahead.append(_run(workload, fitted, ALL_COLD, batch_size))
-        advance()
+    # On CUDA steps with look-ahead have not been run yet.
+    ranks = workload.ranks
+    looks_ahead = ranks.device.type == "cpu" and ranks.world_size > 1 and None in cases
+    ahead = [_run(workload, fitted, ALL_COLD, size) for size in (sizes if looks_ahead else ())]
     return replace(fitted, look_ahead=fit_look_ahead(ahead)), [*anchors, *ahead]
 
 
 def fit_look_ahead(anchors: list[Anchor]) -> Line:
-    """Time of look-ahead steps beyond the prediction, by bytes of cold rows."""
+    """``measured step - predicted step = fixed + per_byte * bytes of cold rows``."""
     left = [(a.row_bytes, a.step_s - sum(a.predicted_s.values())) for a in anchors]
     points = [Point(0.0, num_bytes, seconds, 0.0) for num_bytes, seconds in left if seconds > 0]
     if not points:
@@ -161,7 +102,11 @@ def fit_look_ahead(anchors: list[Anchor]) -> Line:
 
 
 def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
-    """The costs that predict the anchors' stages best."""
+    """The costs that predict the anchors' stages best.
+
+    Stages that compute take ``overhead + factor * predicted``, those that exchange ``overhead +
+    waiting * dense layers + factor * predicted``; there is one factor per family of kernels.
+    """
     kernels = dict(costs.kernels)
     corrections, overheads, waiting = {}, {}, {}
     for stage in STAGES:
@@ -187,20 +132,23 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
         for family, factor in ((HOT_COLD, line.per_item_s), (TORCHREC, line.per_byte_s)):
             for name in KERNELS_OF.get((family, stage), ()):
                 if name in kernels and factor > 0:
-                    kernels[name] = _scaled(kernels[name], factor)
+                    scaled = kernels[name]
+                    kernels[name] = replace(
+                        scaled,
+                        fixed_s=scaled.fixed_s * factor,
+                        per_item_s=scaled.per_item_s * factor,
+                        per_byte_s=scaled.per_byte_s * factor,
+                    )
     corrections["other"] = _fit_dense_exchange(anchors)
-    fitted = replace(
+    left = [a.step_s - sum(a.measured_s[s] for s in STAGES if s != "other") for a in anchors]
+    return replace(
         costs,
         kernels=kernels,
         corrections=corrections,
+        overhead_s=max(0.0, float(np.median(left))),
         stage_overhead_s=overheads,
         waiting_frac=waiting,
     )
-    left = [
-        anchor.step_s - sum(anchor.measured_s[s] for s in STAGES if s != "other")
-        for anchor in anchors
-    ]
-    return replace(fitted, overhead_s=max(0.0, float(np.median(left))))
 
 
 def _fit_dense_exchange(anchors: list[Anchor]) -> float:
@@ -208,12 +156,12 @@ def _fit_dense_exchange(anchors: list[Anchor]) -> float:
 
     Its wait is part of the stage of replicated rows' gradients, of which TorchRec's plan has few.
     """
-    shares = []
-    for anchor in anchors:
-        predicted_s = anchor.predicted_s["other"]
-        if anchor.family == TORCHREC and predicted_s > 0:
-            waited_s = sum(anchor.measured_s[s] for s in ("hot_exchange", "other"))
-            shares.append((waited_s - anchor.predicted_s["hot_exchange"]) / predicted_s)
+    shares = [
+        (sum(a.measured_s[s] for s in ("hot_exchange", "other")) - a.predicted_s["hot_exchange"])
+        / a.predicted_s["other"]
+        for a in anchors
+        if a.family == TORCHREC and a.predicted_s["other"] > 0
+    ]
     return float(np.clip(np.median(shares), 0.0, 1.0)) if shares else 1.0
 
 
@@ -228,21 +176,14 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, floa
     used = (predicted > 0) & (measured > 0)
     if np.count_nonzero(used) < 3:
         return 0.0, 0.0, 1.0
-    measured, predicted = measured[used], predicted[used]
-    dense = np.array([a.measured_s["dense"] for a in anchors])[used]
-    step = np.array([a.step_s for a in anchors])[used]
-    columns = np.stack([np.ones_like(dense), dense, predicted], axis=1) / step[:, None]
-    wanted = measured / step - MIN_FACTOR * columns[:, 2]
-    best, least = np.zeros(3), float(wanted @ wanted)
-    for size in (1, 2, 3):
-        for names in combinations(range(3), size):
-            chosen = columns[:, names]
-            found = np.linalg.lstsq(chosen, wanted, rcond=None)[0]
-            error = float(((chosen @ found - wanted) ** 2).sum())
-            if (found >= 0).all() and error < least:
-                best, least = np.zeros(3), error
-                best[list(names)] = found
-    return float(best[0]), float(best[1]), MIN_FACTOR + float(best[2])
+    dense = np.array([a.measured_s["dense"] for a in anchors])
+    step = np.array([a.step_s for a in anchors])
+    columns = np.stack([np.ones_like(dense), dense, predicted], axis=1)
+    matrix = (columns / step[:, None])[used]
+    overhead, waiting, more = fit_nonnegative(
+        matrix, (measured / step)[used] - MIN_FACTOR * matrix[:, 2]
+    )
+    return float(overhead), float(waiting), MIN_FACTOR + float(more)
 
 
 def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
@@ -255,24 +196,13 @@ def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
     return Point(predicted, 0.0, measured, 0.0)
 
 
-def _scaled(line: Line, factor: float) -> Line:
-    return replace(
-        line,
-        fixed_s=line.fixed_s * factor,
-        per_item_s=line.per_item_s * factor,
-        per_byte_s=line.per_byte_s * factor,
-    )
-
-
 def _run(
     workload: CalibrationWorkload, costs: Costs, coverage: float | None, batch_size: int
 ) -> Anchor:
     """Measure steps with a fraction of the lookups hot, or of TorchRec's hand-tuned plan."""
-    family = {None: TORCHREC, ALL_COLD: AHEAD}.get(coverage, HOT_COLD)
     target, ranks = workload.target, workload.ranks
-    most_rows = ranks.world_size * target.cap_bytes // (4 * workload.dim)
     samples = ZipfTables(
-        cut_tables(target.table_rows, most_rows),
+        cut_tables(target.table_rows, ranks.world_size * target.cap_bytes // (4 * workload.dim)),
         exponent=target.zipf_exponent,
         num_dense=target.num_dense,
         seed=target.seed,
@@ -285,11 +215,17 @@ def _run(
         launch=LaunchConfig(),
     )
     counts = samples.count(PROFILE_SAMPLES)
-    partition = None if coverage is None else _choose(counts, coverage)
-    case = Case(family, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
-    if partition is not None:
-        pipeline = PipelineKind.look_ahead if family == AHEAD else PipelineKind.sparse_dist
-        case = Case(family, FractionPlacement(routing=Routing.device), partition, pipeline)
+    routed = FractionPlacement(routing=Routing.device)
+    partition = None
+    if coverage is None:
+        case = Case(TORCHREC, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
+    elif coverage == ALL_COLD:
+        partition = choose_all_cold(counts)
+        case = Case(AHEAD, routed, partition, PipelineKind.look_ahead)
+    else:
+        chosen = partial(choose_coverage, coverage=coverage) if coverage < 1 else choose_all_hot
+        partition = chosen(counts)
+        case = Case(HOT_COLD, routed, partition, PipelineKind.sparse_dist)
     batches = samples.batches(
         1 + NUM_WARM + NUM_STEPS + NUM_AHEAD,
         batch_size=batch_size,
@@ -297,7 +233,7 @@ def _run(
         world_size=ranks.world_size,
     )
     runner = build_runner(config, case, samples.schema, batches, ranks)
-    measured, step_s = (_time_ahead if family == AHEAD else _time_steps)(runner, ranks)
+    measured, step_s = (_time_ahead if case.name == AHEAD else _time_steps)(runner, ranks)
     runner.pipeline.close()
     histograms = {table: build_histogram(rows) for table, rows in counts.items()}
     scenario = case_scenario(
@@ -306,13 +242,7 @@ def _run(
     plan = broadcast_object(runner.sharded.plan)
     predicted = predict_plan(scenario, plan) if partition is None else _predict(scenario, partition)
     row_bytes = sum(predicted.quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
-    return Anchor(family, coverage, dict(predicted.step.stage_s), measured, step_s, row_bytes)
-
-
-def _choose(counts: Mapping[str, Rows], coverage: float) -> Partition:
-    if coverage == ALL_COLD:
-        return choose_all_cold(counts)
-    return choose_all_hot(counts) if coverage == 1 else choose_coverage(counts, coverage=coverage)
+    return Anchor(case.name, coverage, dict(predicted.step.stage_s), measured, step_s, row_bytes)
 
 
 def _time_steps(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:

@@ -74,10 +74,7 @@ def cut_tables(table_rows: Sequence[int], most_rows: int) -> list[int]:
 class CalibrationWorkload:
     """Batches and modules of a target on this rank, shared by the probes.
 
-    Args:
-        target: Model and batch to measure.
-        ranks: This rank.
-        alone: Process group of this rank alone.
+    ``alone`` is the process group of this rank alone (``group_alone``).
     """
 
     target: CalibrationTarget
@@ -134,10 +131,6 @@ class CalibrationWorkload:
             seed=self.target.seed,
         )
 
-    @property
-    def own_rows(self) -> list[int]:
-        return [table.num_rows for table in self.own_samples.schema.tables]
-
     @cached_property
     def hot_partition(self) -> Partition:
         """The most accessed half of the rows, or fewer if memory is short.
@@ -152,16 +145,14 @@ class CalibrationWorkload:
     @cached_property
     def router(self) -> Router:
         """Router of the whole tables, with hot rows."""
-        return self.router_of(self.samples, self.hot_partition)
+        return self._router(self.samples, self.hot_partition)
 
     @cached_property
     def own_router(self) -> Router:
         """Router of this rank's shards, all rows cold."""
-        none = choose_all_cold(self.own_samples.count(1))
-        return self.router_of(self.own_samples, none)
+        return self._router(self.own_samples, choose_all_cold(self.own_samples.count(1)))
 
-    def router_of(self, samples: ZipfTables, partition: Partition) -> Router:
-        """Router of these tables, on the device."""
+    def _router(self, samples: ZipfTables, partition: Partition) -> Router:
         names = samples.schema.feature_names
         columns = [Column(name, name, name, is_mean=False) for name in names]
         return Router({self.dim: columns}, partition).to(self.device)
@@ -171,28 +162,22 @@ class CalibrationWorkload:
         batch_size = max(1, num_ids // self.num_columns)
         key = (id(samples), batch_size)
         if key not in self._drawn:
+            rank, world_size = self.ranks.rank, self.ranks.world_size
             batches = samples.batches(
-                NUM_SAMPLES,
-                batch_size=batch_size,
-                rank=self.ranks.rank,
-                world_size=self.ranks.world_size,
+                NUM_SAMPLES, batch_size=batch_size, rank=rank, world_size=world_size
             )
             self._drawn[key] = [batch.sparse.to(self.device) for batch in batches]
         return self._drawn[key]
 
     def once(self, kind: str, key: object, build: Callable[[], T]) -> T:
         """The result of ``build``, cached until the same kind is requested with another key."""
-        held = self._built.get(kind)
-        if held is None or held[0] != key:
+        if kind not in self._built or self._built[kind][0] != key:
             self._built.pop(kind, None)  # frees the memory before the next is built
-            held = (key, build())
-            self._built[kind] = held
-        built: T = held[1]
+            self._built[kind] = (key, build())
+        built: T = self._built[kind][1]
         return built
 
 
 def group_alone(ranks: Ranks) -> dist.ProcessGroup:
     """A process group of this rank alone; collective."""
-    groups = [new_group([rank]) for rank in range(ranks.world_size)]
-    alone: dist.ProcessGroup = groups[ranks.rank]
-    return alone
+    return [new_group([rank]) for rank in range(ranks.world_size)][ranks.rank]

@@ -1,8 +1,7 @@
-"""Blocks: what the placement stage reads from a dataset, a run of consecutive samples at a time.
+"""Blocks: what profiling reads from a dataset, a run of consecutive samples at a time.
 
-The caller makes them from whatever it stores (chunks, a live stream), so that this package knows
-nothing of files. Samples are told apart by their position in the stream, never by block, hence the
-same stream gives the same sample and the same held-out part however it is cut into blocks.
+Samples are told apart by their position in the stream, never by block, hence the same stream gives
+the same sample and the same held-out part however it is cut into blocks.
 """
 
 from __future__ import annotations
@@ -42,28 +41,13 @@ class Block:
         for name, values in self.rows.items():
             lengths = self.lengths.get(name)
             rows[name] = values[keep if lengths is None else np.repeat(keep, lengths)]
-        return Block(
-            num_samples=int(np.count_nonzero(keep)),
-            rows=rows,
-            lengths={name: lengths[keep] for name, lengths in self.lengths.items()},
-        )
+        kept = {name: lengths[keep] for name, lengths in self.lengths.items()}
+        return Block(int(np.count_nonzero(keep)), rows, kept)
 
     def split(self, num_first: int) -> tuple[Block, Block]:
-        """The first ``num_first`` samples and the others; no id is copied."""
-        first_rows: dict[str, IntArray] = {}
-        other_rows: dict[str, IntArray] = {}
-        for name, values in self.rows.items():
-            lengths = self.lengths.get(name)
-            cut = num_first if lengths is None else int(lengths[:num_first].sum())
-            first_rows[name], other_rows[name] = values[:cut], values[cut:]
-        return (
-            Block(num_first, first_rows, {n: v[:num_first] for n, v in self.lengths.items()}),
-            Block(
-                self.num_samples - num_first,
-                other_rows,
-                {n: v[num_first:] for n, v in self.lengths.items()},
-            ),
-        )
+        """The first ``num_first`` samples and the others."""
+        is_first = np.arange(self.num_samples) < num_first
+        return self.take(is_first), self.take(~is_first)
 
 
 def check_block(block: Block, schema: Schema, *, position: int) -> None:
@@ -110,26 +94,15 @@ def _check_lengths(
     num_samples: int,
     where: str,
 ) -> None:
-    if values.ndim != 1 or values.dtype not in (np.int32, np.int64):
+    is_vector = values.ndim == 1 and values.dtype in (np.int32, np.int64)
+    is_whole = lengths is None or (lengths.shape == (num_samples,) and lengths.min(initial=0) >= 0)
+    num_ids = num_samples if lengths is None else int(lengths.sum())
+    if not is_vector or not is_whole or num_ids != values.size:
         raise ValueError(
-            f"{where}: expected an int32 or int64 vector of rows, got {values.dtype} of shape "
-            f"{values.shape}. Floats lose rows above 2**24: pass integers."
-        )
-    if lengths is None:
-        if values.size != num_samples:
-            raise ValueError(
-                f"{where}: expected one id for each of {num_samples} samples, got {values.size}. "
-                f"Pass lengths for a multi-hot feature."
-            )
-        return
-    if lengths.shape != (num_samples,) or lengths.min(initial=0) < 0:
-        raise ValueError(
-            f"{where}: expected {num_samples} lengths of at least 0, got shape {lengths.shape} "
-            f"with minimum {lengths.min(initial=0)}."
-        )
-    if int(lengths.sum()) != values.size:
-        raise ValueError(
-            f"{where}: expected lengths that add up to {values.size} ids, got {lengths.sum()}."
+            f"{where}: expected an int32 or int64 vector of rows, one for each of {num_samples} "
+            f"samples or as many as their lengths of at least 0 add up to, got {values.dtype} of "
+            f"shape {values.shape} and the lengths {lengths}. Pass integers (floats lose rows "
+            "above 2**24), and lengths for a multi-hot feature."
         )
 
 

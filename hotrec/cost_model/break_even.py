@@ -1,18 +1,6 @@
 """The number of lookups per step above which a replicated row is faster than a sharded one.
 
-Marginal prices of the step model, in seconds a row: what one row more adds to the computation of
-all stages, and, in the stages whose messages are not hidden, to what travels less what hides it.
-
-Symbols: m expected lookups of the row per step, over all ranks; W ranks; Poisson lookups:
-
-    q = 1 - e^(-m / W)      a rank reads the row          Q = 1 - e^(-m)     any rank reads it
-    c  a distinct cold row of a rank                       h  a distinct hot row of a rank
-    u  a hot row of any rank                               r  a replica, read or not
-
-    a replica is faster where   gain(m) = (c - h) q - u Q - r  > 0
-
-Q / q falls as m grows, so gain falls at first, if at all, and then rises: it crosses 0 upwards at
-one m at most. Beyond that m all rows are worth a replica; as m grows, gain nears c - h - u - r.
+A search for the zero of one function, since beyond it all rows are worth a replica.
 """
 
 from __future__ import annotations
@@ -21,9 +9,8 @@ import math
 from collections.abc import Mapping
 
 from hotrec.cost_model.costs import Costs, World
-from hotrec.cost_model.forms import BYTES_PER_FLOAT, Workload
+from hotrec.cost_model.forms import BYTES_OF, BYTES_PER_FLOAT, Workload
 from hotrec.cost_model.step import StepModel, make_step_model
-from hotrec.types import Tier
 
 # Halvings of the logarithm of m: to rounding.
 NUM_HALVINGS = 200
@@ -35,19 +22,21 @@ def break_even(
     world: World,
     workload: Workload,
     dim: int,
-    *,
-    is_hot_dense: bool = False,
-    tier: Tier = Tier.DEVICE,
     quantities: Mapping[str, float] | None = None,
 ) -> float | None:
     """Expected lookups of a row per step, over all ranks, above which a replica is faster.
 
+    Of m lookups over W ranks, Poisson, a rank makes one with q = 1 - e^(-m/W), any with
+    Q = 1 - e^(-m). With the marginal seconds of a distinct cold row of a rank c, a hot one h, a hot
+    row of any rank u and a replica r, read or not, a replica is faster where
+
+        (c - h) q - u Q - r > 0
+
+    Q / q falls as m grows, so this falls at first, if at all, and then rises to c - h - u - r.
     Memory and message groups are not considered: the rule is for one row among many.
 
     Args:
         dim: Embedding dim D of the row.
-        is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
-        tier: Tier of the shard; with HOST_CACHED the row misses the cache.
         quantities: What a rank does in the step that the row joins; its stages' messages count only
             where they are not hidden. None: as if nothing were hidden.
 
@@ -55,23 +44,12 @@ def break_even(
         Lookups per step; 0.0 if a replica is faster however rare the row; None if it never is.
 
     Raises:
-        ValueError: If ``dim`` is below 1.
-        CostsError: If the costs lack the link between hosts, or the tier.
+        CostsError: If the costs lack the link between hosts.
     """
-    if dim < 1:
-        raise ValueError(f"dim: expected at least 1, got {dim}.")
-    name = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.HOST_CACHED: "miss"}[tier]
-    costs.kernel(f"read_{name}")
-    model = make_step_model(costs, world, workload, is_hot_dense=is_hot_dense)
-    row_bytes = BYTES_PER_FLOAT * dim
+    model = make_step_model(costs, world, workload)
     cold, hot, union, replica = (
-        marginal_s(model, {items: 1.0, num_bytes: row_bytes}, quantities)
-        for items, num_bytes in (
-            (f"rows_{name}", f"bytes_{name}"),
-            ("hot_rows", "hot_bytes"),
-            ("union_rows", "union_bytes"),
-            ("replica_rows", "replica_bytes"),
-        )
+        marginal_s(model, {items: 1.0, BYTES_OF[items]: BYTES_PER_FLOAT * dim}, quantities)
+        for items in ("rows_device", "hot_rows", "union_rows", "replica_rows")
     )
 
     def gain(lookups: float) -> float:
@@ -95,12 +73,10 @@ def break_even(
 def marginal_s(
     model: StepModel, added: Mapping[str, float], quantities: Mapping[str, float] | None
 ) -> float:
-    """Marginal seconds of added quantities in a step.
+    """Marginal seconds of added quantities in a step of ``quantities``.
 
-    Args:
-        model: The model of the step.
-        added: What is added to each quantity.
-        quantities: Quantities of the step. None assumes that no communication is hidden.
+    Computation counts in all stages; what travels, less what hides it, where it is not hidden. None
+    assumes that no communication is hidden.
     """
     total = 0.0
     for form in model.stages.values():

@@ -1,6 +1,23 @@
-"""Costs of machines that are not at hand, for planning on paper; each number with its source.
+"""Costs of machines that are not at hand, for planning on paper; each number with its source."""
 
-Kernels of GPUs are bytes moved / (bandwidth x efficiency). Moved for each byte of a row (4 D):
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hotrec.cost_model.costs import Costs, Line, Link
+
+GIB = 1 << 30
+# One kernel launch, and how many a step makes of each kind.
+LAUNCH_S = 5e-6
+LAUNCH_SOURCE = "assumed: 5 us a launch"
+ID_BYTES = 8
+_LATENCY = "latency assumed: {} of a small NCCL collective"
+
+
+def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str, Line]:
+    """Kernels of a GPU: bytes moved / (bandwidth x efficiency).
+
+    Moved for each byte of a row (4 D):
 
     read                2: the row in, the row out
     update              5: gradient in, out and in again (sum by row), weight in and out; with a
@@ -10,64 +27,33 @@ Kernels of GPUs are bytes moved / (bandwidth x efficiency). Moved for each byte 
     replicated_read     6: rows in, vectors out; gradient zeroed, read, written
     replicated_update   6: gradient, state and weight, each in and out
 
-Costs of an item are its ids and indices, 8 bytes each time they are touched.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from hotrec.cost_model.costs import Costs, Line, Link
-
-GIB = 1 << 30
-# TorchRec's planner constants take 0.5 of HBM for data-parallel tables and 1.0 for fused ones
-# (torchrec/distributed/planner/constants.py, kernel_bw_lookup); rows of 256 bytes at random
-# reach about half of a memory's peak.
-ROW_FRAC = 0.5
-ROW_SOURCE = "assumed: half of the peak for rows at random"
-# One kernel launch, and how many a step makes of each kind.
-LAUNCH_S = 5e-6
-LAUNCH_SOURCE = "assumed: 5 us a launch"
-ID_BYTES = 8
-
-
-@dataclass(frozen=True)
-class _Gpu:
-    """Peak rates of a GPU in its host, and where they are published.
+    Costs of an item are its ids and indices, 8 bytes each time they are touched.
 
     Args:
-        hbm: bytes/s of the device's memory.
-        pcie: bytes/s to the host, one way.
+        peak: bytes/s of the device's memory.
+        bus: bytes/s to the host, one way.
         flops: Float32 operations/s without tensor cores, torch's default for float32.
         source: Where these numbers come from.
     """
+    # TorchRec's planner constants take 0.5 of HBM for data-parallel tables and 1.0 for fused ones
+    # (torchrec/distributed/planner/constants.py, kernel_bw_lookup); rows of 256 bytes at random
+    # reach about half of a memory's peak.
+    hbm, pcie = peak / 2, bus / 2
 
-    hbm: float
-    pcie: float
-    flops: float
-    source: str
-
-
-def _moved(rate: float, factor: float, launches: int, touches: int, source: str) -> Line:
-    """A kernel that moves ``factor`` bytes for each of a row, and touches its id so many times."""
-    return Line(
-        fixed_s=launches * LAUNCH_S,
-        per_item_s=touches * ID_BYTES / rate,
-        per_byte_s=factor / rate,
-        source=f"{source}; {ROW_SOURCE}; {LAUNCH_SOURCE}",
-    )
-
-
-def _gpu_kernels(gpu: _Gpu) -> dict[str, Line]:
-    hbm, pcie = gpu.hbm * ROW_FRAC, gpu.pcie * ROW_FRAC
+    def moved(rate: float, factor: float, launches: int, touches: int, source: str) -> Line:
+        return Line(
+            launches * LAUNCH_S,
+            touches * ID_BYTES / rate,
+            factor / rate,
+            source=f"{source}; assumed: half of the peak for rows at random; {LAUNCH_SOURCE}",
+        )
 
     def on_device(factor: float, launches: int, touches: int = 2) -> Line:
-        return _moved(hbm, factor, launches, touches, gpu.source)
+        return moved(hbm, factor, launches, touches, source)
 
     def on_host(factor: float, launches: int) -> Line:
         # Unified memory moves rows over the bus in both directions at once.
-        return _moved(pcie, factor, launches, 1, f"{gpu.source}, over the bus")
+        return moved(pcie, factor, launches, 1, f"{source}, over the bus")
 
     # DynamicEmb's benchmark of TorchRec (NVIDIA recsys-examples, corelib/dynamicemb README): 1.05 M
     # ids of 512 bytes on an H100, forward and backward with SGD, take 13.56 ms in unified memory
@@ -75,7 +61,7 @@ def _gpu_kernels(gpu: _Gpu) -> dict[str, Line]:
     read, update = on_device(2, 2), on_device(5, 20, 20)
     hit = on_device(3, 12, 10)  # the cache's own index is looked up, and its tags are updated
     lines = {
-        "route": _moved(hbm, 0, 60, 64, f"{gpu.source}; radix sort of 8-byte keys, 8 passes"),
+        "route": moved(hbm, 0, 60, 64, f"{source}; radix sort of 8-byte keys, 8 passes"),
         "read_device": read,
         "read_host": on_host(1, 2),
         "read_hit": hit,
@@ -97,73 +83,49 @@ def _gpu_kernels(gpu: _Gpu) -> dict[str, Line]:
         "pooled_update_hit": on_device(3, 24, 30),
         "replicated_read": on_device(6, 10),
         "replicated_update": on_device(6, 8, 0),
-        "copy": Line(LAUNCH_S, 0.0, 2 / gpu.hbm, source=f"{gpu.source}; in and out, at the peak"),
+        "copy": Line(LAUNCH_S, 0.0, 2 / peak, source=f"{source}; in and out, at the peak"),
     }
-    dense_rate = 0.4 * gpu.flops
+    dense_rate = 0.4 * flops
     lines["dense"] = Line(
         120 * LAUNCH_S,
         1 / dense_rate,
-        source=f"{gpu.source}; assumed: 0.4 of the peak, 120 launches; {LAUNCH_SOURCE}",
+        source=f"{source}; assumed: 0.4 of the peak, 120 launches; {LAUNCH_SOURCE}",
     )
     lines["dense_update"] = Line(
         20 * LAUNCH_S,
-        4 * 6 / (gpu.hbm * 0.8),
-        source=f"{gpu.source}; assumed: 6 values moved a parameter, at 0.8 of the peak",
+        4 * 6 / (peak * 0.8),
+        source=f"{source}; assumed: 6 values moved a parameter, at 0.8 of the peak",
     )
     return lines
 
 
-# TorchRec's bookkeeping in Python, which GPUs wait for where a step is short.
-_OVERHEAD_S = 2e-3
-_OVERHEAD_SOURCE = "assumed: 2 ms of Python and TorchRec's bookkeeping a step"
-# Sending takes no processor time of the device, but memory bandwidth and some of its cores.
-_GPU_OVERLAP, _OVERLAP_SOURCE = 0.8, "assumed: 0.8 on GPUs, where NCCL uses some of the cores"
-
-
 def _gpu_costs(
     name: str,
-    gpu: _Gpu,
-    *,
+    gpu: tuple[float, float, float, str],
     intra: Link,
     inter: Link | None,
-    device_gib: int,
     host_gib: int,
     memory_source: str,
 ) -> Costs:
+    """Costs of a GPU of 80 GB with the arguments ``gpu`` of its kernels."""
     return Costs(
         name=name,
         origin="built-in",
         device="cuda",
-        kernels=_gpu_kernels(gpu),
+        kernels=_gpu_kernels(*gpu),
         intra=intra,
         inter=inter,
-        device_bytes=device_gib * GIB,
+        device_bytes=80 * GIB,
         host_bytes=host_gib * GIB,
-        overlap=_GPU_OVERLAP,
-        overhead_s=_OVERHEAD_S,
+        # Sending takes no processor time of the device, but memory bandwidth and some of its cores.
+        overlap=0.8,
+        overhead_s=2e-3,
         facts={
             "memory": memory_source,
-            "overhead_s": _OVERHEAD_SOURCE,
-            "overlap": _OVERLAP_SOURCE,
+            "overhead_s": "assumed: 2 ms of Python and TorchRec's bookkeeping a step",
+            "overlap": "assumed: 0.8 on GPUs, where NCCL uses some of the cores",
         },
     )
-
-
-_H100_SXM = _Gpu(
-    3.35e12, 64e9, 67e12,
-    "NVIDIA H100 data sheet, SXM5: 3.35 TB/s HBM3, PCIe 5 x16 64 GB/s each way, 67 TFLOP/s fp32",
-)  # fmt: skip
-_A100_SXM = _Gpu(
-    2.039e12, 32e9, 19.5e12,
-    "NVIDIA A100 80GB data sheet, SXM4: 2,039 GB/s HBM2e, PCIe 4 x16 32 GB/s each way, 19.5 "
-    "TFLOP/s fp32",
-)  # fmt: skip
-_H100_PCIE = _Gpu(
-    2.0e12, 64e9, 51e12,
-    "NVIDIA H100 PCIe product brief PB-11133: 2.0 TB/s HBM2e, PCIe 5 x16 64 GB/s each way, 51 "
-    "TFLOP/s fp32",
-)  # fmt: skip
-_LATENCY = "latency assumed: {} of a small NCCL collective"
 
 
 def _cpu_kernels() -> dict[str, Line]:
@@ -228,7 +190,13 @@ BUILTIN: Mapping[str, Costs] = {
     for costs in (
         _gpu_costs(
             "dgx_h100_infiniband",
-            _H100_SXM,
+            (
+                3.35e12,
+                64e9,
+                67e12,
+                "NVIDIA H100 data sheet, SXM5: 3.35 TB/s HBM3, PCIe 5 x16 64 GB/s each way, 67 "
+                "TFLOP/s fp32",
+            ),  # fmt: skip
             intra=Link(
                 3e-5,
                 370e9,
@@ -241,13 +209,18 @@ BUILTIN: Mapping[str, Costs] = {
                 "NVIDIA DGX H100 data sheet: 8 ConnectX-7 of 400 Gbit/s; assumed: 0.9 of it; "
                 + _LATENCY.format("40 us"),
             ),
-            device_gib=80,
             host_gib=2048,
             memory_source="NVIDIA DGX H100 data sheet: 8 x 80 GB, 2 TB of host memory",
         ),
         _gpu_costs(
             "dgx_a100",
-            _A100_SXM,
+            (
+                2.039e12,
+                32e9,
+                19.5e12,
+                "NVIDIA A100 80GB data sheet, SXM4: 2,039 GB/s HBM2e, PCIe 4 x16 32 GB/s each way, "
+                "19.5 TFLOP/s fp32",
+            ),  # fmt: skip
             intra=Link(
                 3e-5,
                 230e9,
@@ -261,13 +234,18 @@ BUILTIN: Mapping[str, Costs] = {
                 "NVIDIA DGX A100 data sheet: 8 HDR InfiniBand adapters of 200 Gbit/s; assumed: "
                 "0.9 of it; " + _LATENCY.format("40 us"),
             ),
-            device_gib=80,
             host_gib=2048,
             memory_source="NVIDIA DGX A100 640GB data sheet: 8 x 80 GB, 2 TB of host memory",
         ),
         _gpu_costs(
             "one_gpu_pcie",
-            _H100_PCIE,
+            (
+                2.0e12,
+                64e9,
+                51e12,
+                "NVIDIA H100 PCIe product brief PB-11133: 2.0 TB/s HBM2e, PCIe 5 x16 64 GB/s each "
+                "way, 51 TFLOP/s fp32",
+            ),  # fmt: skip
             intra=Link(
                 3e-5,
                 0.8 * 64e9,
@@ -275,7 +253,6 @@ BUILTIN: Mapping[str, Costs] = {
                 + _LATENCY.format("30 us"),
             ),
             inter=None,
-            device_gib=80,
             host_gib=256,
             memory_source="H100 PCIe: 80 GB; assumed: 256 GB of host memory",
         ),

@@ -1,33 +1,8 @@
-"""Models the hits of a device cache in front of host rows.
+"""Hits of a device cache in front of host rows, without the hot ones, which have replicas.
 
-The cache holds C rows of a table, over all ranks together, and the hot rows are not in it: they
-have replicas. Lookups are independent, row i with probability p_i (the independent reference
-model). Two policies:
-
-    LFU   keeps the C most looked-up rows for good. The best that any policy without foresight can
-          do here, and what a warm frequency cache comes to.
-    LRU   Che's approximation (Che, Tung, Wang, IEEE JSAC 20(7), 2002): a row is in the
-          cache if it was looked up within the last T lookups, T being the same for all rows and
-          such that the cache is full:
-              h_i = 1 - (1 - p_i)^T      sum over i of h_i = C
-
-Hits are counted per distinct row of a rank's batch (weights q_i), which is what a step pays for, or
-per lookup (weights p_i), which is the usual hit ratio. Rows that the profile never saw are left
-out: their first reads are misses that the model cannot predict.
-
-FBGEMM's cache is neither fully associative nor per table. All cached tables of one module share
-one LRU cache: TorchRec gives it the sum of their slots
-(embedding_sharding.py, _get_weighted_avg_cache_load_factor). And it is split into sets of A = 32
-ways, a row's set being a hash of its number, so how many rows compete for a set is Poisson (the
-limit of the binomial for many sets; Smith, IEEE TSE 4(2), 1978, has the same for memory caches):
-
-    LRU with A ways   a row is gone once A others of its set were looked up. While n rows were, X of
-                      them were in its set, Poisson with mean A n / C; X >= A where n / C exceeds
-                      G / A, G being Gamma(A) distributed. So h_i is Che's at a cache of C G / A
-                      rows, in the mean over G.
-    conflicts         of rows that must all be in at once (those of a step, which FBGEMM does not
-                      evict in it) X are in a set, Poisson with mean A load, and those above A find
-                      no way: E max(X - A, 0) / E X of them. They are read and written in the host.
+Lookups are independent, row i with probability p_i. Hits are counted per distinct row of a rank's
+batch (weights q_i), which is what a step pays for, or per lookup (weights p_i). Rows that the
+profile never saw are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +17,6 @@ from scipy.special import gammainc, gammaincinv
 
 from hotrec.cost_model.demand import Floats, TableDemand, take_rows
 
-Policy = Literal["lfu", "lru"]
 # Halvings of the logarithm of T, whose bounds lie some 1e30 apart at most: to rounding.
 NUM_HALVINGS = 64
 # Ways of a set of FBGEMM's cache (DEFAULT_ASSOC), and its sizes in the mean over G: quantiles of
@@ -55,13 +28,22 @@ SIZE_QUANTILES = (
 )
 
 
+def _weigh(
+    demand: TableDemand, num_skipped: int, *, is_per_lookup: bool, share: float = 1.0
+) -> tuple[Floats, Floats]:
+    """Rows of each group that may be cached, and the weight of their hits; (G,) each."""
+    rows_G = share * (demand.rows_G - take_rows(demand, num_skipped))
+    return rows_G, rows_G * (demand.probs_G if is_per_lookup else demand.by_rank_G)
+
+
 def lfu_hit_frac(
     demand: TableDemand, num_cached: float, num_skipped: int = 0, *, is_per_lookup: bool = False
 ) -> float:
     """Hit ratio of a cache that keeps the most looked-up rows after the hot ones.
 
+    No policy without foresight does better, and a warm frequency cache comes to it.
+
     Args:
-        demand: The demand of the table.
         num_cached: Cached rows C; a part of a group counts in proportion.
         num_skipped: Hot rows, which do not enter the cache and are not counted.
         is_per_lookup: Whether to count lookups, not the distinct rows of a rank's batch.
@@ -69,61 +51,39 @@ def lfu_hit_frac(
     Returns:
         A fraction in 0..1; 1 if only hot rows are looked up.
     """
-    curve = miss_ratio_curve(demand, [num_cached], "lfu", num_skipped, is_per_lookup=is_per_lookup)
-    return 1.0 - float(curve[0])
+    rows_G, weights_G = _weigh(demand, num_skipped, is_per_lookup=is_per_lookup)
+    if weights_G.sum() <= 0:
+        return 1.0
+    held_G = take_rows(demand, num_cached, num_skipped) / np.maximum(rows_G, 1e-300)
+    missed = weights_G @ (1 - held_G) / weights_G.sum()
+    return 1.0 - float(np.clip(missed, 0.0, 1.0))
 
 
-def miss_ratio_curve(
-    demand: TableDemand,
-    sizes: Sequence[float] | npt.NDArray[np.generic],
-    policy: Policy,
-    num_skipped: int = 0,
-    *,
-    is_per_lookup: bool = False,
+def lru_miss_ratios(
+    demand: TableDemand, sizes: npt.ArrayLike, num_skipped: int = 0, *, is_per_lookup: bool = False
 ) -> Floats:
-    """Miss ratio of a cache at several sizes.
+    """Miss ratio, float64 (S,), of a fully associative LRU cache of several sizes C, (S,).
 
-    With LRU, within 0.01 of a simulated cache from some ten rows up; too low where the cache holds
-    fewer rows than one step reads, since FBGEMM fetches the rows of a step together.
-
-    Args:
-        demand: The demand of the table.
-        sizes: Cached rows C, (S,).
-        policy: "lfu" or "lru".
-        num_skipped: Hot rows, which do not enter the cache and are not counted.
-        is_per_lookup: Whether to count lookups, not the distinct rows of a rank's batch.
-
-    Returns:
-        float64 (S,), in 0..1; 0 if only hot rows are looked up.
-
-    Raises:
-        ValueError: If a size or ``num_skipped`` is negative, or the policy is unknown.
+    Within 0.01 of a simulated cache from some ten rows up; too low where the cache holds fewer rows
+    than one step reads, since FBGEMM fetches the rows of a step together. Other arguments as in
+    ``lfu_hit_frac``; 0 if only hot rows are looked up.
     """
+    rows_G, weights_G = _weigh(demand, num_skipped, is_per_lookup=is_per_lookup)
     sizes_S = np.asarray(sizes, np.float64)
-    if num_skipped < 0 or (sizes_S.size and not sizes_S.min() >= 0):
-        raise ValueError(
-            f"cache of table {demand.name}: expected sizes and hot rows of at least 0, got sizes "
-            f"{sizes_S.tolist()} and {num_skipped} hot rows."
-        )
-    cold_G = demand.rows_G - take_rows(demand, num_skipped)
-    weights_G = cold_G * (demand.probs_G if is_per_lookup else demand.by_rank_G)
     if weights_G.sum() <= 0:
         return np.zeros(sizes_S.size)
-    if policy == "lfu":
-        cached_SG = [take_rows(demand, size, num_skipped) for size in sizes_S]
-        held_SG = [cached / np.maximum(cold_G, 1e-300) for cached in cached_SG]
-    elif policy == "lru":
-        held_SG = list(_held_by_lru(cold_G, demand.probs_G, sizes_S))
-    else:
-        raise ValueError(
-            f"cache of table {demand.name} policy: expected 'lfu' or 'lru', got {policy!r}."
-        )
-    misses_S = np.array([weights_G @ (1 - held_G) for held_G in held_SG])
-    return np.asarray(np.clip(misses_S / weights_G.sum(), 0.0, 1.0))
+    missed_SG = 1 - _held_by_lru(rows_G, demand.probs_G, sizes_S)
+    return np.asarray(np.clip(missed_SG @ weights_G / weights_G.sum(), 0.0, 1.0))
 
 
 def _held_by_lru(rows_G: Floats, probs_G: Floats, sizes_S: Floats) -> Floats:
-    """Che's h of each group at each size, float64 (S, G)."""
+    """How likely a row of each group is cached at each size C, float64 (S, G).
+
+    Che's approximation (Che, Tung, Wang, IEEE JSAC 20(7), 2002): a row is in the cache if it was
+    looked up within the last T lookups, T being such that the cache is full:
+
+        h_i = 1 - (1 - p_i)^T      sum over i of h_i = C
+    """
     is_read_G = (probs_G > 0) & (rows_G > 0)
     # 1 - (1 - p)^T = 1 - e^(-rate T); a row that takes every lookup has no finite rate.
     rates_G = -np.log1p(-np.minimum(probs_G[is_read_G], 1 - 2.0**-53))
@@ -149,10 +109,10 @@ def _held_by_lru(rows_G: Floats, probs_G: Floats, sizes_S: Floats) -> Floats:
 
 
 def conflict_frac(load: float) -> float:
-    """Fraction of the rows of a step that find no way in their set.
+    """Fraction of the rows of a step that find no way in their set, at rows / slots = ``load``.
 
-    Args:
-        load: Rows that must be cached at once, divided by the slots of the cache.
+    FBGEMM does not evict the rows of a step in it. X of them are in a set, Poisson with mean
+    A load, and those above A are read and written in the host: E max(X - A, 0) / E X.
     """
     if load <= 0:
         return 0.0
@@ -166,11 +126,8 @@ def conflict_frac(load: float) -> float:
 class CachedTable:
     """A table, or a part of its rows, behind a device cache.
 
-    Args:
-        demand: The demand of the table.
-        num_skipped: Hot rows, which do not enter the cache and are not counted.
-        share: Fraction of its other rows, with as large a share of the lookups.
-        is_per_lookup: Whether to count lookups, not the distinct rows of a rank's batch.
+    ``share`` is the fraction of its cold rows, with as large a share of the lookups; else as in
+    ``lfu_hit_frac``.
     """
 
     demand: TableDemand
@@ -183,9 +140,7 @@ class CachedTable:
 class CacheShares:
     """Hits and misses of a table's cold rows, or of their lookups, as fractions.
 
-    Args:
-        hit: Found in the cache.
-        conflict: Not found and without a way in their set, so read and updated on the host.
+    Rows of a ``conflict`` find no way in their set, and are read and updated on the host.
     """
 
     hit: float
@@ -205,32 +160,36 @@ def num_slots(num_cached: float) -> int:
 def shared_cache_shares(
     tables: Sequence[CachedTable], slots: float, *, is_prefetched: bool = False
 ) -> list[CacheShares]:
-    """Returns the hits of each of the tables that share a cache of FBGEMM's.
+    """Returns the hits of each of the tables that share an LRU cache of FBGEMM's.
+
+    A set has A = 32 ways, and a row's set is a hash of its number. A row is gone once A others of
+    its set were looked up; while n rows were, X of them were in its set, Poisson with mean A n / C
+    (Smith, IEEE TSE 4(2), 1978). X >= A where n / C exceeds G / A, G being Gamma(A) distributed, so
+    a row's hits are Che's at a cache of C G / A rows, in the mean over G.
 
     Args:
-        tables: The tables.
         slots: Slots C of all ranks that the rows are spread over.
         is_prefetched: Whether the rows of the next step are fetched while those of this step are
             in use, so that the cache must hold both.
     """
-    cold = [t.share * (t.demand.rows_G - take_rows(t.demand, t.num_skipped)) for t in tables]
-    total = sum(t.demand.lookups_per_sample for t in tables)
-    rates = [t.demand.probs_G * t.demand.lookups_per_sample / max(total, 1e-300) for t in tables]
+    weighed = [
+        _weigh(t.demand, t.num_skipped, is_per_lookup=t.is_per_lookup, share=t.share)
+        for t in tables
+    ]
+    total = max(sum(t.demand.lookups_per_sample for t in tables), 1e-300)
     held_SG = _held_by_lru(
-        np.concatenate([np.empty(0), *cold]),
-        np.concatenate([np.empty(0), *rates]),
+        np.concatenate([rows_G for rows_G, _ in weighed]),
+        np.concatenate([t.demand.probs_G * t.demand.lookups_per_sample / total for t in tables]),
         slots * SIZE_QUANTILES,
     )
-    held = np.split(held_SG.mean(axis=0), np.cumsum([rows.size for rows in cold])[:-1])
-    in_step = sum(float(rows @ t.demand.by_any_G) for rows, t in zip(cold, tables, strict=True)) * (
-        2 if is_prefetched else 1
+    held = np.split(held_SG.mean(axis=0), np.cumsum([rows_G.size for rows_G, _ in weighed])[:-1])
+    in_step = sum(
+        float(rows_G @ t.demand.by_any_G) for (rows_G, _), t in zip(weighed, tables, strict=True)
     )
-    conflict = conflict_frac(in_step / slots)
+    conflict = conflict_frac((2 if is_prefetched else 1) * in_step / slots)
     shares = []
-    for rows_G, held_G, table in zip(cold, held, tables, strict=True):
-        demand = table.demand
-        weights_G = rows_G * (demand.probs_G if table.is_per_lookup else demand.by_rank_G)
-        total = weights_G.sum()
-        hit = float(np.clip(weights_G @ held_G / total, 0.0, 1.0)) if total > 0 else 1.0
+    for (_, weights_G), held_G in zip(weighed, held, strict=True):
+        weight = weights_G.sum()
+        hit = float(np.clip(weights_G @ held_G / weight, 0.0, 1.0)) if weight > 0 else 1.0
         shares.append(CacheShares(hit, min(conflict, 1.0 - hit)))
     return shares

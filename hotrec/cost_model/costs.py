@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
 
 from hotrec.types import STAGES
+
+Floats = npt.NDArray[np.float64]
 
 
 class CostsError(ValueError):
@@ -28,15 +33,11 @@ class World:
     ranks_per_host: int
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1 or self.ranks_per_host < 1:
+        ranks, local = self.num_ranks, self.ranks_per_host
+        if ranks < 1 or local < 1 or ranks % local:
             raise CostsError(
-                f"world: expected at least 1 rank and 1 rank per host, got {self.num_ranks} and "
-                f"{self.ranks_per_host}."
-            )
-        if self.num_ranks % self.ranks_per_host:
-            raise CostsError(
-                f"world: expected ranks_per_host to divide {self.num_ranks} ranks, got "
-                f"{self.ranks_per_host}. Use whole hosts."
+                f"world: expected at least 1 rank, and ranks_per_host to divide them, got {ranks} "
+                f"ranks and {local} per host. Use whole hosts."
             )
 
     @property
@@ -46,12 +47,9 @@ class World:
 
 @dataclass(frozen=True)
 class Line:
-    """``fixed_s + per_item_s * items + per_byte_s * bytes``.
+    """``fixed_s + per_item_s * items + per_byte_s * bytes``; KERNELS says what an item is.
 
     Args:
-        fixed_s: Seconds of a call, whatever its size.
-        per_item_s: Seconds of an item; KERNELS says what that is.
-        per_byte_s: Seconds of a byte.
         spread: Relative spread of the measurements (interquartile range / median).
         source: "measured", or where the numbers come from.
     """
@@ -82,16 +80,22 @@ class Link:
     source: str = "measured"
 
 
+def fit_nonnegative(matrix: Floats, wanted: Floats) -> Floats:
+    """Coefficients >= 0, (K,), with least squares of ``matrix @ found - wanted``, (S, K), (S,)."""
+    # Calls, items and bytes differ by many orders of magnitude.
+    scales = np.abs(matrix).max(axis=0)
+    scales[scales == 0] = 1.0
+    return np.asarray(nnls(matrix / scales, wanted)[0] / scales)
+
+
 @dataclass(frozen=True)
 class CollectiveCurve:
     """A collective measured over sizes, in one world.
 
     Args:
-        kind: One of COLLECTIVES.
-        world: The world in which it was measured.
         sent_bytes: Bytes that a rank sends (``hotrec.runtime.traffic``), rising.
         seconds: Median of the slowest rank for each size.
-        spreads: Interquartile range / median, for each size.
+        spreads: Interquartile range / median.
     """
 
     kind: str
@@ -101,23 +105,11 @@ class CollectiveCurve:
     spreads: tuple[float, ...]
 
     def line(self) -> Line:
-        """The straight line with the least relative errors (least squares of error / seconds).
-
-        Neither latency nor rate comes out negative: where one would, it is 0 and the other is
-        fitted alone.
-        """
-        sizes = np.asarray(self.sent_bytes, np.float64)
+        """The straight line with the least relative errors, neither part negative."""
         seconds = np.asarray(self.seconds, np.float64)
-        columns = np.stack([1 / seconds, sizes / seconds], axis=1)
-        ones = np.ones(seconds.size)
-        fixed, rate = np.linalg.lstsq(columns, ones, rcond=None)[0]
-        if fixed < 0 or rate < 0:
-            alone = [float(column @ ones / (column @ column)) for column in columns.T]
-            errors = [
-                float(((ones - a * c) ** 2).sum()) for a, c in zip(alone, columns.T, strict=True)
-            ]
-            fixed, rate = (alone[0], 0.0) if errors[0] <= errors[1] else (0.0, alone[1])
-        return Line(float(fixed), 0.0, float(rate), self._spread())
+        matrix = np.stack([1 / seconds, np.asarray(self.sent_bytes) / seconds], axis=1)
+        fixed, rate = fit_nonnegative(matrix, np.ones(seconds.size))
+        return Line(float(fixed), 0.0, float(rate), float(np.median(self.spreads)))
 
     def line_at(self, num_bytes: float) -> Line:
         """The line through the smallest message's time and the time of ``num_bytes``.
@@ -129,18 +121,13 @@ class CollectiveCurve:
         sizes = np.asarray(self.sent_bytes, np.float64)
         # A message that took longer than a larger one was disturbed.
         seconds = np.minimum.accumulate(np.asarray(self.seconds, np.float64)[::-1])[::-1]
-        if num_bytes <= sizes[0]:
-            return Line(float(seconds[0]), 0.0, 0.0, self._spread())
-        if num_bytes <= sizes[-1]:
-            found = float(np.interp(num_bytes, sizes, seconds))
-        else:
+        found = np.interp(num_bytes, sizes, seconds)
+        if num_bytes > sizes[-1]:
             rate = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-            found = float(seconds[-1] + rate * (num_bytes - sizes[-1]))
+            found = seconds[-1] + rate * (num_bytes - sizes[-1])
         fixed = float(seconds[0])
-        return Line(fixed, 0.0, (found - fixed) / num_bytes, self._spread())
-
-    def _spread(self) -> float:
-        return float(np.median(self.spreads)) if self.spreads else 0.0
+        per_byte_s = (float(found) - fixed) / num_bytes if num_bytes > sizes[0] else 0.0
+        return Line(fixed, 0.0, per_byte_s, float(np.median(self.spreads)))
 
 
 # Item and bytes of each kernel; D floats of 4 bytes a row.
@@ -172,23 +159,7 @@ KERNELS: Mapping[str, str] = {
     "dense_update": "a parameter of the dense layers, optimizer",
 }
 # Those without which no step can be predicted, on any device.
-REQUIRED = (
-    "route",
-    "read_device",
-    "update_device",
-    "pool",
-    "hot_read",
-    "hot_pack",
-    "hot_add",
-    "hot_update",
-    "pooled_device",
-    "pooled_update_device",
-    "replicated_read",
-    "replicated_update",
-    "copy",
-    "dense",
-    "dense_update",
-)
+REQUIRED = tuple(name for name in KERNELS if not name.endswith(("_host", "_hit", "_miss")))
 COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -261,9 +232,8 @@ class Costs:
         """Seconds of a collective by the bytes that a rank sends (``hotrec.runtime.traffic``).
 
         A curve measured in this very world (its line for messages of ``num_bytes``, or the one that
-        fits all sizes best), else from the links: the slower of what passes inside
-        the hosts and between them, for the hierarchical form of each collective (n bytes, W ranks,
-        m per host, N hosts):
+        fits all sizes best), else the slower link, inside the hosts and between them, for the
+        hierarchical form of each collective (n bytes, W ranks, m per host, N hosts):
 
             all_to_all      (m-1)/(W-1) of the sent bytes inside, (W-m)/(W-1) between, all ranks
             all_reduce      sends 2 (W-1)/W n inside; between hosts 2 (N-1)/N n per host
@@ -286,14 +256,11 @@ class Costs:
                 f"costs {self.name}: expected the link between hosts, for {hosts} hosts, got costs "
                 "measured on one. Calibrate under torchrun on two hosts or more."
             )
-        inside, between = 1.0, 0.0
-        if kind == "all_to_all":
-            inside = (local - 1) / (ranks - 1)
-            between = local * (ranks - local) / (ranks - 1)
-        elif kind in ("all_reduce", "reduce_scatter"):
-            between = ((hosts - 1) / hosts) * ranks / (ranks - 1)
-        elif kind == "all_gather":
-            between = (ranks - local) / (ranks - 1)
+        reduced = 1.0, ((hosts - 1) / hosts) * ranks / (ranks - 1)
+        inside, between = {
+            "all_to_all": ((local - 1) / (ranks - 1), local * (ranks - local) / (ranks - 1)),
+            "all_gather": (1.0, (ranks - local) / (ranks - 1)),
+        }.get(kind, reduced)
         per_byte_s = max(inside / self.intra.bytes_per_s, between / self.inter.bytes_per_s)
         return Line(self.intra.latency_s + self.inter.latency_s, 0.0, per_byte_s)
 
@@ -324,13 +291,8 @@ class Costs:
 
 
 def _read_curve(document: Mapping[str, Any]) -> CollectiveCurve:
-    return CollectiveCurve(
-        kind=document["kind"],
-        world=World(**document["world"]),
-        sent_bytes=tuple(document["sent_bytes"]),
-        seconds=tuple(document["seconds"]),
-        spreads=tuple(document["spreads"]),
-    )
+    lists = {key: tuple(document[key]) for key in ("sent_bytes", "seconds", "spreads")}
+    return CollectiveCurve(kind=document["kind"], world=World(**document["world"]), **lists)
 
 
 def check_costs(costs: Costs) -> None:
@@ -340,60 +302,49 @@ def check_costs(costs: Costs) -> None:
         CostsError: If a part is missing, negative, zero or not a number.
     """
     where = f"costs {costs.name}"
-    if costs.device not in ("cpu", "cuda"):
-        raise CostsError(f"{where} device: expected cpu or cuda, got {costs.device!r}.")
+    _expect(costs.device in ("cpu", "cuda"), f"{where} device", "cpu or cuda", costs.device)
     unknown = sorted(set(costs.kernels) - set(KERNELS))
-    if unknown:
-        raise CostsError(f"{where} kernels: expected some of {sorted(KERNELS)}, got {unknown}.")
-    missing = [name for name in REQUIRED if name not in costs.kernels]
-    if missing:
-        raise CostsError(
-            f"{where} kernels: expected {', '.join(REQUIRED)}, got none for {', '.join(missing)}. "
-            "Calibrate again."
-        )
-    for name, line in costs.kernels.items():
-        _check_numbers(f"{where} kernel {name}", asdict(line), ("source",))
-    _check_numbers(f"{where} look_ahead", asdict(costs.look_ahead), ("source",))
+    _expect(not unknown, f"{where} kernels", f"some of {sorted(KERNELS)}", unknown)
+    missing = ", ".join(name for name in REQUIRED if name not in costs.kernels)
+    _expect(not missing, f"{where} kernels", ", ".join(REQUIRED), f"none for {missing}")
+    _expect(0 <= costs.overlap <= 1, f"{where} overlap", "0..1", costs.overlap)
+    numbers: dict[str, Mapping[str, Any]] = {
+        where: {"overhead_s": costs.overhead_s, "device_bytes": costs.device_bytes},
+        f"{where} look_ahead": asdict(costs.look_ahead),
+        **{f"{where} kernel {name}": asdict(line) for name, line in costs.kernels.items()},
+    }
+    above_0: dict[str, float] = {f"{where} host_bytes": costs.host_bytes}
     for level, link in (("intra", costs.intra), ("inter", costs.inter)):
         if link is not None:
-            _check_numbers(f"{where} link {level}", {"latency_s": link.latency_s})
-            if not (math.isfinite(link.bytes_per_s) and link.bytes_per_s > 0):
-                raise CostsError(
-                    f"{where} link {level} bytes_per_s: expected above 0, got {link.bytes_per_s}. "
-                    "Measure it again."
-                )
+            numbers[f"{where} link {level}"] = {"latency_s": link.latency_s}
+            above_0[f"{where} link {level} bytes_per_s"] = link.bytes_per_s
+    for key in ("corrections", "stage_overhead_s", "waiting_frac"):
+        numbers[f"{where} {key}"] = of_stages = getattr(costs, key)
+        strange = sorted(set(of_stages) - set(STAGES))
+        _expect(not strange, f"{where} {key}", f"stages of {STAGES}", strange)
+    for owner, parts in numbers.items():
+        for key, value in parts.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_right = is_number and math.isfinite(value) and value >= 0
+            _expect(key == "source" or is_right, f"{owner} {key}", "a number of at least 0", value)
+    for key, value in above_0.items():
+        _expect(math.isfinite(value) and value > 0, key, "above 0", value)
     for curve in costs.curves:
         _check_curve(f"{where} curve {curve.kind}", curve)
-    if not 0 <= costs.overlap <= 1:
-        raise CostsError(f"{where} overlap: expected 0..1, got {costs.overlap}.")
-    _check_numbers(where, {"overhead_s": costs.overhead_s, "device_bytes": costs.device_bytes})
-    for name in ("corrections", "stage_overhead_s", "waiting_frac"):
-        _check_numbers(f"{where} {name}", getattr(costs, name))
-        strange = sorted(set(getattr(costs, name)) - set(STAGES))
-        if strange:
-            raise CostsError(f"{where} {name}: expected stages of {STAGES}, got {strange}.")
-    if costs.host_bytes <= 0:
-        raise CostsError(f"{where} host_bytes: expected above 0, got {costs.host_bytes}.")
 
 
 def _check_curve(where: str, curve: CollectiveCurve) -> None:
-    if curve.kind not in COLLECTIVES:
-        raise CostsError(f"{where}: expected one of {COLLECTIVES}, got {curve.kind!r}.")
-    sizes: Sequence[float] = curve.sent_bytes
-    lengths = {len(sizes), len(curve.seconds), len(curve.spreads)}
-    rising = all(a < b for a, b in zip(sizes, sizes[1:], strict=False))
-    if lengths != {len(sizes)} or len(sizes) < 2 or not rising or min(sizes, default=0) < 0:
-        raise CostsError(
-            f"{where}: expected two or more rising sizes with a time for each, got {list(sizes)}."
-        )
-    if not all(math.isfinite(s) and s > 0 for s in curve.seconds):
-        raise CostsError(f"{where}: expected times above 0, got {list(curve.seconds)}.")
+    _expect(curve.kind in COLLECTIVES, where, f"one of {COLLECTIVES}", curve.kind)
+    sizes = curve.sent_bytes
+    is_one_each = len(sizes) == len(curve.seconds) == len(curve.spreads) >= 2
+    is_rising = all(a < b for a, b in pairwise((-1e-300, *sizes)))
+    expected = "two or more rising sizes with a time for each"
+    _expect(is_one_each and is_rising, where, expected, list(sizes))
+    is_positive = all(math.isfinite(s) and s > 0 for s in curve.seconds)
+    _expect(is_positive, where, "times above 0", list(curve.seconds))
 
 
-def _check_numbers(where: str, numbers: Mapping[str, Any], but: Sequence[str] = ()) -> None:
-    for name, value in numbers.items():
-        if name in but:
-            continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < 0:
-            raise CostsError(f"{where} {name}: expected a number of at least 0, got {value!r}.")
+def _expect(is_right: bool, where: str, expected: str, got: object) -> None:
+    if not is_right:
+        shown = got if isinstance(got, str) else repr(got)
+        raise CostsError(f"{where}: expected {expected}, got {shown}. Calibrate again.")

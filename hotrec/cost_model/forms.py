@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from hotrec.cost_model.costs import Costs, Line, World
+from hotrec.cost_model.costs import Costs, Line
 from hotrec.types import PipelineKind
 
-# Bytes of a float on the wire, by the type in which it travels.
-WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+BYTES_PER_ID = 8
+BYTES_PER_FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -18,31 +18,20 @@ class PipelineSpec:
 
     Args:
         kind: Kind of the pipeline.
-        wire: Type of rows and gradients on the wire, a key of WIRE_BYTES.
+        wire: Type of rows and gradients on the wire: fp32, fp16 or bf16.
         depth: Batches whose rows travel ahead in look-ahead. Of 1 and more the prediction is the
             same: as many rows and gradients travel, and those of the next step are as urgent. With
             0 all of them are.
-
-    Raises:
-        ValueError: If the wire type is unknown, or the depth negative.
     """
 
     kind: PipelineKind = PipelineKind.sparse_dist
     wire: str = "fp32"
     depth: int = 1
 
-    def __post_init__(self) -> None:
-        if self.wire not in WIRE_BYTES:
-            raise ValueError(
-                f"pipeline wire: expected one of {sorted(WIRE_BYTES)}, got {self.wire!r}."
-            )
-        if self.depth < 0:
-            raise ValueError(f"pipeline depth: expected at least 0, got {self.depth}.")
-
     @property
     def narrow_frac(self) -> float:
         """Bytes of a value on the wire, over those of a float32."""
-        return WIRE_BYTES[self.wire] / WIRE_BYTES["fp32"]
+        return {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5}[self.wire]
 
     @property
     def is_look_ahead(self) -> bool:
@@ -57,51 +46,32 @@ class PipelineSpec:
 SPARSE_DIST = PipelineSpec()
 LOOK_AHEAD = PipelineSpec(PipelineKind.look_ahead)
 
-
-# What a rank does in a step. "groups" are sets of tables that share messages: one per dimension.
-QUANTITIES = (
-    "lookups",  # ids that are routed and pooled from rows
-    "lookup_bytes",  # 4 D of each
-    "rows_device",  # distinct cold rows read, by the tier they live in; and 4 D of each
-    "bytes_device",
-    "rows_host",
-    "bytes_host",
-    "rows_hit",
-    "bytes_hit",
-    "rows_miss",
-    "bytes_miss",
-    "state_bytes_host",  # element-wise optimizer state of rows in host tiers, cached or not
-    "cold_groups",  # dimensions with cold rows
-    "urgent_rows",  # of the distinct cold rows, those that some rank reads in the next step too
-    "urgent_bytes",
-    "hot_rows",  # distinct hot rows of this rank
-    "hot_bytes",
-    "union_rows",  # distinct hot rows of any rank
-    "union_bytes",
-    "replica_rows",  # hot rows, touched or not
-    "replica_bytes",
-    "hot_groups",
-    "pooled_ids_device",  # ids that this rank pools for all ranks in TorchRec's kernel, by tier
-    "pooled_bytes_device",  # 4 D of each
-    "pooled_ids_host",
-    "pooled_bytes_host",
-    "pooled_ids_hit",
-    "pooled_bytes_hit",
-    "pooled_ids_miss",
-    "pooled_bytes_miss",
-    "pooled_sent_ids",  # ids that this rank requests from others
-    "pooled_sent_bytes",  # bytes of pooled vectors that this rank sends
-    "pooled_groups",
-    "replicated_ids",  # of TorchRec's data-parallel tables
-    "replicated_id_bytes",
-    "replicated_rows",
-    "replicated_bytes",
-    "replicated_groups",
-)
-BYTES_PER_ID = 8
 # Where sharded rows are read: of quantities and kernels.
 TIERS = ("device", "host", "hit", "miss")
-BYTES_PER_FLOAT = 4
+# What a rank does in a step: items, and the quantity that holds their bytes, 4 D each.
+BYTES_OF = {
+    "lookups": "lookup_bytes",  # ids that are routed and pooled from rows
+    **{f"rows_{tier}": f"bytes_{tier}" for tier in TIERS},  # distinct cold rows read
+    "urgent_rows": "urgent_bytes",  # those of them that some rank reads in the next step too
+    "hot_rows": "hot_bytes",  # distinct hot rows of this rank
+    "union_rows": "union_bytes",  # distinct hot rows of any rank
+    "replica_rows": "replica_bytes",  # hot rows, touched or not
+    # ids that this rank pools for all ranks in TorchRec's kernel
+    **{f"pooled_ids_{tier}": f"pooled_bytes_{tier}" for tier in TIERS},
+    "replicated_ids": "replicated_id_bytes",  # of TorchRec's data-parallel tables
+    "replicated_rows": "replicated_bytes",
+}
+QUANTITIES = (
+    *BYTES_OF,
+    *BYTES_OF.values(),
+    "state_bytes_host",  # element-wise optimizer state of rows in host tiers, cached or not
+    "pooled_sent_ids",  # ids that this rank requests from others
+    "pooled_sent_bytes",  # bytes of pooled vectors that this rank sends
+    "cold_groups",  # sets of tables that share messages: one per dimension
+    "hot_groups",
+    "pooled_groups",
+    "replicated_groups",
+)
 
 
 @dataclass(frozen=True)
@@ -136,10 +106,10 @@ class Form:
             self.terms[quantity] = self.terms.get(quantity, 0.0) + coefficient
         return self
 
-    def add_line(self, line: Line, items: str, num_bytes: str | None, factor: float = 1) -> Form:
+    def add_line(self, line: Line, items: str, factor: float = 1.0) -> Form:
         """Seconds of a kernel, without its fixed part, which is the caller's to place."""
         self.add(items, line.per_item_s * factor)
-        return self.add(num_bytes, line.per_byte_s * factor) if num_bytes else self
+        return self.add(BYTES_OF[items], line.per_byte_s * factor)
 
     def add_form(self, form: Form, factor: float = 1.0) -> Form:
         self.constant += form.constant * factor
@@ -162,10 +132,10 @@ class StageForm:
     Of what travels, ``compute`` holds the share that nothing can hide, ``wire`` the rest.
     """
 
-    compute: Form
-    wire: Form
-    cover: Form
-    sent_bytes: Form
+    compute: Form = field(default_factory=Form)
+    wire: Form = field(default_factory=Form)
+    cover: Form = field(default_factory=Form)
+    sent_bytes: Form = field(default_factory=Form)
 
 
 @dataclass(frozen=True)
@@ -192,6 +162,17 @@ class StepPrediction:
 # Optimizers with a state as long as a row, which FBGEMM keeps in host memory where the row is and
 # never caches. Costs that were measured with one of them have it in the updates of host rows.
 ELEMENT_WISE = ("adagrad", "adam")
+# Kernels of a stage: what they are called on, and the groups of which each takes a call.
+KERNELS_OF_STAGE: tuple[tuple[str, str, str, str | None], ...] = (
+    *(("row_lookup", f"read_{tier}", f"rows_{tier}", None) for tier in TIERS),
+    *(("row_lookup", f"pooled_{tier}", f"pooled_ids_{tier}", None) for tier in TIERS),
+    ("row_lookup", "hot_read", "hot_rows", "hot_groups"),
+    ("row_lookup", "replicated_read", "replicated_ids", "replicated_groups"),
+    *(("row_update", f"update_{tier}", f"rows_{tier}", None) for tier in TIERS),
+    *(("row_update", f"pooled_update_{tier}", f"pooled_ids_{tier}", None) for tier in TIERS),
+    ("optimizer", "hot_update", "union_rows", "hot_groups"),
+    ("optimizer", "replicated_update", "replicated_rows", "replicated_groups"),
+)
 
 
 def add_overhead(compute: Form, stage: str, seconds: float) -> None:
@@ -212,50 +193,35 @@ def _add_once(compute: Form, seconds: float) -> None:
         compute.add(group, seconds * 2 / 3)
 
 
-def add_compute(
-    stages: Mapping[str, StageForm], costs: Costs, world: World, workload: Workload
-) -> None:
-    """Add the seconds of the kernels to the compute forms; hot rows as TorchRec exchanges them."""
+def add_compute(stages: Mapping[str, StageForm], costs: Costs, workload: Workload) -> None:
+    """Add the seconds of the kernels to the compute forms, but for those of the hot exchange."""
     kernel = costs.kernels
-    route, lookup, update = (stages[s].compute for s in ("route", "row_lookup", "row_update"))
     if not workload.is_routed_by_loader:
-        route.add_line(kernel["route"], "lookups", None)
-        _add_once(route, kernel["route"].fixed_s)
-    for tier in TIERS:
-        reading = kernel.get(f"read_{tier}")
-        updating = kernel.get(f"update_{'hit' if tier == 'miss' else tier}")
-        if reading is not None and updating is not None:
-            lookup.add_line(reading, f"rows_{tier}", f"bytes_{tier}")
-            update.add_line(updating, f"rows_{tier}", f"bytes_{tier}")
-        reading = kernel.get(f"pooled_{tier}")
-        updating = kernel.get(f"pooled_update_{'hit' if tier == 'miss' else tier}")
-        if reading is not None and updating is not None:
-            ids, num_bytes = f"pooled_ids_{tier}", f"pooled_bytes_{tier}"
-            lookup.add_line(reading, ids, num_bytes)
-            update.add_line(updating, ids, num_bytes)
+        stages["route"].compute.add("lookups", kernel["route"].per_item_s)
+        _add_once(stages["route"].compute, kernel["route"].fixed_s)
+    for stage, name, items, group in KERNELS_OF_STAGE:
+        # A row that missed the cache is in it when it is updated.
+        line = kernel.get(name.replace("update_miss", "update_hit"))
+        if line is not None:
+            form = stages[stage].compute.add_line(line, items)
+            if group:
+                form.add(group, line.fixed_s)
+    lookup, update = stages["row_lookup"].compute, stages["row_update"].compute
+    lookup.add("cold_groups", kernel["read_device"].fixed_s)
+    lookup.add("pooled_groups", kernel["pooled_device"].fixed_s)
+    update.add("cold_groups", kernel["update_device"].fixed_s)
+    update.add("pooled_groups", kernel["pooled_update_device"].fixed_s)
     if "read_host" in kernel and costs.facts.get("optimizer") not in ELEMENT_WISE:
         # Read and written over the bus, both ways at once.
         update.add("state_bytes_host", kernel["read_host"].per_byte_s)
-    lookup.add("cold_groups", kernel["read_device"].fixed_s)
-    update.add("cold_groups", kernel["update_device"].fixed_s)
-    lookup.add("pooled_groups", kernel["pooled_device"].fixed_s)
-    update.add("pooled_groups", kernel["pooled_update_device"].fixed_s)
-    lookup.add_line(kernel["hot_read"], "hot_rows", "hot_bytes")
-    lookup.add("hot_groups", kernel["hot_read"].fixed_s)
-    lookup.add_line(kernel["replicated_read"], "replicated_ids", "replicated_id_bytes")
-    lookup.add("replicated_groups", kernel["replicated_read"].fixed_s)
-    pool = stages["pool"].compute.add_line(kernel["pool"], "lookups", "lookup_bytes")
-    _add_once(pool, kernel["pool"].fixed_s)
-    dense = kernel["dense"].seconds(workload.dense_flops * workload.batch_size)
-    stages["dense"].compute.constant += dense
-    optimizer = stages["optimizer"].compute
-    optimizer.add_line(kernel["hot_update"], "union_rows", "union_bytes")
-    optimizer.add("hot_groups", kernel["hot_update"].fixed_s)
-    optimizer.add_line(kernel["replicated_update"], "replicated_rows", "replicated_bytes")
-    optimizer.add("replicated_groups", kernel["replicated_update"].fixed_s)
-    optimizer.constant += kernel["dense_update"].seconds(workload.num_dense_values)
-    hot = stages["hot_exchange"].compute
-    if world.num_ranks > 1:
-        hot.add_line(kernel["hot_pack"], "hot_rows", "hot_bytes")
-        hot.add("hot_groups", kernel["hot_pack"].fixed_s)
-        hot.add_line(kernel["hot_add"], "hot_rows", "hot_bytes", world.num_ranks)
+    _add_once(stages["pool"].compute.add_line(kernel["pool"], "lookups"), kernel["pool"].fixed_s)
+    dense_s = kernel["dense"].seconds(workload.dense_flops * workload.batch_size)
+    stages["dense"].compute.constant += dense_s
+    update_s = kernel["dense_update"].seconds(workload.num_dense_values)
+    stages["optimizer"].compute.constant += update_s
+
+
+def add_hot_pack(compute: Form, costs: Costs) -> Form:
+    """Add the seconds of putting touched hot rows into messages."""
+    line = costs.kernels["hot_pack"]
+    return compute.add_line(line, "hot_rows").add("hot_groups", line.fixed_s)

@@ -1,7 +1,6 @@
 """Rows grouped by access count, which every policy and prediction works on.
 
-A table of 1e8 rows has a few ten thousand distinct counts at most (L lookups allow about
-sqrt(2 L)), so one pass over the rows, a slice at a time, replaces sorting them.
+L lookups allow about sqrt(2 L) distinct counts, so one pass over the rows replaces sorting them.
 """
 
 from __future__ import annotations
@@ -86,15 +85,13 @@ def build_histogram(counts: Rows, heldout: Rows | None = None) -> CountHistogram
             raise ValueError(f"counts at row {row}: expected at least 0, got {values.min()}.")
         clipped = np.minimum(values, TALLIED_COUNTS)
         tally += np.bincount(clipped, minlength=TALLIED_COUNTS + 1)
+        weights = np.zeros(values.size, np.int64) if heldout is None else heldout[part]
         if heldout is not None:
-            heldout_tally += np.bincount(
-                clipped, weights=heldout[part], minlength=TALLIED_COUNTS + 1
-            )
+            heldout_tally += np.bincount(clipped, weights=weights, minlength=TALLIED_COUNTS + 1)
         tall = np.flatnonzero(clipped == TALLIED_COUNTS)
         if tall.size:
             tall_values.append(values[tall])
-            part_heldout = np.zeros(tall.size, np.int64) if heldout is None else heldout[part][tall]
-            tall_heldout.append(part_heldout)
+            tall_heldout.append(weights[tall])
     seen = np.flatnonzero(tally[1:TALLIED_COUNTS]) + 1
     low = CountHistogram(
         values=seen[::-1].astype(np.int64),
@@ -107,31 +104,29 @@ def build_histogram(counts: Rows, heldout: Rows | None = None) -> CountHistogram
         return low
     values = np.concatenate(tall_values)
     ones = np.ones(values.size, np.int64)
-    return _merge([(values, ones, np.concatenate(tall_heldout))], [low])
+    tall_rows = CountHistogram(values, ones, np.concatenate(tall_heldout), 0, 0)
+    return merge_histograms([low, tall_rows])
 
 
 def merge_histograms(histograms: Iterable[CountHistogram]) -> CountHistogram:
     """The histogram of several tables' rows together."""
-    return _merge([], list(histograms))
-
-
-def _merge(
-    extra: list[tuple[Rows, Rows, Rows]], histograms: list[CountHistogram]
-) -> CountHistogram:
-    groups = [(h.values, h.num_rows, h.heldout) for h in histograms] + extra
     empty = np.empty(0, np.int64)
-    columns = [np.concatenate([group[i] for group in groups] or [empty]) for i in range(3)]
-    order = np.argsort(-columns[0], kind="stable")
-    values, num_rows, heldout = (column[order] for column in columns)
+    parts = [CountHistogram(empty, empty, empty, 0, 0), *histograms]
+    order = np.argsort(-np.concatenate([h.values for h in parts]), kind="stable")
+    values = np.concatenate([h.values for h in parts])[order]
     starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])[: values.size])
-    # reduceat refuses an empty list of starts
-    sums = [np.add.reduceat(c, starts) if starts.size else empty for c in (num_rows, heldout)]
+
+    def together(columns: list[Rows]) -> Rows:
+        # reduceat refuses an empty list of starts
+        column = np.concatenate(columns)[order]
+        return np.add.reduceat(column, starts) if starts.size else column
+
     return CountHistogram(
         values=values[starts],
-        num_rows=sums[0],
-        heldout=sums[1],
-        num_unseen=sum(h.num_unseen for h in histograms),
-        heldout_unseen=sum(h.heldout_unseen for h in histograms),
+        num_rows=together([h.num_rows for h in parts]),
+        heldout=together([h.heldout for h in parts]),
+        num_unseen=sum(h.num_unseen for h in parts),
+        heldout_unseen=sum(h.heldout_unseen for h in parts),
     )
 
 

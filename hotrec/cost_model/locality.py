@@ -1,24 +1,15 @@
 """Locality: how many distinct rows batches read, and how many independent lookups that equals.
 
-The lookups of a batch are not independent: a sample may read a row more than once (two histories
-that share a table), and a batch is a random sample of one chunk (the loader shuffles inside
-chunks), whose samples are close in time and read rows that others do not. So the profile's pass
-also draws batches from the blocks it meets, seeded and without replacement, and counts the distinct
-rows that they read of each table, over all features that share it. What comes of it is the
-*effective number of draws* of a batch: the n for which n independent lookups (``prob_drawn`` over
-the table's counts) are expected to read as many distinct rows. With histories of some ninety ids
-per sample it is four fifths of the lookups. One number per table serves hot and cold rows alike, to
-two or three percent of either.
-
-A batch is drawn inside one block, so a batch of more samples than a block holds is not measured:
-beyond the largest measured batch the ratio to independence is taken to stay.
+The lookups of a batch are not independent: a sample may read a row more than once, and a batch is a
+random sample of one chunk, whose samples are close in time. With histories of some ninety ids per
+sample, n is four fifths of the lookups; one number per table serves hot and cold rows to 2 or 3%.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -68,19 +59,11 @@ class LocalityMeter:
     A draw is some samples of one block in random order: one large batch, and its parts the smaller
     ones, down by powers of two. All draws are of one size, as far as the blocks allow, and evenly
     spread over the stream. Memory holds the ids of one draw.
-
-    Args:
-        schema: Schema of the blocks.
-        seed: Seed of the draws.
-        num_samples: Samples of the stream, or None if unknown.
+    ``num_samples`` of the stream are None if unknown.
     """
 
     def __init__(self, schema: Schema, *, seed: int, num_samples: int | None = None) -> None:
-        self._features_of = {
-            table.name: tuple(f.name for f in schema.features_of(table.name))
-            for table in schema.tables
-        }
-        self._num_rows = {table.name: table.num_rows for table in schema.tables}
+        self._schema = schema
         self._rng = np.random.default_rng([seed, 1])
         self._num_samples = num_samples
         self._draw_size, self._drawn_frac, self._samples_due = 0, 0.0, 0.0
@@ -88,25 +71,21 @@ class LocalityMeter:
         self._found: dict[int, list[list[tuple[int, int]]]] = {}
 
     def observe(self, block: Block, *, num_counted: int) -> None:
-        """Draws batches from a block.
-
-        Args:
-            num_counted: Samples of the block that the profile counts.
-        """
+        """Draws batches from a block, of which the profile counts ``num_counted`` samples."""
         num_lookups = sum(rows.size for rows in block.rows.values())
         if num_lookups == 0 or num_counted == 0:
             return
         if self._draw_size == 0:
             self._plan(num_counted, num_lookups / block.num_samples)
         self._samples_due += self._drawn_frac * num_counted
-        num_drawn = min(self._draw_size, _power_of_two(block.num_samples))
-        if num_drawn < MIN_BATCH_SIZE:
-            return
+        size = min(self._draw_size, _power_of_two(block.num_samples))
         while (
-            self._samples_due >= num_drawn and len(self._found.get(num_drawn, ())) < ENOUGH_BATCHES
+            size >= MIN_BATCH_SIZE
+            and self._samples_due >= size
+            and len(self._found.get(size, ())) < ENOUGH_BATCHES
         ):
-            self._samples_due -= num_drawn
-            self._draw(block, num_drawn)
+            self._samples_due -= size
+            self._draw(block, size)
 
     def _plan(self, num_counted: int, lookups_per_sample: float) -> None:
         expected = self._num_samples or LEAST_DRAWS * num_counted
@@ -121,25 +100,23 @@ class LocalityMeter:
     def _draw(self, block: Block, num_drawn: int) -> None:
         chosen = self._rng.choice(block.num_samples, num_drawn, replace=False)
         drawn = {name: _take(block, name, chosen) for name in block.rows}
-        batch_size = MIN_BATCH_SIZE
-        while batch_size <= num_drawn:
-            found = self._found.setdefault(batch_size, [])
-            for index in range(min(num_drawn // batch_size, BATCHES_PER_DRAW)):
-                found.append(self._count(drawn, index * batch_size, (index + 1) * batch_size))
-            batch_size *= 2
+        size = MIN_BATCH_SIZE
+        while size <= num_drawn:
+            found = self._found.setdefault(size, [])
+            for first in range(0, min(num_drawn, size * BATCHES_PER_DRAW), size):
+                found.append(self._count(drawn, first, first + size))
+            size *= 2
 
     def _count(
         self, drawn: Mapping[str, tuple[IntArray, Rows]], first: int, last: int
     ) -> list[tuple[int, int]]:
         """Lookups and distinct rows of each table, of samples ``first`` to ``last`` of a draw."""
         counts = []
-        for table, features in self._features_of.items():
-            parts = []
-            for name in features:
-                rows, offsets = drawn[name]
-                parts.append(rows[offsets[first] : offsets[last]])
+        for table in self._schema.tables:
+            columns = [drawn[feature.name] for feature in self._schema.features_of(table.name)]
+            parts = [rows[offsets[first] : offsets[last]] for rows, offsets in columns]
             num_lookups = sum(part.size for part in parts)
-            counts.append((num_lookups, count_distinct(parts, self._num_rows[table])))
+            counts.append((num_lookups, count_distinct(parts, table.num_rows)))
         return counts
 
     def localities(self) -> dict[str, TableLocality]:
@@ -150,7 +127,7 @@ class LocalityMeter:
         # (batches, tables, 2) each
         arrays = [np.asarray(self._found[size], np.float64) for size in sizes]
         return {
-            table: TableLocality(
+            table.name: TableLocality(
                 batch_sizes=tuple(sizes),
                 num_batches=tuple(len(array) for array in arrays),
                 lookups=tuple(float(array[:, i, 0].mean()) for array in arrays),
@@ -159,7 +136,7 @@ class LocalityMeter:
                     float(array[:, i, 1].std(ddof=1)) if len(array) > 1 else 0.0 for array in arrays
                 ),
             )
-            for i, table in enumerate(self._features_of)
+            for i, table in enumerate(self._schema.tables)
         }
 
 
@@ -205,16 +182,11 @@ def effective_draws(
     """The number of independent lookups that read as many distinct rows as a batch does.
 
     The ratio to the batch's lookups is that of the measured batch sizes around it, interpolated in
-    its logarithm over that of the batch size, and that of the nearest one beyond them.
+    its logarithm over that of the batch size, and that of the nearest one beyond them (a batch is
+    drawn inside one block, so none larger than a block is measured).
 
-    Args:
-        histogram: Counts of the table's rows in the part that the locality was measured in.
-        locality: Locality of the table. None takes its lookups as independent.
-        batch_size: Samples of the batch.
-        lookups_per_sample: Mean ids of a sample, over all features of the table.
-
-    Returns:
-        0 if the batch has no lookups.
+    The histogram is of the part of the data that the locality was measured in. Without a locality
+    lookups are taken as independent.
     """
     num_lookups = batch_size * lookups_per_sample
     if locality is None or num_lookups <= 0 or histogram.num_lookups == 0:
@@ -223,9 +195,8 @@ def effective_draws(
     after = int(np.searchsorted(sizes, batch_size))
     around = sorted({max(after - 1, 0), min(after, sizes.size - 1)})
     logs = [math.log(_draw_ratio(histogram, locality, i)) for i in around]
-    return num_lookups * math.exp(
-        float(np.interp(math.log(batch_size), np.log(sizes[around]), logs))
-    )
+    log_ratio = np.interp(math.log(batch_size), np.log(sizes[around]), logs)
+    return num_lookups * math.exp(float(log_ratio))
 
 
 def step_draws(
@@ -288,32 +259,20 @@ def localities_to_json(localities: Mapping[str, TableLocality]) -> dict[str, Any
     """Returns the manifest's form: the batches once, then the lookups and rows of each table."""
     if not localities:
         return None
-    any_table = next(iter(localities.values()))
-    return {
-        "batch_sizes": list(any_table.batch_sizes),
-        "num_batches": list(any_table.num_batches),
-        "tables": {
-            name: {
-                "lookups": list(table.lookups),
-                "mean": list(table.mean),
-                "spread": list(table.spread),
-            }
-            for name, table in localities.items()
-        },
+    tables = {name: asdict(table) for name, table in localities.items()}
+    batches = {
+        key: [table.pop(key) for table in tables.values()][0]
+        for key in ("batch_sizes", "num_batches")
     }
+    return {**batches, "tables": tables}
 
 
 def localities_from_json(found: Mapping[str, Any] | None) -> dict[str, TableLocality]:
     """Reads ``localities_to_json``; older profiles have None."""
     if found is None:
         return {}
+    batches = {key: found[key] for key in ("batch_sizes", "num_batches")}
     return {
-        name: TableLocality(
-            batch_sizes=tuple(found["batch_sizes"]),
-            num_batches=tuple(found["num_batches"]),
-            lookups=tuple(table["lookups"]),
-            mean=tuple(table["mean"]),
-            spread=tuple(table["spread"]),
-        )
+        name: TableLocality(**{key: tuple(v) for key, v in (batches | table).items()})
         for name, table in found["tables"].items()
     }

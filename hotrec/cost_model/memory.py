@@ -1,17 +1,5 @@
 """Device and host memory of each rank for a placement or a plan.
 
-By row (R rows of a table, D floats each; ``row_bytes`` counts a row's optimizer state too):
-
-    replica       device: row_bytes, 4 D of gradients, and as much of DDP's bucket, which it makes
-                  anew in its third iteration beside the old one
-    shard         of its rows, on the device or on the host: row_bytes; where the row is on the
-                  host, an optimizer state of one float a row stays on the device (FBGEMM's
-                  row-wise optimizers), for every row; others are never cached
-    device cache  a slot: 4 D of the widest table that shares it, 8 of FBGEMM's tags, 8 of its LRU
-                  clock, and 4 of locks if it is filled ahead; a row behind it: 4 of FBGEMM's map
-    router        4 for every row of the tables whose rows travel: on the host, where loader workers
-                  share it, and on the device if ids are routed there
-
 On CPU everything is host memory. Dense layers, activations and messages hardly depend on the
 placement and are not counted; planners keep a reserve for them.
 """
@@ -25,9 +13,11 @@ import numpy as np
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import Floats, TableDemand
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
-from hotrec.cost_model.quantities import TableSharding, cached_rows, check_tables
+from hotrec.cost_model.quantities import TableSharding, cached_rows, check_tables, host_state_bytes
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 
+# For every row of the tables whose rows travel: on the host, where loader workers share it, and on
+# the device if ids are routed there.
 ROUTER_BYTES = 4
 # FBGEMM's device cache with LRU (split_table_batched_embeddings_ops_training.py,
 # _apply_cache_state): lxu_cache_state and lxu_state of a slot, lxu_cache_locking_counter of a slot
@@ -36,7 +26,8 @@ CACHE_TAG_BYTES = 8
 CACHE_CLOCK_BYTES = 8
 CACHE_LOCK_BYTES = 4
 CACHE_MAP_BYTES = 4
-# Copies of a replica's gradient at the first steps, the peak: with DDP's second bucket.
+# Copies of a replica's gradient at the first steps, the peak: DDP makes its bucket anew in its
+# third iteration beside the old one.
 NUM_REPLICA_GRADIENTS = 2
 # Copies afterwards. Look-ahead has none: it keeps only the gradients of touched rows.
 NUM_LASTING_GRADIENTS = 1
@@ -48,13 +39,16 @@ def replica_row_bytes(demand: TableDemand, num_gradients: int = NUM_REPLICA_GRAD
 
 
 def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
-    """Device and host memory of a row of a shard, on a machine with devices."""
+    """Device and host memory of a row of a shard, on a machine with devices.
+
+    Where the row is on the host, an optimizer state of one float a row stays on the device
+    (FBGEMM's row-wise optimizers).
+    """
     if tier is Tier.DEVICE:
         return demand.row_bytes, 0
-    state_bytes = demand.row_bytes - BYTES_PER_FLOAT * demand.dim
-    on_device = state_bytes if state_bytes <= BYTES_PER_FLOAT else 0
+    on_host = BYTES_PER_FLOAT * demand.dim + host_state_bytes(demand)
     maps = CACHE_MAP_BYTES if tier is Tier.HOST_CACHED else 0
-    return on_device + maps, demand.row_bytes - on_device
+    return demand.row_bytes - on_host + maps, on_host
 
 
 def cached_row_bytes(
@@ -102,28 +96,32 @@ def memory_by_rank(
     check_tables(demands, num_hot, tables)
     bytes_W2 = np.zeros((world.num_ranks, 2))
     owned = []
-    widest = _widest_cached(demands, tables)
+    # Largest D of the tables that share each device cache, which is the width of its slots.
+    widest: dict[tuple[str, int], int] = {}
     for demand in demands:
-        placed = tables[demand.name]
+        if tables[demand.name].tier is Tier.HOST_CACHED:
+            key = _cache_key(demand, tables[demand.name])
+            widest[key] = max(widest.get(key, 0), demand.dim)
+    for demand in demands:
+        placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
+        owners = [tuple(range(world.num_ranks))]
         if isinstance(placed, TableSharding):
-            if placed.is_replicated:
-                bytes_W2[:, 0] += demand.num_rows * replica_row_bytes(demand, num_gradients)
-            else:
-                _add_sharding(bytes_W2, demand, placed, world, widest)
-            continue
-        row_bytes = replica_row_bytes(demand, num_gradients)
-        bytes_W2[:, 0] += num_hot.get(demand.name, 0) * row_bytes
-        if placed.exchange is Exchange.ROWS:
-            bytes_W2[:, 1] += ROUTER_BYTES * demand.num_rows
-            if is_routed_on_device and device != "cpu":
-                bytes_W2[:, 0] += ROUTER_BYTES * demand.num_rows
-        if num_hot.get(demand.name, 0) == demand.num_rows:
+            hot = demand.num_rows if placed.is_replicated else 0
+            owners = placed.blocks(world)
+        elif placed.exchange is Exchange.ROWS:
+            is_on_device = is_routed_on_device and device != "cpu"
+            bytes_W2 += ROUTER_BYTES * demand.num_rows * np.array([is_on_device, 1])
+        bytes_W2[:, 0] += hot * replica_row_bytes(demand, num_gradients)
+        if hot == demand.num_rows:
             continue  # a table that is wholly hot has no shards
-        if placed.sharding is Sharding.TABLE_WISE:
+        if getattr(placed, "sharding", None) is Sharding.TABLE_WISE:
             owned.append(_shard_bytes(demand, placed, demand.num_rows, widest))
-        else:
-            for rank, num_rows in enumerate(row_wise_rows(demand.num_rows, world.num_ranks)):
-                bytes_W2[rank] += _shard_bytes(demand, placed, num_rows, widest)
+            continue
+        for ranks in owners:
+            for rank, num_rows in zip(
+                ranks, row_wise_rows(demand.num_rows, len(ranks)), strict=True
+            ):
+                bytes_W2[rank] += _shard_bytes(demand, placed, num_rows, widest) / len(owners)
     for shard_bytes in sorted(owned, key=lambda size: -float(size.sum())):
         bytes_W2[int(bytes_W2.sum(axis=1).argmin())] += shard_bytes
     if device == "cpu":
@@ -141,22 +139,7 @@ def _cache_key(demand: TableDemand, placed: TablePlacement | TableSharding) -> t
     """Key of the tables that share a device cache."""
     if isinstance(placed, TableSharding):
         return placed.kind, demand.dim if placed.is_prefetched else 0
-    is_rows = placed.exchange is Exchange.ROWS
-    return placed.exchange.value, demand.dim if is_rows else 0
-
-
-def _widest_cached(
-    demands: Sequence[TableDemand],
-    tables: Mapping[str, TablePlacement] | Mapping[str, TableSharding],
-) -> dict[tuple[str, int], int]:
-    """Largest D of the tables that share each device cache, which is the width of its slots."""
-    widest: dict[tuple[str, int], int] = {}
-    for demand in demands:
-        placed = tables[demand.name]
-        if placed.tier is Tier.HOST_CACHED:
-            key = _cache_key(demand, placed)
-            widest[key] = max(widest.get(key, 0), demand.dim)
-    return widest
+    return placed.exchange.value, demand.dim if placed.exchange is Exchange.ROWS else 0
 
 
 def _shard_bytes(
@@ -175,16 +158,3 @@ def _shard_bytes(
         )
         shard[0] += num_rows * cached_rows(demand, placed) / demand.num_rows * slot_bytes
     return shard
-
-
-def _add_sharding(
-    bytes_W2: Floats,
-    demand: TableDemand,
-    sharding: TableSharding,
-    world: World,
-    widest: Mapping[tuple[str, int], int],
-) -> None:
-    blocks = sharding.blocks(world)
-    for owners in blocks:
-        for rank, num_rows in zip(owners, row_wise_rows(demand.num_rows, len(owners)), strict=True):
-            bytes_W2[rank] += _shard_bytes(demand, sharding, num_rows, widest) / len(blocks)

@@ -1,35 +1,23 @@
 """Profile: how often each row of each table is looked up, in the data and in its last part.
 
 One streaming pass over blocks, exact or on a seeded sample of the samples. The arrays of counts may
-live in memory or in the files of the artifact, so that tables of any size fit. ``np.add.at`` counts
-in place (70 to 800 M ids/s on one core, from 1e8 rows down to 1e3); ``np.bincount`` would make and
-add an array of the table's size for each block (40 M ids/s at 1e7 rows).
-
-The same pass draws batches and counts the distinct rows they read, see
-``hotrec.cost_model.locality``.
-
-The manifest's content, which ``hotrec.report`` reads:
-``num_samples``, ``num_heldout_samples`` (counted ones), ``num_total_samples`` (met),
-``sampling`` {frac, seed, min_count, confidence},
-``tables`` {name: num_rows, num_lookups, num_distinct, num_heldout_lookups, heldout_unseen_frac,
-coverage}, ``coverage``, ``landmarks`` over the rows of all tables together; a coverage is the
-three lists of ``coverage_curve``; and ``locality`` {train, heldout}, each null or {batch_sizes,
-num_batches, tables {name: lookups, mean, spread}}: what the drawn batches of each size read.
+live in memory or in the files of the artifact, so that tables of any size fit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import NormalDist
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
 from hotrec.artifact import Artifact, Verify, commit_artifact, read_artifact, scratch_directory
 from hotrec.cost_model.blocks import Block, check_block, sample_mask
-from hotrec.cost_model.coverage import coverage_curve, coverage_landmarks
+from hotrec.cost_model.costs import Floats
 from hotrec.cost_model.histogram import CountHistogram, build_histogram, merge_histograms
 from hotrec.cost_model.locality import (
     LocalityMeter,
@@ -41,6 +29,9 @@ from hotrec.types import Rows, Schema
 
 KIND = "profile"
 TRAIN_DIRECTORY, HELDOUT_DIRECTORY = "counts", "heldout"
+NUM_CURVE_POINTS = 65
+# Read off the coverage curve for tables and messages.
+LANDMARK_FRACS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5)
 
 
 @dataclass(frozen=True)
@@ -53,27 +44,12 @@ class Sampling:
         min_count: Sampled accesses below which a row is not to be made hot, since its place in the
             ranking is noise. Counts are kept as they are; the policies take this number.
         confidence: Confidence of the intervals that a sampled profile reports.
-
-    Raises:
-        ValueError: If a value is out of range.
     """
 
     frac: float = 1.0
     seed: int = 0
     min_count: int = 1
     confidence: float = 0.95
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.frac <= 1.0:
-            raise ValueError(f"sampling frac: expected above 0 and at most 1, got {self.frac}.")
-        if self.seed < 0:
-            raise ValueError(f"sampling seed: expected at least 0, got {self.seed}.")
-        if self.min_count < 1:
-            raise ValueError(f"sampling min_count: expected at least 1, got {self.min_count}.")
-        if not 0.0 < self.confidence < 1.0:
-            raise ValueError(
-                f"sampling confidence: expected between 0 and 1, got {self.confidence}."
-            )
 
     @property
     def is_exact(self) -> bool:
@@ -115,32 +91,38 @@ class Profile:
             for table, counts in self.counts.items()
         }
 
-    def build_heldout_histograms(self) -> dict[str, CountHistogram]:
-        """The held-out counts of each table alone; what ``heldout_locality`` goes with."""
-        return {table: build_histogram(counts) for table, counts in self.heldout.items()}
 
-
-def count_rows(
-    blocks: Iterable[Block],
-    schema: Schema,
-    *,
-    num_samples: int | None = None,
-    heldout_frac: float = 0.0,
-    heldout_blocks: Iterable[Block] | None = None,
-    num_heldout_samples: int | None = None,
-    sampling: Sampling | None = None,
-    directory: Path | None = None,
-) -> Profile:
-    """Count the accesses of every row in one pass; 8 bytes per row and part, however long the data.
+class CountOptions(TypedDict, total=False):
+    """What ``count_rows`` counts apart, and which samples.
 
     Args:
-        blocks: The samples, oldest first.
         num_samples: How many samples the blocks hold; needed to hold out their last part.
         heldout_frac: Share of the samples, the last ones, that is counted apart.
         heldout_blocks: A stream of its own to count as held-out data instead, such as a
             validation split.
         num_heldout_samples: How many samples those hold, if known: the batches that are drawn for
             the locality are then spread over all of them.
+        sampling: Which samples are counted; by default all.
+    """
+
+    num_samples: int | None
+    heldout_frac: float
+    heldout_blocks: Iterable[Block] | None
+    num_heldout_samples: int | None
+    sampling: Sampling
+
+
+def count_rows(
+    blocks: Iterable[Block],
+    schema: Schema,
+    *,
+    directory: Path | None = None,
+    **options: Unpack[CountOptions],
+) -> Profile:
+    """Count the accesses of every row in one pass; 8 bytes per row and part, however long the data.
+
+    Args:
+        blocks: The samples, oldest first.
         directory: Count in ``.npy`` files made there, so that the system may page them out; None
             counts in memory.
 
@@ -148,70 +130,73 @@ def count_rows(
         ValueError: If a block does not fit the schema, the stream is not ``num_samples`` long, or
             the arguments contradict one another.
     """
-    sampling = sampling or Sampling()
-    if heldout_frac and heldout_blocks is not None:
+    sampling = options.get("sampling", Sampling())
+    num_samples, heldout_blocks = options.get("num_samples"), options.get("heldout_blocks")
+    num_heldout_samples = options.get("num_heldout_samples")
+    heldout_frac = options.get("heldout_frac", 0.0)
+    if heldout_frac and not 0.0 < heldout_frac < (1.0 if heldout_blocks is None else 0.0):
         raise ValueError(
-            f"heldout_frac: expected 0 with a held-out stream of its own, got {heldout_frac}."
+            "heldout_frac: expected at least 0 and below 1, and 0 with a held-out stream of its "
+            f"own, got {heldout_frac}."
         )
-    if not 0.0 <= heldout_frac < 1.0:
-        raise ValueError(f"heldout_frac: expected at least 0 and below 1, got {heldout_frac}.")
     if heldout_frac and num_samples is None:
         raise ValueError(
             f"num_samples: expected the length of the data to hold out its last {heldout_frac}, "
             f"got None. Pass num_samples."
         )
-    boundary = None if num_samples is None else num_samples - int(num_samples * heldout_frac)
-    allocate = _allocator(schema, directory)
-    counts = allocate(TRAIN_DIRECTORY)
-    heldout = allocate(HELDOUT_DIRECTORY) if heldout_frac or heldout_blocks is not None else {}
-    seed = sampling.seed
-    if heldout_frac and num_samples is not None and boundary is not None:
-        num_heldout_samples = num_samples - boundary
-    meter, heldout_meter = (
-        LocalityMeter(schema, seed=seed, num_samples=size and math.ceil(size * sampling.frac))
-        for size in (boundary, num_heldout_samples)
-    )
-    position = num_counted = num_heldout = 0
+    boundary = num_samples
+    if num_samples is not None and heldout_frac:
+        num_heldout_samples = int(num_samples * heldout_frac)
+        boundary = num_samples - num_heldout_samples
+    has_heldout = heldout_frac > 0 or heldout_blocks is not None
+    parts = [
+        (
+            _allocate(schema, directory, part) if part == TRAIN_DIRECTORY or has_heldout else {},
+            LocalityMeter(
+                schema, seed=sampling.seed, num_samples=size and math.ceil(size * sampling.frac)
+            ),
+        )
+        for part, size in ((TRAIN_DIRECTORY, boundary), (HELDOUT_DIRECTORY, num_heldout_samples))
+    ]
+    position, num_counted = 0, [0, 0]  # train, held out
     for block, is_heldout in _label_parts(blocks, heldout_blocks, boundary, num_samples):
         check_block(block, schema, position=position)
         drawn = block
         if not sampling.is_exact:
-            keep = sample_mask(position, block.num_samples, frac=sampling.frac, seed=seed)
-            drawn = block.take(keep)
+            drawn = block.take(
+                sample_mask(position, block.num_samples, frac=sampling.frac, seed=sampling.seed)
+            )
+        counts, meter = parts[is_heldout]
         for feature in schema.features:
-            target = heldout if is_heldout else counts
-            np.add.at(target[feature.table], drawn.rows[feature.name], 1)
+            # In place: 70 to 800 M ids/s; np.bincount would add an array of the table's size.
+            np.add.at(counts[feature.table], drawn.rows[feature.name], 1)
         # Batches are drawn from all samples: a sample of them would look less clustered.
-        (heldout_meter if is_heldout else meter).observe(block, num_counted=drawn.num_samples)
+        meter.observe(block, num_counted=drawn.num_samples)
         position += block.num_samples
-        num_heldout += drawn.num_samples if is_heldout else 0
-        num_counted += 0 if is_heldout else drawn.num_samples
+        num_counted[is_heldout] += drawn.num_samples
+    (train, meter), (heldout, heldout_meter) = parts
     return Profile(
-        num_counted,
-        num_heldout,
-        position,
-        sampling,
-        counts,
-        heldout,
-        meter.localities(),
-        heldout_meter.localities(),
+        num_samples=num_counted[False],
+        num_heldout_samples=num_counted[True],
+        num_total_samples=position,
+        sampling=sampling,
+        counts=train,
+        heldout=heldout,
+        locality=meter.localities(),
+        heldout_locality=heldout_meter.localities(),
     )
 
 
-def _allocator(schema: Schema, directory: Path | None) -> Callable[[str], dict[str, Rows]]:
-    def allocate(part: str) -> dict[str, Rows]:
-        arrays: dict[str, Rows] = {}
-        for table in schema.tables:
-            if directory is None:
-                arrays[table.name] = np.zeros(table.num_rows, np.int64)
-                continue
-            path = _counts_path(directory, part, table.name)
-            path.parent.mkdir(exist_ok=True)
-            mapped = np.lib.format.open_memmap(path, "w+", np.int64, (table.num_rows,))
-            arrays[table.name] = mapped.view(np.ndarray)
-        return arrays
-
-    return allocate
+def _allocate(schema: Schema, directory: Path | None, part: str) -> dict[str, Rows]:
+    if directory is None:
+        return {table.name: np.zeros(table.num_rows, np.int64) for table in schema.tables}
+    arrays: dict[str, Rows] = {}
+    for table in schema.tables:
+        path = _counts_path(directory, part, table.name)
+        path.parent.mkdir(exist_ok=True)
+        mapped = np.lib.format.open_memmap(path, "w+", np.int64, (table.num_rows,))
+        arrays[table.name] = mapped.view(np.ndarray)
+    return arrays
 
 
 def _counts_path(directory: Path, part: str, table: str) -> Path:
@@ -234,14 +219,12 @@ def _label_parts(
     for block in blocks:
         num_train = block.num_samples if boundary is None else boundary - position
         position += block.num_samples
-        if num_train >= block.num_samples:
-            yield block, False
-        elif num_train <= 0:
-            yield block, True
-        else:
+        if 0 < num_train < block.num_samples:
             train, held = block.split(num_train)
             yield train, False
             yield held, True
+        else:
+            yield block, num_train <= 0 < block.num_samples
     if num_samples is not None and position != num_samples:
         raise ValueError(
             f"blocks: expected {num_samples} samples in the stream, got {position}. "
@@ -257,11 +240,7 @@ def write_profile(
     output: Path,
     *,
     dataset_hash: str,
-    num_samples: int | None = None,
-    heldout_frac: float = 0.0,
-    heldout_blocks: Iterable[Block] | None = None,
-    num_heldout_samples: int | None = None,
-    sampling: Sampling | None = None,
+    **options: Unpack[CountOptions],
 ) -> tuple[Profile, Artifact]:
     """Count into the files of a new profile artifact and commit it; see ``count_rows``.
 
@@ -269,28 +248,18 @@ def write_profile(
         ValueError: As ``count_rows``; nothing is left behind.
     """
     with scratch_directory(output, kind=KIND) as scratch:
-        profile = count_rows(
-            blocks,
-            schema,
-            num_samples=num_samples,
-            heldout_frac=heldout_frac,
-            heldout_blocks=heldout_blocks,
-            num_heldout_samples=num_heldout_samples,
-            sampling=sampling,
-            directory=scratch,
-        )
-        commit_artifact(
-            scratch,
-            output,
-            kind=KIND,
-            content=summarize_profile(profile),
-            made_from={"dataset": dataset_hash},
-        )
+        content = summarize_profile(count_rows(blocks, schema, directory=scratch, **options))
+        made_from = {"dataset": dataset_hash}
+        commit_artifact(scratch, output, kind=KIND, content=content, made_from=made_from)
     return read_profile(output)
 
 
 def summarize_profile(profile: Profile) -> dict[str, Any]:
-    """The content of the manifest, as the module's docstring lists it."""
+    """The content of the manifest, which ``hotrec.report`` reads.
+
+    A coverage is the three lists of ``coverage_curve``. ``landmarks`` are over the rows of all
+    tables together, and carry intervals if the profile is sampled.
+    """
     histograms = profile.build_histograms()
     together = merge_histograms(histograms.values())
     sampling = profile.sampling
@@ -302,7 +271,7 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
         "sampling": dict(vars(sampling)),
         "tables": {name: _summarize_table(histogram) for name, histogram in histograms.items()},
         "coverage": coverage_curve(together),
-        "landmarks": coverage_landmarks(together, confidence=confidence),
+        "landmarks": [_landmark(together, frac, confidence) for frac in LANDMARK_FRACS],
         "locality": {
             "train": localities_to_json(profile.locality),
             "heldout": localities_to_json(profile.heldout_locality),
@@ -323,6 +292,81 @@ def _summarize_table(histogram: CountHistogram) -> dict[str, Any]:
     }
 
 
+def cover_lookups(histogram: CountHistogram, fracs: Floats) -> tuple[Floats, Floats | None]:
+    """The share of lookups that the most accessed rows take.
+
+    Rows are ranked by their train counts for both shares, so the held-out one shows drift. Inside a
+    group of equal counts the held-out share is interpolated: the mean over the orders of the ties.
+
+    Args:
+        fracs: float64 (P,), fractions of all rows.
+
+    Returns:
+        float64 (P,) for train, and for the held-out data, or None where there is none. Zeros where
+        there is no lookup.
+    """
+    ends = np.concatenate([[0], np.cumsum(histogram.num_rows), [histogram.total_rows]])
+    position = fracs * histogram.total_rows
+    train = np.concatenate([[0], np.cumsum(histogram.values * histogram.num_rows)])
+    train_at = np.interp(position, ends, np.append(train, train[-1]))
+    train_share = train_at / max(int(train[-1]), 1)
+    total = histogram.num_heldout_lookups
+    if total == 0:
+        return train_share, None
+    heldout = np.concatenate([[0], np.cumsum(histogram.heldout), [total]])
+    return train_share, np.interp(position, ends, heldout) / total
+
+
+def coverage_curve(histogram: CountHistogram) -> dict[str, Any]:
+    """The coverage curve as plain lists: ``rows_frac``, ``train``, ``heldout`` (list or None).
+
+    The points are spaced by ratio, from one row to all of them, with 0 in front.
+    """
+    total = max(histogram.total_rows, 1)
+    fracs = np.geomspace(1 / total, 1.0, NUM_CURVE_POINTS)
+    fracs = np.union1d(np.concatenate([[0.0], fracs]), [f for f in LANDMARK_FRACS if f > 1 / total])
+    fracs[-1] = 1.0
+    train, heldout = cover_lookups(histogram, fracs)
+    return {
+        "rows_frac": fracs.tolist(),
+        "train": train.tolist(),
+        "heldout": None if heldout is None else heldout.tolist(),
+    }
+
+
+def _landmark(histogram: CountHistogram, frac: float, confidence: float | None) -> dict[str, Any]:
+    """Coverage at a fraction of the rows, with Wilson intervals for a sampled profile.
+
+    The train share of a sample leans high, since the same sample ranked the rows.
+    """
+    train, heldout = cover_lookups(histogram, np.array([frac]))
+    shares = {"train": (float(train[0]), histogram.num_lookups)}
+    if heldout is not None:
+        shares["heldout"] = (float(heldout[0]), histogram.num_heldout_lookups)
+    point: dict[str, Any] = {"rows_frac": frac, "train": None, "heldout": None}
+    for part, (share, num_trials) in shares.items():
+        point[part] = share
+        if confidence is not None:
+            point[f"{part}_interval"] = wilson_interval(share, num_trials, confidence=confidence)
+    return point
+
+
+def wilson_interval(share: float, num_trials: int, *, confidence: float) -> list[float]:
+    """Wilson's score interval of a proportion (Wilson, JASA 1927); 0..1 where there is no trial.
+
+    The trials are taken as independent. Lookups of one multi-hot bag are not quite, so for them the
+    interval is somewhat too narrow.
+    """
+    if num_trials == 0:
+        return [0.0, 1.0]
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    spread = z * z / num_trials
+    centre = (share + spread / 2) / (1 + spread)
+    half = math.sqrt(spread * share * (1 - share) + spread * spread / 4) / (1 + spread)
+    # An interval must hold its own estimate, up to rounding.
+    return [min(max(centre - half, 0.0), share), max(min(centre + half, 1.0), share)]
+
+
 def read_profile(path: Path, *, verify: Verify = "full") -> tuple[Profile, Artifact]:
     """Open a profile; its counts are memory-mapped, read-only.
 
@@ -335,23 +379,23 @@ def read_profile(path: Path, *, verify: Verify = "full") -> tuple[Profile, Artif
     artifact = read_artifact(path, kind=KIND, verify=verify)
     with artifact.parsing():
         content = artifact.content
-        parts = [TRAIN_DIRECTORY]
-        if (path / HELDOUT_DIRECTORY).exists():
-            parts.append(HELDOUT_DIRECTORY)
-        arrays: dict[str, dict[str, Rows]] = {HELDOUT_DIRECTORY: {}}
-        for part in parts:
-            arrays[part] = {
+
+        def load(part: str) -> dict[str, Rows]:
+            if not (path / part).exists():
+                return {}
+            return {
                 table: np.load(_counts_path(path, part, table), mmap_mode="r")
                 for table in content["tables"]
             }
+
         locality = content.get("locality", {})  # profiles of older versions lack it
         profile = Profile(
             num_samples=content["num_samples"],
             num_heldout_samples=content["num_heldout_samples"],
             num_total_samples=content["num_total_samples"],
             sampling=Sampling(**content["sampling"]),
-            counts=arrays[TRAIN_DIRECTORY],
-            heldout=arrays[HELDOUT_DIRECTORY],
+            counts=load(TRAIN_DIRECTORY),
+            heldout=load(HELDOUT_DIRECTORY),
             locality=localities_from_json(locality.get("train")),
             heldout_locality=localities_from_json(locality.get("heldout")),
         )

@@ -1,21 +1,4 @@
-"""The QUANTITIES of a step, from demands and a placement or a plan of TorchRec.
-
-Bytes are counted as ``hotrec.runtime.traffic`` counts them. Symbols: B batch per rank, W ranks, L
-lookups per sample, n = B L lookups of a rank, F columns of a table, D; q as in
-``hotrec.cost_model.demand``.
-
-Pooled exchange, as TorchRec does it for an ``EmbeddingBagCollection``: ids travel undeduplicated,
-8 bytes each, with the lengths of their bags, 4 bytes each, which are counted as half an id. A shard
-of a table, of some of its columns or of some of its rows sends W - 1 times its pooled vectors of a
-batch, B F D 4 bytes, in forward, and receives as much in backward:
-
-    table-wise      all_to_all: one batch of vectors to each of the other ranks
-    row-wise        reduce_scatter of W batches of vectors, of which (W-1)/W travel; all_gather back
-    table-row-wise  on m ranks of a host: reduce_scatter, (m-1)/m W, then all_to_all between hosts,
-                    W/m - 1: together W - 1 again
-    column-wise     as table-wise, with a part of D; the ids go to every part
-    data-parallel   nothing but the gradient of the whole table, all-reduced
-"""
+"""The QUANTITIES of a step, from demands and a placement or a plan of TorchRec."""
 
 from __future__ import annotations
 
@@ -41,7 +24,13 @@ from hotrec.cost_model.demand import (
     prob_drawn,
     take_rows,
 )
-from hotrec.cost_model.forms import BYTES_PER_FLOAT, BYTES_PER_ID, QUANTITIES, StepPrediction
+from hotrec.cost_model.forms import (
+    BYTES_OF,
+    BYTES_PER_FLOAT,
+    BYTES_PER_ID,
+    QUANTITIES,
+    StepPrediction,
+)
 from hotrec.cost_model.histogram import slices
 from hotrec.cost_model.step import StepModel
 from hotrec.types import Exchange, Rows, Sharding, TablePlacement, Tier
@@ -49,6 +38,8 @@ from hotrec.types import Exchange, Rows, Sharding, TablePlacement, Tier
 BYTES_PER_LENGTH = 4
 # FBGEMM's default.
 DEFAULT_CACHE_LOAD_FRAC = 0.2
+# Of tables without a cache, whose shares are not read.
+ALL_HIT = CacheShares(1.0, 0.0)
 REPLICATED = "data_parallel"
 # Kinds of TorchRec's sharding (ShardingType), and whether a shard has some of the rows, columns.
 KINDS: Mapping[str, tuple[bool, bool]] = {
@@ -175,30 +166,41 @@ def hot_cold_quantities(
     """
     check_tables(demands, num_hot, tables)
     done = dict.fromkeys(QUANTITIES, 0.0)
-    groups: dict[str, set[int]] = {
-        "cold_groups": set(),
-        "hot_groups": set(),
-        "pooled_groups": set(),
-    }
+    others = (world.num_ranks - 1) / world.num_ranks
+    dims: dict[str, set[int]] = {name: set() for name in ("cold", "hot", "pooled")}
     for demand in demands:
         placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
-        if placed.exchange is Exchange.POOLED:
-            if hot:
-                raise ValueError(
-                    f"placement table {demand.name}: expected no hot rows in a table whose "
-                    f"exchange is pooled, got {hot}."
-                )
-            _add_pooled(done, demand, placed, world, batch_size, caches)
-            _add_state(done, demand, placed.tier, 0, 1 / world.num_ranks)
-            groups["pooled_groups"].add(demand.dim)
-            continue
-        _add_rows(done, demand, placed, hot, batch_size, caches)
+        is_pooled = placed.exchange is Exchange.POOLED
+        if is_pooled and hot:
+            raise ValueError(
+                f"placement table {demand.name}: expected no hot rows in a table whose exchange is "
+                f"pooled, got {hot}."
+            )
+        shares = ALL_HIT if caches is None else caches.get(demand.name, ALL_HIT)
+        if caches is None and placed.tier is Tier.HOST_CACHED:
+            cached = cached_rows(demand, placed)
+            shares = CacheShares(lfu_hit_frac(demand, cached, hot, is_per_lookup=is_pooled), 0.0)
+        num_ids = batch_size * demand.lookups_per_sample
+        row_bytes = BYTES_PER_FLOAT * demand.dim
+        if is_pooled:  # of which the mean rank owns a fraction 1 / W
+            dims["pooled"].add(demand.dim)
+            num_bags = batch_size * demand.num_columns
+            num_bags *= world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
+            _add_by_tier(done, "pooled_ids", placed.tier, num_ids, row_bytes, shares)
+            done["pooled_sent_ids"] += others * _with_lengths(num_ids, num_bags)
+            done["pooled_sent_bytes"] += others * num_bags * row_bytes
+        else:
+            dims["hot"] |= {demand.dim} if hot else set()
+            dims["cold"] |= {demand.dim} if hot < demand.num_rows else set()
+            of_hot, of_cold, of_any = expected_distinct(demand, hot)
+            _add_by_tier(done, "rows", placed.tier, of_cold, row_bytes, shares)
+            _add(done, "lookups", num_ids, row_bytes)
+            _add(done, "urgent_rows", expected_urgent(demand, hot), row_bytes)
+            _add(done, "hot_rows", of_hot, row_bytes)
+            _add(done, "union_rows", of_any, row_bytes)
+            _add(done, "replica_rows", hot, row_bytes)
         _add_state(done, demand, placed.tier, hot, 1 / world.num_ranks)
-        if hot:
-            groups["hot_groups"].add(demand.dim)
-        if hot < demand.num_rows:
-            groups["cold_groups"].add(demand.dim)
-    return {**done, **{name: float(len(dims)) for name, dims in groups.items()}}
+    return {**done, **{f"{name}_groups": float(len(of)) for name, of in dims.items()}}
 
 
 def hot_cold_caches(
@@ -212,42 +214,20 @@ def hot_cold_caches(
     FBGEMM's module of all pooled tables has one cache; so has each module of the other tables of
     one dimension.
     """
-    shared: dict[tuple[Exchange, int], list[TableDemand]] = {}
+    shared: dict[int, dict[str, CachedTable]] = {}
     for demand in demands:
-        placed = tables[demand.name]
-        if placed.tier is Tier.HOST_CACHED and num_hot.get(demand.name, 0) < demand.num_rows:
-            dim = demand.dim if placed.exchange is Exchange.ROWS else 0
-            shared.setdefault((placed.exchange, dim), []).append(demand)
+        placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
+        if placed.tier is Tier.HOST_CACHED and hot < demand.num_rows:
+            is_pooled = placed.exchange is Exchange.POOLED
+            members = shared.setdefault(0 if is_pooled else demand.dim, {})
+            members[demand.name] = CachedTable(demand, hot, is_per_lookup=is_pooled)
     found: dict[str, CacheShares] = {}
-    for (exchange, _), members in shared.items():
-        cached = sum(cached_rows(demand, tables[demand.name]) for demand in members)
-        shares = shared_cache_shares(
-            [
-                CachedTable(
-                    demand, num_hot.get(demand.name, 0), is_per_lookup=exchange is Exchange.POOLED
-                )
-                for demand in members
-            ],
-            world.num_ranks * num_slots(cached / world.num_ranks),
-        )
-        found |= {demand.name: share for demand, share in zip(members, shares, strict=True)}
+    for members in shared.values():
+        cached = sum(cached_rows(part.demand, tables[name]) for name, part in members.items())
+        slots = world.num_ranks * num_slots(cached / world.num_ranks)
+        shares = shared_cache_shares(list(members.values()), slots)
+        found |= dict(zip(members, shares, strict=True))
     return found
-
-
-def _add_state(
-    done: dict[str, float], demand: TableDemand, tier: Tier, num_hot: int, share: float
-) -> None:
-    """Adds the bytes of optimizer state in host memory that a step reads and writes.
-
-    FBGEMM updates each touched row once, and keeps states of one float a row on the device.
-
-    Args:
-        share: Fraction of the table's rows that this rank owns.
-    """
-    if tier is not Tier.DEVICE:
-        cold_G = demand.rows_G - take_rows(demand, num_hot)
-        touched = share * float(cold_G @ demand.by_any_G)
-        done["state_bytes_host"] += touched * host_state_bytes(demand)
 
 
 def host_state_bytes(demand: TableDemand) -> int:
@@ -256,73 +236,29 @@ def host_state_bytes(demand: TableDemand) -> int:
     return state_bytes if state_bytes > BYTES_PER_FLOAT else 0
 
 
-def _add_rows(
-    done: dict[str, float],
-    demand: TableDemand,
-    placed: TablePlacement,
-    num_hot: int,
-    batch_size: int,
-    caches: Mapping[str, CacheShares] | None,
+def _add_state(
+    done: dict[str, float], demand: TableDemand, tier: Tier, num_hot: int, share: float
 ) -> None:
-    row_bytes = BYTES_PER_FLOAT * demand.dim
-    hot, cold, union = expected_distinct(demand, num_hot)
-    num_ids = batch_size * demand.lookups_per_sample
-    _add(done, "lookups", num_ids, "lookup_bytes", row_bytes)
-    urgent = expected_urgent(demand, num_hot)
-    _add(done, "urgent_rows", urgent, "urgent_bytes", row_bytes)
-    _add(done, "hot_rows", hot, "hot_bytes", row_bytes)
-    _add(done, "union_rows", union, "union_bytes", row_bytes)
-    _add(done, "replica_rows", num_hot, "replica_bytes", row_bytes)
-    if placed.tier is Tier.HOST_CACHED:
-        if caches is None:
-            shares = CacheShares(lfu_hit_frac(demand, cached_rows(demand, placed), num_hot), 0.0)
-        else:
-            shares = caches.get(demand.name, CacheShares(1.0, 0.0))
-        _add(done, "rows_hit", cold * shares.hit, "bytes_hit", row_bytes)
-        _add(done, "rows_miss", cold * shares.miss, "bytes_miss", row_bytes)
-        _add(done, "rows_host", cold * shares.conflict, "bytes_host", row_bytes)
-    else:
-        tier = placed.tier.value
-        _add(done, f"rows_{tier}", cold, f"bytes_{tier}", row_bytes)
+    """Adds the optimizer state in host memory of ``share`` of the cold rows, each updated once."""
+    if tier is not Tier.DEVICE:
+        cold_G = demand.rows_G - take_rows(demand, num_hot)
+        touched = share * float(cold_G @ demand.by_any_G)
+        done["state_bytes_host"] += touched * host_state_bytes(demand)
 
 
-def _add_pooled(
+def _add_by_tier(
     done: dict[str, float],
-    demand: TableDemand,
-    placed: TablePlacement,
-    world: World,
-    batch_size: int,
-    caches: Mapping[str, CacheShares] | None,
-) -> None:
-    """Adds a pooled table, of which the mean rank owns a fraction 1 / W."""
-    num_ids = batch_size * demand.lookups_per_sample
-    num_lengths = batch_size * demand.num_columns
-    others = (world.num_ranks - 1) / world.num_ranks
-    row_bytes = BYTES_PER_FLOAT * demand.dim
-    num_shards = world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
-    shares = None if caches is None else caches.get(demand.name)
-    if shares is None and placed.tier is Tier.HOST_CACHED:
-        hit = lfu_hit_frac(demand, cached_rows(demand, placed), is_per_lookup=True)
-        shares = CacheShares(hit, 0.0)
-    _add_pooled_ids(done, placed.tier, num_ids, row_bytes, shares)
-    done["pooled_sent_ids"] += others * _with_lengths(num_ids, num_lengths * num_shards)
-    done["pooled_sent_bytes"] += others * num_shards * num_lengths * row_bytes
-
-
-def _add_pooled_ids(
-    done: dict[str, float],
+    items: str,
     tier: Tier,
-    num_ids: float,
+    number: float,
     row_bytes: float,
-    shares: CacheShares | None,
+    shares: CacheShares,
 ) -> None:
+    by_tier = {tier.value: 1.0}
     if tier is Tier.HOST_CACHED:
-        assert shares is not None
         by_tier = {"hit": shares.hit, "miss": shares.miss, "host": shares.conflict}
-    else:
-        by_tier = {tier.value: 1.0}
     for name, share in by_tier.items():
-        _add(done, f"pooled_ids_{name}", num_ids * share, f"pooled_bytes_{name}", row_bytes)
+        _add(done, f"{items}_{name}", number * share, row_bytes)
 
 
 def _with_lengths(num_ids: float, num_lengths: float) -> float:
@@ -330,11 +266,9 @@ def _with_lengths(num_ids: float, num_lengths: float) -> float:
     return num_ids + num_lengths * BYTES_PER_LENGTH / BYTES_PER_ID
 
 
-def _add(
-    done: dict[str, float], items: str, number: float, num_bytes: str, item_bytes: float
-) -> None:
+def _add(done: dict[str, float], items: str, number: float, item_bytes: float) -> None:
     done[items] += number
-    done[num_bytes] += number * item_bytes
+    done[BYTES_OF[items]] += number * item_bytes
 
 
 def torchrec_quantities(
@@ -345,12 +279,19 @@ def torchrec_quantities(
 ) -> list[dict[str, float]]:
     """Returns the quantities of each rank with TorchRec's collection on unsplit tables.
 
+    Ids travel undeduplicated, 8 bytes each, with the lengths of their bags, 4 bytes each, counted
+    as half an id. A shard, of some columns or some rows, sends W - 1 times its pooled vectors of a
+    batch, B F D 4 bytes, in forward, and receives as much in backward:
+
+        table-wise      all_to_all: one batch of vectors to each of the other ranks
+        row-wise        reduce_scatter of W batches of vectors, of which (W-1)/W travel; all_gather
+        table-row-wise  on m ranks of a host: reduce_scatter, (m-1)/m W, then all_to_all between
+                        hosts, W/m - 1: together W - 1 again
+        column-wise     as table-wise, with a part of D; the ids go to every part
+        data-parallel   nothing but the gradient of the whole table, all-reduced
+
     Row-wise shards are taken to serve equal shares of the lookups. Tables of one kind of sharding
     share messages, whatever their dimension.
-
-    Args:
-        shardings: The sharding of every table.
-        batch_size: Batch B of a rank.
 
     Returns:
         By rank, every key of QUANTITIES.
@@ -360,16 +301,16 @@ def torchrec_quantities(
     """
     check_tables(demands, {}, shardings)
     per_rank = [dict.fromkeys(QUANTITIES, 0.0) for _ in range(world.num_ranks)]
-    kinds = set()
+    kinds = {sharding.kind for sharding in shardings.values()} - {REPLICATED}
     caches = torchrec_caches(demands, shardings, world)
     for demand in demands:
         sharding = shardings[demand.name]
         row_bytes = BYTES_PER_FLOAT * demand.dim
+        num_ids = batch_size * demand.lookups_per_sample
         if sharding.is_replicated:
-            num_ids = batch_size * demand.lookups_per_sample
             for done in per_rank:
-                _add(done, "replicated_ids", num_ids, "replicated_id_bytes", row_bytes)
-                _add(done, "replicated_rows", demand.num_rows, "replicated_bytes", row_bytes)
+                _add(done, "replicated_ids", num_ids, row_bytes)
+                _add(done, "replicated_rows", demand.num_rows, row_bytes)
                 done["replicated_groups"] = 1.0
             continue
         outside = [rank for rank in sharding.ranks if not 0 <= rank < world.num_ranks]
@@ -378,15 +319,21 @@ def torchrec_quantities(
                 f"sharding of table {demand.name}: expected ranks in 0..{world.num_ranks - 1}, "
                 f"got {outside[0]}. Plan for this world."
             )
-        kinds.add(sharding.kind)
         blocks = sharding.blocks(world)
-        for owners in blocks:
-            _add_block(
-                per_rank, demand, sharding, owners, row_bytes / len(blocks), batch_size, caches
-            )
+        for owners in blocks:  # each of some columns, whose rows are split over them
+            of_shard = num_ids / len(owners)
             for owner in owners:
+                done, shares = per_rank[owner], caches.get((owner, demand.name), ALL_HIT)
+                of_batch = batch_size * demand.num_columns * row_bytes / len(blocks)
+                done["pooled_sent_bytes"] += (world.num_ranks - 1) * of_batch
+                number = world.num_ranks * of_shard
+                columns_bytes = row_bytes / len(blocks)
+                _add_by_tier(done, "pooled_ids", sharding.tier, number, columns_bytes, shares)
                 share = 1 / (len(owners) * len(blocks))
-                _add_state(per_rank[owner], demand, sharding.tier, 0, share)
+                _add_state(done, demand, sharding.tier, 0, share)
+            for rank, done in enumerate(per_rank):
+                requested = _with_lengths(of_shard, batch_size * demand.num_columns)
+                done["pooled_sent_ids"] += sum(owner != rank for owner in owners) * requested
     for done in per_rank:
         done["pooled_groups"] = float(len(kinds))
     return per_rank
@@ -400,54 +347,26 @@ def torchrec_caches(
     The tables, or parts of them, that a rank holds by one kind of sharding share a cache; with
     prefetch, those of one dimension.
     """
-    shared: dict[tuple[int, str, int], list[tuple[CachedTable, float]]] = {}
+    shared: dict[tuple[int, str, int, bool], list[tuple[CachedTable, float]]] = {}
     for demand in demands:
         sharding = shardings[demand.name]
         if sharding.tier is not Tier.HOST_CACHED or sharding.is_replicated:
             continue
         blocks = sharding.blocks(world)
+        dim = demand.dim // len(blocks) if sharding.is_prefetched else 0
         for owners in blocks:
+            part = CachedTable(demand, share=1 / len(owners), is_per_lookup=True)
+            cached = cached_rows(demand, sharding) / len(owners)
             for owner in owners:
-                part = CachedTable(demand, share=1 / len(owners), is_per_lookup=True)
-                dim = demand.dim // len(blocks) if sharding.is_prefetched else 0
-                key = (owner, sharding.kind, dim)
-                cached = cached_rows(demand, sharding) / len(owners)
+                key = (owner, sharding.kind, dim, sharding.is_prefetched)
                 shared.setdefault(key, []).append((part, cached))
     found: dict[tuple[int, str], CacheShares] = {}
-    for (owner, _, _), members in shared.items():
-        shares = shared_cache_shares(
-            [part for part, _ in members],
-            num_slots(sum(cached for _, cached in members)),
-            is_prefetched=shardings[members[0][0].demand.name].is_prefetched,
-        )
-        found |= {
-            (owner, part.demand.name): share
-            for (part, _), share in zip(members, shares, strict=True)
-        }
+    for (owner, _, _, is_prefetched), members in shared.items():
+        parts = [part for part, _ in members]
+        slots = num_slots(sum(cached for _, cached in members))
+        shares = shared_cache_shares(parts, slots, is_prefetched=is_prefetched)
+        found |= {(owner, p.demand.name): share for p, share in zip(parts, shares, strict=True)}
     return found
-
-
-def _add_block(
-    per_rank: list[dict[str, float]],
-    demand: TableDemand,
-    sharding: TableSharding,
-    owners: tuple[int, ...],
-    row_bytes: float,
-    batch_size: int,
-    caches: Mapping[tuple[int, str], CacheShares],
-) -> None:
-    """Adds a part of a table's columns, whose rows are split over ``owners``."""
-    world_size, num_parts = len(per_rank), len(owners)
-    num_ids = batch_size * demand.lookups_per_sample
-    num_lengths = batch_size * demand.num_columns
-    for owner in owners:
-        done = per_rank[owner]
-        shares = caches.get((owner, demand.name))
-        _add_pooled_ids(done, sharding.tier, world_size * num_ids / num_parts, row_bytes, shares)
-        done["pooled_sent_bytes"] += (world_size - 1) * num_lengths * row_bytes
-    for rank, done in enumerate(per_rank):
-        num_others = sum(owner != rank for owner in owners)
-        done["pooled_sent_ids"] += num_others * _with_lengths(num_ids / num_parts, num_lengths)
 
 
 def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) -> StepPrediction:
@@ -456,13 +375,12 @@ def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) 
     Stages are joined by collectives, so each lasts as long as on its slowest rank. What an owner of
     tables sends in forward it is sent in backward, so the busiest rank is the same for both.
 
-    Returns:
-        Seconds of the slowest rank by stage, bytes in the mean over ranks.
+    Bytes are those of the mean rank.
     """
     predictions = [model.predict(quantities) for quantities in per_rank]
     stage_s, hidden_s, sent = {}, {}, {}
     for stage in model.stages:
-        slowest = predictions[int(np.argmax([p.stage_s[stage] for p in predictions]))]
+        slowest = max(predictions, key=lambda p: p.stage_s[stage])
         stage_s[stage] = slowest.stage_s[stage]
         hidden_s[stage] = slowest.hidden_s[stage]
         sent[stage] = sum(p.sent_bytes[stage] for p in predictions) / len(predictions)

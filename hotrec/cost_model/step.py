@@ -1,21 +1,8 @@
-"""The step of TorchRec's pipelines: seconds by stage, linear in the quantities of a rank.
+"""The step of TorchRec's pipelines: seconds by stage, linear in the quantities of the mean rank.
 
-``hotrec.cost_model.look_ahead`` models the step with look-ahead; ``make_model`` makes either.
-
-Each stage takes ``compute + wire - overlap * min(wire, cover)`` seconds, all three linear in the
-quantities of QUANTITIES; ``cover`` is computation under which the stage's messages travel, and
-``overlap`` the share of that time that is really saved (sending takes processor time on CPU). The
-same forms serve prediction and search, so the search minimises what is predicted. Measured
+The same forms serve prediction and search, so the search minimises what is predicted. Measured
 collectives are not linear in the message size and are linearised at the sizes of a given step.
-
-All quantities are of one step of the mean rank. Bytes on the wire are counted as
-``hotrec.runtime.traffic`` counts them (W ranks, n bytes):
-
-    ids         all_to_all, 8 bytes for each id requested from another rank
-    rows        all_to_all of the distinct rows, 4 D (W-1)/W each, and as much for their gradients
-    pooled      all_to_all of one vector a bag, and as much for its gradient
-    hot rows    all_gather of (slot, gradient row), (W-1) (4 D + 4) each; or all_reduce of them all
-    dense       all_reduce of every parameter, 2 (W-1)/W 4 each
+Bytes on the wire are counted as ``hotrec.runtime.traffic`` counts them.
 """
 
 from __future__ import annotations
@@ -34,9 +21,10 @@ from hotrec.cost_model.forms import (
     StepPrediction,
     Workload,
     add_compute,
+    add_hot_pack,
     add_overhead,
 )
-from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel, make_look_ahead_model
+from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel
 from hotrec.types import STAGES, PipelineKind
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
@@ -44,12 +32,7 @@ COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 
 @dataclass(frozen=True)
 class StepModel:
-    """The forms of all stages for one machine, world, workload and hot exchange.
-
-    Args:
-        stages: Form of each stage, in the order of STAGES.
-        overlap: Fraction of covering computation that hides communication.
-    """
+    """The forms of all stages, in their order; ``overlap`` of covering computation hides wires."""
 
     stages: Mapping[str, StageForm]
     overlap: float
@@ -77,14 +60,9 @@ def make_model(
     """Makes the model of a pipeline's step with hot and cold rows, see ``make_step_model``.
 
     Look-ahead ignores ``at``: it reads measured collectives at the predicted message sizes.
-
-    Raises:
-        CostsError: If the costs lack the link between hosts.
     """
     if pipeline.is_look_ahead:
-        return make_look_ahead_model(
-            costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense
-        )
+        return LookAheadModel(costs, world, workload, pipeline, is_hot_dense)
     return make_torchrec_model(
         costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense, at=at
     )
@@ -108,25 +86,23 @@ def make_torchrec_model(
     model = make_step_model(
         costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=pipeline.narrow_frac
     )
+    stages = dict(model.stages)
     if pipeline.kind is PipelineKind.base:
-        ids = replace(model.stages["ids_exchange"], cover=Form())
-        return replace(model, stages={**model.stages, "ids_exchange": ids})
-    if pipeline.kind is PipelineKind.prefetch:
-        lookup = _prefetched(model.stages["row_lookup"], model.stages["dense"].compute)
-        return replace(model, stages={**model.stages, "row_lookup": lookup})
-    return model
+        stages["ids_exchange"] = replace(stages["ids_exchange"], cover=Form())
+    elif pipeline.kind is PipelineKind.prefetch:
+        stages["row_lookup"] = _prefetched(stages["row_lookup"], stages["dense"].compute)
+    return StepModel(stages, costs.overlap)
 
 
 def _prefetched(lookup: StageForm, dense: Form) -> StageForm:
     """Returns the lookup stage with the extra time of cache misses under the dense layers."""
-    compute, wire, cover = Form(), Form(), Form()
-    compute.add_form(lookup.compute)
+    compute, wire = Form().add_form(lookup.compute), Form()
     for kind in ("pooled_ids", "pooled_bytes"):
         miss, hit = (lookup.compute.terms.get(f"{kind}_{tier}", 0.0) for tier in ("miss", "hit"))
         fetch = max(miss - hit, 0.0)
         compute.add(f"{kind}_miss", -fetch)
         wire.add(f"{kind}_miss", fetch)
-    return StageForm(compute, wire, cover.add_form(dense), lookup.sent_bytes)
+    return StageForm(compute, wire, dense, lookup.sent_bytes)
 
 
 def make_step_model(
@@ -141,9 +117,6 @@ def make_step_model(
     """Makes the linear model of a step.
 
     Args:
-        costs: Costs of the machine.
-        world: Ranks and hosts.
-        workload: Batch and dense layers.
         is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
         at: Quantities of a step at whose message sizes measured collectives are linearised. None
             takes the line that fits all sizes best.
@@ -152,9 +125,10 @@ def make_step_model(
     Raises:
         CostsError: If the costs lack the link between hosts.
     """
-    stages = {name: StageForm(Form(), Form(), Form(), Form()) for name in STAGES}
-    add_compute(stages, costs, world, workload)
-    _add_messages(stages, costs, world, workload, is_hot_dense, at, narrow_frac)
+    stages = {name: StageForm() for name in STAGES}
+    add_compute(stages, costs, workload)
+    if world.num_ranks > 1:
+        _add_messages(stages, costs, world, workload, is_hot_dense, at, narrow_frac)
     for name, form in stages.items():
         factor = costs.correction(name)
         form.compute.scale(factor)
@@ -182,8 +156,14 @@ def _add_messages(
     at: Mapping[str, float] | None,
     narrow_frac: float,
 ) -> None:
-    if world.num_ranks == 1:
-        return
+    """Adds what travels, and the kernels of the hot exchange.
+
+    ids       all_to_all, 8 bytes for each id requested from another rank
+    rows      all_to_all of the distinct rows, 4 D (W-1)/W each, and their gradients
+    pooled    all_to_all of one vector a bag, and as much for its gradient
+    hot rows  all_gather of (slot, gradient row), (W-1) (4 D + 4) each; or all_reduce of all
+    dense     all_reduce of every parameter, 2 (W-1)/W 4 each
+    """
     others = (world.num_ranks - 1) / world.num_ranks
     copy = costs.kernels["copy"]
     ids = stages["ids_exchange"]
@@ -210,18 +190,7 @@ def _add_messages(
     stages["other"].sent_bytes.constant = dense_bytes
     line = costs.collective("all_reduce", world, dense_bytes or None)
     stages["other"].wire.constant = line.seconds(num_bytes=dense_bytes)
-    _add_hot_exchange(stages["hot_exchange"], costs, world, is_hot_dense, at, narrow_frac)
-
-
-def _add_hot_exchange(
-    hot: StageForm,
-    costs: Costs,
-    world: World,
-    is_hot_dense: bool,
-    at: Mapping[str, float] | None,
-    narrow_frac: float,
-) -> None:
-    others = (world.num_ranks - 1) / world.num_ranks
+    hot = stages["hot_exchange"]
     reduced, gathered = Form(), Form()
     reduced.add("replicated_bytes", 2 * others * narrow_frac)
     peers = world.num_ranks - 1
@@ -230,6 +199,8 @@ def _add_hot_exchange(
         gathered.add("hot_rows", BYTES_PER_ID * peers)
     else:
         gathered.add("hot_bytes", peers * narrow_frac).add("hot_rows", SLOT_BYTES * peers)
+    add_hot_pack(hot.compute, costs)
+    hot.compute.add_line(costs.kernels["hot_add"], "hot_rows", world.num_ranks)
     hot.sent_bytes.add_form(reduced).add_form(gathered)
     reduce = costs.collective("all_reduce", world, _message_bytes(reduced, at))
     gather = costs.collective("all_gather", world, _message_bytes(gathered, at))

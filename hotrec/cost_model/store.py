@@ -70,14 +70,7 @@ def find_costs(where: str) -> Costs:
 
 
 def check_host(costs: Costs, fingerprint: Mapping[str, Any]) -> str | None:
-    """Warns if costs were not measured on a machine like this one.
-
-    Args:
-        fingerprint: Fingerprint of this machine, from ``hotrec.runtime.fingerprint``.
-
-    Returns:
-        A sentence for the user, or None if the machines are alike.
-    """
+    """A caveat if costs were not measured on a machine of this ``fingerprint``, else None."""
     if costs.device != fingerprint.get("device", costs.device):
         return (
             f"costs {costs.name} are for the device {costs.device}, this is for "
@@ -85,11 +78,11 @@ def check_host(costs: Costs, fingerprint: Mapping[str, Any]) -> str | None:
         )
     if not costs.host:
         return f"costs {costs.name} are {costs.origin}, not measured on this machine"
-    differences = [
+    differences = "; ".join(
         f"{key} {costs.host.get(key)!r} there, {fingerprint.get(key)!r} here"
-        for key in sorted(set(costs.host) | set(fingerprint))
+        for key in sorted({*costs.host, *fingerprint})
         if costs.host.get(key) != fingerprint.get(key)
-    ]
-    if differences:
-        return f"costs {costs.name} were measured on another host: {'; '.join(differences)}"
-    return None
+    )
+    return (
+        f"costs {costs.name} were measured on another host: {differences}" if differences else None
+    )

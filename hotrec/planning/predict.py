@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from hotrec.config.groups import TorchrecPlacement
 from hotrec.config.roots import Config
-from hotrec.cost_model.caches import miss_ratio_curve
+from hotrec.cost_model.caches import lru_miss_ratios
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import TableDemand, expected_distinct
 from hotrec.cost_model.forms import SPARSE_DIST, TIERS, PipelineSpec, StepPrediction
@@ -331,7 +331,7 @@ def miss_curves(scenario: Scenario, placement: Placement | None) -> dict[str, Mi
             continue
         num_hot = placement.partition.num_hot(demand.name)
         sizes = np.unique(np.geomspace(1, demand.num_rows, NUM_CURVE_SIZES).astype(np.int64))
-        misses = miss_ratio_curve(demand, sizes, "lru", num_hot)
+        misses = lru_miss_ratios(demand, sizes, num_hot)
         hot, cold, _ = expected_distinct(demand, num_hot)
         curves[demand.name] = MissCurve(
             sizes.astype(np.float64), misses, cold * scenario.world.num_ranks

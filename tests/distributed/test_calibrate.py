@@ -43,7 +43,7 @@ def calibrate() -> list[dict[str, Any]]:
 
 def count_bytes() -> list[tuple[str, float, int]]:
     """What the module says that a rank sends, and what the traffic counter sees."""
-    from hotrec.calibrate.collectives import make_call, num_values, sent_bytes
+    from hotrec.calibrate.collectives import bytes_per_value, make_call, num_values
     from hotrec.runtime.traffic import count_sent_bytes
 
     found = []
@@ -53,7 +53,7 @@ def count_bytes() -> list[tuple[str, float, int]]:
             call = make_call(kind, values, None, torch.device("cpu"))
             with count_sent_bytes() as traffic:
                 call(None)
-            found.append((kind, sent_bytes(kind, values, 2), traffic.sent_bytes[kind]))
+            found.append((kind, values * bytes_per_value(kind, 2), traffic.sent_bytes[kind]))
     return found
 
 
@@ -88,26 +88,23 @@ def test_bytes_are_those_that_the_traffic_counter_sees() -> None:
         assert min(said for _, said, _ in found) >= 1000
 
 
-def measure_two_hosts() -> tuple[list[Any], float, float, int]:
+def measure_two_hosts() -> tuple[list[Any], float, float]:
     """Four ranks that take themselves for two hosts of two."""
-    from hotrec.calibrate.collectives import measure_network, num_network_points
+    from hotrec.calibrate.collectives import measure_network
     from hotrec.calibrate.kernels import Effort
     from hotrec.runtime.ranks import Ranks
 
-    rank, advanced = dist.get_rank(), []
+    rank = dist.get_rank()
     ranks = Ranks(rank, 4, rank % 2, 2, torch.device("cpu"))
-    network = measure_network(
-        ranks, max_bytes=16384.0, effort=Effort(3, 0.1), advance=lambda: advanced.append(1)
-    )
+    network = measure_network(ranks, max_bytes=16384.0, effort=Effort(3, 0.1))
     assert network.intra is not None
     assert network.inter is not None
-    assert len(advanced) == num_network_points(ranks, 16384.0)
     worlds = [(curve.kind, curve.world) for curve in network.curves]
-    return worlds, network.intra.bytes_per_s, network.inter.bytes_per_s, len(advanced)
+    return worlds, network.intra.bytes_per_s, network.inter.bytes_per_s
 
 
 def test_inside_and_between_hosts_are_told_apart() -> None:
-    worlds, intra, inter, _ = run_ranks(measure_two_hosts, world_size=4, timeout_s=120)[0]
+    worlds, intra, inter = run_ranks(measure_two_hosts, world_size=4, timeout_s=120)[0]
     assert worlds == [
         *[(kind, World(4, 2)) for kind in COLLECTIVES],
         ("all_to_all", World(2, 2)),

@@ -15,7 +15,6 @@ from hotrec.calibrate.kernels import (
     Effort,
     Point,
     fit_line,
-    largest_error,
     median_and_spread,
     slowest_median,
     slowest_rank,
@@ -48,13 +47,9 @@ def points_of(line: Line, noise: float = 0.0, seed: int = 0) -> list[Point]:
 def test_a_known_line_comes_back(fixed: float, per_item: float, per_byte: float) -> None:
     line = Line(fixed, per_item, per_byte)
     found = fit_line(points_of(line))
-    assert largest_error(found, points_of(line)) < 1e-6
-    # Noise-free points identify the line at the larger dimension.
-    assert found.fixed_s == pytest.approx(fixed, rel=1e-4)
-    at_dim = per_item + 4 * 64 * per_byte
-    assert found.per_item_s + 4 * 64 * found.per_byte_s == pytest.approx(
-        at_dim, rel=1e-4, abs=1e-12
-    )
+    for point in points_of(line):
+        at_point = found.seconds(point.num_items, point.num_bytes)
+        assert at_point == pytest.approx(point.seconds, rel=1e-6)
 
 
 def test_noise_moves_the_line_no_farther_than_itself() -> None:
@@ -72,29 +67,6 @@ def test_small_sizes_count_as_much_as_large_ones() -> None:
     points = [Point(1, 0, 1e-5, 0.0), Point(1e5, 0, 1e-3, 0.0), Point(1e6, 0, 2e-2, 0.0)]
     line = fit_line(points, is_by_bytes=False)
     assert line.fixed_s == pytest.approx(1e-5, rel=0.1)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_no_part_is_negative_and_nothing_feasible_is_better(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    points = [
-        Point(float(items), 4.0 * dim * items, float(seconds), 0.0)
-        for (items, dim), seconds in zip(
-            product(ITEMS, DIMS), 10 ** rng.uniform(-5, -2, 8), strict=True
-        )
-    ]
-    found = fit_line(points)
-    assert min(found.fixed_s, found.per_item_s, found.per_byte_s) >= 0
-
-    def error(line: Line) -> float:
-        return sum((line.seconds(p.num_items, p.num_bytes) / p.seconds - 1) ** 2 for p in points)
-
-    # The problem is convex: no step along an axis, nor at random, may lead downhill.
-    parts = np.array([found.fixed_s, found.per_item_s, found.per_byte_s])
-    scales = np.array([1e-4, 1e-8, 1e-10])
-    for direction in [*np.eye(3), *-np.eye(3), *rng.normal(size=(50, 3))]:
-        near = np.maximum(parts + 1e-3 * direction * np.maximum(parts, scales), 0)
-        assert error(Line(*near)) >= error(found) - 1e-9
 
 
 def test_a_kernel_counted_by_items_alone_has_no_cost_of_a_byte() -> None:
@@ -122,13 +94,9 @@ def test_impossible_times_and_too_few_sizes_are_refused(bad: float) -> None:
             fit_line(chosen)
 
 
-def test_median_and_spread() -> None:
-    timing = median_and_spread([1.0, 2.0, 3.0, 4.0, 100.0])
-    assert timing.seconds == 3.0
-    assert timing.spread == pytest.approx((4.0 - 2.0) / 3.0)
-
-
 def test_the_slowest_rank_counts_and_noise_of_one_repeat_does_not() -> None:
+    timing = median_and_spread([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (timing.seconds, timing.spread) == (3.0, pytest.approx((4.0 - 2.0) / 3.0))
     assert slowest_rank([[1.0, 5.0, 1.0], [2.0, 1.0, 3.0]]).seconds == 3.0  # of 2, 5, 3
     assert slowest_median([[1.0, 9.0, 1.0], [2.0, 2.0, 2.0]]).seconds == 2.0
 

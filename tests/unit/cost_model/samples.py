@@ -1,11 +1,13 @@
-"""Small streams of samples with known contents, and slow oracles."""
+"""Small streams of samples with known contents, demands of known counts, and slow oracles."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hotrec.cost_model.blocks import Block
-from hotrec.cost_model.forms import SPARSE_DIST, StepPrediction
+from hotrec.cost_model.demand import build_demand
+from hotrec.cost_model.forms import BYTES_OF, SPARSE_DIST, StepPrediction
+from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.step import make_model
 from hotrec.types import Feature, Schema, Table
 
@@ -28,6 +30,42 @@ def predict_step(
     """Predicts one step, with measured collectives at its own message sizes."""
     model = make_model(costs, world, workload, pipeline=pipeline, at=quantities, **options)
     return model.predict(quantities)
+
+
+def make_demand(
+    counts, name="t", *, dim=4, lookups=1.0, num_columns=1, batch_size=8, world_size=2, **options
+):
+    """The demand of a table whose rows were looked up ``counts`` times."""
+    return build_demand(
+        name,
+        build_histogram(np.asarray(counts)),
+        **{"dim": dim, "row_bytes": 4 * dim + 4, **options},
+        lookups_per_sample=lookups,
+        num_columns=num_columns,
+        batch_size=batch_size,
+        world_size=world_size,
+    )
+
+
+def zipf(num_rows, exponent, num_lookups=10**9):
+    """Counts by Zipf's law, so large that rounding does not matter, with their probabilities."""
+    weights = np.arange(1, num_rows + 1) ** -float(exponent)
+    counts = np.rint(num_lookups * weights / weights.sum()).astype(np.int64)
+    return counts, counts / counts.sum()
+
+
+def draw_steps(probs, num_draws, *, world_size, num_steps, seed=0):
+    """Distinct rows of each rank of simulated steps of independent lookups."""
+    rng = np.random.default_rng(seed)
+    return [
+        [np.unique(rng.choice(probs.size, num_draws, p=probs)) for _ in range(world_size)]
+        for _ in range(num_steps)
+    ]
+
+
+def work_of(row_bytes=256, **items):
+    """Quantities of a step: items, and the bytes of those that have any."""
+    return items | {BYTES_OF[name]: n * row_bytes for name, n in items.items() if name in BYTES_OF}
 
 
 def make_samples(num_samples: int, *, seed: int = 0, dtype: type = np.int32) -> Block:

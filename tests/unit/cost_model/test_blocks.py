@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.blocks import Block, check_block, sample_mask
-from tests.unit.cost_model.samples import SCHEMA, as_lists, cut, make_samples
+from tests.unit.cost_model.samples import SCHEMA, as_lists, make_samples
 
 
 @given(num_first=st.integers(0, 30), seed=st.integers(0, 20))
@@ -28,46 +28,39 @@ def test_check_accepts_both_widths_and_empty_blocks():
     check_block(make_samples(20).take(np.zeros(20, bool)), SCHEMA, position=0)
 
 
-def changed(**columns):
+def changed(tag_lengths=None, **columns):
     block = make_samples(10)
-    return Block(10, {**block.rows, **columns}, block.lengths)
-
-
-def test_check_names_the_sample_of_a_row_outside_its_table():
-    values = np.zeros(10, np.int32)
-    values[7] = 50
-    with pytest.raises(ValueError, match=r"user at sample 107: .*users in 0\.\.49, got 50"):
-        check_block(changed(user=values), SCHEMA, position=100)
-    with pytest.raises(ValueError, match=r"item at sample 0: .*words in 0\.\.19, got -1"):
-        check_block(changed(item=np.full(10, -1, np.int64)), SCHEMA, position=0)
-
-
-def test_check_finds_the_sample_of_a_bag():
-    lengths = np.array([2, 0, 3], np.int64)
-    rows = {"user": np.zeros(3, np.int32), "query": np.zeros(3, np.int32)}
-    rows |= {"item": np.zeros(3, np.int32), "tags": np.array([0, 1, 2, 9, 0], np.int32)}
-    with pytest.raises(ValueError, match=r"tags at sample 2: .*got 9"):
-        check_block(Block(3, rows, {"tags": lengths}), SCHEMA, position=0)
+    lengths = block.lengths if tag_lengths is None else {"tags": np.array(tag_lengths)}
+    return Block(10, {**block.rows, **columns}, lengths)
 
 
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (changed(user=np.zeros(10)), "int32 or int64 vector of rows, got float64"),
-        (changed(user=np.zeros(9, np.int32)), "one id for each of 10 samples, got 9"),
+        (changed(user=np.zeros(10)), "int32 or int64 vector of rows, .*got float64"),
+        (changed(user=np.where(np.arange(10) == 7, 50, 0)), r"user at sample 107: .*49, got 50"),
+        (changed(item=np.full(10, -1)), r"item at sample 100: .*words in 0\.\.19, got -1"),
+        (changed([2, 0, 1, *[0] * 7], tags=np.array([0, 1, 9])), "tags at sample 102: .*got 9"),
+        (
+            changed(user=np.zeros(9, np.int32)),
+            r"user at sample 100: .*got int32 of shape \(9,\) and the lengths None",
+        ),
         (changed(other=np.zeros(10, np.int32)), r"got \['other'\] too many and \[\] missing"),
         (Block(0, {}), r"got \[\] too many and \['item', 'query', 'tags', 'user'\] missing"),
         (
             Block(10, make_samples(10).rows, {"tags": np.full(10, 7)}),
-            r"lengths that add up to \d+ ids, got 70",
+            r"tags at sample 100: .* lengths \[7 7 7",
         ),
-        (Block(10, make_samples(10).rows, {"tags": np.full(9, 2)}), "expected 10 lengths"),
-        (Block(10, make_samples(10).rows, {"tags": np.full(10, -1)}), "with minimum -1"),
+        (
+            Block(10, make_samples(10).rows, {"tags": np.full(9, 2)}),
+            r"each of 10 samples .* lengths \[2 2 2",
+        ),
+        (Block(10, make_samples(10).rows, {"tags": np.full(10, -1)}), r"the lengths \[-1 -1"),
     ],
 )
 def test_check_refuses(block, message):
     with pytest.raises(ValueError, match=message):
-        check_block(block, SCHEMA, position=0)
+        check_block(block, SCHEMA, position=100)
 
 
 def test_sample_does_not_depend_on_blocks():
@@ -92,8 +85,3 @@ def test_sample_has_the_rate_and_seeds_are_independent(frac):
 
 def test_sample_of_everything():
     assert sample_mask(3, 10, frac=1.0, seed=0).all()
-
-
-def test_helper_cut_is_lossless():
-    block = make_samples(25)
-    assert sum((as_lists(part) for part in cut(block, 7)), []) == as_lists(block)

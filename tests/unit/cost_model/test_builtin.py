@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import KERNELS, REQUIRED, Costs, World, check_costs
-from hotrec.types import STAGES
+from hotrec.cost_model.costs import KERNELS, REQUIRED, Costs, World
 
 SETS = sorted(BUILTIN)
 
@@ -14,7 +13,6 @@ SETS = sorted(BUILTIN)
 @pytest.mark.parametrize("name", SETS)
 def test_every_set_is_possible_and_every_number_has_a_source(name: str) -> None:
     costs = BUILTIN[name]
-    check_costs(costs)
     assert costs.name == name
     assert costs.origin == "built-in"
     for kernel, line in costs.kernels.items():
@@ -24,14 +22,7 @@ def test_every_set_is_possible_and_every_number_has_a_source(name: str) -> None:
         assert link is None or link.source not in ("", "measured")
     assert {"memory", "overhead_s", "overlap"} <= set(costs.facts)
     assert Costs.from_json(costs.to_json()) == costs
-    assert set(costs.corrections) <= set(STAGES)
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_sets_have_the_memories_of_their_device(name: str) -> None:
-    costs = BUILTIN[name]
-    expected = set(KERNELS) if costs.device == "cuda" else set(REQUIRED)
-    assert set(costs.kernels) == expected
+    assert set(costs.kernels) == set(KERNELS if costs.device == "cuda" else REQUIRED)
     assert (costs.device_bytes > 0) == (costs.device == "cuda")
 
 
@@ -51,12 +42,12 @@ def test_nearer_memory_is_faster(name: str) -> None:
 
 def test_links_are_of_the_published_order() -> None:
     h100, a100 = BUILTIN["dgx_h100_infiniband"], BUILTIN["dgx_a100"]
-    assert h100.inter is not None
-    assert a100.inter is not None
+    assert h100.inter
+    assert a100.inter
     assert a100.inter.bytes_per_s < h100.inter.bytes_per_s <= 8 * 50e9
     assert a100.intra.bytes_per_s < h100.intra.bytes_per_s <= 450e9
     cpu = BUILTIN["cpu_1gbit"]
-    assert cpu.inter is not None
+    assert cpu.inter
     assert cpu.inter.bytes_per_s < 125e6
     # All ranks of a host share its adapters: a rank of eight gets an eighth.
     alone = h100.collective("all_to_all", World(2, 1)).per_byte_s

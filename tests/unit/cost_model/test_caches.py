@@ -9,52 +9,32 @@ from hotrec.cost_model.caches import (
     CachedTable,
     conflict_frac,
     lfu_hit_frac,
-    miss_ratio_curve,
+    lru_miss_ratios,
     num_slots,
     shared_cache_shares,
 )
-from hotrec.cost_model.demand import build_demand
-from hotrec.cost_model.histogram import build_histogram
+from tests.unit.cost_model.samples import draw_steps, make_demand, zipf
 
 # Che's approximation against a simulated cache (the traces' own noise is about a third of it).
 LRU_TOLERANCE = 0.01
 
 
-def make_demand(counts, *, batch_size=64, world_size=2):
-    return build_demand(
-        "t",
-        build_histogram(np.asarray(counts)),
-        dim=4,
-        row_bytes=20,
-        lookups_per_sample=1.0,
-        num_columns=1,
-        batch_size=batch_size,
-        world_size=world_size,
-    )
-
-
 def lru_hit_frac(demand, num_cached, num_skipped=0, **options):
-    return 1 - miss_ratio_curve(demand, [num_cached], "lru", num_skipped, **options)[0]
+    return 1 - lru_miss_ratios(demand, [num_cached], num_skipped, **options)[0]
 
 
-def zipf(num_rows, exponent):
-    weights = np.arange(1, num_rows + 1) ** -float(exponent)
-    counts = np.rint(1e9 * weights / weights.sum()).astype(np.int64)
-    return counts, counts / counts.sum()
-
-
-def simulate_lru(lookups, num_cached, num_warm):
-    """Share of hits after ``num_warm`` lookups, one by one."""
-    cache: OrderedDict[int, None] = OrderedDict()
+def simulate_lru(lookups, num_cached, num_warm, num_sets=1, seed=0):
+    """Share of hits after ``num_warm`` lookups, one by one; a row's set is drawn at random."""
+    set_of = np.random.default_rng(seed).integers(0, num_sets, max(lookups) + 1)
+    caches = [OrderedDict() for _ in range(num_sets)]
     num_hits = 0
     for position, row in enumerate(lookups):
-        if row in cache:
-            num_hits += position >= num_warm
-            cache.move_to_end(row)
-        else:
-            cache[row] = None
-            if len(cache) > num_cached:
-                cache.popitem(last=False)
+        cache = caches[set_of[row]]
+        num_hits += row in cache and position >= num_warm
+        cache[row] = None
+        cache.move_to_end(row)
+        if len(cache) > num_cached // num_sets:
+            cache.popitem(last=False)
     return num_hits / (len(lookups) - num_warm)
 
 
@@ -63,11 +43,11 @@ def simulate_lru_by_step(steps, num_cached, num_warm):
     cache: OrderedDict[int, None] = OrderedDict()
     num_hits = num_rows = 0
     for position, ranks in enumerate(steps):
+        together = [row for rows in ranks for row in rows]
         if position >= num_warm:
-            for rows in ranks:
-                num_hits += sum(row in cache for row in rows)
-                num_rows += len(rows)
-        for row in dict.fromkeys(row for rows in ranks for row in rows):
+            num_hits += sum(row in cache for row in together)
+            num_rows += len(together)
+        for row in together:
             cache[row] = None
             cache.move_to_end(row)
         while len(cache) > num_cached:
@@ -84,21 +64,17 @@ def test_lru_as_simulated_by_lookup(exponent, num_cached, num_skipped):
     lookups = np.random.default_rng(0).choice(2000, 60_000, p=probs)
     cold = lookups[lookups >= num_skipped].tolist()
     found = simulate_lru(cold, num_cached, len(cold) // 3)
-    demand = make_demand(counts)
-    hit_frac = lru_hit_frac(demand, num_cached, num_skipped, is_per_lookup=True)
+    hit_frac = lru_hit_frac(make_demand(counts), num_cached, num_skipped, is_per_lookup=True)
     assert hit_frac == pytest.approx(found, abs=LRU_TOLERANCE)
 
 
 @pytest.mark.parametrize(("num_cached", "num_skipped"), [(300, 0), (800, 0), (500, 30)])
 def test_lru_as_simulated_by_step(num_cached, num_skipped):
     counts, probs = zipf(3000, 1.05)
-    rng = np.random.default_rng(1)
-    steps = []
-    for _ in range(900):
-        ranks = [np.unique(rng.choice(3000, 64, p=probs)) for _ in range(2)]
-        steps.append([rows[rows >= num_skipped].tolist() for rows in ranks])
-    found = simulate_lru_by_step(steps, num_cached, 300)
-    hit_frac = lru_hit_frac(make_demand(counts), num_cached, num_skipped)
+    steps = draw_steps(probs, 64, world_size=2, num_steps=900, seed=1)
+    cold = [[rows[rows >= num_skipped].tolist() for rows in ranks] for ranks in steps]
+    found = simulate_lru_by_step(cold, num_cached, 300)
+    hit_frac = lru_hit_frac(make_demand(counts, batch_size=64), num_cached, num_skipped)
     assert hit_frac == pytest.approx(found, abs=LRU_TOLERANCE)
 
 
@@ -144,18 +120,12 @@ def test_lru_by_hand():
 
 def test_lru_ends():
     demand = make_demand([50, 30, 20, 0, 0])
-    assert lru_hit_frac(demand, 0) == 0.0
-    assert lru_hit_frac(demand, 3) == 1.0
-    assert lru_hit_frac(demand, 2, 1) == 1.0
-    assert lru_hit_frac(demand, 1, 3) == 1.0
+    for num_cached, num_skipped, expected in ((0, 0, 0.0), (3, 0, 1.0), (2, 1, 1.0), (1, 3, 1.0)):
+        assert lru_hit_frac(demand, num_cached, num_skipped) == expected
     # A row that takes every lookup has no finite rate.
     assert lru_hit_frac(make_demand([7]), 0.5) == pytest.approx(0.5)
-
-
-def test_tiny_probabilities():
-    counts = np.concatenate([[10**12], np.ones(1000, np.int64)])
-    curve = miss_ratio_curve(make_demand(counts), [500], "lru", 1, is_per_lookup=True)
-    assert curve[0] == pytest.approx(0.5, rel=1e-6)
+    tiny = make_demand(np.concatenate([[10**12], np.ones(1000, np.int64)]))
+    assert lru_hit_frac(tiny, 500, 1, is_per_lookup=True) == pytest.approx(0.5, rel=1e-6)
 
 
 @given(
@@ -166,34 +136,15 @@ def test_tiny_probabilities():
 def test_curves_fall_and_lfu_beats_lru(counts, num_skipped, is_per_lookup):
     demand = make_demand(counts, batch_size=5)
     sizes = np.arange(len(counts) + 2)
-    lfu = miss_ratio_curve(demand, sizes, "lfu", num_skipped, is_per_lookup=is_per_lookup)
-    lru = miss_ratio_curve(demand, sizes, "lru", num_skipped, is_per_lookup=is_per_lookup)
+    options = {"num_skipped": num_skipped, "is_per_lookup": is_per_lookup}
+    lru = lru_miss_ratios(demand, sizes, **options)
+    lfu = np.array([1 - lfu_hit_frac(demand, size, **options) for size in sizes])
     for curve in (lfu, lru):
-        assert curve.dtype == np.float64
-        assert curve.shape == sizes.shape
         assert (np.diff(curve) <= 1e-9).all()
         assert curve[-1] == 0.0
         assert curve[0] == pytest.approx(float(np.count_nonzero(counts) > num_skipped))
     assert (lfu <= lru + 1e-9).all()
-
-
-def test_curve_is_its_points():
-    counts, _ = zipf(5000, 1.05)
-    demand = make_demand(counts)
-    sizes = [0, 10, 200.5, 4999]
-    for policy, hit_frac in (("lfu", lfu_hit_frac), ("lru", lru_hit_frac)):
-        curve = miss_ratio_curve(demand, sizes, policy, 7)
-        assert curve == pytest.approx([1 - hit_frac(demand, size, 7) for size in sizes])
-
-
-def test_refuses():
-    demand = make_demand([1, 2])
-    with pytest.raises(ValueError, match="expected sizes and hot rows of at least 0"):
-        miss_ratio_curve(demand, [1, -1], "lfu")
-    with pytest.raises(ValueError, match="-3 hot rows"):
-        lru_hit_frac(demand, 1, -3)
-    with pytest.raises(ValueError, match="expected 'lfu' or 'lru', got 'fifo'"):
-        miss_ratio_curve(demand, [1], "fifo")
+    assert lru == pytest.approx([1 - lru_hit_frac(demand, size, **options) for size in sizes])
 
 
 # --- FBGEMM's cache: sets of 32 ways, shared by tables
@@ -218,28 +169,13 @@ def test_conflicts_at_the_ends():
     assert conflict_frac(4.0) == pytest.approx(0.75, abs=1e-6)  # a quarter of the rows fits
 
 
-def simulate_sets(lookups, num_sets, num_warm, seed=0):
-    """Share of hits of an LRU cache of sets of 32, a row's set drawn at random."""
-    set_of = np.random.default_rng(seed).integers(0, num_sets, max(lookups) + 1)
-    caches = [OrderedDict() for _ in range(num_sets)]
-    num_hits = 0
-    for position, row in enumerate(lookups):
-        cache = caches[set_of[row]]
-        if row in cache:
-            num_hits += position >= num_warm
-            cache.move_to_end(row)
-        else:
-            cache[row] = None
-            if len(cache) > 32:
-                cache.popitem(last=False)
-    return num_hits / (len(lookups) - num_warm)
-
-
 @pytest.mark.parametrize(("exponent", "num_sets"), [(1.05, 4), (1.05, 16), (0.8, 30), (0.0, 55)])
 def test_sets_as_simulated(exponent, num_sets):
     counts, probs = zipf(2000, exponent)
     lookups = np.random.default_rng(3).choice(2000, 90_000, p=probs).tolist()
-    found = np.mean([simulate_sets(lookups, num_sets, 30_000, seed) for seed in range(3)])
+    found = np.mean(
+        [simulate_lru(lookups, 32 * num_sets, 30_000, num_sets, seed) for seed in range(3)]
+    )
     table = CachedTable(make_demand(counts, batch_size=1, world_size=1), is_per_lookup=True)
     [shares] = shared_cache_shares([table], 32 * num_sets)
     assert shares.hit == pytest.approx(found, abs=LRU_TOLERANCE)
@@ -257,7 +193,8 @@ def test_rows_alike_miss_what_finds_no_way(load):
 def test_tables_share_a_cache():
     """Where one is not looked up, the other has it all, whatever their sizes."""
     counts, _ = zipf(2000, 1.05)
-    busy, idle = make_demand(counts), make_demand(np.zeros(5000, np.int64))
+    busy = make_demand(counts, batch_size=64)
+    idle = make_demand(np.zeros(5000, np.int64), batch_size=64)
     [alone] = shared_cache_shares([CachedTable(busy)], 320)
     both = shared_cache_shares([CachedTable(idle), CachedTable(busy)], 320)
     assert both[1].hit == pytest.approx(alone.hit, abs=1e-3)

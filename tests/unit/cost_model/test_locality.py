@@ -6,7 +6,7 @@ import pytest
 
 from hotrec.cost_model import locality
 from hotrec.cost_model.blocks import Block
-from hotrec.cost_model.demand import build_demand, expected_distinct, prob_drawn
+from hotrec.cost_model.demand import expected_distinct, prob_drawn
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.locality import (
     LocalityMeter,
@@ -17,7 +17,14 @@ from hotrec.cost_model.locality import (
 )
 from hotrec.cost_model.profile import Sampling, count_rows
 from hotrec.types import Feature, Schema, Table
-from tests.unit.cost_model.samples import SCHEMA, as_lists, count_slowly, cut, make_samples
+from tests.unit.cost_model.samples import (
+    SCHEMA,
+    as_lists,
+    count_slowly,
+    cut,
+    make_demand,
+    make_samples,
+)
 
 NUM_ROWS = 4096
 ONE = Schema((), (Feature("a", "t"),), (Table("t", NUM_ROWS),))
@@ -29,8 +36,9 @@ def zipf_rows(rng, size):
     return rng.choice(NUM_ROWS, size, p=probs / probs.sum()).astype(np.int32)
 
 
-def profile_of(blocks, schema=ONE):
-    return count_rows(blocks, schema, num_samples=sum(block.num_samples for block in blocks))
+def profile_of(blocks, schema=ONE, **options):
+    num_samples = sum(block.num_samples for block in blocks)
+    return count_rows(blocks, schema, num_samples=num_samples, **options)
 
 
 def draws_of(profile, batch_size, lookups_per_sample=1.0):
@@ -55,24 +63,14 @@ def test_blocks_with_rows_of_their_own():
         for i in range(4)
     ]
     profile = profile_of(blocks)
-    histogram = profile.build_histograms()["t"]
     for batch_size in (256, 1024):
         read = num_own * prob_drawn(np.array([8.0]), size, batch_size)[0]
         # 4 x 512 (1 - (1 - n / K)^8) rows are read by n independent draws of the K lookups.
         expected = 4 * size * (1 - (1 - read / (4 * num_own)) ** (1 / count))
         assert expected < 0.9 * batch_size
         assert draws_of(profile, batch_size) == pytest.approx(expected, rel=0.03)
-        demand = build_demand(
-            "t",
-            histogram,
-            dim=1,
-            row_bytes=4,
-            lookups_per_sample=1.0,
-            num_columns=1,
-            batch_size=batch_size,
-            world_size=1,
-            num_draws=(draws_of(profile, batch_size),) * 2,
-        )
+        num_draws = (draws_of(profile, batch_size),) * 2
+        demand = make_demand(profile.counts["t"], batch_size=batch_size, num_draws=num_draws)
         assert expected_distinct(demand)[1] == pytest.approx(read, rel=0.02)
 
 
@@ -161,20 +159,14 @@ ZIPF = build_histogram((100_000 / np.arange(1, 5001)).astype(np.int64))
 
 def test_between_the_measured_batches_and_beyond():
     found = with_ratios(ZIPF, {64: 0.5, 1024: 0.8, 4096: 1.3})
-    for size, ratio in ((64, 0.5), (1024, 0.8), (4096, 1.3)):
-        assert effective_draws(ZIPF, found, size, 1.0) == pytest.approx(size * ratio, rel=1e-4)
-    for size, ratio in ((256, math.sqrt(0.5 * 0.8)), (2048, math.sqrt(0.8 * 1.3))):
-        assert effective_draws(ZIPF, found, size, 1.0) == pytest.approx(size * ratio, rel=1e-4)
-    assert effective_draws(ZIPF, found, 1, 3.0) == pytest.approx(1.5, rel=1e-4)
-    assert effective_draws(ZIPF, found, 1 << 20, 1.0) == pytest.approx(1.3 * (1 << 20), rel=1e-4)
+    ratios = {1: 0.5, 64: 0.5, 256: math.sqrt(0.5 * 0.8), 1024: 0.8, 2048: math.sqrt(0.8 * 1.3)}
+    for size, ratio in {**ratios, 4096: 1.3, 1 << 20: 1.3}.items():
+        assert effective_draws(ZIPF, found, size, 3.0) == pytest.approx(3 * size * ratio, rel=1e-4)
 
 
 def test_without_measurements_lookups_are_independent():
-    assert effective_draws(ZIPF, None, 100, 2.5) == 250.0
-    assert step_draws(ZIPF, None, batch_size=100, world_size=4, lookups_per_sample=2.5) == (
-        250.0,
-        1000.0,
-    )
+    draws = step_draws(ZIPF, None, batch_size=100, world_size=4, lookups_per_sample=2.5)
+    assert draws == (250.0, 1000.0)
     # Blocks of fewer samples than the smallest batch
     assert count_rows(cut(make_samples(200), 63), SCHEMA).locality == {}
 
@@ -199,12 +191,11 @@ def test_batches_that_read_all_rows_of_the_profile():
 
 def test_all_ranks_draw_no_less_than_one():
     falling = with_ratios(ZIPF, {1024: 1.0, 2048: 0.3})
-    of_rank, of_all = step_draws(
-        ZIPF, falling, batch_size=1024, world_size=2, lookups_per_sample=1.0
-    )
-    assert of_rank == of_all == pytest.approx(1024, rel=1e-4)
-    alone = step_draws(ZIPF, falling, batch_size=2048, world_size=1, lookups_per_sample=1.0)
-    assert alone == pytest.approx((0.3 * 2048,) * 2, rel=1e-4)
+    for batch_size, world_size, expected in ((1024, 2, 1024), (2048, 1, 0.3 * 2048)):
+        draws = step_draws(
+            ZIPF, falling, batch_size=batch_size, world_size=world_size, lookups_per_sample=1.0
+        )
+        assert draws == pytest.approx((expected,) * 2, rel=1e-4)
 
 
 def drawn_from(monkeypatch, blocks, *, num_samples):
@@ -244,11 +235,8 @@ def test_a_short_stream_is_drawn_from_all_the_same(monkeypatch):
 
 
 def test_a_long_stream_has_a_bounded_number_of_draws():
-    meter = LocalityMeter(ONE, seed=0, num_samples=None)
-    block = Block(256, {"a": np.zeros(256, np.int32)})
-    for _ in range(50):
-        meter.observe(block, num_counted=256)
-    found = meter.localities()["t"]
+    blocks = [Block(256, {"a": np.zeros(256, np.int32)})] * 50
+    found = count_rows(blocks, ONE).locality["t"]
     assert found.batch_sizes == (64, 128, 256)
     assert found.num_batches[-1] == locality.ENOUGH_BATCHES
 
@@ -256,22 +244,14 @@ def test_a_long_stream_has_a_bounded_number_of_draws():
 def test_draws_depend_on_the_seed_alone():
     rng = np.random.default_rng(6)
     blocks = [Block(4096, {"a": zipf_rows(rng, 4096)}) for _ in range(2)]
-    found = [
-        count_rows(blocks, ONE, num_samples=8192, sampling=Sampling(seed=seed)).locality
-        for seed in (0, 0, 1)
-    ]
+    found = [profile_of(blocks, sampling=Sampling(seed=seed)).locality for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
 
 
 def test_a_sampled_profile_draws_batches_from_all_samples():
     """Every row is read twice: batches of sampled samples would hardly read one twice."""
     rows = np.tile(np.arange(NUM_ROWS, dtype=np.int32), 2)
-    profile = count_rows(
-        [Block(rows.size, {"a": rows})],
-        ONE,
-        num_samples=rows.size,
-        sampling=Sampling(frac=0.25),
-    )
+    profile = profile_of([Block(rows.size, {"a": rows})], sampling=Sampling(frac=0.25))
     found = profile.locality["t"]
     assert found.batch_sizes[-1] == rows.size
     assert found.mean[-1] == NUM_ROWS
@@ -283,31 +263,21 @@ def test_a_sampled_profile_draws_batches_from_all_samples():
 def test_held_out_batches_are_measured_apart():
     rng = np.random.default_rng(7)
     few = Block(2048, {"a": rng.integers(0, 5, 2048)})
-    profile = count_rows(
-        [Block(4096, {"a": zipf_rows(rng, 4096)})],
-        ONE,
-        num_samples=4096,
-        heldout_blocks=[few],
-        num_heldout_samples=2048,
+    profile = profile_of(
+        [Block(4096, {"a": zipf_rows(rng, 4096)})], heldout_blocks=[few], num_heldout_samples=2048
     )
     assert profile.heldout_locality["t"].mean[0] == 5.0
     assert profile.locality["t"].mean[0] > 20
-    cut_off = count_rows(
-        [Block(4096, {"a": np.repeat([0, 1], [3072, 1024])})],
-        ONE,
-        num_samples=4096,
-        heldout_frac=0.25,
-    )
+    cut_off = profile_of([Block(4096, {"a": np.repeat([0, 1], [3072, 1024])})], heldout_frac=0.25)
     assert cut_off.locality["t"].mean[0] == 1.0
     assert cut_off.heldout_locality["t"].mean[0] == 1.0
     assert cut_off.heldout_locality["t"].batch_sizes[-1] == 1024
-    assert cut_off.build_heldout_histograms()["t"].values.tolist() == [1024]
 
 
 def test_a_sampled_profile_draws_a_share_of_what_it_counts(monkeypatch):
     monkeypatch.setattr(locality, "FREE_LOOKUPS", 0)
     block = Block(1 << 16, {"a": np.zeros(1 << 16, np.int32)})
-    profile = count_rows([block] * 4, ONE, num_samples=4 << 16, sampling=Sampling(frac=0.25))
+    profile = profile_of([block] * 4, sampling=Sampling(frac=0.25))
     found = profile.locality["t"]
     # A 32nd of 65,536 counted samples, in four draws; the last may be missed by a few samples.
     assert found.batch_sizes[-1] == 512

@@ -4,26 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.costs import World
-from hotrec.cost_model.demand import build_demand
-from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.memory import memory_by_rank, row_wise_rows
 from hotrec.cost_model.quantities import TableSharding
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
+from tests.unit.cost_model import samples
 
 TABLE_WISE = TablePlacement(sharding=Sharding.TABLE_WISE)
 
 
 def make_demand(name, num_rows, *, dim=4, state_bytes=4):
-    return build_demand(
-        name,
-        build_histogram(np.ones(num_rows, np.int64)),
-        dim=dim,
-        row_bytes=4 * dim + state_bytes,
-        lookups_per_sample=1.0,
-        num_columns=1,
-        batch_size=4,
-        world_size=2,
-    )
+    counts = np.ones(num_rows, np.int64)
+    return samples.make_demand(counts, name, dim=dim, row_bytes=4 * dim + state_bytes)
 
 
 def memory(demands, num_hot, tables, world_size=2, device="cuda", **options):
@@ -140,11 +131,3 @@ def test_every_row_is_somewhere(sizes, world_size, tier, sharding):
     fewer = memory(demands, {demands[0].name: 0}, tables, world_size)
     more = memory(demands, {demands[0].name: max(sizes[0] - 1, 0)}, tables, world_size)
     assert all(m[0] >= f[0] for m, f in zip(more, fewer, strict=True))
-
-
-def test_refuses_what_does_not_fit_the_tables():
-    demand = make_demand("a", 3)
-    with pytest.raises(ValueError, match="expected 0..3 hot rows, got 4"):
-        memory([demand], {"a": 4}, {"a": TablePlacement()})
-    with pytest.raises(ValueError, match="got none of \\['a'\\]"):
-        memory([demand], {}, {})

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotrec.artifact import ArtifactError
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import CollectiveCurve, Costs, CostsError, Line, Link, World
+from hotrec.cost_model.costs import CollectiveCurve, Costs, CostsError, Line, World
 from hotrec.cost_model.store import COSTS_JSON, check_host, find_costs, read_costs, write_costs
 
 HOST = {"device": "cpu", "processor": "A", "num_cores": 2, "packages": {"torch": "2.13.0"}}
@@ -61,21 +66,34 @@ def test_an_edited_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "rate"), [("intra", 0.0), ("intra", -1.0), ("inter", 0.0), ("inter", float("nan"))]
+    ("key", "value", "message"),
+    [
+        ("intra.bytes_per_s", 0.0, "link intra bytes_per_s: expected above 0, got 0.0"),
+        ("inter.bytes_per_s", float("nan"), "link inter bytes_per_s: expected above 0, got nan"),
+        ("kernels.pool", None, "kernels: expected .*, got none for pool"),
+        ("kernels.fly", {}, r"kernels: expected some of .*, got \['fly'\]"),
+        ("kernels.pool.per_item_s", -1, "kernel pool per_item_s: expected a number of at least 0"),
+        ("overhead_s", True, "overhead_s: expected a number of at least 0, got True"),
+        ("overlap", 1.5, "overlap: expected 0..1, got 1.5"),
+        ("device", "tpu", "device: expected cpu or cuda, got tpu"),
+        ("host_bytes", 0, "host_bytes: expected above 0, got 0"),
+        ("corrections.coffee", 1.0, r"corrections: expected stages of .*, got \['coffee'\]"),
+        ("curves.0.kind", "gather", "curve gather: expected one of .*, got gather"),
+        ("curves.0.sent_bytes", [2.0, 1.0], "expected two or more rising sizes"),
+        ("curves.0.seconds", [1.0, 0.0], "expected times above 0, got"),
+        ("curves", None, "expected the document that `hotrec calibrate` writes"),
+    ],
 )
-def test_a_link_that_carries_nothing_is_refused(level: str, rate: float) -> None:
-    document = MEASURED.to_json()
-    document[level]["bytes_per_s"] = rate
-    with pytest.raises(CostsError, match=f"link {level} bytes_per_s: expected above 0, got"):
-        Costs.from_json(document)
-    with pytest.raises(CostsError, match="expected above 0"):
-        replace(MEASURED, **{level: Link(1e-6, rate)})
-
-
-def test_a_document_without_a_kernel_is_refused() -> None:
+def test_impossible_costs_are_refused(key: str, value: Any, message: str) -> None:
     document = json.loads(json.dumps(MEASURED.to_json()))
-    del document["kernels"]["pool"]
-    with pytest.raises(CostsError, match="got none for pool"):
+    *path, last = [int(part) if part.isdigit() else part for part in key.split(".")]
+    owner = reduce(getitem, path, document)
+    owner[last] = value
+    if value is None:
+        del owner[last]
+    elif value == {}:
+        owner[last] = asdict(Line())
+    with pytest.raises(CostsError, match=message):
         Costs.from_json(document)
 
 
@@ -87,20 +105,49 @@ def test_costs_of_before_look_ahead_was_measured_can_be_read() -> None:
     assert Costs.from_json(json.loads(json.dumps(measured.to_json()))) == measured
 
 
-def test_costs_of_this_machine_need_no_note() -> None:
-    assert check_host(MEASURED, dict(HOST)) is None
+@pytest.mark.parametrize(
+    ("costs", "host", "notes"),
+    [
+        (MEASURED, HOST, None),
+        (
+            MEASURED,
+            {**HOST, "processor": "B", "num_cores": 64},
+            ["on another host", "processor 'A' there, 'B' here", "num_cores 2 there, 64 here"],
+        ),
+        (MEASURED, {**HOST, "device": "cuda"}, ["for the device cpu, this is for cuda"]),
+        (BUILTIN["cpu_1gbit"], HOST, ["are built-in, not measured on this machine"]),
+    ],
+)
+def test_costs_from_elsewhere_say_so(costs: Costs, host: Any, notes: list[str] | None) -> None:
+    note = check_host(costs, host)
+    assert (note is None) == (notes is None)
+    assert all(part in (note or "") for part in notes or ())
+    assert "packages" not in (note or "")
 
 
-def test_costs_from_elsewhere_say_so() -> None:
-    note = check_host(MEASURED, {**HOST, "processor": "B", "num_cores": 64})
-    assert note is not None
-    assert "measured on another host" in note
-    assert "processor 'A' there, 'B' here" in note
-    assert "num_cores 2 there, 64 here" in note
-    assert "packages" not in note
-    other_device = check_host(MEASURED, {**HOST, "device": "cuda"})
-    assert other_device is not None
-    assert "for the device cpu, this is for cuda" in other_device
-    built_in = check_host(BUILTIN["cpu_1gbit"], HOST)
-    assert built_in is not None
-    assert "are built-in, not measured on this machine" in built_in
+def curve(*points: tuple[float, float]) -> CollectiveCurve:
+    sizes, seconds = zip(*points, strict=True)
+    return CollectiveCurve("all_to_all", World(2, 1), sizes, seconds, (0.0,) * len(points))
+
+
+def test_a_curve_is_exact_at_measured_sizes_and_between_them() -> None:
+    shaped = curve((1e3, 2e-4), (1e5, 2e-4), (1e6, 8e-3), (4e6, 32e-3))
+    asked = {**dict(zip(shaped.sent_bytes, shaped.seconds, strict=True)), 2.5e6: 20e-3, 10.0: 2e-4}
+    asked[8e6] = 64e-3  # beyond the largest the last two go on: 8 ns a byte
+    for size, seconds in asked.items():
+        assert shaped.line_at(size).seconds(num_bytes=size) == pytest.approx(seconds)
+
+
+def test_a_disturbed_small_message_does_not_count() -> None:
+    disturbed = curve((1e3, 5e-3), (1e4, 1e-4), (1e6, 1e-2))
+    assert disturbed.line_at(1e4).fixed_s == pytest.approx(1e-4)
+    assert disturbed.line_at(5e5).seconds(num_bytes=5e5) < 1e-2
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=6), st.floats(1.0, 1e8))
+def test_no_line_has_a_negative_part(seconds: list[float], size: float) -> None:
+    measured = curve(*((10.0 ** (3 + n), s) for n, s in enumerate(seconds)))
+    found = measured.line_at(size)
+    assert found.fixed_s > 0
+    assert found.per_byte_s >= 0
+    assert min(measured.line().fixed_s, measured.line().per_byte_s) >= 0
