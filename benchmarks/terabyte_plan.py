@@ -247,7 +247,7 @@ def predict_setting(
         device_bytes=keep * costs.device_bytes,
         host_bytes=keep * costs.host_bytes / RANKS_PER_HOST,
         # With one id per feature a pooled vector is a row: there is nothing to save.
-        exchanges=(Exchange.ROWS,),
+        may_pool=False,
     )
     step_model = make_step_model(costs, world, workload)
     every_rank = tuple(range(num_ranks))

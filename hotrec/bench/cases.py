@@ -50,7 +50,7 @@ from hotrec.planning.policies import (
     choose_fraction,
     choose_min_accesses,
 )
-from hotrec.planning.scenario import Scenario, describe_scenario, planned_pipeline
+from hotrec.planning.scenario import Scenario, describe_scenario
 from hotrec.planning.unsharded import as_placement, make_machine
 from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
@@ -312,6 +312,4 @@ def case_scenario(
         num_samples,
         machine,
         costs,
-        None,
-        pipeline=planned_pipeline(trained, machine),
     )

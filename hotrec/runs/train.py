@@ -82,7 +82,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         training_plan.placement,
         training_plan.machine(machine),
         ranks.device,
-        training_plan.curves,
+        training_plan.cache_stats,
     )
     assign = choose_assign(config, dataset.schema, training_plan.placement, sharded.plan)
     if ranks.is_first:

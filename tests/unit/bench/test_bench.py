@@ -23,7 +23,7 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import BenchCase, BenchConfig, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, Shard
-from hotrec.planning.predict import Baseline
+from hotrec.planning.predict import torchrec_name
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import COLLECTIVES
 from hotrec.types import STAGES, ColdTier, HotExchange, OptimizerKind, PipelineKind, WireType
@@ -242,7 +242,7 @@ def test_torchrecs_host_tiers_are_cases() -> None:
     counts = zipf_tables(list(config.bench.table_rows)).count(1000)
     cases = {case.name: case for case in make_cases(config.bench, counts, world_size=1)}
     built = {name: case_config(config, case) for name, case in cases.items()}
-    assert {name: Baseline.of(built[name]).name for name in cases if "planner" in name} == {
+    assert {name: torchrec_name(built[name]) for name in cases if "planner" in name} == {
         "planner": "torchrec planner",
         "planner_uvm": "torchrec planner fused_uvm",
         "planner_cache": "torchrec planner fused_uvm_caching prefetch",

@@ -109,7 +109,7 @@ def test_agrees_with_the_optimum():
         by_rank_G=-np.expm1(-lookups / 4),
         by_any_G=-np.expm1(-lookups),
     )
-    limits = Limits(1e9, 1e9, tiers=(Tier.DEVICE,), exchanges=(Exchange.ROWS,))
+    limits = Limits(1e9, 1e9, may_pool=False)
     choice = search_placement([demand], costs, WORLD, WORKLOAD, limits)
     assert choice.num_hot == {"t": int((lookups > at).sum())} == {"t": 6}
     tables = {"t": TablePlacement()}
