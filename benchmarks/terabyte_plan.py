@@ -54,7 +54,7 @@ from hotrec.models.flops import dense_flops
 from hotrec.planning.search import Limits, search_placement
 from hotrec.report.render import markdown_table
 from hotrec.report.units import show_count, show_frac
-from hotrec.types import Exchange, TablePlacement, Tier
+from hotrec.types import TablePlacement, Tier
 
 # MLPerf training, recommendation_v2/torchrec_dlrm: num_embeddings_per_feature.
 TABLE_ROWS = (

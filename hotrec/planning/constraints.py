@@ -180,8 +180,6 @@ def hot_cold_constraints(
     """Constraints that make hot tables data-parallel and cold tables row-wise on one tier.
 
     Args:
-        tables: The tables of the collection.
-        partition: The partition into hot and cold rows.
         cold_tier: Compute kernel of the cold tables.
         cache_load_factor: Cached fraction of the cold rows in tier fused_uvm_caching.
     """
@@ -205,8 +203,6 @@ def torchrec_constraints(
     ``HAND_TUNED``: tables with fewer rows than the batch data-parallel, the rest table-wise.
 
     Args:
-        tables: The tables of the collection.
-        variant: The plan.
         batch_size: Batch of a rank, read by ``HAND_TUNED``.
         tier: Memory tier of the rows.
         cache_load_factor: Cached fraction of the rows. None takes FBGEMM's default.

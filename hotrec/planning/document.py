@@ -17,12 +17,16 @@ from hotrec.cost_model.demand import (
     expected_distinct,
     expected_urgent,
 )
-from hotrec.cost_model.forms import BYTES_PER_FLOAT, BYTES_PER_ID
-from hotrec.cost_model.look_ahead import FLAGS_BYTES, POSITION_BYTES, SLOT_BYTES
 from hotrec.cost_model.quantities import TableSharding, cached_rows, served_by_shard
-from hotrec.planning.predict import HOT_COLD, Decision, Predicted
+from hotrec.planning.predict import (
+    HOT_COLD,
+    Decision,
+    Predicted,
+    predict_placement,
+    predict_shardings,
+)
 from hotrec.planning.scenario import Scenario
-from hotrec.types import Exchange, Partition, Rows, TablePlacement, Tier
+from hotrec.types import Partition, Rows, Tier
 
 
 def prediction_document(
@@ -97,50 +101,34 @@ def _table_entry(
         "sharding": None if placed is None else placed.sharding.value,
         "tier": None if placed is None else placed.tier.value,
         "coverage_frac": coverage(demand, num_hot),
-        "sent_bytes_before": None
-        if sharding is None
-        else _bytes_before(scenario, demand, sharding),
-        "sent_bytes_after": None
-        if placed is None
-        else _bytes_after(scenario, demand, num_hot, placed),
+        **_sent_bytes(scenario, demand, best, sharding),
         "torchrec_sharding": None if sharding is None else sharding.kind,
     }
 
 
-def _pooled_bytes(scenario: Scenario, demand: TableDemand) -> float:
-    """Bytes that the mean rank sends: ids, pooled vectors and their gradients."""
-    world, batch = scenario.world, scenario.workload.batch_size
-    others = (world.num_ranks - 1) / world.num_ranks
-    ids = BYTES_PER_ID * demand.lookups_per_sample * batch
-    vector = BYTES_PER_FLOAT * scenario.pipeline.narrow_frac * demand.dim
-    return others * (ids + 2 * batch * demand.num_columns * vector)
+def _sent_bytes(
+    scenario: Scenario, demand: TableDemand, best: Predicted, sharding: TableSharding | None
+) -> dict[str, float | None]:
+    """Bytes of one table that the mean rank sends, those of the dense layers left out.
 
-
-def _bytes_before(scenario: Scenario, demand: TableDemand, sharding: TableSharding) -> float:
-    ranks = scenario.world.num_ranks
-    if sharding.is_replicated:
-        row = BYTES_PER_FLOAT * scenario.pipeline.narrow_frac * demand.dim
-        return 2 * (ranks - 1) / ranks * demand.num_rows * row
-    pooled = _pooled_bytes(scenario, demand)
-    # Row-wise shards each send a partial sum of every bag.
-    return pooled * ranks if sharding.kind == "row_wise" else pooled
-
-
-def _bytes_after(
-    scenario: Scenario, demand: TableDemand, num_hot: int, placed: TablePlacement
-) -> float:
-    if placed.exchange is Exchange.POOLED:
-        return _pooled_bytes(scenario, demand)
-    ranks = scenario.world.num_ranks
-    hot, cold, union = expected_distinct(demand, num_hot)
-    row = BYTES_PER_FLOAT * scenario.pipeline.narrow_frac * demand.dim
-    others = (ranks - 1) / ranks
-    if not scenario.pipeline.is_look_ahead:
-        return cold * (BYTES_PER_ID + 2 * row) * others + hot * (row + SLOT_BYTES) * (ranks - 1)
-    # The trainer chooses the hot exchange for all tables together; per table it is approximate.
-    moved_hot = min(hot * (ranks - 1), (hot + union) * others)
-    requested = POSITION_BYTES + FLAGS_BYTES
-    return cold * (requested + 2 * row) * others + moved_hot * (row + SLOT_BYTES)
+    The trainer chooses the hot exchange for all tables together; here it is this table's.
+    """
+    name, alone = demand.name, dataclasses.replace(scenario, demands=(demand,))
+    nothing = predict_placement(dataclasses.replace(scenario, demands=()), {}, {})
+    found: dict[str, Predicted] = {}
+    if sharding is not None:
+        found["before"] = predict_shardings(alone, {name: sharding})
+    if best.tables:
+        found["after"] = predict_placement(
+            alone, {name: best.num_hot[name]}, best.tables, is_hot_dense=best.is_hot_dense
+        )
+    dense_bytes = nothing.step.total_sent_bytes
+    return {
+        f"sent_bytes_{when}": found[when].step.total_sent_bytes - dense_bytes
+        if when in found
+        else None
+        for when in ("before", "after")
+    }
 
 
 def _served_rows(

@@ -118,13 +118,9 @@ def hottest_share(
     steps, while cold rows travel under computation. So smaller hot sets are candidates there.
 
     Args:
-        demands: The demand of every table.
         num_hot: The number of hot rows of each table.
         share: The share of them to keep, 0..1, rounded down.
         fixed: Tables that keep all of their hot rows and do not count.
-
-    Returns:
-        The number of hot rows of every table.
     """
     kept = {d.name: num_hot.get(d.name, 0) for d in demands}
     free = [d for d in demands if d.name not in fixed]
@@ -179,13 +175,9 @@ def predict_sensitivity(
     best: Predicted,
     describe: Callable[[Machine], Scenario],
 ) -> list[dict[str, Any]]:
-    """Predicts the step with half and twice the hot budget, the batch and the ranks.
+    """Predicts the step with half and twice the hot budget of ``best``, the batch and the ranks.
 
-    Args:
-        placement: The configured placement.
-        scenario: The scenario of the decision.
-        best: The fastest placement in this scenario.
-        describe: Returns the scenario on another machine.
+    ``describe`` returns the scenario on another machine.
     """
     hot_mib = sum(best.num_hot[d.name] * d.row_bytes for d in scenario.demands) / MIB
     entries = []

@@ -24,7 +24,7 @@ from hotrec.artifact import (
     scratch_directory,
 )
 from hotrec.cost_model.profile import Profile
-from hotrec.types import Exchange, Partition, Placement, Rows, Sharding, TablePlacement, Tier
+from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
 
 KIND = "partition"
 HOT_ROWS = "hot_rows.npz"
@@ -135,30 +135,3 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
             f"{path}: expected hot rows, exchange, sharding and tier of each table, got {error!r}. "
             f"Make the partition again."
         ) from error
-
-
-def check_partition(artifact: Artifact, *, dataset_hash: str, num_rows: Mapping[str, int]) -> None:
-    """Checks that a partition was made from this dataset.
-
-    Args:
-        num_rows: Rows of each table, from the dataset's schema.
-
-    Raises:
-        ArtifactError: If the dataset's hash or a table differs.
-    """
-    found = artifact.content["num_rows"]
-    tables = sorted(set(num_rows) | set(found))
-    differing = [table for table in tables if num_rows.get(table) != found.get(table)]
-    if differing:
-        table = differing[0]
-        raise ArtifactError(
-            f"{artifact.path} table {table}: expected {num_rows.get(table)} rows as the dataset "
-            f"has, got {found.get(table)}. Make the partition again from this dataset's profile."
-        )
-    claimed = artifact.made_from.get("dataset")
-    if claimed != dataset_hash:
-        raise ArtifactError(
-            f"{artifact.path}: expected a partition made from dataset {dataset_hash[:12]}, got one "
-            f"made from {claimed[:12] if claimed else None}. Make the profile and the partition "
-            f"again from this dataset."
-        )

@@ -65,11 +65,8 @@ def choose_partition(
     """Applies a configured policy.
 
     Args:
-        placement: The policy.
-        profile: The access counts.
         machine: The ranks, with costs for SCARS.
         row_bytes: Bytes of one row of each table, with its optimizer state.
-        dim: Embedding dim of all tables.
 
     Raises:
         ValueError: If the policy cannot be satisfied, or its hot rows exceed the device's memory.
@@ -126,13 +123,15 @@ def _apply(
             threshold = hugectr_threshold(
                 placement, machine.world_size, machine.num_hosts, rates["global_batch_size"]
             )
-            return choose_hugectr(
+            partition = choose_min_accesses(
                 counts,
                 min_accesses_per_step=threshold,
-                num_ranks=machine.world_size,
+                multiple_of=machine.world_size,
                 **rates,
                 **given,
             )
+            policy = f"HugeCTR, {threshold:g} accesses per step"
+            return dataclasses.replace(partition, policy=policy)
         case FaePlacement(hot_budget_mib=budget, small_table_mib=small):
             return choose_fae(
                 counts,
@@ -192,7 +191,9 @@ def num_overridden(
     Raises:
         ValueError: If an override names an unknown table, or more rows than it has.
     """
-    _check_known("overrides", overrides, num_rows)
+    unknown = sorted(set(overrides) - set(num_rows))
+    if unknown:
+        raise ValueError(f"overrides: expected tables of {sorted(num_rows)}, got {unknown}.")
     found = {}
     for table, override in overrides.items():
         if isinstance(override, int):
@@ -240,36 +241,21 @@ def fix_tables(
     return fixed
 
 
-def _check_known(what: str, named: Mapping[str, object], tables: Mapping[str, object]) -> None:
-    unknown = sorted(set(named) - set(tables))
-    if unknown:
-        raise ValueError(f"{what}: expected tables of {sorted(tables)}, got {unknown}.")
-
-
 def _at_least(histogram: CountHistogram, min_count: int) -> CountHistogram:
     keep = histogram.values >= min_count
-    return CountHistogram(
-        values=histogram.values[keep],
-        num_rows=histogram.num_rows[keep],
-        heldout=histogram.heldout[keep],
-        num_unseen=histogram.num_unseen + int(histogram.num_rows[~keep].sum()),
-        heldout_unseen=histogram.heldout_unseen + int(histogram.heldout[~keep].sum()),
+    values, num_rows, heldout = (
+        column[keep] for column in (histogram.values, histogram.num_rows, histogram.heldout)
     )
+    return dataclasses.replace(histogram, values=values, num_rows=num_rows, heldout=heldout)
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """The tables of a profile.
-
-    Args:
-        counts: The access counts of every table.
-        fixed: The hot rows of the tables that were decided before.
-        histograms: The counts of the other tables' rows that may be hot, by name.
-    """
+    """The tables of a profile: the hot rows of those decided before, the counts of the others."""
 
     counts: Counts
     fixed: Mapping[str, Rows]
-    histograms: Mapping[str, CountHistogram]
+    histograms: Mapping[str, CountHistogram]  # of the rows that may be hot, sorted by name
 
     @staticmethod
     def of(counts: Counts, fixed: Mapping[str, Rows] | None, min_count: int) -> _Tables:
@@ -284,11 +270,7 @@ class _Tables:
         return dict.fromkeys(self.histograms, 1)
 
     def taken(self, row_bytes: Mapping[str, int], budget_bytes: int) -> int:
-        """Returns the bytes of the fixed tables' hot rows.
-
-        Raises:
-            ValueError: If they exceed the budget.
-        """
+        """Returns the bytes of the fixed tables' hot rows, which must not exceed the budget."""
         taken = sum(rows.size * row_bytes[table] for table, rows in self.fixed.items())
         if taken > budget_bytes:
             hot = sorted(table for table, rows in self.fixed.items() if rows.size)
@@ -318,14 +300,16 @@ class _Tables:
 
 def choose_all_hot(counts: Counts) -> Partition:
     """Every row of every table, also rows never seen."""
-    num_rows = {table: int(c.size) for table, c in counts.items()}
-    return Partition(num_rows, {t: order_all_rows(c) for t, c in counts.items()}, policy="all hot")
+    return _Tables(counts, {t: order_all_rows(c) for t, c in counts.items()}, {}).partition(
+        {}, "all hot"
+    )
 
 
 def choose_all_cold(counts: Counts) -> Partition:
     """No row of any table."""
-    num_rows = {table: int(c.size) for table, c in counts.items()}
-    return Partition(num_rows, {t: np.empty(0, np.int64) for t in counts}, policy="all cold")
+    return _Tables(counts, dict.fromkeys(counts, np.empty(0, np.int64)), {}).partition(
+        {}, "all cold"
+    )
 
 
 def choose_fraction(
@@ -420,10 +404,7 @@ def choose_budget(
 
     One budget for all tables. When the next row no longer fits, smaller rows of other tables may.
 
-    Args:
-        budget_bytes: Bytes of each device for all hot rows, with their optimizer state. The hot
-            rows of fixed tables count too.
-        row_bytes: Bytes of one row of each table, with its optimizer state.
+    Rows count with their optimizer state, those of fixed tables too.
 
     Raises:
         ValueError: If the fixed tables exceed the budget.
@@ -440,36 +421,32 @@ def choose_min_accesses(
     min_accesses_per_step: float,
     global_batch_size: int,
     num_samples: int,
+    multiple_of: int = 1,
     fixed: Mapping[str, Rows] | None = None,
     min_count: int = 1,
 ) -> Partition:
     """The rows that a global batch is expected to access often enough: the break-even rule.
 
-    A row is hot if ``count * global_batch_size / num_samples >= min_accesses_per_step``.
+    A row is hot if ``count * global_batch_size / num_samples >= min_accesses_per_step``; with
+    HugeCTR's threshold (``hugectr_threshold``) their number is rounded down to a ``multiple_of`` W.
     """
     tables = _Tables.of(counts, fixed, min_count)
     needed = min_accesses_per_step * num_samples
+    number = sum(tables.num_where(lambda values: values * global_batch_size >= needed).values())
     return tables.partition(
-        tables.num_where(lambda values: values * global_batch_size >= needed),
+        _take_densest(tables.histograms, tables.ones, number - number % multiple_of),
         f"at least {min_accesses_per_step:g} accesses per step of {global_batch_size} samples",
     )
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rows of equal count of one table, by falling density: int64 (G,) each.
+    """Groups of rows of one table and count, by falling density: int64 (G,) each."""
 
-    Args:
-        table: The table's place among the names.
-        value: A row's count.
-        num_rows: The number of rows.
-        size: A row's size.
-    """
-
-    table: Rows
-    value: Rows
+    table: Rows  # the table's place among the names
+    value: Rows  # a row's count
     num_rows: Rows
-    size: Rows
+    size: Rows  # of a row
 
     @staticmethod
     def sort(
@@ -509,13 +486,7 @@ class _Groups:
 def _take_densest(
     histograms: Mapping[str, CountHistogram], row_bytes: Mapping[str, int], budget: int
 ) -> dict[str, int]:
-    """Takes rows in falling order of count per byte while they fit a budget.
-
-    A row that does not fit does not stop smaller rows of other tables.
-
-    Returns:
-        The number of rows of each table.
-    """
+    """Takes rows in falling order of count per byte while they fit, passing over larger ones."""
     left = _Groups.sort(histograms, row_bytes)
     bought = dict.fromkeys(histograms, 0)
     while left.size.size:  # once for each distinct row size
@@ -566,30 +537,6 @@ def hugectr_threshold(
     return num_ranks * ratio * parts / (parts - 1)
 
 
-def choose_hugectr(
-    counts: Counts,
-    *,
-    min_accesses_per_step: float,
-    num_ranks: int,
-    global_batch_size: int,
-    num_samples: int,
-    fixed: Mapping[str, Rows] | None = None,
-    min_count: int = 1,
-) -> Partition:
-    """The rows at or above HugeCTR's threshold, their number rounded down to a multiple of N.
-
-    Args:
-        min_accesses_per_step: The threshold, see ``hugectr_threshold``.
-        num_ranks: World size N.
-        num_samples: The number of samples that were counted.
-    """
-    tables = _Tables.of(counts, fixed, min_count)
-    needed = min_accesses_per_step * num_samples
-    frequent = sum(tables.num_where(lambda values: values * global_batch_size >= needed).values())
-    num_hot = _take_densest(tables.histograms, tables.ones, frequent - frequent % num_ranks)
-    return tables.partition(num_hot, f"HugeCTR, {min_accesses_per_step:g} accesses per step")
-
-
 def choose_fae(
     counts: Counts,
     *,
@@ -605,12 +552,6 @@ def choose_fae(
     rows with at least t accesses are, t being the lowest that fits; rows of equal count stay
     together. Adnan et al., PVLDB 15(1) 2022, sections 3 and 4. Unlike the code published with it,
     rows that the sample never saw do not fill the budget.
-
-    Args:
-        counts: Access counts in a sample of the inputs (5% in the paper), or in all of them.
-        budget_bytes: Bytes for all hot rows with their optimizer state, also those of small and
-            fixed tables.
-        row_bytes: Bytes of one row of each table, with its optimizer state.
 
     Raises:
         ValueError: If the budget does not hold the small and fixed tables.
@@ -641,9 +582,7 @@ def choose_freq_cache(
     Rows go by access count alone, whatever their size, until the next one exceeds ``cached_frac``
     of all embedding parameters. Fang et al., arXiv 2208.05321: 1.5% of the parameters.
 
-    Args:
-        dims: Embedding dim D of each table.
-        cached_frac: Fraction of the parameters to cache. Fixed tables count too.
+    The hot rows of fixed tables count too.
     """
     tables = _Tables.of(counts, fixed, min_count)
     budget = cached_frac * sum(rows.size * dims[table] for table, rows in counts.items())
@@ -680,8 +619,6 @@ def choose_scars(
 
     Args:
         memory_bytes: Bytes for all hot rows with their optimizer state, also of fixed tables.
-        row_bytes: Bytes of one row of each table, with its optimizer state.
-        num_samples: The number of samples that were counted.
         cold_row_s: Seconds to send a coalesced cold row and its gradient.
         hot_row_s: Seconds of a hot row in the all-reduce.
 

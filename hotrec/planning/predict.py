@@ -57,17 +57,9 @@ POOLED_LOADS = (
 
 @dataclass(frozen=True)
 class Predicted:
-    """The prediction of a hot/cold placement or of a plan of TorchRec.
+    """The prediction of a hot/cold placement, or of a plan of TorchRec, which has shardings alone.
 
-    Args:
-        step: Seconds and bytes of the step.
-        memory: Bytes of each rank by tier.
-        num_hot: Hot rows of each table; empty for TorchRec's plans.
-        tables: Placement of each table; empty for TorchRec's plans.
-        shardings: Sharding of each table; empty for hot/cold placements.
-        quantities: Quantities of the mean rank; empty for TorchRec's plans.
-        is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
-        pipeline: The pipeline that was assumed.
+    ``memory`` is bytes of each rank by tier; ``quantities`` are those of the mean rank.
     """
 
     step: StepPrediction
@@ -82,16 +74,10 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Decision:
-    """The choice between predictions.
+    """The choice between predictions, which are by name."""
 
-    Args:
-        chosen: Name of the chosen one: HOT_COLD, or "torchrec <plan>".
-        why: Explanation for the user.
-        predicted: All predictions by name.
-    """
-
-    chosen: str
-    why: str
+    chosen: str  # HOT_COLD, or "torchrec <plan>"
+    why: str  # for the user
     predicted: Mapping[str, Predicted]
 
 
@@ -167,17 +153,12 @@ def predict_plan(
     """Predicts a plan of TorchRec for unsplit tables.
 
     Args:
-        scenario: The scenario.
-        plan: The plan.
         cache_load_frac: Cached fraction of the rows of tables with a device cache.
         is_prefetched: Whether TorchRec's prefetch pipeline fills these caches.
 
     Raises:
         ValueError: If a table has a kernel without a cost model.
     """
-    pipeline = scenario.pipeline.of_torchrec
-    if is_prefetched:
-        pipeline = dataclasses.replace(pipeline, kind=PipelineKind.prefetch)
     shardings = {}
     for tables in plan_document(plan).values():
         for name, facts in tables.items():
@@ -191,6 +172,16 @@ def predict_plan(
                 cache_load_frac=cache_load_frac if is_cached else None,
                 is_prefetched=is_prefetched and is_cached,
             )
+    return predict_shardings(scenario, shardings, is_prefetched=is_prefetched)
+
+
+def predict_shardings(
+    scenario: Scenario, shardings: Mapping[str, TableSharding], *, is_prefetched: bool = False
+) -> Predicted:
+    """Predicts unsplit tables, see ``predict_plan``."""
+    pipeline = scenario.pipeline.of_torchrec
+    if is_prefetched:
+        pipeline = dataclasses.replace(pipeline, kind=PipelineKind.prefetch)
     per_rank = torchrec_quantities(
         list(scenario.demands), shardings, scenario.world, scenario.workload.batch_size
     )

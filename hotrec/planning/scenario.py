@@ -32,25 +32,15 @@ LEAST_BATCH_ON_ONE_HOST = 2048
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that a prediction depends on except the placement.
-
-    Args:
-        costs: Costs of the machine.
-        note: Caveat about the costs for the user, or None.
-        world: Ranks and hosts.
-        workload: Batch and dense layers.
-        demands: Demand of every table, in the schema's order.
-        machine: The machine for TorchRec's planner.
-        pipeline: Pipeline of hot/cold placements.
-    """
+    """Everything that a prediction depends on except the placement."""
 
     costs: Costs
-    note: str | None
+    note: str | None  # caveat about the costs for the user
     world: World
     workload: Workload
-    demands: tuple[TableDemand, ...]
-    machine: Machine
-    pipeline: PipelineSpec = SPARSE_DIST
+    demands: tuple[TableDemand, ...]  # in the schema's order
+    machine: Machine  # for TorchRec's planner
+    pipeline: PipelineSpec = SPARSE_DIST  # of hot/cold placements
 
     @property
     def memory_bytes(self) -> tuple[float, float]:
@@ -144,12 +134,8 @@ def describe_scenario(
     """Describes a configuration's scenario.
 
     Args:
-        config: The configuration.
-        schema: The dataset's tables and features.
         histograms: The profile's histogram of every table.
         num_samples: The number of samples that the profile counted.
-        machine: Ranks, memory and batch.
-        costs: Costs of the machine.
         note: Caveat about the costs, or None.
         locality: The profile's locality by table. Lookups of other tables are independent.
 

@@ -76,24 +76,10 @@ class Limits:
     replica_bytes: float | None = None
     may_pool: bool = True
 
-    def sizes(self, is_one_memory: bool) -> Floats:
-        """Returns float64 (3,) by MEMORIES, infinite where there is no limit."""
-        device = math.inf if is_one_memory else self.device_bytes
-        replica = math.inf if self.replica_bytes is None else self.replica_bytes
-        return np.array([device, self.host_bytes, replica], np.float64)
-
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest placement that was found.
-
-    Args:
-        num_hot: The number of replicated rows of each table.
-        tables: The placement of each table's other rows.
-        is_hot_dense: Whether gradients of hot rows are exchanged by a dense all-reduce.
-        prediction: The predicted step.
-        quantities: What the mean rank does in this step.
-    """
+    """The fastest placement that was found, its step, and what the mean rank does in it."""
 
     num_hot: Mapping[str, int]
     tables: Mapping[str, TablePlacement]
@@ -150,19 +136,12 @@ def search_placement(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The plan of one table.
-
-    Args:
-        table: The table's index.
-        mode: The index of the exchange and tier in MODES.
-        num_hot: The number of replicated rows, which are the most frequent ones.
-        num_held: ``num_hot`` and the rows after them that a device cache holds.
-    """
+    """The plan of one table; the most frequent rows are replicated."""
 
     table: int
-    mode: int
+    mode: int  # index in MODES
     num_hot: int
-    num_held: int
+    num_held: int  # num_hot and the rows after them that a device cache holds
 
 
 def _placement(plan: _Plan, demand: TableDemand, world: World) -> TablePlacement:
@@ -195,7 +174,7 @@ def _is_allowed(costs: Costs, limits: Limits, exchange: Exchange, tier: Tier) ->
 
 
 def _table_memory(
-    demand: TableDemand, num_ranks: int, *, is_one_memory: bool, is_routed_on_device: bool
+    demand: TableDemand, num_ranks: int, is_routed_on_device: bool
 ) -> dict[str, Floats]:
     """Returns the MEMORIES of a table in each tier, its router, and a hot and a cached row.
 
@@ -204,15 +183,13 @@ def _table_memory(
     """
     router = ROUTER_BYTES * demand.num_rows
     sizes = {
-        "routed": np.array([router * (is_routed_on_device and not is_one_memory), router, 0.0]),
+        "routed": np.array([router * is_routed_on_device, router, 0.0]),
         "replica": np.array([replica_row_bytes(demand), 0.0, demand.row_bytes]),
         "held": np.array([cached_row_bytes(demand) / num_ranks, 0.0, 0.0]),
     }
     for tier in Tier:
         share = np.array([*shard_row_bytes(demand, tier), 0])
         sizes[tier.value] = share * demand.num_rows / num_ranks
-    if is_one_memory:
-        sizes = {name: np.array([0.0, s[0] + s[1], s[2]]) for name, s in sizes.items()}
     return sizes
 
 
@@ -224,16 +201,13 @@ class _Problem:
     fixed cost of a message.
 
     Attributes:
-        constant_K: What every placement takes.
-        flags_FK: What each of FLAGS takes.
+        constant_K, flags_FK: What every placement and what each of FLAGS takes.
         base_TMK: What a table takes in a mode with no row hot or cached.
-        hot_TM4K: What is added for each unit of ``sums`` of the hot rows.
-        held_TM4K: What is added for each unit of ``sums`` of the hot and cached rows.
+        hot_TM4K, held_TM4K: What each unit of ``sums`` of the hot rows, and of the hot and cached
+            rows, adds.
         cuts_TJ4: At each cut between groups, the rows before it, the sums of their q and Q, and
             their share of the table's lookups (``hotrec.cost_model.demand``).
         can_TM: The modes that are allowed and fit on a rank.
-        low_T, high_T: The smallest and largest number of hot rows.
-        limits_3: The limits of MEMORIES.
     """
 
     def __init__(
@@ -246,13 +220,11 @@ class _Problem:
         limits: Limits,
         model: StepModel,
     ) -> None:
-        self.demands, self.num_ranks, self.batch_size = (
-            demands,
-            world.num_ranks,
-            workload.batch_size,
-        )
+        self.demands, self.num_ranks = demands, world.num_ranks
         is_one_memory = costs.device == "cpu"
-        self.limits_3 = limits.sizes(is_one_memory)
+        device_bytes = math.inf if is_one_memory else limits.device_bytes
+        replica_bytes = math.inf if limits.replica_bytes is None else limits.replica_bytes
+        self.limits_3 = np.array([device_bytes, limits.host_bytes, replica_bytes], np.float64)
         weights, self.constant_K = _weigh(model)
         self.num_stages = self.constant_K.size - 1 - len(MEMORIES)
         self.flags_FK = np.array([weights[flag] for flag in FLAGS])
@@ -272,33 +244,30 @@ class _Problem:
         self.base_TMK = np.zeros((*shape[:2], shape[3]))
         self.hot_TM4K, self.held_TM4K = np.zeros(shape), np.zeros(shape)
         for t, demand in enumerate(demands):
-            memory = _table_memory(
-                demand,
-                world.num_ranks,
-                is_one_memory=is_one_memory,
-                is_routed_on_device=not workload.is_routed_by_loader,
-            )
-            self._add_table(t, demand, memory, weights)
+            self._add_table(t, demand, workload, is_one_memory, weights)
 
     def _add_table(
         self,
         t: int,
         demand: TableDemand,
-        memory: Mapping[str, Floats],
+        workload: Workload,
+        is_one_memory: bool,
         weights: Mapping[str, Floats],
     ) -> None:
         nothing = np.zeros(self.constant_K.size)
         row, ranks = BYTES_PER_FLOAT * demand.dim, self.num_ranks
-        num_ids = self.batch_size * demand.lookups_per_sample
-        num_bags = self.batch_size * demand.num_columns
+        num_ids = workload.batch_size * demand.lookups_per_sample
+        num_bags = workload.batch_size * demand.num_columns
 
         def of(items: str, num_bytes: str) -> Floats:
             return np.asarray(weights.get(items, nothing) + row * weights.get(num_bytes, nothing))
 
-        size = {
-            name: np.concatenate([nothing[: -len(MEMORIES)], sizes])
-            for name, sizes in memory.items()
-        }
+        is_routed_on_device = not (workload.is_routed_by_loader or is_one_memory)
+        size = {}
+        for name, sizes in _table_memory(demand, ranks, is_routed_on_device).items():
+            if is_one_memory:
+                sizes[:2] = 0.0, sizes[0] + sizes[1]
+            size[name] = np.concatenate([nothing[: -len(MEMORIES)], sizes])
         sent_ids = num_ids + num_bags * BYTES_PER_LENGTH / BYTES_PER_ID
         sent = sent_ids * weights.get("pooled_sent_ids", nothing)
         sent = sent + num_bags * row * weights.get("pooled_sent_bytes", nothing)
@@ -569,7 +538,7 @@ def _simple_placements(problem: _Problem) -> Iterator[list[_Plan]]:
 
 
 class _Program:
-    """The linear and mixed-integer program over a growing set of plans.
+    """The linear and mixed-integer program over a growing set of plans (Dantzig and Wolfe 1960).
 
     It minimises the step over the shares of the plans, which add up to 1 for each table, the
     exposed communication of each stage, the FLAGS of each dimension, and, in the relaxation, the
@@ -668,10 +637,7 @@ class _Program:
         return sorted(chosen, key=lambda plan: plan.table)
 
     def blend(self) -> list[_Plan]:
-        """Returns the mean of each table's plans by their shares in the relaxation.
-
-        The plans of a table must be of one mode. Their mean takes as much memory as the shares.
-        """
+        """Returns the mean of each table's plans, all of one mode, by their shares."""
         self.relax()
         mode_T = np.zeros(len(self.problem.demands), np.int64)
         rows_T2 = np.zeros((mode_T.size, 2))
@@ -713,12 +679,7 @@ class _Program:
 
 
 def _descend(problem: _Problem, plans: Sequence[_Plan]) -> list[_Plan]:
-    """Improves one table at a time, all else equal, until no change helps.
-
-    Args:
-        problem: The coefficients of the tables.
-        plans: A plan for each table; together they fit.
-    """
+    """Improves one table at a time, all else equal, until no change helps."""
     plans = list(plans)
     taken = [problem.take(plan) for plan in plans]
     used_DF = np.zeros((problem.num_dims, len(FLAGS)), np.int64)
@@ -744,11 +705,7 @@ def _descend(problem: _Problem, plans: Sequence[_Plan]) -> list[_Plan]:
 def _best_plan(problem: _Problem, old: _Plan, rest_K: Floats, used_DF: Integers) -> _Plan:
     """Returns the best plan of a table, all others as they are.
 
-    Args:
-        problem: The coefficients of the tables.
-        old: The table's plan, which the result is not worse than.
-        rest_K: What all other tables take, without FLAGS.
-        used_DF: The number of other tables that raise each flag.
+    They take ``rest_K`` without FLAGS; ``used_DF`` of them raise each flag.
     """
     t, num_rows = old.table, problem.demands[old.table].num_rows
     first = np.array([[old.mode], [old.num_hot], [old.num_held]])

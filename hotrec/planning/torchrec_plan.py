@@ -77,21 +77,7 @@ def make_plan(
         ValueError: If the tables do not fit the machine under the constraints, or the machine's
             costs are of another kind of machine.
     """
-    return _plan_on(model, sharders, machine.topology(), machine.batch_size, constraints)
-
-
-def _plan_on(
-    model: nn.Module,
-    sharders: Sequence[ModuleSharder[nn.Module]],
-    topology: Topology,
-    batch_size: int,
-    constraints: Mapping[str, ParameterConstraints] | None,
-) -> ShardingPlan:
-    """Runs TorchRec's planner on a topology, see ``make_plan``.
-
-    Raises:
-        ValueError: If the tables do not fit the topology under the constraints.
-    """
+    topology, batch_size = machine.topology(), machine.batch_size
     for constraint in (constraints or {}).values():
         for kernel in constraint.compute_kernels or []:
             if kernel in HOST_KERNELS:
@@ -131,10 +117,8 @@ def _describe_shortfall(options: Sequence[ShardingOption], topology: Topology) -
     for option in options:
         storages = [shard.storage for shard in option.shards if shard.storage is not None]
         sizes = {"device": sum(s.hbm for s in storages), "host": sum(s.ddr for s in storages)}
-        sizes = {kind: sizes[kind] for kind in capacity}
-        least[option.name] = min(
-            least.get(option.name, sizes), sizes, key=lambda found: tuple(found.values())
-        )
+        found = least.setdefault(option.name, sizes)
+        least[option.name] = min(found, sizes, key=lambda sizes: [sizes[kind] for kind in capacity])
     need = {kind: -(-sum(s[kind] for s in least.values()) // world_size) for kind in capacity}
     kind = max(capacity, key=lambda kind: need[kind] - capacity[kind])
     return (
@@ -188,14 +172,7 @@ class TrainedStorageEstimator(EmbeddingStorageEstimator):
 
 
 def state_floats(optimizer: Any) -> tuple[int, int]:
-    """Floats of optimizer state for each of a row's, and for the row.
-
-    Args:
-        optimizer: FBGEMM's OptimType; None is its default, SGD.
-
-    Raises:
-        ValueError: If it is not in STATE_FLOATS.
-    """
+    """Floats of state of FBGEMM's OptimType (None is SGD): for each of a row's, and for the row."""
     name = "EXACT_SGD" if optimizer is None else optimizer.name
     if name not in STATE_FLOATS:
         raise ValueError(
@@ -320,42 +297,25 @@ class HotColdPlanner(ShardingPlanner):
     Args:
         placement: The placement, or a partition for cold rows row-wise in device memory.
         machine: Ranks, memory, batch size and measured costs.
-        topology: TorchRec's description of the machine, instead of ``machine``.
-        batch_size: Batch of a rank.
         stats: Statistics of the device caches by table, for TorchRec's estimates.
         constraints: Constraints of tables in other collections of the model.
 
     Raises:
-        ValueError: If both or neither of machine and topology are given, or the placement cannot
-            be sharded.
+        ValueError: If the placement cannot be sharded.
     """
 
     def __init__(
         self,
         placement: Placement | Partition,
         *,
-        machine: Machine | None = None,
-        topology: Topology | None = None,
-        batch_size: int | None = None,
+        machine: Machine,
         stats: Mapping[str, CacheStatistics] | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
     ) -> None:
-        if machine is not None and topology is None and batch_size is None:
-            topology, batch_size = machine.topology(), machine.batch_size
-        elif machine is not None or topology is None or batch_size is None:
-            given = {"machine": machine, "topology": topology, "batch_size": batch_size}
-            raise ValueError(
-                "planner: expected a machine alone, or a topology and a batch_size, got "
-                f"{', '.join(name for name, value in given.items() if value is not None) or None}."
-                " Pass one description of the machine."
-            )
-        self._topology, self._batch_size = topology, batch_size
         if isinstance(placement, Partition):
             placement = Placement.alike(placement)
-        self._constraints = {
-            **(constraints or {}),
-            **placement_constraints(placement, stats),
-        }
+        self._machine = machine
+        self._constraints = {**(constraints or {}), **placement_constraints(placement, stats)}
 
     @property
     def constraints(self) -> dict[str, ParameterConstraints]:
@@ -363,16 +323,8 @@ class HotColdPlanner(ShardingPlanner):
         return dict(self._constraints)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Plans on this rank alone; every rank computes the same from the same inputs.
-
-        Args:
-            module: Not sharded yet; may be on the meta device.
-            sharders: Sharders of its collections, with a ``HotColdSharder``.
-
-        Raises:
-            ValueError: If the tables do not fit the machine.
-        """
-        return _plan_on(module, sharders, self._topology, self._batch_size, self._constraints)
+        """Plans on this rank alone, see ``make_plan``."""
+        return make_plan(module, sharders, self._machine, self._constraints)
 
     def collective_plan(
         self,
@@ -383,10 +335,8 @@ class HotColdPlanner(ShardingPlanner):
         """Plans on the group's first rank and broadcasts the plan, or the same error.
 
         Args:
-            module: Not sharded yet.
-            sharders: Sharders of its collections. They are required, since TorchRec's defaults
-                have none for hot/cold collections.
-            pg: The process group; the default group if None.
+            sharders: Sharders of the module's collections. They are required, since TorchRec's
+                defaults have none for hot/cold collections.
 
         Raises:
             ValueError: On every rank, if there are no sharders or the tables do not fit.
@@ -414,5 +364,4 @@ class HotColdPlanner(ShardingPlanner):
             raise error
         if isinstance(outcome[0], Exception):
             raise outcome[0]
-        plan: ShardingPlan = outcome[0]
-        return plan
+        return outcome[0]

@@ -25,17 +25,11 @@ from hotrec.config.groups import (
 )
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs, CostsError
-from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
 from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
-from hotrec.planning.partition import (
-    check_partition,
-    read_placement,
-    summarize_partition,
-    write_partition,
-)
+from hotrec.planning.partition import read_placement, summarize_partition, write_partition
 from hotrec.planning.policies import choose_partition, policy_parameters
 from hotrec.planning.predict import (
     HOT_COLD,
@@ -93,15 +87,6 @@ class TrainingPlan:
         return entry
 
 
-@dataclass(frozen=True)
-class _Profiled:
-    """A profile of this dataset."""
-
-    profile: Profile
-    artifact: Artifact
-    histograms: Mapping[str, CountHistogram]
-
-
 def make_training_plan(
     config: Config, dataset: Dataset, machine: Machine, *, output: Path, is_plan: bool = False
 ) -> TrainingPlan:
@@ -122,26 +107,38 @@ def make_training_plan(
     kind, placement, artifact = config.placement, None, None
     if isinstance(kind, SavedPlacement):
         placement, artifact = read_placement(Path(kind.partition_dir))
-        num_rows = {table.name: table.num_rows for table in dataset.schema.tables}
-        dataset_hash = dataset.artifact.content_hash
-        check_partition(artifact, dataset_hash=dataset_hash, num_rows=num_rows)
+        check_made_from(artifact, dataset.artifact)
     try:
-        profiled = _read_profiled(config, dataset)
+        profile, profile_artifact = read_profile(Path(config.paths.profile))
+        check_made_from(profile_artifact, dataset.artifact)
     except ArtifactError as error:
         if not isinstance(kind, SavedPlacement | TorchrecPlacement):
             raise
         logger.info("no prediction: %s", error)
         return TrainingPlan(config, placement, artifact, None)
+
+    def write(placement: Placement) -> Artifact:
+        assert isinstance(kind, HotColdConfig)
+        bytes_of_row = row_bytes(dataset.schema, config)
+        return write_partition(
+            placement,
+            output,
+            parameters=policy_parameters(kind),
+            summary=summarize_partition(placement.partition, profile, bytes_of_row),
+            dataset_hash=dataset.artifact.content_hash,
+            profile_hash=profile_artifact.content_hash,
+        )
+
     if isinstance(kind, HotColdConfig) and not isinstance(kind, SavedPlacement | CostPlacement):
-        placement = _apply_policy(kind, config, dataset, machine, profiled.profile)
-        artifact = _write(config, placement, dataset, profiled, output)
+        placement = _apply_policy(kind, config, dataset, machine, profile)
+        artifact = write(placement)
+    histograms = profile.build_histograms()
 
     def describe(machine: Machine) -> Scenario:
-        profile = profiled.profile
         return describe_scenario(
             config,
             dataset.schema,
-            profiled.histograms,
+            histograms,
             profile.num_samples,
             machine,
             costs,
@@ -172,14 +169,13 @@ def make_training_plan(
         logger.info("%s", decision.why)
         if decision.chosen == HOT_COLD:
             best, policy = decision.predicted[HOT_COLD], f"least predicted step, {costs.name}"
-            counts = profiled.profile.counts
-            placement = make_placement(best, counts, profiled.histograms, policy)
-            artifact = _write(config, placement, dataset, profiled, output)
+            placement = make_placement(best, profile.counts, histograms, policy)
+            artifact = write(placement)
     document = prediction_document(
         scenario,
         decision,
         partition=None if placement is None else placement.partition,
-        counts=profiled.profile.counts,
+        counts=profile.counts,
         sensitivity=sensitivity,
     )
     stats = {} if placement is None else cache_statistics(scenario, placement)
@@ -244,12 +240,6 @@ def _predict_given(
     return Decision(name, why, {**others, name: predicted})
 
 
-def _read_profiled(config: Config, dataset: Dataset) -> _Profiled:
-    profile, artifact = read_profile(Path(config.paths.profile))
-    check_made_from(artifact, dataset.artifact)
-    return _Profiled(profile, artifact, profile.build_histograms())
-
-
 def _apply_policy(
     kind: HotColdConfig, config: Config, dataset: Dataset, machine: Machine, profile: Profile
 ) -> Placement:
@@ -263,18 +253,3 @@ def _apply_policy(
         dim=config.model.embedding_dim,
     )
     return as_placement(kind, partition, machine.device)
-
-
-def _write(
-    config: Config, placement: Placement, dataset: Dataset, profiled: _Profiled, output: Path
-) -> Artifact:
-    assert isinstance(config.placement, HotColdConfig)
-    bytes_of_row = row_bytes(dataset.schema, config)
-    return write_partition(
-        placement,
-        output,
-        parameters=policy_parameters(config.placement),
-        summary=summarize_partition(placement.partition, profiled.profile, bytes_of_row),
-        dataset_hash=dataset.artifact.content_hash,
-        profile_hash=profiled.artifact.content_hash,
-    )

@@ -107,16 +107,9 @@ def make_machine(
 
 @dataclass(frozen=True)
 class Unsharded:
-    """The model before sharding, on no device yet, and how to shard it.
+    """The model before sharding, on no device yet, and how to shard it."""
 
-    Args:
-        task: Model and loss.
-        embeddings: The embedding collection in it.
-        sharders: TorchRec's sharders of its modules.
-        constraints: Constraints for the planner.
-    """
-
-    task: nn.Module
+    task: nn.Module  # model and loss
     embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
     sharders: list[ModuleSharder[nn.Module]]
     constraints: dict[str, ParameterConstraints] | None

@@ -11,7 +11,7 @@ from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import make_step_model
 from hotrec.planning.search import Limits, search_placement
-from hotrec.types import Exchange, TablePlacement, Tier
+from hotrec.types import TablePlacement, Tier
 from tests.unit.planning.search_cases import make_costs
 
 WORKLOAD = Workload(64, 0.0, 0.3, 0)

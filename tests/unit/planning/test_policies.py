@@ -32,7 +32,6 @@ from hotrec.planning.policies import (
     choose_fae,
     choose_fraction,
     choose_freq_cache,
-    choose_hugectr,
     choose_min_accesses,
     choose_partition,
     choose_scars,
@@ -172,7 +171,7 @@ def test_accesses_per_step(counts, least, batch, num_samples, ranks):
     }
     above = [(t, r) for t, r in ranked(counts) if counts[t][r] * batch >= least * num_samples]
     assert chosen(choose_min_accesses(counts, **rates)) == set(above)
-    hugectr = choose_hugectr(counts, num_ranks=ranks, **rates)
+    hugectr = choose_min_accesses(counts, multiple_of=ranks, **rates)
     assert chosen(hugectr) == set(above[: len(above) // ranks * ranks])
 
 
@@ -336,9 +335,6 @@ POLICIES = {
     ),
     "accesses": lambda counts, **given: choose_min_accesses(
         counts, min_accesses_per_step=0.1, **STEPS, **given
-    ),
-    "hugectr": lambda counts, **given: choose_hugectr(
-        counts, min_accesses_per_step=0.1, num_ranks=1, **STEPS, **given
     ),
     "fae": lambda counts, **given: choose_fae(
         counts, budget_bytes=1000, row_bytes=ROW_BYTES, small_table_bytes=0, **given

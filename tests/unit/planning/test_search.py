@@ -13,7 +13,7 @@ from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import Workload
 from hotrec.planning.search import InfeasibleError, Limits, search_placement
 from hotrec.types import Exchange, Tier
-from tests.unit.planning.search_cases import brute_force, make_case, memory_of
+from tests.unit.planning.search_cases import brute_force, limit_sizes, make_case, memory_of
 
 CRITEO_ROWS = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
@@ -55,7 +55,7 @@ def used_frac(demands, choice, limits, ranks, *, is_cpu, is_routed_on_device):
     """What the choice takes of the scarcest memory."""
     options = {"is_cpu": is_cpu, "is_routed_on_device": is_routed_on_device}
     used = memory_of(demands, choice.num_hot, choice.tables, ranks, **options)
-    return float((used / np.maximum(limits.sizes(is_cpu), 1)).max())
+    return float((used / np.maximum(limit_sizes(limits, is_cpu), 1)).max())
 
 
 def test_small_problems_against_every_placement():

@@ -471,19 +471,10 @@ def test_planner_stands_in_for_torchrecs(one_rank: Ranks) -> None:
         topology=machine().topology(), batch_size=64, constraints=planner.constraints
     )
     assert plan_document(plan) == plan_document(torchrecs.plan(Model(ON_CPU), SHARDERS))
-    by_topology = HotColdPlanner(ON_CPU, topology=machine().topology(), batch_size=64)
-    assert plan_document(by_topology.collective_plan(Model(ON_CPU), SHARDERS)) == plan_document(
-        plan
-    )
+    assert plan_document(planner.collective_plan(Model(ON_CPU), SHARDERS)) == plan_document(plan)
     assert "big_hot" in HotColdPlanner(PARTITION, machine=machine()).constraints
     with pytest.raises(ValueError, match="expected a list with a HotColdSharder, got None"):
         planner.collective_plan(Model(ON_CPU))
-
-
-@pytest.mark.parametrize("given", [{}, {"batch_size": 3}, {"machine": machine(), "batch_size": 3}])
-def test_planner_wants_one_description_of_the_machine(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected a machine alone, or a topology and a batch"):
-        HotColdPlanner(ON_CPU, **given)
 
 
 def plan_on_ranks() -> list[Any]:
