@@ -83,10 +83,7 @@ def cold_tier_for(
     """Returns the tier of sharded rows: ``on_cuda`` or fused for auto.
 
     Args:
-        device: "cpu" or "cuda".
-        tier: The configured tier.
         key: Configuration key that the error names.
-        on_cuda: What auto is on CUDA.
 
     Raises:
         ValueError: If the tier is a UVM tier on CPU.
@@ -111,7 +108,6 @@ def placement_constraints(
     share of the rows, and its statistics.
 
     Args:
-        placement: The placement of the tables.
         stats: Statistics of device caches by table, where known.
 
     Raises:

@@ -40,8 +40,6 @@ def prediction_document(
     """Returns the document, which the plan's page shows and a run is compared with.
 
     Args:
-        scenario: The scenario of the predictions.
-        decision: The predictions and the choice.
         partition: Partition of the chosen placement, or None for TorchRec's plans.
         counts: The profile's int64 (R,) counts by table.
         sensitivity: Predictions with other budgets, batches and ranks.

@@ -1,11 +1,4 @@
-"""The partition artifact: hot rows on disk, tied to the dataset and the profile they came from.
-
-The manifest's content, which ``hotrec.report`` reads: ``policy``, ``parameters``, ``num_rows``
-{table: rows}, ``tables`` {table: summary}, ``total`` (the same over all tables), ``placement``
-(``is_hot_dense`` and, by table, exchange, sharding, tier and cache_load_frac). A summary holds
-num_rows, hot_rows, hot_rows_frac, row_bytes, hot_bytes, coverage_train, coverage_heldout (share of
-the lookups that hot rows take; None without lookups).
-"""
+"""The partition artifact: hot rows on disk, tied to the dataset and the profile they came from."""
 
 from __future__ import annotations
 
@@ -33,7 +26,11 @@ HOT_ROWS = "hot_rows.npz"
 def summarize_partition(
     partition: Partition, profile: Profile, row_bytes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Returns ``tables`` and ``total`` of the manifest, see the module."""
+    """Returns ``tables`` {table: summary} and their ``total`` for the manifest.
+
+    ``coverage_train`` and ``coverage_heldout`` are the share of the lookups that hot rows take,
+    None without lookups.
+    """
     parts = {"train": profile.counts, "heldout": profile.heldout}
     tables: dict[str, dict[str, Any]] = {}
     lookups = {part: [0, 0] for part in parts}
@@ -71,13 +68,7 @@ def write_partition(
     dataset_hash: str,
     profile_hash: str,
 ) -> Artifact:
-    """Writes a partition artifact.
-
-    Args:
-        placement: The partition with exchange and tier of each table.
-        parameters: Parameters of the policy, for reports.
-        summary: The result of ``summarize_partition``.
-    """
+    """Writes a partition; reports read ``parameters``, those of the policy, and ``summary``."""
     partition = placement.partition
     tables = {
         name: {key: getattr(value, "value", value) for key, value in vars(table).items()}

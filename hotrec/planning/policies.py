@@ -91,24 +91,19 @@ def _apply(
     row_bytes: Mapping[str, int],
     dim: int,
 ) -> Partition:
-    counts, min_count = profile.counts, profile.sampling.min_count
-    given: dict[str, Any] = {"min_count": min_count}
+    given: dict[str, Any] = {}
     if isinstance(placement, PolicyConfig):
-        given["fixed"] = fix_tables(
-            counts,
-            overrides=placement.overrides,
-            small_table_rows=placement.small_table_rows,
-            min_count=min_count,
-        )
+        given = {"overrides": placement.overrides, "small_table_rows": placement.small_table_rows}
+    tables = Tables.of(profile.counts, min_count=profile.sampling.min_count, **given)
     rates: dict[str, Any] = {
         "global_batch_size": machine.batch_size * machine.world_size,
         "num_samples": profile.num_samples,
     }
     match placement:
         case FractionPlacement(hot_frac=hot_frac, per_table=per_table):
-            return choose_fraction(counts, hot_frac=hot_frac, per_table=per_table, **given)
+            return choose_fraction(tables, hot_frac=hot_frac, per_table=per_table)
         case CoveragePlacement(coverage_frac=coverage, per_table=per_table):
-            return choose_coverage(counts, coverage=coverage, per_table=per_table, **given)
+            return choose_coverage(tables, coverage=coverage, per_table=per_table)
         case BudgetPlacement(hot_budget_mib=budget):
             budget_bytes = int(budget * MIB)
             if budget_bytes > machine.replica_bytes:
@@ -116,48 +111,45 @@ def _apply(
                     f"budget_bytes: expected at most the {machine.replica_bytes} bytes of device "
                     f"memory, got {budget_bytes}. Lower the hot budget."
                 )
-            return choose_budget(counts, budget_bytes=budget_bytes, row_bytes=row_bytes, **given)
+            return choose_budget(tables, budget_bytes=budget_bytes, row_bytes=row_bytes)
         case BreakEvenPlacement(min_accesses_per_step=accesses):
-            return choose_min_accesses(counts, min_accesses_per_step=accesses, **rates, **given)
+            return choose_min_accesses(tables, min_accesses_per_step=accesses, **rates)
         case HugectrPlacement():
             threshold = hugectr_threshold(
                 placement, machine.world_size, machine.num_hosts, rates["global_batch_size"]
             )
             partition = choose_min_accesses(
-                counts,
+                tables,
                 min_accesses_per_step=threshold,
                 multiple_of=machine.world_size,
                 **rates,
-                **given,
             )
             policy = f"HugeCTR, {threshold:g} accesses per step"
             return dataclasses.replace(partition, policy=policy)
         case FaePlacement(hot_budget_mib=budget, small_table_mib=small):
             return choose_fae(
-                counts,
+                tables,
                 budget_bytes=int(budget * MIB),
                 row_bytes=row_bytes,
                 small_table_bytes=int(small * MIB),
-                **given,
             )
         case FreqCachePlacement(cached_frac=frac):
-            dims = dict.fromkeys(counts, dim)
-            return choose_freq_cache(counts, dims=dims, cached_frac=frac, **given)
+            dims = dict.fromkeys(profile.counts, dim)
+            return choose_freq_cache(tables, dims=dims, cached_frac=frac)
         case ScarsPlacement(hot_budget_mib=budget):
             cold_row_s, hot_row_s = _row_seconds(machine, dim)
             return choose_scars(
-                counts,
+                tables,
                 memory_bytes=machine.replica_bytes if budget is None else int(budget * MIB),
                 row_bytes=row_bytes,
                 cold_row_s=cold_row_s,
                 hot_row_s=hot_row_s,
                 **rates,
-                **given,
             )
         case AllHotPlacement():
-            return choose_all_hot(counts)
+            return choose_all_hot(profile.counts)
         case AllColdPlacement():
-            return choose_all_cold(counts)
+            return choose_all_cold(profile.counts)
     raise AssertionError(placement)
 
 
@@ -210,37 +202,6 @@ def num_overridden(
     return found
 
 
-def fix_tables(
-    counts: Counts,
-    *,
-    overrides: Mapping[str, Override] | None = None,
-    small_table_rows: int = 0,
-    min_count: int = 1,
-) -> dict[str, Rows]:
-    """Chooses the hot rows of overridden and small tables, the ``fixed`` of a policy.
-
-    Args:
-        overrides: For a table "hot" (every row, also unseen ones), "cold" (none), or how many of
-            its most accessed rows, as a number (int) or as a fraction of all its rows (float).
-            Numbers and fractions take seen rows only, so there may be fewer.
-        small_table_rows: Tables with at most this many rows are wholly hot, unless overridden.
-        min_count: Rows with fewer accesses count as unseen.
-
-    Raises:
-        ValueError: If an override names an unknown table, or more rows than it has.
-    """
-    overrides = overrides or {}
-    wanted = num_overridden(overrides, {table: c.size for table, c in counts.items()})
-    fixed: dict[str, Rows] = {}
-    for table, c in counts.items():
-        if overrides.get(table, "hot" if c.size <= small_table_rows else None) == "hot":
-            fixed[table] = order_all_rows(c)
-        elif table in wanted:
-            histogram = _at_least(build_histogram(c), min_count)
-            fixed[table] = top_rows(c, min(wanted[table], histogram.num_distinct), histogram)
-    return fixed
-
-
 def _at_least(histogram: CountHistogram, min_count: int) -> CountHistogram:
     keep = histogram.values >= min_count
     values, num_rows, heldout = (
@@ -250,7 +211,7 @@ def _at_least(histogram: CountHistogram, min_count: int) -> CountHistogram:
 
 
 @dataclass(frozen=True)
-class _Tables:
+class Tables:
     """The tables of a profile: the hot rows of those decided before, the counts of the others."""
 
     counts: Counts
@@ -258,11 +219,39 @@ class _Tables:
     histograms: Mapping[str, CountHistogram]  # of the rows that may be hot, sorted by name
 
     @staticmethod
-    def of(counts: Counts, fixed: Mapping[str, Rows] | None, min_count: int) -> _Tables:
-        fixed = fixed or {}
-        free = sorted(set(counts) - set(fixed))
-        histograms = {table: _at_least(build_histogram(counts[table]), min_count) for table in free}
-        return _Tables(counts, fixed, histograms)
+    def of(
+        counts: Counts | Tables,
+        *,
+        overrides: Mapping[str, Override] | None = None,
+        small_table_rows: int = 0,
+        min_count: int = 1,
+    ) -> Tables:
+        """Chooses the hot rows of overridden and small tables.
+
+        Args:
+            overrides: For a table "hot" (every row, also unseen ones), "cold" (none), or how many
+                of its most accessed rows, as a number (int) or as a fraction of all its rows
+                (float). Numbers and fractions take seen rows only, so there may be fewer.
+            small_table_rows: Tables with at most this many rows are wholly hot, unless overridden.
+            min_count: Rows with fewer accesses count as unseen.
+
+        Raises:
+            ValueError: If an override names an unknown table, or more rows than it has.
+        """
+        if isinstance(counts, Tables):
+            return counts
+        overrides = overrides or {}
+        wanted = num_overridden(overrides, {table: c.size for table, c in counts.items()})
+        fixed, histograms = dict[str, Rows](), dict[str, CountHistogram]()
+        for table, c in sorted(counts.items()):
+            histogram = _at_least(build_histogram(c), min_count)
+            if overrides.get(table, "hot" if c.size <= small_table_rows else None) == "hot":
+                fixed[table] = order_all_rows(c)
+            elif table in wanted:
+                fixed[table] = top_rows(c, min(wanted[table], histogram.num_distinct), histogram)
+            else:
+                histograms[table] = histogram
+        return Tables(counts, fixed, histograms)
 
     @property
     def ones(self) -> dict[str, int]:
@@ -300,25 +289,21 @@ class _Tables:
 
 def choose_all_hot(counts: Counts) -> Partition:
     """Every row of every table, also rows never seen."""
-    return _Tables(counts, {t: order_all_rows(c) for t, c in counts.items()}, {}).partition(
-        {}, "all hot"
-    )
+    hot_rows = {table: order_all_rows(c) for table, c in counts.items()}
+    return Tables(counts, hot_rows, {}).partition({}, "all hot")
 
 
 def choose_all_cold(counts: Counts) -> Partition:
     """No row of any table."""
-    return _Tables(counts, dict.fromkeys(counts, np.empty(0, np.int64)), {}).partition(
-        {}, "all cold"
-    )
+    hot_rows = dict.fromkeys(counts, np.empty(0, np.int64))
+    return Tables(counts, hot_rows, {}).partition({}, "all cold")
 
 
 def choose_fraction(
-    counts: Counts,
+    counts: Counts | Tables,
     *,
     hot_frac: float,
     per_table: bool = False,
-    fixed: Mapping[str, Rows] | None = None,
-    min_count: int = 1,
 ) -> Partition:
     """The most accessed ``hot_frac`` of the rows, rounded down.
 
@@ -326,27 +311,25 @@ def choose_fraction(
         per_table: Take the fraction of each table, not of all tables together. The rows of fixed
             tables count towards the fraction of all tables.
     """
-    tables = _Tables.of(counts, fixed, min_count)
+    tables = Tables.of(counts)
     policy = f"fraction {hot_frac:g} {'of each table' if per_table else 'of all rows'}"
     if per_table:
         num_hot = {
-            table: min(math.floor(hot_frac * counts[table].size + ROUNDING), h.num_distinct)
+            table: min(math.floor(hot_frac * tables.counts[table].size + ROUNDING), h.num_distinct)
             for table, h in tables.histograms.items()
         }
     else:
-        total = math.floor(hot_frac * sum(c.size for c in counts.values()) + ROUNDING)
+        total = math.floor(hot_frac * sum(c.size for c in tables.counts.values()) + ROUNDING)
         taken = sum(rows.size for rows in tables.fixed.values())
         num_hot = _take_densest(tables.histograms, tables.ones, max(total - taken, 0))
     return tables.partition(num_hot, policy)
 
 
 def choose_coverage(
-    counts: Counts,
+    counts: Counts | Tables,
     *,
     coverage: float,
     per_table: bool = False,
-    fixed: Mapping[str, Rows] | None = None,
-    min_count: int = 1,
 ) -> Partition:
     """The fewest rows that take at least ``coverage`` of the lookups.
 
@@ -357,16 +340,16 @@ def choose_coverage(
     Raises:
         ValueError: If cold overrides or ``min_count`` leave too few rows to reach it.
     """
-    tables = _Tables.of(counts, fixed, min_count)
+    tables = Tables.of(counts)
     policy = f"coverage {coverage:g} {'of each table' if per_table else 'of all lookups'}"
     if per_table:
         num_hot = {
-            table: _rows_to_cover(h, coverage, int(counts[table].sum()), 0, f"table {table}")
+            table: _rows_to_cover(h, coverage, int(tables.counts[table].sum()), 0, f"table {table}")
             for table, h in tables.histograms.items()
         }
     else:
-        total = sum(int(c.sum()) for c in counts.values())
-        taken = sum(int(counts[table][rows].sum()) for table, rows in tables.fixed.items())
+        total = sum(int(c.sum()) for c in tables.counts.values())
+        taken = sum(int(tables.counts[table][rows].sum()) for table, rows in tables.fixed.items())
         together = merge_histograms(tables.histograms.values())
         num_together = _rows_to_cover(together, coverage, total, taken, "all tables")
         num_hot = _take_densest(tables.histograms, tables.ones, num_together)
@@ -393,12 +376,10 @@ def _rows_to_cover(
 
 
 def choose_budget(
-    counts: Counts,
+    counts: Counts | Tables,
     *,
     budget_bytes: int,
     row_bytes: Mapping[str, int],
-    fixed: Mapping[str, Rows] | None = None,
-    min_count: int = 1,
 ) -> Partition:
     """Fill a byte budget per device with the rows that have most accesses per byte.
 
@@ -409,28 +390,26 @@ def choose_budget(
     Raises:
         ValueError: If the fixed tables exceed the budget.
     """
-    tables = _Tables.of(counts, fixed, min_count)
+    tables = Tables.of(counts)
     left = budget_bytes - tables.taken(row_bytes, budget_bytes)
     num_hot = _take_densest(tables.histograms, row_bytes, left)
     return tables.partition(num_hot, f"budget {budget_bytes:,} bytes per device")
 
 
 def choose_min_accesses(
-    counts: Counts,
+    counts: Counts | Tables,
     *,
     min_accesses_per_step: float,
     global_batch_size: int,
     num_samples: int,
     multiple_of: int = 1,
-    fixed: Mapping[str, Rows] | None = None,
-    min_count: int = 1,
 ) -> Partition:
     """The rows that a global batch is expected to access often enough: the break-even rule.
 
     A row is hot if ``count * global_batch_size / num_samples >= min_accesses_per_step``; with
     HugeCTR's threshold (``hugectr_threshold``) their number is rounded down to a ``multiple_of`` W.
     """
-    tables = _Tables.of(counts, fixed, min_count)
+    tables = Tables.of(counts)
     needed = min_accesses_per_step * num_samples
     number = sum(tables.num_where(lambda values: values * global_batch_size >= needed).values())
     return tables.partition(
@@ -538,13 +517,11 @@ def hugectr_threshold(
 
 
 def choose_fae(
-    counts: Counts,
+    counts: Counts | Tables,
     *,
     budget_bytes: int,
     row_bytes: Mapping[str, int],
     small_table_bytes: int,
-    fixed: Mapping[str, Rows] | None = None,
-    min_count: int = 1,
 ) -> Partition:
     """FAE's hot set: one access threshold for all tables, lowered until the budget is full.
 
@@ -556,9 +533,14 @@ def choose_fae(
     Raises:
         ValueError: If the budget does not hold the small and fixed tables.
     """
-    small = [t for t, rows in counts.items() if rows.size * row_bytes[t] < small_table_bytes]
-    fixed = {table: order_all_rows(counts[table]) for table in small} | dict(fixed or {})
-    tables = _Tables.of(counts, fixed, min_count)
+    tables = Tables.of(counts)
+    free = {
+        table: histogram
+        for table, histogram in tables.histograms.items()
+        if tables.counts[table].size * row_bytes[table] >= small_table_bytes
+    }
+    small = {t: order_all_rows(tables.counts[t]) for t in tables.histograms if t not in free}
+    tables = Tables(tables.counts, {**tables.fixed, **small}, free)
     groups = _Groups.sort(tables.histograms, row_bytes, tables.ones)
     spent = tables.taken(row_bytes, budget_bytes) + np.cumsum(groups.size * groups.num_rows)
     # A threshold takes the rows of its count in every table, so only the sum after the last of
@@ -570,12 +552,10 @@ def choose_fae(
 
 
 def choose_freq_cache(
-    counts: Counts,
+    counts: Counts | Tables,
     *,
     dims: Mapping[str, int],
     cached_frac: float,
-    fixed: Mapping[str, Rows] | None = None,
-    min_count: int = 1,
 ) -> Partition:
     """The most accessed rows of all tables, as a frequency-aware cache keeps them on the device.
 
@@ -584,8 +564,8 @@ def choose_freq_cache(
 
     The hot rows of fixed tables count too.
     """
-    tables = _Tables.of(counts, fixed, min_count)
-    budget = cached_frac * sum(rows.size * dims[table] for table, rows in counts.items())
+    tables = Tables.of(counts)
+    budget = cached_frac * sum(rows.size * dims[table] for table, rows in tables.counts.items())
     budget -= sum(rows.size * dims[table] for table, rows in tables.fixed.items())
     groups = _Groups.sort(tables.histograms, dims, tables.ones)
     num_hot = groups.by_table(groups.fill(budget), tables.histograms)
@@ -593,7 +573,7 @@ def choose_freq_cache(
 
 
 def choose_scars(
-    counts: Counts,
+    counts: Counts | Tables,
     *,
     memory_bytes: int,
     row_bytes: Mapping[str, int],
@@ -601,8 +581,6 @@ def choose_scars(
     global_batch_size: int,
     cold_row_s: float,
     hot_row_s: float,
-    fixed: Mapping[str, Rows] | None = None,
-    min_count: int = 1,
 ) -> Partition:
     """The hot set that makes the mean step of hot and mixed batches shortest, without tiers.
 
@@ -625,7 +603,7 @@ def choose_scars(
     Raises:
         ValueError: If the fixed tables exceed the memory.
     """
-    tables = _Tables.of(counts, fixed, min_count)
+    tables = Tables.of(counts)
     groups = _Groups.sort(tables.histograms, row_bytes)
     num_rows = groups.fill(memory_bytes - tables.taken(row_bytes, memory_bytes))
     groups = dataclasses.replace(groups, num_rows=num_rows).at(num_rows > 0)
@@ -638,7 +616,7 @@ def choose_scars(
 
 
 def _scars_curve(
-    tables: _Tables, groups: _Groups, num_samples: int, global_batch_size: int
+    tables: Tables, groups: _Groups, num_samples: int, global_batch_size: int
 ) -> tuple[Floats, Floats]:
     """Returns f and U of ``choose_scars`` with the first 0..G groups hot, float64 (G + 1,)."""
     # What each group adds to the start: to log f, to the tables without a hot lookup, to U.

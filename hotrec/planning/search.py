@@ -62,19 +62,14 @@ class InfeasibleError(ValueError):
 class Limits:
     """The memory and the exchanges that a placement may use.
 
-    Args:
-        device_bytes: Device memory of each rank for tables. It is not read for a CPU, where all
-            memory is the host's.
-        host_bytes: Each rank's share of its host's memory for tables.
-        replica_bytes: Memory of each rank for hot rows with their optimizer state. None sets no
-            limit beyond the memory itself.
-        may_pool: Whether whole tables may exchange pooled vectors.
+    Device memory is not read for a CPU, where all memory is the host's. ``host_bytes`` is a rank's
+    share of its host's memory, ``replica_bytes`` that for hot rows with their optimizer state.
     """
 
     device_bytes: float
     host_bytes: float
-    replica_bytes: float | None = None
-    may_pool: bool = True
+    replica_bytes: float | None = None  # no limit beyond the memory itself
+    may_pool: bool = True  # whether whole tables may exchange pooled vectors
 
 
 @dataclass(frozen=True)
@@ -102,11 +97,6 @@ def search_placement(
     """Searches for the fastest placement of these tables in TorchRec's pipeline.
 
     Args:
-        demands: The demand of every table, at least one.
-        costs: The costs of the machine.
-        world: The ranks and hosts.
-        workload: The batch and the dense layers.
-        limits: The memory and the exchanges that are allowed.
         hot_range: The smallest and largest number of hot rows of a table. A table that is absent
             may have any number.
         at: The quantities of a step near the best one. Measured collectives become lines at its
@@ -362,9 +352,11 @@ class _Problem:
             if not can.any():
                 continue
             base = np.where(can, self.base_TMK[:, m] @ prices_K, np.inf)
-            start = _dot(self.cuts_TJ4, self.hot_TM4K[:, m] @ prices_K)
+            start, end = (
+                (self.cuts_TJ4 @ (unit[:, m] @ prices_K)[:, :, None])[:, :, 0]
+                for unit in (self.hot_TM4K, self.held_TM4K)
+            )
             start = np.where(is_in, start, np.inf) + base[:, None]
-            end = _dot(self.cuts_TJ4, self.held_TM4K[:, m] @ prices_K)
             last = np.full(num_tables, rows.shape[1] - 1)
             if tier is Tier.HOST_CACHED:
                 # The best hot rows before each cut, then the best cut after them: a cache holds
@@ -388,10 +380,6 @@ class _Problem:
         for t, n in np.argwhere(np.isfinite(price)):
             plan = _Plan(int(t), int(mode[t, n]), int(hot[t, n]), int(held[t, n]))
             yield float(price[t, n]), plan
-
-
-def _dot(cuts_TJ4: Floats, price_T4: Floats) -> Floats:
-    return np.asarray((cuts_TJ4 @ price_T4[:, :, None])[:, :, 0])
 
 
 def _weigh(model: StepModel) -> tuple[dict[str, Floats], Floats]:
@@ -582,16 +570,7 @@ class _Program:
         """Returns the relaxation's value and the prices of resources, of tables, and of FLAGS."""
         problem = self.problem
         costs, upper, ends, equal = self._arrays()
-        highs = np.full(costs.size, np.inf)
-        answer = linprog(
-            costs,
-            A_ub=upper,
-            b_ub=ends,
-            A_eq=equal,
-            b_eq=np.ones(equal.shape[0]),
-            bounds=np.stack([np.zeros_like(highs), highs], axis=1),
-            method="highs",
-        )
+        answer = linprog(costs, A_ub=upper, b_ub=ends, A_eq=equal, b_eq=np.ones(equal.shape[0]))
         assert answer.status == 0, answer.message
         self.shares = answer.x[: len(self.taken)]
         duals = -np.asarray(answer.ineqlin.marginals)
@@ -625,10 +604,7 @@ class _Program:
             costs,
             integrality=is_whole,
             bounds=Bounds(0.0, highs),
-            constraints=[
-                LinearConstraint(upper, ub=ends),
-                LinearConstraint(equal, lb=1.0, ub=1.0),
-            ],
+            constraints=[LinearConstraint(upper, ub=ends), LinearConstraint(equal, 1.0, 1.0)],
             options={"mip_rel_gap": REL_GAP, "node_limit": MAX_NODES},
         )
         if answer.x is None:

@@ -69,8 +69,6 @@ def make_plan(
 
     Args:
         model: Not sharded yet; may be on the meta device.
-        sharders: Sharders of its collections.
-        machine: Ranks, memory and costs.
         constraints: Constraints by table (``placement_constraints``, ``torchrec_constraints``).
 
     Raises:
@@ -226,7 +224,6 @@ def host_tier_bytes(
     """Returns the host memory that the devices of the fullest host map for a plan's host tiers.
 
     Args:
-        plan: The plan of all ranks.
         ranks_per_host: Ranks of a host, which are consecutive.
         state_bytes: Returns the bytes of a row's optimizer state for an embedding dim. A state of
             one float stays on the device.

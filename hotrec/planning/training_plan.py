@@ -93,9 +93,6 @@ def make_training_plan(
     """Makes the training plan, on one process.
 
     Args:
-        config: The configuration.
-        dataset: The dataset.
-        machine: Ranks, memory and batch.
         output: Where a new partition is written. A saved one is not copied.
         is_plan: Whether to also predict TorchRec's plans and the sensitivity, for ``hotrec plan``.
 

@@ -25,6 +25,7 @@ from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.planning.machine import Machine
 from hotrec.planning.policies import (
+    Tables,
     choose_all_cold,
     choose_all_hot,
     choose_budget,
@@ -35,7 +36,6 @@ from hotrec.planning.policies import (
     choose_min_accesses,
     choose_partition,
     choose_scars,
-    fix_tables,
     hugectr_threshold,
 )
 from hotrec.types import HugectrLink
@@ -84,12 +84,12 @@ def falling(counts):
 
 @given(counts=COUNTS, frac=st.floats(0, 1), min_count=st.integers(1, 3))
 def test_fraction(counts, frac, min_count):
-    partition = choose_fraction(counts, hot_frac=frac, min_count=min_count)
+    partition = choose_fraction(Tables.of(counts, min_count=min_count), hot_frac=frac)
     wanted = math.floor(frac * partition.total_rows + 1e-6)
     assert chosen(partition) == set(ranked(counts, min_count=min_count)[:wanted])
     check_invariants(partition, counts, min_count=min_count)
-    shuffled = dict(reversed(list(counts.items())))
-    again = choose_fraction(shuffled, hot_frac=frac, min_count=min_count)
+    shuffled = Tables.of(dict(reversed(list(counts.items()))), min_count=min_count)
+    again = choose_fraction(shuffled, hot_frac=frac)
     assert chosen(again) == chosen(partition)
     per_table = choose_fraction(counts, hot_frac=frac, per_table=True)
     for table, values in counts.items():
@@ -102,7 +102,7 @@ def test_fraction_does_not_lose_a_row_to_rounding():
     counts = {"a": np.arange(1, 101)}
     assert 0.29 * 100 < 29
     assert choose_fraction(counts, hot_frac=0.29).num_hot("a") == 29
-    assert fix_tables(counts, overrides={"a": 0.29})["a"].size == 29
+    assert Tables.of(counts, overrides={"a": 0.29}).fixed["a"].size == 29
 
 
 @given(counts=COUNTS, coverage=st.floats(0, 1))
@@ -126,14 +126,13 @@ def test_coverage_takes_the_fewest_rows(counts, coverage):
     ("coverage", "given", "message"),
     [
         (0.9, {"min_count": 2}, r"all tables: expected at most 0\.800000.* got 0\.9"),
-        (0.5, {"fixed": {"a": np.empty(0, np.int64)}}, r"all tables: expected at most 0\.200000"),
-        (0.9, {"min_count": 2, "per_table": True}, r"table a: expected at most 0\.750000"),
+        (0.5, {"overrides": {"a": "cold"}}, r"all tables: expected at most 0\.200000"),
     ],
 )
 def test_coverage_out_of_reach_is_an_error(coverage, given, message):
-    counts = {"a": np.array([6, 1, 1]), "b": np.array([2])}
+    tables = Tables.of({"a": np.array([6, 1, 1]), "b": np.array([2])}, **given)
     with pytest.raises(ValueError, match=message):
-        choose_coverage(counts, coverage=coverage, **given)
+        choose_coverage(tables, coverage=coverage)
 
 
 @settings(max_examples=200)
@@ -264,14 +263,13 @@ def scars_seconds(counts, hot, *, batch, num_samples, cold_s, hot_s):
 def test_scars_against_every_size(counts, memory, hot_s, batch, is_fixed):
     fixed = {"a": np.arange(counts["a"].size)} if is_fixed else {}
     partition = choose_scars(
-        counts,
+        Tables.of(counts, overrides=dict.fromkeys(fixed, "hot")),
         memory_bytes=memory,
         row_bytes=ROW_BYTES,
         num_samples=5,
         global_batch_size=batch,
         cold_row_s=1.0,
         hot_row_s=hot_s,
-        fixed=fixed,
     )
     hot = [("a", int(r)) for r in fixed.get("a", ())]
     left, sizes = memory - 8 * len(hot), [len(hot)]
@@ -308,7 +306,7 @@ def test_overrides_and_small_tables(counts, data):
     override = data.draw(
         st.sampled_from(["hot", "cold"]) | st.integers(0, values.size) | st.floats(0, 1)
     )
-    fixed = fix_tables(counts, overrides={"a": override}, small_table_rows=4)
+    fixed = Tables.of(counts, overrides={"a": override}, small_table_rows=4).fixed
     assert set(fixed) == {"a"} | {t for t in ("b", "c") if counts[t].size <= 4}
     order, seen = falling(values), int((values > 0).sum())
     match override:
@@ -327,49 +325,36 @@ def test_overrides_and_small_tables(counts, data):
 
 
 STEPS = {"num_samples": 5, "global_batch_size": 5}
-POLICIES = {
-    "fraction": lambda counts, **given: choose_fraction(counts, hot_frac=1.0, **given),
-    "coverage": lambda counts, **given: choose_coverage(counts, coverage=0.6, **given),
-    "budget": lambda counts, **given: choose_budget(
-        counts, budget_bytes=1000, row_bytes=ROW_BYTES, **given
-    ),
-    "accesses": lambda counts, **given: choose_min_accesses(
-        counts, min_accesses_per_step=0.1, **STEPS, **given
-    ),
-    "fae": lambda counts, **given: choose_fae(
-        counts, budget_bytes=1000, row_bytes=ROW_BYTES, small_table_bytes=0, **given
-    ),
-    "freq_cache": lambda counts, **given: choose_freq_cache(
-        counts, dims=ROW_BYTES, cached_frac=1.0, **given
-    ),
-    "scars": lambda counts, **given: choose_scars(
-        counts,
-        memory_bytes=1000,
-        row_bytes=ROW_BYTES,
-        cold_row_s=1.0,
-        hot_row_s=0,
-        **STEPS,
-        **given,
-    ),
-}
+BYTES = {"row_bytes": ROW_BYTES}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_fixed_tables_and_min_count_are_kept(policy):
+@pytest.mark.parametrize(
+    ("choose", "options"),
+    [
+        (choose_fraction, {"hot_frac": 1.0}),
+        (choose_coverage, {"coverage": 0.6}),
+        (choose_budget, {"budget_bytes": 1000, **BYTES}),
+        (choose_min_accesses, {"min_accesses_per_step": 0.1, **STEPS}),
+        (choose_fae, {"budget_bytes": 1000, "small_table_bytes": 0, **BYTES}),
+        (choose_freq_cache, {"dims": ROW_BYTES, "cached_frac": 1.0}),
+        (choose_scars, {"memory_bytes": 1000, "cold_row_s": 1, "hot_row_s": 0, **STEPS, **BYTES}),
+    ],
+)
+def test_fixed_tables_and_min_count_are_kept(choose, options):
     counts = {t: np.array([5, 4, 3, 1, 0], np.int64) for t in TABLES}
-    fixed = fix_tables(counts, overrides={"a": "hot", "b": "cold"})
-    partition = POLICIES[policy](counts, fixed=fixed, min_count=3)
+    tables = Tables.of(counts, overrides={"a": "hot", "b": "cold"}, min_count=3)
+    partition = choose(tables, **options)
     # 60% of 39 lookups are 24, of which a has 13.
     assert [partition.num_hot(t) for t in TABLES] == [5, 0, 3]
-    check_invariants(partition, counts, min_count=3, fixed=fixed)
+    check_invariants(partition, counts, min_count=3, fixed=tables.fixed)
 
 
 def test_fixed_tables_pay_from_the_budget():
     counts = {"a": np.array([0, 0, 1]), "b": np.array([9, 8, 7])}
-    given = {"row_bytes": ROW_BYTES, "fixed": fix_tables(counts, overrides={"a": "hot"})}
-    assert choose_budget(counts, budget_bytes=48, **given).hot("b").tolist() == [0, 1]
+    tables = Tables.of(counts, overrides={"a": "hot"})
+    assert choose_budget(tables, budget_bytes=48, **BYTES).hot("b").tolist() == [0, 1]
     with pytest.raises(ValueError, match=r"at least 24 for the tables fixed hot \(\['a'\]\)"):
-        choose_budget(counts, budget_bytes=23, **given)
+        choose_budget(tables, budget_bytes=23, **BYTES)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +368,7 @@ def test_fixed_tables_pay_from_the_budget():
 )
 def test_override_refuses(overrides, message):
     with pytest.raises(ValueError, match=message):
-        fix_tables({"a": np.array([1, 2])}, overrides=overrides)
+        Tables.of({"a": np.array([1, 2])}, overrides=overrides)
 
 
 # --- configured policies
