@@ -2,7 +2,7 @@
 
 A policy chooses how many of each table's most accessed rows are hot. Rows with fewer than
 ``min_count`` accesses, or none, are never hot, except in the ``fixed`` tables, whose hot rows
-``fix_tables`` chose. Ties between tables are broken by name.
+``Tables.of`` chose. Ties between tables are broken by name.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from hotrec.planning.optimum import (
 )
 from hotrec.planning.predict import HOT_COLD, Decision, Predicted, predict_placement
 from hotrec.planning.scenario import Scenario
-from hotrec.report.plan import plan_report_text, write_plan_page
+from hotrec.report.plan import plan_report_text
 from hotrec.types import PipelineKind
 
 NUM_ROWS, BATCH, RANKS = (40_000, 5_000, 300), 2048, 2
@@ -176,38 +176,20 @@ def make_document(pipeline: PipelineSpec) -> dict[str, Any]:
     return whole
 
 
-def test_the_document_names_the_pipeline(tmp_path: Any) -> None:
-    narrow = PipelineSpec(PipelineKind.look_ahead, "bf16")
-    for pipeline, shown in (
-        (LOOK_AHEAD, "look_ahead"),
-        (narrow, "look_ahead, bf16"),
-        (SPARSE_DIST, "sparse_dist"),
-    ):
-        document = make_document(pipeline)
-        plan = document["plans"][HOT_COLD]
-        assert document["pipeline"] == plan["pipeline"] == pipeline.kind.value
-        assert plan["wire"] == pipeline.wire
-        text = " ".join(plan_report_text(document).split())
-        page = write_plan_page(document, tmp_path).read_text()
-        row = text[text.index("hot_cold (chosen)") :].split("Where a step")[0]
-        assert row.rstrip(" -=").endswith(shown)
-        assert f"<td>{shown}</td>" in page
-        is_ahead = pipeline.is_look_ahead
-        assert ("communication that nothing hides. Row lookups" in text) == is_ahead
-
-
-def test_bytes_by_table_add_up_to_those_of_the_plan() -> None:
-    for pipeline in (LOOK_AHEAD, PipelineSpec(PipelineKind.look_ahead, "fp16"), SPARSE_DIST):
-        document = make_document(pipeline)
-        sent = document["plans"][HOT_COLD]["total_sent_bytes"]
-        value_bytes = 4 if pipeline.wire == "fp32" else 2
-        dense = 100_000 * value_bytes  # 2 (W-1)/W of each parameter
-        tables = sum(table["sent_bytes_after"] for table in document["tables"])
-        assert tables == pytest.approx(sent - dense, rel=1e-6)
-
-
-def test_urgent_rows_are_in_the_document() -> None:
-    document = make_document(LOOK_AHEAD)
-    expected = document["expected"]
-    assert 0 < expected["urgent_rows"] < expected["cold_rows"]
-    assert "rows that some rank reads in the next step too: " in plan_report_text(document)
+@pytest.mark.parametrize(
+    "pipeline", [LOOK_AHEAD, PipelineSpec(PipelineKind.look_ahead, "fp16"), SPARSE_DIST]
+)
+def test_the_document(pipeline: PipelineSpec) -> None:
+    document = make_document(pipeline)
+    plan = document["plans"][HOT_COLD]
+    assert document["pipeline"] == plan["pipeline"] == pipeline.kind.value
+    assert plan["wire"] == pipeline.wire
+    # Bytes by table add up to those of the plan.
+    dense_bytes = 100_000 * (4 if pipeline.wire == "fp32" else 2)  # 2 (W-1)/W of each parameter
+    sent = sum(table["sent_bytes_after"] for table in document["tables"])
+    assert sent == pytest.approx(plan["total_sent_bytes"] - dense_bytes, rel=1e-6)
+    assert 0 < document["expected"]["urgent_rows"] < document["expected"]["cold_rows"]
+    text = " ".join(plan_report_text(document).split())
+    assert ("communication that nothing hides. Row lookups" in text) == pipeline.is_look_ahead
+    shown = "look_ahead" if pipeline.is_look_ahead else "sparse_dist"
+    assert shown in text[text.index("hot_cold (chosen)") :].split("Where a step")[0]

@@ -149,12 +149,6 @@ def test_budget_is_the_greedy_loop(counts, budget):
     check_invariants(partition, counts)
 
 
-def test_budget_fills_up_with_smaller_rows():
-    counts = {"a": np.array([1, 1]), "c": np.array([90, 80])}
-    partition = choose_budget(counts, budget_bytes=36, row_bytes=ROW_BYTES)
-    assert chosen(partition) == {("c", 0), ("a", 0), ("a", 1)}
-
-
 @given(
     counts=COUNTS,
     least=st.floats(0.01, 20),

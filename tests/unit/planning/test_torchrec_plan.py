@@ -259,13 +259,6 @@ def test_hot_cold_plan() -> None:
     assert plan_of(None, machine(3)) == document  # every rank makes its own, and they must agree
 
 
-def test_hot_cold_plan_of_cuda_can_be_made_anywhere() -> None:
-    for tier in (ColdTier.fused, ColdTier.fused_uvm, CACHED):
-        document = plan_of(None, machine(2, "cuda"), tier)
-        assert summary(document)["big"] == ("row_wise", tier.value)
-        assert "cuda" in document["big"]["shards"][0]["placement"]
-
-
 @pytest.mark.parametrize("variant", list(TorchrecPlan))
 def test_torchrec_plans(one_rank: Ranks, variant: TorchrecPlan) -> None:
     found = plan_of(variant, machine())
