@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrec.config.groups import CostPlacement
@@ -152,6 +152,7 @@ def test_the_hottest_of_all_tables_are_kept(
     assert hottest_share(demands, num_hot, share, fixed) == kept
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=12), min_size=1, max_size=4),
     st.sampled_from(HOT_SHARES),
