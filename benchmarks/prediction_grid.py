@@ -186,7 +186,7 @@ def make_cases(
 ) -> tuple[list[Case], dict[str, Predicted]]:
     """The plans to run, and the predictions of those that are known before they are built."""
     total_rows = sum(config.bench.table_rows)
-    chosen, _ = fastest_placement(CostPlacement(routing=Routing.device, may_pool=False), scenario)
+    chosen = fastest_placement(CostPlacement(routing=Routing.device, may_pool=False), scenario)
     placement = make_placement(chosen, counts, histograms, "cost")
     pipeline = scenario.pipeline.kind
     cases = [case_of(HOT_COLD, placement.partition, pipeline)]

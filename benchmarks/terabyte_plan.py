@@ -54,7 +54,7 @@ from hotrec.models.flops import dense_flops
 from hotrec.planning.search import Limits, search_placement
 from hotrec.report.render import markdown_table
 from hotrec.report.units import show_count, show_frac
-from hotrec.types import Exchange, TablePlacement, Tier
+from hotrec.types import TablePlacement, Tier
 
 # MLPerf training, recommendation_v2/torchrec_dlrm: num_embeddings_per_feature.
 TABLE_ROWS = (
@@ -247,7 +247,7 @@ def predict_setting(
         device_bytes=keep * costs.device_bytes,
         host_bytes=keep * costs.host_bytes / RANKS_PER_HOST,
         # With one id per feature a pooled vector is a row: there is nothing to save.
-        exchanges=(Exchange.ROWS,),
+        may_pool=False,
     )
     step_model = make_step_model(costs, world, workload)
     every_rank = tuple(range(num_ranks))

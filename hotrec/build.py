@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import (
+    CacheStatistics,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ShardingPlan,
@@ -38,12 +39,11 @@ from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.models.dense import check_compiler, use_precision
-from hotrec.planning.constraints import MissCurve
 from hotrec.planning.machine import Machine
-from hotrec.planning.pipelines import choose_pipeline, hot_exchange_of
+from hotrec.planning.scenario import choose_pipeline
 from hotrec.planning.torchrec_plan import host_tier_bytes
 from hotrec.planning.training_plan import TrainingPlan
-from hotrec.planning.unsharded import build_unsharded, optimizer_specs
+from hotrec.planning.unsharded import build_unsharded, hot_exchange_of, optimizer_specs
 from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.codecs import compress_dense
 from hotrec.runtime.memory import check_mappable, read_memory
@@ -100,7 +100,7 @@ def build_sharded(
     placed: Placement | None,
     machine: Machine,
     device: torch.device,
-    curves: Mapping[str, MissCurve] | None = None,
+    cache_stats: Mapping[str, CacheStatistics] | None = None,
 ) -> Sharded:
     """Build, plan and shard the model on every rank of the process group; collective.
 
@@ -115,10 +115,9 @@ def build_sharded(
         config,
         schema,
         placed,
-        world_size=machine.world_size,
-        compute_device=device.type,
+        machine,
         dense_device=device,
-        curves=curves,
+        cache_stats=cache_stats,
     )
     plan = unsharded.plan(machine)
     embedding, dense = optimizer_specs(config.optimizer)

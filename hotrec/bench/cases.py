@@ -50,7 +50,7 @@ from hotrec.planning.policies import (
     choose_fraction,
     choose_min_accesses,
 )
-from hotrec.planning.scenario import Scenario, describe_scenario, planned_pipeline
+from hotrec.planning.scenario import Scenario, describe_scenario
 from hotrec.planning.unsharded import as_placement, make_machine
 from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
@@ -286,7 +286,11 @@ def case_scenario(
 ) -> Scenario:
     """The scenario in which the case is run; see ``describe_scenario``."""
     machine, trained = machine_of(config, ranks), case_config(config, case)
-    pipeline = planned_pipeline(trained, machine)
     return describe_scenario(
-        trained, schema, histograms, num_samples, machine, costs, None, pipeline=pipeline
+        trained,
+        schema,
+        histograms,
+        num_samples,
+        machine,
+        costs,
     )

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
@@ -51,10 +50,8 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
         training_plan.config,
         dataset.schema,
         training_plan.placement,
-        world_size=machine.world_size,
-        compute_device=machine.device,
-        dense_device=torch.device("meta"),
-        curves=training_plan.curves,
+        machine,
+        cache_stats=training_plan.cache_stats,
     )
     plan = unsharded.plan(training_plan.machine(machine))
     print(write_plan(plan, run_dir, training_plan.prediction), file=sys.stderr)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,16 @@ from hotrec.cost_model.demand import (
     expected_distinct,
     expected_urgent,
 )
-from hotrec.cost_model.forms import BYTES_PER_FLOAT, BYTES_PER_ID
-from hotrec.cost_model.look_ahead import FLAGS_BYTES, POSITION_BYTES, SLOT_BYTES
-from hotrec.cost_model.quantities import TableSharding, served_by_shard
-from hotrec.planning.predict import HOT_COLD, Decision, Predicted, plan_entry
+from hotrec.cost_model.quantities import TableSharding, cached_rows, served_by_shard
+from hotrec.planning.predict import (
+    HOT_COLD,
+    Decision,
+    Predicted,
+    predict_placement,
+    predict_shardings,
+)
 from hotrec.planning.scenario import Scenario
-from hotrec.runtime.run_dir import PREDICTION
-from hotrec.types import Exchange, Partition, Rows, TablePlacement, Tier
+from hotrec.types import Partition, Rows, Tier
 
 
 def prediction_document(
@@ -39,23 +40,16 @@ def prediction_document(
     """Returns the document, which the plan's page shows and a run is compared with.
 
     Args:
-        scenario: The scenario of the predictions.
-        decision: The predictions and the choice.
         partition: Partition of the chosen placement, or None for TorchRec's plans.
         counts: The profile's int64 (R,) counts by table.
         sensitivity: Predictions with other budgets, batches and ranks.
     """
-    global_batch = scenario.workload.batch_size * scenario.world.num_ranks
-    chosen = decision.predicted[decision.chosen]
+    costs, chosen = scenario.costs, decision.predicted[decision.chosen]
     best = decision.predicted.get(HOT_COLD, chosen)
     baselines = [p for p in decision.predicted.values() if p.shardings]
-    before = min(baselines, key=lambda p: p.step.step_s) if baselines else None
+    before = min(baselines, key=lambda p: p.step.step_s).shardings if baselines else {}
     return {
-        "costs": {
-            "name": scenario.costs.name,
-            "origin": scenario.costs.origin,
-            "note": scenario.note,
-        },
+        "costs": {"name": costs.name, "origin": costs.origin, "note": scenario.note},
         "world": dataclasses.asdict(scenario.world),
         "batch_size": scenario.workload.batch_size,
         "device": scenario.machine.device,
@@ -63,14 +57,23 @@ def prediction_document(
         "chosen": decision.chosen,
         "why": decision.why,
         "plans": {
-            name: plan_entry(predicted, global_batch)
+            name: {
+                "pipeline": predicted.pipeline.kind.value,
+                "wire": predicted.pipeline.wire,
+                **dataclasses.asdict(predicted.step),
+                "total_sent_bytes": predicted.step.total_sent_bytes,
+                "samples_per_s": scenario.global_batch_size / predicted.step.step_s,
+                "memory": predicted.memory,
+            }
             for name, predicted in decision.predicted.items()
         },
-        "tables": [
-            _table_entry(scenario, demand, best, None if before is None else before.shardings)
-            for demand in scenario.demands
-        ],
-        "break_even": _break_even(scenario, best),
+        "tables": [_table_entry(scenario, d, best, before.get(d.name)) for d in scenario.demands],
+        "break_even": {
+            str(dim): break_even(
+                costs, scenario.world, scenario.workload, dim=dim, quantities=best.quantities
+            )
+            for dim in sorted({demand.dim for demand in scenario.demands})
+        },
         "balance": {"served_rows": _served_rows(scenario, partition, counts)},
         "expected": _expected(scenario, best) if best.tables else None,
         "sensitivity": sensitivity,
@@ -78,89 +81,51 @@ def prediction_document(
 
 
 def _table_entry(
-    scenario: Scenario,
-    demand: TableDemand,
-    best: Predicted,
-    before: Mapping[str, TableSharding] | None,
+    scenario: Scenario, demand: TableDemand, best: Predicted, sharding: TableSharding | None
 ) -> dict[str, Any]:
     num_hot = best.num_hot.get(demand.name, 0)
     placed = best.tables.get(demand.name)
     rest = demand.num_rows - num_hot
-    cached = 0
-    if placed is not None and placed.tier is Tier.HOST_CACHED:
-        cached = round((placed.cache_load_frac or 0.0) * demand.num_rows)
     in_device = rest if placed is not None and placed.tier is Tier.DEVICE else 0
-    sharding = None if before is None else before.get(demand.name)
     return {
         "name": demand.name,
         "num_rows": demand.num_rows,
         "dim": demand.dim,
         "hot_rows": num_hot,
         "device_rows": in_device,
-        "cached_rows": cached,
+        "cached_rows": 0 if placed is None else round(cached_rows(demand, placed)),
         "host_rows": rest - in_device,
         "exchange": None if placed is None else placed.exchange.value,
         "sharding": None if placed is None else placed.sharding.value,
         "tier": None if placed is None else placed.tier.value,
         "coverage_frac": coverage(demand, num_hot),
-        "sent_bytes_before": _bytes_before(scenario, demand, sharding),
-        "sent_bytes_after": _bytes_after(scenario, demand, num_hot, placed),
+        **_sent_bytes(scenario, demand, best, sharding),
         "torchrec_sharding": None if sharding is None else sharding.kind,
     }
 
 
-def _pooled_bytes(scenario: Scenario, demand: TableDemand) -> float:
-    """Bytes that the mean rank sends: ids, pooled vectors and their gradients."""
-    world, batch = scenario.world, scenario.workload.batch_size
-    others = (world.num_ranks - 1) / world.num_ranks
-    ids = BYTES_PER_ID * demand.lookups_per_sample * batch
-    vector = BYTES_PER_FLOAT * scenario.pipeline.narrow_frac * demand.dim
-    return others * (ids + 2 * batch * demand.num_columns * vector)
+def _sent_bytes(
+    scenario: Scenario, demand: TableDemand, best: Predicted, sharding: TableSharding | None
+) -> dict[str, float | None]:
+    """Bytes of one table that the mean rank sends, those of the dense layers left out.
 
-
-def _bytes_before(
-    scenario: Scenario, demand: TableDemand, sharding: TableSharding | None
-) -> float | None:
-    if sharding is None:
-        return None
-    ranks = scenario.world.num_ranks
-    if sharding.kind == "data_parallel":
-        row = BYTES_PER_FLOAT * scenario.pipeline.narrow_frac * demand.dim
-        return 2 * (ranks - 1) / ranks * demand.num_rows * row
-    pooled = _pooled_bytes(scenario, demand)
-    # Row-wise shards each send a partial sum of every bag.
-    return pooled * ranks if sharding.kind == "row_wise" else pooled
-
-
-def _bytes_after(
-    scenario: Scenario, demand: TableDemand, num_hot: int, placed: TablePlacement | None
-) -> float | None:
-    if placed is None:
-        return None
-    if placed.exchange is Exchange.POOLED:
-        return _pooled_bytes(scenario, demand)
-    ranks = scenario.world.num_ranks
-    hot, cold, union = expected_distinct(demand, num_hot)
-    row = BYTES_PER_FLOAT * scenario.pipeline.narrow_frac * demand.dim
-    others = (ranks - 1) / ranks
-    if not scenario.pipeline.is_look_ahead:
-        return cold * (BYTES_PER_ID + 2 * row) * others + hot * (row + SLOT_BYTES) * (ranks - 1)
-    # The trainer chooses the hot exchange for all tables together; per table it is approximate.
-    moved_hot = min(hot * (ranks - 1), (hot + union) * others)
-    requested = POSITION_BYTES + FLAGS_BYTES
-    return cold * (requested + 2 * row) * others + moved_hot * (row + SLOT_BYTES)
-
-
-def _break_even(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
-    return {
-        str(dim): break_even(
-            scenario.costs,
-            scenario.world,
-            scenario.workload,
-            dim=dim,
-            quantities=best.quantities,
+    The trainer chooses the hot exchange for all tables together; here it is this table's.
+    """
+    name, alone = demand.name, dataclasses.replace(scenario, demands=(demand,))
+    nothing = predict_placement(dataclasses.replace(scenario, demands=()), {}, {})
+    found: dict[str, Predicted] = {}
+    if sharding is not None:
+        found["before"] = predict_shardings(alone, {name: sharding})
+    if best.tables:
+        found["after"] = predict_placement(
+            alone, {name: best.num_hot[name]}, best.tables, is_hot_dense=best.is_hot_dense
         )
-        for dim in sorted({demand.dim for demand in scenario.demands})
+    dense_bytes = nothing.step.total_sent_bytes
+    return {
+        f"sent_bytes_{when}": found[when].step.total_sent_bytes - dense_bytes
+        if when in found
+        else None
+        for when in ("before", "after")
     }
 
 
@@ -182,35 +147,25 @@ def _served_rows(
 
 
 def _expected(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
-    hot_rows = cold_rows = union_rows = urgent_rows = hot_lookups = lookups = 0.0
-    hits: list[tuple[float, float]] = []
-    for demand in scenario.demands:
-        num_hot = best.num_hot.get(demand.name, 0)
-        hot, cold, union = expected_distinct(demand, num_hot)
-        hot_rows, cold_rows, union_rows = hot_rows + hot, cold_rows + cold, union_rows + union
-        urgent_rows += expected_urgent(demand, num_hot)
-        lookups += demand.lookups_per_sample
-        hot_lookups += demand.lookups_per_sample * coverage(demand, num_hot)
-        placed = best.tables[demand.name]
-        if placed.tier is Tier.HOST_CACHED:
-            cached = round((placed.cache_load_frac or 0.0) * demand.num_rows)
-            hits.append((lfu_hit_frac(demand, cached, num_hot), cold))
-    weight = sum(rows for _, rows in hits)
+    demands = list(scenario.demands)
+    hot = [best.num_hot.get(d.name, 0) for d in demands]
+    # By table: distinct hot rows, cold rows, and hot rows of any rank.
+    distinct = np.array([expected_distinct(d, n) for d, n in zip(demands, hot, strict=True)])
+    lookups = np.array([d.lookups_per_sample for d in demands])
+    hot_lookups = lookups @ [coverage(d, n) for d, n in zip(demands, hot, strict=True)]
+    hits = [
+        (lfu_hit_frac(d, round(cached_rows(d, best.tables[d.name])), n), cold)
+        for d, n, cold in zip(demands, hot, distinct[:, 1], strict=True)
+        if best.tables[d.name].tier is Tier.HOST_CACHED
+    ]
+    weight = float(sum(rows for _, rows in hits))
+    hot_rows, cold_rows, union_rows = distinct.sum(axis=0).tolist()
     return {
-        "coverage_frac": hot_lookups / lookups if lookups else None,
+        "coverage_frac": float(hot_lookups / lookups.sum()) if lookups.any() else None,
         "cold_rows": cold_rows,
         "hot_rows": hot_rows,
         "union_rows": union_rows,
-        "urgent_rows": urgent_rows,
-        "all_hot_frac": all_hot_share(list(scenario.demands), best.num_hot),
-        "cache_hit_frac": sum(h * rows for h, rows in hits) / weight if weight else None,
+        "urgent_rows": sum(expected_urgent(d, n) for d, n in zip(demands, hot, strict=True)),
+        "all_hot_frac": all_hot_share(demands, best.num_hot),
+        "cache_hit_frac": float(sum(h * rows for h, rows in hits)) / weight if weight else None,
     }
-
-
-def read_prediction(run_dir: Path) -> dict[str, Any] | None:
-    """Reads the document of a run, or returns None if it has none."""
-    path = run_dir / PREDICTION
-    if not path.exists():
-        return None
-    document: dict[str, Any] = json.loads(path.read_text())
-    return document

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torchrec.distributed.planner import Topology
 
-from hotrec.cost_model.costs import Costs, CostsError, Line
+from hotrec.cost_model.costs import Costs, CostsError
 
 # Fraction of a device's free memory for everything but tables: NCCL and CUDA buffers, activations,
 # messages, ids, fragmentation. Of 80 GB it is 12 GB.
@@ -52,6 +52,17 @@ class Machine:
     batch_size: int
     costs: Costs | None = None
 
+    @property
+    def num_hosts(self) -> int:
+        return self.world_size // self.local_world_size
+
+    @property
+    def replica_bytes(self) -> int:
+        """Memory that a rank's hot rows must fit into."""
+        if self.device == "cuda":
+            return int((1 - DEVICE_RESERVED_FRAC) * self.device_bytes)
+        return self.host_bytes // self.local_world_size
+
     def topology(self) -> Topology:
         """TorchRec's description of the machine.
 
@@ -64,60 +75,45 @@ class Machine:
             compute_device=self.device,
             hbm_cap=self.device_bytes if self.device == "cuda" else 0,
             ddr_cap=self.host_bytes // self.local_world_size,
-            **self.bandwidths(),
+            **({} if self.costs is None else self._bandwidths(self.costs)),
         )
 
-    def bandwidths(self) -> dict[str, float]:
-        """Bytes per ms by ``Topology``'s names; empty without costs.
+    def _bandwidths(self, costs: Costs) -> dict[str, float]:
+        """Bytes per ms by ``Topology``'s names.
 
         Memory is as fast as TorchRec's pooled lookup was measured to be on it. ``inter_host_bw`` is
         a rank's share of what its host sends; within one host it is what makes TorchRec's formula
         for all_reduce (that figure times the ranks of a host) come out at the measured rate.
-
-        Raises:
-            CostsError: If the costs are of another kind of device, or lack the link between hosts.
         """
-        costs = self.costs
-        if costs is None:
-            return {}
         if costs.device != self.device:
             raise CostsError(
                 f"costs {costs.name} device: expected costs of a {self.device} machine, got "
                 f"{costs.device}. Calibrate on the machine that will train."
             )
-        inter = costs.intra
-        if self.world_size > self.local_world_size:
-            if costs.inter is None:
+        inter = costs.intra if self.num_hosts == 1 else costs.inter
+        if inter is None:
+            raise CostsError(
+                f"costs {costs.name}: expected the link between hosts, for {self.num_hosts} hosts, "
+                "got costs measured on one. Calibrate under torchrun on two hosts or more."
+            )
+        rates = {}
+        for name in {"pooled_device", "pooled_host"} & set(costs.kernels):
+            kernel = costs.kernels[name]
+            row_s = kernel.per_item_s + kernel.per_byte_s * TYPICAL_ROW_BYTES
+            if row_s <= 0:
                 raise CostsError(
-                    f"costs {costs.name}: expected the link between hosts, for "
-                    f"{self.world_size} ranks of which a host has {self.local_world_size}, got "
-                    "costs measured on one. Calibrate under torchrun on two hosts or more."
+                    f"costs {costs.name} kernel {name}: expected above 0 seconds for a row of "
+                    f"{TYPICAL_ROW_BYTES} bytes, got {row_s}. Calibrate again."
                 )
-            inter = costs.inter
+            rates[name] = TYPICAL_ROW_BYTES / row_s / MS_PER_S
         found = {
             "intra_host_bw": costs.intra.bytes_per_s / MS_PER_S,
             "inter_host_bw": inter.bytes_per_s / self.local_world_size / MS_PER_S,
         }
-        device = memory_bytes_per_ms(costs.kernel("pooled_device"))
         if self.device == "cpu":
-            return found | {"ddr_mem_bw": device}
-        found["hbm_mem_bw"] = device
-        if "pooled_host" in costs.kernels:
-            host = memory_bytes_per_ms(costs.kernel("pooled_host"))
+            return found | {"ddr_mem_bw": rates["pooled_device"]}
+        found["hbm_mem_bw"] = rates["pooled_device"]
+        if "pooled_host" in rates:
+            host = rates["pooled_host"]
             found |= {"ddr_mem_bw": host, "hbm_to_ddr_mem_bw": UVM_SHARE * host}
         return found
-
-
-def memory_bytes_per_ms(kernel: Line) -> float:
-    """Bytes per ms at which a kernel handles rows of ``TYPICAL_ROW_BYTES``.
-
-    Raises:
-        CostsError: If it takes no time.
-    """
-    seconds = kernel.per_item_s + kernel.per_byte_s * TYPICAL_ROW_BYTES
-    if seconds <= 0:
-        raise CostsError(
-            f"costs kernel: expected above 0 seconds for a row of {TYPICAL_ROW_BYTES} bytes, got "
-            f"{seconds}. Calibrate again."
-        )
-    return TYPICAL_ROW_BYTES / seconds / MS_PER_S

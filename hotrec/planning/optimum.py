@@ -3,56 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hotrec.config.groups import CostPlacement
 from hotrec.config.roots import Config
-from hotrec.cost_model.demand import TableDemand
+from hotrec.cost_model.demand import TableDemand, take_rows
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.planning.machine import Machine
+from hotrec.planning.policies import num_overridden
 from hotrec.planning.predict import (
     HOT_COLD,
     Decision,
     Predicted,
-    cold_tier,
     predict_baselines,
     predict_placement,
 )
 from hotrec.planning.scenario import Scenario, resized
-from hotrec.planning.search import (
-    HOT_SHARES,
-    Choice,
-    InfeasibleError,
-    Limits,
-    compare,
-    hottest_share,
-    search_placement,
-)
+from hotrec.planning.search import Limits, search_placement
 from hotrec.types import Exchange, Schema, TablePlacement
 
 MIB = 1 << 20
 NUM_LINEARISATIONS = 3
+# Shares of the hot rows that are tried as smaller hot sets where the step is not linear.
+HOT_SHARES = (0.0, *(2.0**-k for k in range(10, 0, -1)), 0.75, 1.0)
 
 
-def make_limits(placement: CostPlacement, scenario: Scenario) -> Limits:
-    """Returns the memory and the options that the search may use."""
-    device_bytes, host_bytes = scenario.memory_bytes
-    budget = placement.hot_budget_mib
-    return Limits(
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        replica_bytes=None if budget is None else budget * MIB,
-        # Look-ahead cannot hide the exchange of pooled tables.
-        exchanges=tuple(Exchange)
-        if placement.may_pool and not scenario.pipeline.is_look_ahead
-        else (Exchange.ROWS,),
-    )
-
-
-def fastest_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Predicted, Choice]:
+def fastest_placement(placement: CostPlacement, scenario: Scenario) -> Predicted:
     """Searches for the placement with hot and cold rows that is predicted to be fastest.
 
     The search needs linear costs, but measured collectives are not linear in the message size. It
@@ -62,187 +42,171 @@ def fastest_placement(placement: CostPlacement, scenario: Scenario) -> tuple[Pre
 
     Raises:
         InfeasibleError: If no placement fits the memory.
+        ValueError: If an override names an unknown table, or more rows than it has.
     """
-    limits = make_limits(placement, scenario)
+    demands = list(scenario.demands)
+    device_bytes, host_bytes = scenario.memory_bytes
+    budget = placement.hot_budget_mib
+    limits = Limits(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        replica_bytes=None if budget is None else budget * MIB,
+        # Look-ahead cannot hide the exchange of pooled tables.
+        may_pool=placement.may_pool and not scenario.pipeline.is_look_ahead,
+    )
+    num_fixed = num_overridden(placement.overrides, {d.name: d.num_rows for d in demands})
     at = _likely_quantities(scenario)
-    hot_range = _hot_range(placement, scenario)
-    found: list[tuple[Predicted, Choice]] = []
+    found: list[Predicted] = []
     for _ in range(NUM_LINEARISATIONS):
         choice = search_placement(
-            list(scenario.demands),
+            demands,
             scenario.costs,
             scenario.world,
             scenario.workload,
             limits,
             at=at,
-            hot_range=hot_range,
+            hot_range={name: (number, number) for name, number in num_fixed.items()},
             narrow_frac=scenario.pipeline.narrow_frac,
         )
-        predicted = predict_placement(
-            scenario, choice.num_hot, choice.tables, is_hot_dense=choice.is_hot_dense
+        found.append(
+            predict_placement(
+                scenario, choice.num_hot, choice.tables, is_hot_dense=choice.is_hot_dense
+            )
         )
-        found.append((predicted, choice))
         if any(t.exchange is Exchange.POOLED for t in choice.tables.values()):
             # The search assumes a balanced load, but a few pooled tables do not spread evenly.
-            limits = dataclasses.replace(limits, exchanges=(Exchange.ROWS,))
+            limits = dataclasses.replace(limits, may_pool=False)
         elif not scenario.costs.curves:
             break  # the costs are linear already
         at = {name: max(value, at[name] / 8) for name, value in choice.quantities.items()}
     if scenario.pipeline.is_look_ahead:
-        found += _with_fewer_hot(scenario, found, fixed=hot_range)
-    best, choice = min(found, key=lambda pair: pair[0].step.step_s)
-    return best, dataclasses.replace(
-        choice,
-        num_hot=best.num_hot,
-        is_hot_dense=best.is_hot_dense,
-        prediction=best.step,
-        quantities=best.quantities,
-    )
-
-
-def _with_fewer_hot(
-    scenario: Scenario, found: Sequence[tuple[Predicted, Choice]], fixed: Collection[str]
-) -> list[tuple[Predicted, Choice]]:
-    """Predicts the placements that were found with smaller hot sets, where these fit the memory."""
-    candidates = []
-    for _, choice in found:
-        for share in (*HOT_SHARES, 1.0):
-            num_hot = hottest_share(list(scenario.demands), choice.num_hot, share, fixed)
-            # With sparse hot exchange the trainer still chooses a dense reduction in steps where
-            # that sends fewer bytes.
-            predicted = predict_placement(scenario, num_hot, choice.tables, is_hot_dense=False)
-            if _fits(scenario, predicted):
-                candidates.append((predicted, choice))
-    return candidates
-
-
-def _fits(scenario: Scenario, predicted: Predicted) -> bool:
-    device_bytes, host_bytes = scenario.memory_bytes
-    return all(
-        rank["device_bytes"] <= device_bytes and rank["host_bytes"] <= host_bytes
-        for rank in predicted.memory
-    )
-
-
-def _hot_range(placement: CostPlacement, scenario: Scenario) -> dict[str, tuple[int, int]]:
-    """Returns the range of hot rows of each overridden table.
-
-    Raises:
-        ValueError: If an override names an unknown table, or more rows than it has.
-    """
-    tables = {demand.name: demand for demand in scenario.demands}
-    unknown = sorted(set(placement.overrides) - set(tables))
-    if unknown:
-        raise ValueError(f"overrides: expected tables of {sorted(tables)}, got {unknown}.")
-    found = {}
-    for name, wanted in placement.overrides.items():
-        num_rows = tables[name].num_rows
-        if isinstance(wanted, str):
-            num_hot = num_rows if wanted == "hot" else 0
-        elif isinstance(wanted, float):
-            num_hot = int(wanted * num_rows) if 0 <= wanted <= 1 else -1
-        else:
-            num_hot = wanted
-        if not 0 <= num_hot <= num_rows:
-            raise ValueError(
-                f"overrides.{name}: expected at most the table's {num_rows} rows, or a fraction in "
-                f"0..1, got {wanted}."
-            )
-        found[name] = (num_hot, num_hot)
-    return found
+        for best in tuple(found):
+            for share in HOT_SHARES:
+                num_hot = hottest_share(demands, best.num_hot, share, num_fixed)
+                # With sparse hot exchange the trainer still chooses a dense reduction in steps
+                # where that sends fewer bytes.
+                smaller = predict_placement(scenario, num_hot, best.tables)
+                if all(
+                    rank["device_bytes"] <= device_bytes and rank["host_bytes"] <= host_bytes
+                    for rank in smaller.memory
+                ):
+                    found.append(smaller)
+    return min(found, key=lambda predicted: predicted.step.step_s)
 
 
 def _likely_quantities(scenario: Scenario) -> dict[str, float]:
-    """Quantities of the placement whose hot rows take half of the lookups."""
-    demands = list(scenario.demands)
-    num_hot = {d.name: _rows_covering(d, 0.5) for d in demands}
-    tables = {d.name: TablePlacement(tier=cold_tier(scenario)) for d in demands}
+    """Quantities of the placement whose hot rows, in whole groups, take half of the lookups."""
+    num_hot = {}
+    for d in scenario.demands:
+        group = int(np.searchsorted(np.cumsum(d.probs_G * d.rows_G), 0.5))
+        num_hot[d.name] = int(d.rows_G[: group + 1].sum())
+    tables = dict.fromkeys(num_hot, TablePlacement(tier=scenario.cold_tier))
     return hot_cold_quantities(
-        demands, num_hot, tables, scenario.world, batch_size=scenario.workload.batch_size
+        list(scenario.demands), num_hot, tables, scenario.world, scenario.workload.batch_size
     )
 
 
-def _rows_covering(demand: TableDemand, share: float) -> int:
-    """Number of the most accessed rows that take a share of the lookups, in whole groups."""
-    reached = np.cumsum(demand.probs_G * demand.rows_G)
-    group = int(np.searchsorted(reached, share))
-    return int(demand.rows_G[: group + 1].sum())
+def hottest_share(
+    demands: Sequence[TableDemand],
+    num_hot: Mapping[str, int],
+    share: float,
+    fixed: Collection[str] = (),
+) -> dict[str, int]:
+    """Keeps the rows with most lookups per byte among the hot rows of all tables.
+
+    With look-ahead the step is not linear: fewer hot rows shorten the hot exchange, which joins two
+    steps, while cold rows travel under computation. So smaller hot sets are candidates there.
+
+    Args:
+        num_hot: The number of hot rows of each table.
+        share: The share of them to keep, 0..1, rounded down.
+        fixed: Tables that keep all of their hot rows and do not count.
+    """
+    kept = {d.name: num_hot.get(d.name, 0) for d in demands}
+    free = [d for d in demands if d.name not in fixed]
+    rows = [take_rows(d, kept[d.name]) for d in free]
+    if not sum(part.size for part in rows):  # no lookup was seen: none of them is hottest
+        return kept | dict.fromkeys((d.name for d in free), 0)
+    density = np.concatenate([d.probs_G * d.lookups_per_sample / d.row_bytes for d in free])
+    table = np.repeat(np.arange(len(free)), [part.size for part in rows])
+    order = np.argsort(-density, kind="stable")
+    most = int(share * sum(kept[d.name] for d in free))
+    ends = np.cumsum(np.concatenate(rows)[order])
+    taken = np.diff(np.minimum(ends, most), prepend=0.0)
+    by_table = np.bincount(table[order], weights=taken, minlength=len(free))
+    return kept | {d.name: int(n) for d, n in zip(free, by_table, strict=True)}
 
 
 def decide(config: Config, schema: Schema, scenario: Scenario) -> Decision:
     """Chooses between the best placement with hot rows and TorchRec's own plans.
 
+    A plan of TorchRec that is as fast wins, because users run it already.
+
     Raises:
         InfeasibleError: If no placement fits the memory.
     """
     assert isinstance(config.placement, CostPlacement)
-    best, choice = fastest_placement(config.placement, scenario)
+    best = fastest_placement(config.placement, scenario)
+    cold = TablePlacement(tier=scenario.cold_tier)
     all_cold = predict_placement(
-        scenario,
-        dict.fromkeys(best.tables, 0),
-        {t.name: TablePlacement(tier=cold_tier(scenario)) for t in scenario.demands},
+        scenario, dict.fromkeys(best.tables, 0), dict.fromkeys(best.tables, cold)
     )
-    predicted = {HOT_COLD: best, "all_cold": all_cold}
     baselines = predict_baselines(config, schema, scenario)
-    chosen, why = compare(choice, {name: baseline.step for name, baseline in baselines.items()})
-    if chosen != HOT_COLD and not config.placement.may_decline:
-        why = f"{why} placement.may_decline=false keeps hot and cold rows."
-        chosen = HOT_COLD
-    return Decision(chosen, why, {**predicted, **baselines})
+    predicted = {HOT_COLD: best, "all_cold": all_cold, **baselines}
+    ours_s = best.step.step_s
+    if not baselines:
+        return Decision(HOT_COLD, f"{HOT_COLD}: {1e3 * ours_s:.4g} ms a step.", predicted)
+    name = min(baselines, key=lambda name: baselines[name].step.step_s)
+    theirs_s = baselines[name].step.step_s
+    times = f"{1e3 * ours_s:.4g} ms a step against {1e3 * theirs_s:.4g} ms for {name}"
+    if ours_s < theirs_s:
+        why = f"{HOT_COLD} is predicted to be fastest: {times}, {1 - ours_s / theirs_s:.1%} less."
+        return Decision(HOT_COLD, why, predicted)
+    why = f"splitting rows does not pay here: {times}."
+    if config.placement.may_decline:
+        return Decision(name, f"{why} {name} is used.", predicted)
+    why = f"{why} placement.may_decline=false keeps hot and cold rows."
+    return Decision(HOT_COLD, why, predicted)
 
 
 def predict_sensitivity(
     placement: CostPlacement,
     scenario: Scenario,
-    decision: Decision,
+    best: Predicted,
     describe: Callable[[Machine], Scenario],
 ) -> list[dict[str, Any]]:
-    """Predicts the step with half and twice the hot budget, the batch and the ranks.
+    """Predicts the step with half and twice the hot budget of ``best``, the batch and the ranks.
 
-    Args:
-        placement: The configured placement.
-        scenario: The scenario of the decision.
-        decision: The choice in this scenario.
-        describe: Returns the scenario on another machine.
+    ``describe`` returns the scenario on another machine.
     """
-    best = decision.predicted[HOT_COLD]
-    bytes_of_row = {demand.name: demand.row_bytes for demand in scenario.demands}
-    hot_bytes = sum(best.num_hot[name] * size for name, size in bytes_of_row.items())
+    hot_mib = sum(best.num_hot[d.name] * d.row_bytes for d in scenario.demands) / MIB
     entries = []
     for factor in (0.5, 2.0):
-        limited = dataclasses.replace(placement, hot_budget_mib=hot_bytes * factor / MIB)
-        entries.append(_sensitivity(f"hot budget x {factor:g}", limited, scenario))
+        limited = dataclasses.replace(placement, hot_budget_mib=hot_mib * factor)
+        entries.append(_vary(f"hot budget x {factor:g}", limited, lambda: scenario))
     for what, world_factor, batch_factor in (
         ("batch x 0.5", 1, 0.5),
         ("batch x 2", 1, 2),
         ("ranks x 0.5", 0.5, 1),
         ("ranks x 2", 2, 1),
     ):
-        machine = resized(
-            scenario.machine,
-            scenario.costs,
-            world_factor=world_factor,
-            batch_factor=batch_factor,
-        )
-        if machine == scenario.machine:
-            continue
-        try:
-            entries.append(_sensitivity(what, placement, describe(machine)))
-        except ValueError as error:  # the costs lack the link between hosts
-            entries.append({"what": what, "step_s": None, "hot_rows": None, "why": str(error)})
+        machine = resized(scenario.machine, scenario.costs, world_factor, batch_factor)
+        if machine != scenario.machine:
+            entries.append(_vary(what, placement, partial(describe, machine)))
     return entries
 
 
-def _sensitivity(what: str, placement: CostPlacement, scenario: Scenario) -> dict[str, Any]:
+def _vary(what: str, placement: CostPlacement, describe: Callable[[], Scenario]) -> dict[str, Any]:
     try:
-        predicted, _ = fastest_placement(placement, scenario)
-    except InfeasibleError as error:
+        scenario = describe()
+        predicted = fastest_placement(placement, scenario)
+    except ValueError as error:  # too little memory, or costs without the link between hosts
         return {"what": what, "step_s": None, "hot_rows": None, "why": str(error)}
-    global_batch = scenario.workload.batch_size * scenario.world.num_ranks
+    step_s = predicted.step.step_s
     return {
         "what": what,
-        "step_s": predicted.step.step_s,
-        "samples_per_s": global_batch / predicted.step.step_s,
+        "step_s": step_s,
+        "samples_per_s": scenario.workload.batch_size * scenario.world.num_ranks / step_s,
         "hot_rows": sum(predicted.num_hot.values()),
         "sent_bytes": predicted.step.total_sent_bytes,
     }

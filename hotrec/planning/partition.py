@@ -1,11 +1,4 @@
-"""The partition artifact: hot rows on disk, tied to the dataset and the profile they came from.
-
-The manifest's content, which ``hotrec.report`` reads: ``policy``, ``parameters``, ``num_rows``
-{table: rows}, ``tables`` {table: summary}, ``total`` (the same over all tables), ``placement``
-(``is_hot_dense`` and, by table, exchange, sharding, tier and cache_load_frac). A summary holds
-num_rows, hot_rows, hot_rows_frac, row_bytes, hot_bytes, coverage_train, coverage_heldout (share of
-the lookups that hot rows take; None without lookups).
-"""
+"""The partition artifact: hot rows on disk, tied to the dataset and the profile they came from."""
 
 from __future__ import annotations
 
@@ -19,13 +12,12 @@ import numpy as np
 from hotrec.artifact import (
     Artifact,
     ArtifactError,
-    Verify,
     commit_artifact,
     read_artifact,
     scratch_directory,
 )
 from hotrec.cost_model.profile import Profile
-from hotrec.types import Exchange, Partition, Placement, Rows, Sharding, TablePlacement, Tier
+from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
 
 KIND = "partition"
 HOT_ROWS = "hot_rows.npz"
@@ -34,31 +26,31 @@ HOT_ROWS = "hot_rows.npz"
 def summarize_partition(
     partition: Partition, profile: Profile, row_bytes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Returns ``tables`` and ``total`` of the manifest, see the module."""
+    """Returns ``tables`` {table: summary} and their ``total`` for the manifest.
+
+    ``coverage_train`` and ``coverage_heldout`` are the share of the lookups that hot rows take,
+    None without lookups.
+    """
+    parts = {"train": profile.counts, "heldout": profile.heldout}
     tables: dict[str, dict[str, Any]] = {}
-    lookups = {"train": [0, 0], "heldout": [0, 0]}
+    lookups = {part: [0, 0] for part in parts}
     for table, num_rows in partition.num_rows.items():
-        hot = partition.hot(table)
-        summary = _summarize_rows(num_rows, int(hot.size), int(hot.size) * row_bytes[table])
-        summary["row_bytes"] = row_bytes[table]
-        for part, counts in (("train", profile.counts), ("heldout", profile.heldout)):
-            num_hot = int(counts[table][hot].sum()) if table in counts else 0
-            num_all = int(counts[table].sum()) if table in counts else 0
-            summary[f"coverage_{part}"] = num_hot / num_all if num_all else None
+        hot, size = partition.hot(table), row_bytes[table]
+        tables[table] = _summarize(num_rows, hot.size, hot.size * size) | {"row_bytes": size}
+        for part, counts in parts.items():
+            found = counts.get(table, np.empty(0, np.int64))
+            num_hot, num_all = int(found[hot].sum()) if found.size else 0, int(found.sum())
+            tables[table][f"coverage_{part}"] = num_hot / num_all if num_all else None
             lookups[part][0] += num_hot
             lookups[part][1] += num_all
-        tables[table] = summary
-    total = _summarize_rows(
-        partition.total_rows,
-        partition.total_hot,
-        sum(summary["hot_bytes"] for summary in tables.values()),
-    )
+    hot_bytes = sum(summary["hot_bytes"] for summary in tables.values())
+    total = _summarize(partition.total_rows, partition.total_hot, hot_bytes)
     for part, (num_hot, num_all) in lookups.items():
         total[f"coverage_{part}"] = num_hot / num_all if num_all else None
     return {"tables": tables, "total": total}
 
 
-def _summarize_rows(num_rows: int, num_hot: int, hot_bytes: int) -> dict[str, Any]:
+def _summarize(num_rows: int, num_hot: int, hot_bytes: int) -> dict[str, Any]:
     return {
         "num_rows": num_rows,
         "hot_rows": num_hot,
@@ -76,16 +68,20 @@ def write_partition(
     dataset_hash: str,
     profile_hash: str,
 ) -> Artifact:
-    """Writes a partition artifact.
-
-    Args:
-        placement: The partition with exchange and tier of each table.
-        parameters: Parameters of the policy, for reports.
-        summary: The result of ``summarize_partition``.
-    """
+    """Writes a partition; reports read ``parameters``, those of the policy, and ``summary``."""
     partition = placement.partition
+    tables = {
+        name: {key: getattr(value, "value", value) for key, value in vars(table).items()}
+        for name, table in placement.tables.items()
+    }
     with scratch_directory(output, kind=KIND) as scratch:
-        _write_arrays(scratch / HOT_ROWS, {t: partition.hot(t) for t in partition.num_rows})
+        # ``np.savez`` takes names as keywords and so fails for a table named "file".
+        with zipfile.ZipFile(scratch / HOT_ROWS, "w", zipfile.ZIP_STORED) as archive:
+            for table in partition.num_rows:
+                # A fixed time stamp: the same partition is the same bytes, hence the same hash.
+                member = zipfile.ZipInfo(f"{table}.npy")
+                with archive.open(member, "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, partition.hot(table), allow_pickle=False)
         return commit_artifact(
             scratch,
             output,
@@ -94,45 +90,26 @@ def write_partition(
                 "policy": partition.policy,
                 "parameters": dict(parameters),
                 "num_rows": {table: int(n) for table, n in partition.num_rows.items()},
-                "placement": _placement_facts(placement),
+                "placement": {"is_hot_dense": placement.is_hot_dense, "tables": tables},
                 **summary,
             },
             made_from={"dataset": dataset_hash, "profile": profile_hash},
         )
 
 
-def _write_arrays(path: Path, arrays: Mapping[str, Rows]) -> None:
-    """An .npz file; ``np.savez`` takes names as keywords and so fails for a table named "file"."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, array in arrays.items():
-            # A fixed time stamp: the same partition is the same bytes, hence the same hash.
-            member = zipfile.ZipInfo(f"{name}.npy")
-            with archive.open(member, "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
-
-
-def _placement_facts(placement: Placement) -> dict[str, Any]:
-    tables = {
-        name: {
-            "exchange": table.exchange.value,
-            "sharding": table.sharding.value,
-            "tier": table.tier.value,
-            "cache_load_frac": table.cache_load_frac,
-        }
-        for name, table in placement.tables.items()
-    }
-    return {"is_hot_dense": placement.is_hot_dense, "tables": tables}
-
-
-def read_placement(path: Path, *, verify: Verify = "full") -> tuple[Placement, Artifact]:
+def read_placement(path: Path) -> tuple[Placement, Artifact]:
     """Reads a partition with the exchange and tier of each table.
 
     Raises:
-        ArtifactError: As ``read_partition``, or if it lacks exchanges and tiers.
+        ArtifactError: If it is missing, incomplete or altered, lists rows outside its tables, or
+            lacks exchanges and tiers.
     """
-    partition, artifact = read_partition(path, verify=verify)
+    artifact = read_artifact(path, kind=KIND, verify="full")
+    content = artifact.content
     try:
-        facts = artifact.content["placement"]
+        with np.load(path / HOT_ROWS, allow_pickle=False) as arrays:
+            hot_rows = {table: arrays[table] for table in content["num_rows"]}
+        partition = Partition(dict(content["num_rows"]), hot_rows, policy=content["policy"])
         tables = {
             name: TablePlacement(
                 exchange=Exchange(table["exchange"]),
@@ -140,59 +117,12 @@ def read_placement(path: Path, *, verify: Verify = "full") -> tuple[Placement, A
                 tier=Tier(table["tier"]),
                 cache_load_frac=table["cache_load_frac"],
             )
-            for name, table in facts["tables"].items()
+            for name, table in content["placement"]["tables"].items()
         }
-        placement = Placement(partition, tables, is_hot_dense=bool(facts["is_hot_dense"]))
-    except (KeyError, TypeError, ValueError) as error:
+        is_hot_dense = bool(content["placement"]["is_hot_dense"])
+        return Placement(partition, tables, is_hot_dense=is_hot_dense), artifact
+    except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise ArtifactError(
-            f"{path}: expected exchange, sharding and tier of each table, got {error!r}. Make the "
-            f"partition again."
-        ) from error
-    return placement, artifact
-
-
-def read_partition(path: Path, *, verify: Verify = "full") -> tuple[Partition, Artifact]:
-    """Reads a partition.
-
-    Raises:
-        ArtifactError: If it is missing, incomplete, altered, or lists rows outside its tables.
-    """
-    artifact = read_artifact(path, kind=KIND, verify=verify)
-    num_rows = dict(artifact.content["num_rows"])
-    try:
-        with np.load(path / HOT_ROWS, allow_pickle=False) as arrays:
-            hot_rows = {table: arrays[table] for table in num_rows}
-        partition = Partition(num_rows, hot_rows, policy=artifact.content["policy"])
-    except (KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise ArtifactError(
-            f"{path / HOT_ROWS}: expected the hot rows of {len(num_rows)} tables, got {error}. "
+            f"{path}: expected hot rows, exchange, sharding and tier of each table, got {error!r}. "
             f"Make the partition again."
         ) from error
-    return partition, artifact
-
-
-def check_partition(artifact: Artifact, *, dataset_hash: str, num_rows: Mapping[str, int]) -> None:
-    """Checks that a partition was made from this dataset.
-
-    Args:
-        num_rows: Rows of each table, from the dataset's schema.
-
-    Raises:
-        ArtifactError: If the dataset's hash or a table differs.
-    """
-    found = artifact.content["num_rows"]
-    tables = sorted(set(num_rows) | set(found))
-    differing = [table for table in tables if num_rows.get(table) != found.get(table)]
-    if differing:
-        table = differing[0]
-        raise ArtifactError(
-            f"{artifact.path} table {table}: expected {num_rows.get(table)} rows as the dataset "
-            f"has, got {found.get(table)}. Make the partition again from this dataset's profile."
-        )
-    claimed = artifact.made_from.get("dataset")
-    if claimed != dataset_hash:
-        raise ArtifactError(
-            f"{artifact.path}: expected a partition made from dataset {dataset_hash[:12]}, got one "
-            f"made from {claimed[:12] if claimed else None}. Make the profile and the partition "
-            f"again from this dataset."
-        )

@@ -1,4 +1,4 @@
-"""What a prediction is for: costs, ranks, workload, tables; from configuration and profile."""
+"""What a prediction is for: costs, ranks, pipeline, workload, tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotrec.config.groups import HotColdConfig, Routing
+from hotrec.config.groups import HotColdConfig, Routing, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
@@ -15,60 +15,32 @@ from hotrec.cost_model.demand import TableDemand, build_demand
 from hotrec.cost_model.forms import SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.locality import TableLocality, step_draws
-from hotrec.cost_model.look_ahead import LookAheadModel
-from hotrec.cost_model.step import StepModel, make_model, make_torchrec_model
 from hotrec.cost_model.store import check_host, read_costs
 from hotrec.models.flops import dense_flops
 from hotrec.planning.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC, Machine
-from hotrec.planning.pipelines import choose_pipeline
 from hotrec.planning.unsharded import row_bytes
 from hotrec.runtime.memory import read_fingerprint
-from hotrec.types import Schema
+from hotrec.types import ColdTier, PipelineKind, Schema, Tier
 
 # Built-in costs for planning without measured ones, by device.
 NEAREST_BUILTIN = {"cpu": "cpu_1gbit", "cuda": "dgx_h100_infiniband"}
+# Samples per rank from which look-ahead pays on one host. Smaller steps have little to hide, and
+# its thread competes with the loader's workers for the cores: the quickstart (two ranks on two
+# cores, 256 samples) takes 25 ms a step with look-ahead and 20 ms without.
+LEAST_BATCH_ON_ONE_HOST = 2048
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that a prediction depends on except the placement.
-
-    Args:
-        costs: Costs of the machine.
-        note: Caveat about the costs for the user, or None.
-        world: Ranks and hosts.
-        workload: Batch and dense layers.
-        demands: Demand of every table, in the schema's order.
-        machine: The machine for TorchRec's planner.
-        pipeline: Pipeline of hot/cold placements.
-    """
+    """Everything that a prediction depends on except the placement."""
 
     costs: Costs
-    note: str | None
+    note: str | None  # caveat about the costs for the user
     world: World
     workload: Workload
-    demands: tuple[TableDemand, ...]
-    machine: Machine
-    pipeline: PipelineSpec = SPARSE_DIST
-
-    def model(
-        self, at: Mapping[str, float], *, is_hot_dense: bool = False
-    ) -> StepModel | LookAheadModel:
-        """Returns the step model, with measured collectives at the message sizes of ``at``."""
-        return make_model(
-            self.costs,
-            self.world,
-            self.workload,
-            pipeline=self.pipeline,
-            is_hot_dense=is_hot_dense,
-            at=at,
-        )
-
-    def torchrec_model(self, at: Mapping[str, float]) -> StepModel:
-        """Returns the step model of TorchRec's own pipelines on unsplit tables."""
-        return make_torchrec_model(
-            self.costs, self.world, self.workload, pipeline=self.pipeline, at=at
-        )
+    demands: tuple[TableDemand, ...]  # in the schema's order
+    machine: Machine  # for TorchRec's planner
+    pipeline: PipelineSpec = SPARSE_DIST  # of hot/cold placements
 
     @property
     def memory_bytes(self) -> tuple[float, float]:
@@ -78,16 +50,47 @@ class Scenario:
         host = (1 - HOST_RESERVED_FRAC) * machine.host_bytes / machine.local_world_size
         return (device if machine.device == "cuda" else 0.0), host
 
+    @property
+    def cold_tier(self) -> Tier:
+        """The default memory tier of cold rows."""
+        return Tier.DEVICE if self.machine.device == "cpu" else Tier.HOST
 
-def planned_pipeline(config: Config, machine: Machine) -> PipelineSpec:
-    """Returns the pipeline that trains the configuration's placement.
+    @property
+    def global_batch_size(self) -> int:
+        return self.workload.batch_size * self.world.num_ranks
+
+
+def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
+    """Returns the pipeline that trains the configuration's placement, never auto.
 
     Raises:
         ValueError: If the configured one cannot.
     """
-    pipeline = config.pipeline
-    kind = choose_pipeline(config, machine)
-    return PipelineSpec(kind, pipeline.wire.value, pipeline.depth)
+    placement, kind = config.placement, config.pipeline.kind
+    is_torchrec = isinstance(placement, TorchrecPlacement)
+    if kind is PipelineKind.auto:
+        # look_ahead has not been run on CUDA yet.
+        is_ahead = machine.device == "cpu" and not is_torchrec and machine.world_size > 1
+        is_large = config.trainer.batch_size >= LEAST_BATCH_ON_ONE_HOST
+        is_ahead = is_ahead and (machine.num_hosts > 1 or is_large)
+        return PipelineKind.look_ahead if is_ahead else PipelineKind.sparse_dist
+    if kind is PipelineKind.look_ahead and is_torchrec:
+        raise ValueError(
+            "pipeline.kind: expected sparse_dist or base for placement=torchrec, whose tables "
+            "TorchRec exchanges, got look_ahead. Set pipeline=sparse_dist."
+        )
+    if kind is PipelineKind.prefetch:
+        found, is_cached = placement.kind.name, False
+        if isinstance(placement, TorchrecPlacement):
+            found = f"torchrec with tier {placement.tier.name}"
+            is_cached = placement.tier is ColdTier.fused_uvm_caching
+        if not is_cached or machine.device != "cuda":
+            raise ValueError(
+                "pipeline.kind: expected placement=torchrec with placement.tier=fused_uvm_caching "
+                "on cuda for prefetch, which fills FBGEMM's device caches, got "
+                f"placement={found} on {machine.device}. Set these, or pipeline=sparse_dist."
+            )
+    return kind
 
 
 def choose_costs(config: Config, device: str) -> tuple[Costs, str | None]:
@@ -98,11 +101,10 @@ def choose_costs(config: Config, device: str) -> tuple[Costs, str | None]:
         CostsError: If they are invalid, of another kind of device, or the name is unknown.
     """
     name, path = config.planner.costs, Path(config.paths.costs)
-    measured = (
-        read_costs(path) if name == "measured" or (name == "auto" and path.exists()) else None
-    )
-    if measured is not None and (name == "measured" or measured.device == device):
-        costs, note = measured, check_host(measured, read_fingerprint(device))
+    is_there = name == "measured" or (name == "auto" and path.exists())
+    costs = read_costs(path) if is_there else None
+    if costs is not None and (name == "measured" or costs.device == device):
+        note = check_host(costs, read_fingerprint(device))
     else:
         chosen = NEAREST_BUILTIN[device] if name == "auto" else name
         if chosen not in BUILTIN:
@@ -126,25 +128,20 @@ def describe_scenario(
     num_samples: int,
     machine: Machine,
     costs: Costs,
-    note: str | None,
+    note: str | None = None,
     locality: Mapping[str, TableLocality] | None = None,
-    pipeline: PipelineSpec = SPARSE_DIST,
 ) -> Scenario:
     """Describes a configuration's scenario.
 
     Args:
-        config: The configuration.
-        schema: The dataset's tables and features.
         histograms: The profile's histogram of every table.
         num_samples: The number of samples that the profile counted.
-        machine: Ranks, memory and batch.
-        costs: Costs of the machine.
         note: Caveat about the costs, or None.
         locality: The profile's locality by table. Lookups of other tables are independent.
-        pipeline: Pipeline of hot/cold placements.
 
     Raises:
-        ValueError: If the profile lacks a table, or counted no sample.
+        ValueError: If the profile lacks a table, or counted no sample, or the configured pipeline
+            cannot train the placement.
     """
     missing = [table.name for table in schema.tables if table.name not in histograms]
     if missing or num_samples < 1:
@@ -153,12 +150,7 @@ def describe_scenario(
             f"of {missing or 'any: it counted no sample'}. Make the profile again from this "
             "dataset."
         )
-    placement = config.placement
-    is_routed_by_loader = (
-        isinstance(placement, HotColdConfig)
-        and placement.routing is Routing.loader
-        and config.trainer.num_workers > 0
-    )
+    placement, pipeline = config.placement, config.pipeline
     dense = dense_flops(config.model, len(schema.dense), len(schema.features))
     bytes_of_row = row_bytes(schema, config)
     demands = []
@@ -193,17 +185,19 @@ def describe_scenario(
             dense_flops=dense.flops,
             bottom_frac=dense.bottom_frac,
             num_dense_values=dense.num_dense_values,
-            is_routed_by_loader=is_routed_by_loader,
+            is_routed_by_loader=isinstance(placement, HotColdConfig)
+            and placement.routing is Routing.loader
+            and config.trainer.num_workers > 0,
         ),
         demands=tuple(demands),
         machine=machine,
-        pipeline=pipeline,
+        pipeline=PipelineSpec(
+            choose_pipeline(config, machine), pipeline.wire.value, pipeline.depth
+        ),
     )
 
 
-def resized(
-    machine: Machine, costs: Costs, *, world_factor: float = 1, batch_factor: float = 1
-) -> Machine:
+def resized(machine: Machine, costs: Costs, world_factor: float, batch_factor: float) -> Machine:
     """Returns the machine with more or fewer ranks, or another batch per rank.
 
     Ranks are added as hosts of the same kind, or to the one host where the costs have no link

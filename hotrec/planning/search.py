@@ -1,28 +1,16 @@
 """Searches for the placement with the least predicted step time that fits in memory.
 
-A table plan is a mode (what is exchanged, and the memory tier), a number of replicated hot rows,
-and the number of rows that a device cache holds; both take a table's rows in falling order of
-frequency. Seconds and bytes are linear in sums over the first rows of that order, except that
-communication counts only as far as computation does not hide it, and that tables of one dimension
-share the fixed cost of a message. Tables depend on each other through these and through memory.
-
-The search starts from simple placements (one frequency threshold for all tables, in one tier).
-Column generation (Dantzig and Wolfe 1960) then proposes plans: a linear program over the plans so
-far prices memory and communication, and at these prices each table adds its cheapest plan. One
-mixed-integer program (HiGHS) selects a plan for each table, and a last descent changes one table
-at a time, which fills the memory that whole plans leave over. This is a heuristic: the result fits
-in memory, but no bound on its distance from the optimum is computed.
-
-Symbols: T tables, J cuts between groups of equally frequent rows, M modes, K resources (seconds of
-computation, then of exposed communication by stage, then bytes by MEMORIES), P plans, F flags, D.
+Simple placements (one frequency threshold for all tables) start the search, column generation
+proposes plans of tables, a mixed-integer program selects one for each, and a descent changes one
+at a time. This is a heuristic: no bound on the distance from the optimum is computed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -31,7 +19,7 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from hotrec.cost_model.costs import Costs, World
-from hotrec.cost_model.demand import Floats, TableDemand, take_rows
+from hotrec.cost_model.demand import Floats, TableDemand
 from hotrec.cost_model.forms import BYTES_PER_FLOAT, BYTES_PER_ID, StepPrediction, Workload
 from hotrec.cost_model.memory import (
     ROUTER_BYTES,
@@ -46,13 +34,16 @@ from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 Mask = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
+# Letters of array shapes: T tables, J cuts between groups of equally frequent rows, M modes, K
+# resources (seconds of computation, then of exposed communication by stage, then bytes by
+# MEMORIES), P plans, F flags, D dimensions.
 MODES = tuple((exchange, tier) for exchange in Exchange for tier in Tier)
+# Pooled first, which needs no router; cached last.
+SMALLEST_MODES = (3, 0, 4, 1, 5, 2)
 MEMORIES = ("device_bytes", "host_bytes", "replica_bytes")
 # Fixed costs of messages, which the tables of one dimension share.
 FLAGS = ("cold_groups", "hot_groups", "pooled_groups")
 NUM_THRESHOLDS = 10
-# Shares of the hot rows that are tried as smaller hot sets where the step is not linear.
-HOT_SHARES = (0.0, *(2.0**-k for k in range(10, 0, -1)), 0.75)
 MAX_ROUNDS = 20
 MAX_SWEEPS = 5
 MAX_NODES = 200
@@ -69,76 +60,21 @@ class InfeasibleError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """The memory and the options that a placement may use.
+    """The memory and the exchanges that a placement may use.
 
-    Args:
-        device_bytes: Device memory of each rank for tables. It is not read for a CPU, where all
-            memory is the host's.
-        host_bytes: Each rank's share of its host's memory for tables.
-        replica_bytes: Memory of each rank for hot rows with their optimizer state. None sets no
-            limit beyond the memory itself.
-        tiers: The tiers that sharded rows may use.
-        exchanges: The exchanges that a table may use.
-        shardings: The shardings that a table may use. POOLED needs TABLE_WISE.
-        hot_exchanges: Whether gradients of hot rows may be exchanged as touched rows (False) or
-            as a dense all-reduce (True).
-
-    Raises:
-        ValueError: If a size is negative or not a number, or an option is empty.
+    Device memory is not read for a CPU, where all memory is the host's. ``host_bytes`` is a rank's
+    share of its host's memory, ``replica_bytes`` that for hot rows with their optimizer state.
     """
 
     device_bytes: float
     host_bytes: float
-    replica_bytes: float | None = None
-    tiers: tuple[Tier, ...] = tuple(Tier)
-    exchanges: tuple[Exchange, ...] = tuple(Exchange)
-    shardings: tuple[Sharding, ...] = tuple(Sharding)
-    hot_exchanges: tuple[bool, ...] = (False, True)
-
-    def __post_init__(self) -> None:
-        for name in MEMORIES:
-            size = getattr(self, name)
-            if size is not None and not size >= 0:
-                raise ValueError(f"limits {name}: expected at least 0, got {size}.")
-        for name in ("tiers", "exchanges", "shardings", "hot_exchanges"):
-            if not getattr(self, name):
-                raise ValueError(f"limits {name}: expected at least one, got none.")
-
-    def sizes(self, is_one_memory: bool) -> Floats:
-        """Returns float64 (3,) by MEMORIES, infinite where there is no limit."""
-        device = math.inf if is_one_memory else self.device_bytes
-        replica = math.inf if self.replica_bytes is None else self.replica_bytes
-        return np.array([device, self.host_bytes, replica], np.float64)
-
-    def allows(self, costs: Costs, exchange: Exchange, tier: Tier) -> bool:
-        """Whether the options allow this mode and the costs include the kernels that it runs."""
-        is_pooled = exchange is Exchange.POOLED
-        if exchange not in self.exchanges or tier not in self.tiers:
-            return False
-        if is_pooled and Sharding.TABLE_WISE not in self.shardings:
-            return False
-        if costs.device == "cpu":
-            return tier is Tier.DEVICE
-        read, update = ("pooled", "pooled_update") if is_pooled else ("read", "update")
-        kernels = {
-            Tier.DEVICE: (f"{read}_device", f"{update}_device"),
-            Tier.HOST: (f"{read}_host", f"{update}_host"),
-            Tier.HOST_CACHED: (f"{read}_hit", f"{read}_miss", f"{update}_hit"),
-        }
-        return all(name in costs.kernels for name in kernels[tier])
+    replica_bytes: float | None = None  # no limit beyond the memory itself
+    may_pool: bool = True  # whether whole tables may exchange pooled vectors
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest placement that was found.
-
-    Args:
-        num_hot: The number of replicated rows of each table.
-        tables: The placement of each table's other rows.
-        is_hot_dense: Whether gradients of hot rows are exchanged by a dense all-reduce.
-        prediction: The predicted step.
-        quantities: What the mean rank does in this step.
-    """
+    """The fastest placement that was found, its step, and what the mean rank does in it."""
 
     num_hot: Mapping[str, int]
     tables: Mapping[str, TablePlacement]
@@ -161,11 +97,6 @@ def search_placement(
     """Searches for the fastest placement of these tables in TorchRec's pipeline.
 
     Args:
-        demands: The demand of every table.
-        costs: The costs of the machine.
-        world: The ranks and hosts.
-        workload: The batch and the dense layers.
-        limits: The memory and the options that are allowed.
         hot_range: The smallest and largest number of hot rows of a table. A table that is absent
             may have any number.
         at: The quantities of a step near the best one. Measured collectives become lines at its
@@ -173,252 +104,160 @@ def search_placement(
         narrow_frac: Bytes of a value on the wire, as a fraction of those of a float32.
 
     Raises:
-        InfeasibleError: If nothing fits. The message gives the smallest budget that fits.
-        ValueError: If there is no table, two have one name, or a range is outside its table.
+        InfeasibleError: If nothing fits. The message gives a budget that does.
         CostsError: If the costs do not include the link between hosts.
     """
-    hot_range = dict(hot_range or {})
-    _check(demands, hot_range)
-    memory = _Memory(
-        demands,
-        world,
-        can_M=np.array([limits.allows(costs, *mode) for mode in MODES]),
-        is_one_memory=costs.device == "cpu",
-        is_routed_on_device=not workload.is_routed_by_loader,
-        low={name: span[0] for name, span in hot_range.items()},
-    )
-    # One rank exchanges nothing, so both exchanges of hot rows are equal there.
-    hot_exchanges = sorted(set(limits.hot_exchanges))[: 1 if world.num_ranks == 1 else None]
+    ranges = [(hot_range or {}).get(d.name, (0, d.num_rows)) for d in demands]
     found: list[tuple[float, bool, StepModel, list[_Plan]]] = []
-    for is_hot_dense in hot_exchanges if memory.can_M.any() else ():
+    # One rank exchanges nothing, so both exchanges of hot rows are equal there.
+    for is_hot_dense in (False, True)[: min(world.num_ranks, 2)]:
         model = make_step_model(
             costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=narrow_frac
         )
-        problem = _Problem(memory, model, limits, workload.batch_size, hot_range)
-        plans = _search(problem, memory, limits, [entry[-1] for entry in found])
-        if plans is not None:
-            found.append((problem.step_s(problem.total(plans)), is_hot_dense, model, plans))
-    if not found:
-        raise _explain(memory, limits)
+        problem = _Problem(demands, ranges, costs, world, workload, limits, model)
+        plans = _search(problem, [entry[-1] for entry in found])
+        found.append((float(problem.step_s(problem.total(plans))), is_hot_dense, model, plans))
     _, is_hot_dense, model, plans = min(found, key=lambda entry: entry[0])
     num_hot = {demands[p.table].name: p.num_hot for p in plans}
-    tables = {demands[p.table].name: p.placement(demands[p.table], world) for p in plans}
+    tables = {demands[p.table].name: _placement(p, demands[p.table], world) for p in plans}
     quantities = hot_cold_quantities(demands, num_hot, tables, world, workload.batch_size)
     return Choice(num_hot, tables, is_hot_dense, model.predict(quantities), quantities)
 
 
-def _check(demands: Sequence[TableDemand], hot_range: Mapping[str, tuple[int, int]]) -> None:
-    if not demands:
-        raise ValueError("demands: expected at least one table, got none.")
-    sizes = {d.name: d.num_rows for d in demands}
-    if len(sizes) < len(demands):
-        names = sorted(d.name for d in demands)
-        raise ValueError(f"demands: expected tables of different names, got {names}.")
-    for name, (low, high) in hot_range.items():
-        if name not in sizes:
-            raise ValueError(f"hot_range: expected tables of {sorted(sizes)}, got {name!r}.")
-        if not 0 <= low <= high <= sizes[name]:
-            raise ValueError(
-                f"hot_range table {name}: expected 0 <= low <= high <= {sizes[name]} rows, got "
-                f"{(low, high)}."
-            )
+@dataclass(frozen=True)
+class _Plan:
+    """The plan of one table; the most frequent rows are replicated."""
+
+    table: int
+    mode: int  # index in MODES
+    num_hot: int
+    num_held: int  # num_hot and the rows after them that a device cache holds
+
+
+def _placement(plan: _Plan, demand: TableDemand, world: World) -> TablePlacement:
+    exchange, tier = MODES[plan.mode]
+    # TABLE_WISE rows move as much as ROW_WISE ones on the mean rank, so the choice is made by what
+    # TorchRec can do: a pooled table lies on one rank, a tiny one cannot be cut.
+    by_table = exchange is Exchange.POOLED or demand.num_rows < world.num_ranks
+    sharding = Sharding.TABLE_WISE if by_table else Sharding.ROW_WISE
+    frac = (plan.num_held - plan.num_hot) / demand.num_rows
+    return TablePlacement(exchange, sharding, tier, frac if tier is Tier.HOST_CACHED else None)
 
 
 # ------------------------------------------------------------------ what plans take
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The plan of one table.
+def _is_allowed(costs: Costs, limits: Limits, exchange: Exchange, tier: Tier) -> bool:
+    """Whether the limits allow this mode and the costs include the kernels that it runs."""
+    is_pooled = exchange is Exchange.POOLED
+    if is_pooled and not limits.may_pool:
+        return False
+    if costs.device == "cpu":
+        return tier is Tier.DEVICE
+    read, update = ("pooled", "pooled_update") if is_pooled else ("read", "update")
+    kernels = {
+        Tier.DEVICE: (f"{read}_device", f"{update}_device"),
+        Tier.HOST: (f"{read}_host", f"{update}_host"),
+        Tier.HOST_CACHED: (f"{read}_hit", f"{read}_miss", f"{update}_hit"),
+    }
+    return all(name in costs.kernels for name in kernels[tier])
 
-    Args:
-        table: The table's index.
-        mode: The index of the exchange and tier in MODES.
-        num_hot: The number of replicated rows.
-        num_held: ``num_hot`` and the rows after them that a device cache holds.
+
+def _table_memory(
+    demand: TableDemand, num_ranks: int, is_routed_on_device: bool
+) -> dict[str, Floats]:
+    """Returns the MEMORIES of a table in each tier, its router, and a hot and a cached row.
+
+    They are those of the mean rank and agree with ``hotrec.cost_model.memory``, except that wholly
+    hot tables keep their shards.
     """
-
-    table: int
-    mode: int
-    num_hot: int
-    num_held: int
-
-    def placement(self, demand: TableDemand, world: World) -> TablePlacement:
-        exchange, tier = MODES[self.mode]
-        # TABLE_WISE rows move as much as ROW_WISE ones on the mean rank, so the choice is made by
-        # what TorchRec can do: a pooled table lies on one rank, a tiny one cannot be cut.
-        by_table = exchange is Exchange.POOLED or demand.num_rows < world.num_ranks
-        sharding = Sharding.TABLE_WISE if by_table else Sharding.ROW_WISE
-        frac = (self.num_held - self.num_hot) / demand.num_rows
-        return TablePlacement(exchange, sharding, tier, frac if tier is Tier.HOST_CACHED else None)
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """The memory that tables take on the mean rank.
-
-    It agrees with ``hotrec.cost_model.memory``, except that wholly hot tables keep their shards.
-
-    Args:
-        demands: The demand of every table.
-        world: The ranks and hosts.
-        can_M: The allowed modes.
-        is_one_memory: Whether device memory is the host's, as on a CPU.
-        is_routed_on_device: Whether the device also holds a router entry for every row.
-        low: The smallest number of hot rows of a table, 0 where absent.
-    """
-
-    demands: Sequence[TableDemand]
-    world: World
-    can_M: Mask
-    is_one_memory: bool
-    is_routed_on_device: bool
-    low: Mapping[str, int]
-
-    def sizes(self, demand: TableDemand) -> dict[str, Floats]:
-        """Returns the MEMORIES of a table in each tier, its router, and a hot and a cached row."""
-        shares = {t.value: shard_row_bytes(demand, t) for t in Tier}
-        sizes = {
-            name: np.array([*share, 0]) * demand.num_rows / self.world.num_ranks
-            for name, share in shares.items()
-        }
-        router = ROUTER_BYTES * demand.num_rows
-        sizes["routed"] = np.array([router * self.is_routed_on_device, router, 0.0])
-        sizes["replica"] = np.array([replica_row_bytes(demand), 0.0, demand.row_bytes])
-        sizes["held"] = np.array([cached_row_bytes(demand) / self.world.num_ranks, 0.0, 0.0])
-        if self.is_one_memory:
-            sizes["routed"][0] = 0.0
-            sizes = {name: np.array([0.0, s[0] + s[1], s[2]]) for name, s in sizes.items()}
-        return sizes
-
-    def can_pool(self, demand: TableDemand, tier: Tier, limits: Limits) -> bool:
-        """Whether a rank can hold the whole table, none of whose rows must be hot."""
-        is_host = self.is_one_memory or tier is not Tier.DEVICE
-        room = limits.host_bytes if is_host else limits.device_bytes
-        return demand.num_rows * demand.row_bytes <= room and not self.low.get(demand.name, 0)
-
-    def smallest_plans(self, limits: Limits) -> tuple[list[tuple[_Plan, _Plan]], Floats]:
-        """Returns each table's plans that take least memory on the device and on the host.
-
-        Where only one of them is allowed it is both. Also returns their MEMORIES, float64
-        (T, 2, 3). Every table needs an allowed mode.
-        """
-        pairs, sizes = [], np.zeros((len(self.demands), 2, len(MEMORIES)))
-        for t, demand in enumerate(self.demands):
-            takes, low = self.sizes(demand), self.low.get(demand.name, 0)
-            plans: list[_Plan | None] = [None, None]
-            for m in (3, 0, 4, 1, 5, 2):  # pooled first, which needs no router; cached last
-                exchange, tier = MODES[m]
-                is_pooled, side = exchange is Exchange.POOLED, int(tier is not Tier.DEVICE)
-                if not self.can_M[m] or plans[side] is not None:
-                    continue
-                if is_pooled and not self.can_pool(demand, tier, limits):
-                    continue
-                held = low + int(tier is Tier.HOST_CACHED and low < demand.num_rows)
-                plans[side] = _Plan(t, m, low, held)
-                sizes[t, side] = takes[tier.value] + low * takes["replica"]
-                sizes[t, side] += (held - low) * takes["held"] + (not is_pooled) * takes["routed"]
-            some = [(plan, size) for plan, size in zip(plans, sizes[t].copy(), strict=True) if plan]
-            sizes[t] = some[0][1], some[-1][1]
-            pairs.append((some[0][0], some[-1][0]))
-        return pairs, sizes
-
-    def split(self, limits: Limits, short: str) -> tuple[list[_Plan], float]:
-        """Splits whole tables over the tiers so that one memory is exceeded by least.
-
-        Args:
-            limits: The limits of the other memories are kept.
-            short: "device" or "host", the memory that may be exceeded.
-
-        Returns:
-            The plans, and the bytes per rank by which the memory is exceeded, infinite where the
-            others alone are too small.
-        """
-        pairs, sizes = self.smallest_plans(limits)
-        limits_3, which = limits.sizes(self.is_one_memory), MEMORIES.index(f"{short}_bytes")
-        total = max(float(sizes.sum()), 1.0)
-        rows = np.concatenate([(sizes[:, 0] - sizes[:, 1]).T / total, np.zeros((3, 1))], axis=1)
-        rows[which, -1] = -1.0
-        ends = np.minimum((limits_3 - sizes[:, 1].sum(axis=0)) / total, 1e3)
-        answer = milp(
-            np.append(np.zeros(len(pairs)), 1.0),
-            integrality=np.append(np.ones(len(pairs)), 0),
-            bounds=Bounds(0, np.append(np.ones(len(pairs)), np.inf)),
-            constraints=LinearConstraint(rows, ub=ends),
-            options={"mip_rel_gap": 1e-6, "node_limit": 10_000},
-        )
-        if answer.x is None:
-            return [host for _, host in pairs], math.inf
-        side = np.where(answer.x[:-1] > 0.5, 0, 1)
-        used = sizes[np.arange(len(pairs)), side].sum(axis=0)[which]
-        plans = [pair[i] for pair, i in zip(pairs, side, strict=True)]
-        return plans, max(float(used - limits_3[which]), 0.0)
+    router = ROUTER_BYTES * demand.num_rows
+    sizes = {
+        "routed": np.array([router * is_routed_on_device, router, 0.0]),
+        "replica": np.array([replica_row_bytes(demand), 0.0, demand.row_bytes]),
+        "held": np.array([cached_row_bytes(demand) / num_ranks, 0.0, 0.0]),
+    }
+    for tier in Tier:
+        share = np.array([*shard_row_bytes(demand, tier), 0])
+        sizes[tier.value] = share * demand.num_rows / num_ranks
+    return sizes
 
 
 class _Problem:
     """The coefficients of the tables' plans under one step model.
 
+    Seconds and bytes are linear in sums over the first rows of a table, except that communication
+    counts only as far as computation does not hide it, and that tables of one dimension share the
+    fixed cost of a message.
+
     Attributes:
-        constant_K: What every placement takes.
-        flags_FK: What each of FLAGS takes.
+        constant_K, flags_FK: What every placement and what each of FLAGS takes.
         base_TMK: What a table takes in a mode with no row hot or cached.
-        hot_TM4K: What is added for each unit of ``sums`` of the hot rows.
-        held_TM4K: What is added for each unit of ``sums`` of the hot and cached rows.
+        hot_TM4K, held_TM4K: What each unit of ``sums`` of the hot rows, and of the hot and cached
+            rows, adds.
         cuts_TJ4: At each cut between groups, the rows before it, the sums of their q and Q, and
             their share of the table's lookups (``hotrec.cost_model.demand``).
         can_TM: The modes that are allowed and fit on a rank.
-        low_T, high_T: The smallest and largest number of hot rows.
-        limits_3: The limits of MEMORIES.
     """
 
     def __init__(
         self,
-        memory: _Memory,
-        model: StepModel,
+        demands: Sequence[TableDemand],
+        ranges: Sequence[tuple[int, int]],
+        costs: Costs,
+        world: World,
+        workload: Workload,
         limits: Limits,
-        batch_size: int,
-        hot_range: Mapping[str, tuple[int, int]],
+        model: StepModel,
     ) -> None:
-        self.demands = demands = memory.demands
-        self.limits_3 = limits.sizes(memory.is_one_memory)
+        self.demands, self.num_ranks = demands, world.num_ranks
+        is_one_memory = costs.device == "cpu"
+        device_bytes = math.inf if is_one_memory else limits.device_bytes
+        replica_bytes = math.inf if limits.replica_bytes is None else limits.replica_bytes
+        self.limits_3 = np.array([device_bytes, limits.host_bytes, replica_bytes], np.float64)
         weights, self.constant_K = _weigh(model)
         self.num_stages = self.constant_K.size - 1 - len(MEMORIES)
         self.flags_FK = np.array([weights[flag] for flag in FLAGS])
-        ranges = [hot_range.get(d.name, (0, d.num_rows)) for d in demands]
         self.low_T, self.high_T = np.array(ranges, np.int64).T
         self.cuts_TJ4 = _cut(demands, ranges)
-        self.can_TM = np.tile(memory.can_M, (len(demands), 1))
+        can_M = [_is_allowed(costs, limits, *mode) for mode in MODES]
+        self.can_TM = np.tile(can_M, (len(demands), 1))
+        self.bytes_T = np.array([d.num_rows * d.row_bytes for d in demands])
         for m, (exchange, tier) in enumerate(MODES):
-            if exchange is Exchange.POOLED:
-                self.can_TM[:, m] &= [memory.can_pool(d, tier, limits) for d in demands]
-        dims = sorted({d.dim for d in demands})
-        self.num_dims, self.dim_T = len(dims), np.array([dims.index(d.dim) for d in demands])
+            if exchange is Exchange.POOLED:  # a rank holds the whole table, none of it hot
+                is_host = is_one_memory or tier is not Tier.DEVICE
+                room = limits.host_bytes if is_host else limits.device_bytes
+                self.can_TM[:, m] &= (self.bytes_T <= room) & (self.low_T == 0)
+        dims, self.dim_T = np.unique([d.dim for d in demands], return_inverse=True)
+        self.num_dims = len(dims)
         shape = (len(demands), len(MODES), 4, self.constant_K.size)
         self.base_TMK = np.zeros((*shape[:2], shape[3]))
         self.hot_TM4K, self.held_TM4K = np.zeros(shape), np.zeros(shape)
         for t, demand in enumerate(demands):
-            self._add_table(t, demand, memory, weights, batch_size)
+            self._add_table(t, demand, workload, is_one_memory, weights)
 
     def _add_table(
         self,
         t: int,
         demand: TableDemand,
-        memory: _Memory,
+        workload: Workload,
+        is_one_memory: bool,
         weights: Mapping[str, Floats],
-        batch_size: int,
     ) -> None:
         nothing = np.zeros(self.constant_K.size)
-        row, ranks = BYTES_PER_FLOAT * demand.dim, memory.world.num_ranks
-        num_ids = batch_size * demand.lookups_per_sample
-        num_bags = batch_size * demand.num_columns
+        row, ranks = BYTES_PER_FLOAT * demand.dim, self.num_ranks
+        num_ids = workload.batch_size * demand.lookups_per_sample
+        num_bags = workload.batch_size * demand.num_columns
 
         def of(items: str, num_bytes: str) -> Floats:
             return np.asarray(weights.get(items, nothing) + row * weights.get(num_bytes, nothing))
 
-        size = {
-            name: np.concatenate([np.zeros(nothing.size - len(MEMORIES)), sizes])
-            for name, sizes in memory.sizes(demand).items()
-        }
+        is_routed_on_device = not (workload.is_routed_by_loader or is_one_memory)
+        size = {}
+        for name, sizes in _table_memory(demand, ranks, is_routed_on_device).items():
+            if is_one_memory:
+                sizes[:2] = 0.0, sizes[0] + sizes[1]
+            size[name] = np.concatenate([nothing[: -len(MEMORIES)], sizes])
         sent_ids = num_ids + num_bags * BYTES_PER_LENGTH / BYTES_PER_ID
         sent = sent_ids * weights.get("pooled_sent_ids", nothing)
         sent = sent + num_bags * row * weights.get("pooled_sent_bytes", nothing)
@@ -454,7 +293,7 @@ class _Problem:
             _Plan(t, int(modes.argmax()), int(self.low_T[t]), int(self.low_T[t]))
             for t, modes in enumerate(self.can_TM)
         ]
-        return max(self.step_s(self.total(plans)), 1e-12)
+        return max(float(self.step_s(self.total(plans))), 1e-12)
 
     def sums(self, table: int, num_rows: npt.ArrayLike) -> Floats:
         """Returns the columns of ``cuts_TJ4`` for the hottest rows, groups pro rata."""
@@ -481,13 +320,10 @@ class _Problem:
         taken = self.constant_K + np.sum([self.take(plan) for plan in plans], axis=0)
         return np.asarray(taken + used.sum(axis=0) @ self.flags_FK)
 
-    def step_s(self, taken: Floats) -> float:
-        return float(self.steps_s(taken[None])[0])
-
-    def steps_s(self, taken_PK: Floats) -> Floats:
-        """Returns the step's seconds for each row."""
-        exposed = np.maximum(taken_PK[:, 1 : 1 + self.num_stages], 0).sum(axis=1)
-        return np.asarray(taken_PK[:, 0] + exposed)
+    def step_s(self, taken: Floats) -> Floats:
+        """Returns the step's seconds, resources along the last axis."""
+        exposed = np.maximum(taken[..., 1 : 1 + self.num_stages], 0).sum(axis=-1)
+        return np.asarray(taken[..., 0] + exposed)
 
     def fits(self, taken: Floats) -> Mask:
         """Returns whether the last axis is within the limits, up to rounding."""
@@ -498,7 +334,7 @@ class _Problem:
         if not all(self.can_TM[plan.table, plan.mode] for plan in plans):
             return math.inf
         taken = self.total(plans)
-        return self.step_s(taken) if self.fits(taken) else math.inf
+        return float(self.step_s(taken)) if self.fits(taken) else math.inf
 
     def cheapest(self, prices_K: Floats) -> Iterator[tuple[float, _Plan]]:
         """Yields the cheapest plan of each table for each combination of FLAGS, with its price.
@@ -516,9 +352,11 @@ class _Problem:
             if not can.any():
                 continue
             base = np.where(can, self.base_TMK[:, m] @ prices_K, np.inf)
-            start = _dot(self.cuts_TJ4, self.hot_TM4K[:, m] @ prices_K)
+            start, end = (
+                (self.cuts_TJ4 @ (unit[:, m] @ prices_K)[:, :, None])[:, :, 0]
+                for unit in (self.hot_TM4K, self.held_TM4K)
+            )
             start = np.where(is_in, start, np.inf) + base[:, None]
-            end = _dot(self.cuts_TJ4, self.held_TM4K[:, m] @ prices_K)
             last = np.full(num_tables, rows.shape[1] - 1)
             if tier is Tier.HOST_CACHED:
                 # The best hot rows before each cut, then the best cut after them: a cache holds
@@ -542,10 +380,6 @@ class _Problem:
         for t, n in np.argwhere(np.isfinite(price)):
             plan = _Plan(int(t), int(mode[t, n]), int(hot[t, n]), int(held[t, n]))
             yield float(price[t, n]), plan
-
-
-def _dot(cuts_TJ4: Floats, price_T4: Floats) -> Floats:
-    return np.asarray((cuts_TJ4 @ price_T4[:, :, None])[:, :, 0])
 
 
 def _weigh(model: StepModel) -> tuple[dict[str, Floats], Floats]:
@@ -587,24 +421,15 @@ def _cut(demands: Sequence[TableDemand], ranges: Sequence[tuple[int, int]]) -> F
 # ------------------------------------------------------------------ the search
 
 
-def _search(
-    problem: _Problem, memory: _Memory, limits: Limits, others: Sequence[list[_Plan]]
-) -> list[_Plan] | None:
-    """Returns the best plan found for every table, or None if nothing fits.
+def _search(problem: _Problem, others: Sequence[list[_Plan]]) -> list[_Plan]:
+    """Returns the best plan found for every table; ``others`` are more placements to start from.
 
-    Args:
-        problem: The coefficients of the tables.
-        memory: What the tables take, for a start where memory is tight.
-        limits: The limits of the memory.
-        others: More placements to start from.
+    Raises:
+        InfeasibleError: If nothing fits.
     """
-    if not problem.can_TM.any(axis=1).all():
-        return None
     best = min((*_simple_placements(problem), *others), key=problem.evaluate)
     if math.isinf(problem.evaluate(best)):
-        best, _ = memory.split(limits, "host")
-        if math.isinf(problem.evaluate(best)):
-            return None
+        best = _split(problem)
     best = _descend(problem, best)
     chosen = _generate(problem, best).choose(problem.evaluate(best))
     if chosen is not None:
@@ -617,6 +442,60 @@ def _search(
         if math.isfinite(problem.evaluate(chosen)):
             best = min(best, _descend(problem, chosen), key=problem.evaluate)
     return _prefer_device(problem, best)
+
+
+def _split(problem: _Problem) -> list[_Plan]:
+    """Splits whole tables over the tiers so that they take least host memory.
+
+    Raises:
+        InfeasibleError: If they do not fit.
+    """
+    pairs = [_smallest_plans(problem, t) for t in range(len(problem.demands))]
+    # float64 (T, 2, 3): on the device and on the host, by MEMORIES.
+    sizes = np.array([[problem.take(p)[-len(MEMORIES) :] for p in pair] for pair in pairs])
+    limits, which = problem.limits_3, MEMORIES.index("host_bytes")
+    total = max(float(sizes.sum()), 1.0)
+    rows = np.concatenate([(sizes[:, 0] - sizes[:, 1]).T / total, np.zeros((3, 1))], axis=1)
+    rows[which, -1] = -1.0  # the bytes by which host memory is exceeded
+    answer = milp(
+        np.append(np.zeros(len(pairs)), 1.0),
+        integrality=np.append(np.ones(len(pairs)), 0),
+        bounds=Bounds(0, np.append(np.ones(len(pairs)), np.inf)),
+        constraints=LinearConstraint(
+            rows, ub=np.minimum((limits - sizes[:, 1].sum(axis=0)) / total, 1e3)
+        ),
+        options={"mip_rel_gap": 1e-6, "node_limit": 10_000},
+    )
+    need = sizes[:, 1].sum(axis=0)
+    if answer.x is None:
+        name = MEMORIES[2 if need[2] > limits[2] else 0]
+    else:
+        side = np.where(answer.x[:-1] > 0.5, 0, 1)
+        need, name = sizes[np.arange(len(pairs)), side].sum(axis=0), MEMORIES[which]
+        plans = [pair[i] for pair, i in zip(pairs, side, strict=True)]
+        if math.isfinite(problem.evaluate(plans)):
+            return plans
+    i = MEMORIES.index(name)
+    raise InfeasibleError(
+        f"{name}: expected at least {math.ceil(need[i])} on each of {problem.num_ranks} ranks for "
+        f"{len(pairs)} tables, got {limits[i]:.0f}. Raise it, fix fewer rows hot, or use more "
+        "ranks."
+    )
+
+
+def _smallest_plans(problem: _Problem, table: int) -> tuple[_Plan, _Plan]:
+    """Returns the plans that take least memory on the device and on the host.
+
+    Where only one of them is allowed it is both.
+    """
+    sides: tuple[list[_Plan], list[_Plan]] = ([], [])
+    low, num_rows = int(problem.low_T[table]), problem.demands[table].num_rows
+    for m in SMALLEST_MODES:
+        if problem.can_TM[table, m]:
+            tier = MODES[m][1]
+            held = low + int(tier is Tier.HOST_CACHED and low < num_rows)
+            sides[tier is not Tier.DEVICE].append(_Plan(table, m, low, held))
+    return (sides[0] or sides[1])[0], (sides[1] or sides[0])[0]
 
 
 def _generate(problem: _Problem, plans: Sequence[_Plan]) -> _Program:
@@ -647,7 +526,7 @@ def _simple_placements(problem: _Problem) -> Iterator[list[_Plan]]:
 
 
 class _Program:
-    """The linear and mixed-integer program over a growing set of plans.
+    """The linear and mixed-integer program over a growing set of plans (Dantzig and Wolfe 1960).
 
     It minimises the step over the shares of the plans, which add up to 1 for each table, the
     exposed communication of each stage, the FLAGS of each dimension, and, in the relaxation, the
@@ -691,16 +570,7 @@ class _Program:
         """Returns the relaxation's value and the prices of resources, of tables, and of FLAGS."""
         problem = self.problem
         costs, upper, ends, equal = self._arrays()
-        highs = np.full(costs.size, np.inf)
-        answer = linprog(
-            costs,
-            A_ub=upper,
-            b_ub=ends,
-            A_eq=equal,
-            b_eq=np.ones(equal.shape[0]),
-            bounds=np.stack([np.zeros_like(highs), highs], axis=1),
-            method="highs",
-        )
+        answer = linprog(costs, A_ub=upper, b_ub=ends, A_eq=equal, b_eq=np.ones(equal.shape[0]))
         assert answer.status == 0, answer.message
         self.shares = answer.x[: len(self.taken)]
         duals = -np.asarray(answer.ineqlin.marginals)
@@ -734,10 +604,7 @@ class _Program:
             costs,
             integrality=is_whole,
             bounds=Bounds(0.0, highs),
-            constraints=[
-                LinearConstraint(upper, ub=ends),
-                LinearConstraint(equal, lb=1.0, ub=1.0),
-            ],
+            constraints=[LinearConstraint(upper, ub=ends), LinearConstraint(equal, 1.0, 1.0)],
             options={"mip_rel_gap": REL_GAP, "node_limit": MAX_NODES},
         )
         if answer.x is None:
@@ -746,10 +613,7 @@ class _Program:
         return sorted(chosen, key=lambda plan: plan.table)
 
     def blend(self) -> list[_Plan]:
-        """Returns the mean of each table's plans by their shares in the relaxation.
-
-        The plans of a table must be of one mode. Their mean takes as much memory as the shares.
-        """
+        """Returns the mean of each table's plans, all of one mode, by their shares."""
         self.relax()
         mode_T = np.zeros(len(self.problem.demands), np.int64)
         rows_T2 = np.zeros((mode_T.size, 2))
@@ -791,12 +655,7 @@ class _Program:
 
 
 def _descend(problem: _Problem, plans: Sequence[_Plan]) -> list[_Plan]:
-    """Improves one table at a time, all else equal, until no change helps.
-
-    Args:
-        problem: The coefficients of the tables.
-        plans: A plan for each table; together they fit.
-    """
+    """Improves one table at a time, all else equal, until no change helps."""
     plans = list(plans)
     taken = [problem.take(plan) for plan in plans]
     used_DF = np.zeros((problem.num_dims, len(FLAGS)), np.int64)
@@ -822,11 +681,7 @@ def _descend(problem: _Problem, plans: Sequence[_Plan]) -> list[_Plan]:
 def _best_plan(problem: _Problem, old: _Plan, rest_K: Floats, used_DF: Integers) -> _Plan:
     """Returns the best plan of a table, all others as they are.
 
-    Args:
-        problem: The coefficients of the tables.
-        old: The table's plan, which the result is not worse than.
-        rest_K: What all other tables take, without FLAGS.
-        used_DF: The number of other tables that raise each flag.
+    They take ``rest_K`` without FLAGS; ``used_DF`` of them raise each flag.
     """
     t, num_rows = old.table, problem.demands[old.table].num_rows
     first = np.array([[old.mode], [old.num_hot], [old.num_held]])
@@ -839,7 +694,7 @@ def _best_plan(problem: _Problem, old: _Plan, rest_K: Floats, used_DF: Integers)
     taken_PK = rest_K + used_PDF.sum(axis=1) @ problem.flags_FK + problem.base_TMK[t, modes_P]
     for num_P, unit_M4K in ((hot_P, problem.hot_TM4K[t]), (held_P, problem.held_TM4K[t])):
         taken_PK += np.einsum("pi,pik->pk", problem.sums(t, num_P), unit_M4K[modes_P])
-    steps_s = np.where(problem.fits(taken_PK), problem.steps_s(taken_PK), np.inf)
+    steps_s = np.where(problem.fits(taken_PK), problem.step_s(taken_PK), np.inf)
     best = int(steps_s.argmin())  # the old plan comes first, so that ties change nothing
     return _Plan(t, int(modes_P[best]), int(hot_P[best]), int(held_P[best]))
 
@@ -885,7 +740,7 @@ def _prefer_device(problem: _Problem, plans: Sequence[_Plan]) -> list[_Plan]:
     """
     plans = list(plans)
     taken, step_s = problem.total(plans), problem.evaluate(plans)
-    for t in sorted(range(len(plans)), key=lambda t: _table_bytes(problem.demands[t])):
+    for t in sorted(range(len(plans)), key=lambda t: problem.bytes_T[t]):
         old = plans[t]
         exchange, tier = MODES[old.mode]
         mode = MODES.index((exchange, Tier.DEVICE))
@@ -895,171 +750,3 @@ def _prefer_device(problem: _Problem, plans: Sequence[_Plan]) -> list[_Plan]:
             if problem.fits(changed) and problem.step_s(changed) <= step_s:
                 plans[t], taken = new, changed
     return plans
-
-
-def _table_bytes(demand: TableDemand) -> int:
-    return demand.num_rows * demand.row_bytes
-
-
-# ------------------------------------------------------------------ where nothing fits
-
-
-def _explain(memory: _Memory, limits: Limits) -> InfeasibleError:
-    """Returns the error that names the smallest budget that fits, or the option to allow."""
-    demands, can_M = memory.demands, memory.can_M
-    if not can_M.any():
-        return InfeasibleError(
-            f"limits: expected a tier and exchange that the costs have times of, got tiers "
-            f"{[t.value for t in limits.tiers]} and exchanges "
-            f"{[e.value for e in limits.exchanges]}. Allow tier device and exchange rows."
-        )
-    kept = sum(memory.low.get(d.name, 0) * d.row_bytes for d in demands)
-    if limits.replica_bytes is not None and kept > limits.replica_bytes:
-        return InfeasibleError(
-            f"replica_bytes: expected at least {kept} for the rows fixed hot, got "
-            f"{limits.replica_bytes:g}. Raise it to {kept}, or fix fewer rows."
-        )
-    tiers = [MODES[m][1] for m in np.flatnonzero(can_M)]
-    stuck = [d for d in demands if not any(memory.can_pool(d, tier, limits) for tier in tiers)]
-    if stuck and not can_M[: len(Tier)].any():
-        widest, budget = max(stuck, key=_table_bytes), limits.host_bytes
-        if num_low := memory.low.get(widest.name, 0):
-            return InfeasibleError(
-                f"table {widest.name}: expected exchange rows for its {num_low} fixed hot rows, "
-                f"got exchange pooled. Allow exchange rows, or fix none."
-            )
-        if not memory.is_one_memory:
-            budget = max(limits.device_bytes, limits.host_bytes)
-        return InfeasibleError(
-            f"table {widest.name}: expected at most {budget:g} bytes, which one rank can hold, "
-            f"got {_table_bytes(widest)}. Allow exchange rows, which spreads it."
-        )
-    return _nearest_change(memory, limits)
-
-
-def _nearest_change(memory: _Memory, limits: Limits) -> InfeasibleError:
-    """Returns the error for the memory that lacks least, and the number of ranks that suffices."""
-    num_tables, num_ranks = len(memory.demands), memory.world.num_ranks
-    changes = []
-    for name in ("host",) if memory.is_one_memory else ("device", "host"):
-        size = _smallest_budget(memory, limits, name)
-        if size is not None:
-            key = f"{name}_bytes"
-            changes.append((size - getattr(limits, key), key, size))
-    if not changes:
-        need = memory.smallest_plans(limits)[1][:, 1].sum(axis=0)
-        return InfeasibleError(
-            f"device_bytes and host_bytes: expected at least {math.ceil(need[0])} and "
-            f"{math.ceil(need[1])} per rank for {num_tables} tables on {num_ranks} ranks, "
-            f"got {limits.device_bytes:g} and {limits.host_bytes:g}. Raise both."
-        )
-    more, key, size = min(changes)
-    message = (
-        f"{key}: expected at least {size} per rank for {num_tables} tables on "
-        f"{num_ranks} ranks (the smallest that does, all else as it is), got "
-        f"{getattr(limits, key):g}. Raise it by {math.ceil(more)}"
-    )
-    for factor in (2, 4, 8, 16, 32):
-        wider = World(factor * num_ranks, memory.world.ranks_per_host)
-        if replace(memory, world=wider).split(limits, "host")[1] == 0:
-            return InfeasibleError(f"{message}, or use {wider.num_ranks} ranks of this size.")
-    return InfeasibleError(message + ".")
-
-
-def _smallest_budget(memory: _Memory, limits: Limits, name: str) -> int | None:
-    """Returns the smallest whole size of a memory that fits, None where it alone does not help."""
-    key = f"{name}_bytes"
-    low, (_, more) = math.floor(getattr(limits, key)), memory.split(limits, name)
-    if not 0 < more < math.inf:
-        return None
-    # A larger memory can hold pooled tables whole, which take less: hence the bisection.
-    high = math.ceil(low + more) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        changed = Limits(**{**vars(limits), key: float(middle)})
-        is_short = memory.split(changed, name)[1] > 0
-        low, high = (middle, high) if is_short else (low, middle)
-    return high
-
-
-# ------------------------------------------------------------------ what callers do with it
-
-
-def compare(choice: Choice, baselines: Mapping[str, StepPrediction]) -> tuple[str, str]:
-    """Compares the choice with other ways to train and explains which is fastest.
-
-    A baseline that is as fast wins, because users run it already.
-
-    Args:
-        choice: The choice of ``search_placement``.
-        baselines: The predicted steps by name, such as "torchrec planner".
-
-    Returns:
-        "hot_cold" or the baseline's name; a sentence that explains it.
-    """
-    ours = choice.prediction
-    if not baselines:
-        return "hot_cold", f"hot_cold: {_ms(ours)} a step; nothing to compare with."
-    name = min(baselines, key=lambda n: baselines[n].step_s)
-    baseline = baselines[name]
-    bytes_text = f"{ours.total_sent_bytes:,.0f} against {baseline.total_sent_bytes:,.0f} bytes sent"
-    if ours.step_s < baseline.step_s:
-        saved = 1 - ours.step_s / baseline.step_s
-        parts = _largest_change(ours, baseline)
-        return "hot_cold", (
-            f"hot_cold is predicted to be fastest: {_ms(ours)} a step against {_ms(baseline)} for "
-            f"{name}, {saved:.1%} less ({parts}; {bytes_text} by a rank)."
-        )
-    nothing = "without a hot row " if not any(choice.num_hot.values()) else ""
-    return name, (
-        f"splitting rows does not pay here: the best split {nothing}is predicted to take "
-        f"{_ms(ours)} a step, {name} {_ms(baseline)} ({_largest_change(baseline, ours)}; "
-        f"{bytes_text} by a rank). {name} is used."
-    )
-
-
-def _largest_change(fast: StepPrediction, slow: StepPrediction) -> str:
-    """The stage in which the faster one gains most."""
-    names = set(fast.stage_s) | set(slow.stage_s)
-    gains = {n: slow.stage_s.get(n, 0.0) - fast.stage_s.get(n, 0.0) for n in sorted(names)}
-    stage = max(gains, key=lambda n: gains[n])
-    return f"most of it in {stage}: {1e3 * gains[stage]:.3g} ms"
-
-
-def _ms(prediction: StepPrediction) -> str:
-    return f"{1e3 * prediction.step_s:.4g} ms"
-
-
-def hottest_share(
-    demands: Sequence[TableDemand],
-    num_hot: Mapping[str, int],
-    share: float,
-    fixed: Collection[str] = (),
-) -> dict[str, int]:
-    """Keeps the rows with most lookups per byte among the hot rows of all tables.
-
-    With look-ahead the step is not linear: fewer hot rows shorten the hot exchange, which joins two
-    steps, while cold rows travel under computation. So smaller hot sets are candidates there.
-
-    Args:
-        demands: The demand of every table.
-        num_hot: The number of hot rows of each table.
-        share: The share of them to keep, 0..1, rounded down.
-        fixed: Tables that keep all of their hot rows and do not count.
-
-    Returns:
-        The number of hot rows of every table.
-    """
-    kept = {d.name: num_hot.get(d.name, 0) for d in demands}
-    free = [d for d in demands if d.name not in fixed]
-    rows = [take_rows(d, kept[d.name]) for d in free]
-    if not sum(part.size for part in rows):  # no lookup was seen: none of them is hottest
-        return kept | dict.fromkeys((d.name for d in free), 0)
-    density = np.concatenate([d.probs_G * d.lookups_per_sample / d.row_bytes for d in free])
-    table = np.repeat(np.arange(len(free)), [part.size for part in rows])
-    order = np.argsort(-density, kind="stable")
-    most = int(share * sum(kept[d.name] for d in free))
-    ends = np.cumsum(np.concatenate(rows)[order])
-    taken = np.diff(np.minimum(ends, most), prepend=0.0)
-    by_table = np.bincount(table[order], weights=taken, minlength=len(free))
-    return kept | {d.name: int(n) for d, n in zip(free, by_table, strict=True)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,27 +15,28 @@ from torchrec.distributed.planner import (
     Topology,
 )
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.shard_estimators import (
+    EmbeddingPerfEstimator,
+    EmbeddingStorageEstimator,
+)
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError, ShardEstimator
+from torchrec.distributed.planner.types import PlannerError, ShardEstimator, ShardingOption, Storage
 from torchrec.distributed.types import (
+    CacheStatistics,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ModuleSharder,
+    ParameterSharding,
     ShardingPlan,
     ShardingPlanner,
+    ShardingType,
+    ShardMetadata,
 )
 
-from hotrec.planning.constraints import MissCurve, cold_tier_for, placement_constraints
+from hotrec.cost_model.forms import BYTES_PER_FLOAT
+from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
+from hotrec.planning.constraints import cold_tier_for, placement_constraints
 from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine
-from hotrec.planning.storage import (
-    BYTES_PER_FLOAT,
-    HOST_KERNELS,
-    Shortfall,
-    TrainedStorageEstimator,
-    describe_shortfall,
-    table_storage,
-)
 from hotrec.types import ColdTier, Partition, Placement
 
 # FBGEMM's device cache: its associativity, the sets it can count, the share of the rows that it
@@ -43,6 +44,19 @@ from hotrec.types import ColdTier, Partition, Placement
 CACHE_WAYS = 32
 MOST_CACHE_SETS = 2**24 - 1
 DEFAULT_CACHE_LOAD_FACTOR = 0.2
+HOST_KERNELS = (ColdTier.fused_uvm.value, ColdTier.fused_uvm_caching.value)
+# State of FBGEMM's optimizers, floats for each of the row's, and floats for the row.
+STATE_FLOATS: Mapping[str, tuple[int, int]] = {
+    "SGD": (0, 0),
+    "EXACT_SGD": (0, 0),
+    "LARS_SGD": (1, 0),
+    "EXACT_ADAGRAD": (1, 0),
+    "EXACT_ROWWISE_ADAGRAD": (0, 1),
+    "ADAM": (2, 0),
+    "PARTIAL_ROWWISE_ADAM": (1, 1),
+    "LAMB": (2, 0),
+    "PARTIAL_ROWWISE_LAMB": (1, 1),
+}
 
 
 def make_plan(
@@ -55,32 +69,16 @@ def make_plan(
 
     Args:
         model: Not sharded yet; may be on the meta device.
-        sharders: Sharders of its collections.
-        machine: Ranks, memory and costs.
         constraints: Constraints by table (``placement_constraints``, ``torchrec_constraints``).
 
     Raises:
         ValueError: If the tables do not fit the machine under the constraints, or the machine's
             costs are of another kind of machine.
     """
-    return plan_on(model, sharders, machine.topology(), machine.batch_size, constraints)
-
-
-def plan_on(
-    model: nn.Module,
-    sharders: Sequence[ModuleSharder[nn.Module]],
-    topology: Topology,
-    batch_size: int,
-    constraints: Mapping[str, ParameterConstraints] | None,
-) -> ShardingPlan:
-    """Runs TorchRec's planner on a topology, see ``make_plan``.
-
-    Raises:
-        ValueError: If the tables do not fit the topology under the constraints.
-    """
+    topology, batch_size = machine.topology(), machine.batch_size
     for constraint in (constraints or {}).values():
         for kernel in constraint.compute_kernels or []:
-            if kernel in {tier.value for tier in ColdTier}:
+            if kernel in HOST_KERNELS:
                 cold_tier_for(topology.compute_device, ColdTier(kernel))
     given = dict(constraints) if constraints is not None else None
     estimators: list[ShardEstimator] = [
@@ -98,22 +96,101 @@ def plan_on(
     try:
         plan = planner.plan(model, list(sharders))
     except PlannerError as error:
-        options = enumerator.enumerate(model, list(sharders))
-        of_device = topology.compute_device != "cpu"
-        memory = topology.devices[0].storage
-        shortfall = Shortfall(
-            tables=table_storage(options, on_device=of_device),
-            world_size=topology.world_size,
-            device_bytes=int((1 - DEVICE_RESERVED_FRAC) * memory.hbm) if of_device else 0,
-            host_bytes=memory.ddr,
-        )
-        where = f"{topology.world_size} ranks on {topology.compute_device}"
+        shortfall = _describe_shortfall(enumerator.enumerate(model, list(sharders)), topology)
         raise ValueError(
-            f"plan for {where}: expected the tables to fit {describe_shortfall(shortfall)} "
+            f"plan for {topology.world_size} ranks on {topology.compute_device}: {shortfall} "
             f"TorchRec says: {error}"
         ) from error
     check_caches(plan)
     return plan
+
+
+def _describe_shortfall(options: Sequence[ShardingOption], topology: Topology) -> str:
+    """Describes the memory that lacks most, and what tables take in their smallest options."""
+    memory, world_size = topology.devices[0].storage, topology.world_size
+    capacity = {"host": memory.ddr}
+    if topology.compute_device != "cpu":
+        capacity = {"device": int((1 - DEVICE_RESERVED_FRAC) * memory.hbm), **capacity}
+    least: dict[str, dict[str, int]] = {}
+    for option in options:
+        storages = [shard.storage for shard in option.shards if shard.storage is not None]
+        sizes = {"device": sum(s.hbm for s in storages), "host": sum(s.ddr for s in storages)}
+        found = least.setdefault(option.name, sizes)
+        least[option.name] = min(found, sizes, key=lambda sizes: [sizes[kind] for kind in capacity])
+    need = {kind: -(-sum(s[kind] for s in least.values()) // world_size) for kind in capacity}
+    kind = max(capacity, key=lambda kind: need[kind] - capacity[kind])
+    return (
+        f"expected the tables to fit {capacity[kind]} bytes of {kind} memory per rank, got "
+        f"{need[kind]} bytes in the mean over the ranks. Use fewer hot rows, more ranks, another "
+        "tier, or row-wise sharding of the largest table."
+    )
+
+
+class TrainedStorageEstimator(EmbeddingStorageEstimator):
+    """TorchRec's estimator plus the optimizer states and gradients that it leaves out.
+
+    It looks for states on the parameters while they are in the sharder's ``fused_params``. With R
+    rows of D floats on a rank:
+
+        replica         4 R D of gradients and, at the first steps, as much again: DDP makes its
+                        bucket anew in iteration 3 beside the old one; the state
+        element-wise    state of a shard, where its rows are: FBGEMM's device cache holds none of it
+        row-wise        state of a shard, 4 R: on the device, wherever the rows are
+    """
+
+    def estimate(self, sharding_options: list[ShardingOption], *given: Any, **named: Any) -> None:
+        """Estimates the storage of every shard of every option.
+
+        The map from an option's module to its sharder comes by position in TorchRec 1.6, by keyword
+        in 1.8.
+
+        Raises:
+            ValueError: If a sharder's optimizer has a state of unknown size.
+        """
+        super().estimate(sharding_options, *given, **named)
+        [sharders] = [*given, *named.values()]
+        for option in sharding_options:
+            params = getattr(sharders[option.module_type_key], "fused_params", None) or {}
+            state = state_floats(params.get("optimizer"))
+            for shard in option.shards:
+                assert shard.storage is not None, option.name
+                shard.storage += self._beside(option, shard.size, state)
+
+    def _beside(self, option: ShardingOption, size: list[int], state: tuple[int, int]) -> Storage:
+        num_rows, dim = size
+        by_element = BYTES_PER_FLOAT * num_rows * dim
+        element_wise, row_wise = state[0] * by_element, state[1] * BYTES_PER_FLOAT * num_rows
+        if option.sharding_type == ShardingType.DATA_PARALLEL.value:
+            row_wise += NUM_REPLICA_GRADIENTS * by_element
+        if self._topology.compute_device == "cpu":
+            return Storage(hbm=0, ddr=element_wise + row_wise)
+        if option.compute_kernel in HOST_KERNELS:
+            return Storage(hbm=row_wise, ddr=element_wise)
+        return Storage(hbm=element_wise + row_wise, ddr=0)
+
+
+def state_floats(optimizer: Any) -> tuple[int, int]:
+    """Floats of state of FBGEMM's OptimType (None is SGD): for each of a row's, and for the row."""
+    name = "EXACT_SGD" if optimizer is None else optimizer.name
+    if name not in STATE_FLOATS:
+        raise ValueError(
+            f"sharder fused_params optimizer: expected one of {sorted(STATE_FLOATS)}, whose memory "
+            f"is known, got {name}. Train with one of these."
+        )
+    return STATE_FLOATS[name]
+
+
+def _shards(
+    plan: ShardingPlan,
+) -> Iterator[tuple[str, ParameterSharding, ShardMetadata, int]]:
+    """Yields the module, sharding and rank of each shard; replicated tables have none."""
+    for path, tables in plan.plan.items():
+        assert isinstance(tables, EmbeddingModuleShardingPlan), type(tables)
+        for sharding in tables.values():
+            spec = sharding.sharding_spec
+            if isinstance(spec, EnumerableShardingSpec):
+                for shard, rank in zip(spec.shards, sharding.ranks or [], strict=True):
+                    yield path, sharding, shard, rank
 
 
 def check_caches(plan: ShardingPlan) -> None:
@@ -124,28 +201,21 @@ def check_caches(plan: ShardingPlan) -> None:
     Raises:
         ValueError: If a rank's caches of one collection have too many.
     """
-    for path, tables in plan.plan.items():
-        assert isinstance(tables, EmbeddingModuleShardingPlan), type(tables)
-        rows: dict[int, float] = defaultdict(float)
-        for sharding in tables.values():
-            spec = sharding.sharding_spec
-            if sharding.compute_kernel != ColdTier.fused_uvm_caching.value:
-                continue
-            assert isinstance(spec, EnumerableShardingSpec), type(spec)
+    rows: dict[tuple[str, int], float] = defaultdict(float)
+    for path, sharding, shard, rank in _shards(plan):
+        if sharding.compute_kernel == ColdTier.fused_uvm_caching.value:
             cache = sharding.cache_params
             load_factor = None if cache is None else cache.load_factor
             share = DEFAULT_CACHE_LOAD_FACTOR if load_factor is None else load_factor
-            for shard, rank in zip(spec.shards, sharding.ranks or [], strict=True):
-                rows[rank] += share * shard.shard_sizes[0]
-        for rank, num_cached in rows.items():
-            num_sets = math.ceil(num_cached / CACHE_WAYS)
-            if num_sets >= MOST_CACHE_SETS:
-                raise ValueError(
-                    f"plan device caches of {path or 'the model'} on rank {rank}: expected fewer "
-                    f"than {MOST_CACHE_SETS} sets of {CACHE_WAYS} rows, got {num_sets} for "
-                    f"{int(num_cached)} cached rows. Cache a smaller share of them, or use more "
-                    "ranks."
-                )
+            rows[path, rank] += share * shard.shard_sizes[0]
+    for (path, rank), num_cached in rows.items():
+        num_sets = math.ceil(num_cached / CACHE_WAYS)
+        if num_sets >= MOST_CACHE_SETS:
+            raise ValueError(
+                f"plan device caches of {path or 'the model'} on rank {rank}: expected fewer than "
+                f"{MOST_CACHE_SETS} sets of {CACHE_WAYS} rows, got {num_sets} for "
+                f"{int(num_cached)} cached rows. Cache a smaller share of them, or use more ranks."
+            )
 
 
 def host_tier_bytes(
@@ -154,24 +224,17 @@ def host_tier_bytes(
     """Returns the host memory that the devices of the fullest host map for a plan's host tiers.
 
     Args:
-        plan: The plan of all ranks.
         ranks_per_host: Ranks of a host, which are consecutive.
         state_bytes: Returns the bytes of a row's optimizer state for an embedding dim. A state of
             one float stays on the device.
     """
     hosts: dict[int, int] = defaultdict(int)
-    for tables in plan.plan.values():
-        assert isinstance(tables, EmbeddingModuleShardingPlan), type(tables)
-        for sharding in tables.values():
-            spec = sharding.sharding_spec
-            if sharding.compute_kernel not in HOST_KERNELS:
-                continue
-            assert isinstance(spec, EnumerableShardingSpec), type(spec)
-            for shard, rank in zip(spec.shards, sharding.ranks or [], strict=True):
-                num_rows, dim = shard.shard_sizes
-                state = state_bytes(dim)
-                row_bytes = BYTES_PER_FLOAT * dim + (state if state > BYTES_PER_FLOAT else 0)
-                hosts[rank // ranks_per_host] += num_rows * row_bytes
+    for _, sharding, shard, rank in _shards(plan):
+        if sharding.compute_kernel in HOST_KERNELS:
+            num_rows, dim = shard.shard_sizes
+            state = state_bytes(dim)
+            row_bytes = BYTES_PER_FLOAT * dim + (state if state > BYTES_PER_FLOAT else 0)
+            hosts[rank // ranks_per_host] += num_rows * row_bytes
     return max(hosts.values(), default=0)
 
 
@@ -183,21 +246,19 @@ def plan_document(plan: ShardingPlan) -> dict[str, Any]:
         tables = {}
         for table, sharding in module_plan.items():
             spec = sharding.sharding_spec
-            shards = []
-            if isinstance(spec, EnumerableShardingSpec):
-                shards = [
+            shards = spec.shards if isinstance(spec, EnumerableShardingSpec) else []
+            tables[table] = {
+                "sharding_type": sharding.sharding_type,
+                "compute_kernel": sharding.compute_kernel,
+                "ranks": sharding.ranks,
+                "shards": [
                     {
                         "offsets": list(shard.shard_offsets),
                         "sizes": list(shard.shard_sizes),
                         "placement": str(shard.placement),
                     }
-                    for shard in spec.shards
-                ]
-            tables[table] = {
-                "sharding_type": sharding.sharding_type,
-                "compute_kernel": sharding.compute_kernel,
-                "ranks": sharding.ranks,
-                "shards": shards,
+                    for shard in shards
+                ],
             }
         document[path] = tables
     return document
@@ -233,42 +294,25 @@ class HotColdPlanner(ShardingPlanner):
     Args:
         placement: The placement, or a partition for cold rows row-wise in device memory.
         machine: Ranks, memory, batch size and measured costs.
-        topology: TorchRec's description of the machine, instead of ``machine``.
-        batch_size: Batch of a rank.
-        curves: Miss curves of the device caches by table, for TorchRec's estimates.
+        stats: Statistics of the device caches by table, for TorchRec's estimates.
         constraints: Constraints of tables in other collections of the model.
 
     Raises:
-        ValueError: If both or neither of machine and topology are given, or the placement cannot
-            be sharded.
+        ValueError: If the placement cannot be sharded.
     """
 
     def __init__(
         self,
         placement: Placement | Partition,
         *,
-        machine: Machine | None = None,
-        topology: Topology | None = None,
-        batch_size: int | None = None,
-        curves: Mapping[str, MissCurve] | None = None,
+        machine: Machine,
+        stats: Mapping[str, CacheStatistics] | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
     ) -> None:
-        if machine is not None and topology is None and batch_size is None:
-            topology, batch_size = machine.topology(), machine.batch_size
-        elif machine is not None or topology is None or batch_size is None:
-            given = {"machine": machine, "topology": topology, "batch_size": batch_size}
-            raise ValueError(
-                "planner: expected a machine alone, or a topology and a batch_size, got "
-                f"{', '.join(name for name, value in given.items() if value is not None) or None}."
-                " Pass one description of the machine."
-            )
-        self._topology, self._batch_size = topology, batch_size
         if isinstance(placement, Partition):
             placement = Placement.alike(placement)
-        self._constraints = {
-            **(constraints or {}),
-            **placement_constraints(placement, curves),
-        }
+        self._machine = machine
+        self._constraints = {**(constraints or {}), **placement_constraints(placement, stats)}
 
     @property
     def constraints(self) -> dict[str, ParameterConstraints]:
@@ -276,16 +320,8 @@ class HotColdPlanner(ShardingPlanner):
         return dict(self._constraints)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Plans on this rank alone; every rank computes the same from the same inputs.
-
-        Args:
-            module: Not sharded yet; may be on the meta device.
-            sharders: Sharders of its collections, with a ``HotColdSharder``.
-
-        Raises:
-            ValueError: If the tables do not fit the machine.
-        """
-        return plan_on(module, sharders, self._topology, self._batch_size, self._constraints)
+        """Plans on this rank alone, see ``make_plan``."""
+        return make_plan(module, sharders, self._machine, self._constraints)
 
     def collective_plan(
         self,
@@ -296,10 +332,8 @@ class HotColdPlanner(ShardingPlanner):
         """Plans on the group's first rank and broadcasts the plan, or the same error.
 
         Args:
-            module: Not sharded yet.
-            sharders: Sharders of its collections. They are required, since TorchRec's defaults
-                have none for hot/cold collections.
-            pg: The process group; the default group if None.
+            sharders: Sharders of the module's collections. They are required, since TorchRec's
+                defaults have none for hot/cold collections.
 
         Raises:
             ValueError: On every rank, if there are no sharders or the tables do not fit.
@@ -311,20 +345,20 @@ class HotColdPlanner(ShardingPlanner):
                 "Pass the sharders that DistributedModelParallel gets."
             )
         group = pg if pg is not None else dist.group.WORLD
-        outcome: list[tuple[ShardingPlan | None, str, bool] | None] = [None]
+        outcome: list[Any] = [None]
         error: Exception | None = None
         if dist.get_rank(group) == 0:
             try:
-                outcome = [(self.plan(module, sharders), "", False)]
+                outcome = [self.plan(module, sharders)]
             except Exception as caught:  # any kind: the other ranks wait for the result
                 error = caught
-                outcome = [(None, str(caught), isinstance(caught, ValueError))]
+                # The error itself may hold what cannot be sent.
+                kind = ValueError if isinstance(caught, ValueError) else RuntimeError
+                outcome = [kind(str(caught))]
         if dist.get_world_size(group) > 1:
             dist.broadcast_object_list(outcome, group=group, group_src=0)
         if error is not None:
             raise error
-        assert outcome[0] is not None
-        plan, text, is_value_error = outcome[0]
-        if plan is None:
-            raise ValueError(text) if is_value_error else RuntimeError(text)
-        return plan
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import CacheStatistics, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.config.groups import (
     Dcnv2Config,
     HotColdConfig,
-    ModelConfig,
     OptimizerConfig,
+    PlacementConfig,
     TieredConfig,
     TorchrecPlacement,
 )
@@ -30,13 +30,12 @@ from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_model
 from hotrec.planning.constraints import (
-    MissCurve,
+    TIER_OF_KERNEL,
     cold_tier_for,
     placement_constraints,
     torchrec_constraints,
 )
-from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine, free_device_bytes
-from hotrec.planning.pipelines import hot_exchange_of
+from hotrec.planning.machine import Machine, free_device_bytes
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.memory import read_memory
@@ -48,19 +47,10 @@ from hotrec.types import (
     PipelineKind,
     Placement,
     Schema,
-    Tier,
 )
 
 GIB = 1 << 30
-
-
-PLACED_TIERS = {
-    ColdTier.fused: Tier.DEVICE,
-    ColdTier.fused_uvm: Tier.HOST,
-    ColdTier.fused_uvm_caching: Tier.HOST_CACHED,
-}
-
-
+META = torch.device("meta")
 # Device memory that `hotrec plan` assumes without a GPU: an H100's.
 ASSUMED_DEVICE_GIB = 80.0
 
@@ -88,20 +78,6 @@ def optimizer_specs(optimizer: OptimizerConfig) -> tuple[OptimizerSpec, Optimize
     return embedding, dense
 
 
-def table_configs(schema: Schema, model: ModelConfig) -> list[EmbeddingBagConfig]:
-    """TorchRec's description of the dataset's tables."""
-    return [
-        EmbeddingBagConfig(
-            name=table.name,
-            num_embeddings=table.num_rows,
-            embedding_dim=model.embedding_dim,
-            feature_names=[feature.name for feature in schema.features_of(table.name)],
-            pooling=PoolingType[model.pooling.name.upper()],
-        )
-        for table in schema.tables
-    ]
-
-
 def row_bytes(schema: Schema, config: Config) -> dict[str, int]:
     """Bytes of one row with its optimizer state, by table."""
     dim = config.model.embedding_dim
@@ -114,43 +90,26 @@ def make_machine(
     planner: PlannerConfig, *, world_size: int, ranks_per_host: int, device: str, batch_size: int
 ) -> Machine:
     """Returns the machine to plan for: as configured, else as detected."""
-    device_bytes = int(ASSUMED_DEVICE_GIB * GIB)
-    if planner.hbm_gib is not None:
-        device_bytes = int(planner.hbm_gib * GIB)
-    elif device == "cuda" and torch.cuda.is_available():
+    if planner.hbm_gib is None and device == "cuda" and torch.cuda.is_available():
         device_bytes = free_device_bytes()
-    host_bytes = read_memory()[0]
-    if planner.host_gib is not None:
-        host_bytes = int(planner.host_gib * GIB)
+    else:
+        device_bytes = int((planner.hbm_gib or ASSUMED_DEVICE_GIB) * GIB)
+    host_gib = planner.host_gib
     return Machine(
         world_size=world_size,
         local_world_size=ranks_per_host,
         device=device,
         device_bytes=device_bytes,
-        host_bytes=host_bytes,
+        host_bytes=read_memory()[0] if host_gib is None else int(host_gib * GIB),
         batch_size=batch_size,
     )
 
 
-def replica_memory_bytes(machine: Machine) -> int:
-    """Memory that a rank's hot rows must fit into."""
-    if machine.device == "cuda":
-        return int((1 - DEVICE_RESERVED_FRAC) * machine.device_bytes)
-    return machine.host_bytes // machine.local_world_size
-
-
 @dataclass(frozen=True)
 class Unsharded:
-    """The model before sharding, on no device yet, and how to shard it.
+    """The model before sharding, on no device yet, and how to shard it."""
 
-    Args:
-        task: Model and loss.
-        embeddings: The embedding collection in it.
-        sharders: TorchRec's sharders of its modules.
-        constraints: Constraints for the planner.
-    """
-
-    task: nn.Module
+    task: nn.Module  # model and loss
     embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
     sharders: list[ModuleSharder[nn.Module]]
     constraints: dict[str, ParameterConstraints] | None
@@ -163,80 +122,57 @@ def build_unsharded(
     config: Config,
     schema: Schema,
     placed: Placement | None,
+    machine: Machine,
     *,
-    world_size: int,
-    compute_device: str,
-    dense_device: torch.device,
-    curves: Mapping[str, MissCurve] | None = None,
+    dense_device: torch.device = META,
+    cache_stats: Mapping[str, CacheStatistics] | None = None,
 ) -> Unsharded:
     """Builds the model, its sharders and their constraints.
 
     Args:
         placed: The placement, or None for TorchRec's plans on unsplit tables.
-        curves: Miss curves of the device caches of host tables, for TorchRec's planner.
-        compute_device: "cpu" or "cuda", where the shards will be; need not be there to plan.
+        machine: The ranks and their device, which need not be there to plan.
         dense_device: Device of the dense layers; "meta" to plan only.
+        cache_stats: Statistics of the device caches of host tables, for TorchRec's planner.
 
     Raises:
         ValueError: If the device has no exact kernel for the optimizer, or no such memory tier.
     """
-    tables = table_configs(schema, config.model)
-    meta = torch.device("meta")
+    tables = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_rows,
+            embedding_dim=config.model.embedding_dim,
+            feature_names=[feature.name for feature in schema.features_of(table.name)],
+            pooling=PoolingType[config.model.pooling.name.upper()],
+        )
+        for table in schema.tables
+    ]
     spec, _ = optimizer_specs(config.optimizer)
     placement, wire_type = config.placement, config.pipeline.wire
     has_sharded = placed is None or placed.partition.total_hot < placed.partition.total_rows
-    check_optimizer(spec, torch.device(compute_device), has_cold=has_sharded)
+    check_optimizer(spec, torch.device(machine.device), has_cold=has_sharded)
     embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
     sharders: list[ModuleSharder[nn.Module]]
     constraints: dict[str, ParameterConstraints] | None
     if isinstance(placement, TorchrecPlacement):
-        embeddings = EmbeddingBagCollection(tables=tables, device=meta)
+        embeddings = EmbeddingBagCollection(tables=tables, device=META)
         codecs = wire_codecs(wire_type, [config.model.embedding_dim])
         sharders = [EmbeddingBagCollectionSharder(fused_params(spec), codecs)]
         constraints = torchrec_constraints(
             tables,
             placement.plan,
             batch_size=config.trainer.batch_size,
-            tier=_tier(placement.tier, compute_device, ColdTier.fused, "placement.tier"),
+            tier=cold_tier_for(machine.device, placement.tier, "placement.tier"),
             cache_load_factor=placement.cache_load_frac,
             is_prefetched=config.pipeline.kind is PipelineKind.prefetch,
         )
     else:
         assert placed is not None
-        embeddings = HotColdEmbeddingBagCollection(tables, placed, device=meta)
+        embeddings = HotColdEmbeddingBagCollection(tables, placed, device=META)
         sharders = [HotColdSharder(spec, hot_exchange_of(placement, placed), wire_type)]
-        constraints = placement_constraints(placed, curves)
-    model = _build_model(config, embeddings, num_dense=len(schema.dense), device=dense_device)
-    return Unsharded(ClickTask(model, world_size), embeddings, sharders, constraints)
-
-
-def as_placement(placement: HotColdConfig, partition: Partition, device: str) -> Placement:
-    """Returns the placement of a partition with the configured exchange and tier.
-
-    Raises:
-        ValueError: If the device has no such memory tier.
-    """
-    assert isinstance(placement, TieredConfig), placement
-    return Placement.alike(
-        partition,
-        PLACED_TIERS[
-            _tier(placement.cold_tier, device, ColdTier.fused_uvm_caching, "placement.cold_tier")
-        ],
-        placement.cache_load_frac,
-        is_hot_dense=placement.hot_exchange is HotExchange.dense,
-    )
-
-
-def _tier(tier: ColdTier, device: str, on_cuda: ColdTier, key: str) -> ColdTier:
-    if tier is ColdTier.auto:
-        return on_cuda if device == "cuda" else ColdTier.fused
-    return cold_tier_for(device, tier, key)
-
-
-def _build_model(
-    config: Config, embeddings: nn.Module, *, num_dense: int, device: torch.device
-) -> nn.Module:
-    model = config.model
+        constraints = placement_constraints(placed, cache_stats)
+    model, trainer = config.model, config.trainer
     cross: dict[str, int] = {}
     if isinstance(model, Dcnv2Config):
         cross = {
@@ -246,13 +182,35 @@ def _build_model(
     built = build_model(
         model.kind,
         embeddings,
-        num_dense=num_dense,
+        num_dense=len(schema.dense),
         dense_layer_sizes=model.dense_layer_sizes,
         over_layer_sizes=model.over_layer_sizes,
-        seed=config.trainer.seed,
-        device=device,
+        seed=trainer.seed,
+        device=dense_device,
         **cross,
     )
-    trainer = config.trainer
-    set_up_dense_layers(built, device, trainer.precision, is_compiled=trainer.compile)
-    return built
+    set_up_dense_layers(built, dense_device, trainer.precision, is_compiled=trainer.compile)
+    return Unsharded(ClickTask(built, machine.world_size), embeddings, sharders, constraints)
+
+
+def as_placement(placement: HotColdConfig, partition: Partition, device: str) -> Placement:
+    """Returns the placement of a partition with the configured exchange and tier.
+
+    Raises:
+        ValueError: If the device has no such memory tier.
+    """
+    assert isinstance(placement, TieredConfig), placement
+    tier = cold_tier_for(device, placement.cold_tier, on_cuda=ColdTier.fused_uvm_caching)
+    return Placement.alike(
+        partition,
+        TIER_OF_KERNEL[tier],
+        placement.cache_load_frac,
+        is_hot_dense=placement.hot_exchange is HotExchange.dense,
+    )
+
+
+def hot_exchange_of(placement: PlacementConfig, placed: Placement) -> HotExchange:
+    """Returns how hot gradients are exchanged: dense if the placement is, else as configured."""
+    if placed.is_hot_dense:
+        return HotExchange.dense
+    return placement.hot_exchange if isinstance(placement, TieredConfig) else HotExchange.auto

@@ -111,7 +111,7 @@ def _train(
         training_plan.placement,
         training_plan.machine(machine),
         ranks.device,
-        training_plan.curves,
+        training_plan.cache_stats,
     )
     assign = choose_assign(config, dataset.schema, training_plan.placement, sharded.plan)
     if ranks.is_first:

@@ -109,7 +109,7 @@ def test_profile_of_another_dataset(refuse: Refuse, copied: Path) -> None:
 def test_partition_of_another_dataset(refuse: Refuse, copied: Path) -> None:
     assert run_command("prepare", [SMOKE, "data.synthetic.seed=5"]) == 0
     said = refuse("train", SMOKE, "placement=saved")
-    assert "expected a partition made from dataset" in said
+    assert "expected a partition made from the dataset" in said
 
 
 def test_partition_of_other_tables(refuse: Refuse, copied: Path) -> None:

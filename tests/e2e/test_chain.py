@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrec.planning.partition import read_partition
+from hotrec.planning.partition import read_placement
 from hotrec.train.watch import STOPPED_EXIT_CODE
 from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec, hotrec_here
 
@@ -55,9 +55,9 @@ def test_plan(workspace: Workspace) -> None:
     planned = workspace.planned
     assert 0.8 <= planned["coverage_train"] < 0.81
     assert 0 < planned["hot_rows_frac"] < 0.2
-    partition, artifact = read_partition(workspace.folder / planned["partition"])
+    placement, artifact = read_placement(workspace.folder / planned["partition"])
     assert artifact.content_hash == planned["content_hash"]
-    assert partition.total_hot == planned["hot_rows"]
+    assert placement.partition.total_hot == planned["hot_rows"]
     ((_, tables),) = json.loads(Path(planned["plan_json"]).read_text()).items()
     for table in ("t0", "t1", "t2", "t3"):
         assert tables[f"{table}_hot"]["sharding_type"] == "data_parallel"

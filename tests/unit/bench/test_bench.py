@@ -23,7 +23,7 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import BenchCase, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, Shard
-from hotrec.planning.predict import Baseline
+from hotrec.planning.predict import torchrec_name
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.traffic import COLLECTIVES
 from hotrec.types import STAGES, ColdTier, HotExchange, OptimizerKind
@@ -183,7 +183,7 @@ def test_torchrecs_host_tiers_are_cases() -> None:
     config: BenchRootConfig = build_config(compose_config("bench", ["bench=host_tiers"]))
     cases = cases_of(config)
     built = {name: case_config(config, case) for name, case in cases.items()}
-    assert {name: Baseline.of(built[name]).name for name in cases if "planner" in name} == {
+    assert {name: torchrec_name(built[name]) for name in cases if "planner" in name} == {
         "planner": "torchrec planner",
         "planner_uvm": "torchrec planner fused_uvm",
         "planner_cache": "torchrec planner fused_uvm_caching prefetch",

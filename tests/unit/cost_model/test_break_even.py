@@ -11,7 +11,7 @@ from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import make_step_model
 from hotrec.planning.search import Limits, search_placement
-from hotrec.types import Exchange, TablePlacement, Tier
+from hotrec.types import TablePlacement
 from tests.unit.cost_model.samples import work_of
 from tests.unit.planning.search_cases import make_costs
 
@@ -101,7 +101,7 @@ def test_agrees_with_the_optimum():
         by_rank_G=-np.expm1(-lookups / 4),
         by_any_G=-np.expm1(-lookups),
     )
-    limits = Limits(1e9, 1e9, tiers=(Tier.DEVICE,), exchanges=(Exchange.ROWS,))
+    limits = Limits(1e9, 1e9, may_pool=False)
     choice = search_placement([demand], costs, WORLD, WORKLOAD, limits)
     assert choice.num_hot == {"t": int((lookups > at).sum())} == {"t": 6}
     tables = {"t": TablePlacement()}

@@ -94,6 +94,12 @@ def make_case(seed, *, most_tables=3, num_groups=3, most_rows=2):
     return demands, costs, world, workload, Limits(device_bytes, host_bytes, replica)
 
 
+def limit_sizes(limits, is_cpu):
+    """Device, host and replica bytes, infinite where there is no limit."""
+    replica = np.inf if limits.replica_bytes is None else limits.replica_bytes
+    return np.array([np.inf if is_cpu else limits.device_bytes, limits.host_bytes, replica])
+
+
 def brute_force(demands, costs, world, workload, limits):
     """The least predicted step over every placement with prefixes hot; None if nothing fits.
 
@@ -102,7 +108,7 @@ def brute_force(demands, costs, world, workload, limits):
     """
     is_cpu = costs.device == "cpu"
     every = [list(_options(d, world, limits, is_cpu)) for d in demands]
-    sizes = limits.sizes(is_cpu)
+    sizes = limit_sizes(limits, is_cpu)
     shape = tuple(len(options) for options in every)
     memory = np.zeros((*shape, 3))
     total = {name: np.zeros(shape) for name in QUANTITIES}

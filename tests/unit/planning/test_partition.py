@@ -1,16 +1,10 @@
 import numpy as np
 import pytest
 
-from hotrec.artifact import ArtifactError
+from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.cost_model.profile import Profile, Sampling
-from hotrec.planning.partition import (
-    check_partition,
-    read_partition,
-    summarize_partition,
-    write_partition,
-)
-from hotrec.planning.policies import choose_budget, choose_fraction
-from hotrec.types import Partition, Placement
+from hotrec.planning.partition import read_placement, summarize_partition, write_partition
+from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
 
 # A table may be called "file", which np.savez cannot take as a name.
 COUNTS = {"file": np.array([5, 0, 3, 2]), "t/x": np.array([0, 0]), "big": np.arange(10)}
@@ -24,13 +18,20 @@ PARTITION = Partition(
 )
 
 
-def write(path, partition=PARTITION, dataset_hash="d1"):
+TABLES = {
+    "file": TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.3),
+    "t/x": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
+    "big": TablePlacement(),
+}
+
+
+def write(path):
     return write_partition(
-        Placement.alike(partition),
+        Placement(PARTITION, TABLES, is_hot_dense=True),
         path,
         parameters={"budget_bytes": 5},
-        summary=summarize_partition(partition, PROFILE, ROW_BYTES),
-        dataset_hash=dataset_hash,
+        summary=summarize_partition(PARTITION, PROFILE, ROW_BYTES),
+        dataset_hash="d1",
         profile_hash="p1",
     )
 
@@ -67,55 +68,16 @@ def test_summary_without_heldout_data():
 
 def test_artifact_round_trip(tmp_path):
     artifact = write(tmp_path / "partition")
-    partition, again = read_partition(tmp_path / "partition")
-    assert again.content_hash == artifact.content_hash
+    placement, again = read_placement(tmp_path / "partition")
+    assert again.content_hash == artifact.content_hash == write(tmp_path / "b").content_hash
     assert again.made_from == {"dataset": "d1", "profile": "p1"}
-    assert again.content["policy"] == partition.policy == "by hand"
+    assert again.content["policy"] == placement.partition.policy == "by hand"
     assert again.content["parameters"] == {"budget_bytes": 5}
-    assert partition.num_rows == {"file": 4, "t/x": 2, "big": 10}
+    assert placement.partition.num_rows == PARTITION.num_rows
+    assert (placement.tables, placement.is_hot_dense) == (TABLES, True)
     for table in PARTITION.num_rows:
-        assert partition.hot(table).dtype == np.int64
-        assert partition.hot(table).tolist() == PARTITION.hot(table).tolist()
-
-
-def test_same_partition_has_the_same_hash(tmp_path):
-    assert write(tmp_path / "a").content_hash == write(tmp_path / "b").content_hash
-    other = choose_fraction(COUNTS, hot_frac=0.5)
-    assert write(tmp_path / "c", other).content_hash != write(tmp_path / "a").content_hash
-
-
-def test_large_partition_survives(tmp_path):
-    counts = {"t": np.random.default_rng(0).integers(0, 1000, 300_000)}
-    partition = choose_budget(counts, budget_bytes=100_000 * 68, row_bytes={"t": 68})
-    write_partition(
-        Placement.alike(partition),
-        tmp_path / "p",
-        parameters={},
-        summary={},
-        dataset_hash="d",
-        profile_hash="p",
-    )
-    assert np.array_equal(read_partition(tmp_path / "p")[0].hot("t"), partition.hot("t"))
-    assert partition.num_hot("t") == 100_000
-
-
-def test_check_accepts_its_own_dataset(tmp_path):
-    check_partition(write(tmp_path / "p"), dataset_hash="d1", num_rows=PARTITION.num_rows)
-
-
-@pytest.mark.parametrize(
-    ("dataset_hash", "num_rows", "message"),
-    [
-        ("d2", {"file": 4, "t/x": 2, "big": 10}, "made from dataset d2, got one made from d1"),
-        ("d1", {"file": 5, "t/x": 2, "big": 10}, "table file: expected 5 rows .* got 4"),
-        ("d1", {"file": 4, "t/x": 2}, "table big: expected None rows .* got 10"),
-        ("d1", {"file": 4, "t/x": 2, "big": 10, "z": 1}, "table z: expected 1 rows .* got None"),
-    ],
-)
-def test_check_refuses_another_dataset(tmp_path, dataset_hash, num_rows, message):
-    artifact = write(tmp_path / "p")
-    with pytest.raises(ArtifactError, match=message):
-        check_partition(artifact, dataset_hash=dataset_hash, num_rows=num_rows)
+        assert placement.partition.hot(table).dtype == np.int64
+        assert placement.partition.hot(table).tolist() == PARTITION.hot(table).tolist()
 
 
 def test_altered_hot_rows_are_found(tmp_path):
@@ -125,12 +87,13 @@ def test_altered_hot_rows_are_found(tmp_path):
     data[200] ^= 1
     path.write_bytes(bytes(data))
     with pytest.raises(ArtifactError, match=r"hot_rows\.npz: expected checksum"):
-        read_partition(tmp_path / "p")
+        read_placement(tmp_path / "p")
 
 
-def test_a_cut_archive_is_found(tmp_path):
-    write(tmp_path / "p")
-    path = tmp_path / "p" / "hot_rows.npz"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ArtifactError, match="expected .* bytes, got 50"):
-        read_partition(tmp_path / "p", verify="size")
+def test_rows_outside_their_table_are_found(tmp_path):
+    with scratch_directory(tmp_path / "p") as scratch:
+        np.savez(scratch / "hot_rows.npz", t=np.array([7]))
+        content = {"policy": "by hand", "num_rows": {"t": 7}}
+        commit_artifact(scratch, tmp_path / "p", kind="partition", content=content)
+    with pytest.raises(ArtifactError, match=r"expected hot rows, .* in 0\.\.6, got 7"):
+        read_placement(tmp_path / "p")

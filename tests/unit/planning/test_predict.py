@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import (
     AllColdPlacement,
+    CostPlacement,
     DlrmConfig,
     RowwiseAdagradConfig,
     TorchrecPlacement,
@@ -23,10 +23,14 @@ from hotrec.cost_model.demand import build_demand
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.planning.machine import Machine
-from hotrec.planning.pipelines import choose_pipeline
-from hotrec.planning.predict import BASELINE_PLANS, HOST_BASELINE_PLANS, Baseline, predict_baselines
-from hotrec.planning.scenario import Scenario
-from hotrec.planning.training_plan import _declined
+from hotrec.planning.optimum import decide
+from hotrec.planning.predict import (
+    HOT_COLD,
+    predict_baselines,
+    torchrec_baselines,
+    torchrec_name,
+)
+from hotrec.planning.scenario import Scenario, choose_pipeline
 from hotrec.planning.unsharded import build_unsharded
 from hotrec.runtime.ranks import process_group
 from hotrec.types import ColdTier, PipelineKind, Tier, TorchrecPlan
@@ -35,7 +39,9 @@ NUM_ROWS, BATCH, RANKS = (400_000, 5_000, 300), 512, 2
 SAMPLES = ZipfTables(NUM_ROWS, exponent=1.05, num_dense=4, seed=0)
 SCHEMA = SAMPLES.schema
 CACHED = ColdTier.fused_uvm_caching
-PREFETCHED = Baseline(TorchrecPlan.planner, CACHED, is_prefetched=True)
+UVM, PREFETCHED = (
+    f"torchrec planner {tier}" for tier in ("fused_uvm", "fused_uvm_caching prefetch")
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,56 +92,61 @@ def scenario(on: Machine) -> Scenario:
 
 
 def test_host_tiers_are_baselines_on_cuda() -> None:
-    config, on = configure(AllColdPlacement()), machine()
-    predicted = predict_baselines(config, SCHEMA, scenario(on))
-    assert list(predicted) == [
-        baseline.name for baseline in (*BASELINE_PLANS, *HOST_BASELINE_PLANS)
-    ]
+    config = configure(AllColdPlacement())
+    predicted = predict_baselines(config, SCHEMA, scenario(machine()))
+    assert list(predicted) == list(torchrec_baselines(config))
     of_tier = {name: {s.tier for s in p.shardings.values()} for name, p in predicted.items()}
-    assert of_tier["torchrec planner fused_uvm"] == {Tier.HOST}
-    assert of_tier[PREFETCHED.name] == {Tier.HOST_CACHED}
-    ahead = predicted[PREFETCHED.name]
+    assert of_tier[UVM] == {Tier.HOST}
+    assert of_tier[PREFETCHED] == {Tier.HOST_CACHED}
+    ahead = predicted[PREFETCHED]
     assert ahead.pipeline.kind.value == "prefetch"
-    assert {s.is_prefetched for s in ahead.shardings.values()} == {True}
-    assert {s.cache_load_frac for s in ahead.shardings.values()} == {0.2}
+    assert {(s.is_prefetched, s.cache_load_frac) for s in ahead.shardings.values()} == {(True, 0.2)}
     assert ahead.step.hidden_s["row_lookup"] > 0
     bytes_of = {n: max(r["device_bytes"] for r in p.memory) for n, p in predicted.items()}
-    assert bytes_of["torchrec planner fused_uvm"] < bytes_of[PREFETCHED.name]
-    assert bytes_of[PREFETCHED.name] < bytes_of["torchrec planner"]
+    assert bytes_of[UVM] < bytes_of[PREFETCHED] < bytes_of["torchrec planner"]
 
 
 def test_what_does_not_fit_the_devices_is_left_to_host_tiers() -> None:
     """Rows take 26 MB of 10; TorchRec's own choice may take host tiers too."""
-    config, on = configure(AllColdPlacement()), machine(device_bytes=10_000_000)
-    predicted = predict_baselines(config, SCHEMA, scenario(on))
-    assert {"torchrec planner fused_uvm", PREFETCHED.name} <= set(predicted)
+    on = scenario(machine(device_bytes=10_000_000))
+    assert {UVM, PREFETCHED} <= set(predict_baselines(configure(AllColdPlacement()), SCHEMA, on))
 
 
 def test_there_are_no_host_tiers_on_cpu() -> None:
-    on = machine("cpu")
-    predicted = predict_baselines(configure(AllColdPlacement()), SCHEMA, scenario(on))
-    assert list(predicted) == [baseline.name for baseline in BASELINE_PLANS]
+    on = scenario(machine("cpu"))
+    predicted = predict_baselines(configure(AllColdPlacement()), SCHEMA, on)
+    assert list(predicted) == ["torchrec planner", "torchrec hand_tuned"]
 
 
-@pytest.mark.parametrize("baseline", [*BASELINE_PLANS, *HOST_BASELINE_PLANS])
-def test_a_chosen_baseline_is_a_configuration(baseline: Baseline) -> None:
+def test_a_chosen_baseline_is_a_configuration() -> None:
     """What a prediction names is what is trained where splitting rows does not pay."""
-    config = configure(AllColdPlacement(), PipelineKind.look_ahead)
-    found = _declined(config, baseline.name)
-    assert isinstance(found.placement, TorchrecPlacement)
-    assert (found.placement.plan, found.placement.tier) == (baseline.plan, baseline.tier)
-    assert Baseline.of(found) == baseline
-    expected = PipelineKind.prefetch if baseline.is_prefetched else PipelineKind.sparse_dist
-    assert choose_pipeline(found, machine()) is expected
+    baselines = torchrec_baselines(configure(AllColdPlacement(), PipelineKind.look_ahead))
+    for name, found in baselines.items():
+        assert torchrec_name(found) == name
+        is_ahead = name.endswith("prefetch")
+        expected = PipelineKind.prefetch if is_ahead else PipelineKind.sparse_dist
+        assert choose_pipeline(found, machine()) is expected
+
+
+@pytest.mark.parametrize("may_decline", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_fastest_is_chosen(device: str, may_decline: bool) -> None:
+    """TorchRec's plan where it is predicted to be as fast, unless the user keeps hot rows."""
+    config = configure(CostPlacement(may_decline=may_decline))
+    decision = decide(config, SCHEMA, scenario(machine(device)))
+    steps = {n: p.step.step_s for n, p in decision.predicted.items() if n != "all_cold"}
+    ours_s = steps.pop(HOT_COLD)
+    fastest = min(steps, key=lambda name: steps[name])
+    is_declined = steps[fastest] <= ours_s
+    assert ("does not pay" in decision.why) == is_declined
+    assert decision.chosen == (fastest if is_declined and may_decline else HOT_COLD)
+    assert f"{1e3 * ours_s:.4g} ms a step against {1e3 * steps[fastest]:.4g} ms" in decision.why
 
 
 def test_prefetched_tables_are_lru_and_filled_ahead() -> None:
     placement = TorchrecPlacement(plan=TorchrecPlan.table_wise, tier=CACHED, cache_load_frac=0.3)
     config, on = configure(placement, PipelineKind.prefetch), machine()
-    unsharded = build_unsharded(
-        config, SCHEMA, None, world_size=RANKS, compute_device="cuda",
-        dense_device=torch.device("meta"),
-    )  # fmt: skip
+    unsharded = build_unsharded(config, SCHEMA, None, on)
     for tables in unsharded.plan(on).plan.values():
         for sharding in tables.values():  # type: ignore[attr-defined]
             assert sharding.compute_kernel == "fused_uvm_caching"
@@ -162,7 +173,4 @@ def test_prefetch_without_a_cache_is_refused(placement: Any, device: str, found:
 def test_host_tiers_on_cpu_are_refused_by_their_key(tier: ColdTier) -> None:
     config = configure(TorchrecPlacement(tier=tier))
     with pytest.raises(ValueError, match=rf"^placement\.tier: expected fused .* got {tier.name}\."):
-        build_unsharded(
-            config, SCHEMA, None, world_size=1, compute_device="cpu",
-            dense_device=torch.device("meta"),
-        )  # fmt: skip
+        build_unsharded(config, SCHEMA, None, machine("cpu"))

@@ -1,0 +1,79 @@
+"""The training plan of every kind of placement, and reading what a run recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrec.artifact import ArtifactError
+from hotrec.cli.profile import blocks_of
+from hotrec.cli.store import build_config, compose_config
+from hotrec.config.roots import Config
+from hotrec.cost_model.profile import write_profile
+from hotrec.data.chunks import Dataset
+from hotrec.planning.machine import Machine
+from hotrec.planning.training_plan import TrainingPlan, make_training_plan, read_training_plan
+from hotrec.runtime.run_dir import PARTITION, PREDICTION
+from tests.unit.data.logs import write_dataset
+
+ON = Machine(2, 2, "cpu", 0, 8 << 30, 32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan")
+    write_dataset(path / "dataset", {"train": 90})
+    dataset = Dataset.open(path / "dataset")
+    dataset_hash = dataset.artifact.content_hash
+    blocks = blocks_of(dataset, "train")
+    write_profile(blocks, dataset.schema, path / "profile", dataset_hash=dataset_hash)
+    return path
+
+
+def make(folder: Path, *words: str, run: str = "run") -> tuple[Config, TrainingPlan]:
+    names = ("dataset", "profile", "partition")
+    paths = [f"paths.{name}={folder / name}" for name in names]
+    given = ["trainer.batch_size=32", "planner.costs=cpu_1gbit", *paths, *words]
+    config = build_config(compose_config("config", given))
+    dataset = Dataset.open(folder / "dataset")
+    output = folder / run / PARTITION
+    return config, make_training_plan(config, dataset, ON, output=output, is_plan=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("placement=cost", "placement.may_decline=false"),
+        ("placement=cost",),
+        ("placement=coverage",),
+        ("placement=scars",),
+        ("placement=torchrec",),
+    ],
+)
+def test_a_plan_is_made_and_read(folder: Path, words: tuple[str, ...], one_rank: Any) -> None:
+    run = folder / f"{words[0][10:]}_{len(words)}"
+    config, made = make(folder, *words, run=run.name)
+    assert made.prediction is not None
+    assert {"torchrec planner"} <= set(made.prediction["plans"])
+    assert made.predicted is not None
+    assert bool(made.prediction["sensitivity"]) == ("placement=cost" in words)
+    run.mkdir(exist_ok=True)
+    (run / PREDICTION).write_text(json.dumps(made.prediction))
+    read = read_training_plan(config, run)
+    assert read.config == made.config
+    assert (read.partition is None) == (made.partition is None)
+    if made.partition is not None and read.partition is not None:
+        assert read.partition.num_rows == made.partition.num_rows
+        saved = ("placement=saved", f"placement.partition_dir={run / PARTITION}")
+        _, again = make(folder, *saved)
+        assert again.artifact == read.artifact
+
+
+def test_a_plan_without_its_inputs_is_refused(folder: Path) -> None:
+    with pytest.raises(ArtifactError, match="none"):
+        make(folder, f"paths.profile={folder / 'none'}", "placement=coverage")
+    _, made = make(folder, f"paths.profile={folder / 'none'}", "placement=torchrec")
+    assert made.prediction is None
