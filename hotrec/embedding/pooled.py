@@ -29,14 +29,7 @@ from hotrec.types import WireType
 class ShardedPooledBags(ShardedEmbeddingBagCollection):
     """Table-wise embedding bags, in FBGEMM's pooled kernels on every device.
 
-    Args:
-        module: The unsharded collection.
-        sharding: TorchRec's sharding of each of its tables.
-        env: The process group.
-        device: The device of the shards.
-        spec: The update rule of the rows.
-        module_fqn: The module's name in the model, for TorchRec.
-        wire_type: The type in which pooled vectors and their gradients are sent.
+    Pooled vectors and their gradients are sent in ``wire_type``.
 
     Raises:
         ValueError: if a table is not sharded table-wise.
@@ -69,9 +62,7 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
     ) -> LazyAwaitable[KeyedTensor]:
         """Pool the bags of this rank's tables and start to send them.
 
-        Args:
-            features: The received ids of each sharding.
-            contexts: TorchRec's context of each sharding.
+        Takes the received ids and TorchRec's context of each sharding.
 
         Returns:
             An awaitable of the pooled columns, (B, sum of D), in TorchRec's order.
@@ -88,11 +79,7 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         return started
 
     def look_up(self, features: KeyedJaggedTensor | None) -> KeyedTensor:
-        """Run all stages for a batch and return its pooled columns (B, sum of D).
-
-        Args:
-            features: The features from ``PooledRouter``.
-        """
+        """Run all stages for features from ``PooledRouter``; (B, sum of D)."""
         ctx = self.create_context()
         arrived = self.input_dist(ctx, features).wait().wait()
         pooled: KeyedTensor = self.start_lookups(list(arrived), ctx.sharding_contexts).wait()

@@ -1,16 +1,12 @@
 """The sharded hot/cold collection, and the sharder that makes it.
 
-One TorchRec ``ShardedEmbeddingCollection`` per embedding dimension holds both halves: the hot
-tables data-parallel, the cold tables row-wise or table-wise. This module routes in ``input_dist``,
-so TorchRec's pipelines overlap routing and the exchange of ids with the previous step, even if the
-loader returns a plain ``KeyedJaggedTensor``; it pools after ``output_dist``. Tables pooled on their
-owners are in a ``ShardedEmbeddingBagCollection`` that runs in the same stages.
+It routes in ``input_dist``, so TorchRec's pipelines overlap routing and the exchange of ids with
+the previous step, and pools after ``output_dist``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,17 +59,9 @@ class HotColdContext(EmbeddingCollectionContext):
             self.routed.record_stream(stream)
 
 
-@dataclass
-class Started:
-    """Lookups in progress.
-
-    Args:
-        rows: Rows of each embedding dimension, see ``ShardedRows.start_lookups``.
-        pooled: The columns that TorchRec pools; None if there are none.
-    """
-
-    rows: list[list[Awaitable[torch.Tensor]]]
-    pooled: LazyAwaitable[KeyedTensor] | None
+# Lookups in progress: rows of each embedding dimension, see ``ShardedRows.start_lookups``, and the
+# columns that TorchRec pools.
+Started = tuple[list[list[Awaitable[torch.Tensor]]], LazyAwaitable[KeyedTensor] | None]
 
 
 class _PooledAwaitable(LazyAwaitable[KeyedTensor]):
@@ -90,9 +78,10 @@ class _PooledAwaitable(LazyAwaitable[KeyedTensor]):
 
     def _wait_impl(self) -> KeyedTensor:
         mark("dense")
+        started, from_owners = self._started
         pooled = []
         for awaitables, rows, group, columns in zip(
-            self._started.rows,
+            started,
             self._rows,
             self._routed.groups,
             self._layout.groups.values(),
@@ -102,7 +91,7 @@ class _PooledAwaitable(LazyAwaitable[KeyedTensor]):
             mark("rows_exchange")
             pooled.append(pool_rows(rows_UD, group, len(columns)))
             mark("pool")
-        from_torchrec = None if self._started.pooled is None else self._started.pooled.wait()
+        from_torchrec = None if from_owners is None else from_owners.wait()
         mark("rows_exchange")
         assembled = self._layout.assemble(pooled, from_torchrec)
         mark("pool")
@@ -113,7 +102,11 @@ class ShardedHotColdEmbeddingBagCollection(
     ShardedEmbeddingModule[KJTList, Started, KeyedTensor, HotColdContext],
     FusedOptimizerModule,
 ):
-    """See the module docstring; made by ``HotColdSharder``."""
+    """The sharded ``HotColdEmbeddingBagCollection``; made by ``HotColdSharder``.
+
+    One ``ShardedRows`` per embedding dimension holds both halves: the hot tables data-parallel, the
+    cold ones row-wise or table-wise. Tables pooled on their owners run in the same stages.
+    """
 
     def __init__(
         self,
@@ -139,7 +132,6 @@ class ShardedHotColdEmbeddingBagCollection(
         for (name, collection), group in zip(
             module.rows.items(), module.router.groups.values(), strict=True
         ):
-            hot_tables = group.keys[: len(group.hot_tables)]
             self.rows[name] = ShardedRows(
                 collection,
                 {key: sharding[key] for key in group.keys},
@@ -147,14 +139,13 @@ class ShardedHotColdEmbeddingBagCollection(
                 device,
                 spec,
                 exchange,
-                hot_tables,
+                group.keys[: len(group.hot_tables)],
                 module_fqn,
                 wire_type,
             )
         self.pooled: ShardedPooledBags | None = None
         if module.pooled is not None:
-            tables = [config.name for config in module.pooled.embedding_bag_configs()]
-            of_pooled = {name: sharding[name] for name in tables}
+            of_pooled = {c.name: sharding[c.name] for c in module.pooled.embedding_bag_configs()}
             self.pooled = ShardedPooledBags(
                 module.pooled, of_pooled, env, device, spec, module_fqn, wire_type
             )
@@ -208,8 +199,7 @@ class ShardedHotColdEmbeddingBagCollection(
     def route(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
         """Route features on the device of the rows, unless a loader worker has routed them.
 
-        The first batch that needs it copies the router's map, 4 bytes per row of all tables, to the
-        device.
+        The first batch that needs it copies the map, 4 bytes per row of all tables, to the device.
         """
         if isinstance(features, RoutedFeatures):
             return route(self.router, features)
@@ -231,7 +221,7 @@ class ShardedHotColdEmbeddingBagCollection(
         ):
             started.append(rows.start_lookups(features[:num], contexts[:num], hot_counts))
             features, contexts = features[num:], contexts[num:]
-        return Started(started, pooled)
+        return started, pooled
 
     def output_dist(self, ctx: HotColdContext, output: Started) -> LazyAwaitable[KeyedTensor]:
         assert ctx.routed is not None
@@ -285,7 +275,8 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
                 type does not fit a table.
         """
         device = device or torch.device("cpu")
-        check_optimizer(self._spec, device, has_cold=_has_cold(module))
+        has_cold = any(group.cold_tables for group in module.router.groups.values())
+        check_optimizer(self._spec, device, has_cold=has_cold or module.pooled is not None)
         exchange = self._exchange
         if exchange is None:
             is_dense = module.placement.is_hot_dense
@@ -308,19 +299,11 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         if sharding_type == ShardingType.DATA_PARALLEL.value:
             return [EmbeddingComputeKernel.DENSE.value]
-        kernels = [EmbeddingComputeKernel.FUSED]
-        if compute_device_type == "cuda":
-            kernels += [
-                EmbeddingComputeKernel.FUSED_UVM,
-                EmbeddingComputeKernel.FUSED_UVM_CACHING,
-            ]
+        kernel = EmbeddingComputeKernel
+        on_cuda = [kernel.FUSED_UVM, kernel.FUSED_UVM_CACHING]
+        kernels = [kernel.FUSED, *(on_cuda if compute_device_type == "cuda" else ())]
         return [kernel.value for kernel in kernels]
 
     @property
     def module_type(self) -> type[HotColdEmbeddingBagCollection]:
         return HotColdEmbeddingBagCollection
-
-
-def _has_cold(module: HotColdEmbeddingBagCollection) -> bool:
-    has_cold_rows = any(group.cold_tables for group in module.router.groups.values())
-    return has_cold_rows or module.pooled is not None

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.routing.checks import KeyLengths, check_lengths, select_features
-from hotrec.routing.features import Column, RoutedFeatures, hot_rows
+from hotrec.routing.checks import check_lengths, select_features
+from hotrec.routing.features import Column, RoutedFeatures, copy_to, hot_rows
 from hotrec.routing.group import GroupRouter
 from hotrec.routing.pooled import PooledRouter
 from hotrec.types import Partition
@@ -19,12 +19,8 @@ from hotrec.types import Partition
 class Router:
     """Routes the features of a batch; picklable for loader workers.
 
-    Args:
-        columns_by_dim: The columns of each embedding dimension, see ``GroupRouter``.
-        partition: The hot rows of each table.
-        is_weighted: Whether per-sample weights are required (True) or ignored (False); None uses
-            them if present.
-        pooled_by_dim: The columns that are pooled on their tables' owners, see ``PooledRouter``.
+    Per-sample weights are required if ``is_weighted`` is True, ignored if False, and None uses them
+    if present; ``pooled_by_dim`` are the columns that are pooled on their tables' owners.
     """
 
     def __init__(
@@ -49,8 +45,8 @@ class Router:
     def to(self, device: torch.device) -> Router:
         """Copy the router with its maps on the device that routes."""
         moved = copy.copy(self)
-        moved.groups = {dim: group.to(device) for dim, group in self.groups.items()}
-        moved.pooled = None if self.pooled is None else self.pooled.to(device)
+        moved.groups = {dim: copy_to(group, device) for dim, group in self.groups.items()}
+        moved.pooled = None if self.pooled is None else copy_to(self.pooled, device)
         return moved
 
     def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
@@ -61,7 +57,21 @@ class Router:
                 lies outside its table.
         """
         known = check_lengths(features)
-        features = self._as_needed(features, known)
+        weights = features.weights_or_none()
+        if self.is_weighted and weights is None:
+            raise ValueError(
+                "features weights: expected per-sample weights since is_weighted=True, got none. "
+                "Give the KeyedJaggedTensor weights, or build the collection with "
+                "is_weighted=False."
+            )
+        features = KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            lengths=features.lengths(),
+            weights=None if self.is_weighted is False else weights,
+            stride=features.stride(),
+            length_per_key=[key.num_ids for key in known],
+        )
         of_feature = dict(zip(features.keys(), known, strict=True))
         groups = []
         for group in self.groups.values():
@@ -84,23 +94,3 @@ class Router:
             for dim, num_rows in self.pooled.count_distinct(routed.pooled).items():
                 counts[dim] = counts.get(dim, 0) + num_rows
         return counts
-
-    def _as_needed(
-        self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]
-    ) -> KeyedJaggedTensor:
-        """The features with or without weights, and with their lengths per key on the host."""
-        weights = features.weights_or_none()
-        if self.is_weighted and weights is None:
-            raise ValueError(
-                "features weights: expected per-sample weights since is_weighted=True, got none. "
-                "Give the KeyedJaggedTensor weights, or build the collection with "
-                "is_weighted=False."
-            )
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=features.values(),
-            lengths=features.lengths(),
-            weights=None if self.is_weighted is False else weights,
-            stride=features.stride(),
-            length_per_key=[key.num_ids for key in known],
-        )

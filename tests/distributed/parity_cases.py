@@ -15,8 +15,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.convert import check_replicas, shard
-from hotrec.embedding.initialize import initial_rows, initialize_embeddings
+from hotrec.embedding.convert import check_replicas
+from hotrec.embedding.initialize import initial_rows
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
@@ -24,8 +24,6 @@ from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planning.constraints import placement_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import (
     Exchange,
@@ -37,6 +35,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
 )
+from tests.distributed.setups import mean_over_ranks, shard_task
 from tests.helpers.reference import (
     Bags,
     PlainBags,
@@ -375,12 +374,14 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     task.model.hidden.to(device)
     task.model.out.to(device)
     spec = spec_of(case)
-    sharders = [HotColdSharder(spec, case.exchange)]
-    machine = Machine(world_size, world_size, device.type, 1 << 30, 1 << 33, 8)
-    plan = make_plan(task, sharders, machine, placement_constraints(placement))
-    in_ddp = case.pipeline != "look_ahead"
-    model = shard(task, plan, sharders, device, data_parallel=in_ddp)
-    initialize_embeddings(model, SEED)
+    model = shard_task(
+        task,
+        HotColdSharder(spec, case.exchange),
+        placement_constraints(placement),
+        device=case.device,
+        data_parallel=case.pipeline != "look_ahead",
+        seed=SEED,
+    )
     optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1))
     batches = []
     for step in range(NUM_STEPS):
@@ -388,11 +389,7 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
         if case.route_in_loader:
             batch.sparse = router(batch.sparse)  # type: ignore[assignment]
         batches.append(batch.to(device))
-    losses = []
-    for loss in _train(case, model, optimizer, batches, device):
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / world_size)
+    losses = [mean_over_ranks(loss) for loss in _train(case, model, optimizer, batches, device)]
     check_replicas(model)
     weights = gather_tables(model)
     for name, parameter in model.named_parameters():

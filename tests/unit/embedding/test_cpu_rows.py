@@ -38,14 +38,16 @@ def make_module(kind: OptimizerKind, num_rows: list[int]) -> Any:
         pooling_mode=PoolingMode.NONE,
         **constants,
     )
-    fill(module.split_embedding_weights())
+    generator = torch.Generator().manual_seed(0)
+    for part in module.split_embedding_weights():
+        part.copy_(torch.randn(part.shape, generator=generator))
     return module
 
 
-def fill(parts: list[torch.Tensor]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for part in parts:
-        part.copy_(torch.randn(part.shape, generator=generator))
+def rows_of(module: Any, kind: OptimizerKind) -> Any:
+    """With the learning rate that is the optimizer's, not the spec's."""
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
+    return ColdRowsOnCpu(module, optimizer, OptimizerSpec(kind, learning_rate=123.0, eps=1e-3))
 
 
 def ids_of(step: int, *, is_empty: bool = False) -> KeyedJaggedTensor:
@@ -65,12 +67,10 @@ def ids_of(step: int, *, is_empty: bool = False) -> KeyedJaggedTensor:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_lookup_and_update_equal_fbgemm(kind: OptimizerKind) -> None:
     module, reference = make_module(kind, NUM_ROWS), make_module(kind, NUM_ROWS)
-    optimizer = SimpleNamespace(param_groups=[{"lr": 0.2}])
-    spec = OptimizerSpec(kind, learning_rate=123.0, eps=1e-3)  # the rate is the optimizer's
-    cold: Any = ColdRowsOnCpu(module, optimizer, spec)  # type: ignore[arg-type]
+    cold = rows_of(module, kind)
     for step in range(6):
         if step == 3:
-            optimizer.param_groups[0]["lr"] = 0.05
+            cold._optimizer.param_groups[0]["lr"] = 0.05
             reference.set_learning_rate(0.05)
         ids = ids_of(step, is_empty=step == 2)
         rows = cold(ids)
@@ -93,10 +93,8 @@ def test_lookup_and_update_equal_fbgemm(kind: OptimizerKind) -> None:
 
 
 def test_a_rank_without_rows_of_some_tables() -> None:
-    spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.2)
-    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
     module = make_module(OptimizerKind.rowwise_adagrad, [0, 4, 0])
-    cold = ColdRowsOnCpu(module, optimizer, spec)
+    cold = rows_of(module, OptimizerKind.rowwise_adagrad)
     ids = KeyedJaggedTensor(
         keys=["t0", "t1", "t2"], values=torch.tensor([3, 0, 3]), lengths=torch.tensor([0, 3, 0])
     )
@@ -110,10 +108,8 @@ def test_a_rank_without_rows_of_some_tables() -> None:
 
 
 def test_no_gradient_no_update() -> None:
-    spec = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.2)
     module = make_module(OptimizerKind.sgd, NUM_ROWS)
-    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
-    cold = ColdRowsOnCpu(module, optimizer, spec)
+    cold = rows_of(module, OptimizerKind.sgd)
     before = [part.clone() for part in module.split_embedding_weights()]
     with torch.no_grad():
         assert not cold(ids_of(0)).requires_grad
@@ -136,6 +132,5 @@ def test_another_memory_layout_is_refused() -> None:
     module = make_module(OptimizerKind.sgd, NUM_ROWS)
     parts = module.split_embedding_weights()
     module.split_embedding_weights = lambda: [parts[0], parts[2], parts[1]]
-    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
     with pytest.raises(RuntimeError, match=r"^fbgemm weights_host: expected tables one after"):
-        ColdRowsOnCpu(module, optimizer, OptimizerSpec(OptimizerKind.sgd, 0.1))
+        rows_of(module, OptimizerKind.sgd)
