@@ -70,12 +70,7 @@ def columns_by_dim(
 
 
 class PooledLayout:
-    """Puts the pooled columns of the groups into the order of the collection's keys.
-
-    Args:
-        tables: The collection's tables, in order.
-        pooled_tables: The names of the tables that TorchRec pools on their owners.
-    """
+    """Puts the pooled columns of the groups, and of TorchRec, into the order of the keys."""
 
     def __init__(
         self, tables: Sequence[EmbeddingBagConfig], pooled_tables: Collection[str] = ()
@@ -89,12 +84,7 @@ class PooledLayout:
     def assemble(
         self, pooled: Sequence[torch.Tensor], from_torchrec: KeyedTensor | None = None
     ) -> KeyedTensor:
-        """Concatenate the columns of all sources to values (B, sum of dims).
-
-        Args:
-            pooled: One (B, F_g * D_g) tensor per group.
-            from_torchrec: The columns of the tables that TorchRec pools, by name, in any order.
-        """
+        """Concatenate (B, F_g * D_g) of each group, and TorchRec's columns, to (B, sum of dims)."""
         if len(pooled) == 1 and from_torchrec is None:
             return KeyedTensor(self.names, self.lengths, pooled[0])
         parts: dict[str, torch.Tensor] = {}
@@ -115,9 +105,8 @@ class PooledLayout:
 class HotColdEmbeddingBagCollection(nn.Module):
     """Embedding bags whose hot rows are replicated and whose cold rows are sharded.
 
-    Unsharded, it computes the same as the ``EmbeddingBagCollection`` of these tables; its sharder
-    (``hotrec.embedding.sharding.HotColdSharder``) makes the hot half data-parallel and the cold
-    half model-parallel.
+    Unsharded, it computes the same as the ``EmbeddingBagCollection`` of these tables;
+    ``HotColdSharder`` makes the hot half data-parallel and the cold half model-parallel.
 
     Args:
         tables: Tables as for ``EmbeddingBagCollection``; fp32, sum or mean pooling.

@@ -87,12 +87,9 @@ class ColdRowsOnCpu:
     def update(
         self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float | None = None
     ) -> None:
-        """Update rows once.
+        """Update rows int64 (K,) once; gradients float (K, D) of the same row are summed in order.
 
-        Args:
-            rows_K: Rows int64 (K,), with repetition; gradients of a row are summed in order.
-            grad_KD: Gradients float (K, D).
-            learning_rate: The learning rate of this update; None for the optimizer's current one.
+        The learning rate is the optimizer's current one by default.
         """
         rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous(), self.weights_RD.shape[0])
         update_rows(

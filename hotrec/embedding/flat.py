@@ -7,12 +7,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 def flat_rows(features: KeyedJaggedTensor, begins_T: torch.Tensor) -> torch.Tensor:
-    """Rows int64 (K,) of the concatenated tables.
-
-    Args:
-        features: One feature per table, (T, S), whose values are rows of the table.
-        begins_T: The first row of each table, int64 (T,).
-    """
+    """Rows int64 (K,) of the concatenated tables, given one feature (T, S) per table."""
     rows_K = features.values().long()
     if not features.keys():  # on a rank without tables
         return rows_K

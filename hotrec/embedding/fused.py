@@ -1,8 +1,7 @@
 """The update rules in FBGEMM's fused kernels.
 
-On CUDA, FBGEMM sums a row's gradients in pieces of 1,024 ids in no fixed order: two runs are
-bitwise equal for rows that are exchanged, not for tables pooled on their owners and TorchRec's own
-plans, except with ``torch.use_deterministic_algorithms(True)``.
+On CUDA they sum a row's gradients in pieces of 1,024 ids in no fixed order: two runs are bitwise
+equal only for rows that are exchanged, or with ``torch.use_deterministic_algorithms(True)``.
 """
 
 from __future__ import annotations
@@ -25,14 +24,11 @@ _FBGEMM_OPTIMIZER = {
 
 
 def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
-    """FBGEMM's arguments for a rule; a new dict each time, since TorchRec modifies it.
-
-    Host tiers use pinned host memory that the device maps: managed memory, FBGEMM's default, can
-    hang a device once it exceeds the free memory.
-    """
+    """FBGEMM's arguments for a rule; a new dict each time, since TorchRec modifies it."""
     params: dict[str, Any] = {
         "optimizer": _FBGEMM_OPTIMIZER[spec.kind],
         "learning_rate": spec.learning_rate,
+        # Managed memory, the default, can hang a device once it exceeds the free memory.
         "uvm_host_mapped": True,
         # Six counters per cache and step, on the device.
         "gather_uvm_cache_stats": True,

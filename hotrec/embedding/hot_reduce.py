@@ -1,14 +1,14 @@
 """Averages the gradients of hot rows over the ranks by the cheapest of three reductions.
 
-``HotReducer.plan`` exchanges slots as soon as the ids are known; ``HotPlan.reduce`` then sends
-values only, all dimensions in one message, and sums in rank order, so that replicas stay bitwise
-equal. Slots are sent as integers: a 16-bit wire rounds values only.
+``HotReducer.plan`` exchanges slots, as integers, as soon as the ids are known; ``HotPlan.reduce``
+then sends values only and sums in rank order, so that replicas stay bitwise equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -201,11 +201,8 @@ class HotPlan:
     def reduce(self, grads: Tensors) -> list[SparseGradient]:
         """Average this rank's gradients of the planned slots, float32 (U, D), over the ranks, once.
 
-        A rank that did not touch a row counts as zero.
-
-        Returns:
-            By dimension, the slots that some rank touched and their gradients float32, bitwise
-            equal on every rank. One rank alone gets its own tensors back.
+        A rank that did not touch a row counts as zero. The unions and their gradients are bitwise
+        equal on every rank; one rank alone gets its own tensors back.
         """
         return list(zip(self.unions, self.mean(grads), strict=True))
 
@@ -213,14 +210,8 @@ class HotPlan:
 class HotReducer:
     """Averages gradients of hot rows over the ranks.
 
-    Call it from one thread, in the same order on every rank. Only the dense reduction allocates or
-    reads anything of size H x D.
-
-    Args:
-        shapes: (H, D) of each dimension.
-        wire: To the other ranks.
-        exchange: With auto, every step takes the reduction that sends least, the same on all ranks.
-        device: Of slots and gradients.
+    Call it from one thread, in the same order on every rank. With auto, every step takes the
+    reduction that sends least. Only the dense reduction needs memory of size H x D.
     """
 
     def __init__(
@@ -238,7 +229,6 @@ class HotReducer:
         # The union is known only after the exchange of slots, so the choice estimates it from the
         # last step's fraction, at first from the largest possible one.
         self._union_frac_G = [1.0] * len(self._shapes)
-        self._dense_buffer: torch.Tensor | None = None  # all zeros between steps
 
     @torch.no_grad()
     def plan(
@@ -251,9 +241,6 @@ class HotReducer:
             counts: U of each rank and dimension, if already known.
             buffer: Memory for the dense reduction, float (sum of H D,), zero outside of the slots;
                 by default the reducer's own.
-
-        Raises:
-            ValueError: if this rank's counts differ from its slots.
         """
         if self._wire.world_size == 1:
             return HotPlan(HotExchange.touched_rows, list(slots), list)
@@ -272,7 +259,7 @@ class HotReducer:
             case HotExchange.owners:
                 unions, mean = _reduce_by_owner(self._shapes, self._wire, slots)
             case _:
-                buffer = self._own_buffer() if buffer is None else buffer
+                buffer = self._own_buffer if buffer is None else buffer
                 unions, mean = _reduce_dense(self._shapes, self._wire, slots, counts, buffer)
         for group, (union, nums) in enumerate(zip(unions, zip(*counts, strict=True), strict=True)):
             if any(nums):
@@ -287,11 +274,10 @@ class HotReducer:
         costs = hot_bytes(self._shapes, counts, unions, self._value_bytes)
         return min(costs, key=lambda exchange: costs[exchange])
 
+    @cached_property
     def _own_buffer(self) -> torch.Tensor:
-        if self._dense_buffer is None:
-            num_values = sum(num_hot * dim for num_hot, dim in self._shapes)
-            self._dense_buffer = torch.zeros(num_values, device=self._device)
-        return self._dense_buffer
+        """All zeros between steps."""
+        return torch.zeros(sum(h * dim for h, dim in self._shapes), device=self._device)
 
     def reduce(
         self,

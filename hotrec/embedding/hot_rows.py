@@ -86,13 +86,8 @@ class _ReadHot(torch.autograd.Function):
 class HotReplicas:
     """This rank's replica of the hot rows of one embedding dimension.
 
-    Args:
-        weight: The flat parameter float (H * D,) of TorchRec's dense kernel.
-        num_rows_T: The number of hot rows of each table, in the order of the parameter.
-        dim: The embedding dimension.
-        group: The process group that holds the replicas.
-        exchange: How the hook reduces gradients.
-        wire_type: The type in which it sends them.
+    ``weight`` is the flat parameter float (H * D,) of TorchRec's dense kernel, whose tables have
+    ``num_rows_T`` hot rows; DDP's hook reduces its gradient by ``exchange``.
     """
 
     def __init__(
@@ -128,11 +123,7 @@ class HotReplicas:
         return self.weight.detach().view(-1, self.dim)
 
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Read float (U, D), in place of FBGEMM's dense lookup.
-
-        Args:
-            features: One feature per hot table, (T, 1), with distinct slots of the table.
-        """
+        """Read float (U, D) at distinct slots of each table, in place of FBGEMM's dense lookup."""
         slots_U = flat_rows(features, self.begins_T)
         counts, self.next_counts = self.next_counts, None
         if counts is None:
@@ -141,10 +132,7 @@ class HotReplicas:
         return out
 
     def gather_counts(self, num_rows: int) -> HotRowCounts | None:
-        """Start to gather the number of hot rows that each rank's batch touches.
-
-        None if no gradient will follow.
-        """
+        """Start to gather the number of hot rows of each rank; None if no gradient will follow."""
         if not torch.is_grad_enabled() or self._world_size == 1:
             return None
         if self._reducer is None:
@@ -167,15 +155,7 @@ class HotReplicas:
         return HotReducer([(sum(self.num_rows_T), self.dim)], wire, self._exchange, device=device)
 
     def set_reduced(self, slots_U: torch.Tensor, grad_UD: torch.Tensor) -> None:
-        """Set the gradient of the next update, in place of ``weight.grad``.
-
-        Args:
-            slots_U: Distinct slots int64 (U,), the same on every rank.
-            grad_UD: Their mean gradients float (U, D), which the update overwrites.
-
-        Raises:
-            RuntimeError: if the previous gradient has not been used.
-        """
+        """Set the gradient of the next update, which overwrites it, in place of ``weight.grad``."""
         if self._reduced is not None:
             raise RuntimeError(
                 f"hot gradient of dimension {self.dim}: expected the previous one to be "
@@ -210,9 +190,8 @@ class HotReplicas:
     def take_updated(self) -> torch.Tensor:
         """Take the slots of all ranks with gradients in ``weight.grad``; int64, ascending."""
         updated, self._updated = self._updated, []
-        if updated:
-            return updated[0]
-        return torch.empty(0, dtype=torch.int64, device=self.weight.device)
+        nothing = torch.empty(0, dtype=torch.int64, device=self.weight.device)
+        return updated[0] if updated else nothing
 
     def reduce_gradient(
         self, state: None, bucket: dist.GradBucket

@@ -23,10 +23,7 @@ from hotrec.types import OptimizerKind
 class HotOptimizer(KeyedOptimizer):
     """Updates hot rows by the same rule, with the same state, as the cold rows' fused optimizer.
 
-    Args:
-        replicas: The hot rows of each dimension, by the prefix of their parameters' names.
-        names: The parameter name of each hot table in the replica's order, by the same prefix.
-        spec: The rule.
+    Replicas, and the parameter names of their tables, are by the prefix of these names.
     """
 
     def __init__(
@@ -111,10 +108,7 @@ def make_dense(spec: OptimizerSpec, params: list[torch.Tensor]) -> torch.optim.O
 
 
 def _has_fused(kind: OptimizerKind, params: list[torch.Tensor]) -> bool | None:
-    """True if torch has this optimizer's fused kernel for the device, else None for its default.
-
-    torch's optimizers know only which devices have some fused kernel, so this asks the dispatcher.
-    """
+    """True if torch has this optimizer's fused kernel for the device, else None for its default."""
     devices = {param.device.type for param in params}
     name = {OptimizerKind.sgd: "sgd", OptimizerKind.adam: "adam"}.get(kind, "adagrad")
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

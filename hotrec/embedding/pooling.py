@@ -1,8 +1,7 @@
 """Pooling of looked-up rows into bags, forward and backward.
 
-The gradient of a product with a sparse matrix (bags x ids) is one with its transpose. The router
-stores the incidence in both orders, so either direction is an ``embedding_bag`` over contiguous
-segments, without atomics and so bitwise reproducible.
+The router stores the incidence of bags and ids in both orders, so either direction is an
+``embedding_bag`` over contiguous segments, without atomics and so bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -55,14 +54,7 @@ def sum_segments(
     """out[s] = sum over the positions of segment s of scale * source[position]; float (S, D).
 
     Bitwise reproducible: on CPU the ids of a segment are summed in order, on CUDA those of each
-    piece of ``MOST_IDS``, then the pieces.
-
-    Args:
-        source: The rows to sum, float (N, D).
-        positions_K: Rows of ``source``, int64 (K,), segment after segment.
-        offsets_S: The start of each segment, int64 (S,), ascending.
-        scales_K: A factor per id, float (K,); None if all are 1.
-        longest: An upper bound of the number of ids in a segment.
+    piece of ``MOST_IDS``, then the pieces. ``longest`` bounds the number of ids in a segment.
     """
     if positions_K.numel() == 0:
         return source.new_zeros(offsets_S.numel(), source.shape[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -31,12 +32,7 @@ from hotrec.types import HotExchange, WireType
 
 
 class IdsExchange(nn.Module):
-    """Sends row ids to the owners of the rows, in place of a TorchRec input dist.
-
-    Args:
-        replaced: The row-wise or table-wise input dist of TorchRec to replace.
-        device: The device of the ids.
-    """
+    """Sends row ids to the owners of the rows, in place of TorchRec's input dist."""
 
     def __init__(
         self, replaced: RwSparseFeaturesDist | TwSparseFeaturesDist, device: torch.device
@@ -73,10 +69,8 @@ class IdsExchange(nn.Module):
 class IdsRequest(Awaitable[Awaitable[KeyedJaggedTensor]]):
     """Waits for the lengths, then starts the exchange of ids.
 
-    Args:
-        exchange: Its splits and group.
-        features: The rows to request, keys in the order of their ranks.
-        order: The position of each requested row among the values; None if unchanged.
+    Keys of ``features`` are in the order of their ranks; ``order`` is the position of each
+    requested row among the values, None if unchanged.
     """
 
     def __init__(
@@ -162,13 +156,23 @@ class _IdsArriving(Awaitable[KeyedJaggedTensor]):
         )
 
 
+@dataclass(frozen=True)
+class ShardSettings:
+    """How a collection is sharded; rows, pooled vectors and gradients are sent in ``wire_type``."""
+
+    env: ShardingEnv
+    device: torch.device
+    spec: OptimizerSpec
+    exchange: HotExchange
+    wire_type: WireType
+    module_fqn: str | None
+
+
 def _hook_up(
     lookup: DistributedDataParallel,
     num_rows_T: list[int],
     dim: int,
-    group: dist.ProcessGroup,
-    exchange: HotExchange,
-    wire_type: WireType,
+    settings: ShardSettings,
 ) -> HotReplicas:
     """Put replicas into the place of the lookup's kernel and of DDP's all-reduce."""
     kernels: Any = list(lookup.module._emb_modules)
@@ -177,8 +181,8 @@ def _hook_up(
             f"torchrec data-parallel lookup: expected 1 group of tables, got {len(kernels)}. "
             "Use the pinned torchrec (see `hotrec doctor`)."
         )
-    weights = kernels[0].emb_module.weights
-    replicas = HotReplicas(weights, num_rows_T, dim, group, exchange, wire_type)
+    weights, group = kernels[0].emb_module.weights, settings.env.process_group
+    replicas = HotReplicas(weights, num_rows_T, dim, group, settings.exchange, settings.wire_type)
     kernels[0].forward = replicas
     # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
     lookup.broadcast_buffers = False
@@ -202,35 +206,23 @@ def check_sharding(table: str, sharding: ParameterSharding, wanted: Sequence[Sha
 
 
 class ShardedRows(ShardedEmbeddingCollection):
-    """The rows of one embedding dimension, hot and cold, exchanged unpooled.
-
-    In ``module`` hot tables come first; cold rows and all gradients are sent in ``wire_type``.
-
-    Raises:
-        ValueError: if a cold table is not sharded row-wise or table-wise, or a hot one is not
-            data-parallel.
-    """
+    """The rows of one embedding dimension, hot tables first, exchanged unpooled."""
 
     def __init__(
         self,
         module: EmbeddingCollection,
         sharding: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device,
-        spec: OptimizerSpec,
-        exchange: HotExchange,
         hot_tables: list[str],
-        module_fqn: str | None,
-        wire_type: WireType = WireType.fp32,
+        settings: ShardSettings,
     ) -> None:
         for config in module.embedding_configs():
             is_hot = config.name in hot_tables
             wanted = HOT_SHARDINGS if is_hot else COLD_SHARDINGS
             check_sharding(config.name, sharding[config.name], wanted)
-        codecs = wire_codecs(wire_type, [module.embedding_dim()])
-        super().__init__(
-            module, sharding, env, fused_params(spec), device, codecs, module_fqn=module_fqn
-        )
+        env, device, spec = settings.env, settings.device, settings.spec
+        codecs = wire_codecs(settings.wire_type, [module.embedding_dim()])
+        name = settings.module_fqn
+        super().__init__(module, sharding, env, fused_params(spec), device, codecs, module_fqn=name)
         self.hot: HotReplicas | None = None
         self._num_hot = len(hot_tables)
         self.dim = module.embedding_dim()
@@ -247,14 +239,9 @@ class ShardedRows(ShardedEmbeddingCollection):
         self._is_cuda = device.type == "cuda"
         for lookup in self._lookups:
             if isinstance(lookup, DistributedDataParallel):
-                num_rows_T = [
-                    config.num_embeddings
-                    for config in self._embedding_configs
-                    if config.name in hot_tables
-                ]
-                self.hot = _hook_up(
-                    lookup, num_rows_T, self.dim, env.process_group, exchange, wire_type
-                )
+                tables = [c for c in self._embedding_configs if c.name in hot_tables]
+                num_rows_T = [config.num_embeddings for config in tables]
+                self.hot = _hook_up(lookup, num_rows_T, self.dim, settings)
             elif not self._is_cuda:
                 use_cpu_rows(lookup, spec)
 
@@ -294,13 +281,8 @@ class ShardedRows(ShardedEmbeddingCollection):
     ) -> list[Awaitable[torch.Tensor]]:
         """Look up this rank's rows and start to send them to the ranks that requested them.
 
-        Args:
-            features: The received ids of each sharding.
-            contexts: TorchRec's context of each sharding.
-            hot_counts: The result of ``gather_hot_counts`` for the same batch.
-
-        Returns:
-            One awaitable per sharding, of float (U_sharding, D), hot first.
+        Takes the received ids and TorchRec's context of each sharding, and ``gather_hot_counts`` of
+        the same batch. Returns an awaitable per sharding, of float (U_sharding, D), hot first.
         """
         if self.hot is not None:
             self.hot.next_counts = hot_counts

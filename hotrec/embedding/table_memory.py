@@ -14,7 +14,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer
 
-from hotrec.embedding.optimizers import hot_replicas
 from hotrec.embedding.tables import sharded_collections
 
 HOT_ROWS, COLD_ROWS = "hot_rows", "cold_rows"
@@ -47,10 +46,6 @@ def memory_by_tier(model: nn.Module, optimizer: CombinedOptimizer) -> dict[str, 
 def _tensors(
     model: nn.Module, optimizer: CombinedOptimizer
 ) -> Iterator[tuple[str, torch.Tensor, str | None]]:
-    for replica in hot_replicas(model).values():
-        yield HOT_ROWS, replica.weight.detach(), None
-        if replica.weight.grad is not None:
-            yield HOT_ROWS, replica.weight.grad, None
     parts = dict(optimizer.optimizers)
     for name in ("hot", "tables"):
         if name in parts:

@@ -1,18 +1,7 @@
 """Optimizer update rules for the rows that a step touches.
 
 They update the hot replicas (on every device) and the cold shards on CPU, with the arithmetic of
-FBGEMM's fused kernels, which update the cold shards on CUDA. Untouched rows and their state do not
-change. Symbols: w weight, g gradient of the global batch's mean loss, m and v state, t update count
-from 1, D embedding dimension.
-
-    sgd               w -= lr g
-    adagrad           v += g^2;          w -= lr g / (sqrt(v) + eps)
-    rowwise_adagrad   v += mean_D(g^2);  w -= lr g / (sqrt(v) + eps)
-    adam              m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
-                      w -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-
-Sources: Duchi et al. 2011 (Adagrad); FBGEMM's EXACT_ROWWISE_ADAGRAD; Kingma, Ba 2015 (Adam; lazy
-here, as in FBGEMM: a row's moments decay in the steps that touch it, t counts all steps).
+FBGEMM's fused kernels, which update the cold shards on CUDA.
 """
 
 from __future__ import annotations
@@ -87,16 +76,27 @@ def update_rows(
     learning_rate: float,
     num_updates: int,
 ) -> None:
-    """Apply one update to some rows, in place.
+    """Apply one update to distinct rows int64 (U,), in place; other rows and their state stay.
+
+    With w weight, g gradient of the global batch's mean loss, m and v state:
+
+        sgd               w -= lr g
+        adagrad           v += g^2;          w -= lr g / (sqrt(v) + eps)
+        rowwise_adagrad   v += mean_D(g^2);  w -= lr g / (sqrt(v) + eps)
+        adam              m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
+                          w -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    Sources: Duchi et al. 2011 (Adagrad); FBGEMM's EXACT_ROWWISE_ADAGRAD; Kingma, Ba 2015 (Adam;
+    lazy as in FBGEMM: a row's moments decay in the steps that touch it, t counts all steps).
 
     Args:
         spec: The rule and its constants.
         weights_RD: The weights float (R, D).
         states: State tensors by ``spec.state_names``, of shape ``spec.state_shape(R, D)``.
-        rows_U: Distinct rows int64 (U,).
+        rows_U: The rows.
         grad_UD: Their gradients float (U, D), which are overwritten.
         learning_rate: The learning rate of this step.
-        num_updates: The update count t of the rules, 1 at the first update.
+        num_updates: The update count t, 1 at the first update.
     """
     if rows_U.numel() == 0:
         return

@@ -86,11 +86,7 @@ def scale_ids(
 ) -> torch.Tensor | None:
     """The factor of each id, float32 (K,) in the features' order; None if all are 1.
 
-    Args:
-        weights_K: Per-sample weights, if any; no exchange computes their gradient.
-        is_mean_F: The columns that are pooled by mean, bool; None if there are none.
-        lengths_FB: The number of ids per column and sample.
-        num_ids: Their sum K.
+    Per-sample weights, whose gradient no exchange computes, and ``find_means`` may be None.
     """
     if weights_K is None:
         if is_mean_F is None:

@@ -50,12 +50,7 @@ class Router:
         return moved
 
     def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
-        """Route a batch.
-
-        Raises:
-            ValueError: if a feature or the weights are missing, lengths do not add up, or an id
-                lies outside its table.
-        """
+        """Route a batch, whose features are checked."""
         known = check_lengths(features)
         weights = features.weights_or_none()
         if self.is_weighted and weights is None:
@@ -85,10 +80,7 @@ class Router:
         return RoutedFeatures(groups, features.stride(), self.fingerprint, pooled)
 
     def count_distinct(self, routed: RoutedFeatures) -> dict[int, int]:
-        """Count the distinct rows of the batch by embedding dimension, for all exchanges.
-
-        Use it for sampled batches: it sorts the rows that are pooled on their owners.
-        """
+        """Count the batch's distinct rows by embedding dimension; it sorts the pooled ones."""
         counts = dict(zip(self.groups, routed.num_distinct, strict=True))
         if self.pooled is not None and routed.pooled is not None:
             for dim, num_rows in self.pooled.count_distinct(routed.pooled).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -27,18 +28,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.data.batch import Batch
 from hotrec.embedding import cpu_rows, pooling, sharding
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.convert import shard
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import HotOptimizer, make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_model
 from hotrec.planning.constraints import hot_cold_constraints, torchrec_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime import stages
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import StageClock
@@ -48,13 +45,13 @@ from hotrec.train.run_log import SegmentBatches
 from hotrec.train.schedule import Cadence, Schedule, Segment
 from hotrec.types import (
     STAGES,
-    ColdTier,
     HotExchange,
     ModelKind,
     OptimizerKind,
     Partition,
     TorchrecPlan,
 )
+from tests.distributed.setups import shard_task
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, build_tiny
 
@@ -64,20 +61,8 @@ NUM_ROWS = {"a": 200, "b": 12, "c": 90}
 DIM, BATCH, NUM_DENSE = 4, 8, 3
 NUM_STEPS, STEADY = 7, slice(2, 4)
 PARTS = (
-    "data",
-    "route",
-    "cold_read",
-    "hot_read",
-    "pool",
-    "bottom",
-    "top",
-    "bottom_backward",
-    "top_backward",
-    "cold_update",
-    "hot_reduce",
-    "hot_update",
-    "replicated_backward",
-    "wait",
+    *("data", "route", "cold_read", "hot_read", "pool", "bottom", "top", "bottom_backward"),
+    *("top_backward", "cold_update", "hot_reduce", "hot_update", "replicated_backward", "wait"),
 )
 # Powers of 8: seven of a part before one is taken for another; exact in a float.
 SECONDS = {part: 8.0**power for power, part in enumerate(PARTS)}
@@ -138,18 +123,16 @@ def build(placement: Partition | TorchrecPlan) -> tuple[Any, Any]:
         EmbeddingBagConfig(name=t, num_embeddings=n, embedding_dim=DIM, feature_names=[t])
         for t, n in NUM_ROWS.items()
     ]
-    meta, world_size = torch.device("meta"), dist.get_world_size()
     embeddings: nn.Module
-    sharders: list[Any]
     constraints: Any
     if isinstance(placement, Partition):
-        embeddings = HotColdEmbeddingBagCollection(tables, placement, device=meta)
-        sharders = [HotColdSharder(spec, HotExchange.touched_rows)]
-        constraints = hot_cold_constraints(tables, placement, cold_tier=ColdTier.fused)
+        embeddings = HotColdEmbeddingBagCollection(tables, placement, device=torch.device("meta"))
+        sharder: Any = HotColdSharder(spec, HotExchange.touched_rows)
+        constraints = hot_cold_constraints(tables, placement)
     else:
-        embeddings = EmbeddingBagCollection(tables=tables, device=meta)
-        sharders = [EmbeddingBagCollectionSharder(fused_params(spec))]
-        constraints = torchrec_constraints(tables, placement, batch_size=20, tier=ColdTier.fused)
+        embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        sharder = EmbeddingBagCollectionSharder(fused_params(spec))
+        constraints = torchrec_constraints(tables, placement, batch_size=20)
     model = build_model(
         ModelKind.dlrm,
         embeddings,
@@ -159,10 +142,7 @@ def build(placement: Partition | TorchrecPlan) -> tuple[Any, Any]:
         seed=1,
         device=CPU,
     )
-    task = ClickTask(model, world_size)
-    machine = Machine(world_size, world_size, "cpu", 1 << 30, 1 << 33, BATCH)
-    sharded = shard(task, make_plan(task, sharders, machine, constraints), sharders, CPU)
-    initialize_embeddings(sharded, 1)
+    sharded = shard_task(ClickTask(model, dist.get_world_size()), sharder, constraints, seed=1)
     dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
     return sharded, make_optimizer(sharded, spec, dense)
 
@@ -212,6 +192,10 @@ def probe(clock: Clock) -> list[Any]:
         work = all_to_all(*args, **kwargs)
         return SlowWork(work, clock) if kwargs.get("async_op") else work
 
+    def as_method(part: str, function: Callable[..., Any]) -> Any:
+        slow = clock.takes(part, function)
+        return lambda self, *args, **kwargs: slow(self, *args, **kwargs)
+
     targets = [
         (stages, "time", clock),
         (dist, "all_to_all_single", slow_all_to_all),
@@ -225,13 +209,8 @@ def probe(clock: Clock) -> list[Any]:
         (HotReplicas, "_reduce", "hot_reduce"),
         (HotOptimizer, "step", "hot_update"),
     ):
-        slow = clock.takes(part, getattr(owner, name))
-        targets.append((owner, name, _as_method(slow)))
+        targets.append((owner, name, as_method(part, getattr(owner, name))))
     return [mock.patch.object(owner, name, value) for owner, name, value in targets]
-
-
-def _as_method(function: Callable[..., Any]) -> Any:
-    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 def book_parts() -> dict[str, list[dict[str, dict[str, int]]]]:
@@ -240,19 +219,15 @@ def book_parts() -> dict[str, list[dict[str, dict[str, int]]]]:
     for name, placement in CASES.items():
         for kind in ("sparse_dist", "base"):
             clock = Clock()
-            patches = probe(clock)
-            for patch in patches:
-                patch.start()
-            try:
+            with ExitStack() as patched:
+                for patch in probe(clock):
+                    patched.enter_context(patch)
                 model, optimizer = build(placement)
                 _probe_model(model, clock)
                 next_batch = clock.takes("data", lambda source: next(source))
                 source = make_batches(NUM_STEPS)
                 slow_source = (next_batch(source) for _ in range(NUM_STEPS))
                 seconds = measure(model, optimizer, kind, slow_source)
-            finally:
-                for patch in patches:
-                    patch.stop()
             booked[f"{name} {kind}"] = [
                 {s: read_parts(values[i]) for s, values in seconds.items() if values[i]}
                 for i in range(STEADY.stop - STEADY.start)
@@ -333,23 +308,17 @@ DENSE = {"bottom": 1, "top": 1, "bottom_backward": 1, "top_backward": 1}
 OWN = {"route": {"route": 1}, "pool": {"pool": 2}, "dense": DENSE, "other": {"data": 1}}
 COLD = {"rows_exchange": {"wait": 1}, "grads_exchange": {"wait": 1}}
 HOT = {"hot_exchange": {"hot_reduce": 1}, "optimizer": {"hot_update": 1}}
+UPDATED = {**COLD, "row_update": {"cold_update": 1}}
 EXPECTED: dict[str, dict[str, dict[str, int]]] = {
-    "mixed": {
-        **OWN,
-        **COLD,
-        **HOT,
-        "row_lookup": {"cold_read": 1, "hot_read": 1},
-        "row_update": {"cold_update": 1},
-    },
-    "all_cold": {**OWN, **COLD, "row_lookup": {"cold_read": 1}, "row_update": {"cold_update": 1}},
+    "mixed": {**OWN, **UPDATED, **HOT, "row_lookup": {"cold_read": 1, "hot_read": 1}},
+    "all_cold": {**OWN, **UPDATED, "row_lookup": {"cold_read": 1}},
     "all_hot": {**OWN, **HOT, "row_lookup": {"hot_read": 1}},
     "torchrec": {
-        **COLD,
+        **UPDATED,
         "dense": DENSE,
         "other": {"data": 1},
         # The kernel of data-parallel tables counts as lookup, both ways.
         "row_lookup": {"cold_read": 1, "hot_read": 1, "replicated_backward": 1},
-        "row_update": {"cold_update": 1},
     },
 }
 

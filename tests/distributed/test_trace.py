@@ -22,7 +22,7 @@ from hotrec.train.run_log import SegmentBatches
 from hotrec.train.schedule import Cadence, Schedule, Segment
 from hotrec.train.trace import Tracer, TraceWindow
 from hotrec.types import STAGES
-from tests.distributed.test_stages import CASES, build, make_batches
+from tests.distributed.test_stages import CASES, Clock, build, make_batches
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, build_tiny
 from tests.helpers.traces import read_events
@@ -89,23 +89,13 @@ def train_traced(directory: Path) -> dict[str, Any]:
     return dict(result.summary)
 
 
-class Time:
-    """Stands still but for what the test adds."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-
 def wait_for_dense_gradients(kind: str) -> dict[str, list[float]]:
     """Seconds by stage of the steady steps, where DDP's buckets take time and nothing else does.
 
     The time passes when backward is over but for what it waits for: the engine calls what was
     queued in it in order, and a hook of the loss queues before DDP does.
     """
-    time = Time()
+    time = Clock()
     model, optimizer = build(CASES["torchrec"])
     pipeline, batches = make_pipeline(kind, model, optimizer, CPU), segment_batches()
     is_over = threading.Event()

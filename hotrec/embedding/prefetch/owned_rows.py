@@ -1,8 +1,7 @@
 """The owners of cold rows, and reads and updates of the rows that this rank owns.
 
-A rank's rows of one embedding dimension have consecutive positions, shard after shard. On CPU,
-hotrec's own kernels read and update them. On CUDA, FBGEMM's forward reads them and its fused
-backward updates them, with its UVM caches.
+A rank's rows of one embedding dimension have consecutive positions, shard after shard. On CUDA,
+FBGEMM's forward reads them and its fused backward updates them, with its UVM caches.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from hotrec.embedding.hot_reduce import HotReducer, SparseGradient
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.pooling import pool_rows
-from hotrec.embedding.prefetch.exchange import ColdExchange, RowGroup
-from hotrec.embedding.prefetch.messages import Gradients, PrefetchedBatch
+from hotrec.embedding.prefetch.exchange import ColdExchange, Gradients, PrefetchedBatch, RowGroup
 from hotrec.embedding.prefetch.owned_rows import OwnedRows, RowOwners
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import sharded_collections
@@ -166,10 +165,6 @@ class RowsAhead:
         """The parts of the current batch, in the order in which they are to be computed.
 
         With ``split``, samples that need not wait for rows come first, in a part of their own.
-
-        Raises:
-            ValueError: if a model with several collections, or tables that are exchanged pooled, is
-                to be split.
         """
         batch = self._current
         assert batch is not None

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.embedding.messages import message_sizes, pack, row_counts, unpack
-from hotrec.embedding.prefetch.messages import RowRequest, RowsByClass, read_class_ends
+from hotrec.embedding.prefetch.exchange import RowRequest, RowsByClass, read_class_ends
 
 counts_of_ranks = st.integers(1, 3).flatmap(
     lambda num_groups: st.lists(
