@@ -167,19 +167,15 @@ def make_partition(case: Case) -> Partition:
     num_rows = {table.name: table.num_rows for table in case.tables}
     hot: dict[str, np.ndarray] = {}
     for index, (name, rows) in enumerate(num_rows.items()):
-        match case.partition:
-            case "all_hot":
-                num_hot = rows
-            case "all_cold":
-                num_hot = 0
-            case "half":
-                num_hot = (rows + 1) // 2
-            case "one_row":
-                num_hot = 1
-            case "one_table_hot":
-                num_hot = rows if index == 0 else 0
-            case _:
-                num_hot = int(rng.integers(rows + 1))
+        num_hot = {
+            "all_hot": rows,
+            "all_cold": 0,
+            "half": (rows + 1) // 2,
+            "one_row": 1,
+            "one_table_hot": rows if index == 0 else 0,
+        }.get(case.partition)
+        if num_hot is None:
+            num_hot = int(rng.integers(rows + 1))
         hot[name] = rng.permutation(rows)[:num_hot].astype(np.int64)
     return Partition(num_rows, hot, case.partition)
 

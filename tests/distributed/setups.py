@@ -34,6 +34,7 @@ from hotrec.planning.constraints import (
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.codecs import compress_dense, wire_codecs
+from hotrec.runtime.ranks import Ranks
 from hotrec.types import (
     ColdTier,
     Exchange,
@@ -145,6 +146,11 @@ class Setup:
         loss.backward()
         self.optimizer.step()
         return mean_over_ranks(loss)
+
+
+def this_rank() -> Ranks:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Ranks(rank, size, rank, size, torch.device("cpu"))
 
 
 def gather(value: Any) -> list[Any]:

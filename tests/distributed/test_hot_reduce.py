@@ -192,17 +192,6 @@ def plans_made_ahead_in_a_thread_give_the_same() -> None:
     dist.destroy_process_group(group)
 
 
-def dense_may_work_in_the_gradient_itself() -> None:
-    rank, _ = world()
-    num_hot, dim = SHAPES[0]
-    [(slots, grad)] = draw(SHAPES[:1], "overlapping", rank)
-    gradient = torch.zeros(num_hot, dim).index_copy_(0, slots, grad)
-    expected = make_reducer(SHAPES[:1], DENSE).reduce([(slots, grad)])
-    found = make_reducer(SHAPES[:1], DENSE).reduce([(slots, grad)], buffer=gradient.view(-1))
-    expect_equal(found, expected)
-    assert dist.get_world_size() == 1 or not gradient.any()
-
-
 def slots_may_come_in_any_order() -> None:
     rank, size = world()
     generator = torch.Generator().manual_seed(rank)
@@ -280,7 +269,6 @@ CHECKS: list[Callable[[], None]] = [
     sums_are_in_rank_order,
     integers_survive_a_rounding_wire,
     plans_made_ahead_in_a_thread_give_the_same,
-    dense_may_work_in_the_gradient_itself,
     slots_may_come_in_any_order,
     formulas_are_what_is_sent_and_auto_sends_least,
     dense_finds_the_union_by_the_shorter_message,

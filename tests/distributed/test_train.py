@@ -22,22 +22,19 @@ from torch.nn.parallel import DistributedDataParallel
 from hotrec.artifact import ArtifactError
 from hotrec.data.batch import Batch
 from hotrec.embedding.table_memory import CacheCounters, CacheFigures, fused_modules
-from hotrec.runtime.ranks import RankError, Ranks, all_gather_object, process_group
+from hotrec.runtime.ranks import RankError, all_gather_object, process_group
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows, count_sent_bytes
 from hotrec.train.checkpoint import Checkpoints, find_latest, load_checkpoint
 from hotrec.train.evaluate import evaluate, measure_quality
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.pipelines import make_pipeline
 from hotrec.train.schedule import Cadence, Schedule
+from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import DIM, NUM_ROWS, TinyLoader, TinySplit, build_tiny, tiny_batch
 
 CPU = torch.device("cpu")
 EVERY_STEP = Cadence(log_every=1, eval_every=5)
-
-
-def this_rank() -> Ranks:
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 2, CPU)
 
 
 def run(loader: TinyLoader, cadence: Cadence = EVERY_STEP, **kwargs: Any) -> TrainResult:

@@ -185,18 +185,6 @@ def test_state_dict_goes_on_bitwise(kind: OptimizerKind) -> None:
     assert torch.equal(first.rows, second.rows)
 
 
-def test_state_is_per_table_and_shared_with_the_flat_update() -> None:
-    replicas = make_replicas()
-    optimizer = make_optimizer(OptimizerKind.rowwise_adagrad, replicas)
-    backward(replicas, [6], [0], [])
-    optimizer.step()
-    state = optimizer.state_dict()["state"]
-    touched = {
-        name: values["momentum1"].nonzero().view(-1).tolist() for name, values in state.items()
-    }
-    assert touched == {"e.a.weight": [6], "e.b.weight": [0], "e.c.weight": []}
-
-
 @every_kind
 def test_a_reduced_gradient_needs_no_dense_one(kind: OptimizerKind) -> None:
     """The same update as by the hook, bit for bit, with no gradient of all rows."""

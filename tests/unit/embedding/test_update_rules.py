@@ -113,25 +113,12 @@ def test_untouched_rows_and_their_state_do_not_move(kind: OptimizerKind) -> None
         spec, weights, states, rows, torch.randn(2, DIM, generator=generator),
         learning_rate=0.5, num_updates=3,
     )  # fmt: skip
+    nothing = rows[:0], torch.empty(0, DIM)
+    update_rows(spec, weights, states, *nothing, learning_rate=1.0, num_updates=4)
     still = torch.ones(NUM_ROWS, dtype=torch.bool).index_fill(0, rows, False)
     for name, after in {"weights": weights, **states}.items():
         assert torch.equal(after[still], before[name][still]), name
         assert not torch.equal(after[rows], before[name][rows]), name
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_a_learning_rate_of_zero_moves_no_weight(kind: OptimizerKind) -> None:
-    spec = spec_of(kind)
-    weights = torch.zeros(3, DIM)
-    states = {name: torch.zeros(spec.state_shape(3, DIM)) for name in spec.state_names}
-    grad = torch.ones(1, DIM)
-    update_rows(spec, weights, states, torch.tensor([1]), grad, learning_rate=0.0, num_updates=1)
-    assert torch.equal(weights, torch.zeros(3, DIM))  # the rate of the call, not of the spec
-    update_rows(
-        spec, weights, states, torch.empty(0, dtype=torch.int64), torch.empty(0, DIM),
-        learning_rate=1.0, num_updates=2,
-    )  # fmt: skip
-    assert torch.equal(weights, torch.zeros(3, DIM))
 
 
 def test_sum_by_row() -> None:

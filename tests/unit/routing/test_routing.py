@@ -243,14 +243,6 @@ def two_features(
     )
 
 
-def test_hot_slots_are_positions_in_the_partition() -> None:
-    routed = one_table_router()(two_features([7, 3], [3, 19], [1, 1, 1, 1]))
-    rows = routed.groups[0].rows
-    assert rows["t_hot"].values().tolist() == [2, 0] or rows["t_hot"].values().tolist() == [0, 2]
-    assert rows["t"].values().tolist() == [19]
-    assert routed.num_hot_lookups() == 3
-
-
 @pytest.mark.parametrize(
     ("a", "b", "feature", "found"),
     [
