@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
@@ -17,26 +16,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.flat import flat_rows, table_begins
+from hotrec.embedding.fused import fused_params
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import OptimizerKind
 
 NUM_ROWS = [7, 1, 30]
 DIM = 8
-KINDS = {
-    OptimizerKind.sgd: EmbOptimType.EXACT_SGD,
-    OptimizerKind.adagrad: EmbOptimType.EXACT_ADAGRAD,
-    OptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-}
+KINDS = [kind for kind in OptimizerKind if kind is not OptimizerKind.adam]
 
 
 def make_module(kind: OptimizerKind, num_rows: list[int]) -> Any:
-    constants = {} if kind is OptimizerKind.sgd else {"eps": 1e-3}
     module = SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in num_rows],
-        optimizer=KINDS[kind],
-        learning_rate=0.2,
         pooling_mode=PoolingMode.NONE,
-        **constants,
+        **fused_params(OptimizerSpec(kind, learning_rate=0.2, eps=1e-3)),
     )
     generator = torch.Generator().manual_seed(0)
     for part in module.split_embedding_weights():
@@ -64,7 +57,7 @@ def ids_of(step: int, *, is_empty: bool = False) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=lengths.view(-1))
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_lookup_and_update_equal_fbgemm(kind: OptimizerKind) -> None:
     module, reference = make_module(kind, NUM_ROWS), make_module(kind, NUM_ROWS)
     cold = rows_of(module, kind)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.embedding.pooling import pool_rows
 from hotrec.routing.checks import select_features
 from hotrec.routing.features import Column, RoutedFeatures, RoutedGroup, hot_name
 from hotrec.routing.router import Router
@@ -119,19 +120,6 @@ def rows_read(
     return torch.cat(parts)
 
 
-def pool_in_a_loop(group: RoutedGroup, rows_UD: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """(B, F, DIM) from ``positions_K`` and ``bag_offsets``, bag by bag."""
-    ends = [*group.bag_offsets.tolist()[1:], group.positions_K.numel()]
-    bags = []
-    for begin, end in zip(group.bag_offsets.tolist(), ends, strict=False):
-        bag = torch.zeros(DIM)
-        for k in range(begin, end):
-            scale = 1.0 if group.scales_K is None else float(group.scales_K[k])
-            bag += scale * rows_UD[int(group.positions_K[k])]
-        bags.append(bag)
-    return torch.stack([*bags, torch.zeros(DIM)])[:-1].view(-1, num_columns, DIM)
-
-
 def pool_without_routing(drawn: Drawn, tables: dict[str, torch.Tensor]) -> torch.Tensor:
     """(B, F, DIM) from the definition of a bag."""
     out = torch.zeros(drawn.batch_size, len(drawn.columns), DIM)
@@ -151,14 +139,28 @@ few = settings(max_examples=80, deadline=None, derandomize=True)
 def test_routing_and_pooling_equal_a_loop_over_bags(
     drawn: Drawn, lengths_dtype: torch.dtype
 ) -> None:
+    """Both ways: routing stores the incidence of rows and bags in both orders."""
     router = Router({DIM: drawn.columns}, drawn.partition)
     routed = router(drawn.features(lengths_dtype=lengths_dtype))
-    tables = tables_of(drawn.partition)
     [group] = routed.groups
-
     assert routed.stride() == drawn.batch_size
-    pooled = pool_in_a_loop(group, rows_read(group, drawn.partition, tables), len(drawn.columns))
-    torch.testing.assert_close(pooled, pool_without_routing(drawn, tables), rtol=1e-5, atol=1e-5)
+    tables = {name: table.requires_grad_() for name, table in tables_of(drawn.partition).items()}
+    num_columns = len(drawn.columns)
+    pooled = pool_rows(rows_read(group, drawn.partition, tables), group, num_columns)
+    expected = pool_without_routing(drawn, tables).view(-1, num_columns * DIM)
+    torch.testing.assert_close(pooled, expected, rtol=1e-5, atol=1e-5)
+    # Not contiguous, as it comes out of a slice of the interaction layer.
+    upstream = torch.randn(num_columns * DIM, drawn.batch_size).t()
+    found, wanted = (
+        torch.autograd.grad(
+            out, list(tables.values()), upstream, allow_unused=True, materialize_grads=True
+        )
+        if out.requires_grad
+        else ()
+        for out in (pooled, expected)
+    )
+    for one, other in zip(found, wanted, strict=False):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @few
@@ -191,31 +193,6 @@ def test_rows_are_distinct_in_range_and_in_their_half(drawn: Drawn) -> None:
     assert routed.num_distinct == [sum(len(rows) for rows in read.values())]
     assert routed.num_lookups == num_lookups
     assert routed.num_hot_lookups() == num_hot_lookups
-
-
-@few
-@given(drawn=drawn_batches())
-def test_both_directions_hold_the_same_incidence(drawn: Drawn) -> None:
-    routed = Router({DIM: drawn.columns}, drawn.partition)(drawn.features())
-    [group] = routed.groups
-    num_bags = drawn.batch_size * len(drawn.columns)
-    num_ids, [num_distinct] = routed.num_lookups, routed.num_distinct
-
-    def triples(
-        segment_offsets: torch.Tensor, other: torch.Tensor, scales: torch.Tensor | None
-    ) -> list[tuple[int, int, float]]:
-        lengths = torch.diff(segment_offsets, append=torch.tensor([num_ids]))
-        assert (lengths >= 0).all()
-        segments = torch.repeat_interleave(torch.arange(segment_offsets.numel()), lengths)
-        values = torch.ones(num_ids) if scales is None else scales
-        return list(zip(segments.tolist(), other.tolist(), values.tolist(), strict=True))
-
-    assert group.bag_offsets.numel() == num_bags
-    assert group.row_offsets_U.numel() == num_distinct
-    by_bag = triples(group.bag_offsets, group.positions_K, group.scales_K)
-    by_row = triples(group.row_offsets_U, group.bags_K, group.row_scales_K)
-    assert sorted(by_bag) == sorted((bag, row, scale) for row, bag, scale in by_row)
-    assert (group.scales_K is None) == (group.row_scales_K is None)
 
 
 @few
