@@ -190,10 +190,10 @@ def shard_task(
     seed: int | None = None,
 ) -> DistributedModelParallel:
     """Plan, shard and initialize a model on the ranks of the default group."""
-    size = dist.get_world_size()
-    machine = Machine(size, size, device, 1 << 30, 1 << 33, 8)
+    size, target = dist.get_world_size(), torch.device(device)
+    machine = Machine(size, size, target.type, 1 << 30, 1 << 33, 8)
     plan = make_plan(task, [sharder], machine, constraints)
-    model = shard(task, plan, [sharder], torch.device(device), data_parallel=data_parallel)
+    model = shard(task, plan, [sharder], target, data_parallel=data_parallel)
     if seed is not None:
         initialize_embeddings(model, seed)
     return model
