@@ -1,16 +1,14 @@
 """The unsharded hot/cold embedding bag collection.
 
-It replaces TorchRec's ``EmbeddingBagCollection``: same tables, same keys, same output. Each table
-becomes up to two tables of an ``EmbeddingCollection``: ``<table>_hot`` with the hot rows, by hot
-slot, and ``<table>`` with all rows, in original ids, of which the cold ones are live. Both are read
-once per distinct row of the batch; pooling is local. Tables that the placement exchanges pooled
-stay in an inner ``EmbeddingBagCollection``.
+Each table becomes up to two tables of an ``EmbeddingCollection``: ``<table>_hot`` with the hot
+rows, by hot slot, and ``<table>`` with all rows, in original ids, of which the cold ones are live.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -34,11 +32,8 @@ from hotrec.types import Exchange, Partition, Placement
 
 
 def check_partition(tables: Sequence[EmbeddingBagConfig], partition: Partition) -> None:
-    """Check that a partition fits the tables.
-
-    Raises:
-        ValueError: if a table is missing, has another number of rows, or is not fp32.
-    """
+    """Raise ValueError if a table is missing, has another number of rows, or is not fp32."""
+    names = {table.name for table in tables}
     for table in tables:
         found = partition.num_rows.get(table.name)
         if found != table.num_embeddings:
@@ -51,8 +46,6 @@ def check_partition(tables: Sequence[EmbeddingBagConfig], partition: Partition) 
                 f"table {table.name} data_type: expected FP32, got {table.data_type.name}. "
                 "Other types cannot be kept equal on both halves."
             )
-    names = {table.name for table in tables}
-    for table in tables:
         if partition.num_hot(table.name) and hot_name(table.name) in names:
             raise ValueError(
                 f"table {hot_name(table.name)}: expected no table of this name, since "
@@ -63,12 +56,7 @@ def check_partition(tables: Sequence[EmbeddingBagConfig], partition: Partition) 
 def columns_by_dim(
     tables: Sequence[EmbeddingBagConfig], chosen: Collection[str] | None = None
 ) -> dict[int, list[Column]]:
-    """The pooled outputs of the tables by embedding dimension, in TorchRec's order.
-
-    Args:
-        tables: All tables of the collection, which determine the columns' names.
-        chosen: The names of the tables whose columns to return; None for all.
-    """
+    """The pooled outputs of the chosen tables by embedding dimension, in TorchRec's order."""
     groups: dict[int, list[Column]] = {}
     for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True):
         if chosen is not None and table.name not in chosen:
@@ -82,12 +70,7 @@ def columns_by_dim(
 
 
 class PooledLayout:
-    """Puts the pooled columns of the groups into the order of the collection's keys.
-
-    Args:
-        tables: The collection's tables, in order.
-        pooled_tables: The names of the tables that TorchRec pools on their owners.
-    """
+    """Puts the pooled columns of the groups, and of TorchRec, into the order of the keys."""
 
     def __init__(
         self, tables: Sequence[EmbeddingBagConfig], pooled_tables: Collection[str] = ()
@@ -95,29 +78,13 @@ class PooledLayout:
         names = {table.name for table in tables}
         self.groups = columns_by_dim(tables, names - set(pooled_tables))
         self.pooled_groups = columns_by_dim(tables, set(pooled_tables))
-        self.names = [
-            name for names in get_embedding_names_by_table(list(tables)) for name in names
-        ]
-        dims = {
-            column.name: dim
-            for groups in (self.groups, self.pooled_groups)
-            for dim, columns in groups.items()
-            for column in columns
-        }
-        self.lengths = [dims[name] for name in self.names]
+        self.names = list(chain.from_iterable(get_embedding_names_by_table(list(tables))))
+        self.lengths = [table.embedding_dim for table in tables for _ in table.feature_names]
 
     def assemble(
         self, pooled: Sequence[torch.Tensor], from_torchrec: KeyedTensor | None = None
     ) -> KeyedTensor:
-        """Concatenate the columns of all sources.
-
-        Args:
-            pooled: One (B, F_g * D_g) tensor per group.
-            from_torchrec: The columns of the tables that TorchRec pools, by name, in any order.
-
-        Returns:
-            Values (B, sum of dims), keys in order.
-        """
+        """Concatenate (B, F_g * D_g) of each group, and TorchRec's columns, to (B, sum of dims)."""
         if len(pooled) == 1 and from_torchrec is None:
             return KeyedTensor(self.names, self.lengths, pooled[0])
         parts: dict[str, torch.Tensor] = {}
@@ -138,9 +105,8 @@ class PooledLayout:
 class HotColdEmbeddingBagCollection(nn.Module):
     """Embedding bags whose hot rows are replicated and whose cold rows are sharded.
 
-    Unsharded, it computes the same as the ``EmbeddingBagCollection`` of these tables; its sharder
-    (``hotrec.embedding.sharding.HotColdSharder``) makes the hot half data-parallel and the cold
-    half model-parallel.
+    Unsharded, it computes the same as the ``EmbeddingBagCollection`` of these tables;
+    ``HotColdSharder`` makes the hot half data-parallel and the cold half model-parallel.
 
     Args:
         tables: Tables as for ``EmbeddingBagCollection``; fp32, sum or mean pooling.
@@ -181,23 +147,13 @@ class HotColdEmbeddingBagCollection(nn.Module):
         by_name = {table.name: table for table in tables}
         self.rows = nn.ModuleDict()
         for dim, group in self.router.groups.items():
+            sizes = {hot_name(name): partition.num_hot(name) for name in group.hot_tables}
+            sizes |= {name: by_name[name].num_embeddings for name in group.cold_tables}
             configs = [
                 EmbeddingConfig(
-                    name=hot_name(name),
-                    num_embeddings=partition.num_hot(name),
-                    embedding_dim=dim,
-                    feature_names=[hot_name(name)],
+                    name=name, num_embeddings=size, embedding_dim=dim, feature_names=[name]
                 )
-                for name in group.hot_tables
-            ]
-            configs += [
-                EmbeddingConfig(
-                    name=name,
-                    num_embeddings=by_name[name].num_embeddings,
-                    embedding_dim=dim,
-                    feature_names=[name],
-                )
-                for name in group.cold_tables
+                for name, size in sizes.items()
             ]
             self.rows[f"dim{dim}"] = EmbeddingCollection(tables=configs, device=self.device)
         self.pooled: EmbeddingBagCollection | None = None
@@ -223,10 +179,7 @@ class HotColdEmbeddingBagCollection(nn.Module):
         return self._is_weighted
 
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
-        """Look up and pool.
-
-        Args:
-            features: The ids, or their routed form from ``self.router``.
+        """Look up and pool ids, or their routed form from ``self.router``.
 
         Returns:
             Values float (B, sum over columns of D), keys as ``EmbeddingBagCollection`` names them.
@@ -244,11 +197,7 @@ class HotColdEmbeddingBagCollection(nn.Module):
 
 
 def route(router: Router, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
-    """Route features unless a loader worker has.
-
-    Raises:
-        ValueError: if they were routed for another collection or partition.
-    """
+    """Route features unless a loader worker has, which must be for this collection."""
     if not isinstance(features, RoutedFeatures):
         return router(features)
     if features.fingerprint != router.fingerprint:

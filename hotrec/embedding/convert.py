@@ -18,11 +18,7 @@ from hotrec.types import Partition, Placement
 def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Module:
     """Replace every ``EmbeddingBagCollection`` of a model by a hot/cold one, in place.
 
-    Weights are kept: the model computes the same as before.
-
-    Args:
-        model: The unsharded model.
-        placement: The placement, or the partition alone, of all tables of the collections.
+    Weights are kept: the unsharded model computes the same as before.
 
     Returns:
         The model, or the new collection if the model itself was one.
@@ -77,13 +73,8 @@ def shard(
 ) -> DistributedModelParallel:
     """Shard a model by a plan and make the hot replicas of all ranks equal to rank 0's.
 
-    Args:
-        model: The unsharded model.
-        plan: The sharding plan.
-        sharders: The sharders of its modules.
-        device: The device of the sharded model.
-        data_parallel: Whether to wrap the dense layers in DDP; False for the pipeline look_ahead,
-            which reduces their gradients itself.
+    Without ``data_parallel`` the dense layers are not wrapped in DDP, for the pipeline look_ahead,
+    which reduces their gradients itself.
     """
     sharded = DistributedModelParallel(
         model, device=device, plan=plan, sharders=sharders, init_data_parallel=data_parallel
@@ -94,11 +85,7 @@ def shard(
 
 
 def check_replicas(model: nn.Module) -> None:
-    """Compare the hot replicas of all ranks by checksum.
-
-    Raises:
-        RuntimeError: on every rank, if one differs.
-    """
+    """Raise RuntimeError on every rank if the hot replicas of the ranks differ, by checksum."""
     if dist.is_initialized():
         for replica in hot_replicas(model).values():
             replica.check_equal()

@@ -1,15 +1,7 @@
 """Lookup and update of cold rows on CPU, in place of FBGEMM's.
 
-FBGEMM's CPU kernel for unpooled rows is a scalar loop. 30,000 rows of 64 floats, forward and
-backward, in ms of one core (benchmarks/cpu_rows.py):
-
-                      FBGEMM unpooled   FBGEMM pooled   this
-    sgd                            34             3.1    8.3
-    rowwise_adagrad                39              19    9.3
-    adagrad                        62              24     20
-
-These functions keep FBGEMM's module as the owner of weights and optimizer state (so sharding,
-checkpoints and ``fused_optimizer`` are TorchRec's), and replace just the lookup and the update.
+FBGEMM's CPU kernel for unpooled rows is a scalar loop and takes three to four times as long
+(benchmarks/cpu_rows.py). Its module still owns weights and optimizer state.
 """
 
 from __future__ import annotations
@@ -64,13 +56,7 @@ class _ReadAndUpdate(torch.autograd.Function):
 
 
 class ColdRowsOnCpu:
-    """Lookup and update of the cold rows of a fused FBGEMM module on CPU.
-
-    Args:
-        module: Holds the weights and the optimizer state of the rank's shards.
-        optimizer: TorchRec's optimizer of the module, whose group has the learning rate.
-        spec: The update rule.
-    """
+    """The cold rows of a fused FBGEMM module on CPU; ``optimizer`` has the learning rate."""
 
     def __init__(
         self,
@@ -82,10 +68,8 @@ class ColdRowsOnCpu:
         self.weights_RD = _flat_view(module.weights_host, parts, "weights_host")
         self.states: dict[str, torch.Tensor] = {}
         for index, name in enumerate(spec.state_names):
-            state_parts = [states[index] for states in module.split_optimizer_states()]
-            self.states[name] = _flat_view(
-                getattr(module, f"{name}_host"), state_parts, f"{name}_host"
-            )
+            flat, states = getattr(module, f"{name}_host"), module.split_optimizer_states()
+            self.states[name] = _flat_view(flat, [part[index] for part in states], f"{name}_host")
         self._begins_T = table_begins([part.shape[0] for part in parts])
         self._optimizer = optimizer
         self._spec = spec
@@ -103,15 +87,10 @@ class ColdRowsOnCpu:
     def update(
         self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float | None = None
     ) -> None:
-        """Update rows once.
+        """Update rows int64 (K,) once; gradients float (K, D) of the same row are summed in order.
 
-        Args:
-            rows_K: Rows int64 (K,), with repetition; gradients of a row are summed in order.
-            grad_KD: Gradients float (K, D).
-            learning_rate: The learning rate of this update; None for the optimizer's current one.
+        The learning rate is the optimizer's current one by default.
         """
-        if learning_rate is None:
-            learning_rate = self.learning_rate
         rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous(), self.weights_RD.shape[0])
         update_rows(
             self._spec,
@@ -119,7 +98,7 @@ class ColdRowsOnCpu:
             self.states,
             rows_U,
             grad_UD,
-            learning_rate=learning_rate,
+            learning_rate=self.learning_rate if learning_rate is None else learning_rate,
             num_updates=1,  # only used by Adam, which FBGEMM lacks on CPU
         )
 
@@ -129,12 +108,7 @@ class ColdRowsOnCpu:
 
 
 def use_cpu_rows(lookup: nn.Module, spec: OptimizerSpec) -> None:
-    """Replace the CPU kernels of a TorchRec sequence lookup, in place.
-
-    Args:
-        lookup: TorchRec's ``GroupedEmbeddingsLookup``.
-        spec: The update rule of its fused modules.
-    """
+    """Replace the CPU kernels of TorchRec's ``GroupedEmbeddingsLookup``, in place."""
     kernels: Any = lookup._emb_modules
     for kernel in kernels:
         kernel.forward = ColdRowsOnCpu(kernel.emb_module, kernel.fused_optimizer, spec)

@@ -7,15 +7,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 def flat_rows(features: KeyedJaggedTensor, begins_T: torch.Tensor) -> torch.Tensor:
-    """Rows of the concatenated tables.
-
-    Args:
-        features: One feature per table, (T, S), whose values are rows of the table.
-        begins_T: The first row of each table, int64 (T,).
-
-    Returns:
-        int64 (K,), rows of the concatenated tables.
-    """
+    """Rows int64 (K,) of the concatenated tables, given one feature (T, S) per table."""
     rows_K = features.values().long()
     if not features.keys():  # on a rank without tables
         return rows_K
@@ -31,11 +23,7 @@ MOST_BAG_IDS = 256
 def cut_lengths(lengths_T: torch.Tensor, num_ids: int) -> torch.Tensor:
     """Spread the ids of each table evenly over bags of at most ``MOST_BAG_IDS``.
 
-    To avoid waiting for the device, every table gets the number of bags for all ids.
-
-    Args:
-        lengths_T: The number of ids of each table, int (T,).
-        num_ids: The number of ids of all tables.
+    To avoid waiting for the device, every table gets the number of bags for all ``num_ids`` ids.
 
     Returns:
         The lengths of the bags, int (T, S).
@@ -47,14 +35,7 @@ def cut_lengths(lengths_T: torch.Tensor, num_ids: int) -> torch.Tensor:
 
 
 def cut_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Split ids into bags of at most ``MOST_BAG_IDS``, for kernels that do not pool.
-
-    Args:
-        features: Ids without weights, jagged (T, S).
-
-    Returns:
-        The same values in the same order, jagged (T, S').
-    """
+    """Split ids, jagged (T, S), into bags of at most ``MOST_BAG_IDS``, where nothing is pooled."""
     if not features.keys():  # on a rank without tables
         return features
     lengths_T = features.lengths().view(len(features.keys()), -1).sum(1)
@@ -75,14 +56,9 @@ def table_begins(num_rows: list[int]) -> torch.Tensor:
 
 
 def put_rows(target_RD: torch.Tensor, rows_U: torch.Tensor, values_UD: torch.Tensor) -> None:
-    """target[rows] = values, in place.
+    """target[rows] = values, in place, for distinct rows.
 
     On CPU numpy takes less than half the time of ``index_copy_`` (``benchmarks/cpu_rows.py``).
-
-    Args:
-        target_RD: The contiguous target (R, D).
-        rows_U: Distinct rows int64 (U,).
-        values_UD: Values (U, D) of the same type.
     """
     if target_RD.is_cuda:
         target_RD.index_copy_(0, rows_U, values_UD)

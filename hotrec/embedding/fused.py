@@ -1,9 +1,7 @@
 """The update rules in FBGEMM's fused kernels.
 
-On CUDA, FBGEMM sums the gradients of a row in pieces of 1,024 ids in no fixed order, so two runs
-are bitwise equal only if no row is read more often in a step. That holds for rows that are
-exchanged, which each rank requests once. It does not hold for tables pooled on their owners and for
-TorchRec's own plans, except with ``torch.use_deterministic_algorithms(True)``.
+On CUDA they sum a row's gradients in pieces of 1,024 ids in no fixed order: two runs are bitwise
+equal only for rows that are exchanged, or with ``torch.use_deterministic_algorithms(True)``.
 """
 
 from __future__ import annotations
@@ -26,14 +24,11 @@ _FBGEMM_OPTIMIZER = {
 
 
 def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
-    """FBGEMM's arguments for a rule; a new dict each time, since TorchRec modifies it.
-
-    Host tiers use pinned host memory that the device maps: managed memory, FBGEMM's default, can
-    hang a device once it exceeds the free memory.
-    """
+    """FBGEMM's arguments for a rule; a new dict each time, since TorchRec modifies it."""
     params: dict[str, Any] = {
         "optimizer": _FBGEMM_OPTIMIZER[spec.kind],
         "learning_rate": spec.learning_rate,
+        # Managed memory, the default, can hang a device once it exceeds the free memory.
         "uvm_host_mapped": True,
         # Six counters per cache and step, on the device.
         "gather_uvm_cache_stats": True,
@@ -46,11 +41,7 @@ def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
 
 
 def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_cold: bool) -> None:
-    """Check that both halves can follow the optimizer exactly.
-
-    Raises:
-        ValueError: for Adam with cold rows on CPU, where FBGEMM has no Adam.
-    """
+    """Raise ValueError for Adam with cold rows on CPU, where FBGEMM has no Adam."""
     if spec.kind is OptimizerKind.adam and device.type == "cpu" and has_cold:
         raise ValueError(
             "optimizer.kind: expected sgd, adagrad or rowwise_adagrad for cold rows on CPU (FBGEMM "
@@ -59,15 +50,16 @@ def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_cold: bool
         )
 
 
-def undo_update_count(lookup: nn.Module) -> None:
-    """Undo the update that FBGEMM counts in forward for Adam, after a forward without backward.
+def update_counters(module: nn.Module) -> list[torch.Tensor]:
+    """FBGEMM's counts of a fused module's updates, for Adam: on the device and on the host."""
+    found = (getattr(module, name, None) for name in ("iter", "iter_cpu"))
+    return [counter for counter in found if counter is not None]
 
-    Args:
-        lookup: TorchRec's lookup of a sharding, with fused kernels.
-    """
+
+def undo_update_count(lookup: nn.Module) -> None:
+    """Undo the update that FBGEMM counts in forward for Adam, after a forward without backward."""
     kernels: Any = lookup._emb_modules
     for kernel in kernels:
-        for counter in ("iter", "iter_cpu"):
-            count = getattr(kernel.emb_module, counter, None)
-            if count is not None and int(count) > 0:
-                count.sub_(1)
+        for counter in update_counters(kernel.emb_module):
+            if int(counter) > 0:
+                counter.sub_(1)

@@ -1,349 +1,217 @@
 """Averages the gradients of hot rows over the ranks by the cheapest of three reductions.
 
-A reduction has two steps. ``HotReducer.plan`` needs the touched slots only, which are known as soon
-as the ids are: it exchanges slots and finds their union. ``reduce_planned`` then sends values only,
-all dimensions in one message, and sums rows in rank order, so that replicas stay bitwise equal.
-Slots are sent as integers: a 16-bit wire rounds values only.
-
-With W ranks, D the dimension, H hot rows, U_r rows touched by rank r, ``union`` rows touched by any
-rank, and v bytes per value on the wire (4, or 2 with a 16-bit wire), the busiest rank sends, summed
-over the dimensions:
-
-    all-gather   (W-1) max_r U_r (v D + 4)
-                 every rank gathers and sums all ranks' rows
-    owners       (W-1)/W max_r U_r (v D + 4)  to the owners of the rows, which sum them
-                 + (W-1)/W union (v D + 4)    the sums, gathered by every rank
-    dense        2 (W-1)/W H (v D + 1)        an all-reduce of all rows, and of at most a byte per
-                                              row that says whether some rank touched it
-
-Rank s mod W owns slot s. With two ranks, owners never send less than the all-gather; with more they
-do when a row is touched by more than W/(W-1) ranks on average.
+``HotReducer.plan`` exchanges slots, as integers, as soon as the ids are known; ``HotPlan.reduce``
+then sends values only and sums in rank order, so that replicas stay bitwise equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch.nn.functional import embedding_bag
 
-from hotrec.embedding.messages import RowCounts, message_sizes, pack, row_counts, unpack
+from hotrec.embedding.messages import (
+    RowCounts,
+    exchange_rows,
+    gather_counts,
+    gather_rows,
+    row_counts,
+)
+from hotrec.embedding.update_rules import RowSums
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import HostInts, ints_on
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, WireType
 
 SLOT_BYTES = 4
-# Seconds of a collective by the bytes that the busiest rank sends.
-Seconds = Mapping[str, Callable[[float], float]]
 Shapes = Sequence[tuple[int, int]]  # (H, D) of each dimension
+Tensors = Sequence[torch.Tensor]
 SparseGradient = tuple[torch.Tensor, torch.Tensor]  # slots (U,), rows (U, D)
+# By dimension, the union of the ranks' slots, and what maps gradients to the mean of its rows.
+Reduction = tuple[list[torch.Tensor], Callable[[Tensors], list[torch.Tensor]]]
 
 
-def hot_messages(
-    shapes: Shapes,
-    num_touched_RG: Sequence[Sequence[int]],
-    num_union_G: Sequence[float],
-    value_bytes: int,
-) -> dict[HotExchange, dict[str, float]]:
-    """The bytes that each reduction sends, by the formulas of the module.
+def hot_bytes(
+    shapes: Shapes, counts: RowCounts, num_union_G: Sequence[float], value_bytes: int = 4
+) -> dict[HotExchange, float]:
+    """The bytes that the busiest rank sends in each reduction.
 
-    Args:
-        shapes: H and D of each dimension.
-        num_touched_RG: U of each rank and dimension.
-        num_union_G: The number of rows that some rank touched, by dimension.
-        value_bytes: The size of a value on the wire.
+    With W ranks, D the dimension, H hot rows, U_r rows touched by rank r, ``union`` rows touched by
+    any rank, and v bytes per value, summed over the dimensions:
 
-    Returns:
-        For each exchange but AUTO, bytes by collective, see ``hotrec.runtime.traffic``.
+        touched_rows  (W-1) max_r U_r (v D + 4)
+                      every rank gathers and sums all ranks' rows
+        owners        (W-1)/W max_r U_r (v D + 4)  to the owners of the rows, which sum them
+                      + (W-1)/W union (v D + 4)    the sums, gathered by every rank
+        dense         2 (W-1)/W H (v D + 1)        an all-reduce of all rows, and of at most a byte
+                                                   per row that says whether some rank touched it
+
+    Owners send less than touched_rows when a row is touched by more than W/(W-1) ranks on average.
     """
-    world_size = len(num_touched_RG)
+    world_size = len(counts)
     row_bytes_G = [value_bytes * dim + SLOT_BYTES for _, dim in shapes]
-    most = max(
-        sum(num * size for num, size in zip(nums, row_bytes_G, strict=True))
-        for nums in num_touched_RG
-    )
+    most = max(sum(n * size for n, size in zip(row, row_bytes_G, strict=True)) for row in counts)
     union = sum(num * size for num, size in zip(num_union_G, row_bytes_G, strict=True))
     dense = sum(num_hot * (value_bytes * dim + 1) for num_hot, dim in shapes)
     others = (world_size - 1) / world_size
     return {
-        HotExchange.touched_rows: {"all_gather": (world_size - 1) * most},
-        HotExchange.owners: {"all_to_all": others * most, "all_gather": others * union},
-        HotExchange.dense: {"all_reduce": 2 * others * dense},
+        HotExchange.touched_rows: (world_size - 1) * most,
+        HotExchange.owners: others * most + others * union,
+        HotExchange.dense: 2 * others * dense,
     }
 
 
 def estimate_unions(
-    shapes: Shapes, num_touched_RG: Sequence[Sequence[int]], union_frac_G: Sequence[float]
+    shapes: Shapes, counts: RowCounts, union_frac_G: Sequence[float]
 ) -> list[float]:
-    """Estimate the number of rows that some rank touches, from an earlier step's fraction.
+    """Estimate the number of rows that some rank touches by dimension.
 
-    Args:
-        shapes: H and D of each dimension.
-        num_touched_RG: U of each rank and dimension.
-        union_frac_G: The union divided by the sum of all ranks' U, by dimension; at most 1.
+    ``union_frac_G`` is the union divided by the sum of all ranks' U, in an earlier step.
     """
     return [
         min(num_hot, max(frac * sum(nums), *nums))
         for nums, frac, (num_hot, _) in zip(
-            zip(*num_touched_RG, strict=True), union_frac_G, shapes, strict=True
+            zip(*counts, strict=True), union_frac_G, shapes, strict=True
         )
     ]
 
 
-def choose_exchange(
-    shapes: Shapes,
-    num_touched_RG: Sequence[Sequence[int]],
-    num_union_G: Sequence[float],
-    value_bytes: int = 4,
-    seconds: Seconds | None = None,
-) -> HotExchange:
-    """Choose the cheapest reduction, the first in the enumeration's order among equals.
-
-    Args:
-        seconds: Costs of the collectives, the same on every rank; None to choose by bytes.
-    """
-
-    def cost(sent: Mapping[str, float]) -> float:
-        if seconds is None:
-            return sum(sent.values())
-        return sum(seconds[name](num_bytes) for name, num_bytes in sent.items())
-
-    messages = hot_messages(shapes, num_touched_RG, num_union_G, value_bytes)
-    costs = {exchange: cost(sent) for exchange, sent in messages.items()}
-    return min(costs, key=lambda exchange: costs[exchange])
-
-
-class _SlotSum:
-    """Sums rows by slot, in their order.
-
-    Args:
-        slots_K: Slots int64 (K,), in rank order.
-        num_hot: The upper bound of the slots.
-    """
-
-    def __init__(self, slots_K: torch.Tensor, num_hot: int) -> None:
-        sorted_K, self._order_K = sort_keys(slots_K, num_hot)
-        self.slots_U, counts_U = torch.unique_consecutive(sorted_K, return_counts=True)
-        self._offsets_U = counts_U.cumsum(0) - counts_U
-
-    def __call__(self, grad_KD: torch.Tensor) -> torch.Tensor:
-        if self.slots_U.numel() == 0:
-            return grad_KD
-        # Bags are summed front to back and the sort is stable, so sums are in rank order.
-        return embedding_bag(self._order_K, grad_KD, self._offsets_U, mode="sum")
-
-
-def _gather(
-    wire: Wire, parts: Sequence[torch.Tensor], counts: RowCounts, widths: Sequence[int]
-) -> list[torch.Tensor]:
-    """Gather all ranks' items by dimension, (items, width) in rank order."""
-    message = pack(parts, [counts[wire.rank]], widths)
-    return unpack(wire.all_gather_joined(message, message_sizes(counts, widths)), counts, widths)
-
-
-def _gather_slots(
-    shapes: Shapes, wire: Wire, slots: Sequence[torch.Tensor], counts: RowCounts
-) -> list[_SlotSum]:
-    slots_32 = [slots_U.int() for slots_U in slots]
+def _gather_slots(shapes: Shapes, wire: Wire, slots: Tensors, counts: RowCounts) -> list[RowSums]:
+    gathered = gather_rows(wire, [slots_U.int() for slots_U in slots], counts, [1] * len(shapes))
     return [
-        _SlotSum(slots_K1.view(-1).long(), num_hot)
-        for slots_K1, (num_hot, _) in zip(
-            _gather(wire, slots_32, counts, [1] * len(shapes)), shapes, strict=True
-        )
+        RowSums(slots_K1.view(-1).long(), num_hot)
+        for slots_K1, (num_hot, _) in zip(gathered, shapes, strict=True)
     ]
 
 
-class AllGatherReduction:
-    """Every rank gathers and sums the rows of all ranks.
+def _reduce_touched(shapes: Shapes, wire: Wire, slots: Tensors, counts: RowCounts) -> Reduction:
+    """Every rank gathers and sums the rows of all ranks."""
+    dims = [dim for _, dim in shapes]
+    sums = _gather_slots(shapes, wire, slots, counts)
 
-    Args:
-        shapes: (H, D) of each dimension.
-        wire: To the other ranks.
-        slots: int64 (U,), distinct, of each dimension.
-        counts: U of each rank.
-    """
+    def mean(grads: Tensors) -> list[torch.Tensor]:
+        shares = [grad_UD / wire.world_size for grad_UD in grads]
+        gathered = gather_rows(wire, shares, counts, dims)
+        return [total(rows_KD) for total, rows_KD in zip(sums, gathered, strict=True)]
 
-    def __init__(
-        self, shapes: Shapes, wire: Wire, slots: Sequence[torch.Tensor], counts: RowCounts
-    ) -> None:
-        self._wire, self._counts = wire, counts
-        self._dims = [dim for _, dim in shapes]
-        self._sums = _gather_slots(shapes, wire, slots, counts)
-        self.unions = [total.slots_U for total in self._sums]
-
-    def reduce(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        shares = [grad_UD / self._wire.world_size for grad_UD in grads]
-        gathered = _gather(self._wire, shares, self._counts, self._dims)
-        return [total(rows_KD) for total, rows_KD in zip(self._sums, gathered, strict=True)]
+    return [total.rows_U for total in sums], mean
 
 
-class OwnerReduction:
-    """The owners of the slots sum their rows, and every rank gathers the sums.
-
-    Args:
-        shapes: (H, D) of each dimension.
-        wire: To the other ranks.
-        slots: int64 (U,), distinct, of each dimension.
-    """
-
-    def __init__(self, shapes: Shapes, wire: Wire, slots: Sequence[torch.Tensor]) -> None:
-        self._wire = wire
-        self._dims = [dim for _, dim in shapes]
-        ones, world_size = [1] * len(shapes), wire.world_size
-        # Slots keep their order within each owner.
-        by_owner = [sort_keys(slots_U % world_size, world_size) for slots_U in slots]
-        self._orders = [order_U for _, order_U in by_owner]
-        self._num_to, self._num_from = self._exchange_counts([owner_U for owner_U, _ in by_owner])
-        for_owners = [
-            slots_U.index_select(0, order_U).int()
-            for slots_U, order_U in zip(slots, self._orders, strict=True)
-        ]
-        self._sums = [
-            _SlotSum(slots_K1.long().view(-1), num_hot)
-            for slots_K1, (num_hot, _) in zip(self._send(for_owners, ones), shapes, strict=True)
-        ]
-        owned = [total.slots_U for total in self._sums]
-        num_owned = ints_on(owned[0].device, [slots_O.numel() for slots_O in owned])
-        sizes = [len(shapes)] * world_size
-        self._num_owned = row_counts(
-            HostInts(wire.all_gather_joined(num_owned, sizes)).wait(), len(shapes)
+def _reduce_by_owner(shapes: Shapes, wire: Wire, slots: Tensors) -> Reduction:
+    """Rank s mod W owns slot s: it sums the rows of the slot, and every rank gathers the sums."""
+    dims, ones, world_size = [dim for _, dim in shapes], [1] * len(shapes), wire.world_size
+    # Slots keep their order within each owner.
+    by_owner = [sort_keys(slots_U % world_size, world_size) for slots_U in slots]
+    num_to, num_from = _exchange_owner_counts(wire, [owner_U for owner_U, _ in by_owner])
+    sent = [
+        slots_U.index_select(0, order_U).int()
+        for slots_U, (_, order_U) in zip(slots, by_owner, strict=True)
+    ]
+    sums = [
+        RowSums(slots_K1.long().view(-1), num_hot)
+        for slots_K1, (num_hot, _) in zip(
+            exchange_rows(wire, sent, num_to, num_from, ones), shapes, strict=True
         )
-        unordered = _gather(wire, [slots_O.int() for slots_O in owned], self._num_owned, ones)
-        ordered = [
-            sort_keys(slots_K1.long().view(-1), num_hot)
-            for slots_K1, (num_hot, _) in zip(unordered, shapes, strict=True)
+    ]
+    owned = [total.rows_U for total in sums]
+    num_owned = gather_counts(wire, ints_on(owned[0].device, [part.numel() for part in owned]))
+    unordered = gather_rows(wire, [slots_O.int() for slots_O in owned], num_owned, ones)
+    unions = [
+        sort_keys(slots_K1.long().view(-1), num_hot)
+        for slots_K1, (num_hot, _) in zip(unordered, shapes, strict=True)
+    ]
+
+    def mean(grads: Tensors) -> list[torch.Tensor]:
+        sent = [
+            grad_UD.index_select(0, order_U).div_(world_size)
+            for grad_UD, (_, order_U) in zip(grads, by_owner, strict=True)
         ]
-        self.unions = [union for union, _ in ordered]
-        self._union_orders = [order for _, order in ordered]
-
-    def _exchange_counts(self, owners: Sequence[torch.Tensor]) -> tuple[RowCounts, RowCounts]:
-        """The number of rows for each owner and from each rank, given the sorted owners."""
-        num_groups, world_size = len(owners), self._wire.world_size
-        owners_W = torch.arange(world_size, device=owners[0].device)
-        ends_GW = torch.stack([torch.searchsorted(o, owners_W, right=True) for o in owners])
-        num_to_WG = ends_GW.diff(prepend=ends_GW.new_zeros(num_groups, 1)).t().reshape(-1)
-        sizes = [num_groups] * world_size
-        received = self._wire.all_to_all(num_to_WG, sizes, sizes)
-        # Both in one copy: on CUDA each makes the host wait once.
-        counts = row_counts(HostInts(torch.cat([num_to_WG, received])).wait(), num_groups)
-        return counts[:world_size], counts[world_size:]
-
-    def _send(self, parts: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
-        """Send items, sorted by owner, to the owners and return the received ones by dimension."""
-        received = self._wire.all_to_all(
-            pack(parts, self._num_to, widths),
-            message_sizes(self._num_to, widths),
-            message_sizes(self._num_from, widths),
-        )
-        return unpack(received, self._num_from, widths)
-
-    def reduce(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        for_owners = [
-            grad_UD.index_select(0, order_U).div_(self._wire.world_size)
-            for grad_UD, order_U in zip(grads, self._orders, strict=True)
-        ]
-        arrived = self._send(for_owners, self._dims)
-        sums = [total(rows_KD) for total, rows_KD in zip(self._sums, arrived, strict=True)]
-        gathered = _gather(self._wire, sums, self._num_owned, self._dims)
+        arrived = exchange_rows(wire, sent, num_to, num_from, dims)
+        totals = [total(rows_KD) for total, rows_KD in zip(sums, arrived, strict=True)]
+        gathered = gather_rows(wire, totals, num_owned, dims)
         return [
             rows_KD.index_select(0, order_K)
-            for rows_KD, order_K in zip(gathered, self._union_orders, strict=True)
+            for rows_KD, (_, order_K) in zip(gathered, unions, strict=True)
         ]
 
+    return [union for union, _ in unions], mean
 
-class DenseReduction:
+
+def _exchange_owner_counts(wire: Wire, owners: Tensors) -> tuple[RowCounts, RowCounts]:
+    """The number of rows for each owner and from each rank, given the sorted owners."""
+    num_groups, world_size = len(owners), wire.world_size
+    owners_W = torch.arange(world_size, device=owners[0].device)
+    ends_GW = torch.stack([torch.searchsorted(o, owners_W, right=True) for o in owners])
+    num_to_WG = ends_GW.diff(prepend=ends_GW.new_zeros(num_groups, 1)).t().reshape(-1)
+    sizes = [num_groups] * world_size
+    received = wire.all_to_all(num_to_WG, sizes, sizes)
+    # Both in one copy: on CUDA each makes the host wait once.
+    counts = row_counts(HostInts(torch.cat([num_to_WG, received])).wait(), num_groups)
+    return counts[:world_size], counts[world_size:]
+
+
+def _reduce_dense(
+    shapes: Shapes, wire: Wire, slots: Tensors, counts: RowCounts, buffer: torch.Tensor
+) -> Reduction:
     """An all-reduce of all hot rows.
 
-    Args:
-        shapes: (H, D) of each dimension.
-        wire: To the other ranks.
-        slots: int64 (U,), distinct, of each dimension.
-        counts: U of each rank.
-        buffer: Float (sum of H D,), zero outside of this rank's slots; ``reduce`` sets it to zero.
+    ``buffer`` is float (sum of H D,), zero outside of this rank's slots; it is zero afterwards.
     """
-
-    def __init__(
-        self,
-        shapes: Shapes,
-        wire: Wire,
-        slots: Sequence[torch.Tensor],
-        counts: RowCounts,
-        buffer: torch.Tensor,
-    ) -> None:
-        self._wire, self._slots, self._buffer = wire, slots, buffer
-        sizes = [num_hot * dim for num_hot, dim in shapes]
-        self._views = [
-            flat.view(-1, dim) for flat, (_, dim) in zip(buffer.split(sizes), shapes, strict=True)
-        ]
-        num_hot, most = sum(h for h, _ in shapes), max(sum(nums) for nums in counts)
-        # For few touched rows, their slots are a shorter message than a flag for every row.
-        if SLOT_BYTES * most * wire.world_size < 2 * num_hot:
-            self.unions = [total.slots_U for total in _gather_slots(shapes, wire, slots, counts)]
-        else:
-            self.unions = self._all_reduce_flags([h for h, _ in shapes])
-
-    def _all_reduce_flags(self, num_hot_G: list[int]) -> list[torch.Tensor]:
+    num_hot_G = [num_hot for num_hot, _ in shapes]
+    parts = buffer.split([num_hot * dim for num_hot, dim in shapes])
+    views = [part.view(-1, dim) for part, (_, dim) in zip(parts, shapes, strict=True)]
+    # For few touched rows, their slots are a shorter message than a flag for every row.
+    most = max(sum(nums) for nums in counts)
+    if SLOT_BYTES * most * wire.world_size < 2 * sum(num_hot_G):
+        unions = [total.rows_U for total in _gather_slots(shapes, wire, slots, counts)]
+    else:
         # A byte counts up to 255 ranks.
-        dtype = torch.uint8 if self._wire.world_size < 256 else torch.int32
-        flags = torch.zeros(sum(num_hot_G), dtype=dtype, device=self._buffer.device)
-        flags_G = flags.split(num_hot_G)
-        for flags_H, slots_U in zip(flags_G, self._slots, strict=True):
+        dtype = torch.uint8 if wire.world_size < 256 else torch.int32
+        flags = torch.zeros(sum(num_hot_G), dtype=dtype, device=buffer.device)
+        for flags_H, slots_U in zip(flags.split(num_hot_G), slots, strict=True):
             flags_H.index_fill_(0, slots_U, 1)
-        self._wire.all_reduce(flags)
-        return [flags_H.nonzero().view(-1) for flags_H in flags_G]
+        wire.all_reduce(flags)
+        unions = [flags_H.nonzero().view(-1) for flags_H in flags.split(num_hot_G)]
 
-    def reduce(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        for grad_HD, slots_U, grad_UD in zip(self._views, self._slots, grads, strict=True):
-            grad_HD.index_copy_(0, slots_U, grad_UD / self._wire.world_size)
-        self._wire.all_reduce(self._buffer)
+    def mean(grads: Tensors) -> list[torch.Tensor]:
+        for grad_HD, slots_U, grad_UD in zip(views, slots, grads, strict=True):
+            grad_HD.index_copy_(0, slots_U, grad_UD / wire.world_size)
+        wire.all_reduce(buffer)
         means = []
-        for grad_HD, union in zip(self._views, self.unions, strict=True):
+        for grad_HD, union in zip(views, unions, strict=True):
             means.append(grad_HD.index_select(0, union))
             # Clears only the nonzero rows, not all H x D values.
             grad_HD.index_fill_(0, union, 0.0)
         return means
 
-
-# The reduction of a step. The constructor exchanges slots and finds ``unions``; ``reduce`` returns
-# the mean gradients of these rows.
-Reduction = AllGatherReduction | OwnerReduction | DenseReduction
+    return unions, mean
 
 
 @dataclass(frozen=True)
 class HotPlan:
-    """How the gradients of one step will be reduced; see ``HotReducer.plan``.
+    """How the gradients of one step are reduced; see ``HotReducer.plan``."""
 
-    Args:
-        exchange: The chosen reduction; TOUCHED_ROWS for one rank, which sends nothing.
-        unions: By dimension, the slots that some rank touched, int64, ascending (for one rank, in
-            their given order).
-        slots: This rank's slots.
-        reduction: None for one rank.
-    """
+    exchange: HotExchange  # touched_rows for one rank, which sends nothing
+    unions: list[torch.Tensor]  # int64, ascending (for one rank, in their given order)
+    mean: Callable[[Tensors], list[torch.Tensor]]
 
-    exchange: HotExchange
-    unions: list[torch.Tensor]
-    slots: list[torch.Tensor]
-    reduction: Reduction | None
+    @torch.no_grad()
+    def reduce(self, grads: Tensors) -> list[SparseGradient]:
+        """Average this rank's gradients of the planned slots, float32 (U, D), over the ranks, once.
+
+        A rank that did not touch a row counts as zero. The unions and their gradients are bitwise
+        equal on every rank; one rank alone gets its own tensors back.
+        """
+        return list(zip(self.unions, self.mean(grads), strict=True))
 
 
 class HotReducer:
     """Averages gradients of hot rows over the ranks.
 
-    Call it from one thread, in the same order on every rank. Only DENSE allocates or reads anything
-    of size H x D.
-
-    Args:
-        shapes: (H, D) of each dimension.
-        wire: To the other ranks.
-        exchange: AUTO chooses the cheapest reduction in every step, the same on every rank.
-        seconds: Costs of the collectives, the same on every rank; None to choose by bytes.
-        device: Of slots and gradients.
-
-    Raises:
-        ValueError: if AUTO is to choose by seconds and those of some collective are missing.
+    Call it from one thread, in the same order on every rank. With auto, every step takes the
+    reduction that sends least. Only the dense reduction needs memory of size H x D.
     """
 
     def __init__(
@@ -351,140 +219,72 @@ class HotReducer:
         shapes: Shapes,
         wire: Wire,
         exchange: HotExchange = HotExchange.auto,
-        seconds: Seconds | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self._shapes = list(shapes)
         self._wire = wire
         self._exchange = exchange
-        self._seconds = seconds
         self._device = torch.device(device)
         self._value_bytes = 4 if wire.wire_type is WireType.fp32 else 2
         # The union is known only after the exchange of slots, so the choice estimates it from the
         # last step's fraction, at first from the largest possible one.
         self._union_frac_G = [1.0] * len(self._shapes)
-        self._dense_buffer: torch.Tensor | None = None  # all zeros between steps
-        wanted = {"all_gather", "all_to_all", "all_reduce"}
-        if seconds is not None and exchange is HotExchange.auto and not wanted <= set(seconds):
-            raise ValueError(
-                f"hot exchange seconds: expected the collectives {sorted(wanted)}, got "
-                f"{sorted(seconds)}. Pass all of them, or none to choose by bytes."
-            )
-
-    def exchange_counts(self, num_touched_G: Sequence[int]) -> RowCounts:
-        """Gather the number of rows that each rank's batch touches, by dimension."""
-        self._check_num(len(num_touched_G), "counts")
-        sizes = [len(num_touched_G)] * self._wire.world_size
-        own = ints_on(self._device, num_touched_G)
-        gathered = HostInts(self._wire.all_gather_joined(own, sizes)).wait()
-        return row_counts(gathered, len(num_touched_G))
 
     @torch.no_grad()
     def plan(
-        self,
-        slots: Sequence[torch.Tensor],
-        counts: RowCounts | None = None,
-        dense_buffer: torch.Tensor | None = None,
+        self, slots: Tensors, counts: RowCounts | None = None, buffer: torch.Tensor | None = None
     ) -> HotPlan:
         """Exchange slots and choose the reduction, before the gradients exist.
 
         Args:
             slots: By dimension, the slots that this rank's batch touches, int64 (U,), distinct.
             counts: U of each rank and dimension, if already known.
-            dense_buffer: Memory for DENSE, see ``DenseReduction``; by default the reducer's own.
-
-        Raises:
-            ValueError: if the number of tensors is not that of dimensions, or this rank's counts
-                differ from its slots.
+            buffer: Memory for the dense reduction, float (sum of H D,), zero outside of the slots;
+                by default the reducer's own.
         """
-        slots = list(slots)
-        self._check_num(len(slots), "slots")
         if self._wire.world_size == 1:
-            return HotPlan(HotExchange.touched_rows, slots, slots, None)
+            return HotPlan(HotExchange.touched_rows, list(slots), list)
         own = [slots_U.numel() for slots_U in slots]
         if counts is None:
-            counts = self.exchange_counts(own)
+            counts = gather_counts(self._wire, ints_on(self._device, own))
         if counts[self._wire.rank] != own:
             raise ValueError(
                 f"hot exchange counts of rank {self._wire.rank}: expected {own}, the slots given, "
                 f"got {counts[self._wire.rank]}. Count and plan the same batch."
             )
         exchange = self._choose(counts)
-        reduction: Reduction
         match exchange:
             case HotExchange.touched_rows:
-                reduction = AllGatherReduction(self._shapes, self._wire, slots, counts)
+                unions, mean = _reduce_touched(self._shapes, self._wire, slots, counts)
             case HotExchange.owners:
-                reduction = OwnerReduction(self._shapes, self._wire, slots)
+                unions, mean = _reduce_by_owner(self._shapes, self._wire, slots)
             case _:
-                buffer = self._own_buffer() if dense_buffer is None else dense_buffer
-                reduction = DenseReduction(self._shapes, self._wire, slots, counts, buffer)
-        self._note_unions(counts, [union.numel() for union in reduction.unions])
-        return HotPlan(exchange, reduction.unions, slots, reduction)
+                buffer = self._own_buffer if buffer is None else buffer
+                unions, mean = _reduce_dense(self._shapes, self._wire, slots, counts, buffer)
+        for group, (union, nums) in enumerate(zip(unions, zip(*counts, strict=True), strict=True)):
+            if any(nums):
+                self._union_frac_G[group] = union.numel() / sum(nums)
+        return HotPlan(exchange, unions, mean)
 
     def _choose(self, counts: RowCounts) -> HotExchange:
+        """The reduction that sends least, the first in the enumeration's order among equals."""
         if self._exchange is not HotExchange.auto:
             return self._exchange
         unions = estimate_unions(self._shapes, counts, self._union_frac_G)
-        return choose_exchange(self._shapes, counts, unions, self._value_bytes, self._seconds)
+        costs = hot_bytes(self._shapes, counts, unions, self._value_bytes)
+        return min(costs, key=lambda exchange: costs[exchange])
 
-    def _note_unions(self, counts: RowCounts, num_union_G: Sequence[int]) -> None:
-        for group, num_union in enumerate(num_union_G):
-            total = sum(nums[group] for nums in counts)
-            if total:
-                self._union_frac_G[group] = num_union / total
-
+    @cached_property
     def _own_buffer(self) -> torch.Tensor:
-        if self._dense_buffer is None:
-            num_values = sum(num_hot * dim for num_hot, dim in self._shapes)
-            self._dense_buffer = torch.zeros(num_values, device=self._device)
-        return self._dense_buffer
-
-    @torch.no_grad()
-    def reduce_planned(self, grads: Sequence[torch.Tensor], plan: HotPlan) -> list[SparseGradient]:
-        """Average over the ranks; a rank that did not touch a row counts as zero.
-
-        Args:
-            grads: By dimension, this rank's gradients of the planned slots, float32 (U, D).
-            plan: The plan of this step, to be used once.
-
-        Returns:
-            By dimension, the slots that some rank touched, int64, ascending, and their gradients
-            float32, bitwise equal on every rank. One rank alone gets its own tensors back.
-
-        Raises:
-            ValueError: if the gradients do not fit the plan's slots.
-        """
-        self._check_num(len(grads), "gradients")
-        for (num_hot, dim), slots_U, grad_UD in zip(self._shapes, plan.slots, grads, strict=True):
-            if grad_UD.shape != (slots_U.numel(), dim) or grad_UD.dtype != torch.float32:
-                raise ValueError(
-                    f"hot gradients ({num_hot} hot rows of dimension {dim}): expected float32 "
-                    f"({slots_U.numel()}, {dim}) for the planned slots, got {grad_UD.dtype} "
-                    f"{tuple(grad_UD.shape)}. Plan and reduce the same batch."
-                )
-        means = list(grads) if plan.reduction is None else plan.reduction.reduce(grads)
-        return list(zip(plan.unions, means, strict=True))
+        """All zeros between steps."""
+        return torch.zeros(sum(h * dim for h, dim in self._shapes), device=self._device)
 
     def reduce(
         self,
         touched: Sequence[SparseGradient],
         counts: RowCounts | None = None,
-        dense_buffer: torch.Tensor | None = None,
+        buffer: torch.Tensor | None = None,
     ) -> list[SparseGradient]:
-        """``plan`` and ``reduce_planned`` in one call.
-
-        Args:
-            touched: By dimension, slots int64 (U,), distinct, and gradients float32 (U, D).
-            counts: As for ``plan``.
-            dense_buffer: As for ``plan``.
-        """
-        plan = self.plan([slots_U for slots_U, _ in touched], counts, dense_buffer)
-        return self.reduce_planned([grad_UD for _, grad_UD in touched], plan)
-
-    def _check_num(self, num: int, what: str) -> None:
-        if num != len(self._shapes):
-            raise ValueError(
-                f"hot exchange {what}: expected one for each of {len(self._shapes)} embedding "
-                f"dimensions, got {num}. Pass empty tensors where a batch touches nothing."
-            )
+        """``plan`` and ``HotPlan.reduce`` in one call."""
+        plan = self.plan([slots_U for slots_U, _ in touched], counts, buffer)
+        return plan.reduce([grad_UD for _, grad_UD in touched])

@@ -1,8 +1,7 @@
 """This rank's replica of the hot rows, its gradient, and the touched rows.
 
-TorchRec wraps data-parallel lookups in DDP, which all-reduces the gradient of every hot row. A
-communication hook instead passes the rows that the batch touched to ``HotReducer``, which
-look-ahead calls without DDP.
+DDP would all-reduce the gradient of every hot row. A communication hook instead passes the rows
+that the batch touched to ``HotReducer``, which look-ahead calls without DDP.
 """
 
 # No `from __future__ import annotations`: DDP reads the hook's annotations as objects.
@@ -27,10 +26,10 @@ from hotrec.types import HotExchange, WireType
 
 
 class HotRowCounts:
-    """Gathers the number of hot rows that each rank's batch touches, during the exchange of ids.
+    """Gathers the number of hot rows that each rank's batch touches.
 
-    Starting early avoids that backward waits for a small message behind large ones or, on CUDA, for
-    all queued work of the device.
+    Started early, so that backward does not wait for a small message behind large ones or, on CUDA,
+    for all queued work of the device.
     """
 
     def __init__(self, num_rows: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -60,9 +59,8 @@ class _Touched:
 class _ReadHot(torch.autograd.Function):
     """Reads hot rows; backward adds their gradients to ``weight.grad`` in place.
 
-    Autograd's own backward would make a zero gradient of all H rows and add it: two passes over
-    H x D values for the few touched rows. Returning no gradient still runs the parameter's
-    accumulation node, which DDP's hook needs.
+    Autograd's own backward would pass twice over H x D values for the few touched rows. Returning
+    no gradient still runs the parameter's accumulation node, which DDP's hook needs.
     """
 
     @staticmethod
@@ -76,7 +74,7 @@ class _ReadHot(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
         mark("grads_exchange")
         weight = ctx.replicas.weight
-        ctx.replicas.note_touched(ctx.touched)
+        ctx.replicas.touched.append(ctx.touched)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         weight.grad.view(-1, ctx.replicas.dim).index_add_(0, ctx.touched.slots_U, grads[0])
@@ -87,13 +85,8 @@ class _ReadHot(torch.autograd.Function):
 class HotReplicas:
     """This rank's replica of the hot rows of one embedding dimension.
 
-    Args:
-        weight: The flat parameter float (H * D,) of TorchRec's dense kernel.
-        num_rows_T: The number of hot rows of each table, in the order of the parameter.
-        dim: The embedding dimension.
-        group: The process group that holds the replicas.
-        exchange: How the hook reduces gradients.
-        wire_type: The type in which the hook sends gradients.
+    ``weight`` is the flat parameter float (H * D,) of TorchRec's dense kernel, whose tables have
+    ``num_rows_T`` hot rows; DDP's hook reduces its gradient by ``exchange``.
     """
 
     def __init__(
@@ -115,11 +108,13 @@ class HotReplicas:
         # Made by the first training forward; look-ahead uses its own reducer.
         self._reducer: HotReducer | None = None
         self._thread: CommunicationThread | None = None
-        self._begins_T = table_begins(num_rows_T).to(weight.device)
-        self._touched: list[_Touched] = []
+        self.begins_T = table_begins(num_rows_T).to(weight.device)
+        # What backward passes added gradients to and the hook has not reduced.
+        self.touched: list[_Touched] = []
         self._updated: list[torch.Tensor] = []
         self._reduced: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._next_counts: HotRowCounts | None = None
+        # Of the batch whose rows are read next.
+        self.next_counts: HotRowCounts | None = None
 
     @property
     def rows(self) -> torch.Tensor:
@@ -127,30 +122,16 @@ class HotReplicas:
         return self.weight.detach().view(-1, self.dim)
 
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Read rows of the replica, in place of FBGEMM's dense lookup.
-
-        Args:
-            features: One feature per hot table, (T, 1), with distinct slots of the table.
-
-        Returns:
-            float (U, D).
-        """
-        slots_U = flat_rows(features, self._begins_T)
-        counts, self._next_counts = self._next_counts, None
+        """Read float (U, D) at distinct slots of each table, in place of FBGEMM's dense lookup."""
+        slots_U = flat_rows(features, self.begins_T)
+        counts, self.next_counts = self.next_counts, None
         if counts is None:
             counts = self.gather_counts(slots_U.numel())
         out: torch.Tensor = _ReadHot.apply(self.weight, self, _Touched(slots_U, counts))
         return out
 
     def gather_counts(self, num_rows: int) -> HotRowCounts | None:
-        """Start to gather the number of hot rows that each rank's batch touches.
-
-        Args:
-            num_rows: The number of hot rows that this rank's batch touches.
-
-        Returns:
-            None if no gradient will follow.
-        """
+        """Start to gather the number of hot rows of each rank; None if no gradient will follow."""
         if not torch.is_grad_enabled() or self._world_size == 1:
             return None
         if self._reducer is None:
@@ -172,24 +153,8 @@ class HotReplicas:
         wire = Wire(group, self._wire_type)
         return HotReducer([(sum(self.num_rows_T), self.dim)], wire, self._exchange, device=device)
 
-    def use_counts(self, counts: HotRowCounts | None) -> None:
-        """Set the counts of the batch whose rows are read next."""
-        self._next_counts = counts
-
-    def note_touched(self, touched: _Touched) -> None:
-        """Record the slots to which a backward pass adds gradients, until they are reduced."""
-        self._touched.append(touched)
-
     def set_reduced(self, slots_U: torch.Tensor, grad_UD: torch.Tensor) -> None:
-        """Set the reduced gradient of the next update, in place of ``weight.grad``.
-
-        Args:
-            slots_U: Distinct slots int64 (U,), the same on every rank.
-            grad_UD: Their mean gradients float (U, D), which the update overwrites.
-
-        Raises:
-            RuntimeError: if the previous gradient has not been used.
-        """
+        """Set the gradient of the next update, which overwrites it, in place of ``weight.grad``."""
         if self._reduced is not None:
             raise RuntimeError(
                 f"hot gradient of dimension {self.dim}: expected the previous one to be "
@@ -207,20 +172,25 @@ class HotReplicas:
         if grad is None:
             return slots_U[:0], self.rows[:0]
         grad_UD = grad.view(-1, self.dim).index_select(0, slots_U)
-        self.clear_gradient(slots_U)
+        self._clear_gradient(slots_U)
         return slots_U, grad_UD
 
     def drop_gradient(self) -> None:
         """Drop the gradient of the next update."""
         self._reduced = None
-        self.clear_gradient(self.take_updated())
+        self._clear_gradient(self.take_updated())
+
+    @torch.no_grad()
+    def _clear_gradient(self, slots_U: torch.Tensor) -> None:
+        """Zero these rows of the gradient; all others are already zero."""
+        if self.weight.grad is not None:
+            self.weight.grad.view(-1, self.dim).index_fill_(0, slots_U, 0.0)
 
     def take_updated(self) -> torch.Tensor:
         """Take the slots of all ranks with gradients in ``weight.grad``; int64, ascending."""
         updated, self._updated = self._updated, []
-        if updated:
-            return updated[0]
-        return torch.empty(0, dtype=torch.int64, device=self.weight.device)
+        nothing = torch.empty(0, dtype=torch.int64, device=self.weight.device)
+        return updated[0] if updated else nothing
 
     def reduce_gradient(
         self, state: None, bucket: dist.GradBucket
@@ -273,7 +243,7 @@ class HotReplicas:
 
     def _take_touched(self) -> tuple[torch.Tensor, HotRowCounts | None]:
         """Take the slots to reduce, and the ranks' numbers of slots; None for one rank."""
-        touched, self._touched = self._touched, []
+        touched, self.touched = self.touched, []
         if len(touched) == 1 and not self._updated:
             return touched[0].slots_U, touched[0].counts
         # With gradient accumulation, rows reduced by an earlier backward may still await their
@@ -282,12 +252,6 @@ class HotReplicas:
         slots_U = torch.cat([part.slots_U for part in touched] + self._updated).unique()
         with torch.enable_grad():
             return slots_U, self.gather_counts(slots_U.numel())
-
-    @torch.no_grad()
-    def clear_gradient(self, slots_U: torch.Tensor) -> None:
-        """Zero these rows of the gradient; all others are already zero."""
-        if self.weight.grad is not None:
-            self.weight.grad.view(-1, self.dim).index_fill_(0, slots_U, 0.0)
 
     @torch.no_grad()
     def checksum(self) -> torch.Tensor:
@@ -305,11 +269,7 @@ class HotReplicas:
             dist.broadcast(self.weight.detach(), group=self._group, group_src=0)
 
     def check_equal(self) -> None:
-        """Compare the replicas of all ranks.
-
-        Raises:
-            RuntimeError: on every rank, if one differs.
-        """
+        """Raise RuntimeError on every rank if a replica differs."""
         mine = self.checksum().view(1)
         sums = torch.empty(self._world_size, dtype=mine.dtype, device=mine.device)
         dist.all_gather_into_tensor(sums, mine, group=self._group)

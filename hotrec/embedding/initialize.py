@@ -1,8 +1,7 @@
 """Initial weights of embedding rows as a function of (seed, table, row) alone.
 
-So every partition, plan, world size and device starts from the same model, and a rank makes only
-its own rows. Counter-based: each value hashes its coordinates, with the 32-bit mixing function
-"lowbias32" (C. Wellons, "Prospecting for Hash Functions", 2018).
+Counter-based: each value hashes its coordinates, with the 32-bit mixing function "lowbias32"
+(C. Wellons, "Prospecting for Hash Functions", 2018).
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.tables import sharded_collections, table_parts
 from hotrec.routing.features import hot_name, hot_rows
 
-# Values per chunk. On CPU a chunk fits the cache; on a device it needs 320 MiB (5 buffers of 4
-# bytes), since with the chunks of a CPU the launches alone, some 12 each, would take half a minute
-# for the 1.3e11 values of 1e9 rows of 128 floats.
+# Values per chunk. On CPU a chunk fits the cache; on a device it needs 320 MiB, since with the
+# chunks of a CPU the launches alone would take half a minute for 1e9 rows of 128 floats.
 _CHUNK_VALUES = 1 << 18
 _DEVICE_CHUNK_VALUES = 1 << 24
 
@@ -39,20 +37,10 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def initial_rows(
     seed: int, table: str, rows: torch.Tensor, dim: int, num_rows: int
 ) -> torch.Tensor:
-    """Uniform in +-1 / sqrt(num_rows), as TorchRec's default.
-
-    Args:
-        seed: The run's seed.
-        table: The table's name, so that tables differ.
-        rows: The rows to make, int64 (R,).
-        dim: The embedding dimension D.
-        num_rows: The number of rows of the whole table.
-
-    Returns:
-        Weights float32 (R, D).
-    """
+    """Float32 (R, D), uniform in +-1 / sqrt(num_rows) of the whole table, as TorchRec's default."""
     table_key = zlib.crc32(f"{seed}/{table}".encode())
-    key_R = _mix(_mix((rows >> 31).int() ^ _as_int32(table_key)) ^ (rows & 0x7FFFFFFF).int())
+    table_key -= (table_key >> 31) << 32  # as int32
+    key_R = _mix(_mix((rows >> 31).int() ^ table_key) ^ (rows & 0x7FFFFFFF).int())
     columns_D = torch.arange(dim, dtype=torch.int32, device=rows.device) * -1640531527  # 2^32 / phi
     bound = 1.0 / math.sqrt(num_rows)
     out = torch.empty(rows.numel(), dim, device=rows.device)
@@ -63,10 +51,6 @@ def initial_rows(
         # 24 bits, as many as a float32 holds exactly.
         out[begin : begin + step] = ((bits >> 8) & 0xFFFFFF).float()
     return out.mul_(2 * bound / (1 << 24)).sub_(bound)
-
-
-def _as_int32(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def _fill(
@@ -85,10 +69,7 @@ def _fill(
 def initialize_embeddings(model: nn.Module, seed: int) -> None:
     """Set the initial weights of all embedding rows of a sharded model, in place.
 
-    Args:
-        model: A ``DistributedModelParallel`` with hot/cold collections or with TorchRec's
-            ``EmbeddingBagCollection``; hot replicas equal the rows of the cold tables.
-        seed: The run's seed, equal on all ranks.
+    They depend on the seed, the table and the row alone, not on the partition, plan or world size.
     """
     for part in table_parts(model):
         value, num_rows = part.value, part.num_rows
@@ -108,17 +89,14 @@ def initialize_embeddings(model: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def copy_weights(source: nn.ModuleDict, target: HotColdEmbeddingBagCollection) -> None:
     """Copy the weights of unsplit embedding bags, by table, into an unsharded collection."""
+    weights: dict[str, Any] = {table: bag.weight for table, bag in source.items()}
     for dim, group in target.router.groups.items():
         embeddings: Any = target.rows[f"dim{dim}"].embeddings
         for table in group.cold_tables:
-            weight: Any = source[table].weight
-            embeddings[table].weight.copy_(weight)
+            embeddings[table].weight.copy_(weights[table])
         for table in group.hot_tables:
-            hot = hot_rows(target.partition, table)
-            weight = source[table].weight
-            embeddings[hot_name(table)].weight.copy_(weight[hot.to(weight.device)])
-    if target.pooled is not None:
-        for table, bag in target.pooled.embedding_bags.items():
-            pooled: Any = bag
-            weight = source[table].weight
-            pooled.weight.copy_(weight)
+            hot = hot_rows(target.partition, table).to(weights[table].device)
+            embeddings[hot_name(table)].weight.copy_(weights[table][hot])
+    pooled: Any = {} if target.pooled is None else target.pooled.embedding_bags
+    for table, bag in pooled.items():
+        bag.weight.copy_(weights[table])

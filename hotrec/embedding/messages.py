@@ -1,7 +1,7 @@
 """Rows of several embedding dimensions ("groups") in one message per rank.
 
-The part of a message for one rank holds the rows of all groups, group by group. With one group
-nothing is copied.
+The part for one rank holds the rows of all groups, group by group. With one group nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+from hotrec.runtime.comm_thread import HostInts
+from hotrec.runtime.wire import Wire
 
 RowCounts = list[list[int]]  # number of rows, [rank][group]
 
@@ -26,16 +29,7 @@ def message_sizes(counts: RowCounts, dims: Sequence[int]) -> list[int]:
 
 
 def pack(parts: Sequence[torch.Tensor], counts: RowCounts, dims: Sequence[int]) -> torch.Tensor:
-    """Arrange the rows of all groups by rank.
-
-    Args:
-        parts: Rows of each group in rank order, (rows over all ranks, D), or (rows,) if D is 1.
-        counts: The number of rows for each rank and group.
-        dims: D of each group.
-
-    Returns:
-        A flat message with ``message_sizes(counts, dims)`` elements for each rank.
-    """
+    """Arrange the rows of each group, (rows over all ranks, D) in rank order, by rank; flat."""
     if len(parts) == 1:
         return parts[0].reshape(-1)
     split = [
@@ -51,3 +45,32 @@ def unpack(message: torch.Tensor, counts: RowCounts, dims: Sequence[int]) -> lis
         return [message.view(-1, dims[0])]
     pieces = message.split([n * d for row in counts for n, d in zip(row, dims, strict=True)])
     return [torch.cat(pieces[group :: len(dims)]).view(-1, dim) for group, dim in enumerate(dims)]
+
+
+def exchange_rows(
+    wire: Wire,
+    parts: Sequence[torch.Tensor],
+    num_to: RowCounts,
+    num_from: RowCounts,
+    dims: Sequence[int],
+) -> list[torch.Tensor]:
+    """Send the rows of each group, in rank order, to all ranks, and return the received ones."""
+    received = wire.all_to_all(
+        pack(parts, num_to, dims), message_sizes(num_to, dims), message_sizes(num_from, dims)
+    )
+    return unpack(received, num_from, dims)
+
+
+def gather_rows(
+    wire: Wire, parts: Sequence[torch.Tensor], counts: RowCounts, dims: Sequence[int]
+) -> list[torch.Tensor]:
+    """Gather the rows of all ranks by group."""
+    message = pack(parts, [counts[wire.rank]], dims)
+    return unpack(wire.all_gather_joined(message, message_sizes(counts, dims)), counts, dims)
+
+
+def gather_counts(wire: Wire, counts_G: torch.Tensor) -> RowCounts:
+    """Gather int64 (G,) counts of all ranks."""
+    sizes = [counts_G.numel()] * wire.world_size
+    gathered = HostInts(wire.all_gather_joined(counts_G, sizes)).wait()
+    return row_counts(gathered, counts_G.numel())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,7 @@ from hotrec.types import OptimizerKind
 class HotOptimizer(KeyedOptimizer):
     """Updates hot rows by the same rule, with the same state, as the cold rows' fused optimizer.
 
-    Args:
-        replicas: The hot rows of each dimension, by the prefix of their parameters' names.
-        names: The parameter name of each hot table in the replica's order, by the same prefix.
-        spec: The rule and its constants.
+    Replicas, and the parameter names of their tables, are by the prefix of these names.
     """
 
     def __init__(
@@ -42,22 +40,14 @@ class HotOptimizer(KeyedOptimizer):
         params: dict[str, torch.Tensor] = {}
         state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for prefix, replica in self._replicas.items():
-            weights_HD = replica.rows
-            num_hot = weights_HD.shape[0]
-            flat = {
-                name: torch.zeros(spec.state_shape(num_hot, replica.dim), device=weights_HD.device)
-                for name in spec.state_names
-            }
+            weights_HD, num_rows_T = replica.rows, replica.num_rows_T
+            shape = spec.state_shape(weights_HD.shape[0], replica.dim)
+            flat = {name: torch.zeros(shape, device=weights_HD.device) for name in spec.state_names}
             self._states[prefix] = flat
-            begin = 0
-            for name, num_rows in zip(names[prefix], replica.num_rows_T, strict=True):
-                view = weights_HD[begin : begin + num_rows]
-                params[name] = view
-                state[view] = {
-                    key: tensor[begin : begin + num_rows] for key, tensor in flat.items()
-                }
-                state[view]["step"] = self._num_updates
-                begin += num_rows
+            params |= zip(names[prefix], weights_HD.split(num_rows_T), strict=True)
+            for at, name in enumerate(names[prefix]):
+                parts = {key: tensor.split(num_rows_T)[at] for key, tensor in flat.items()}
+                state[params[name]] = {**parts, "step": self._num_updates}
         group: dict[str, Any] = {"params": list(params.values()), "lr": spec.learning_rate}
         super().__init__(params, state, [group])
 
@@ -93,7 +83,7 @@ def hot_replicas(model: nn.Module) -> dict[str, HotReplicas]:
     }
 
 
-def make_hot_optimizer(model: nn.Module, spec: OptimizerSpec) -> HotOptimizer | None:
+def _make_hot(model: nn.Module, spec: OptimizerSpec) -> HotOptimizer | None:
     """The optimizer of the hot replicas, or None if no row is hot."""
     replicas = hot_replicas(model)
     names: dict[str, list[str]] = {}
@@ -118,19 +108,14 @@ def make_dense(spec: OptimizerSpec, params: list[torch.Tensor]) -> torch.optim.O
 
 
 def _has_fused(kind: OptimizerKind, params: list[torch.Tensor]) -> bool | None:
-    """True if torch has this optimizer's fused kernel for the device, else None for its default.
-
-    torch's optimizers know only which devices have some fused kernel, so this asks the dispatcher.
-    """
-    keys = {"cpu": "CPU", "cuda": "CUDA"}
-    found = {keys.get(param.device.type) for param in params}
+    """True if torch has this optimizer's fused kernel for the device, else None for its default."""
+    devices = {param.device.type for param in params}
     name = {OptimizerKind.sgd: "sgd", OptimizerKind.adam: "adam"}.get(kind, "adagrad")
-    operator = f"aten::_fused_{name}_"
-    is_there = found and all(
-        key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
-        for key in found
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    is_there = devices <= {"cpu", "cuda"} and all(
+        has_kernel(f"aten::_fused_{name}_", device.upper()) for device in devices
     )
-    return True if is_there else None
+    return True if devices and is_there else None
 
 
 def make_replicated_tables(
@@ -158,14 +143,14 @@ def make_optimizer(
 
     Args:
         model: A model sharded with ``HotColdSharder``, or by a TorchRec plan.
-        embedding: The rule of the embedding rows, hot and cold.
+        embedding: The rule of the embedding rows.
         dense: The rule of the dense layers, where row-wise Adagrad means Adagrad.
 
     Raises:
         ValueError: if a data-parallel TorchRec table cannot follow the rule exactly.
     """
     parts: list[tuple[str, KeyedOptimizer]] = [("fused", model.fused_optimizer)]
-    hot = make_hot_optimizer(model, embedding)
+    hot = _make_hot(model, embedding)
     if hot is not None:
         parts.append(("hot", hot))
     hot_names = set() if hot is None else set(hot.params)
@@ -177,17 +162,10 @@ def make_optimizer(
     prefixes = tuple(f"{path}embedding_bags." for path, _ in torchrec_collections(model))
     tables = {name: p for name, p in rest.items() if name.startswith(prefixes)}
     layers = {name: p for name, p in rest.items() if name not in tables}
-    if tables:
-        parts.append(
-            (
-                "tables",
-                KeyedOptimizerWrapper(
-                    tables, lambda params: make_replicated_tables(embedding, params)
-                ),
-            )
-        )
-    if layers:
-        parts.append(
-            ("dense", KeyedOptimizerWrapper(layers, lambda params: make_dense(dense, params)))
-        )
+    for part, params, make in (
+        ("tables", tables, partial(make_replicated_tables, embedding)),
+        ("dense", layers, partial(make_dense, dense)),
+    ):
+        if params:
+            parts.append((part, KeyedOptimizerWrapper(params, make)))
     return CombinedOptimizer(parts)

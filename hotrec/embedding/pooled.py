@@ -12,52 +12,34 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.types import (
     LazyAwaitable,
     ParameterSharding,
-    ShardingEnv,
     ShardingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.fused import fused_params, undo_update_count
-from hotrec.embedding.row_exchange import check_sharding
-from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.embedding.row_exchange import ShardSettings, check_sharding
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.stages import backward_point, mark, mark_backward
-from hotrec.types import WireType
 
 
 class ShardedPooledBags(ShardedEmbeddingBagCollection):
-    """Table-wise embedding bags, in FBGEMM's pooled kernels on every device.
-
-    Args:
-        module: The unsharded collection.
-        sharding: TorchRec's sharding of each of its tables.
-        env: The process group.
-        device: The device of the shards.
-        spec: The update rule of the rows.
-        module_fqn: The module's name in the model, for TorchRec.
-        wire_type: The type in which pooled vectors and their gradients are sent.
-
-    Raises:
-        ValueError: if a table is not sharded table-wise.
-    """
+    """Table-wise embedding bags, in FBGEMM's pooled kernels on every device."""
 
     def __init__(
         self,
         module: EmbeddingBagCollection,
         sharding: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device,
-        spec: OptimizerSpec,
-        module_fqn: str | None,
-        wire_type: WireType = WireType.fp32,
+        settings: ShardSettings,
     ) -> None:
         for config in module.embedding_bag_configs():
             # Row-wise sharding sends every pooled vector once per rank; replicas are hot rows.
             check_sharding(config.name, sharding[config.name], (ShardingType.TABLE_WISE,))
         dims = [config.embedding_dim for config in module.embedding_bag_configs()]
-        codecs = wire_codecs(wire_type, dims)
-        super().__init__(module, sharding, env, fused_params(spec), device, codecs, module_fqn)
+        codecs, fused = wire_codecs(settings.wire_type, dims), fused_params(settings.spec)
+        super().__init__(
+            module, sharding, settings.env, fused, settings.device, codecs, settings.module_fqn
+        )
 
     def drop_cached_rows(self) -> None:
         """Invalidate the UVM caches, after rows in host memory were written directly."""
@@ -67,15 +49,7 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
     def start_lookups(
         self, features: list[KeyedJaggedTensor], contexts: list[Any]
     ) -> LazyAwaitable[KeyedTensor]:
-        """Pool the bags of this rank's tables and start to send them.
-
-        Args:
-            features: The received ids of each sharding.
-            contexts: TorchRec's context of each sharding.
-
-        Returns:
-            An awaitable of the pooled columns, (B, sum of D), in TorchRec's order.
-        """
+        """Pool the received ids of each sharding and start to send the columns (B, sum of D)."""
         vectors = []
         for lookup, ids in zip(self._lookups, features, strict=True):
             point = backward_point("row_update", ids.values())
@@ -88,11 +62,7 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         return started
 
     def look_up(self, features: KeyedJaggedTensor | None) -> KeyedTensor:
-        """Run all stages for a batch and return its pooled columns (B, sum of D).
-
-        Args:
-            features: The features from ``PooledRouter``.
-        """
+        """Run all stages for features from ``PooledRouter``; (B, sum of D)."""
         ctx = self.create_context()
         arrived = self.input_dist(ctx, features).wait().wait()
         pooled: KeyedTensor = self.start_lookups(list(arrived), ctx.sharding_contexts).wait()

@@ -1,7 +1,6 @@
 """Pooling of looked-up rows into bags, forward and backward.
 
-Pooling is a product with a sparse matrix (bags x ids); its gradient is a product with the
-transposed matrix. The router stores the incidence in both orders, so either direction is an
+The router stores the incidence of bags and ids in both orders, so either direction is an
 ``embedding_bag`` over contiguous segments, without atomics and so bitwise reproducible.
 """
 
@@ -22,10 +21,6 @@ MOST_IDS = 256
 
 def cut_segments(offsets_S: torch.Tensor, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut segments into pieces of at most ``MOST_IDS`` ids, without waiting for the device.
-
-    Args:
-        offsets_S: The start of each segment, int64 (S,), ascending; the last segment ends at K.
-        num_ids: The number K of ids in all segments.
 
     Returns:
         The start of each piece among the ids, int64 (P,) with P = S + K // MOST_IDS, where excess
@@ -56,20 +51,10 @@ def sum_segments(
     scales_K: torch.Tensor | None,
     longest: int,
 ) -> torch.Tensor:
-    """out[s] = sum over the positions of segment s of scale * source[position].
+    """out[s] = sum over the positions of segment s of scale * source[position]; float (S, D).
 
     Bitwise reproducible: on CPU the ids of a segment are summed in order, on CUDA those of each
-    piece of ``MOST_IDS``, then the pieces.
-
-    Args:
-        source: The rows to sum, float (N, D).
-        positions_K: Rows of ``source``, int64 (K,), segment after segment.
-        offsets_S: The start of each segment, int64 (S,), ascending.
-        scales_K: A factor per id, float (K,); None if all are 1.
-        longest: An upper bound of the number of ids in a segment.
-
-    Returns:
-        float (S, D).
+    piece of ``MOST_IDS``, then the pieces. ``longest`` bounds the number of ids in a segment.
     """
     if positions_K.numel() == 0:
         return source.new_zeros(offsets_S.numel(), source.shape[1])
@@ -86,16 +71,21 @@ def sum_in_pieces(
 ) -> torch.Tensor:
     """``sum_segments`` without sums of more than ``MOST_IDS`` values."""
     if longest <= MOST_IDS:
-        return F.embedding_bag(
-            positions_K, source, offsets_S, mode="sum", per_sample_weights=scales_K
-        )
+        return _sum(source, positions_K, offsets_S, scales_K)
     begins_P, firsts = cut_segments(offsets_S, positions_K.numel())
-    sums_PD = F.embedding_bag(
-        positions_K, source, begins_P, mode="sum", per_sample_weights=scales_K
-    )
+    sums_PD = _sum(source, positions_K, begins_P, scales_K)
     pieces_P = torch.arange(begins_P.numel(), device=source.device)
     sums = sum_in_pieces(sums_PD, pieces_P, firsts, None, -(-longest // MOST_IDS))
     return sums[: offsets_S.numel()]
+
+
+def _sum(
+    source: torch.Tensor,
+    positions_K: torch.Tensor,
+    offsets_S: torch.Tensor,
+    scales_K: torch.Tensor | None,
+) -> torch.Tensor:
+    return F.embedding_bag(positions_K, source, offsets_S, mode="sum", per_sample_weights=scales_K)
 
 
 class _PoolRows(torch.autograd.Function):
@@ -122,15 +112,6 @@ class _PoolRows(torch.autograd.Function):
 
 
 def pool_rows(rows_UD: torch.Tensor, routed: RoutedGroup, num_columns: int) -> torch.Tensor:
-    """Pool the rows that a batch reads into its bags.
-
-    Args:
-        rows_UD: One row per value of ``routed.rows``, float (U, D), in its order.
-        routed: The bags of each row.
-        num_columns: The number F of columns in the group.
-
-    Returns:
-        The concatenated columns float (B, F * D), as in a ``KeyedTensor``.
-    """
+    """Pool the rows float (U, D) that a batch reads into its F columns, float (B, F * D)."""
     bags: torch.Tensor = _PoolRows.apply(rows_UD, routed)
     return bags.view(-1, num_columns * rows_UD.shape[1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,12 +32,7 @@ from hotrec.types import HotExchange, WireType
 
 
 class IdsExchange(nn.Module):
-    """Sends row ids to the owners of the rows, in place of a TorchRec input dist.
-
-    Args:
-        replaced: The row-wise or table-wise input dist of TorchRec to replace.
-        device: The device of the ids.
-    """
+    """Sends row ids to the owners of the rows, in place of TorchRec's input dist."""
 
     def __init__(
         self, replaced: RwSparseFeaturesDist | TwSparseFeaturesDist, device: torch.device
@@ -50,17 +47,12 @@ class IdsExchange(nn.Module):
         if isinstance(replaced, RwSparseFeaturesDist):
             self._block_sizes = replaced._feature_block_sizes_tensor.to(device)
         num_keys = self.num_keys_W[self.rank]
-        ranks = range(self.world_size)
         # Ids arrive ordered by rank and key; lookups expect them by key and rank.
-        by_key = [rank * num_keys + key for key in range(num_keys) for rank in ranks]
-        self.by_key = torch.tensor(by_key, dtype=torch.int32, device=device)
+        by_rank = torch.arange(self.world_size * num_keys, dtype=torch.int32, device=device)
+        self.by_key = by_rank.view(self.world_size, num_keys).t().flatten()
 
     def forward(self, features: KeyedJaggedTensor) -> IdsRequest:
-        """Start the exchange.
-
-        Args:
-            features: The distinct rows of each table, jagged (T, 1).
-        """
+        """Start the exchange of the distinct rows of each table, jagged (T, 1)."""
         with torch.no_grad():
             if self._block_sizes is None:
                 return IdsRequest(self, features, None)
@@ -77,23 +69,21 @@ class IdsExchange(nn.Module):
 class IdsRequest(Awaitable[Awaitable[KeyedJaggedTensor]]):
     """Waits for the lengths, then starts the exchange of ids.
 
-    Args:
-        exchange: The exchange that sends the request.
-        features: The rows to request, keys in the order of their ranks.
-        order: The position of each requested row among the values; None if unchanged.
+    Keys of ``features`` are in the order of their ranks; ``order`` is the position of each
+    requested row among the values, None if unchanged.
     """
 
     def __init__(
         self, exchange: IdsExchange, features: KeyedJaggedTensor, order: torch.Tensor | None
     ) -> None:
         super().__init__()
-        self._exchange, self._features, self._order = exchange, features, order
+        self.exchange, self._features, self._order = exchange, features, order
         self._context: SequenceShardingContext | None = None
         lengths = features.lengths().view(len(features.keys()), -1).sum(1)
         num_here = exchange.num_keys_W[exchange.rank]
-        self._sent, self._arriving = lengths, lengths.new_empty(exchange.world_size * num_here)
+        self._sent, self.arriving = lengths, lengths.new_empty(exchange.world_size * num_here)
         self._work: Any = dist.all_to_all_single(
-            self._arriving,
+            self.arriving,
             lengths,
             [num_here] * exchange.world_size,
             exchange.num_keys_W,
@@ -103,7 +93,7 @@ class IdsRequest(Awaitable[Awaitable[KeyedJaggedTensor]]):
         self._counts: HostInts | None = None
         if lengths.is_cuda:
             self._work.wait()  # blocks the stream, not the host
-            self._counts = HostInts(torch.cat([lengths, self._arriving]))
+            self._counts = HostInts(torch.cat([lengths, self.arriving]))
 
     def set_context(self, context: SequenceShardingContext) -> None:
         """Set TorchRec's context, which receives the order and splits that return the rows."""
@@ -111,10 +101,10 @@ class IdsRequest(Awaitable[Awaitable[KeyedJaggedTensor]]):
         context.unbucketize_permute_tensor = self._order
 
     def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
-        exchange, values = self._exchange, self._features.values()
+        exchange, values = self.exchange, self._features.values()
         if self._counts is None:
             self._work.wait()
-            self._counts = HostInts(torch.cat([self._sent, self._arriving]))
+            self._counts = HostInts(torch.cat([self._sent, self.arriving]))
         counts = self._counts.wait()
         num_sent = _sums(counts[: self._sent.numel()], exchange.num_keys_W)
         arriving, num_here = counts[self._sent.numel() :], exchange.num_keys_W[exchange.rank]
@@ -125,50 +115,79 @@ class IdsRequest(Awaitable[Awaitable[KeyedJaggedTensor]]):
         work: Any = dist.all_to_all_single(
             received, values, num_received, num_sent, group=exchange.group, async_op=True
         )
-        first_key = sum(exchange.num_keys_W[: exchange.rank])
-        keys = self._features.keys()[first_key : first_key + num_here]
         per_key = [sum(arriving[key::num_here]) for key in range(num_here)]
-        return _IdsArriving(exchange, work, keys, self._arriving, received, per_key)
+        return _IdsArriving(self, work, received, per_key)
+
+    def keys_here(self) -> list[str]:
+        """The tables of which this rank holds rows."""
+        sizes, rank = self.exchange.num_keys_W, self.exchange.rank
+        return self._features.keys()[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
 
 
 def _sums(values: list[int], sizes: list[int]) -> list[int]:
-    sums, begin = [], 0
-    for size in sizes:
-        sums.append(sum(values[begin : begin + size]))
-        begin += size
-    return sums
+    rest = iter(values)
+    return [sum(islice(rest, size)) for size in sizes]
 
 
 class _IdsArriving(Awaitable[KeyedJaggedTensor]):
     def __init__(
-        self,
-        exchange: IdsExchange,
-        work: Any,
-        keys: list[str],
-        lengths: torch.Tensor,
-        values: torch.Tensor,
-        length_per_key: list[int],
+        self, request: IdsRequest, work: Any, values: torch.Tensor, length_per_key: list[int]
     ) -> None:
         super().__init__()
-        self._exchange, self._work, self._keys = exchange, work, keys
-        self._lengths, self._values, self._length_per_key = lengths, values, length_per_key
+        self._request, self._work = request, work
+        self._values, self._length_per_key = values, length_per_key
 
     def _wait_impl(self) -> KeyedJaggedTensor:
         """Wait for the ids that all ranks request, jagged (local keys, W)."""
         self._work.wait()
-        lengths, values = self._lengths, self._values
-        if self._keys and self._exchange.world_size > 1:
+        exchange, keys = self._request.exchange, self._request.keys_here()
+        lengths, values = self._request.arriving, self._values
+        if keys and exchange.world_size > 1:
             by_rank_and_key, values, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-                self._exchange.by_key, lengths.view(-1, 1), values, None, values.numel()
+                exchange.by_key, lengths.view(-1, 1), values, None, values.numel()
             )
             lengths = by_rank_and_key.view(-1)
         return KeyedJaggedTensor(
-            keys=self._keys,
+            keys=keys,
             values=values,
             lengths=lengths,
-            stride=self._exchange.world_size,
+            stride=exchange.world_size,
             length_per_key=self._length_per_key,
         )
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """How a collection is sharded; rows, pooled vectors and gradients are sent in ``wire_type``."""
+
+    env: ShardingEnv
+    device: torch.device
+    spec: OptimizerSpec
+    exchange: HotExchange
+    wire_type: WireType
+    module_fqn: str | None
+
+
+def _hook_up(
+    lookup: DistributedDataParallel,
+    num_rows_T: list[int],
+    dim: int,
+    settings: ShardSettings,
+) -> HotReplicas:
+    """Put replicas into the place of the lookup's kernel and of DDP's all-reduce."""
+    kernels: Any = list(lookup.module._emb_modules)
+    if len(kernels) != 1:
+        raise RuntimeError(
+            f"torchrec data-parallel lookup: expected 1 group of tables, got {len(kernels)}. "
+            "Use the pinned torchrec (see `hotrec doctor`)."
+        )
+    weights, group = kernels[0].emb_module.weights, settings.env.process_group
+    replicas = HotReplicas(weights, num_rows_T, dim, group, settings.exchange, settings.wire_type)
+    kernels[0].forward = replicas
+    # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
+    lookup.broadcast_buffers = False
+    lookup.register_comm_hook(None, replicas.reduce_gradient)
+    return replicas
 
 
 HOT_SHARDINGS = (ShardingType.DATA_PARALLEL,)
@@ -176,11 +195,7 @@ COLD_SHARDINGS = (ShardingType.ROW_WISE, ShardingType.TABLE_WISE)
 
 
 def check_sharding(table: str, sharding: ParameterSharding, wanted: Sequence[ShardingType]) -> None:
-    """Check that a plan shards a table by one of the wanted sharding types.
-
-    Raises:
-        ValueError: if it does not.
-    """
+    """Raise ValueError unless a plan shards a table by one of the wanted sharding types."""
     types = [kind.value for kind in wanted]
     if sharding.sharding_type not in types:
         raise ValueError(
@@ -191,44 +206,23 @@ def check_sharding(table: str, sharding: ParameterSharding, wanted: Sequence[Sha
 
 
 class ShardedRows(ShardedEmbeddingCollection):
-    """The rows of one embedding dimension, hot and cold, exchanged unpooled.
-
-    Args:
-        module: The unsharded collection; hot tables first.
-        sharding: TorchRec's sharding of each of its tables.
-        env: The process group.
-        device: The device of the shards.
-        spec: The update rule of the cold rows.
-        exchange: How gradients of hot rows are reduced.
-        hot_tables: The names of the hot tables.
-        module_fqn: The module's name in the model, for TorchRec.
-        wire_type: The type in which cold rows and all gradients are sent.
-
-    Raises:
-        ValueError: if a cold table is not sharded row-wise or table-wise, or a hot one is not
-            data-parallel.
-    """
+    """The rows of one embedding dimension, hot tables first, exchanged unpooled."""
 
     def __init__(
         self,
         module: EmbeddingCollection,
         sharding: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device,
-        spec: OptimizerSpec,
-        exchange: HotExchange,
         hot_tables: list[str],
-        module_fqn: str | None,
-        wire_type: WireType = WireType.fp32,
+        settings: ShardSettings,
     ) -> None:
         for config in module.embedding_configs():
             is_hot = config.name in hot_tables
             wanted = HOT_SHARDINGS if is_hot else COLD_SHARDINGS
             check_sharding(config.name, sharding[config.name], wanted)
-        codecs = wire_codecs(wire_type, [module.embedding_dim()])
-        super().__init__(
-            module, sharding, env, fused_params(spec), device, codecs, module_fqn=module_fqn
-        )
+        env, device, spec = settings.env, settings.device, settings.spec
+        codecs = wire_codecs(settings.wire_type, [module.embedding_dim()])
+        name = settings.module_fqn
+        super().__init__(module, sharding, env, fused_params(spec), device, codecs, module_fqn=name)
         self.hot: HotReplicas | None = None
         self._num_hot = len(hot_tables)
         self.dim = module.embedding_dim()
@@ -245,39 +239,11 @@ class ShardedRows(ShardedEmbeddingCollection):
         self._is_cuda = device.type == "cuda"
         for lookup in self._lookups:
             if isinstance(lookup, DistributedDataParallel):
-                self._hook_up(lookup, env, exchange, hot_tables, wire_type)
+                tables = [c for c in self._embedding_configs if c.name in hot_tables]
+                num_rows_T = [config.num_embeddings for config in tables]
+                self.hot = _hook_up(lookup, num_rows_T, self.dim, settings)
             elif not self._is_cuda:
                 use_cpu_rows(lookup, spec)
-
-    def _hook_up(
-        self,
-        lookup: DistributedDataParallel,
-        env: ShardingEnv,
-        exchange: HotExchange,
-        hot_tables: list[str],
-        wire_type: WireType,
-    ) -> None:
-        kernels = list(lookup.module._emb_modules)
-        if len(kernels) != 1:
-            raise RuntimeError(
-                f"torchrec data-parallel lookup: expected 1 group of tables, got {len(kernels)}. "
-                "Use the pinned torchrec (see `hotrec doctor`)."
-            )
-        num_rows_T = [
-            config.num_embeddings for config in self._embedding_configs if config.name in hot_tables
-        ]
-        self.hot = HotReplicas(
-            kernels[0].emb_module.weights,
-            num_rows_T,
-            self.dim,
-            env.process_group,
-            exchange,
-            wire_type,
-        )
-        kernels[0].forward = self.hot
-        # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
-        lookup.broadcast_buffers = False
-        lookup.register_comm_hook(None, self.hot.reduce_gradient)
 
     def _create_input_dist(self, *args: Any, **kwargs: Any) -> None:
         super()._create_input_dist(*args, **kwargs)
@@ -296,11 +262,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         return requests
 
     def gather_hot_counts(self, rows: KeyedJaggedTensor) -> HotRowCounts | None:
-        """Start to gather the number of hot rows that each rank touches.
-
-        Args:
-            rows: The rows that the batch reads, hot tables first.
-        """
+        """``HotReplicas.gather_counts`` for the rows that the batch reads, hot tables first."""
         if self.hot is None:
             return None
         return self.hot.gather_counts(sum(rows.length_per_key()[: self._num_hot]))
@@ -319,16 +281,11 @@ class ShardedRows(ShardedEmbeddingCollection):
     ) -> list[Awaitable[torch.Tensor]]:
         """Look up this rank's rows and start to send them to the ranks that requested them.
 
-        Args:
-            features: The received ids of each sharding.
-            contexts: TorchRec's context of each sharding.
-            hot_counts: The result of ``gather_hot_counts`` for the same batch.
-
-        Returns:
-            One awaitable per sharding, of float (U_sharding, D), hot first.
+        Takes the received ids and TorchRec's context of each sharding, and ``gather_hot_counts`` of
+        the same batch. Returns an awaitable per sharding, of float (U_sharding, D), hot first.
         """
         if self.hot is not None:
-            self.hot.use_counts(hot_counts)
+            self.hot.next_counts = hot_counts
         awaitables = []
         stages = list(zip(self._lookups, self._output_dists, features, contexts, strict=True))
         # Cold rows first: they are sent while hot rows are read. Backward runs in reverse order,
@@ -356,15 +313,7 @@ class ShardedRows(ShardedEmbeddingCollection):
     def join(
         self, awaitables: list[Awaitable[torch.Tensor]], requested: KeyedJaggedTensor
     ) -> torch.Tensor:
-        """Wait for the rows and put them into the order of the requested ids.
-
-        Args:
-            awaitables: The result of ``start_lookups``.
-            requested: The requested ids, keys in the order of this collection's tables.
-
-        Returns:
-            Float (U, D), a row per id.
-        """
+        """The rows of ``start_lookups``, float (U, D), in the order of the requested ids."""
         parts = [awaitable.wait() for awaitable in awaitables]
         if self._is_in_order:
             return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,16 +1,13 @@
 """The sharded hot/cold collection, and the sharder that makes it.
 
-One TorchRec ``ShardedEmbeddingCollection`` per embedding dimension holds both halves: the hot
-tables data-parallel, the cold tables row-wise or table-wise. This module routes in ``input_dist``,
-so TorchRec's pipelines overlap routing and the exchange of ids with the previous step, even if the
-loader returns a plain ``KeyedJaggedTensor``; it pools after ``output_dist``. Tables pooled on their
-owners are in a ``ShardedEmbeddingBagCollection`` that runs in the same stages.
+It routes in ``input_dist``, so TorchRec's pipelines overlap routing and the exchange of ids with
+the previous step, and pools after ``output_dist``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +31,17 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection, PooledLayout, route
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection, route
 from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
 from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.pooling import pool_rows
-from hotrec.embedding.row_exchange import COLD_SHARDINGS, HOT_SHARDINGS, ShardedRows
+from hotrec.embedding.row_exchange import (
+    COLD_SHARDINGS,
+    HOT_SHARDINGS,
+    ShardedRows,
+    ShardSettings,
+)
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.stages import mark
@@ -63,68 +65,35 @@ class HotColdContext(EmbeddingCollectionContext):
             self.routed.record_stream(stream)
 
 
-@dataclass
-class Started:
-    """Lookups in progress.
-
-    Args:
-        rows: Rows of each embedding dimension, see ``ShardedRows.start_lookups``.
-        pooled: The columns that TorchRec pools; None if there are none.
-    """
-
-    rows: list[list[Awaitable[torch.Tensor]]]
-    pooled: LazyAwaitable[KeyedTensor] | None
+# Lookups in progress: rows of each embedding dimension, see ``ShardedRows.start_lookups``, and the
+# columns that TorchRec pools.
+Started = tuple[list[list[Awaitable[torch.Tensor]]], LazyAwaitable[KeyedTensor] | None]
 
 
 class _PooledAwaitable(LazyAwaitable[KeyedTensor]):
-    def __init__(
-        self,
-        started: Started,
-        rows: list[ShardedRows],
-        routed: RoutedFeatures,
-        layout: PooledLayout,
-    ) -> None:
+    def __init__(self, pool: Callable[[], KeyedTensor]) -> None:
         super().__init__()
-        self._started, self._rows = started, rows
-        self._routed, self._layout = routed, layout
+        self._pool = pool
 
     def _wait_impl(self) -> KeyedTensor:
-        mark("dense")
-        pooled = []
-        for awaitables, rows, group, columns in zip(
-            self._started.rows,
-            self._rows,
-            self._routed.groups,
-            self._layout.groups.values(),
-            strict=True,
-        ):
-            rows_UD = rows.join(awaitables, group.rows)
-            mark("rows_exchange")
-            pooled.append(pool_rows(rows_UD, group, len(columns)))
-            mark("pool")
-        from_torchrec = None if self._started.pooled is None else self._started.pooled.wait()
-        mark("rows_exchange")
-        assembled = self._layout.assemble(pooled, from_torchrec)
-        mark("pool")
-        return assembled
+        return self._pool()
 
 
 class ShardedHotColdEmbeddingBagCollection(
     ShardedEmbeddingModule[KJTList, Started, KeyedTensor, HotColdContext],
     FusedOptimizerModule,
 ):
-    """See the module docstring; made by ``HotColdSharder``."""
+    """The sharded ``HotColdEmbeddingBagCollection``; made by ``HotColdSharder``.
+
+    One ``ShardedRows`` per embedding dimension holds both halves: the hot tables data-parallel, the
+    cold ones row-wise or table-wise. Tables pooled on their owners run in the same stages.
+    """
 
     def __init__(
         self,
         module: HotColdEmbeddingBagCollection,
         sharding: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device,
-        spec: OptimizerSpec,
-        exchange: HotExchange,
-        module_fqn: str | None,
-        wire_type: WireType = WireType.fp32,
+        settings: ShardSettings,
     ) -> None:
         super().__init__()
         self._tables = module.embedding_bag_configs()
@@ -133,31 +102,19 @@ class ShardedHotColdEmbeddingBagCollection(
         self.layout = module.layout
         # Pickled into loader workers; ``_device_router`` has the maps on the device.
         self.router = module.router
-        self._device_router = module.router if device.type == "cpu" else None
-        self._device = device
+        self._device = settings.device
+        self._device_router = module.router if self._device.type == "cpu" else None
         self.rows = nn.ModuleDict()
         for (name, collection), group in zip(
             module.rows.items(), module.router.groups.values(), strict=True
         ):
+            of_group = {key: sharding[key] for key in group.keys}
             hot_tables = group.keys[: len(group.hot_tables)]
-            self.rows[name] = ShardedRows(
-                collection,
-                {key: sharding[key] for key in group.keys},
-                env,
-                device,
-                spec,
-                exchange,
-                hot_tables,
-                module_fqn,
-                wire_type,
-            )
+            self.rows[name] = ShardedRows(collection, of_group, hot_tables, settings)
         self.pooled: ShardedPooledBags | None = None
         if module.pooled is not None:
-            tables = [config.name for config in module.pooled.embedding_bag_configs()]
-            of_pooled = {name: sharding[name] for name in tables}
-            self.pooled = ShardedPooledBags(
-                module.pooled, of_pooled, env, device, spec, module_fqn, wire_type
-            )
+            of_pooled = {c.name: sharding[c.name] for c in module.pooled.embedding_bag_configs()}
+            self.pooled = ShardedPooledBags(module.pooled, of_pooled, settings)
 
     def embedding_bag_configs(self) -> list[Any]:
         return self._tables
@@ -177,7 +134,7 @@ class ShardedHotColdEmbeddingBagCollection(
 
     def drop_cached_rows(self) -> None:
         """Invalidate the UVM caches, after rows in host memory were written directly."""
-        for rows in self._rows().values():
+        for rows in self.sharded_rows():
             rows.drop_cached_rows()
         if self.pooled is not None:
             self.pooled.drop_cached_rows()
@@ -192,7 +149,7 @@ class ShardedHotColdEmbeddingBagCollection(
         ctx.routed = self.route(features)
         mark("route")
         awaitables: list[Any] = []
-        for rows, group in zip(self._rows().values(), ctx.routed.groups, strict=True):
+        for rows, group in zip(self.sharded_rows(), ctx.routed.groups, strict=True):
             ctx.hot_counts.append(rows.gather_hot_counts(group.rows))
             splits = rows.input_dist(ctx, group.rows)
             ctx.num_shardings.append(len(splits.awaitables))
@@ -208,8 +165,7 @@ class ShardedHotColdEmbeddingBagCollection(
     def route(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
         """Route features on the device of the rows, unless a loader worker has routed them.
 
-        The first batch that needs it copies the router's map, 4 bytes per row of all tables, to the
-        device.
+        The first batch that needs it copies the map, 4 bytes per row of all tables, to the device.
         """
         if isinstance(features, RoutedFeatures):
             return route(self.router, features)
@@ -227,15 +183,36 @@ class ShardedHotColdEmbeddingBagCollection(
             pooled = self.pooled.start_lookups(features[num_rows:], contexts[num_rows:])
         started = []
         for rows, num, hot_counts in zip(
-            self._rows().values(), ctx.num_shardings, ctx.hot_counts, strict=True
+            self.sharded_rows(), ctx.num_shardings, ctx.hot_counts, strict=True
         ):
             started.append(rows.start_lookups(features[:num], contexts[:num], hot_counts))
             features, contexts = features[num:], contexts[num:]
-        return Started(started, pooled)
+        return started, pooled
 
     def output_dist(self, ctx: HotColdContext, output: Started) -> LazyAwaitable[KeyedTensor]:
         assert ctx.routed is not None
-        return _PooledAwaitable(output, list(self._rows().values()), ctx.routed, self.layout)
+        return _PooledAwaitable(partial(self._pool, output, ctx.routed))
+
+    def _pool(self, started: Started, routed: RoutedFeatures) -> KeyedTensor:
+        mark("dense")
+        awaitables_of_dim, from_owners = started
+        layout, pooled = self.layout, []
+        for awaitables, rows, group, columns in zip(
+            awaitables_of_dim,
+            self.sharded_rows(),
+            routed.groups,
+            layout.groups.values(),
+            strict=True,
+        ):
+            rows_UD = rows.join(awaitables, group.rows)
+            mark("rows_exchange")
+            pooled.append(pool_rows(rows_UD, group, len(columns)))
+            mark("pool")
+        from_torchrec = None if from_owners is None else from_owners.wait()
+        mark("rows_exchange")
+        assembled = layout.assemble(pooled, from_torchrec)
+        mark("pool")
+        return assembled
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -254,8 +231,7 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
 
     Args:
         spec: The update rule of both halves.
-        exchange: How gradients of hot rows are reduced; None for the placement's choice, dense or
-            chosen in every step.
+        exchange: How gradients of hot rows are reduced; None for the placement's choice.
         wire_type: The type in which rows, pooled vectors and their gradients are sent.
     """
 
@@ -285,14 +261,14 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
                 type does not fit a table.
         """
         device = device or torch.device("cpu")
-        check_optimizer(self._spec, device, has_cold=_has_cold(module))
+        has_cold = any(group.cold_tables for group in module.router.groups.values())
+        check_optimizer(self._spec, device, has_cold=has_cold or module.pooled is not None)
         exchange = self._exchange
         if exchange is None:
             is_dense = module.placement.is_hot_dense
             exchange = HotExchange.dense if is_dense else HotExchange.auto
-        return ShardedHotColdEmbeddingBagCollection(
-            module, params, env, device, self._spec, exchange, module_fqn, self._wire_type
-        )
+        settings = ShardSettings(env, device, self._spec, exchange, self._wire_type, module_fqn)
+        return ShardedHotColdEmbeddingBagCollection(module, params, settings)
 
     def shardable_parameters(
         self, module: HotColdEmbeddingBagCollection
@@ -308,19 +284,11 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         if sharding_type == ShardingType.DATA_PARALLEL.value:
             return [EmbeddingComputeKernel.DENSE.value]
-        kernels = [EmbeddingComputeKernel.FUSED]
-        if compute_device_type == "cuda":
-            kernels += [
-                EmbeddingComputeKernel.FUSED_UVM,
-                EmbeddingComputeKernel.FUSED_UVM_CACHING,
-            ]
+        kernel = EmbeddingComputeKernel
+        on_cuda = [kernel.FUSED_UVM, kernel.FUSED_UVM_CACHING]
+        kernels = [kernel.FUSED, *(on_cuda if compute_device_type == "cuda" else ())]
         return [kernel.value for kernel in kernels]
 
     @property
     def module_type(self) -> type[HotColdEmbeddingBagCollection]:
         return HotColdEmbeddingBagCollection
-
-
-def _has_cold(module: HotColdEmbeddingBagCollection) -> bool:
-    has_cold_rows = any(group.cold_tables for group in module.router.groups.values())
-    return has_cold_rows or module.pooled is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer
 
-from hotrec.embedding.optimizers import hot_replicas
 from hotrec.embedding.tables import sharded_collections
 
 HOT_ROWS, COLD_ROWS = "hot_rows", "cold_rows"
@@ -31,10 +30,6 @@ def memory_by_tier(model: nn.Module, optimizer: CombinedOptimizer) -> dict[str, 
     Counts tensors without reading the device: replicas and their gradient buffers ("hot_rows"),
     shards ("cold_rows"), the optimizer state of both, FBGEMM's cache of host rows with its maps,
     and the router's maps. On CPU all of it is on the host.
-
-    Args:
-        model: The sharded model.
-        optimizer: The optimizer from ``make_optimizer``.
     """
     total = {kind: {DEVICE: 0, HOST: 0} for kind in KINDS}
     seen: set[int] = set()
@@ -51,10 +46,6 @@ def memory_by_tier(model: nn.Module, optimizer: CombinedOptimizer) -> dict[str, 
 def _tensors(
     model: nn.Module, optimizer: CombinedOptimizer
 ) -> Iterator[tuple[str, torch.Tensor, str | None]]:
-    for replica in hot_replicas(model).values():
-        yield HOT_ROWS, replica.weight.detach(), None
-        if replica.weight.grad is not None:
-            yield HOT_ROWS, replica.weight.grad, None
     parts = dict(optimizer.optimizers)
     for name in ("hot", "tables"):
         if name in parts:
@@ -97,7 +88,6 @@ def _tensors_of(kernel: nn.Module) -> Iterator[tuple[str, torch.Tensor, str | No
                     yield COLD_ROWS if name.startswith("weights") else STATE, tensor.detach(), place
 
 
-BYTES_PER_FLOAT = 4
 COUNTED = (
     UVMCacheStatsIndex.num_requested_indices,
     UVMCacheStatsIndex.num_unique_indices,
@@ -109,35 +99,20 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class CacheFigures:
-    """Counters of device caches over some steps, summed over tables.
+    """Counters of device caches over some steps, summed over tables."""
 
-    Args:
-        num_lookups: The number of ids looked up.
-        num_rows: The number of distinct rows, summed over the steps.
-        num_hits: The number of these rows found in the cache.
-        num_misses: The number of rows not found, including conflict misses.
-        num_conflict_misses: The number of rows without a free way in their set, which are accessed
-            in host memory.
-        num_evictions: The number of rows evicted, which are written back.
-        read_bytes: The bytes read from host memory over the bus.
-        written_bytes: The bytes written to host memory.
-    """
-
-    num_lookups: float = 0
-    num_rows: float = 0
-    num_hits: float = 0
-    num_misses: float = 0
-    num_conflict_misses: float = 0
-    num_evictions: float = 0
-    read_bytes: float = 0
-    written_bytes: float = 0
+    num_lookups: float = 0  # ids
+    num_rows: float = 0  # distinct rows, summed over the steps
+    num_hits: float = 0  # of these rows
+    num_misses: float = 0  # including conflict misses
+    num_conflict_misses: float = 0  # without a free way in their set; accessed in host memory
+    num_evictions: float = 0  # which are written back
+    read_bytes: float = 0  # from host memory over the bus
+    written_bytes: float = 0  # to host memory
 
     def __add__(self, other: CacheFigures) -> CacheFigures:
-        return CacheFigures(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
-
-    def values(self) -> tuple[float, ...]:
-        """The values of all fields in order."""
-        return tuple(getattr(self, item.name) for item in fields(self))
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return CacheFigures(*(a + b for a, b in pairs))
 
 
 def fused_modules(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
@@ -146,20 +121,11 @@ def fused_modules(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodege
 
 
 class CacheCounters:
-    """Reads the counters of this rank's device caches.
-
-    Args:
-        modules: FBGEMM's modules from ``fused_modules``; those without a cache are ignored.
-    """
+    """Reads the counters of this rank's device caches, of the ``fused_modules`` that have one."""
 
     def __init__(self, modules: Iterable[SplitTableBatchedEmbeddingBagsCodegen]) -> None:
         self._modules = [module for module in modules if module.lxu_cache_weights.numel() > 0]
         self._last = [[0] * (len(COUNTED) + 1) for _ in self._modules]
-
-    @property
-    def num_caches(self) -> int:
-        """The number of caches on this rank, which may differ between ranks."""
-        return len(self._modules)
 
     def end_line(self) -> CacheFigures:
         """Return the counts since the last call; waits for the device once."""
@@ -186,14 +152,14 @@ class CacheCounters:
 
 def _figures(module: SplitTableBatchedEmbeddingBagsCodegen, counts: list[int]) -> CacheFigures:
     num_lookups, num_rows, misses, conflicts, conflict_lookups, num_filled = counts
-    row_bytes = BYTES_PER_FLOAT * module.max_D_cache
+    row_bytes = 4 * module.max_D_cache
     state = sum(
         int(getattr(module, f"{name}_uvm").numel())
         for name in ("momentum1", "momentum2")
         if hasattr(module, f"{name}_uvm")
     )
     # The quotient drops FBGEMM's placeholder of one value for missing optimizer state.
-    state_bytes = BYTES_PER_FLOAT * (state // int(module.total_cache_hash_size))
+    state_bytes = 4 * (state // int(module.total_cache_hash_size))
     inserted = misses - conflicts
     # Loading a checkpoint empties the cache, which then holds fewer rows than before.
     evicted = max(0, inserted - max(0, num_filled))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,48 +16,38 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.routing.features import hot_name, hot_rows
 
+T = TypeVar("T")
 
-def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+
+def _modules_of(model: nn.Module, kind: type[T]) -> Iterator[tuple[str, T]]:
     """Modules, with the prefix of their parameters' names in the sharded model's state dict."""
     root = model.module if isinstance(model, DistributedModelParallel) else model
     assert isinstance(root, nn.Module), type(root)
     for path, module in root.named_modules():
-        yield f"{path}." if path else "", module
+        if isinstance(module, kind):
+            yield f"{path}." if path else "", module
 
 
 def sharded_collections(
     model: nn.Module,
 ) -> Iterator[tuple[str, ShardedHotColdEmbeddingBagCollection]]:
     """The hot/cold collections of a sharded model, with the prefix of their parameters' names."""
-    for prefix, module in _named_modules(model):
-        if isinstance(module, ShardedHotColdEmbeddingBagCollection):
-            yield prefix, module
+    return _modules_of(model, ShardedHotColdEmbeddingBagCollection)
 
 
-def torchrec_collections(
-    model: nn.Module,
-) -> Iterator[tuple[str, ShardedEmbeddingBagCollection]]:
+def torchrec_collections(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingBagCollection]]:
     """TorchRec's own collections, likewise."""
-    for prefix, module in _named_modules(model):
-        if isinstance(module, ShardedEmbeddingBagCollection):
-            yield prefix, module
+    return _modules_of(model, ShardedEmbeddingBagCollection)
 
 
 @dataclass(frozen=True)
 class TablePart:
-    """A table, or the replica of its hot rows.
-
-    Args:
-        table: The table's name.
-        num_rows: The number of rows of the whole table.
-        hot_rows: The replica's rows in order, int64 (H,); None for a table.
-        value: The weights float (R, D) or (H, D), sharded or whole on every rank.
-    """
+    """A table, or the replica of its hot rows."""
 
     table: str
-    num_rows: int
-    hot_rows: torch.Tensor | None
-    value: torch.Tensor | ShardedTensor
+    num_rows: int  # of the whole table
+    hot_rows: torch.Tensor | None  # the replica's rows in order, int64 (H,); None for a table
+    value: torch.Tensor | ShardedTensor  # float (R, D) or (H, D)
 
 
 def table_parts(model: nn.Module) -> Iterator[TablePart]:
@@ -101,12 +92,9 @@ def _whole(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
 
 @torch.no_grad()
 def gather_tables(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather every embedding table of a sharded model, in original ids, on every rank.
+    """Gather every embedding table of a sharded model, float (R, D) in original ids, on every rank.
 
     A collective for tests, small models and export: it holds all tables in memory.
-
-    Returns:
-        float (R, D) per table, hot rows from their replica, cold rows from their shard.
     """
     tables: dict[str, torch.Tensor] = {}
     for part in table_parts(model):

@@ -1,18 +1,7 @@
 """Optimizer update rules for the rows that a step touches.
 
 They update the hot replicas (on every device) and the cold shards on CPU, with the arithmetic of
-FBGEMM's fused kernels, which update the cold shards on CUDA. Untouched rows and their state do not
-change. Symbols: w weight, g gradient of the global batch's mean loss, m and v state, t update count
-from 1, D embedding dimension.
-
-    sgd               w -= lr g
-    adagrad           v += g^2;          w -= lr g / (sqrt(v) + eps)
-    rowwise_adagrad   v += mean_D(g^2);  w -= lr g / (sqrt(v) + eps)
-    adam              m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
-                      w -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-
-Sources: Duchi et al. 2011 (Adagrad); FBGEMM's EXACT_ROWWISE_ADAGRAD; Kingma, Ba 2015 (Adam; lazy
-here, as in FBGEMM: a row's moments decay in the steps that touch it, t counts all steps).
+FBGEMM's fused kernels, which update the cold shards on CUDA.
 """
 
 from __future__ import annotations
@@ -21,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import embedding_bag
 
 from hotrec.embedding.flat import put_rows
 from hotrec.routing.sorting import sort_keys
@@ -66,7 +56,7 @@ class OptimizerSpec:
         }[self.kind]
 
     def state_shape(self, num_rows: int, dim: int) -> tuple[int, ...]:
-        """Shape of a state tensor of a table."""
+        """The shape of a state tensor of a table."""
         return (num_rows,) if self.kind is OptimizerKind.rowwise_adagrad else (num_rows, dim)
 
     def state_bytes_per_row(self, dim: int) -> int:
@@ -86,16 +76,27 @@ def update_rows(
     learning_rate: float,
     num_updates: int,
 ) -> None:
-    """Apply one update to some rows, in place.
+    """Apply one update to distinct rows int64 (U,), in place; other rows and their state stay.
+
+    With w weight, g gradient of the global batch's mean loss, m and v state:
+
+        sgd               w -= lr g
+        adagrad           v += g^2;          w -= lr g / (sqrt(v) + eps)
+        rowwise_adagrad   v += mean_D(g^2);  w -= lr g / (sqrt(v) + eps)
+        adam              m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
+                          w -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    Sources: Duchi et al. 2011 (Adagrad); FBGEMM's EXACT_ROWWISE_ADAGRAD; Kingma, Ba 2015 (Adam;
+    lazy as in FBGEMM: a row's moments decay in the steps that touch it, t counts all steps).
 
     Args:
         spec: The rule and its constants.
         weights_RD: The weights float (R, D).
         states: State tensors by ``spec.state_names``, of shape ``spec.state_shape(R, D)``.
-        rows_U: Distinct rows int64 (U,).
+        rows_U: The rows.
         grad_UD: Their gradients float (U, D), which are overwritten.
         learning_rate: The learning rate of this step.
-        num_updates: The update count t of the rules, 1 at the first update.
+        num_updates: The update count t, 1 at the first update.
     """
     if rows_U.numel() == 0:
         return
@@ -125,23 +126,32 @@ def update_rows(
     put_rows(weights_RD, rows_U, rows_UD)
 
 
+class RowSums:
+    """Sums rows by key, in their order and so bitwise reproducible.
+
+    Args:
+        keys_K: Keys int64 (K,), in any order, with repetition.
+        limit: The upper bound of the keys.
+    """
+
+    def __init__(self, keys_K: torch.Tensor, limit: int) -> None:
+        sorted_K, self._order_K = sort_keys(keys_K, limit)
+        self.rows_U, counts_U = torch.unique_consecutive(sorted_K, return_counts=True)
+        self._offsets_U = counts_U.cumsum(0) - counts_U
+
+    def __call__(self, values_KD: torch.Tensor) -> torch.Tensor:
+        """The sums (U, D) of the distinct keys ``rows_U``, ascending."""
+        if self.rows_U.numel() == 0:
+            return values_KD
+        # Bags are summed front to back and the sort is stable.
+        return embedding_bag(self._order_K, values_KD, self._offsets_U, mode="sum")
+
+
 def sum_by_row(
     rows_K: torch.Tensor, grad_KD: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the gradients of the same row.
-
-    Args:
-        rows_K: Rows int64 (K,), in any order, with repetition.
-        grad_KD: Their gradients float (K, D).
-        num_rows: The upper bound of the rows.
-
-    Returns:
-        The distinct rows int64 (U,), ascending, and their sums float (U, D), in the order of K and
-        so bitwise reproducible.
-    """
+    """The distinct rows int64 (U,), ascending, and the sums of their gradients float (U, D)."""
     if rows_K.numel() == 0:
         return rows_K, grad_KD
-    sorted_K, order_K = sort_keys(rows_K, num_rows)
-    rows_U, counts_U = torch.unique_consecutive(sorted_K, return_counts=True)
-    offsets_U = counts_U.cumsum(0) - counts_U
-    return rows_U, torch.nn.functional.embedding_bag(order_K, grad_KD, offsets_U, mode="sum")
+    sums = RowSums(rows_K, num_rows)
+    return sums.rows_U, sums(grad_KD)

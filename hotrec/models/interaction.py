@@ -1,9 +1,7 @@
 """How DLRM and DCNv2 let features interact: TorchRec's arches with fewer passes over memory.
 
-Same parameters, same order of outputs, same results to rounding. What TorchRec's dot interaction
-takes longest for on CPU is picking pairs by two index tensors, whose backward is a scattered sum,
-and a backward of X X^T by two products and their sum. Here pairs are picked by columns both ways,
-and the gradient of X is one product with a symmetric matrix.
+Same results to rounding. Pairs are picked by columns both ways, not by two index tensors, whose
+backward is a scattered sum; the gradient of X is one product with a symmetric matrix.
 """
 
 from __future__ import annotations

@@ -75,16 +75,16 @@ def build_model(
     """A model that maps (dense (B, N), sparse) to logits (B, 1).
 
     Args:
-        kind: which model.
+        kind: The model.
         embeddings: ``EmbeddingBagCollection`` or ``HotColdEmbeddingBagCollection``; all tables of
             the same dimension D.
-        num_dense: N; at least 1.
-        dense_layer_sizes: of the bottom MLP; the last must be D.
-        over_layer_sizes: of the top MLP; the last must be 1.
-        cross_num_layers: of DCNv2.
-        cross_low_rank_dim: rank of DCNv2's cross matrices.
-        seed: of the dense layers' initial weights, the same whatever holds the embeddings.
-        device: of the dense layers.
+        num_dense: The number N of dense columns; at least 1.
+        dense_layer_sizes: The bottom MLP's; the last must be D.
+        over_layer_sizes: The top MLP's; the last must be 1.
+        cross_num_layers: The number of DCNv2's cross layers.
+        cross_low_rank_dim: The rank of DCNv2's cross matrices.
+        seed: Gives the dense layers the same weights whatever holds the embeddings.
+        device: The device of the dense layers.
 
     Raises:
         ValueError: if the sizes do not fit together.

@@ -1,10 +1,9 @@
-"""Checks of a batch's features before they are routed."""
+"""What a batch's features must satisfy to be routed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -12,8 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.routing.features import Column
 
 
-@dataclass(frozen=True)
-class KeyLengths:
+class KeyLengths(NamedTuple):
     """The lengths of one key's bags on the host: their sum, minimum and maximum."""
 
     num_ids: int
@@ -22,10 +20,7 @@ class KeyLengths:
 
 
 def check_lengths(features: KeyedJaggedTensor) -> list[KeyLengths]:
-    """Check that lengths fit the values, with one read from the device.
-
-    Returns:
-        The lengths of each key.
+    """Return the lengths of each key, with one read from the device.
 
     Raises:
         ValueError: if there is not one per key and sample, one is negative, or their sum is wrong.
@@ -51,11 +46,7 @@ def check_lengths(features: KeyedJaggedTensor) -> list[KeyLengths]:
 
 
 def select_features(features: KeyedJaggedTensor, wanted: Sequence[str]) -> KeyedJaggedTensor:
-    """Select features in the given order, which may repeat some.
-
-    Raises:
-        ValueError: if a feature is not among the keys.
-    """
+    """Select features in the given order, which may repeat some."""
     keys = features.keys()
     if list(keys) == list(wanted):
         return features
@@ -76,18 +67,7 @@ def refuse_ids(
     is_outside_K: torch.Tensor,
     lengths_F: torch.Tensor,
 ) -> NoReturn:
-    """Raise an error that names the first id outside its table.
-
-    Args:
-        columns: The F columns.
-        num_rows_F: The number of rows of each column's table, int64 (F,).
-        rows_K: Ids int64 (K,), column by column.
-        is_outside_K: Whether each id is outside its table, bool (K,), True for some.
-        lengths_F: The number of ids of each column, int64 (F,).
-
-    Raises:
-        ValueError: naming the first such id.
-    """
+    """Raise a ValueError that names the first id that ``is_outside_K`` its table."""
     first = int(is_outside_K.nonzero()[0])
     position = int(torch.searchsorted(lengths_F.cumsum(0), first, right=True))
     column = columns[position]
@@ -98,16 +78,29 @@ def refuse_ids(
     )
 
 
-def check_weights(weights_K: torch.Tensor) -> torch.Tensor:
-    """Return per-sample weights as float32.
+def scale_ids(
+    weights_K: torch.Tensor | None,
+    is_mean_F: torch.Tensor | None,
+    lengths_FB: torch.Tensor,
+    num_ids: int,
+) -> torch.Tensor | None:
+    """The factor of each id, float32 (K,) in the features' order; None if all are 1.
 
-    Raises:
-        ValueError: if they require a gradient, which no exchange computes.
+    Per-sample weights, whose gradient no exchange computes, and ``find_means`` may be None.
     """
-    if weights_K.requires_grad:
+    if weights_K is None:
+        if is_mean_F is None:
+            return None
+        weights_K = torch.ones(num_ids, device=lengths_FB.device)
+    elif weights_K.requires_grad:
         raise ValueError(
             "features weights: expected per-sample weights without a gradient, got "
             "requires_grad=True. Detach them, or keep such features in an "
             "EmbeddingBagCollection."
         )
-    return weights_K.float()
+    if is_mean_F is None:
+        return weights_K.float()
+    divisor_FB = torch.where(is_mean_F[:, None], lengths_FB, 1)
+    return weights_K.float() / torch.repeat_interleave(
+        divisor_FB.view(-1), lengths_FB.reshape(-1), output_size=num_ids
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,14 +17,10 @@ from hotrec.types import Partition
 
 @dataclass(frozen=True)
 class Column:
-    """One pooled output: a feature read from a table.
+    """One pooled output: a feature read from a table, pooled by mean or else by sum.
 
-    Args:
-        name: The key in the output ``KeyedTensor``, named as in TorchRec: the feature, or
-            "feature@table" if several tables read it.
-        feature: The key in the input ``KeyedJaggedTensor``.
-        table: The table to read.
-        is_mean: Whether pooling is by mean, else by sum.
+    ``name`` is the key in the output, as in TorchRec: the feature, or "feature@table" if several
+    tables read it.
     """
 
     name: str
@@ -37,6 +34,24 @@ def hot_name(table: str) -> str:
     return f"{table}_hot"
 
 
+def find_means(columns: Sequence[Column]) -> torch.Tensor | None:
+    """The columns that are pooled by mean, bool (F,); None if there are none."""
+    is_mean = [column.is_mean for column in columns]
+    return torch.tensor(is_mean) if any(is_mean) else None
+
+
+T = TypeVar("T")
+
+
+def copy_to(router: T, device: torch.device) -> T:
+    """A shallow copy with its tensors on a device."""
+    moved = copy.copy(router)
+    for name, value in vars(router).items():
+        if isinstance(value, torch.Tensor):
+            setattr(moved, name, value.to(device))
+    return moved
+
+
 def hot_rows(partition: Partition, table: str) -> torch.Tensor:
     """Copy the hot rows of a table in slot order, int64 (H,)."""
     return torch.from_numpy(np.array(partition.hot(table), order="C"))
@@ -44,34 +59,23 @@ def hot_rows(partition: Partition, table: str) -> torch.Tensor:
 
 @dataclass
 class RoutedGroup(Pipelineable):
-    """The routed ids of all columns of one embedding dimension.
+    """The routed ids of all columns of one embedding dimension; indices are int64.
 
-    Args:
-        rows: The distinct rows of each table, int64 (U,) with stride 1: hot slots by hot table,
-            then rows by cold table, with ``length_per_key`` on the host too.
-        positions_K: The index of each id among the U rows, int64, in the order of the bags; bag
-            ``b * F + f`` is sample b of column f.
-        bag_offsets: The start of each bag in ``positions_K``, int64 (B * F,).
-        bags_K: The bag of each id, int64, sorted by row.
-        row_offsets_U: The start of each row in ``bags_K``, int64.
-        scales_K: The factor of each id in the order of the bags, float32 (per-sample weight, and
-            1 / length of the bag for mean pooling); None if all are 1.
-        row_scales_K: The same factors in the order of ``bags_K``.
-        num_hot_lookups: The number of hot ids, int64 ().
-        longest_bag: An upper bound of the number of ids in a bag, on the host.
-        longest_row: An upper bound of the number of ids that read the same row, on the host.
+    ``rows`` are the distinct rows (U,) of each table with stride 1: hot slots by hot table, then
+    rows by cold table. Bag ``b * F + f`` is sample b of column f. A factor is the per-sample
+    weight, and 1 / length of the bag for mean pooling.
     """
 
-    rows: KeyedJaggedTensor
-    positions_K: torch.Tensor
-    bag_offsets: torch.Tensor
-    bags_K: torch.Tensor
-    row_offsets_U: torch.Tensor
-    scales_K: torch.Tensor | None
-    row_scales_K: torch.Tensor | None
-    num_hot_lookups: torch.Tensor
-    longest_bag: int
-    longest_row: int
+    rows: KeyedJaggedTensor  # with length_per_key on the host too
+    positions_K: torch.Tensor  # of each id among the U rows, in the order of the bags
+    bag_offsets: torch.Tensor  # the start of each bag in positions_K, (B * F,)
+    bags_K: torch.Tensor  # the bag of each id, sorted by row
+    row_offsets_U: torch.Tensor  # the start of each row in bags_K
+    scales_K: torch.Tensor | None  # factors in the order of the bags, float32; None if all are 1
+    row_scales_K: torch.Tensor | None  # in the order of bags_K
+    num_hot_lookups: torch.Tensor  # hot ids, ()
+    longest_bag: int  # an upper bound of the ids in a bag
+    longest_row: int  # an upper bound of the ids that read the same row
 
     def _map(self, method: str, *args: object, **kwargs: object) -> RoutedGroup:
         moved = {name: getattr(value, method)(*args, **kwargs) for name, value in self._on_device()}
@@ -96,20 +100,12 @@ class RoutedGroup(Pipelineable):
 
 @dataclass
 class RoutedFeatures(Pipelineable):
-    """The routed form of a ``KeyedJaggedTensor``: one group per embedding dimension.
+    """The routed form of a ``KeyedJaggedTensor``."""
 
-    Args:
-        groups: The groups in the order of the collection's dimensions.
-        batch_size: The batch size B.
-        fingerprint: The router's fingerprint, so that a collection can reject another router's.
-        pooled: The ids of the columns that are pooled on their tables' owners, jagged (F, B), with
-            the columns' names as keys; None if there are none.
-    """
-
-    groups: list[RoutedGroup]
+    groups: list[RoutedGroup]  # by embedding dimension
     batch_size: int
-    fingerprint: int
-    pooled: KeyedJaggedTensor | None = None
+    fingerprint: int  # the router's, so that a collection can reject another router's
+    pooled: KeyedJaggedTensor | None = None  # of the columns pooled on their tables' owners
 
     def stride(self) -> int:
         """The number of samples in the batch, as in ``KeyedJaggedTensor``."""
@@ -130,23 +126,20 @@ class RoutedFeatures(Pipelineable):
         """The number of hot ids in the batch (waits for the device)."""
         return sum(int(group.num_hot_lookups) for group in self.groups)
 
+    def _map(self, method: str, *args: object, **kwargs: object) -> RoutedFeatures:
+        def moved(part: Any) -> Any:
+            return getattr(part, method)(*args, **kwargs)
+
+        pooled = None if self.pooled is None else moved(self.pooled)
+        return replace(self, groups=[moved(group) for group in self.groups], pooled=pooled)
+
     def to(self, device: torch.device, non_blocking: bool = False) -> RoutedFeatures:
-        pooled = self.pooled
-        return replace(
-            self,
-            groups=[group.to(device, non_blocking=non_blocking) for group in self.groups],
-            pooled=None if pooled is None else pooled.to(device, non_blocking=non_blocking),
-        )
+        return self._map("to", device, non_blocking=non_blocking)
 
     def pin_memory(self) -> RoutedFeatures:
-        return replace(
-            self,
-            groups=[group.pin_memory() for group in self.groups],
-            pooled=None if self.pooled is None else self.pooled.pin_memory(),
-        )
+        return self._map("pin_memory")
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for group in self.groups:
-            group.record_stream(stream)
-        if self.pooled is not None:
-            self.pooled.record_stream(stream)
+        for part in (*self.groups, self.pooled):
+            if part is not None:
+                part.record_stream(stream)

@@ -1,34 +1,77 @@
 """Routes the columns whose rows are exchanged: distinct hot slots and cold rows, and bags of them.
 
-Backward of pooling is pooling again, over the transposed incidence of ids and bags; routing
-prepares both directions, so that neither needs atomics and both are bitwise reproducible.
+Backward of pooling is pooling over the transposed incidence of ids and bags; routing prepares both.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.routing.bags import find_bags
-from hotrec.routing.checks import KeyLengths, check_weights, refuse_ids
-from hotrec.routing.features import Column, RoutedGroup, hot_name, hot_rows
+from hotrec.routing.checks import KeyLengths, refuse_ids, scale_ids
+from hotrec.routing.features import (
+    Column,
+    RoutedGroup,
+    find_means,
+    hot_name,
+    hot_rows,
+)
 from hotrec.routing.sorting import find_runs, sort_keys
 from hotrec.types import Partition
 
 COLD = -1
 
 
+@dataclass(frozen=True)
+class _Bags:
+    """The bags of a batch; bag ``b * F + f`` is sample b of column f."""
+
+    shape: tuple[int, int]  # F and B
+    lengths_F: torch.Tensor  # the number of ids of each column, int64
+    bag_K: torch.Tensor  # the bag of each id in the features' order (feature-major), int64
+    offsets: torch.Tensor  # the start of each bag among the ids ordered by bag, int64 (B * F,)
+    order_K: torch.Tensor | None  # ids by bag, int64; None if every bag has one: a transposition
+
+    def per_column(self, values_F: torch.Tensor) -> torch.Tensor:
+        """The value of its column for each id, in the features' order."""
+        if self.order_K is None:
+            return values_F[:, None].expand(self.shape).reshape(-1)
+        return torch.repeat_interleave(values_F, self.lengths_F, output_size=self.bag_K.numel())
+
+    def by_bag(self, values_K: torch.Tensor) -> torch.Tensor:
+        """Reorder values from the features' order to the order of the bags."""
+        if self.order_K is None:
+            return values_K.view(self.shape).t().reshape(-1)
+        return values_K.index_select(0, self.order_K)
+
+
+def _find_bags(lengths_FB: torch.Tensor, num_ids: int, *, all_one: bool) -> _Bags:
+    """Find the bags of int64 (F, B) lengths, all 1 or not."""
+    num_columns, batch_size = lengths_FB.shape
+    device = lengths_FB.device
+    lengths_F = lengths_FB.sum(1)
+    bags = torch.arange(num_columns * batch_size, device=device)
+    bag_of_cell = bags.view(batch_size, num_columns).t().reshape(-1)
+    if all_one:
+        return _Bags((num_columns, batch_size), lengths_F, bag_of_cell, bags, None)
+    lengths_cell = lengths_FB.reshape(-1)
+    begins_cell = lengths_cell.cumsum(0) - lengths_cell
+    bag_K = torch.repeat_interleave(bag_of_cell, lengths_cell, output_size=num_ids)
+    begins_bag = begins_cell.view(num_columns, batch_size).t().reshape(-1)
+    lengths_bag = lengths_FB.t().reshape(-1)
+    offsets = lengths_bag.cumsum(0) - lengths_bag
+    shift_K = torch.repeat_interleave(begins_bag - offsets, lengths_bag, output_size=num_ids)
+    order_K = torch.arange(num_ids, device=device) + shift_K
+    return _Bags((num_columns, batch_size), lengths_F, bag_K, offsets, order_K)
+
+
 class GroupRouter:
-    """Routes the columns of one embedding dimension.
+    """Routes the columns of one embedding dimension, those of a table next to each other.
 
     Memory: 4 bytes per row of its tables, shared by forked loader workers.
-
-    Args:
-        columns: in output order, the columns of a table next to each other.
-        partition: names every table of the columns.
     """
 
     def __init__(self, columns: Sequence[Column], partition: Partition) -> None:
@@ -50,37 +93,20 @@ class GroupRouter:
         table_of_F = torch.tensor([tables.index(column.table) for column in columns])
         self._num_rows_F = self._num_rows_T[table_of_F]
         self._begin_of_F = (self._table_ends - self._num_rows_T)[table_of_F]
-        self._is_mean_F = torch.tensor([c.is_mean for c in columns])
-        self._has_mean = bool(self._is_mean_F.any())
+        self._is_mean_F = find_means(columns)
         self._slots = torch.full((self._total_rows,), COLD, dtype=torch.int32)
         for table, end in zip(tables, self._table_ends.tolist(), strict=True):
             hot = hot_rows(partition, table) + (end - partition.num_rows[table])
             self._slots[hot] = torch.arange(hot.numel(), dtype=torch.int32)
 
-    def to(self, device: torch.device) -> GroupRouter:
-        """The same with its maps on the device where ``route`` is to run."""
-        moved = copy.copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                setattr(moved, name, value.to(device))
-        return moved
-
     @torch.no_grad()
     def route(self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]) -> RoutedGroup:
-        """Route the ids of a batch; the device is asked once.
-
-        Args:
-            features: keys are this group's column features, in order; values are rows.
-            known: of the columns, from ``check_lengths``.
-
-        Raises:
-            ValueError: if an id lies outside its table.
-        """
+        """Route a batch of the columns' features, in order; the device is asked once."""
         num_columns, batch_size = len(self.columns), features.stride()
         lengths_FB = features.lengths().view(num_columns, batch_size).long()
         rows_K = features.values().long()
         all_one = all(key.shortest == key.longest == 1 for key in known)
-        bags = find_bags(lengths_FB, rows_K.numel(), all_one=all_one)
+        bags = _find_bags(lengths_FB, rows_K.numel(), all_one=all_one)
         limit_K = bags.per_column(self._num_rows_F)
         is_outside_K = (rows_K < 0) | (rows_K >= limit_K)
 
@@ -103,7 +129,8 @@ class GroupRouter:
             refuse_ids(self.columns, self._num_rows_F, rows_K, is_outside_K, lengths_FB.sum(1))
         num_hot = ends_here[len(self.tables) - 1]
 
-        scales_K = self._scales(features, lengths_FB, bags.bag_K)
+        weights_K = features.weights_or_none()
+        scales_K = scale_ids(weights_K, self._is_mean_F, lengths_FB, rows_K.numel())
         return RoutedGroup(
             rows=self._rows(runs.keys[:num_rows], num_hot, ends, ends_here),
             positions_K=bags.by_bag(positions_K),
@@ -136,19 +163,3 @@ class GroupRouter:
             stride=1,
             length_per_key=[lengths_here[at] for at in self._kept],
         )
-
-    def _scales(
-        self, features: KeyedJaggedTensor, lengths_FB: torch.Tensor, bag_K: torch.Tensor
-    ) -> torch.Tensor | None:
-        """The factor of each id, float32 (K,) in the features' order; None if all are 1."""
-        weights_K = features.weights_or_none()
-        if weights_K is None and not self._has_mean:
-            return None
-        if weights_K is None:
-            scales_K = torch.ones(bag_K.numel(), device=bag_K.device)
-        else:
-            scales_K = check_weights(weights_K)
-        if self._has_mean:
-            divisor_bag = torch.where(self._is_mean_F, lengths_FB.t(), 1).reshape(-1)
-            scales_K = scales_K / divisor_bag[bag_K]
-        return scales_K

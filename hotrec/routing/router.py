@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.routing.checks import KeyLengths, check_lengths, select_features
-from hotrec.routing.features import Column, RoutedFeatures, hot_rows
+from hotrec.routing.checks import check_lengths, select_features
+from hotrec.routing.features import Column, RoutedFeatures, copy_to, hot_rows
 from hotrec.routing.group import GroupRouter
 from hotrec.routing.pooled import PooledRouter
 from hotrec.types import Partition
@@ -19,12 +19,8 @@ from hotrec.types import Partition
 class Router:
     """Routes the features of a batch; picklable for loader workers.
 
-    Args:
-        columns_by_dim: The columns of each embedding dimension, see ``GroupRouter``.
-        partition: The hot rows of each table.
-        is_weighted: Whether per-sample weights are required (True) or ignored (False); None uses
-            them if present.
-        pooled_by_dim: The columns that are pooled on their tables' owners, see ``PooledRouter``.
+    Per-sample weights are required if ``is_weighted`` is True, ignored if False, and None uses them
+    if present; ``pooled_by_dim`` are the columns that are pooled on their tables' owners.
     """
 
     def __init__(
@@ -49,19 +45,28 @@ class Router:
     def to(self, device: torch.device) -> Router:
         """Copy the router with its maps on the device that routes."""
         moved = copy.copy(self)
-        moved.groups = {dim: group.to(device) for dim, group in self.groups.items()}
-        moved.pooled = None if self.pooled is None else self.pooled.to(device)
+        moved.groups = {dim: copy_to(group, device) for dim, group in self.groups.items()}
+        moved.pooled = None if self.pooled is None else copy_to(self.pooled, device)
         return moved
 
     def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
-        """Route a batch.
-
-        Raises:
-            ValueError: if a feature or the weights are missing, lengths do not add up, or an id
-                lies outside its table.
-        """
+        """Route a batch, whose features are checked."""
         known = check_lengths(features)
-        features = self._as_needed(features, known)
+        weights = features.weights_or_none()
+        if self.is_weighted and weights is None:
+            raise ValueError(
+                "features weights: expected per-sample weights since is_weighted=True, got none. "
+                "Give the KeyedJaggedTensor weights, or build the collection with "
+                "is_weighted=False."
+            )
+        features = KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            lengths=features.lengths(),
+            weights=None if self.is_weighted is False else weights,
+            stride=features.stride(),
+            length_per_key=[key.num_ids for key in known],
+        )
         of_feature = dict(zip(features.keys(), known, strict=True))
         groups = []
         for group in self.groups.values():
@@ -75,32 +80,9 @@ class Router:
         return RoutedFeatures(groups, features.stride(), self.fingerprint, pooled)
 
     def count_distinct(self, routed: RoutedFeatures) -> dict[int, int]:
-        """Count the distinct rows of the batch by embedding dimension, for all exchanges.
-
-        Use it for sampled batches: it sorts the rows that are pooled on their owners.
-        """
+        """Count the batch's distinct rows by embedding dimension; it sorts the pooled ones."""
         counts = dict(zip(self.groups, routed.num_distinct, strict=True))
         if self.pooled is not None and routed.pooled is not None:
             for dim, num_rows in self.pooled.count_distinct(routed.pooled).items():
                 counts[dim] = counts.get(dim, 0) + num_rows
         return counts
-
-    def _as_needed(
-        self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]
-    ) -> KeyedJaggedTensor:
-        """The features with or without weights, and with their lengths per key on the host."""
-        weights = features.weights_or_none()
-        if self.is_weighted and weights is None:
-            raise ValueError(
-                "features weights: expected per-sample weights since is_weighted=True, got none. "
-                "Give the KeyedJaggedTensor weights, or build the collection with "
-                "is_weighted=False."
-            )
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=features.values(),
-            lengths=features.lengths(),
-            weights=None if self.is_weighted is False else weights,
-            stride=features.stride(),
-            length_per_key=[key.num_ids for key in known],
-        )

@@ -8,17 +8,10 @@ import torch
 
 
 def sort_keys(keys_K: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort keys stably.
+    """Sort keys int64 (K,) in 0..limit - 1 stably; returns them and their original positions.
 
     On CPU, key and position are packed into one integer and sorted by numpy, whose vectorised sort
     of plain integers takes a third of the time of torch's sort of pairs.
-
-    Args:
-        keys_K: Keys int64 (K,), in 0..limit - 1.
-        limit: The upper bound of the keys.
-
-    Returns:
-        The sorted keys and their original positions, both int64 (K,).
     """
     position_bits = max(keys_K.numel() - 1, 0).bit_length()
     if keys_K.is_cuda or position_bits + limit.bit_length() > 63:
@@ -35,18 +28,12 @@ class Runs:
 
     On CUDA, reading the number of runs would wait for the device, so ``keys`` and ``begins`` have
     length K there, with padding after the last run.
-
-    Args:
-        keys: The key of each run, int64 (U,), ascending, padded with the largest integer.
-        begins: The start of each run, int64 (U,), padded with K.
-        run_K: The run of each sorted key, int64 (K,).
-        num: The number U of runs, int64 (1,).
     """
 
-    keys: torch.Tensor
-    begins: torch.Tensor
-    run_K: torch.Tensor
-    num: torch.Tensor
+    keys: torch.Tensor  # of each run, int64 (U,), ascending, padded with the largest integer
+    begins: torch.Tensor  # the start of each run, int64 (U,), padded with K
+    run_K: torch.Tensor  # the run of each sorted key, int64
+    num: torch.Tensor  # U, int64 (1,)
 
 
 def find_runs(sorted_K: torch.Tensor) -> Runs:

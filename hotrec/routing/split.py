@@ -10,15 +10,7 @@ from hotrec.routing.features import RoutedFeatures, RoutedGroup
 
 
 def samples_reading(routed: RoutedFeatures, rows_of_group: list[torch.Tensor]) -> torch.Tensor:
-    """Find the samples that read one of some rows.
-
-    Args:
-        routed: A batch whose columns are all exchanged as rows.
-        rows_of_group: The chosen rows of each group, bool (U,).
-
-    Returns:
-        Bool (B,).
-    """
+    """Find the samples, bool (B,), that read one of the chosen rows, bool (U,) of each group."""
     device = routed.groups[0].positions_K.device
     found_B = torch.zeros(routed.batch_size, dtype=torch.bool, device=device)
     for group, is_named_U in zip(routed.groups, rows_of_group, strict=True):
@@ -30,15 +22,9 @@ def samples_reading(routed: RoutedFeatures, rows_of_group: list[torch.Tensor]) -
 def select_samples(
     routed: RoutedFeatures, samples: torch.Tensor, num_hot_rows: list[int]
 ) -> RoutedFeatures:
-    """Select some samples of a routed batch.
+    """Select the bags of some samples int64 (B',), ascending; ``rows`` stay the whole batch's.
 
-    Args:
-        routed: A batch whose columns are all exchanged as rows.
-        samples: The samples int64 (B',), ascending.
-        num_hot_rows: The number of hot rows among the U rows of each group.
-
-    Returns:
-        The bags of these samples; ``rows`` are still those of the whole batch.
+    ``num_hot_rows`` are the hot ones among the U rows of each group.
     """
     place_B = torch.full((routed.batch_size,), -1, device=samples.device)
     place_B[samples] = torch.arange(samples.numel(), device=samples.device)

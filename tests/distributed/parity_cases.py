@@ -15,8 +15,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.convert import check_replicas, shard
-from hotrec.embedding.initialize import initial_rows, initialize_embeddings
+from hotrec.embedding.convert import check_replicas
+from hotrec.embedding.initialize import initial_rows
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
@@ -24,8 +24,6 @@ from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planning.constraints import placement_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import (
     Exchange,
@@ -37,6 +35,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
 )
+from tests.distributed.setups import mean_over_ranks, shard_task
 from tests.helpers.reference import (
     Bags,
     PlainBags,
@@ -168,19 +167,15 @@ def make_partition(case: Case) -> Partition:
     num_rows = {table.name: table.num_rows for table in case.tables}
     hot: dict[str, np.ndarray] = {}
     for index, (name, rows) in enumerate(num_rows.items()):
-        match case.partition:
-            case "all_hot":
-                num_hot = rows
-            case "all_cold":
-                num_hot = 0
-            case "half":
-                num_hot = (rows + 1) // 2
-            case "one_row":
-                num_hot = 1
-            case "one_table_hot":
-                num_hot = rows if index == 0 else 0
-            case _:
-                num_hot = int(rng.integers(rows + 1))
+        num_hot = {
+            "all_hot": rows,
+            "all_cold": 0,
+            "half": (rows + 1) // 2,
+            "one_row": 1,
+            "one_table_hot": rows if index == 0 else 0,
+        }.get(case.partition)
+        if num_hot is None:
+            num_hot = int(rng.integers(rows + 1))
         hot[name] = rng.permutation(rows)[:num_hot].astype(np.int64)
     return Partition(num_rows, hot, case.partition)
 
@@ -375,12 +370,14 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     task.model.hidden.to(device)
     task.model.out.to(device)
     spec = spec_of(case)
-    sharders = [HotColdSharder(spec, case.exchange)]
-    machine = Machine(world_size, world_size, device.type, 1 << 30, 1 << 33, 8)
-    plan = make_plan(task, sharders, machine, placement_constraints(placement))
-    in_ddp = case.pipeline != "look_ahead"
-    model = shard(task, plan, sharders, device, data_parallel=in_ddp)
-    initialize_embeddings(model, SEED)
+    model = shard_task(
+        task,
+        HotColdSharder(spec, case.exchange),
+        placement_constraints(placement),
+        device=case.device,
+        data_parallel=case.pipeline != "look_ahead",
+        seed=SEED,
+    )
     optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1))
     batches = []
     for step in range(NUM_STEPS):
@@ -388,11 +385,7 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
         if case.route_in_loader:
             batch.sparse = router(batch.sparse)  # type: ignore[assignment]
         batches.append(batch.to(device))
-    losses = []
-    for loss in _train(case, model, optimizer, batches, device):
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / world_size)
+    losses = [mean_over_ranks(loss) for loss in _train(case, model, optimizer, batches, device)]
     check_replicas(model)
     weights = gather_tables(model)
     for name, parameter in model.named_parameters():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ from hotrec.planning.constraints import (
 )
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
+from hotrec.runtime.codecs import compress_dense, wire_codecs
+from hotrec.runtime.ranks import Ranks
 from hotrec.types import (
     ColdTier,
     Exchange,
@@ -43,6 +45,7 @@ from hotrec.types import (
     Sharding,
     TablePlacement,
     TorchrecPlan,
+    WireType,
 )
 
 NUM_DENSE = 3
@@ -81,16 +84,18 @@ ALL_POOLED = Placement(
 )
 
 
-def spec_of(kind: OptimizerKind, *, learning_rate: float = 0.2) -> OptimizerSpec:
+def spec_of(kind: OptimizerKind, learning_rate: float = 0.2) -> OptimizerSpec:
     return OptimizerSpec(kind, learning_rate=learning_rate, eps=1e-4)
 
 
-def configs(tables: Sequence[str] = tuple(NUM_ROWS)) -> list[EmbeddingBagConfig]:
+def configs(
+    tables: Sequence[str] = tuple(NUM_ROWS), dims: Mapping[str, int] = DIMS
+) -> list[EmbeddingBagConfig]:
     return [
         EmbeddingBagConfig(
             name=table,
             num_embeddings=NUM_ROWS[table],
-            embedding_dim=DIMS[table],
+            embedding_dim=dims[table],
             feature_names=FEATURES[table],
             pooling=PoolingType.MEAN if table == "t1" else PoolingType.SUM,
         )
@@ -143,14 +148,59 @@ class Setup:
         return mean_over_ranks(loss)
 
 
+def this_rank() -> Ranks:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Ranks(rank, size, rank, size, torch.device("cpu"))
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def assert_same_on_ranks(value: torch.Tensor) -> None:
+    """Bit for bit; all ranks reach the same verdict, or the next collective would hang."""
+    assert len(set(gather(value.detach().contiguous().numpy().tobytes()))) == 1
+
+
+def assert_tables_close(
+    first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], tolerance: float = 0.0
+) -> None:
+    assert first.keys() == second.keys()
+    for table, weight in first.items():
+        worst = float((weight - second[table]).abs().max())
+        assert worst <= tolerance, (table, worst)
+
+
 def mean_over_ranks(value: torch.Tensor) -> float:
     total = value.detach().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 
 
+def shard_task(
+    task: nn.Module,
+    sharder: Any,
+    constraints: Any,
+    *,
+    device: str = "cpu",
+    data_parallel: bool = True,
+    seed: int | None = None,
+) -> DistributedModelParallel:
+    """Plan, shard and initialize a model on the ranks of the default group."""
+    size, target = dist.get_world_size(), torch.device(device)
+    machine = Machine(size, size, target.type, 1 << 30, 1 << 33, 8)
+    plan = make_plan(task, [sharder], machine, constraints)
+    model = shard(task, plan, [sharder], target, data_parallel=data_parallel)
+    if seed is not None:
+        initialize_embeddings(model, seed)
+    return model
+
+
 def build(
-    kind: OptimizerKind,
+    kind: OptimizerKind | OptimizerSpec,
     partition: Partition | Placement | TorchrecPlan,
     *,
     exchange: HotExchange = HotExchange.touched_rows,
@@ -159,45 +209,45 @@ def build(
     tier: ColdTier = ColdTier.fused,
     dropout: float = 0.0,
     seed: int | None = 5,
+    wire_type: WireType = WireType.fp32,
+    dims: Mapping[str, int] = DIMS,
+    dense_rate: float = 0.1,
 ) -> Setup:
     """A model over ``splits`` collections of tables, by a partition or by a TorchRec plan.
 
     Without a seed the tables keep the weights that they were built with on this rank.
     """
-    world_size, spec = dist.get_world_size(), spec_of(kind)
-    target = torch.device(device)
+    spec = spec_of(kind) if isinstance(kind, OptimizerKind) else kind
     meta = torch.device("meta" if seed is not None else "cpu")
-    width = sum(DIMS[table] * len(FEATURES[table]) for split in splits for table in split)
+    width = sum(dims[table] * len(FEATURES[table]) for split in splits for table in split)
+    tables, constraints = configs(dims=dims), None
     collections: list[nn.Module]
-    sharders: list[Any]
     if isinstance(partition, Partition | Placement):
         collections = [
-            HotColdEmbeddingBagCollection(configs(split), partition, device=meta)
+            HotColdEmbeddingBagCollection(configs(split, dims), partition, device=meta)
             for split in splits
         ]
-        sharders = [HotColdSharder(spec, exchange)]
+        sharder: Any = HotColdSharder(spec, exchange, wire_type)
         if isinstance(partition, Placement):
             constraints = placement_constraints(partition)
         else:
             constraints = hot_cold_constraints(
-                configs(), partition, cold_tier=tier, cache_load_factor=0.2
+                tables, partition, cold_tier=tier, cache_load_factor=0.2
             )
     else:
-        collections = [EmbeddingBagCollection(tables=configs(s), device=meta) for s in splits]
-        sharders = [EmbeddingBagCollectionSharder(fused_params(spec))]
+        collections = [EmbeddingBagCollection(tables=configs(s, dims), device=meta) for s in splits]
+        codecs = wire_codecs(wire_type, dims.values())
+        sharder = EmbeddingBagCollectionSharder(fused_params(spec), qcomm_codecs_registry=codecs)
         # The batch decides what an expert replicates: tables below 20 rows here.
-        constraints = torchrec_constraints(configs(), partition, batch_size=20, tier=tier)  # type: ignore[assignment]
+        constraints = torchrec_constraints(tables, partition, batch_size=20, tier=tier)
     route = getattr(collections[0], "router", None) if len(splits) == 1 else None
     click = ClickModel(collections, width, dropout)
     for layer in (click.hidden, click.out):
-        layer.to(target)
-    task = ClickTask(click, world_size)
-    machine = Machine(world_size, world_size, target.type, 1 << 30, 1 << 33, 8)
-    plan = make_plan(task, sharders, machine, constraints)
-    model = shard(task, plan, sharders, target)
-    if seed is not None:
-        initialize_embeddings(model, seed)
-    dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
+        layer.to(device)
+    task = ClickTask(click, dist.get_world_size())
+    model = shard_task(task, sharder, constraints, device=device, seed=seed)
+    compress_dense(model, wire_type)
+    dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=dense_rate)
     return Setup(model, make_optimizer(model, spec, dense), route)
 
 

@@ -16,12 +16,13 @@ from hotrec.artifact import ArtifactError, read_artifact
 from hotrec.data.all_hot import KIND, AllHotSamples, count_steps_of_kinds, write_all_hot
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
-from hotrec.runtime.ranks import RankError, Ranks, all_gather_object
+from hotrec.runtime.ranks import RankError, all_gather_object
 from hotrec.train.alternate import AlternatingLoader, Alternation
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule
 from hotrec.types import Partition
+from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, TinySplit, build_tiny
 from tests.unit.data.logs import recommit, write_dataset
@@ -94,9 +95,8 @@ class Run:
 
 
 def train_tiny(folder: Path, *, num_steps: int = NUM_STEPS, **kwargs: Any) -> Run:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = build_tiny(lr=0.6)  # so high that the loss goes up and down
-    torch.manual_seed(5 + rank)
+    torch.manual_seed(5 + dist.get_rank())
     alternation = Alternation(6, 6, patience=1)
     loader = AlternatingLoader(
         TinyLoader(num_batches=12, seed=1), TinyLoader(num_batches=12, seed=2), alternation
@@ -113,7 +113,7 @@ def train_tiny(folder: Path, *, num_steps: int = NUM_STEPS, **kwargs: Any) -> Ru
         model,
         optimizer,
         loader,
-        Ranks(rank, world_size, rank, world_size, torch.device("cpu")),
+        this_rank(),
         num_steps=num_steps,
         cadence=Cadence(log_every=1, eval_every=2),
         lr_factor=Schedule(),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from hotrec.embedding.prefetch.owned_rows import OwnedRows
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
 from hotrec.planning.machine import Machine
-from hotrec.runtime.ranks import Ranks, all_gather_object
+from hotrec.runtime.ranks import all_gather_object
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule
@@ -46,6 +44,7 @@ from hotrec.types import (
     Table,
     TablePlacement,
 )
+from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
 
 NUM_ROWS = {"t0": 2000, "t1": 1500, "t2": 700, "t3": 5, "t4": 301}
@@ -129,8 +128,7 @@ def run(
     config: Config, placement: Placement, run_dir: Path, num_steps: int | None = None, **kwargs: Any
 ) -> tuple[TrainResult, dict[str, torch.Tensor]]:
     """Train two epochs, or fewer steps; the result and the tables."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ranks = Ranks(rank, world_size, rank, world_size, torch.device("cpu"))
+    ranks, world_size = this_rank(), dist.get_world_size()
     check_assign(config, placement)
     sharded = make_model(config, placement)
     assign = choose_assign(config, SCHEMA, placement, sharded.plan)
@@ -215,17 +213,12 @@ def check_owners(folder: Path) -> None:
             begin += num_rows
 
 
-CHECKS: list[Callable[[Path], None]] = [
-    check_owners,
-    *(partial(check_training, placement=p, pipeline=k, optimizer=o) for p, k, o in CASES),
-]
-
-
 def run_checks(folder: Path) -> None:
     torch.set_num_threads(1)
-    for check in CHECKS:
-        check(folder)
+    check_owners(folder)
+    for case in CASES:
         dist.barrier()
+        check_training(folder, *case)
 
 
 @pytest.mark.slow

@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.convert import shard
-from hotrec.embedding.fused import fused_params
-from hotrec.embedding.initialize import initialize_embeddings
-from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
-from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.models.task import ClickTask
-from hotrec.planning.constraints import (
-    hot_cold_constraints,
-    placement_constraints,
-    torchrec_constraints,
-)
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
-from hotrec.runtime.codecs import compress_dense, wire_codecs
 from hotrec.runtime.traffic import count_sent_bytes
-from hotrec.types import OptimizerKind, Partition, Placement, TorchrecPlan, WireType
+from hotrec.types import (
+    HotExchange,
+    OptimizerKind,
+    Partition,
+    Placement,
+    TorchrecPlan,
+    WireType,
+)
+from tests.distributed import setups
 from tests.distributed.setups import (
+    NUM_ROWS,
     PARTITIONS,
     PLACEMENT,
-    ClickModel,
     Setup,
-    configs,
+    assert_same_on_ranks,
     make_batch,
+    spec_of,
 )
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
-DIM = 64
-TABLES = [dataclasses.replace(config, embedding_dim=DIM) for config in configs()]
 FP32, FP16, BF16 = WireType.fp32, WireType.fp16, WireType.bf16
 SGD, ADAGRAD = OptimizerKind.sgd, OptimizerKind.adagrad
 WHERE: dict[str, Partition | Placement | TorchrecPlan] = {
@@ -66,33 +54,14 @@ def build(
     *,
     rate_factor: float = 1.0,
 ) -> Setup:
-    """As ``tests.distributed.setups.build``, with D = 64, on 2 ranks."""
-    learning_rate = LEARNING_RATES[kind] * rate_factor
-    spec = OptimizerSpec(kind, learning_rate=learning_rate, eps=1e-4)
-    meta = torch.device("meta")
-    module: Any
-    sharder: Any
-    constraints: Any
-    if isinstance(where, TorchrecPlan):
-        module = EmbeddingBagCollection(TABLES, device=meta)
-        codecs = wire_codecs(wire_type, [DIM])
-        sharder = EmbeddingBagCollectionSharder(fused_params(spec), qcomm_codecs_registry=codecs)
-        constraints = torchrec_constraints(TABLES, where, batch_size=20)
-    else:
-        module = HotColdEmbeddingBagCollection(TABLES, where, device=meta)
-        sharder = HotColdSharder(spec, wire_type=wire_type)
-        constraints = (
-            placement_constraints(where)
-            if isinstance(where, Placement)
-            else hot_cold_constraints(TABLES, where)
-        )
-    task = ClickTask(ClickModel([module], 5 * DIM, 0.0), 2)
-    plan = make_plan(task, [sharder], Machine(2, 2, "cpu", 1 << 30, 1 << 33, 8), constraints)
-    model = shard(task, plan, [sharder], torch.device("cpu"))
-    initialize_embeddings(model, 5)
-    compress_dense(model, wire_type)
-    dense = OptimizerSpec(SGD, learning_rate=0.1 * rate_factor)
-    return Setup(model, make_optimizer(model, spec, dense), None)
+    return setups.build(
+        spec_of(kind, LEARNING_RATES[kind] * rate_factor),
+        where,
+        exchange=HotExchange.auto,
+        wire_type=wire_type,
+        dims=dict.fromkeys(NUM_ROWS, 64),
+        dense_rate=0.1 * rate_factor,
+    )
 
 
 def weights(setup: Setup) -> dict[str, torch.Tensor]:
@@ -198,12 +167,8 @@ def replicas_of_dense_layers_stay_equal() -> None:
     for wire_type in (FP16, BF16):
         setup = build(TorchrecPlan.hand_tuned, wire_type)
         train(setup)
-        for name, value in weights(setup).items():
-            first = value.clone()
-            torch.distributed.broadcast(first, src=0)
-            differs = torch.tensor([float(not torch.equal(first, value))])
-            torch.distributed.all_reduce(differs)
-            assert not differs, name
+        for value in weights(setup).values():
+            assert_same_on_ranks(value)
 
 
 def fp32_adds_nothing() -> None:

@@ -17,6 +17,7 @@ from hotrec.runtime.traffic import count_sent_bytes
 from hotrec.train import dense_sync
 from hotrec.train.dense_sync import DenseSync, dense_parameters
 from hotrec.types import ModelKind, WireType
+from tests.distributed.setups import assert_same_on_ranks
 from tests.helpers.checks import run_checks
 from tests.helpers.dense import (
     MODELS,
@@ -29,7 +30,7 @@ from tests.helpers.dense import (
     set_rate,
     weights_of,
 )
-from tests.helpers.ranks import RanksError, run_ranks
+from tests.helpers.ranks import run_ranks
 
 NUM_STEPS = 5
 
@@ -118,11 +119,8 @@ def expect_parity() -> None:
         expected = train_plainly(MODELS[name](dist.get_rank()), optimizer, num_parts)
         got = train_late(MODELS[name](dist.get_rank()), optimizer, num_parts, between=between)
         expect_same(got, expected, exact=world_size == 1, case=case, tolerance=1e-6)
-        together = [None] * world_size
-        dist.all_gather_object(
-            together, {n: w.tolist() for n, w in got[1].items() if "t_" not in n}
-        )
-        assert all(weights == together[0] for weights in together), case
+        for weight in (w for n, w in got[1].items() if "t_" not in n):
+            assert_same_on_ranks(weight)
 
 
 class NewTensors(TorchDispatchMode):
@@ -248,10 +246,18 @@ def expect_order() -> None:
         dense.close()
 
 
+def expect_refusal() -> None:
+    model = nn.Linear(3, 3 + dist.get_rank() // 2)
+    with pytest.raises(
+        Exception, match="dense layers of rank 2: expected the parameters of rank 0"
+    ):
+        DenseSync(model, make_optimizer(model, "sgd"), dist.new_group())
+
+
 CHECKS: dict[int, list[Callable[[], None]]] = {
     1: [expect_parity, expect_branches],
     2: [expect_parity, expect_no_new_tensors, expect_16_bits, expect_order],
-    3: [expect_parity, expect_branches],
+    3: [expect_parity, expect_branches, expect_refusal],
 }
 
 
@@ -260,17 +266,3 @@ def test_dense_layers_are_synchronized(world_size: int) -> None:
     verdicts = run_ranks(run_checks, world_size, timeout_s=250, checks=CHECKS[world_size])[0]
     failures = [f"{name}: {found}" for name, found in verdicts.items() if found is not None]
     assert not failures, "\n".join(failures)
-
-
-def expect_refusal() -> None:
-    model = nn.Linear(3, 3 + dist.get_rank() // 2)
-    optimizer = make_optimizer(model, "sgd")
-    DenseSync(model, optimizer, dist.new_group())
-
-
-def test_ranks_with_other_parameters_are_refused_everywhere() -> None:
-    with pytest.raises(RanksError) as error:
-        run_ranks(expect_refusal, 3, timeout_s=150)
-    for rank in range(3):
-        assert f"[rank {rank}] raised" in str(error.value)
-    assert str(error.value).count("dense layers of rank 2: expected the parameters of rank 0") == 3

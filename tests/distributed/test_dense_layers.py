@@ -17,8 +17,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.convert import shard
-from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
@@ -28,11 +26,10 @@ from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_model
 from hotrec.planning.constraints import hot_cold_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import ColdTier, ModelKind, OptimizerKind, Partition, Precision
+from hotrec.types import ModelKind, OptimizerKind, Partition, Precision
+from tests.distributed.setups import assert_same_on_ranks, mean_over_ranks, shard_task
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
@@ -93,14 +90,11 @@ def batches(rank: int, world_size: int) -> Iterator[Batch]:
 def shard_model(kind: ModelKind, pipeline: str, **how: Any) -> tuple[Any, Any, Pipeline]:
     spec = OptimizerSpec(OptimizerKind.sgd, learning_rate=LR)
     embeddings = HotColdEmbeddingBagCollection(tables(), PARTITION, device=torch.device("meta"))
-    sharders: list[Any] = [HotColdSharder(spec)]
     task = ClickTask(make_model(kind, embeddings, **how), dist.get_world_size())
-    machine = Machine(dist.get_world_size(), dist.get_world_size(), "cpu", 1 << 30, 1 << 33, 6)
-    constraints = hot_cold_constraints(tables(), PARTITION, cold_tier=ColdTier.fused)
-    plan = make_plan(task, sharders, machine, constraints)
+    constraints = hot_cold_constraints(tables(), PARTITION)
     is_ahead = pipeline in ("look_ahead", "micro_batches")
-    model = shard(task, plan, sharders, CPU, data_parallel=not is_ahead)
-    initialize_embeddings(model, 1)
+    sharder = HotColdSharder(spec)
+    model = shard_task(task, sharder, constraints, data_parallel=not is_ahead, seed=1)
     optimizer = make_optimizer(model, spec, spec)
     ahead = LookAhead(lambda: RowsAhead(model, CPU), pipeline == "micro_batches")
     made = make_pipeline(
@@ -161,9 +155,7 @@ def train_sharded(
     for _ in SIZES:
         loss, logits, _ = made.progress(iterator)
         assert loss.dtype is logits.dtype is torch.float32
-        total = loss.clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size())
+        losses.append(mean_over_ranks(loss))
     made.drain()
     weights = gather_tables(model) | dense(model)
     model.eval()
@@ -190,9 +182,8 @@ def clipped_as_unsplit() -> None:
             assert max(norms) > MAX_NORM > min(norms), norms
             assert got == pytest.approx(expected, abs=1e-5), case
             assert difference(weights, plain) < 1e-5, case
-            together: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(together, {n: w.tolist() for n, w in weights.items()})
-            assert together[0] == together[1], case
+            for weight in weights.values():
+                assert_same_on_ranks(weight)
 
 
 def bf16_by_pipeline() -> None:

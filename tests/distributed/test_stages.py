@@ -6,8 +6,11 @@ own, so a stage's seconds say exactly which parts were booked there and how ofte
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
@@ -27,36 +32,33 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.data.batch import Batch
 from hotrec.embedding import cpu_rows, pooling, sharding
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.convert import shard
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import HotOptimizer, make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_model
 from hotrec.planning.constraints import hot_cold_constraints, torchrec_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime import stages
-from hotrec.runtime.ranks import Ranks
-from hotrec.runtime.stages import StageClock
+from hotrec.runtime.stages import EXPOSED_STAGES, StageClock, exposed_s, named_range
 from hotrec.train.loop import train
 from hotrec.train.pipelines import make_pipeline
 from hotrec.train.run_log import SegmentBatches
 from hotrec.train.schedule import Cadence, Schedule, Segment
+from hotrec.train.trace import Tracer, TraceWindow
 from hotrec.types import (
     STAGES,
-    ColdTier,
     HotExchange,
     ModelKind,
     OptimizerKind,
     Partition,
     TorchrecPlan,
 )
+from tests.distributed.setups import shard_task, this_rank
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, build_tiny
+from tests.helpers.traces import read_events
 
 CPU = torch.device("cpu")
 LOADING_S = 0.02
@@ -64,20 +66,8 @@ NUM_ROWS = {"a": 200, "b": 12, "c": 90}
 DIM, BATCH, NUM_DENSE = 4, 8, 3
 NUM_STEPS, STEADY = 7, slice(2, 4)
 PARTS = (
-    "data",
-    "route",
-    "cold_read",
-    "hot_read",
-    "pool",
-    "bottom",
-    "top",
-    "bottom_backward",
-    "top_backward",
-    "cold_update",
-    "hot_reduce",
-    "hot_update",
-    "replicated_backward",
-    "wait",
+    *("data", "route", "cold_read", "hot_read", "pool", "bottom", "top", "bottom_backward"),
+    *("top_backward", "cold_update", "hot_reduce", "hot_update", "replicated_backward", "wait"),
 )
 # Powers of 8: seven of a part before one is taken for another; exact in a float.
 SECONDS = {part: 8.0**power for power, part in enumerate(PARTS)}
@@ -138,18 +128,16 @@ def build(placement: Partition | TorchrecPlan) -> tuple[Any, Any]:
         EmbeddingBagConfig(name=t, num_embeddings=n, embedding_dim=DIM, feature_names=[t])
         for t, n in NUM_ROWS.items()
     ]
-    meta, world_size = torch.device("meta"), dist.get_world_size()
     embeddings: nn.Module
-    sharders: list[Any]
     constraints: Any
     if isinstance(placement, Partition):
-        embeddings = HotColdEmbeddingBagCollection(tables, placement, device=meta)
-        sharders = [HotColdSharder(spec, HotExchange.touched_rows)]
-        constraints = hot_cold_constraints(tables, placement, cold_tier=ColdTier.fused)
+        embeddings = HotColdEmbeddingBagCollection(tables, placement, device=torch.device("meta"))
+        sharder: Any = HotColdSharder(spec, HotExchange.touched_rows)
+        constraints = hot_cold_constraints(tables, placement)
     else:
-        embeddings = EmbeddingBagCollection(tables=tables, device=meta)
-        sharders = [EmbeddingBagCollectionSharder(fused_params(spec))]
-        constraints = torchrec_constraints(tables, placement, batch_size=20, tier=ColdTier.fused)
+        embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        sharder = EmbeddingBagCollectionSharder(fused_params(spec))
+        constraints = torchrec_constraints(tables, placement, batch_size=20)
     model = build_model(
         ModelKind.dlrm,
         embeddings,
@@ -159,10 +147,7 @@ def build(placement: Partition | TorchrecPlan) -> tuple[Any, Any]:
         seed=1,
         device=CPU,
     )
-    task = ClickTask(model, world_size)
-    machine = Machine(world_size, world_size, "cpu", 1 << 30, 1 << 33, BATCH)
-    sharded = shard(task, make_plan(task, sharders, machine, constraints), sharders, CPU)
-    initialize_embeddings(sharded, 1)
+    sharded = shard_task(ClickTask(model, dist.get_world_size()), sharder, constraints, seed=1)
     dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
     return sharded, make_optimizer(sharded, spec, dense)
 
@@ -212,6 +197,10 @@ def probe(clock: Clock) -> list[Any]:
         work = all_to_all(*args, **kwargs)
         return SlowWork(work, clock) if kwargs.get("async_op") else work
 
+    def as_method(part: str, function: Callable[..., Any]) -> Any:
+        slow = clock.takes(part, function)
+        return lambda self, *args, **kwargs: slow(self, *args, **kwargs)
+
     targets = [
         (stages, "time", clock),
         (dist, "all_to_all_single", slow_all_to_all),
@@ -225,13 +214,8 @@ def probe(clock: Clock) -> list[Any]:
         (HotReplicas, "_reduce", "hot_reduce"),
         (HotOptimizer, "step", "hot_update"),
     ):
-        slow = clock.takes(part, getattr(owner, name))
-        targets.append((owner, name, _as_method(slow)))
+        targets.append((owner, name, as_method(part, getattr(owner, name))))
     return [mock.patch.object(owner, name, value) for owner, name, value in targets]
-
-
-def _as_method(function: Callable[..., Any]) -> Any:
-    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 def book_parts() -> dict[str, list[dict[str, dict[str, int]]]]:
@@ -240,19 +224,15 @@ def book_parts() -> dict[str, list[dict[str, dict[str, int]]]]:
     for name, placement in CASES.items():
         for kind in ("sparse_dist", "base"):
             clock = Clock()
-            patches = probe(clock)
-            for patch in patches:
-                patch.start()
-            try:
+            with ExitStack() as patched:
+                for patch in probe(clock):
+                    patched.enter_context(patch)
                 model, optimizer = build(placement)
                 _probe_model(model, clock)
                 next_batch = clock.takes("data", lambda source: next(source))
                 source = make_batches(NUM_STEPS)
                 slow_source = (next_batch(source) for _ in range(NUM_STEPS))
                 seconds = measure(model, optimizer, kind, slow_source)
-            finally:
-                for patch in patches:
-                    patch.stop()
             booked[f"{name} {kind}"] = [
                 {s: read_parts(values[i]) for s, values in seconds.items() if values[i]}
                 for i in range(STEADY.stop - STEADY.start)
@@ -307,7 +287,7 @@ def train_with_prediction() -> dict[str, Any]:
         model,
         optimizer,
         SlowOnOneRank(num_batches=12),
-        Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 2, CPU),
+        this_rank(),
         num_steps=12,
         cadence=Cadence(log_every=4),
         lr_factor=Schedule(),
@@ -333,23 +313,17 @@ DENSE = {"bottom": 1, "top": 1, "bottom_backward": 1, "top_backward": 1}
 OWN = {"route": {"route": 1}, "pool": {"pool": 2}, "dense": DENSE, "other": {"data": 1}}
 COLD = {"rows_exchange": {"wait": 1}, "grads_exchange": {"wait": 1}}
 HOT = {"hot_exchange": {"hot_reduce": 1}, "optimizer": {"hot_update": 1}}
+UPDATED = {**COLD, "row_update": {"cold_update": 1}}
 EXPECTED: dict[str, dict[str, dict[str, int]]] = {
-    "mixed": {
-        **OWN,
-        **COLD,
-        **HOT,
-        "row_lookup": {"cold_read": 1, "hot_read": 1},
-        "row_update": {"cold_update": 1},
-    },
-    "all_cold": {**OWN, **COLD, "row_lookup": {"cold_read": 1}, "row_update": {"cold_update": 1}},
+    "mixed": {**OWN, **UPDATED, **HOT, "row_lookup": {"cold_read": 1, "hot_read": 1}},
+    "all_cold": {**OWN, **UPDATED, "row_lookup": {"cold_read": 1}},
     "all_hot": {**OWN, **HOT, "row_lookup": {"hot_read": 1}},
     "torchrec": {
-        **COLD,
+        **UPDATED,
         "dense": DENSE,
         "other": {"data": 1},
         # The kernel of data-parallel tables counts as lookup, both ways.
         "row_lookup": {"cold_read": 1, "hot_read": 1, "replicated_backward": 1},
-        "row_update": {"cold_update": 1},
     },
 }
 
@@ -384,3 +358,169 @@ def test_the_summary_is_that_of_all_ranks(results: Results) -> None:
     assert first["step_error_frac"] == pytest.approx(1 / first["measured_step_s"] - 1)
     sent = first["sent_bytes_total"]
     assert first["sent_bytes_error_frac"] == pytest.approx((10 - sent) / sent)
+
+
+# --- traces of both pipelines, and what exposed communication is made of
+
+KINDS = ("sparse_dist", "base")
+TRACED = (("sparse_dist", "mixed"), ("base", "torchrec"))
+NUM_TRACED_STEPS, FIRST, NUM_TRACED = 6, 3, 2
+WAIT_S = 1000.0
+
+
+def segment_batches() -> SegmentBatches:
+    segment = Segment(first_step=1, last_step=NUM_TRACED_STEPS, evaluate=False, save=False)
+    return SegmentBatches(make_batches(NUM_TRACED_STEPS), segment)
+
+
+def trace_pipeline(kind: str, case: str, directory: Path) -> None:
+    """Trace two steps of a pipeline while another thread communicates in groups of its own."""
+    group: Any = dist.new_group()
+    stop = threading.Event()
+
+    def communicate() -> None:
+        values = torch.zeros(1)
+        while values[0] == 0:
+            values[0] = float(stop.is_set())
+            with named_range("late gradients"):
+                dist.all_reduce(values, group=group)
+
+    model, optimizer = build(CASES[case])
+    pipeline, batches = make_pipeline(kind, model, optimizer, CPU), segment_batches()
+    thread = threading.Thread(target=communicate, name="hotrec communication")
+    window = TraceWindow(FIRST, NUM_TRACED, directory)
+    pipeline.start()
+    thread.start()
+    try:
+        with Tracer(window, this_rank(), start_step=0, num_steps=NUM_TRACED_STEPS) as tracer:
+            for step in batches.steps():
+                with tracer.step(step):
+                    pipeline.progress(batches)
+                tracer.end_step(step)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def train_traced(directory: Path) -> dict[str, Any]:
+    """Run the loop; the profiler warms up in the first step and records all the others."""
+    model, optimizer = build_tiny()
+    result = train(
+        model,
+        optimizer,
+        TinyLoader(num_batches=4),
+        this_rank(),
+        num_steps=4,
+        cadence=Cadence(warmup_steps=0),
+        lr_factor=Schedule(),
+        first_compared_step=0,
+        trace=TraceWindow(2, 3, directory),
+    )
+    return dict(result.summary)
+
+
+def wait_for_dense_gradients(kind: str) -> dict[str, list[float]]:
+    """Seconds by stage of the steady steps, where DDP's buckets take time and nothing else does.
+
+    The time passes when backward is over but for what it waits for: the engine calls what was
+    queued in it in order, and a hook of the loss queues before DDP does.
+    """
+    time = Clock()
+    model, optimizer = build(CASES["torchrec"])
+    pipeline, batches = make_pipeline(kind, model, optimizer, CPU), segment_batches()
+    is_over = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def arrive(bucket: dist.GradBucket, future: Any) -> None:
+        is_over.wait()
+        time.now_s += WAIT_S
+        future.set_result(bucket.buffer())
+
+    # DDP reads annotations of hooks, and takes no text for them.
+    def slow_hook(state, bucket):  # type: ignore[no-untyped-def]
+        future: Any = torch.futures.Future()
+        threads.append(threading.Thread(target=arrive, args=(bucket, future)))
+        threads[-1].start()
+        return future
+
+    def queue_the_end(loss: torch.Tensor) -> None:
+        loss.register_hook(
+            lambda _: Variable._execution_engine.queue_callback(is_over.set)  # type: ignore[attr-defined]
+        )
+
+    dense = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    dense[0].register_comm_hook(None, slow_hook)
+    model.register_forward_hook(lambda _, __, output: queue_the_end(output[0]))
+    clock = StageClock(CPU)
+    pipeline.start()
+    with mock.patch.object(stages, "time", time):
+        for _ in batches.steps():
+            is_over.clear()
+            with clock.step():
+                pipeline.progress(batches)
+            for thread in threads:
+                thread.join()
+    seconds = clock.seconds()
+    found = {name: values[2:4].tolist() for name, values in seconds.items()}
+    return {**found, "exposed": exposed_s(seconds)[2:4].tolist()}
+
+
+def trace_all(directory: Path) -> dict[str, Any]:
+    for kind, case in TRACED:
+        trace_pipeline(kind, case, directory / f"{kind}-{case}")
+    return {
+        "summary": train_traced(directory / "train"),
+        "waits": {kind: wait_for_dense_gradients(kind) for kind in KINDS},
+    }
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def traced(directory: Path) -> list[dict[str, Any]]:
+    return run_ranks(trace_all, 2, timeout_s=150, directory=directory)
+
+
+@pytest.mark.parametrize(("kind", "case"), TRACED)
+def test_traces_of_both_ranks(
+    traced: list[dict[str, Any]], directory: Path, kind: str, case: str
+) -> None:
+    folder = directory / f"{kind}-{case}"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank0.json.gz", "rank1.json.gz"]
+    for rank in range(2):
+        events = read_events(folder / f"rank{rank}.json.gz")
+        assert events["step"] == [("main thread", "step 3"), ("main thread", "step 4")]
+        # Forward and backward; what a placement does not do has no mark.
+        wanted = set(STAGES) if case == "mixed" else set(STAGES) - {"route", "pool"}
+        assert set(events["stage"]) == {("stages", stage) for stage in wanted}
+        # The thread communicates all the time.
+        assert set(events["range"]) == {("hotrec communication", "late gradients")}
+        annotated = events["user_annotation"]
+        assert any(thread == "main thread" for thread, _ in annotated)
+        behind = {name for thread, name in annotated if thread != "main thread"}
+        assert {"gloo:all_to_all", "gloo:all_reduce"} <= behind
+
+
+def test_the_loop_traces_and_leaves_the_steps_out(
+    traced: list[dict[str, Any]], directory: Path
+) -> None:
+    for rank, result in enumerate(traced):
+        events = read_events(directory / "train" / f"rank{rank}.json.gz")
+        assert [name for _, name in events["step"]] == [f"step {step}" for step in range(2, 5)]
+        for name in ("step_p50_s", "samples_per_s", "measured_step_s", "exposed_communication_s"):
+            assert result["summary"][name] is None, name
+        assert result["summary"]["num_steps"] == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_waiting_for_dense_gradients_is_exposed(traced: list[dict[str, Any]], kind: str) -> None:
+    for result in traced:
+        seconds = result["waits"][kind]
+        (first, second) = seconds["exposed"]
+        assert first == second > 0
+        assert first % WAIT_S == 0
+        waited = {name for name in STAGES if any(seconds[name])}
+        assert waited == {"hot_exchange"} <= set(EXPOSED_STAGES)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -61,21 +60,20 @@ def test_on_the_device(verdicts: dict[str, str | None], check: str) -> None:
     assert verdicts[check] is None, verdicts[check]
 
 
-@dataclass(frozen=True)
-class Bound:
-    """What one step may do, after the first ones.
+class Bound(NamedTuple):
+    """What one step may do, after the first ones; host synchronisations, at most."""
 
-    Args:
-        run: see ``tests.stand_in.model.Run``.
-        num_main_syncs: host synchronisations on the main stream, at most.
-        num_syncs: on all streams and threads, at most.
-    """
-
-    run: dict[str, Any]
-    num_main_syncs: int
-    num_syncs: int
+    run: dict[str, Any]  # see ``tests.stand_in.model.Run``
+    num_main_syncs: int  # on the main stream
+    num_syncs: int  # on all streams and threads
 
 
+# One row that most ids are, and thousands of distinct rows.
+LONG = {
+    "batch_size": 1024,
+    "num_rows": {"a": 100, "b": 50_000, "c": 60, "d": 4_000},
+    "skews": {"a": 60.0, "b": 1.0},
+}
 BOUNDS = {
     "sparse_dist-loader": Bound({"pipeline": "sparse_dist", "routing": "loader"}, 2, 4),
     "sparse_dist-device": Bound({"pipeline": "sparse_dist", "routing": "device"}, 2, 6),
@@ -85,28 +83,8 @@ BOUNDS = {
     "look_ahead-two-dims": Bound(
         {"pipeline": "look_ahead", "dims": 2, "depth": 2, "micro_batches": True}, 12, 24
     ),
-    # One row that most ids are, and thousands of distinct rows.
-    "sparse_dist-long": Bound(
-        {
-            "pipeline": "sparse_dist",
-            "batch_size": 1024,
-            "num_rows": {"a": 100, "b": 50_000, "c": 60, "d": 4_000},
-            "skews": {"a": 60.0, "b": 1.0},
-        },
-        2,
-        6,
-    ),
-    "look_ahead-long": Bound(
-        {
-            "pipeline": "look_ahead",
-            "routing": "device",
-            "batch_size": 1024,
-            "num_rows": {"a": 100, "b": 50_000, "c": 60, "d": 4_000},
-            "skews": {"a": 60.0, "b": 1.0},
-        },
-        2,
-        12,
-    ),
+    "sparse_dist-long": Bound({"pipeline": "sparse_dist", **LONG}, 2, 6),
+    "look_ahead-long": Bound({"pipeline": "look_ahead", "routing": "device", **LONG}, 2, 12),
 }
 MOST_IN_A_SEGMENT = 256
 NUM_STEPS = 6

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
 import signal
-import subprocess
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,22 +23,19 @@ from hotrec.artifact import ArtifactError
 from hotrec.config.groups import Decay
 from hotrec.data.batch import Batch
 from hotrec.embedding.table_memory import CacheCounters, CacheFigures, fused_modules
-from hotrec.runtime.ranks import RankError, Ranks, all_gather_object, process_group
+from hotrec.runtime.ranks import RankError, all_gather_object, process_group
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows, count_sent_bytes
 from hotrec.train.checkpoint import Checkpoints, find_latest, load_checkpoint
 from hotrec.train.evaluate import evaluate, measure_quality
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.pipelines import make_pipeline
 from hotrec.train.schedule import Cadence, Schedule
+from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import DIM, NUM_ROWS, TinyLoader, TinySplit, build_tiny, tiny_batch
 
 CPU = torch.device("cpu")
 EVERY_STEP = Cadence(log_every=1, eval_every=5)
-
-
-def this_rank() -> Ranks:
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 2, CPU)
 
 
 def run(loader: TinyLoader, cadence: Cadence = EVERY_STEP, **kwargs: Any) -> TrainResult:
@@ -277,108 +270,3 @@ def test_training_on_two_ranks(tmp_path: Path) -> None:
         model, _ = build_tiny()
         with pytest.raises(ArtifactError, match="expected world_size 1 .* got 2"):
             load_checkpoint(path, model=model, facts={"dataset": "d1"})
-
-
-# --- counted bytes against those of the kernel, over a real network interface
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[list[tuple[str, str]]]:
-    """Two network namespaces joined by a veth pair: (namespace, interface) of each."""
-    tag = uuid.uuid4().hex[:6]
-    hosts = [(f"hr{tag}n{index}", f"hr{tag}v{index}") for index in range(2)]
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and iproute2")
-
-    def ip(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-
-    try:
-        for namespace, _ in hosts:
-            made = ip("netns", "add", namespace)
-            if made.returncode != 0:
-                pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
-        (space_0, veth_0), (space_1, veth_1) = hosts
-        made = ip("link", "add", veth_0, "netns", space_0, "type", "veth", "peer", "name", veth_1,
-                  "netns", space_1)  # fmt: skip
-        if made.returncode != 0:
-            pytest.skip(f"veth pairs cannot be made here: {made.stderr.strip()}")
-        for index, (namespace, interface) in enumerate(hosts):
-            inside = ("-n", namespace)
-            ip(*inside, "addr", "add", f"10.231.7.{index + 1}/24", "dev", interface)
-            ip(*inside, "link", "set", interface, "up")
-            ip(*inside, "link", "set", "lo", "up")
-        yield hosts
-    finally:
-        for namespace, _ in hosts:
-            ip("netns", "del", namespace)  # takes its end of the pair with it
-
-
-def count_both_ways(hosts: list[tuple[str, str]], folder: Path) -> dict[str, tuple[int, int]]:
-    """Sent bytes by collective: (counted by hotrec, counted by the kernel)."""
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    namespace, interface = hosts[rank]
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/var/run/netns/{namespace}") as file:
-        # This thread's network, and so that of every thread that gloo starts from it.
-        if libc.setns(file.fileno(), 0x40000000) != 0:
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(folder / "veth"), 2),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=30),
-    )
-
-    def kernel_bytes() -> int:
-        # /sys shows the namespace that it was mounted in, /proc that of the thread that asks.
-        for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-            if line.strip().startswith(f"{interface}:"):
-                return int(line.split(":")[1].split()[8])
-        raise AssertionError(f"no interface {interface}")
-
-    values = torch.rand(1_000_000)  # 4 MB
-    model = DistributedDataParallel(nn.Linear(1000, 1000, bias=False))
-    gathered = torch.empty(2_000_000)
-    splits = [250_000, 750_000] if rank == 0 else [500_000, 500_000]
-    received = [250_000, 500_000] if rank == 0 else [750_000, 500_000]
-    cases: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(values),
-        "all_to_all": lambda: dist.all_to_all_single(
-            torch.empty(sum(received)), values, received, splits
-        ),
-        "all_gather": lambda: dist.all_gather_into_tensor(gathered, values),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty(500_000), values),
-        "ddp": lambda: model(torch.rand(8, 1000)).sum().backward(),
-    }
-    counted = {}
-    for name, action in cases.items():
-        action()
-        seen = []
-        for _ in range(4):
-            dist.barrier()
-            before = kernel_bytes()
-            with count_sent_bytes() as traffic:
-                action()
-            dist.barrier()
-            seen.append((traffic.total_bytes, kernel_bytes() - before))
-        # The least: on a busy machine TCP sends a segment again that was only late.
-        counted[name] = min(seen, key=lambda pair: pair[1])
-    return counted
-
-
-def test_counted_bytes_are_those_of_the_kernel(
-    two_hosts: list[tuple[str, str]], tmp_path: Path
-) -> None:
-    for counts in run_ranks(count_both_ways, hosts=two_hosts, folder=tmp_path):
-        # gloo makes it of an all-reduce, which NCCL does not; see hotrec.runtime.traffic.
-        counted, by_kernel = counts.pop("reduce_scatter")
-        assert counted == 2_000_000
-        assert by_kernel <= 2.2 * counted
-        for name, (counted, by_kernel) in counts.items():
-            assert counted >= 1_000_000, name
-            # Headers, acknowledgements and two barriers come on top.
-            assert counted <= by_kernel <= 1.1 * counted, (name, counted, by_kernel)

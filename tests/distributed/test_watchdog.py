@@ -9,19 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.watchdog import MAIN, STEP, LostRank, Watchdog, enter
+from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
-
-
-def ranks_here() -> Ranks:
-    world_size = dist.get_world_size()
-    return Ranks(dist.get_rank(), world_size, dist.get_rank(), world_size, torch.device("cpu"))
 
 
 def slow_steps() -> list[str]:
     """Two runs after one another; ranks that are slow in a step and leave at different times."""
-    ranks = ranks_here()
+    ranks = this_rank()
     done = []
     for run in range(2):
         with Watchdog(ranks, limit_s=1.0):
@@ -41,7 +36,7 @@ def slow_steps() -> list[str]:
 def end_of_rank(error_rank: int, folder: Path) -> tuple[str, str]:
     """What a rank ends with when ``error_rank`` raises in step 3, and what caused that."""
     assert slow_steps() == ["run 0", "run 1"]
-    ranks = ranks_here()
+    ranks = this_rank()
     try:
         with Watchdog(ranks, limit_s=20.0, flight_recorder=folder):
             for step in range(1, 6):

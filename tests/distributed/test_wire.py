@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.runtime.traffic import SentBytes, count_sent_bytes
+from hotrec.runtime.traffic import count_sent_bytes
 from hotrec.runtime.wire import Wire, wire_numel
 from hotrec.types import WireType
+from tests.distributed.setups import assert_same_on_ranks
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
@@ -83,13 +85,7 @@ def all_gather() -> None:
                 joined = wire.all_gather_joined(source, sizes)
                 for peer, part in enumerate(joined.split(sizes)):
                     close(part, draw(sizes[peer], case, peer + 1) * scale, wire.wire_type)
-                assert_same_everywhere(joined)
-
-
-def assert_same_everywhere(values: torch.Tensor) -> None:
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, values.numpy().tobytes())
-    assert len(set(of_ranks)) == 1
+                assert_same_on_ranks(joined)
 
 
 def all_reduce() -> None:
@@ -100,7 +96,7 @@ def all_reduce() -> None:
                 shares = [draw(num, num + 1, peer + 1) * scale for peer in range(size)]
                 values = shares[rank].clone()
                 wire.all_reduce(values)
-                assert_same_everywhere(values)
+                assert_same_on_ranks(values)
                 # Each share and the sum are rounded once.
                 sizes = torch.stack(shares).double().abs()
                 of_value, of_most = BOUNDS[wire.wire_type]
@@ -156,21 +152,17 @@ def sent_bytes_are_counted() -> None:
         value_bytes, num = VALUE_BYTES[wire.wire_type], 10
         message_bytes = wire_numel(num, wire.wire_type) * value_bytes
 
-        def counted(send: Callable[[], object]) -> SentBytes:
+        values, sizes = torch.ones(num * size), [num] * size
+        calls: dict[str, tuple[Callable[[], object], int]] = {
+            "all_to_all": (partial(wire.all_to_all, values, sizes, sizes), size - 1),
+            "all_gather": (partial(wire.all_gather_joined, values[:num], sizes), size - 1),
+            "all_reduce": (partial(wire.all_reduce, values), 2 * (size - 1)),
+        }
+        for name, (send, num_messages) in calls.items():
             with count_sent_bytes() as traffic:
                 send()
-            return traffic
-
-        values, sizes = torch.ones(num * size), [num] * size
-        traffic = counted(lambda: wire.all_to_all(values, sizes, sizes))  # noqa: B023
-        assert traffic.sent_bytes["all_to_all"] == (size - 1) * message_bytes
-        assert traffic.total_bytes == (size - 1) * message_bytes
-        traffic = counted(lambda: wire.all_gather_joined(values[:num], sizes))  # noqa: B023
-        assert traffic.sent_bytes["all_gather"] == (size - 1) * message_bytes
-        assert traffic.total_bytes == (size - 1) * message_bytes
-        traffic = counted(lambda: wire.all_reduce(values))  # noqa: B023
-        expected = 2 * (size - 1) * message_bytes
-        assert traffic.total_bytes == expected
+            assert traffic.total_bytes == num_messages * message_bytes
+            assert name == "all_reduce" or traffic.sent_bytes[name] == traffic.total_bytes
 
 
 def works_from_a_thread_beside_other_groups() -> None:

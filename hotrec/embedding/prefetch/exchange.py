@@ -1,76 +1,190 @@
-"""The exchange of cold rows and their gradients, on the communication thread of look-ahead.
-
-The lag of a row in batch b is b minus the last batch before b in which any rank reads the row; the
-row's value is final once that batch's update is applied. With depth d, every rank runs the
-exchanges of step s in this order:
-
-    request_rows(s + d)   request the rows of batch s + d from their owners, which answer with the
-                          lags, and with the rows of batch s + d - 1 that are read again
-    fetch_rows(s)         rows of batches after s that became final with the update of s - 1
-    exchange_urgent(s)    gradients of the rows of s that s + 1 reads, then these updated rows
-    send_late(s)          the other gradients of s
-
-send_late(s - 1) runs before fetch_rows(s), so fetched rows are final. The owner decides whether a
-row of s is urgent or late, the same for all ranks, so it is updated once.
-"""
+"""The exchange of cold rows and their gradients, on the communication thread of look-ahead."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import put_rows
+from hotrec.embedding.hot_reduce import HotPlan
 from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.embedding.messages import RowCounts, message_sizes, pack, row_counts, unpack
-from hotrec.embedding.prefetch.messages import (
-    LONG_AGO,
-    Gradients,
-    PrefetchedBatch,
-    RowRequest,
-    RowsByClass,
-    Selection,
-    num_hot_rows,
-    read_class_ends,
-    select_all,
-)
+from hotrec.embedding.messages import RowCounts, exchange_rows, row_counts
 from hotrec.embedding.prefetch.owned_rows import OwnedRows, RequestedRows, RowOwners
-from hotrec.runtime.comm_thread import HostInts, ints_on, record_use
+from hotrec.routing.features import RoutedFeatures, RoutedGroup
+from hotrec.routing.sorting import sort_keys
+from hotrec.runtime.comm_thread import CommunicationFuture, HostInts, ints_on, record_use
 from hotrec.runtime.stages import named_range
 from hotrec.runtime.watchdog import COMMUNICATION, enter
 from hotrec.runtime.wire import Wire
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    """One embedding dimension of one collection.
+@dataclass
+class Selection:
+    """Some of the rows of each group."""
 
-    Args:
-        dim: The embedding dimension.
-        num_hot_keys: The number of hot tables, the first keys of the routed rows.
-        hot_begins_T: The first row of each hot table in the replica, int64; None without any.
-        replica: The replica of the hot rows; None without hot tables.
-        owners: The owners of the cold rows; None without cold tables.
-        owned: This rank's cold rows.
+    indices: list[torch.Tensor | None]  # int64, in rank order; None for all rows in order
+    counts: RowCounts
+
+    def of(self, group: int, values: torch.Tensor) -> torch.Tensor:
+        """Select from a group's (rows, ...) values."""
+        index = self.indices[group]
+        return values if index is None else values.index_select(0, index)
+
+
+class RowsByClass:
+    """The rows of each group, sorted by rank and, within a rank, by class.
+
+    Both sides of an exchange sort the same rows by the same classes, so a range of classes has the
+    same rows in the same order on both. Selecting one does not wait for the device, since
+    ``read_class_ends`` copies the ends of classes to the host.
     """
 
+    def __init__(
+        self, classes: Sequence[torch.Tensor], num_classes: int, counts: RowCounts
+    ) -> None:
+        num_ranks, device = len(counts), classes[0].device
+        self._num_classes = num_classes
+        self._num_ranks = num_ranks
+        self.orders: list[torch.Tensor] = []
+        ends = []
+        lengths = ints_on(device, [n for row in counts for n in row]).view(num_ranks, -1)
+        first_key_W = torch.arange(0, num_ranks * num_classes, num_classes, device=device)
+        bounds = torch.arange(1, num_ranks * num_classes + 1, device=device)
+        for group, class_K in enumerate(classes):
+            key_K = class_K + torch.repeat_interleave(
+                first_key_W, lengths[:, group], output_size=class_K.numel()
+            )
+            sorted_K, order_K = sort_keys(key_K, num_ranks * num_classes)
+            self.orders.append(order_K)
+            ends.append(torch.searchsorted(sorted_K, bounds))
+        self.ends = torch.cat(ends)
+        self.ends_here: list[int] = []
+
+    def select(self, first: int, end: int) -> Selection:
+        """The rows of the classes first..end - 1."""
+        size = self._num_ranks * self._num_classes
+        indices: list[torch.Tensor | None] = []
+        counts: RowCounts = [[] for _ in range(self._num_ranks)]
+        for group, order_K in enumerate(self.orders):
+            ends = [0, *self.ends_here[group * size : (group + 1) * size]]
+            pieces = []
+            for rank, row in enumerate(counts):
+                begin = ends[rank * self._num_classes + first]
+                until = ends[rank * self._num_classes + end]
+                pieces.append(order_K[begin:until])
+                row.append(until - begin)
+            indices.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+        return Selection(indices, counts)
+
+
+def read_class_ends(parts: Sequence[RowsByClass]) -> None:
+    """Read the ends of the classes of all parts from the device, in one copy."""
+    ends = HostInts(torch.cat([part.ends for part in parts])).wait()
+    for part in parts:
+        part.ends_here, ends = ends[: part.ends.numel()], ends[part.ends.numel() :]
+
+
+Sides = tuple[RowsByClass, RowsByClass]  # the requested rows, and those requested from this rank
+
+
+@dataclass
+class RowRequest:
+    """The cold rows of a batch on both sides of the exchange, by group."""
+
+    requested: list[RequestedRows]
+    num_requested: RowCounts  # from each rank
+    num_served: RowCounts  # that each rank requests from this one
+    positions: list[torch.Tensor]  # of the rows requested from this rank, int64 (R,), in rank order
+    # Class 0 is a lag of 1, the last class depth + 1 or more.
+    by_lag: Sides | None = None
+    # Class 0 are the urgent rows, which some rank reads in the next batch too, class 1 the others;
+    # None until there is a next batch.
+    by_need: Sides | None = None
+
+    def select(self, sides: Sides | None, first: int, end: int) -> tuple[Selection, Selection]:
+        """The requested and the served rows of some classes, or all where there are no classes."""
+        if sides is not None:
+            return sides[0].select(first, end), sides[1].select(first, end)
+        indices: list[torch.Tensor | None] = [None] * len(self.requested)
+        return Selection(indices, self.num_requested), Selection(indices, self.num_served)
+
+
+@dataclass
+class PrefetchedBatch:
+    """One batch of this rank; groups are the embedding dimensions of all collections."""
+
+    number: int  # the same on all ranks
+    features: Any  # that the model is called with
+    routed: list[RoutedFeatures]  # by collection
+    groups: list[RoutedGroup]
+    will_update: bool
+    is_all_hot: bool  # whether no rank's batch reads a cold row
+    num_hot: list[int]  # distinct hot rows of each group
+    rows: list[torch.Tensor]  # float (U, D), hot rows first; filled while the batch waits
+    request: RowRequest | None = None  # None if no cold rows are exchanged
+    hot_counts: RowCounts = field(default_factory=list)  # [rank][group with hot rows]
+    hot_plan: HotPlan | None = None  # None without hot rows, and in evaluation
+    first_rows: CommunicationFuture[None] | None = None  # all rows but those with a lag of 1
+    all_rows: CommunicationFuture[None] | None = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a step's rows, by group."""
+
+    rows: Sequence[torch.Tensor]  # float (U, D), of this rank's share of the loss
+    learning_rates: Sequence[float]  # of the owned rows in this step
+    num_updates: int  # before this step
+
+
+# The lag of a row that no recent batch has read.
+LONG_AGO = 255
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One embedding dimension of one collection."""
+
     dim: int
-    num_hot_keys: int
-    hot_begins_T: torch.Tensor | None
-    replica: HotReplicas | None
-    owners: RowOwners | None
+    num_hot_keys: int  # hot tables, the first keys of the routed rows
+    replica: HotReplicas | None  # None without hot tables
+    owners: RowOwners | None  # None without cold tables
     owned: OwnedRows
+
+    def num_hot(self, rows: KeyedJaggedTensor) -> int:
+        """The number of distinct hot rows of a batch."""
+        return sum(rows.length_per_key()[: self.num_hot_keys])
+
+    def hot_slots(self, rows: KeyedJaggedTensor) -> torch.Tensor:
+        """The hot slots of a batch in the replica, int64, distinct, in the order of the rows."""
+        assert self.replica is not None
+        lengths_T, num_hot = rows.lengths()[: self.num_hot_keys].long(), self.num_hot(rows)
+        begins_U = torch.repeat_interleave(self.replica.begins_T, lengths_T, output_size=num_hot)
+        return rows.values()[:num_hot] + begins_U
 
 
 class ColdExchange:
-    """Runs on the communication thread, but for its construction and ``mark_late_rows``.
+    """Exchanges cold rows and their gradients with the owners of the rows.
 
-    Args:
-        groups: The groups of all collections, in the same order on all ranks.
-        wire: The wire to the other ranks, which only the communication thread uses.
-        depth: The number of batches whose rows are requested ahead of the step.
-        device: The device of the rows.
+    The lag of a row in batch b is b minus the last batch before b in which any rank reads the row;
+    the row's value is final once that batch's update is applied. With depth d, every rank runs the
+    exchanges of step s in this order:
+
+        request_rows(s + d)   request the rows of batch s + d from their owners, which answer with
+                              the lags, and with the rows of batch s + d - 1 that are read again
+        fetch_rows(s)         rows of batches after s that became final with the update of s - 1
+        exchange_urgent(s)    gradients of the rows of s that s + 1 reads, then these updated rows
+        send_late(s)          the other gradients of s
+
+    send_late(s - 1) runs before fetch_rows(s), so fetched rows are final. The owner decides whether
+    a row of s is urgent or late, the same for all ranks, so it is updated once. All but the
+    construction and ``late_rows`` runs on the communication thread.
+
+    ``groups`` have the same order on all ranks; only the communication thread uses ``wire``.
     """
 
     def __init__(
@@ -98,18 +212,15 @@ class ColdExchange:
         enter(COMMUNICATION, "ids_exchange")
         with named_range("ids_exchange"):
             requested = self._find_owners(batch)
-            num_requested: RowCounts = [[] for _ in range(self._world_size)]
+            num_requested: RowCounts = [[] for _ in range(self._wire.world_size)]
             if requested:
                 num_to_WG = torch.stack([part.num_to_W for part in requested], dim=1)
                 num_requested = row_counts(HostInts(num_to_WG).wait(), len(requested))
-            num_hot = [
-                num_hot_rows(batch.groups[index].rows, self._groups[index].num_hot_keys)
-                for index in self._hot
-            ]
+            num_hot = [batch.num_hot[index] for index in self._hot]
             # The number of touched hot rows goes along in the same message, for the hot reducer.
             width = len(requested) + len(num_hot)
             sent = ints_on(self._device, [num for row in num_requested for num in (*row, *num_hot)])
-            sizes = [width] * self._world_size
+            sizes = [width] * self._wire.world_size
             received = self._wire.all_to_all(sent, sizes, sizes)
             counts = row_counts(HostInts(received).wait(), width) if width else num_requested
             batch.hot_counts = [row[len(requested) :] for row in counts]
@@ -118,16 +229,10 @@ class ColdExchange:
                 batch.request = self._send_request(batch, requested, num_requested, num_served)
         self._newest = batch
 
-    @property
-    def _world_size(self) -> int:
-        return self._wire.world_size
-
     def _find_owners(self, batch: PrefetchedBatch) -> list[RequestedRows]:
         """By cold group; empty where no cold rows are exchanged."""
-        if batch.is_all_hot:
-            return []
         found = []
-        for index in self._cold:
+        for index in [] if batch.is_all_hot else self._cold:
             group = self._groups[index]
             assert group.owners is not None
             found.append(group.owners.find(batch.groups[index].rows, group.num_hot_keys))
@@ -141,7 +246,7 @@ class ColdExchange:
         num_served: RowCounts,
     ) -> RowRequest:
         sent = [part.positions_U for part in requested]
-        received = self._all_to_all(sent, num_requested, num_served, [1] * len(sent))
+        received = exchange_rows(self._wire, sent, num_requested, num_served, [1] * len(sent))
         positions = [part.view(-1).long() for part in received]
         request = RowRequest(requested, num_requested, num_served, positions)
         if batch.will_update and self._depth > 0:
@@ -150,11 +255,11 @@ class ColdExchange:
 
     def _find_conflicts(self, batch: PrefetchedBatch, request: RowRequest) -> None:
         """Exchange, in one message, the lags and which rows of the last batch are read again."""
-        number = batch.number
+        number, num_lags = batch.number, self._depth + 1
         lags_served, needs_served = [], []
         for last_read, positions in zip(self._last_read, request.positions, strict=True):
             lag_R = number - last_read.index_select(0, positions)
-            lags_served.append((lag_R.clamp_(max=self._depth + 1) - 1).to(torch.uint8))
+            lags_served.append((lag_R.clamp_(max=num_lags) - 1).to(torch.uint8))
             # After the lags of all ranks, so that readers of the same row get the same answer.
             last_read[positions] = number
         before = self._request_before(batch)
@@ -168,19 +273,20 @@ class ColdExchange:
                 [*a, *b] for a, b in zip(num_received, before.num_requested, strict=True)
             ]
         sent = lags_served + needs_served
-        answers = [
-            part.view(-1)
-            for part in self._all_to_all(sent, num_sent, num_received, [1] * len(sent))
-        ]
+        received = exchange_rows(self._wire, sent, num_sent, num_received, [1] * len(sent))
+        answers = [part.view(-1) for part in received]
         lags, needs = answers[: len(lags_served)], answers[len(lags_served) :]
-        num_lags = self._depth + 1
-        request.requested_by_lag = RowsByClass(lags, num_lags, request.num_requested)
-        request.served_by_lag = RowsByClass(lags_served, num_lags, request.num_served)
-        sorted_rows = [request.requested_by_lag, request.served_by_lag]
+        request.by_lag = (
+            RowsByClass(lags, num_lags, request.num_requested),
+            RowsByClass(lags_served, num_lags, request.num_served),
+        )
+        sorted_rows = [*request.by_lag]
         if before is not None:
-            before.requested_by_need = RowsByClass(needs, 2, before.num_requested)
-            before.served_by_need = RowsByClass(needs_served, 2, before.num_served)
-            sorted_rows += [before.requested_by_need, before.served_by_need]
+            before.by_need = (
+                RowsByClass(needs, 2, before.num_requested),
+                RowsByClass(needs_served, 2, before.num_served),
+            )
+            sorted_rows += before.by_need
         read_class_ends(sorted_rows)
 
     def _request_before(self, batch: PrefetchedBatch) -> RowRequest | None:
@@ -190,26 +296,10 @@ class ColdExchange:
             return None
         return before.request
 
-    def _all_to_all(
-        self,
-        parts: Sequence[torch.Tensor],
-        num_to: RowCounts,
-        num_from: RowCounts,
-        dims: Sequence[int],
-    ) -> list[torch.Tensor]:
-        """Send rows of each group, in rank order, to all ranks, and return the received ones."""
-        received = self._wire.all_to_all(
-            pack(parts, num_to, dims), message_sizes(num_to, dims), message_sizes(num_from, dims)
-        )
-        return unpack(received, num_from, dims)
-
     def fetch_rows(self, step: int, batches: Sequence[tuple[PrefetchedBatch, bool]]) -> None:
         """Send the rows that became final with the update before ``step``.
 
-        Args:
-            step: The step that starts.
-            batches: The batches requested and not yet computed, and whether each is new to the
-                fetch.
+        ``batches`` are requested and not yet computed; True marks those new to the fetch.
         """
         enter(COMMUNICATION, "rows_exchange")
         with named_range("rows_exchange"):
@@ -222,63 +312,50 @@ class ColdExchange:
     def _send_rows(self, batch: PrefetchedBatch, first: int, end: int) -> None:
         """Send the rows of the lag classes first..end - 1."""
         request = batch.request
-        if request is None:
+        # Without updates all rows are final, so all are in the last class.
+        if request is None or (request.by_lag is None and end <= self._depth):
             return
-        if request.requested_by_lag is None or request.served_by_lag is None:
-            # Without updates all rows are final, so all are in the last class.
-            if end <= self._depth:
-                return
-            leaving, arriving = select_all(request.num_served), select_all(request.num_requested)
-        else:
-            leaving = request.served_by_lag.select(first, end)
-            arriving = request.requested_by_lag.select(first, end)
+        arriving, leaving = request.select(request.by_lag, first, end)
         parts = [
             self._groups[index].owned.read(leaving.of(at, request.positions[at]), self._dims[at])
             for at, index in enumerate(self._cold)
         ]
-        received = self._all_to_all(parts, leaving.counts, arriving.counts, self._dims)
+        received = exchange_rows(self._wire, parts, leaving.counts, arriving.counts, self._dims)
         for at, index in enumerate(self._cold):
             order = arriving.of(at, request.requested[at].order_U)
-            put_rows(_cold_part(batch.rows[index], request.requested[at]), order, received[at])
+            put_rows(batch.rows[index][batch.num_hot[index] :], order, received[at])
 
-    def mark_late_rows(
-        self, batch: PrefetchedBatch, is_late: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Mark the rows that arrive with the last fetch; runs on the main thread.
+    def late_rows(self, batch: PrefetchedBatch) -> list[torch.Tensor]:
+        """Mark the rows that arrive with the last fetch, bool (U,) of each group.
 
-        Args:
-            batch: The current batch.
-            is_late: Bool (U,) of each group, all False, set in place.
+        Runs on the main thread.
         """
+        late = [
+            torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device) for rows in batch.rows
+        ]
         request = batch.request
         if self._depth == 0:
-            for group, routed, is_late_U in zip(self._groups, batch.groups, is_late, strict=True):
-                is_late_U[num_hot_rows(routed.rows, group.num_hot_keys) :] = True
-        elif request is not None and request.requested_by_lag is not None:
-            last = request.requested_by_lag.select(0, 1)
+            for num_hot, late_U in zip(batch.num_hot, late, strict=True):
+                late_U[num_hot:] = True
+        elif request is not None and request.by_lag is not None:
+            by_lag = request.by_lag[0]
+            last = by_lag.select(0, 1)
             for at, index in enumerate(self._cold):
-                requested = request.requested[at]
-                order = last.of(at, requested.order_U)
-                _cold_part(is_late[index], requested).index_fill_(0, order, True)
+                order_U = request.requested[at].order_U
+                late[index][batch.num_hot[index] :].index_fill_(0, last.of(at, order_U), True)
                 # Made on the communication thread's stream, used on this one.
-                record_use(request.requested_by_lag.orders[at], requested.order_U)
-        return is_late
+                record_use(by_lag.orders[at], order_U)
+        return late
 
     def exchange_urgent(
         self, batch: PrefetchedBatch, gradients: Gradients, following: PrefetchedBatch
     ) -> None:
         """Send the gradients of rows that the next batch reads, then fetch these rows for it."""
         request = batch.request
-        if (
-            request is not None
-            and request.requested_by_need is not None
-            and request.served_by_need is not None
-        ):
+        if request is not None and request.by_need is not None:
             enter(COMMUNICATION, "grads_exchange")
             with named_range("urgent gradients"):
-                leaving = request.requested_by_need.select(0, 1)
-                arriving = request.served_by_need.select(0, 1)
-                self._send_gradients(request, gradients, leaving, arriving)
+                self._send_gradients(batch, gradients, *request.select(request.by_need, 0, 1))
         enter(COMMUNICATION, "rows_exchange")
         with named_range("urgent rows"):
             # A batch without cold rows updates none for the next one.
@@ -292,25 +369,20 @@ class ColdExchange:
             return
         enter(COMMUNICATION, "grads_exchange")
         with named_range("late gradients"):
-            if request.requested_by_need is None or request.served_by_need is None:
-                leaving = select_all(request.num_requested)
-                arriving = select_all(request.num_served)
-            else:
-                leaving = request.requested_by_need.select(1, 2)
-                arriving = request.served_by_need.select(1, 2)
-            self._send_gradients(request, gradients, leaving, arriving)
+            self._send_gradients(batch, gradients, *request.select(request.by_need, 1, 2))
 
     def _send_gradients(
-        self, request: RowRequest, gradients: Gradients, leaving: Selection, arriving: Selection
+        self, batch: PrefetchedBatch, gradients: Gradients, leaving: Selection, arriving: Selection
     ) -> None:
+        request, world_size = batch.request, self._wire.world_size
+        assert request is not None
         parts = []
         for at, index in enumerate(self._cold):
-            requested = request.requested[at]
-            cold_UD = _cold_part(gradients.rows[index], requested)
-            part = cold_UD.index_select(0, leaving.of(at, requested.order_U))
+            cold_UD = gradients.rows[index][batch.num_hot[index] :]
+            part = cold_UD.index_select(0, leaving.of(at, request.requested[at].order_U))
             # Owners sum, so each rank sends its share of the mean.
-            parts.append(part.div_(self._world_size) if self._world_size > 1 else part)
-        received = self._all_to_all(parts, leaving.counts, arriving.counts, self._dims)
+            parts.append(part.div_(world_size) if world_size > 1 else part)
+        received = exchange_rows(self._wire, parts, leaving.counts, arriving.counts, self._dims)
         for at, index in enumerate(self._cold):
             self._groups[index].owned.update(
                 arriving.of(at, request.positions[at]),
@@ -318,8 +390,3 @@ class ColdExchange:
                 gradients.learning_rates[index],
                 gradients.num_updates,
             )
-
-
-def _cold_part(rows: torch.Tensor, requested: RequestedRows) -> torch.Tensor:
-    """The cold rows of a group's rows (U, ...), which follow the hot ones."""
-    return rows[rows.shape[0] - requested.order_U.numel() :]

@@ -1,14 +1,14 @@
 """The owners of cold rows, and reads and updates of the rows that this rank owns.
 
-A rank's rows of one embedding dimension have consecutive positions, shard after shard. On CPU,
-hotrec's own kernels read and update them. On CUDA, FBGEMM's forward reads them and its fused
-backward updates them, with its UVM caches.
+A rank's rows of one embedding dimension have consecutive positions, shard after shard. On CUDA,
+FBGEMM's forward reads them and its fused backward updates them, with its UVM caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.flat import cut_lengths
+from hotrec.embedding.fused import update_counters
 from hotrec.embedding.row_exchange import ShardedRows
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import HostInts, ints_on
@@ -24,14 +25,7 @@ from hotrec.runtime.comm_thread import HostInts, ints_on
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive rows of a table on a rank.
-
-    Args:
-        table: The table's name.
-        first_row: The table's first row in the shard.
-        num_rows: The number of rows in the shard.
-        position: The position of its first row among the rank's rows of the group.
-    """
+    """Rows from ``first_row`` of a table on a rank, at ``position`` among its rows of the group."""
 
     table: str
     first_row: int
@@ -41,27 +35,15 @@ class Shard:
 
 @dataclass
 class RequestedRows:
-    """The cold rows of one group that a batch reads, by owner.
+    """The cold rows of one group that a batch reads, by owner."""
 
-    Args:
-        order_U: The batch's cold rows in the order of their owners, int64 (U,).
-        positions_U: Their positions on the owner, int32 (U,), in that order.
-        num_to_W: The number of rows requested from each rank, int64 (W,).
-    """
-
-    order_U: torch.Tensor
-    positions_U: torch.Tensor
-    num_to_W: torch.Tensor
+    order_U: torch.Tensor  # the batch's cold rows in the order of their owners, int64
+    positions_U: torch.Tensor  # their positions on the owner, int32, in that order
+    num_to_W: torch.Tensor  # rows requested from each rank, int64
 
 
 class RowOwners:
-    """Finds the owners of cold rows of one group; the same on every rank.
-
-    Args:
-        tables: The group's cold tables, in order.
-        num_rows: The number of rows of every table.
-        shards: The shards of each rank.
-        device: The device of the requested rows.
+    """Finds the owners of the cold rows of one group by the shards of each rank.
 
     Raises:
         RuntimeError: if the shards do not hold every row of every table once.
@@ -74,12 +56,10 @@ class RowOwners:
         shards: Sequence[Sequence[Shard]],
         device: torch.device,
     ) -> None:
-        self.tables = tuple(tables)
-        self.world_size = len(shards)
-        begins, begin = {}, 0
-        for table in tables:
-            begins[table] = begin
-            begin += num_rows[table]
+        self._world_size = len(shards)
+        ends_of = dict(zip(tables, accumulate(num_rows[table] for table in tables), strict=True))
+        begins = {table: end - num_rows[table] for table, end in ends_of.items()}
+        num_all = max(ends_of.values())
         pieces = sorted(
             (begins[shard.table] + shard.first_row, shard.num_rows, rank, shard.position)
             for rank, of_rank in enumerate(shards)
@@ -87,12 +67,12 @@ class RowOwners:
             if shard.num_rows
         )
         # Each shard begins where the previous one ends, and the last one ends with the tables.
-        firsts = [*(piece[0] for piece in pieces), begin]
+        firsts = [*(piece[0] for piece in pieces), num_all]
         ends = [0, *(piece[0] + piece[1] for piece in pieces)]
         wrong = [end for first, end in zip(firsts, ends, strict=True) if first != end]
         if wrong:
             raise RuntimeError(
-                f"shards of {list(tables)}: expected each of {begin} rows on one rank, got a gap "
+                f"shards of {list(tables)}: expected each of {num_all} rows on one rank, got a gap "
                 f"or an overlap at row {wrong[0]} of the tables laid one after the other. Use the "
                 "pinned torchrec (see `hotrec doctor`)."
             )
@@ -102,39 +82,23 @@ class RowOwners:
         self._shift_S = torch.tensor([piece[3] - piece[0] for piece in pieces], device=device)
 
     def find(self, rows: KeyedJaggedTensor, num_hot_keys: int) -> RequestedRows:
-        """Find the owners of the cold rows of a routed batch.
-
-        Args:
-            rows: Stride 1, keys are the hot tables, then these cold tables; rows ascend within a
-                table.
-            num_hot_keys: Number of keys that are hot tables.
-        """
-        lengths_T = rows.lengths().long()
-        num_hot = sum(rows.length_per_key()[:num_hot_keys])
-        lengths_T = lengths_T[num_hot_keys:]
-        cold_U = rows.values()[num_hot:]
-        key_U = cold_U + torch.repeat_interleave(
-            self._begins_T, lengths_T, output_size=cold_U.numel()
-        )
+        """Find the owners of the cold rows of a routed batch, which ascend within a table."""
+        lengths_T = rows.lengths()[num_hot_keys:].long()
+        cold_U = rows.values()[sum(rows.length_per_key()[:num_hot_keys]) :]
+        num = cold_U.numel()
+        key_U = cold_U + torch.repeat_interleave(self._begins_T, lengths_T, output_size=num)
         # Keys ascend, so the rows of a shard end where the next shard's first row would be.
         ends_S = torch.searchsorted(key_U, self._first_S[1:])
-        lengths_S = ends_S.diff(
-            prepend=ends_S.new_zeros(1), append=ends_S.new_full((1,), key_U.numel())
-        )
-        num = key_U.numel()
+        lengths_S = ends_S.diff(prepend=ends_S.new_zeros(1), append=ends_S.new_full((1,), num))
         owner_U = torch.repeat_interleave(self._rank_S, lengths_S, output_size=num)
         position_U = key_U + torch.repeat_interleave(self._shift_S, lengths_S, output_size=num)
-        _, order_U = sort_keys(owner_U, self.world_size)
-        num_to_W = lengths_S.new_zeros(self.world_size).index_add_(0, self._rank_S, lengths_S)
+        _, order_U = sort_keys(owner_U, self._world_size)
+        num_to_W = lengths_S.new_zeros(self._world_size).index_add_(0, self._rank_S, lengths_S)
         return RequestedRows(order_U, position_U.index_select(0, order_U).int(), num_to_W)
 
 
 class FbgemmRows:
-    """The rows of a fused FBGEMM module, through its own kernels; see ``ColdRowsOnCpu``.
-
-    Args:
-        kernel: TorchRec's ``BatchedFusedEmbedding``.
-    """
+    """``ColdRowsOnCpu`` for TorchRec's ``BatchedFusedEmbedding``, through FBGEMM's kernels."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -175,24 +139,17 @@ class FbgemmRows:
     @property
     def update_count(self) -> int:
         """The number of updates made so far."""
-        # FBGEMM has two counters. That on the host is 0 until the first update after loading.
-        count = int(getattr(self._module, "iter_cpu", 0))
-        return count or int(getattr(self._module, "iter", 0))
+        # That on the host is 0 until the first update after loading.
+        return next(filter(None, map(int, reversed(update_counters(self._module)))), 0)
 
     def set_update_count(self, count: int) -> None:
         """Set the number of previous updates, for Adam's bias correction."""
-        for name in ("iter", "iter_cpu"):
-            counter = getattr(self._module, name, None)
-            if counter is not None:
-                counter.fill_(count)
+        for counter in update_counters(self._module):
+            counter.fill_(count)
 
 
 class OwnedRows:
-    """All cold rows of one group that this rank owns, by position.
-
-    Args:
-        rows: The sharded collection of the group.
-    """
+    """All cold rows of one group that this rank owns, by position."""
 
     def __init__(self, rows: ShardedRows) -> None:
         self.shards: list[Shard] = []
@@ -233,7 +190,7 @@ class OwnedRows:
         return order_K, [sorted_K[first:last] - begin for first, last, (begin, _, _) in bounds]
 
     def read(self, positions_K: torch.Tensor, dim: int) -> torch.Tensor:
-        """Read the rows at int64 (K,) positions, float (K, D)."""
+        """The rows float (K, D) at int64 (K,) positions."""
         if len(self._parts) == 1:
             return self._parts[0][2].read(positions_K)
         out = torch.empty(positions_K.numel(), dim, device=positions_K.device)
@@ -252,11 +209,7 @@ class OwnedRows:
     ) -> None:
         """Update the rows at the positions once; gradients of the same row are summed in order.
 
-        Args:
-            positions_K: Positions int64 (K,), with repetition.
-            grad_KD: Gradients float (K, D).
-            learning_rate: The learning rate of this update.
-            count: The number of previous updates, for Adam's bias correction.
+        ``count`` is the number of previous updates, for Adam's bias correction.
         """
         if positions_K.numel() == 0:
             return

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from hotrec.embedding.flat import table_begins
 from hotrec.embedding.hot_reduce import HotReducer, SparseGradient
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.pooling import pool_rows
-from hotrec.embedding.prefetch.exchange import ColdExchange, RowGroup
-from hotrec.embedding.prefetch.messages import Gradients, PrefetchedBatch, num_hot_rows
+from hotrec.embedding.prefetch.exchange import ColdExchange, Gradients, PrefetchedBatch, RowGroup
 from hotrec.embedding.prefetch.owned_rows import OwnedRows, RowOwners
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import sharded_collections
@@ -34,21 +32,12 @@ MOST_DEPTH = 16
 
 @dataclass(frozen=True)
 class Part:
-    """The samples of a batch that are computed together.
+    """The samples of a batch that are computed together."""
 
-    Args:
-        samples: The samples int64 (B',), ascending; None for all.
-        features: The features that the model is called with.
-        routed: The routed features of each collection.
-        needs_all_rows: Whether to wait for the rows that arrive last.
-        is_last: Whether it is the last part of the batch.
-    """
-
-    samples: torch.Tensor | None
-    features: Any
-    routed: list[RoutedFeatures]
-    needs_all_rows: bool
-    is_last: bool
+    samples: torch.Tensor | None  # int64 (B',), ascending; None for all
+    features: Any  # that the model is called with
+    routed: list[RoutedFeatures]  # by collection
+    is_last: bool  # the last part of the batch needs the rows that arrive last
 
 
 class RowsAhead:
@@ -113,11 +102,6 @@ class RowsAhead:
         for collection in self._collections:
             collection.forward = self._make_forward(collection)
 
-    @property
-    def num_held(self) -> int:
-        """The number of prefetched batches whose step has not started."""
-        return len(self._window)
-
     def prefetch(self, features: Any, *, will_update: bool, is_all_hot: bool = False) -> None:
         """Request a batch's rows; they are sent when the next step starts.
 
@@ -134,21 +118,23 @@ class RowsAhead:
             routed = [collection.route(features) for collection in self._collections]
         if len(self._collections) == 1:
             features = routed[0]
+        groups = [group for part in routed for group in part.groups]
+        pairs = list(zip(self._groups, groups, strict=True))
+        num_hot = [group.num_hot(of_batch.rows) for group, of_batch in pairs]
+        rows = [
+            torch.empty(of_batch.rows.values().numel(), group.dim, device=self._device)
+            for group, of_batch in pairs
+        ]
+        number = self._num_prefetched
+        num_cold = sum(map(len, rows)) - sum(num_hot)
+        if is_all_hot and num_cold:
+            raise ValueError(
+                f"batch {number}: expected hot rows alone, since it is marked all-hot, "
+                f"got {num_cold} cold rows. Pack the batches with the partition that is used."
+            )
         batch = PrefetchedBatch(
-            self._num_prefetched,
-            features,
-            routed,
-            [group for part in routed for group in part.groups],
-            will_update,
-            is_all_hot,
-            [
-                torch.empty(routed_group.rows.values().numel(), group.dim, device=self._device)
-                for part, first in zip(routed, self._first_group, strict=True)
-                for routed_group, group in zip(part.groups, self._groups[first:], strict=False)
-            ],
+            number, features, routed, groups, will_update, is_all_hot, num_hot, rows
         )
-        if is_all_hot:
-            self._check_all_hot(batch)
         mark("route")
         self._num_prefetched += 1
         self._num_new += 1
@@ -159,27 +145,16 @@ class RowsAhead:
         self._thread.will_use(*batch.rows)
         self._thread.submit(lambda: self._prefetch_in_thread(batch))
 
-    def _check_all_hot(self, batch: PrefetchedBatch) -> None:
-        for group, routed in zip(self._groups, batch.groups, strict=True):
-            num_rows = routed.rows.values().numel()
-            num_cold = num_rows - num_hot_rows(routed.rows, group.num_hot_keys)
-            if num_cold:
-                raise ValueError(
-                    f"batch {batch.number}: expected hot rows alone, since it is marked all-hot, "
-                    f"got {num_cold} cold rows. Pack the batches with the partition that is used."
-                )
-
     def start_step(self) -> None:
         """Start the step of the oldest batch: fetch the rows that have become final."""
-        held = list(self._window)
-        batches = [(batch, at >= len(held) - self._num_new) for at, batch in enumerate(held)]
+        first_new = len(self._window) - self._num_new
         self._num_new = 0
+        # The oldest batch, unless it is new, has all its rows when the step before it is over.
+        held = enumerate(self._window)
+        fetching = [(batch, at >= first_new) for at, batch in held if at or not first_new]
         batch = self._window.popleft()
-        # A batch that is not new has all its rows when the step before it is over.
-        fetching = [pair for pair in batches if pair[1] or pair[0] is not batch]
-        step = batch.number
         if fetching:
-            fetched = self._thread.submit(lambda: self._cold.fetch_rows(step, fetching))
+            fetched = self._thread.submit(lambda: self._cold.fetch_rows(batch.number, fetching))
             for other, _ in fetching:
                 other.first_rows = None if other is batch else fetched
                 other.all_rows = fetched
@@ -189,16 +164,11 @@ class RowsAhead:
     def parts(self, *, split: bool) -> list[Part]:
         """The parts of the current batch, in the order in which they are to be computed.
 
-        Args:
-            split: Whether samples that need not wait for rows come first, in a part of their own.
-
-        Raises:
-            ValueError: if the batch is to be split and the model has several collections, or
-                tables that are exchanged pooled.
+        With ``split``, samples that need not wait for rows come first, in a part of their own.
         """
         batch = self._current
         assert batch is not None
-        whole = Part(None, batch.features, batch.routed, True, True)
+        whole = Part(None, batch.features, batch.routed, True)
         if not split:
             return [whole]
         if len(self._collections) != 1 or batch.routed[0].pooled is not None:
@@ -208,38 +178,23 @@ class RowsAhead:
                 f"{sum(part.pooled is not None for part in batch.routed)} with pooled tables. "
                 "Set pipeline.micro_batches=false."
             )
-        late_rows = self._late_rows(batch)
-        if late_rows is None:
+        if batch.first_rows is not None:
+            self._wait(batch.first_rows)
+        elif self.depth > 0:  # all rows arrive together
             return [whole]
         routed = batch.routed[0]
-        is_late_B = samples_reading(routed, late_rows)
-        num_hot = [
-            num_hot_rows(of_batch.rows, group.num_hot_keys)
-            for group, of_batch in zip(self._groups, batch.groups, strict=True)
-        ]
+        is_late_B = samples_reading(routed, self._cold.late_rows(batch))
         chosen = [(~is_late_B).nonzero()[:, 0], is_late_B.nonzero()[:, 0]]
         if not all(samples.numel() for samples in chosen):
             return [whole]
         parts = []
         for samples, is_last in zip(chosen, (False, True), strict=True):
-            some = select_samples(routed, samples, num_hot)
-            parts.append(Part(samples, some, [some], is_last, is_last))
+            some = select_samples(routed, samples, batch.num_hot)
+            parts.append(Part(samples, some, [some], is_last))
         mark("route")
         return parts
 
-    def _late_rows(self, batch: PrefetchedBatch) -> list[torch.Tensor] | None:
-        """Mark the rows of each group that arrive later, bool (U,); None if all arrive together."""
-        if self.depth > 0 and batch.first_rows is None:
-            return None
-        if batch.first_rows is not None:
-            self._wait(batch.first_rows)
-        late = [
-            torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device) for rows in batch.rows
-        ]
-        return self._cold.mark_late_rows(batch, late)
-
     def _wait(self, future: CommunicationFuture[None]) -> None:
-        assert self._current is not None
         mark("other")
         with named_range("wait for rows"):
             future.wait()
@@ -250,7 +205,7 @@ class RowsAhead:
         batch = self._current
         assert batch is not None
         assert batch.all_rows is not None
-        if part.needs_all_rows:
+        if part.is_last:
             self._wait(batch.all_rows)
         if not self._leaves:
             self._read_hot(batch)
@@ -267,7 +222,7 @@ class RowsAhead:
     def _read_hot(self, batch: PrefetchedBatch) -> None:
         for group, routed, rows in zip(self._groups, batch.groups, batch.rows, strict=True):
             if group.replica is not None:
-                slots = _hot_slots(group, routed.rows)
+                slots = group.hot_slots(routed.rows)
                 torch.index_select(group.replica.rows, 0, slots, out=rows[: slots.numel()])
         mark("row_lookup")
 
@@ -345,29 +300,27 @@ class RowsAhead:
         if self._reducer is not None and batch.will_update:
             enter(COMMUNICATION, "hot_exchange")
             with named_range("hot slots"):
-                batch.hot_plan = self._reducer.plan(self._slots(batch), batch.hot_counts)
-
-    def _slots(self, batch: PrefetchedBatch) -> list[torch.Tensor]:
-        return [
-            _hot_slots(group, routed.rows)
-            for group, routed in zip(self._groups, batch.groups, strict=True)
-            if group.replica is not None
-        ]
+                slots = [
+                    group.hot_slots(routed.rows)
+                    for group, routed in zip(self._groups, batch.groups, strict=True)
+                    if group.replica is not None
+                ]
+                batch.hot_plan = self._reducer.plan(slots, batch.hot_counts)
 
     def _reduce_hot(self, batch: PrefetchedBatch, gradients: Gradients) -> list[SparseGradient]:
         """Average the gradients of touched hot rows, on the communication thread."""
-        assert self._reducer is not None
         assert batch.hot_plan is not None
         enter(COMMUNICATION, "hot_exchange")
         with named_range("hot_exchange"):
-            grads = [
-                grad_UD[: num_hot_rows(routed.rows, group.num_hot_keys)]
-                for group, routed, grad_UD in zip(
-                    self._groups, batch.groups, gradients.rows, strict=True
-                )
-                if group.replica is not None
-            ]
-            return self._reducer.reduce_planned(grads, batch.hot_plan)
+            return batch.hot_plan.reduce(
+                [
+                    grad_UD[:num_hot]
+                    for group, num_hot, grad_UD in zip(
+                        self._groups, batch.num_hot, gradients.rows, strict=True
+                    )
+                    if group.replica is not None
+                ]
+            )
 
     def wait_for_hot_gradients(self) -> None:
         """Wait for the hot rows' gradients and pass them to the replicas."""
@@ -409,17 +362,5 @@ def _find_groups(
                     all_gather_object(owned.shards),
                     device,
                 )
-            begins = table_begins(rows.hot.num_rows_T).to(device) if rows.hot else None
-            groups.append(
-                RowGroup(rows.dim, len(router.hot_tables), begins, rows.hot, owners, owned)
-            )
+            groups.append(RowGroup(rows.dim, len(router.hot_tables), rows.hot, owners, owned))
     return groups
-
-
-def _hot_slots(group: RowGroup, rows: KeyedJaggedTensor) -> torch.Tensor:
-    """The hot slots of a routed group in its replica, int64, distinct, in the order of the rows."""
-    assert group.hot_begins_T is not None
-    lengths_T = rows.lengths()[: group.num_hot_keys].long()
-    num_hot = num_hot_rows(rows, group.num_hot_keys)
-    begins_U = torch.repeat_interleave(group.hot_begins_T, lengths_T, output_size=num_hot)
-    return rows.values()[:num_hot] + begins_U

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
@@ -17,35 +16,31 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.flat import flat_rows, table_begins
+from hotrec.embedding.fused import fused_params
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import OptimizerKind
 
 NUM_ROWS = [7, 1, 30]
 DIM = 8
-KINDS = {
-    OptimizerKind.sgd: EmbOptimType.EXACT_SGD,
-    OptimizerKind.adagrad: EmbOptimType.EXACT_ADAGRAD,
-    OptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-}
+KINDS = [kind for kind in OptimizerKind if kind is not OptimizerKind.adam]
 
 
 def make_module(kind: OptimizerKind, num_rows: list[int]) -> Any:
-    constants = {} if kind is OptimizerKind.sgd else {"eps": 1e-3}
     module = SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in num_rows],
-        optimizer=KINDS[kind],
-        learning_rate=0.2,
         pooling_mode=PoolingMode.NONE,
-        **constants,
+        **fused_params(OptimizerSpec(kind, learning_rate=0.2, eps=1e-3)),
     )
-    fill(module.split_embedding_weights())
+    generator = torch.Generator().manual_seed(0)
+    for part in module.split_embedding_weights():
+        part.copy_(torch.randn(part.shape, generator=generator))
     return module
 
 
-def fill(parts: list[torch.Tensor]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for part in parts:
-        part.copy_(torch.randn(part.shape, generator=generator))
+def rows_of(module: Any, kind: OptimizerKind) -> Any:
+    """With the learning rate that is the optimizer's, not the spec's."""
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
+    return ColdRowsOnCpu(module, optimizer, OptimizerSpec(kind, learning_rate=123.0, eps=1e-3))
 
 
 def ids_of(step: int, *, is_empty: bool = False) -> KeyedJaggedTensor:
@@ -62,15 +57,13 @@ def ids_of(step: int, *, is_empty: bool = False) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=lengths.view(-1))
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_lookup_and_update_equal_fbgemm(kind: OptimizerKind) -> None:
     module, reference = make_module(kind, NUM_ROWS), make_module(kind, NUM_ROWS)
-    optimizer = SimpleNamespace(param_groups=[{"lr": 0.2}])
-    spec = OptimizerSpec(kind, learning_rate=123.0, eps=1e-3)  # the rate is the optimizer's
-    cold: Any = ColdRowsOnCpu(module, optimizer, spec)  # type: ignore[arg-type]
+    cold = rows_of(module, kind)
     for step in range(6):
         if step == 3:
-            optimizer.param_groups[0]["lr"] = 0.05
+            cold._optimizer.param_groups[0]["lr"] = 0.05
             reference.set_learning_rate(0.05)
         ids = ids_of(step, is_empty=step == 2)
         rows = cold(ids)
@@ -93,10 +86,8 @@ def test_lookup_and_update_equal_fbgemm(kind: OptimizerKind) -> None:
 
 
 def test_a_rank_without_rows_of_some_tables() -> None:
-    spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.2)
-    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
     module = make_module(OptimizerKind.rowwise_adagrad, [0, 4, 0])
-    cold = ColdRowsOnCpu(module, optimizer, spec)
+    cold = rows_of(module, OptimizerKind.rowwise_adagrad)
     ids = KeyedJaggedTensor(
         keys=["t0", "t1", "t2"], values=torch.tensor([3, 0, 3]), lengths=torch.tensor([0, 3, 0])
     )
@@ -110,10 +101,8 @@ def test_a_rank_without_rows_of_some_tables() -> None:
 
 
 def test_no_gradient_no_update() -> None:
-    spec = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.2)
     module = make_module(OptimizerKind.sgd, NUM_ROWS)
-    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
-    cold = ColdRowsOnCpu(module, optimizer, spec)
+    cold = rows_of(module, OptimizerKind.sgd)
     before = [part.clone() for part in module.split_embedding_weights()]
     with torch.no_grad():
         assert not cold(ids_of(0)).requires_grad
@@ -136,6 +125,5 @@ def test_another_memory_layout_is_refused() -> None:
     module = make_module(OptimizerKind.sgd, NUM_ROWS)
     parts = module.split_embedding_weights()
     module.split_embedding_weights = lambda: [parts[0], parts[2], parts[1]]
-    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.2}])
     with pytest.raises(RuntimeError, match=r"^fbgemm weights_host: expected tables one after"):
-        ColdRowsOnCpu(module, optimizer, OptimizerSpec(OptimizerKind.sgd, 0.1))
+        rows_of(module, OptimizerKind.sgd)

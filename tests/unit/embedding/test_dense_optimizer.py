@@ -35,19 +35,13 @@ def test_fused_on_cpu_and_equal_to_the_plain_loop(kind: OptimizerKind) -> None:
         optimizer = make_dense(spec, params)
         assert all(group["fused"] is True for group in optimizer.param_groups)
         if is_plain:
-            optimizer = type(optimizer)(params, **plain_arguments(spec), foreach=False)
+            known = ("lr", "betas", "eps")
+            plain = {key: value for key, value in optimizer.defaults.items() if key in known}
+            optimizer = type(optimizer)(params, **plain, foreach=False)
         train(optimizer, params)
         weights.append([param.detach() for param in params])
     for fused, plain in zip(*weights, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
-
-
-def plain_arguments(spec: OptimizerSpec) -> dict[str, object]:
-    if spec.kind is OptimizerKind.sgd:
-        return {"lr": spec.learning_rate}
-    if spec.kind is OptimizerKind.adam:
-        return {"lr": spec.learning_rate, "betas": (spec.beta1, spec.beta2), "eps": spec.eps}
-    return {"lr": spec.learning_rate, "eps": spec.eps}
 
 
 def test_a_device_without_the_kernel_gets_torchs_own_choice() -> None:

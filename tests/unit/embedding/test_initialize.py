@@ -24,7 +24,11 @@ def test_any_way_of_asking_gives_the_same_rows(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(torch.cat([rows_of(0, 1), rows_of(1, 300), rows_of(300, 1000)]), whole)
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
     assert torch.equal(initial_rows(3, "t", order, DIM, 1000), whole[order])
-    for size in (1, DIM, 7 * DIM + 1):
+    assert torch.equal(order.sort().values, torch.arange(1000))  # not changed
+    # A wider row begins like a narrow one, so a shard of columns can be made alone.
+    assert torch.equal(whole[:10, :4], initial_rows(3, "t", torch.arange(10), 4, 1000))
+    assert rows_of(5, 5).shape == (0, DIM)
+    for size in (1, DIM, 7 * DIM + 1, initialize._DEVICE_CHUNK_VALUES):
         monkeypatch.setattr(initialize, "_CHUNK_VALUES", size)
         assert torch.equal(rows_of(0, 100), whole[:100])
 
@@ -45,23 +49,6 @@ def test_a_device_makes_its_rows_in_few_launches() -> None:
     with _Operators() as operators:
         assert initial_rows(3, "t", rows, 128, 1000).shape == (1 << 19, 128)
     assert operators.num_calls < 200
-
-
-def test_the_chunks_of_a_device_give_the_rows_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = rows_of(0, 1000)
-    monkeypatch.setattr(initialize, "_CHUNK_VALUES", initialize._DEVICE_CHUNK_VALUES)
-    assert torch.equal(rows_of(0, 1000), whole)
-
-
-def test_a_wider_row_begins_like_a_narrow_one() -> None:
-    """So a shard of columns can be made alone."""
-    assert torch.equal(rows_of(0, 10)[:, :4], initial_rows(3, "t", torch.arange(10), 4, 1000))
-
-
-def test_the_asked_rows_are_not_changed() -> None:
-    rows = torch.arange(5)
-    initial_rows(0, "t", rows, DIM, 10)
-    assert torch.equal(rows, torch.arange(5))
 
 
 def test_seeds_and_tables_differ() -> None:
@@ -120,7 +107,3 @@ def test_a_known_value() -> None:
     expected = ((bits >> 8) / (1 << 24) * 2 - 1) / math.sqrt(num_rows)
     found = initial_rows(seed, table, torch.tensor([row]), DIM, num_rows)[0, column]
     assert float(found) == pytest.approx(expected, rel=1e-6)
-
-
-def test_no_rows() -> None:
-    assert initial_rows(0, "t", torch.empty(0, dtype=torch.int64), DIM, 5).shape == (0, DIM)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding import pooling
 from hotrec.embedding.pooling import MOST_IDS, pool_rows, sum_in_pieces
-from hotrec.routing.features import Column, RoutedGroup
+from hotrec.routing.features import Column
 from hotrec.routing.router import Router
 from hotrec.types import Partition
 
@@ -22,68 +21,6 @@ COLUMNS = [
     Column("c", "c", "u", is_mean=False),
 ]
 PARTITION = Partition({"t": 9, "u": 4}, {"t": np.array([5, 0, 2]), "u": np.arange(4)})
-
-
-def routed_group(*, is_one_hot: bool, is_weighted: bool, batch_size: int = 3) -> RoutedGroup:
-    rng = np.random.default_rng(batch_size + 10 * is_one_hot)
-    shape = (len(COLUMNS), batch_size)
-    lengths = np.ones(shape, np.int64) if is_one_hot else rng.integers(0, 4, shape)
-    ids = np.concatenate(
-        [
-            rng.integers(PARTITION.num_rows[column.table], size=count.sum())
-            for column, count in zip(COLUMNS, lengths, strict=True)
-        ]
-    )
-    features = KeyedJaggedTensor(
-        keys=[column.feature for column in COLUMNS],
-        values=torch.from_numpy(ids),
-        lengths=torch.from_numpy(lengths).view(-1),
-        weights=torch.from_numpy(rng.uniform(-2, 2, ids.size)).float() if is_weighted else None,
-        stride=batch_size,
-    )
-    return Router({4: COLUMNS}, PARTITION)(features).groups[0]
-
-
-def as_double(group: RoutedGroup) -> RoutedGroup:
-    assert group.scales_K is not None
-    assert group.row_scales_K is not None
-    return replace(
-        group, scales_K=group.scales_K.double(), row_scales_K=group.row_scales_K.double()
-    )
-
-
-def pool_by_indexing(rows_UD: torch.Tensor, group: RoutedGroup, num_columns: int) -> torch.Tensor:
-    num_bags, num_ids = group.bag_offsets.numel(), group.positions_K.numel()
-    lengths = torch.diff(group.bag_offsets, append=torch.tensor([num_ids]))
-    bag_of_id = torch.repeat_interleave(torch.arange(num_bags), lengths)
-    scales = torch.ones(num_ids) if group.scales_K is None else group.scales_K
-    contributions = rows_UD[group.positions_K] * scales[:, None].to(rows_UD.dtype)
-    bags = torch.zeros(num_bags, rows_UD.shape[1], dtype=rows_UD.dtype)
-    return bags.index_add(0, bag_of_id, contributions).view(-1, num_columns * rows_UD.shape[1])
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("is_one_hot", [False, True])
-def test_gradient_in_double(is_one_hot: bool, is_weighted: bool) -> None:
-    group = as_double(routed_group(is_one_hot=is_one_hot, is_weighted=is_weighted))
-    rows_UD = torch.randn(group.rows.values().numel(), 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda rows: pool_rows(rows, group, 3), (rows_UD,))
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("is_one_hot", [False, True])
-def test_values_and_gradient_equal_plain_indexing(is_one_hot: bool, is_weighted: bool) -> None:
-    group = routed_group(is_one_hot=is_one_hot, is_weighted=is_weighted)
-    rows_UD = torch.randn(group.rows.values().numel(), 4, requires_grad=True)
-    pooled = pool_rows(rows_UD, group, 3)
-    seed_gradient = torch.randn_like(pooled)
-    [gradient] = torch.autograd.grad(pooled, rows_UD, seed_gradient)
-    expected = pool_by_indexing(rows_UD, group, 3)
-    [expected_gradient] = torch.autograd.grad(expected, rows_UD, seed_gradient)
-
-    assert pooled.shape == (3, 12)
-    torch.testing.assert_close(pooled, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [0, 2])
@@ -102,16 +39,6 @@ def test_a_batch_without_ids(batch_size: int) -> None:
     assert rows_UD.grad is not None
     assert rows_UD.grad.shape == (0, 4)
     assert torch.equal(pool_rows(torch.empty(0, 4), group, 3), torch.zeros(batch_size, 12))
-
-
-def test_gradient_that_is_not_contiguous() -> None:
-    """As it comes out of a slice of the interaction layer."""
-    group = routed_group(is_one_hot=True, is_weighted=False)
-    rows_UD = torch.randn(group.rows.values().numel(), 4, requires_grad=True)
-    wide = torch.randn(12, 3).t()
-    [gradient] = torch.autograd.grad(pool_rows(rows_UD, group, 3), rows_UD, wide)
-    [expected] = torch.autograd.grad(pool_by_indexing(rows_UD, group, 3), rows_UD, wide)
-    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -20,19 +20,16 @@ MODELS = {
     "dcnv2": Dcnv2Config(**SIZES, cross_num_layers=2, cross_low_rank_dim=3),  # type: ignore[arg-type]
 }
 NUM_DENSE, NUM_COLUMNS, NUM_SAMPLES = 5, 4, 10
+NAMES = [f"f{number}" for number in range(NUM_COLUMNS)]
 
 
 def built(model: ModelConfig) -> nn.Module:
     cross = {}
     if isinstance(model, Dcnv2Config):
-        cross = {
-            "cross_num_layers": model.cross_num_layers,
-            "cross_low_rank_dim": model.cross_low_rank_dim,
-        }
-    names = [f"f{number}" for number in range(NUM_COLUMNS)]
+        cross = {name: getattr(model, name) for name in ("cross_num_layers", "cross_low_rank_dim")}
     tables = [
         EmbeddingBagConfig(name=n, num_embeddings=1, embedding_dim=8, feature_names=[n])
-        for n in names
+        for n in NAMES
     ]
     found = build_model(
         model.kind,
@@ -54,7 +51,7 @@ def test_parameters_and_operations_are_those_of_the_layers(kind: str) -> None:
     work = dense_flops(model, NUM_DENSE, NUM_COLUMNS)
     assert work.num_dense_values == sum(p.numel() for p in layers.parameters())
     values = torch.randn(NUM_SAMPLES, NUM_COLUMNS * 8, requires_grad=True)
-    pooled = KeyedTensor([f"f{n}" for n in range(NUM_COLUMNS)], [8] * NUM_COLUMNS, values)
+    pooled = KeyedTensor(NAMES, [8] * NUM_COLUMNS, values)
     dense = torch.randn(NUM_SAMPLES, NUM_DENSE)
     with FlopCounterMode(display=False) as counter:
         layers(dense, pooled).sum().backward()

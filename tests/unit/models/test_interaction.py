@@ -46,16 +46,10 @@ def test_same_as_torchrec(num_features: int, num_samples: int, dtype: torch.dtyp
 
 
 def test_views_that_are_not_contiguous() -> None:
-    num_features, dim = 3, 4
-    dense = draw(dim, 6).t()
-    sparse = draw(6, dim, num_features).transpose(1, 2)
-    weight = draw(10, 6).t()
-    assert not dense.is_contiguous()
-    assert not sparse.is_contiguous()
-    assert not weight.is_contiguous()
-    expected = outcome(InteractionArch(num_features), dense, sparse, weight)
-    got = outcome(DotInteraction(num_features), dense, sparse, weight)
-    for one, other in zip(got, expected, strict=True):
+    dense, sparse, weight = draw(4, 6).t(), draw(6, 4, 3).transpose(1, 2), draw(10, 6).t()
+    assert not any(tensor.is_contiguous() for tensor in (dense, sparse, weight))
+    expected = outcome(InteractionArch(3), dense, sparse, weight)
+    for one, other in zip(outcome(DotInteraction(3), dense, sparse, weight), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
 
 

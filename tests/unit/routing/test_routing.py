@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.embedding.pooling import pool_rows
 from hotrec.routing.checks import select_features
 from hotrec.routing.features import Column, RoutedFeatures, RoutedGroup, hot_name
 from hotrec.routing.router import Router
-from hotrec.routing.sorting import sort_keys
+from hotrec.routing.sorting import find_runs, sort_keys
 from hotrec.types import Partition
 
 DIM = 4
@@ -119,19 +120,6 @@ def rows_read(
     return torch.cat(parts)
 
 
-def pool_in_a_loop(group: RoutedGroup, rows_UD: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """(B, F, DIM) from ``positions_K`` and ``bag_offsets``, bag by bag."""
-    ends = [*group.bag_offsets.tolist()[1:], group.positions_K.numel()]
-    bags = []
-    for begin, end in zip(group.bag_offsets.tolist(), ends, strict=False):
-        bag = torch.zeros(DIM)
-        for k in range(begin, end):
-            scale = 1.0 if group.scales_K is None else float(group.scales_K[k])
-            bag += scale * rows_UD[int(group.positions_K[k])]
-        bags.append(bag)
-    return torch.stack([*bags, torch.zeros(DIM)])[:-1].view(-1, num_columns, DIM)
-
-
 def pool_without_routing(drawn: Drawn, tables: dict[str, torch.Tensor]) -> torch.Tensor:
     """(B, F, DIM) from the definition of a bag."""
     out = torch.zeros(drawn.batch_size, len(drawn.columns), DIM)
@@ -143,22 +131,39 @@ def pool_without_routing(drawn: Drawn, tables: dict[str, torch.Tensor]) -> torch
     return out
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+few = settings(max_examples=80, deadline=None, derandomize=True)
+
+
+@few
 @given(drawn=drawn_batches(), lengths_dtype=st.sampled_from([torch.int32, torch.int64]))
 def test_routing_and_pooling_equal_a_loop_over_bags(
     drawn: Drawn, lengths_dtype: torch.dtype
 ) -> None:
+    """Both ways: routing stores the incidence of rows and bags in both orders."""
     router = Router({DIM: drawn.columns}, drawn.partition)
     routed = router(drawn.features(lengths_dtype=lengths_dtype))
-    tables = tables_of(drawn.partition)
     [group] = routed.groups
-
     assert routed.stride() == drawn.batch_size
-    pooled = pool_in_a_loop(group, rows_read(group, drawn.partition, tables), len(drawn.columns))
-    torch.testing.assert_close(pooled, pool_without_routing(drawn, tables), rtol=1e-5, atol=1e-5)
+    tables = {name: table.requires_grad_() for name, table in tables_of(drawn.partition).items()}
+    num_columns = len(drawn.columns)
+    pooled = pool_rows(rows_read(group, drawn.partition, tables), group, num_columns)
+    expected = pool_without_routing(drawn, tables).view(-1, num_columns * DIM)
+    torch.testing.assert_close(pooled, expected, rtol=1e-5, atol=1e-5)
+    # Not contiguous, as it comes out of a slice of the interaction layer.
+    upstream = torch.randn(num_columns * DIM, drawn.batch_size).t()
+    found, wanted = (
+        torch.autograd.grad(
+            out, list(tables.values()), upstream, allow_unused=True, materialize_grads=True
+        )
+        if out.requires_grad
+        else ()
+        for out in (pooled, expected)
+    )
+    for one, other in zip(found, wanted, strict=False):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@few
 @given(drawn=drawn_batches())
 def test_rows_are_distinct_in_range_and_in_their_half(drawn: Drawn) -> None:
     routed = Router({DIM: drawn.columns}, drawn.partition)(drawn.features())
@@ -190,73 +195,21 @@ def test_rows_are_distinct_in_range_and_in_their_half(drawn: Drawn) -> None:
     assert routed.num_hot_lookups() == num_hot_lookups
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(drawn=drawn_batches())
-def test_both_directions_hold_the_same_incidence(drawn: Drawn) -> None:
-    routed = Router({DIM: drawn.columns}, drawn.partition)(drawn.features())
-    [group] = routed.groups
-    num_bags = drawn.batch_size * len(drawn.columns)
-    num_ids, [num_distinct] = routed.num_lookups, routed.num_distinct
-
-    def triples(
-        segment_offsets: torch.Tensor, other: torch.Tensor, scales: torch.Tensor | None
-    ) -> list[tuple[int, int, float]]:
-        lengths = torch.diff(segment_offsets, append=torch.tensor([num_ids]))
-        assert (lengths >= 0).all()
-        segments = torch.repeat_interleave(torch.arange(segment_offsets.numel()), lengths)
-        values = torch.ones(num_ids) if scales is None else scales
-        return list(zip(segments.tolist(), other.tolist(), values.tolist(), strict=True))
-
-    assert group.bag_offsets.numel() == num_bags
-    assert group.row_offsets_U.numel() == num_distinct
-    by_bag = triples(group.bag_offsets, group.positions_K, group.scales_K)
-    by_row = triples(group.row_offsets_U, group.bags_K, group.row_scales_K)
-    assert sorted(by_bag) == sorted((bag, row, scale) for row, bag, scale in by_row)
-    assert (group.scales_K is None) == (group.row_scales_K is None)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
+@few
 @given(drawn=drawn_batches(), seed=st.integers(0, 1 << 30))
-def test_order_of_keys_and_of_ids_does_not_matter(drawn: Drawn, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    router = Router({DIM: drawn.columns}, drawn.partition)
-    features = drawn.features()
-    keys = list(rng.permutation(features.keys()))
-    shuffled_keys = router(select_features(features, keys))
-
-    first, second = router(features).groups[0], shuffled_keys.groups[0]
+def test_order_of_keys_does_not_matter(drawn: Drawn, seed: int) -> None:
+    router, features = Router({DIM: drawn.columns}, drawn.partition), drawn.features()
+    keys = list(np.random.default_rng(seed).permutation(features.keys()))
+    first, second = router(features).groups[0], router(select_features(features, keys)).groups[0]
     assert torch.equal(first.rows.values(), second.rows.values())
-    assert torch.equal(first.positions_K, second.positions_K)
-    assert torch.equal(first.bag_offsets, second.bag_offsets)
-
-    order = {f: [rng.permutation(len(bag)) for bag in s] for f, s in drawn.bags.items()}
-    mixed = Drawn(
-        drawn.columns,
-        drawn.partition,
-        {f: [[bag[i] for i in o] for bag, o in zip(s, order[f], strict=True)]
-         for f, s in drawn.bags.items()},
-        None
-        if drawn.weights is None
-        else {f: [[w[i] for i in o] for w, o in zip(s, order[f], strict=True)]
-              for f, s in drawn.weights.items()},
-    )  # fmt: skip
-    third = router(mixed.features()).groups[0]
-    assert torch.equal(first.rows.values(), third.rows.values())
-    assert torch.equal(first.bag_offsets, third.bag_offsets)
-    for begin, end in zip(
-        first.bag_offsets.tolist(),
-        [*first.bag_offsets.tolist()[1:], first.positions_K.numel()],
-        strict=False,
-    ):
-        assert sorted(first.positions_K[begin:end].tolist()) == sorted(
-            third.positions_K[begin:end].tolist()
-        )
+    for name in ("positions_K", "bag_offsets", "bags_K", "row_offsets_U"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
 
 
-def one_table_router(*, num_rows: int = 20, hot: list[int] | None = None) -> Router:
-    rows = np.array([3, 1, 7] if hot is None else hot, dtype=np.int64)
+def one_table_router(rows: np.ndarray | None = None) -> Router:
     columns = [Column("a", "a", "t", False), Column("b", "b", "t", False)]
-    return Router({DIM: columns}, Partition({"t": num_rows}, {"t": rows}))
+    hot = np.array([3, 1, 7]) if rows is None else rows
+    return Router({DIM: columns}, Partition({"t": 20}, {"t": hot}))
 
 
 def two_features(
@@ -265,14 +218,6 @@ def two_features(
     return KeyedJaggedTensor(
         keys=list(keys), values=torch.tensor(a + b), lengths=torch.tensor(lengths), stride=2
     )
-
-
-def test_hot_slots_are_positions_in_the_partition() -> None:
-    routed = one_table_router()(two_features([7, 3], [3, 19], [1, 1, 1, 1]))
-    rows = routed.groups[0].rows
-    assert rows["t_hot"].values().tolist() == [2, 0] or rows["t_hot"].values().tolist() == [0, 2]
-    assert rows["t"].values().tolist() == [19]
-    assert routed.num_hot_lookups() == 3
 
 
 @pytest.mark.parametrize(
@@ -292,20 +237,14 @@ def test_id_outside_its_table_is_refused(
             one_table_router()(two_features(a, b, lengths))
 
 
-def test_missing_feature_is_named() -> None:
+def test_missing_feature_is_named_and_others_are_left_aside() -> None:
     with pytest.raises(ValueError, match=r"^features: expected 'b' among .* got \['a', 'c'\]"):
         one_table_router()(two_features([1, 1], [2, 2], [1, 1, 1, 1], keys=("a", "c")))
-
-
-def test_features_beyond_the_columns_are_left_aside() -> None:
     features = KeyedJaggedTensor(
-        keys=["c", "b", "a"],
-        values=torch.tensor([999, 2, 7]),
-        lengths=torch.tensor([1, 1, 1]),
+        keys=["c", "b", "a"], values=torch.tensor([999, 2, 7]), lengths=torch.tensor([1, 1, 1])
     )
     routed = one_table_router()(features)
-    assert routed.num_lookups == 2
-    assert routed.num_distinct == [2]
+    assert (routed.num_lookups, routed.num_distinct) == (2, [2])
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1, 0], [2, 1, 1, 1], [1, 1, 1], [-1, 3, 1, 1]])
@@ -327,9 +266,7 @@ def test_weights_with_a_gradient_are_refused() -> None:
 
 def test_ids_of_32_bits_route_as_those_of_64() -> None:
     wide = two_features([7, 3], [3, 19], [2, 0, 1, 1])
-    narrow = KeyedJaggedTensor(
-        keys=["a", "b"], values=wide.values().int(), lengths=wide.lengths().int()
-    )
+    narrow = KeyedJaggedTensor(["a", "b"], wide.values().int(), lengths=wide.lengths().int())
     first, second = one_table_router()(wide).groups[0], one_table_router()(narrow).groups[0]
     assert torch.equal(first.rows.values(), second.rows.values())
     assert second.rows.values().dtype == torch.int64
@@ -360,13 +297,6 @@ def test_routed_features_travel() -> None:
                 assert torch.equal(getattr(one, name), getattr(two, name)), name
 
 
-def test_routing_twice_is_bitwise_the_same() -> None:
-    features = two_features([7, 3, 7], [3, 19], [3, 0, 1, 1])
-    first, second = one_table_router()(features), one_table_router()(features)
-    assert torch.equal(first.groups[0].positions_K, second.groups[0].positions_K)
-    assert torch.equal(first.groups[0].bags_K, second.groups[0].bags_K)
-
-
 def test_groups_are_routed_each_by_its_own_tables() -> None:
     columns = {
         4: [Column("a", "a", "t", False)],
@@ -380,33 +310,16 @@ def test_groups_are_routed_each_by_its_own_tables() -> None:
     assert routed.groups[1].scales_K.tolist() == [0.5, 0.5]
 
 
-def test_distinct_rows_move_not_lookups() -> None:
-    """A million lookups of one row are one row to exchange."""
-    num_ids = 100_000
-    features = KeyedJaggedTensor(
-        keys=["a", "b"],
-        values=torch.full((2 * num_ids,), 5),
-        lengths=torch.full((2 * num_ids,), 1),
-    )
-    routed = one_table_router()(features)
-    assert routed.num_distinct == [1]
-    assert routed.num_lookups == 2 * num_ids
+READ_ONLY = np.array([7, 1, 3])
+READ_ONLY.flags.writeable = False
 
 
-@pytest.mark.parametrize("form", ["reversed", "read_only", "strided"])
-def test_hot_rows_come_in_any_memory_layout(form: str) -> None:
+@pytest.mark.parametrize(
+    "rows", [np.array([3, 1, 7])[::-1], READ_ONLY, np.array([7, 0, 1, 0, 3, 0])[::2]]
+)
+def test_hot_rows_come_in_any_memory_layout(rows: np.ndarray) -> None:
     """``np.argsort(counts)[::-1]`` is how one writes "by falling count"."""
-    rows = np.array([7, 1, 3], dtype=np.int64)
-    match form:
-        case "reversed":
-            rows = np.array([3, 1, 7], dtype=np.int64)[::-1]
-        case "strided":
-            rows = np.array([7, 0, 1, 0, 3, 0], dtype=np.int64)[::2]
-        case _:
-            rows.flags.writeable = False
-    columns = [Column("a", "a", "t", False), Column("b", "b", "t", False)]
-    router = Router({DIM: columns}, Partition({"t": 20}, {"t": rows}))
-    routed = router(two_features([7, 3], [3, 19], [1, 1, 1, 1]))
+    routed = one_table_router(rows)(two_features([7, 3], [3, 19], [1, 1, 1, 1]))
     assert sorted(routed.groups[0].rows["t_hot"].values().tolist()) == [0, 2]
 
 
@@ -419,3 +332,12 @@ def test_sort_keys_is_a_stable_sort(keys: list[int], fits: bool) -> None:
     expected = sorted(range(len(keys)), key=lambda position: keys[position])
     assert order.tolist() == expected
     assert sorted_keys.tolist() == sorted(keys)
+
+
+@pytest.mark.parametrize("keys", [[], [7], [1, 1, 1], [0, 0, 3, 5, 5, 5, 9]])
+def test_runs_of_sorted_keys(keys: list[int]) -> None:
+    runs = find_runs(torch.tensor(keys, dtype=torch.int64))
+    num = int(runs.num)
+    assert runs.keys[:num].tolist() == sorted(set(keys))
+    assert runs.begins[:num].tolist() == [keys.index(key) for key in sorted(set(keys))]
+    assert runs.keys[:num].index_select(0, runs.run_K).tolist() == keys

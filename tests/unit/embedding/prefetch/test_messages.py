@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.embedding.messages import message_sizes, pack, row_counts, unpack
-from hotrec.embedding.prefetch.messages import RowsByClass, read_class_ends, select_all
+from hotrec.embedding.prefetch.exchange import RowRequest, RowsByClass, read_class_ends
 
 counts_of_ranks = st.integers(1, 3).flatmap(
     lambda num_groups: st.lists(
@@ -69,10 +68,7 @@ def test_classes_are_chosen_in_the_same_order_by_rank(
 
 
 def test_everything_is_selected_without_indices() -> None:
-    rows = torch.arange(3)
-    assert select_all([[1], [2]]).of(0, rows) is rows
-
-
-def test_dims_must_be_of_all_groups() -> None:
-    with pytest.raises(ValueError, match="argument"):
-        message_sizes([[1, 2]], [4])
+    rows, request = torch.arange(3), RowRequest([None], [[1], [2]], [[3], [0]], [])  # type: ignore[list-item]
+    requested, served = request.select(None, 0, 1)
+    assert requested.of(0, rows) is rows
+    assert (requested.counts, served.counts) == ([[1], [2]], [[3], [0]])
