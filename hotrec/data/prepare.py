@@ -22,16 +22,15 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from hotrec.artifact import Artifact, read_artifact, scratch_directory
-from hotrec.config.check_data import check_source_spec
 from hotrec.config.data import (
     ColumnKind,
     Encoding,
     SourceFormat,
     SourceSpec,
     SplitKind,
-    table_of,
     tables_of,
 )
+from hotrec.config.validate import validate
 from hotrec.data.chunks import SPLITS, ChunkInfo, ChunkWriter, commit_dataset, write_arrow
 from hotrec.data.columns import RawBlock, Texts
 from hotrec.data.encode import (
@@ -109,7 +108,7 @@ class _Job:
     @property
     def tables(self) -> dict[str, str]:
         """The table that each feature reads, by feature."""
-        return {n: table_of(n, column) for n, column in feature_columns(self.log.columns).items()}
+        return {n: column.table or n for n, column in feature_columns(self.log.columns).items()}
 
     def no_facts(self) -> FileFacts:
         num_dense = len(dense_columns(self.log.columns))
@@ -135,7 +134,7 @@ def prepare(
         ValueError: on every rank, if the specification or the log is unusable.
         OSError: if the disk is full. Nothing is left behind.
     """
-    distributed.same_verdict(lambda: check_source_spec(source, key="data.source"))
+    distributed.same_verdict(lambda: validate(source, "data.source"))
     log = distributed.same_verdict(lambda: open_log(source))
     target = Path(output)
     is_first = distributed.rank() == 0

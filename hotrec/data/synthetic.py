@@ -21,8 +21,8 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from hotrec.artifact import Artifact, scratch_directory
-from hotrec.config.check_data import check_synthetic_spec
 from hotrec.config.data import SyntheticSpec
+from hotrec.config.validate import validate
 from hotrec.data.chunks import SPLITS, Block, ChunkWriter, Integers, Jagged, commit_dataset
 from hotrec.types import Feature, Rows, Schema, Table
 
@@ -105,7 +105,7 @@ class SyntheticLog:
     """
 
     def __init__(self, spec: SyntheticSpec) -> None:
-        check_synthetic_spec(spec)
+        validate(spec, "synthetic")
         self.spec = spec
         self.num_samples = spec.num_train + spec.num_valid + spec.num_test
         self._mean_lengths = _mean_lengths(spec)

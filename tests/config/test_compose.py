@@ -7,7 +7,8 @@ from omegaconf import OmegaConf
 
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.store import build_config, compose_config, conf_dir, options_of, read_config
-from hotrec.config.groups import VARIANTS, SavedPlacement
+from hotrec.config.fields import VARIANTS
+from hotrec.config.groups import SavedPlacement
 from hotrec.config.roots import ROOTS, Config
 
 GROUPS = (
