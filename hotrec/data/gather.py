@@ -42,16 +42,12 @@ class Gathered:
 
 
 class Gatherer:
-    """Reads batches of one split of a dataset.
-
-    Args:
-        dataset: The dataset.
-        split: "train", "valid" or "test".
-    """
+    """Reads batches of one split of a dataset."""
 
     def __init__(self, dataset: Dataset, split: str) -> None:
         self._dataset = dataset
         self._split = split
+        self.schema = dataset.schema
         self._features = dataset.schema.features
         self._num_rows = np.array(
             [dataset.schema.table(feature.table).num_rows for feature in self._features], np.int64

@@ -65,7 +65,7 @@ class SampleOrder:
         self._sizes = np.asarray(chunk_sizes, np.int64)
         self.num_samples = int(self._sizes.sum())
         self._batch_size = batch_size
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
         self._seed = seed
         self._shuffle = shuffle
@@ -92,8 +92,8 @@ class SampleOrder:
         """What this rank reads in a step; empty if the epoch's last step has nothing for it."""
         self._enter_epoch(epoch)
         shares = self.shares(step)
-        first = step * self._batch_size * self._world_size + int(shares[: self._rank].sum())
-        return self._pieces_between(epoch, first, first + int(shares[self._rank]))
+        first = step * self._batch_size * self._world_size + int(shares[: self.rank].sum())
+        return self._pieces_between(epoch, first, first + int(shares[self.rank]))
 
     def global_pieces(self, epoch: int, step: int) -> list[Piece]:
         """What all ranks read in a step, in the order of the ranks."""

@@ -38,7 +38,7 @@ from tests.unit.data.logs import HEADER, criteo_line, delimited_spec
 
 
 def run(spec: SourceSpec, path: Path) -> Dataset:
-    prepare(spec, path, show_progress=False)
+    prepare(spec, path)
     return Dataset.open(path, verify="hash")
 
 
@@ -363,7 +363,7 @@ def test_a_failed_prepare_leaves_the_old_dataset(tmp_path, monkeypatch):
 
 def prepare_with_a_small_disk(source: str, output: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    prepare(criteo_spec([Path(source)]), output, show_progress=False)
+    prepare(criteo_spec([Path(source)]), output)
 
 
 def child(code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -395,7 +395,7 @@ def prepare_slowly(source: str, output: str) -> None:
         time.sleep(60)
 
     module._commit = wait
-    prepare(criteo_spec([Path(source)]), output, show_progress=False)
+    prepare(criteo_spec([Path(source)]), output)
 
 
 @pytest.mark.parametrize("has_old", [False, True])

@@ -12,21 +12,20 @@ from hotrec.config.data import (
     OnBadLine,
     SourceFormat,
 )
-from hotrec.data.columns import Lists, Numbers, RawBlock, Texts
+from hotrec.data.columns import Lists, RawBlock, Texts
 from hotrec.data.readers import (
     LogFormat,
     Wanted,
     column_names,
     count_samples,
     find_files,
-    numbers_of,
     read_blocks,
 )
 from tests.unit.data.logs import criteo_line
 from tests.unit.data.test_columns import plain
 
-CRITEO = Wanted(texts=CRITEO_FEATURES, numbers=("label", *CRITEO_DENSE), label="label")
-CSV = Wanted(texts=("user",), numbers=("click", "price"), label="click")
+CRITEO = Wanted(ids=CRITEO_FEATURES, numbers=("label", *CRITEO_DENSE), label="label")
+CSV = Wanted(ids=("user",), numbers=("click", "price"), label="click")
 CSV_FORMAT = LogFormat(SourceFormat.delimited, separator=",")
 SKIP = {"on_bad_line": OnBadLine.skip}
 
@@ -34,8 +33,7 @@ SKIP = {"on_bad_line": OnBadLine.skip}
 def values(blocks: list[RawBlock], name: str) -> list:
     found = []
     for block in blocks:
-        column = block.columns[name]
-        found += column.values.tolist() if isinstance(column, Numbers) else plain(column)
+        found += plain(block.ids[name]) if name in block.ids else block.numbers[name].tolist()
     return found
 
 
@@ -54,7 +52,7 @@ def test_criteo_lines(tmp_path, suffix):
     blocks = list(read_blocks(path, log_format, CRITEO))
     assert len(blocks) > 5
     assert count_samples(path, log_format) == 1000
-    assert np.concatenate([block.numbers for block in blocks]).tolist() == list(range(1, 1001))
+    assert np.concatenate([block.lines for block in blocks]).tolist() == list(range(1, 1001))
     labels = values(blocks, "label")
     assert labels[:6] == [0, 1, 0, 0, 0, 1]
     assert values(blocks, "I2")[999] == 1000.0
@@ -87,7 +85,7 @@ def test_a_bad_criteo_line_is_named_or_skipped(tmp_path, line, message):
         list(read_blocks(path, LogFormat(SourceFormat.criteo), CRITEO))
     [block] = read_blocks(path, LogFormat(SourceFormat.criteo, **SKIP), CRITEO)
     assert block.num_skipped == 1
-    assert block.numbers.tolist() == [n for n in range(1, 21) if n != 8]
+    assert block.lines.tolist() == [n for n in range(1, 21) if n != 8]
     assert values([block], "I1") == [float(n) for n in range(20) if n != 7]
 
 
@@ -111,11 +109,11 @@ def test_delimited_columns_may_come_in_any_order_and_be_more(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text('other,user,click,price\n"x,y",u1,1,2.5\n,u2,0,\n')
     [block] = read_blocks(path, CSV_FORMAT, CSV)
-    assert block.numbers.tolist() == [2, 3]
+    assert block.lines.tolist() == [2, 3]
     assert values([block], "user") == ["u1", "u2"]
     assert values([block], "click") == [1.0, 0.0]
     assert values([block], "price")[0] == 2.5
-    assert set(block.columns) == {"user", "click", "price"}
+    assert {*block.ids, *block.numbers} == {"user", "click", "price"}
     assert count_samples(path, CSV_FORMAT) == 2
 
 
@@ -138,12 +136,12 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
 def test_a_column_may_be_read_as_text_and_as_numbers(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("click,date\n1,20220425\n0,20220426\n1,soon\n")
-    wanted = Wanted(texts=("date",), numbers=("click", "date"), label="click", required=("date",))
+    wanted = Wanted(ids=("date",), numbers=("click", "date"), label="click", required=("date",))
     with pytest.raises(ValueError, match="line 4: expected a finite number in column date, got 's"):
         list(read_blocks(path, CSV_FORMAT, wanted))
     [block] = read_blocks(path, LogFormat(SourceFormat.delimited, ",", **SKIP), wanted)
     assert values([block], "date") == ["20220425", "20220426"]
-    assert numbers_of(block, "date").values.tolist() == [20220425.0, 20220426.0]
+    assert block.numbers["date"].tolist() == [20220425.0, 20220426.0]
 
 
 @pytest.fixture(params=["parquet", "arrow_file", "arrow_stream"])
@@ -167,7 +165,7 @@ def table_log(request, tmp_path):
     return path, LogFormat(SourceFormat.arrow)
 
 
-TABLE = Wanted(texts=("user", "tags"), numbers=("click", "price"), label="click")
+TABLE = Wanted(ids=("user", "tags"), numbers=("click", "price"), label="click")
 
 
 def test_parquet_and_arrow_with_list_columns(table_log):
@@ -175,10 +173,10 @@ def test_parquet_and_arrow_with_list_columns(table_log):
     blocks = list(read_blocks(path, log_format, TABLE))
     assert column_names(path, log_format) == ("click", "price", "user", "tags")
     assert count_samples(path, log_format) == 4
-    assert np.concatenate([block.numbers for block in blocks]).tolist() == [1, 2, 3, 4]
+    assert np.concatenate([block.lines for block in blocks]).tolist() == [1, 2, 3, 4]
     assert values(blocks, "user") == ["7", None, "9", "7"]
-    assert isinstance(blocks[0].columns["user"], Texts)
-    assert isinstance(blocks[0].columns["tags"], Lists)
+    assert isinstance(blocks[0].ids["user"], Texts)
+    assert isinstance(blocks[0].ids["tags"], Lists)
     assert values(blocks, "tags") == [["a", "b"], [], None, ["c"]]
     assert values(blocks, "price")[::2] == [1.5, 3.0]
     assert np.isnan(values(blocks, "price")[1::2]).all()
@@ -187,7 +185,7 @@ def test_parquet_and_arrow_with_list_columns(table_log):
 def test_bad_rows_of_parquet_are_named_or_skipped(tmp_path):
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"click": [1.0, 0.5, 0.0], "user": ["a", "b", "c"]}), path)
-    wanted = Wanted(texts=("user",), numbers=("click",), label="click")
+    wanted = Wanted(ids=("user",), numbers=("click",), label="click")
     with pytest.raises(ValueError, match=r"log\.parquet line 2: expected a label of 0 or 1"):
         list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
     [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), wanted)
@@ -207,7 +205,7 @@ def test_damaged_and_empty_table_files_are_refused(tmp_path, log_format):
     else:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, empty.schema) as writer:
             writer.write_table(empty)
-    wanted = Wanted(texts=(), numbers=("click",), label="click")
+    wanted = Wanted(ids=(), numbers=("click",), label="click")
     with pytest.raises(ValueError, match="log: expected rows, got none"):
         list(read_blocks(path, LogFormat(log_format), wanted))
 
