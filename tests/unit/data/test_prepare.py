@@ -30,11 +30,11 @@ from hotrec.config.data import (
     TableSpec,
 )
 from hotrec.data import prepare as module
-from hotrec.data.chunks import Dataset, Jagged
+from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare, read_ahead
 from hotrec.data.vocabulary import read_vocabulary
 from tests.helpers.ranks import run_ranks
-from tests.unit.data.logs import HEADER, criteo_line, delimited_spec
+from tests.unit.data.logs import HEADER, bag, criteo_line, delimited_spec
 
 
 def run(spec: SourceSpec, path: Path) -> Dataset:
@@ -56,13 +56,9 @@ def decoded(dataset: Dataset, split: str) -> list[dict]:
             sample = {"label": float(block.label[position])}
             sample.update(zip(schema.dense, block.dense[position].tolist(), strict=True))
             for feature in schema.features:
-                ids = block.features[feature.name]
                 names = values[feature.table]
-                if isinstance(ids, Jagged):
-                    bag = ids.values[ids.offsets[position] : ids.offsets[position + 1]]
-                    sample[feature.name] = [names[row] for row in bag]
-                else:
-                    sample[feature.name] = names[ids[position]]
+                rows = [names[row] for row in bag(block.features[feature.name], position)]
+                sample[feature.name] = rows if feature.is_multi_hot else rows[0]
             samples.append(sample)
     return samples
 
@@ -310,31 +306,30 @@ def test_bad_lines_are_counted_when_skipped(tmp_path, caplog):
             {"joins": {"users": JoinSpec(["log.csv"], on="user", key="id", separator=",")}},
             "data.source.joins.users.key: expected one of the columns .*got 'id'",
         ),
+        (
+            {"joins": dict.fromkeys("ab", JoinSpec(["side.csv"], on="user", separator=","))},
+            r"got 'age', which \['a', 'b'\] have",
+        ),
+        (
+            {"joins": {"a": JoinSpec(["side.csv"], on="user", separator=",")},
+             "columns": {"label": ColumnSpec(ColumnKind.label, source="age"),
+                         "user": ColumnSpec(ColumnKind.categorical)}},
+            "data.source.columns.label: expected a label in the log itself, got column 'age'",
+        ),
     ],
 )  # fmt: skip
 def test_mistakes_are_found_before_reading(tmp_path, monkeypatch, change, message):
     monkeypatch.chdir(tmp_path)
     Path("log.csv").write_text(HEADER + "1,0,u,i,\n")
+    Path("side.csv").write_text("user,age\nu,1\n")
     spec = delimited_spec([Path("log.csv")])
     for name, value in change.items():
         setattr(spec, name, value)
+    if set(spec.joins) == {"a", "b"}:
+        spec.columns["age"] = ColumnSpec(ColumnKind.dense)
     with pytest.raises(ValueError, match=message):
         run(spec, tmp_path / "d")
-    assert os.listdir(tmp_path) == ["log.csv"]
-
-
-def test_a_name_that_two_side_tables_have_is_ambiguous(tmp_path):
-    (tmp_path / "log").write_text("click,user\n1,u\n")
-    (tmp_path / "side").write_text("user,age\nu,1\n")
-    join = JoinSpec([str(tmp_path / "side")], on="user", separator=",")
-    spec = delimited_spec([tmp_path / "log"], joins={"a": join, "b": join})
-    spec.columns = {
-        "label": ColumnSpec(ColumnKind.label, source="click"),
-        "user": ColumnSpec(ColumnKind.categorical),
-        "age": ColumnSpec(ColumnKind.dense),
-    }
-    with pytest.raises(ValueError, match=r"got 'age', which \['a', 'b'\] have"):
-        run(spec, tmp_path / "d")
+    assert sorted(os.listdir(tmp_path)) == ["log.csv", "side.csv"]
 
 
 def test_an_empty_file_among_others_is_named(tmp_path):
