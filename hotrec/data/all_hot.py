@@ -41,19 +41,12 @@ _SAMPLES_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class AllHotSamples:
-    """Which samples of a split are all-hot.
-
-    Args:
-        artifact: The artifact that holds the bits.
-        chunk_sizes: The number of samples of each chunk.
-        num_all_hot: The number of all-hot samples of each chunk.
-        bits: uint8, a bit of 1 for an all-hot sample, mapped from the file.
-    """
+    """Which samples of a split are all-hot."""
 
     artifact: Artifact
     chunk_sizes: tuple[int, ...]
-    num_all_hot: tuple[int, ...]
-    bits: Bits
+    num_all_hot: tuple[int, ...]  # of each chunk
+    bits: Bits  # mapped from the file
 
     @property
     def num_samples(self) -> int:

@@ -167,15 +167,7 @@ def _join(parts: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
 
 
 def gather_bags(ids: Integers | Jagged, samples: Rows) -> tuple[Rows, Rows]:
-    """The bags of some samples, laid end to end.
-
-    Args:
-        ids: all ids of one feature; one-hot ids are bags of one.
-        samples: int64 (B,).
-
-    Returns:
-        values int64 (K,) and lengths int64 (B,).
-    """
+    """The bags of some samples, laid end to end: values int64 (K,) and lengths int64 (B,)."""
     if not isinstance(ids, Jagged):
         return ids[samples].astype(np.int64), np.ones(samples.size, np.int64)
     starts = ids.offsets[samples].astype(np.int64)

@@ -46,21 +46,13 @@ TRAIN, VALID, TEST = range(3)  # positions in hotrec.data.chunks.SPLITS
 
 @dataclass(frozen=True)
 class Log:
-    """What ``prepare`` reads: files, the columns that are needed of them, and side tables to join.
-
-    Args:
-        files: The files of the log, in order.
-        log_format: How the files are stored.
-        wanted: The columns of the log that are needed.
-        side_tables: The side tables, in the order of joining.
-        columns: The specified columns to prepare.
-    """
+    """What ``prepare`` reads: files, the columns wanted of them, and side tables to join."""
 
     files: tuple[Path, ...]
     log_format: LogFormat
     wanted: Wanted
-    side_tables: tuple[SideTable, ...]
-    columns: dict[str, ColumnSpec]
+    side_tables: tuple[SideTable, ...]  # in the order of joining
+    columns: dict[str, ColumnSpec]  # to prepare
 
     def blocks(self, file: int) -> Iterator[RawBlock]:
         """The joined samples of one file, in blocks."""
@@ -174,19 +166,11 @@ def _place_of(
 
 @dataclass(frozen=True)
 class SideTable:
-    """A side table in memory.
+    """A side table in memory, found by the hashes of its keys."""
 
-    Args:
-        on: The column of the log, or of a side table joined before, that holds the key.
-        hashes: uint64, the hash of each key, rising.
-        rows: int64, the row of each of these keys.
-        ids: All rows of the columns of ids, by name.
-        numbers: All rows of the columns of numbers, by name.
-    """
-
-    on: str
-    hashes: Hashes
-    rows: Rows
+    on: str  # the column of the log, or of a side table joined before, that holds the key
+    hashes: Hashes  # of the keys, rising
+    rows: Rows  # the row of each of these keys
     ids: Mapping[str, Texts | Lists]
     numbers: Mapping[str, Float64s]
 
@@ -194,15 +178,7 @@ class SideTable:
 def read_side_table(
     name: str, files: list[Path], log_format: LogFormat, key: str, on: str, wanted: Wanted
 ) -> SideTable:
-    """Read a side table.
-
-    Args:
-        name: The table's name in the specification, for messages.
-        files: The files of the table.
-        log_format: How the files are stored.
-        key: The column of the table that holds the key.
-        on: The column of the log that the key is matched with.
-        wanted: The columns to read, without the key.
+    """Read the side table ``name``, whose column ``key`` is matched with ``on``.
 
     Raises:
         ValueError: if a key occurs twice, or as ``read_blocks``.
@@ -275,25 +251,14 @@ def _taken(column: Texts | Lists, rows: Rows) -> Texts | Lists:
 
 @dataclass(frozen=True)
 class Splitter:
-    """Divides the samples of a log one by one, in the same way in both passes.
-
-    Args:
-        spec: How to divide them.
-        num_samples: For ``last``, the number of samples of each file.
-        header_lines: The number of lines before the first sample of a file.
-    """
+    """Divides the samples of a log one by one, in the same way in both passes."""
 
     spec: SplitSpec
-    num_samples: tuple[int, ...] = ()
-    header_lines: int = 0
+    num_samples: tuple[int, ...] = ()  # of each file, for ``last``
+    header_lines: int = 0  # before the first sample of a file
 
     def split_of(self, block: RawBlock, file: int) -> npt.NDArray[np.int8]:
-        """The split of each sample of a block, int8 (n,).
-
-        Args:
-            block: Samples of one file.
-            file: The position of that file in the log.
-        """
+        """The split of each sample of a block of one file of the log, int8 (n,)."""
         spec = self.spec
         valid_from, test_from = spec.valid_from, spec.test_from
         match spec.kind:

@@ -38,17 +38,10 @@ def num_steps_of(
 
 
 class SampleOrder:
-    """Which samples a rank reads in which step.
+    """Which samples a rank reads in which step; without ``shuffle`` in the order of the files.
 
-    Args:
-        chunk_sizes: The number of samples of each chunk that take part.
-        batch_size: The number of samples per rank and step.
-        rank: This rank.
-        world_size: The number of ranks.
-        seed: The seed of the shuffle.
-        shuffle: Whether to shuffle; otherwise samples come in the order of the files.
-        rows_of_chunk: Returns the positions in a chunk of the samples that take part, int64; None
-            for all of them.
+    Where only some samples take part, ``chunk_sizes`` counts these alone, and ``rows_of_chunk``
+    returns their positions in a chunk, int64.
     """
 
     def __init__(

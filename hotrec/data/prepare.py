@@ -65,19 +65,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Counts of one file or of all files, from the first pass.
+    """Counts of one file or of all files, from the first pass."""
 
-    Args:
-        num_samples: int64 (3,), the number of samples by split, as in ``SPLITS``.
-        num_clicks: int64 (3,), the number of labels that are 1, by split.
-        num_skipped: The number of samples that could not be read.
-        moments: ``moments_of`` the dense columns over the training samples.
-    """
-
-    num_samples: Rows
-    num_clicks: Rows
-    num_skipped: int
-    moments: Float64s
+    num_samples: Rows  # int64 (3,), by split, as in SPLITS
+    num_clicks: Rows  # int64 (3,), the labels that are 1
+    num_skipped: int  # samples that could not be read
+    moments: Float64s  # of the dense columns over the training samples
 
     def __add__(self, other: FileFacts) -> FileFacts:
         return FileFacts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

@@ -249,11 +249,11 @@ def _block(
             if name in wanted.ids:
                 ids[name] = ids_from_arrow(column)
             if name in wanted.numbers:
-                texts = ids.get(name)
-                is_texts = isinstance(texts, Texts)
-                numbers[name] = (
-                    numbers_from_texts(texts) if is_texts else numbers_from_arrow(column)
-                )
+                found = ids.get(name)
+                if isinstance(found, Texts):
+                    numbers[name] = numbers_from_texts(found)
+                else:
+                    numbers[name] = numbers_from_arrow(column)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise ValueError(
                 f"{path} lines {lines[0]} to {lines[-1]}: expected "

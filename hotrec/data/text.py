@@ -33,21 +33,13 @@ class Lines:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the lines of a file divide into columns.
-
-    Args:
-        names: All columns, in order.
-        separator: The character between two columns.
-        is_quoted: Whether double quotes may enclose a value.
-        null_values: Texts that mean "missing".
-        wanted: The columns to read, each as ``TEXT`` or ``NUMBER``.
-    """
+    """How the lines of a file divide into columns."""
 
     names: tuple[str, ...]
     separator: str
-    is_quoted: bool
+    is_quoted: bool  # whether double quotes may enclose a value
     null_values: tuple[str, ...]
-    wanted: dict[str, pa.DataType]
+    wanted: dict[str, pa.DataType]  # the columns to read, each as TEXT or NUMBER
 
 
 def open_text(path: Path) -> pa.NativeFile:

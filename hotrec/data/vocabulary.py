@@ -27,17 +27,11 @@ _COUNTS_SCHEMA = pa.schema([("value", pa.large_string()), ("count", pa.int64())]
 
 @dataclass(frozen=True)
 class Counted:
-    """Values with their counts.
+    """Values with their counts."""
 
-    Args:
-        hashes: uint64 (n,), hash of each value.
-        values: large_string array (n,).
-        counts: int64 (n,).
-    """
-
-    hashes: Hashes
-    values: pa.Array
-    counts: Rows
+    hashes: Hashes  # uint64 (n,)
+    values: pa.Array  # large_string
+    counts: Rows  # int64 (n,)
 
     @staticmethod
     def of(values: pa.Array, counts: Rows) -> Counted:
@@ -106,29 +100,21 @@ class ValueCounter:
 
 def count_ids(column: Texts | Lists, counter: ValueCounter) -> None:
     """Count the value, or every item of the list, of each sample."""
-    texts, weights = column, None
+    size = len(column.values) if isinstance(column, Texts) else column.offsets.size - 1
+    counts = np.bincount(column.codes[column.codes >= 0], minlength=size)
     if isinstance(column, Lists):
-        num_lists = column.offsets.size - 1
-        times_read = np.bincount(column.codes[column.codes >= 0], minlength=num_lists)
-        texts, weights = column.items, np.repeat(times_read, np.diff(column.offsets))
-    is_value = texts.codes >= 0
-    counts = np.bincount(
-        texts.codes[is_value],
-        None if weights is None else weights[is_value],
-        minlength=len(texts.values),
-    )
-    counter.add(texts.values, counts.astype(np.int64))
+        # How often each list is read counts for all its items.
+        weights, column = np.repeat(counts, np.diff(column.offsets)), column.items
+        is_item = column.codes >= 0
+        size = len(column.values)
+        counts = np.bincount(column.codes[is_item], weights[is_item], size).astype(np.int64)
+    counter.add(column.values, counts)
 
 
 def build_vocabulary(counted: Counted, min_count: int) -> pa.Table:
-    """The values that get a row, in order of rows: the first one is row 1.
+    """The values, each once by rising hash, that occur ``min_count`` times: row 1, row 2, ...
 
-    Args:
-        counted: Each value once, by rising hash.
-        min_count: The number of occurrences from which a value gets a row.
-
-    Returns:
-        Value and count, by rising hash. Two values of the same hash share a row.
+    Two values of the same hash share a row.
     """
     return counted.to_table().filter(pa.array(counted.counts >= min_count)).combine_chunks()
 

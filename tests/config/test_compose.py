@@ -26,18 +26,6 @@ GROUPS = (
 KIND_OF = {"micro_batches": "look_ahead"}
 
 
-def test_groups_are_there() -> None:
-    for group in GROUPS:
-        assert options_of(group), group
-
-
-@pytest.mark.parametrize("experiment", options_of("experiment"))
-def test_experiment(experiment: str) -> None:
-    config = build_config(compose_config("config", [f"experiment={experiment}"]))
-    assert isinstance(config, Config)
-    assert config.paths.dataset == f"data/{config.dataset_name}/dataset"
-
-
 @pytest.mark.parametrize("experiment", options_of("experiment"))
 def test_experiment_takes_other_choices(experiment: str) -> None:
     """So an experiment can be swept over placements and optimizers."""
@@ -46,6 +34,7 @@ def test_experiment_takes_other_choices(experiment: str) -> None:
             words = [f"experiment={experiment}", f"{group}={choice}"]
             config = build_config(compose_config("config", words))
             assert getattr(config, group).kind.name == KIND_OF.get(choice, choice)
+            assert config.paths.dataset == f"data/{config.dataset_name}/dataset"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ import json
 import numpy as np
 import pytest
 
-from hotrec.artifact import read_artifact
 from hotrec.config.data import SyntheticSpec
 from hotrec.data.chunks import Dataset, Jagged
 from hotrec.data.synthetic import SyntheticLog, write_synthetic
@@ -121,17 +120,3 @@ def test_without_signal_labels_are_coin_flips():
     correlation = np.corrcoef(block.label, block.dense[:, 0])[0, 1]
     assert abs(correlation) < 0.03
     assert block.label.mean() == pytest.approx(0.25, abs=0.02)
-
-
-def test_an_existing_dataset_is_replaced_only_as_a_whole(tmp_path, monkeypatch):
-    write_synthetic(small(num_train=100), tmp_path / "d")
-    before = read_artifact(tmp_path / "d", kind="dataset", verify="hash").content_hash
-
-    def fail(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hotrec.data.synthetic._write_popularity", fail)
-    with pytest.raises(KeyboardInterrupt):
-        write_synthetic(small(num_train=200), tmp_path / "d")
-    assert read_artifact(tmp_path / "d", kind="dataset", verify="hash").content_hash == before
-    assert [path.name for path in tmp_path.iterdir()] == ["d"]

@@ -94,10 +94,3 @@ def test_hashed_rows_stay_inside_the_table(values, num_rows):
     assert rows[-1] == 0
     assert all(1 <= row < num_rows for row in rows[:-1])
     assert len({(v, r) for v, r in zip(values, rows, strict=False)}) == len(set(values))
-
-
-def test_hashing_spreads_values():
-    rows = RowEncoder(101).rows(pa.array([str(number) for number in range(20_000)]))
-    counts = np.bincount(rows, minlength=101)
-    assert counts[0] == 0
-    assert np.abs(counts[1:] - 200).max() < 5 * np.sqrt(200)
