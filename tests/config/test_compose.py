@@ -82,6 +82,21 @@ def test_paths_follow_the_data_choice() -> None:
     assert config.run_name == "cost"
 
 
+def test_kuairand_uses_no_outcome_of_the_impression() -> None:
+    source = build_config(compose_config("config", ["data=kuairand"])).data.source
+    used = {column.source or name for name, column in source.columns.items()}
+    outcomes = {"is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"}
+    assert not used & {*outcomes, "play_time_ms"}
+    of_video = {name for name, column in source.columns.items() if column.table == "video"}
+    assert of_video == {"video_id", "watched", "watched_long"}
+
+
+def test_criteo_like_tables_sum_to_4_95_million_rows() -> None:
+    composed = compose_config("config", ["data=synthetic_criteo_like"])
+    spec = build_config(composed).data.synthetic
+    assert (len(spec.num_rows), sum(spec.num_rows)) == (26, 4_950_000)
+
+
 def test_overrides_of_tables_take_every_form() -> None:
     words = ["placement=coverage", "+placement.overrides={a: hot, b: cold, c: 12, d: 0.25}"]
     overrides = build_config(compose_config("config", words)).placement.overrides
