@@ -90,7 +90,7 @@ def run_prepare(
     start, start_cpu = time.perf_counter(), time.process_time()
     split = SplitSpec(SplitKind.last, valid_frac=0.05, test_frac=0.05)
     spec = SourceSpec(SourceFormat.criteo, files, split=split, block_mib=block_mib)
-    artifact = prepare(spec, output, show_progress=False)
+    artifact = prepare(spec, output)
     wall_s = time.perf_counter() - start
     tables = artifact.content["schema"]["tables"]
     results.put(

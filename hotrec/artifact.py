@@ -19,8 +19,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -40,7 +41,7 @@ _REPLACEMENT_S = 10.0
 # Longer than most readings of a manifest; whoever holds the lock longer has opened the artifact.
 _SHORT_READ_S = 2.0
 
-Verify = Literal["size", "full"]
+Verify = StrEnum("Verify", "size full")
 
 
 class ArtifactError(ValueError):
@@ -84,7 +85,7 @@ class Artifact:
         Raises:
             ArtifactError: If the file was altered.
         """
-        _check_file(self.path / name, self.files[name], verify="full", kind=self.kind)
+        _check_file(self.path / name, self.files[name], verify=Verify.full, kind=self.kind)
 
     @contextmanager
     def parsing(self) -> Iterator[None]:
@@ -328,7 +329,7 @@ def _wait_for_replacement(target: Path) -> None:
 
 
 def read_artifact(
-    path: Path, *, kind: str, verify: Verify = "size", stay_open: bool = False
+    path: Path, *, kind: str, verify: Verify = Verify.size, stay_open: bool = False
 ) -> Artifact:
     """Read the manifest of an artifact and check its files.
 
@@ -419,7 +420,7 @@ def _check_file(file: Path, facts: Mapping[str, Any], *, verify: Verify, kind: s
         raise ArtifactError(
             f"{file}: expected {facts['num_bytes']} bytes, got {num_bytes}. Make the {kind} again."
         )
-    if verify == "full":
+    if verify == Verify.full:
         name = next(name for name in CHECKSUMS if name in facts)
         found = checksum_of(file, name)
         if found != facts[name]:

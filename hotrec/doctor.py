@@ -1,9 +1,7 @@
 """Checks the installation: packages that fit together, shared memory, and the GPU.
 
 ``check_versions`` reads package metadata only (milliseconds, no torch) and runs at the start of
-every command, since a wrong pair of torch and fbgemm ends in undefined symbols or wrong kernels.
-``diagnose`` also imports torch and looks at the machine. Facts are read apart from judging them, so
-every verdict is tested on made-up facts.
+every command; ``diagnose`` also imports torch and looks at the machine.
 """
 
 from __future__ import annotations
@@ -29,13 +27,9 @@ ENOUGH_SHM_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Pair:
-    """A torch with its torchrec and its fbgemm, as they were released.
+    """A torch with the last torchrec and fbgemm (fbgemm-gpu or fbgemm-gpu-cpu) released for it.
 
-    Args:
-        torch: The last release of this minor version.
-        torchrec: The last release for it.
-        fbgemm: The last release for it, of fbgemm-gpu and fbgemm-gpu-cpu alike.
-        is_tested: Whether hotrec's whole suite runs with it (``make test-pairs``).
+    ``is_tested``: whether hotrec's whole suite runs with it (``make test-pairs``).
     """
 
     torch: str
@@ -71,15 +65,7 @@ TESTED = ", ".join(f"2.{minor}" for minor, pair in PAIRS.items() if pair.is_test
 
 @dataclass(frozen=True)
 class Check:
-    """One verdict.
-
-    Args:
-        name: What was checked.
-        status: "fail" stops every command, "warn" does not.
-        found: What is there.
-        expected: What should be there; empty if it is.
-        fix: The command that fixes it; empty if there is nothing to do.
-    """
+    """One verdict: "fail" stops every command, "warn" does not; ``fix`` is a command."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -94,17 +80,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Packages:
-    """The installed packages that must fit together.
-
-    Args:
-        versions: Version by package name, of those in ``READ`` that are installed.
-        torch_cuda: The CUDA version that torch was built for; None for a CPU build.
-        torchmetrics_pin: The version that the installed torchrec requires, if it names one.
-    """
+    """The installed packages that must fit together."""
 
     versions: Mapping[str, str]
-    torch_cuda: str | None = None
-    torchmetrics_pin: str | None = None
+    torch_cuda: str | None = None  # that torch was built for; None for a CPU build
+    torchmetrics_pin: str | None = None  # that the installed torchrec requires
 
     @property
     def torch_minor(self) -> int:
@@ -126,11 +106,8 @@ class Packages:
         return CUDA_FBGEMM if has_gpu or is_cuda_alone else CPU_FBGEMM
 
     def install(self, name: str, fbgemm: str) -> str:
-        """The command that installs a companion of the installed torch.
-
-        No companion is known for a torch that is newer than all pairs, so torch changes as well.
-        """
-        if self.torch_minor > NEWEST_MINOR:
+        """The command that installs a companion of the installed torch."""
+        if self.torch_minor > NEWEST_MINOR:  # no companion is known, so torch changes as well
             return self.pair.pip_line(fbgemm)
         version = self.pair.torchrec if name == "torchrec" else self.pair.fbgemm
         return f"pip install --no-deps {name}=={version}"
@@ -143,19 +120,12 @@ class Packages:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the host offers.
+    """What the host offers."""
 
-    Args:
-        shm_bytes: Size of /dev/shm, None if there is none.
-        has_gpu_device: Whether a GPU is attached and visible, whether torch can use it or not.
-        import_error: Why torch, fbgemm or torchrec could not be imported; empty if they were.
-        gpus: Name, total and free bytes of the devices that torch can use.
-    """
-
-    shm_bytes: int | None
-    has_gpu_device: bool
-    import_error: str = ""
-    gpus: tuple[tuple[str, int, int], ...] = ()
+    shm_bytes: int | None  # size of /dev/shm
+    has_gpu_device: bool  # attached and visible, whether torch can use it or not
+    import_error: str = ""  # why torch, fbgemm or torchrec could not be imported
+    gpus: tuple[tuple[str, int, int], ...] = ()  # name, total and free bytes of those torch can use
 
 
 def check_versions() -> None:
@@ -236,12 +206,23 @@ def read_machine() -> Machine:
 def check_packages(packages: Packages, *, has_gpu: bool) -> list[Check]:
     """Judge the installed packages."""
     fbgemm = packages.fbgemm(has_gpu=has_gpu)
+    pin, metrics = packages.torchmetrics_pin, "torchmetrics"
+    wanted = pin or packages.versions.get(metrics) or "1.0.3"
+    fix = f"pip install --no-deps {metrics}=={wanted}"
+    found = packages.versions.get(metrics)
     return [
         _check_torch(packages, fbgemm),
         _check_companion("torchrec", packages, fbgemm),
         _check_fbgemm(fbgemm, packages),
-        _check_torchmetrics(packages),
+        _verdict(metrics, found == wanted, found, f"{wanted} for torchrec", fix),
     ]
+
+
+def _verdict(name: str, is_ok: bool, found: str | None, expected: str, fix: str) -> Check:
+    """The check of something that must be as expected."""
+    if is_ok:
+        return Check(name, "ok", found or "nothing")
+    return Check(name, "fail", found or "nothing", expected, fix)
 
 
 def _minor(version: str, *, major: int) -> int | None:
@@ -252,33 +233,26 @@ def _minor(version: str, *, major: int) -> int | None:
 def _check_torch(packages: Packages, fbgemm: str) -> Check:
     version, minor = packages.versions.get("torch"), packages.torch_minor
     fix, supported = PINNED.pip_line(fbgemm), f"2.{OLDEST_MINOR} to 2.{NEWEST_MINOR}"
-    if version is None:
-        return Check("torch", "fail", "nothing", supported, fix)
     build = f"CUDA {packages.torch_cuda}" if packages.torch_cuda else "CPU"
-    found = f"{version} ({build} build)"
-    if minor < OLDEST_MINOR:
-        return Check("torch", "fail", found, supported, fix)
+    found = "nothing" if version is None else f"{version} ({build} build)"
     if minor > NEWEST_MINOR:
         untested = f"{supported} (hotrec has not been tested with 2.{minor})"
         return Check("torch", "warn", found, untested, packages.pair.pip_line(fbgemm))
-    if not PAIRS[minor].is_tested:
+    if minor in PAIRS and not PAIRS[minor].is_tested:
         return Check("torch", "warn", found, f"{TESTED}, which hotrec is tested with", fix)
-    return Check("torch", "ok", found)
+    return _verdict("torch", minor in PAIRS, found, supported, fix)
 
 
 def _check_companion(name: str, packages: Packages, fbgemm: str) -> Check:
-    torch_minor = packages.torch_minor
-    if torch_minor < OLDEST_MINOR:
-        # Without a usable torch its companions are judged against the pinned set.
-        torch_minor = PINNED_MINOR
+    # Without a usable torch its companions are judged against the pinned set.
+    torch_minor = packages.torch_minor if packages.torch_minor >= OLDEST_MINOR else PINNED_MINOR
     minor = torch_minor - MINOR_OFFSET
     expected = f"1.{minor}.x, which goes with torch 2.{torch_minor}"
     if torch_minor > NEWEST_MINOR:
         expected += ", if there is one"
     version = packages.versions.get(name)
-    if version is None or _minor(version, major=1) != minor:
-        return Check(name, "fail", version or "nothing", expected, packages.install(name, fbgemm))
-    return Check(name, "ok", version)
+    is_ok = _minor(version or "", major=1) == minor
+    return _verdict(name, is_ok, version, expected, packages.install(name, fbgemm))
 
 
 def _check_fbgemm(needed: str, packages: Packages) -> Check:
@@ -286,54 +260,41 @@ def _check_fbgemm(needed: str, packages: Packages) -> Check:
     other = CUDA_FBGEMM if needed == CPU_FBGEMM else CPU_FBGEMM
     if other not in versions:
         return _check_companion(needed, packages, needed)
+    build = "a CUDA build of torch on a machine with a GPU"
+    expected = f"{needed} for {build if packages.torch_cuda else 'the CPU build of torch'}"
+    found = f"{other} {versions[other]}"
     if needed in versions:
-        found = f"{needed} {versions[needed]} and {other} {versions[other]} in one folder"
-        expected = f"{needed} alone"
-    else:
-        found = f"{other} {versions[other]}"
-        build = "a CUDA" if packages.torch_cuda else "the CPU"
-        where = " on a machine with a GPU" if packages.torch_cuda else ""
-        expected = f"{needed} for {build} build of torch{where}"
+        found, expected = (
+            f"{needed} {versions[needed]} and {found} in one folder",
+            f"{needed} alone",
+        )
     return Check("fbgemm", "fail", found, expected, packages.replace_fbgemm(needed))
-
-
-def _check_torchmetrics(packages: Packages) -> Check:
-    pin, version = packages.torchmetrics_pin, packages.versions.get("torchmetrics")
-    if version is not None and pin in (None, version):
-        return Check("torchmetrics", "ok", version)
-    wanted = pin or "1.0.3"
-    fix = f"pip install --no-deps torchmetrics=={wanted}"
-    return Check("torchmetrics", "fail", version or "nothing", f"{wanted} for torchrec", fix)
 
 
 def check_machine(machine: Machine, packages: Packages) -> Iterator[Check]:
     """Judge the host."""
     yield _check_import(machine, packages)
-    yield _check_shm(machine.shm_bytes)
+    size = None if machine.shm_bytes is None else f"{machine.shm_bytes / (1 << 30):.2f} GiB"
+    if (machine.shm_bytes or 0) >= ENOUGH_SHM_BYTES:
+        yield Check("/dev/shm", "ok", size or "nothing")
+    else:
+        fix = "mount -o remount,size=8G /dev/shm (in a container: docker run --shm-size=8g)"
+        expected = "at least 1 GiB for loader workers"
+        yield Check("/dev/shm", "warn", size or "nothing", expected, fix)
     if not machine.import_error:
         yield from _check_gpus(machine, packages)
 
 
 def _check_import(machine: Machine, packages: Packages) -> Check:
-    name, error = "import torchrec", machine.import_error
-    if not error:
-        return Check(name, "ok", "loads")
+    error, has_gpu = machine.import_error, machine.has_gpu_device
     if DRIVER_LIBRARY in error:
         expected = f"NVIDIA's driver, which fbgemm's CUDA build loads ({DRIVER_LIBRARY})"
         fix = "nvidia-smi (and install the driver, or let the container see it)"
-        if not machine.has_gpu_device:
-            fix = packages.replace_fbgemm(CPU_FBGEMM)
-        return Check(name, "fail", error, expected, fix)
-    fbgemm = packages.fbgemm(has_gpu=machine.has_gpu_device)
-    return Check(name, "fail", error, "it to load", packages.pair.pip_line(fbgemm, force=True))
-
-
-def _check_shm(shm_bytes: int | None) -> Check:
-    found = "nothing" if shm_bytes is None else f"{shm_bytes / (1 << 30):.2f} GiB"
-    if shm_bytes is not None and shm_bytes >= ENOUGH_SHM_BYTES:
-        return Check("/dev/shm", "ok", found)
-    fix = "mount -o remount,size=8G /dev/shm (in a container: docker run --shm-size=8g)"
-    return Check("/dev/shm", "warn", found, "at least 1 GiB for loader workers", fix)
+        fix = fix if has_gpu else packages.replace_fbgemm(CPU_FBGEMM)
+    else:
+        expected = "it to load"
+        fix = packages.pair.pip_line(packages.fbgemm(has_gpu=has_gpu), force=True)
+    return _verdict("import torchrec", not error, error or "loads", expected, fix)
 
 
 def _check_gpus(machine: Machine, packages: Packages) -> Iterator[Check]:
@@ -342,13 +303,14 @@ def _check_gpus(machine: Machine, packages: Packages) -> Iterator[Check]:
         yield Check(f"gpu {index}", "ok", f"{name}, {memory}")
     if machine.gpus:
         return
+    cuda = packages.torch_cuda
     if not machine.has_gpu_device:
         yield Check("gpu", "ok", "none; training runs on the CPU")
-    elif packages.torch_cuda is None:
+    elif cuda is None:
         fix = f"pip install --force-reinstall torch=={packages.pair.torch}"
         found, expected = "a GPU and the CPU build of torch", "the CUDA build, or it stays unused"
         yield Check("gpu", "warn", found, expected, fix)
     else:
-        found = f"a GPU that torch, built for CUDA {packages.torch_cuda}, cannot use"
-        expected = f"a driver for CUDA {packages.torch_cuda}"
-        yield Check("gpu", "fail", found, expected, "nvidia-smi (and update the driver)")
+        found = f"a GPU that torch, built for CUDA {cuda}, cannot use"
+        fix = "nvidia-smi (and update the driver)"
+        yield Check("gpu", "fail", found, f"a driver for CUDA {cuda}", fix)

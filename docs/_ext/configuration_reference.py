@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.store import conf_dir
-from hotrec.config.groups import MISSING, VARIANTS
+from hotrec.config.fields import MISSING, VARIANTS
 from hotrec.config.roots import ROOTS
 
 if TYPE_CHECKING:  # a test reads the tables where Sphinx is not installed
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # a test reads the tables where Sphinx is not installed
 
 PAGE = "configuration"
 UNIONS = (Union, types.UnionType)
-LIMIT_SIGNS = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}
+LIMIT_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,9 @@ def keys_table(keys: list[Key]) -> str:
 
 def keys_of(kind: type, prefix: str) -> Iterator[Key]:
     """The keys of a dataclass and of the dataclasses in it."""
-    documented = documented_arguments(kind)
     hints = get_type_hints(kind)
     for item in fields(kind):
-        if item.name == "kind" and "choose it" in item.metadata.get("meaning", ""):
+        if item.metadata["meaning"].startswith("choose it with"):
             continue  # the group's own name chooses it
         name = f"{prefix}{item.name}"
         inner, is_mapping = inner_dataclass(hints[item.name])
@@ -134,9 +133,9 @@ def keys_of(kind: type, prefix: str) -> Iterator[Key]:
             continue
         yield Key(
             name,
-            sentence(item.metadata.get("meaning") or documented.get(item.name, "")),
+            sentence(item.metadata["meaning"]),
             shown_default(item),
-            shown_values(hints[item.name], item.metadata.get("limits", {})),
+            shown_values(hints[item.name], item.metadata["limits"]),
         )
 
 
@@ -156,7 +155,7 @@ def shown_default(item: dataclasses.Field[Any]) -> str:
         value = item.default
     if value is dataclasses.MISSING or value == MISSING:
         # conf/ fills these in, from the name of a choice.
-        return "see meaning" if "by default" in item.metadata.get("meaning", "") else "required"
+        return "see meaning" if "by default" in item.metadata["meaning"] else "required"
     if isinstance(value, list):
         return f"`[{', '.join(json.dumps(v) if v == '' else str(v) for v in value)}]`"
     if isinstance(value, Enum):
@@ -171,7 +170,8 @@ def shown_default(item: dataclasses.Field[Any]) -> str:
 
 def shown_values(hint: Any, limits: dict[str, float]) -> str:
     """The type of a key, its members if it is an enumeration, and its limits."""
-    signs = ", ".join(f"{LIMIT_SIGNS[name]} {limit:g}" for name, limit in limits.items())
+    bounds = [(LIMIT_SIGNS[name], at) for name, at in limits.items() if name in LIMIT_SIGNS]
+    signs = ", ".join(f"{sign} {at:g}" for sign, at in bounds)
     is_optional = get_origin(hint) in UNIONS and type(None) in get_args(hint)
     return " ".join(filter(None, [shown_type(hint), signs, "or `null`" if is_optional else ""]))
 
@@ -188,13 +188,6 @@ def shown_type(hint: Any) -> str:
     if get_origin(hint) is dict:
         return f"mapping to {shown_type(get_args(hint)[1])}"
     return str(hint.__name__)
-
-
-def documented_arguments(kind: type) -> dict[str, str]:
-    """Meanings from the ``Args`` of a docstring, for dataclasses whose fields carry none."""
-    _, _, arguments = (kind.__doc__ or "").partition("Args:\n")
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", arguments, flags=re.MULTILINE)
-    return {name: " ".join(text.split()).replace("``", "`") for name, text in found}
 
 
 def leading_comment(path: Path) -> str:

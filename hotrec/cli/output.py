@@ -28,7 +28,7 @@ from omegaconf.errors import (
 )
 
 from hotrec.cli.launch import environment_rank, rank_prefix
-from hotrec.config.groups import VARIANTS
+from hotrec.config.fields import VARIANTS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 HYDRA = Path(hydra.__file__).resolve().parent

@@ -41,7 +41,7 @@ def _is_in_sweep() -> bool:
 
 
 def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
-    dataset = Dataset.open(config.paths.dataset, config.paths.verify.value)
+    dataset = Dataset.open(config.paths.dataset, config.paths.verify)
     machine = _machine(config)
     # Each job of a sweep keeps its own partition.
     output = run_dir / PARTITION if _is_in_sweep() else Path(config.paths.partition)

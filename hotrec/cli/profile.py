@@ -23,7 +23,7 @@ COVERAGE_PICTURE = "coverage.png"
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
     """Write paths.profile, and the coverage picture into the run directory."""
-    dataset = Dataset.open(config.paths.dataset, config.paths.verify.value)
+    dataset = Dataset.open(config.paths.dataset, config.paths.verify)
     output = Path(config.paths.profile)
     start_s = time.perf_counter()
     holds_out_validation = config.profile.heldout_frac == 0 and dataset.num_samples("valid") > 0

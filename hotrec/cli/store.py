@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hotrec.cli.output import describe_unknown_field
-from hotrec.config.groups import VARIANTS
+from hotrec.config.fields import VARIANTS
 from hotrec.config.roots import ROOTS
 from hotrec.config.validate import validate
 

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
+from hotrec.artifact import Verify
 from hotrec.config.data import DataSpec
+from hotrec.config.fields import VARIANTS, Rules, key, section
 from hotrec.config.groups import (
+    ACCESSES,
+    ASSIGN,
+    CACHE_LOAD,
     ModelConfig,
     OptimizerConfig,
     OrderAssign,
     OrderConfig,
     PlacementConfig,
     ProfilerConfig,
-    key,
-    section,
 )
 from hotrec.types import ColdTier, HotExchange, PipelineKind, Precision, WireType
+
+Device = StrEnum("Device", "auto cpu cuda")
+ProfileMode = StrEnum("ProfileMode", "exact sample")
+BenchCase = StrEnum("BenchCase", "hot_cold all_cold all_hot table_wise planner hand_tuned")
+HotRowsRule = StrEnum("HotRowsRule", "top break_even")
+BenchRouting = StrEnum("BenchRouting", "main loader")
+HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
+
+# Meanings of keys that several sections have.
+DEVICE = "device to compute on: cpu, cuda, or auto (cuda if available)"
+TIMEOUT = "seconds that a collective waits for the slowest rank"
+BATCH_SIZE = "number of samples per rank and step"
+NUM_WORKERS = "number of loader processes per rank; 0: read in the rank itself"
+DEPTH = "number of batches whose rows look_ahead exchanges in advance; 0: none"
+MICRO_BATCHES = "let look_ahead first compute the samples that need no row of another rank"
+WIRE = "type of rows and gradients in messages: fp32 (exact), fp16 or bf16"
 
 
 @dataclass
@@ -31,41 +50,22 @@ class PipelineConfig:
         "choose it with pipeline=",
         PipelineKind.auto,
     )
-    depth: int = key(
-        "number of batches whose rows look_ahead exchanges in advance; 0: none",
-        1,
-        at_least=0,
-        at_most=16,
-    )
-    micro_batches: bool = key(
-        "let look_ahead first compute the samples that need no row of another rank", False
-    )
-    wire: WireType = key(
-        "type of rows and gradients in messages: fp32 (exact), fp16 or bf16", WireType.fp32
-    )
-
-
-class Device(Enum):
-    """Where to compute."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+    depth: int = key(DEPTH, 1, ge=0, le=16)
+    micro_batches: bool = key(MICRO_BATCHES, False)
+    wire: WireType = key(WIRE, WireType.fp32)
 
 
 @dataclass
 class TrainerConfig:
     """The training run."""
 
-    batch_size: int = key("number of samples per rank and step", 2048, at_least=1)
-    num_epochs: int = key("number of passes over the training split", 1, at_least=1)
+    batch_size: int = key(BATCH_SIZE, 2048, ge=1)
+    num_epochs: int = key("number of passes over the training split", 1, ge=1)
     max_steps: int | None = key(
-        "number of steps to stop after, if num_epochs are longer; null: no limit", None, at_least=1
+        "number of steps to stop after, if num_epochs are longer; null: no limit", None, ge=1
     )
-    seed: int = key("seed of the weights and of the order of samples", 0, at_least=0)
-    device: Device = key(
-        "device to compute on: cpu, cuda, or auto (cuda if available)", Device.auto
-    )
+    seed: int = key("seed of the weights and of the order of samples", 0, ge=0)
+    device: Device = key(DEVICE, Device.auto)
     precision: Precision = key(
         "precision of the dense layers' products: fp32, tf32 (GPUs only) or bf16 (autocast); rows, "
         "pooling, loss and updates are always fp32",
@@ -81,58 +81,48 @@ class TrainerConfig:
         "Gradients of embedding rows are neither clipped nor part of the norm, because backward "
         "updates the rows",
         None,
-        above=0,
+        gt=0,
     )
-    num_workers: int = key(
-        "number of loader processes per rank; 0: read in the rank itself", 1, at_least=0
-    )
-    eval_splits: list[str] = key(
-        "splits to evaluate; the summary reports the last one", ["valid", "test"]
-    )
-    eval_batch_size: int = key(
-        "number of samples per rank and step of evaluation", 4096, at_least=1
-    )
+    num_workers: int = key(NUM_WORKERS, 1, ge=0)
+    eval_splits: list[str] = key("splits to evaluate; the last is reported", ["valid", "test"])
+    eval_batch_size: int = key("number of samples per rank and step of evaluation", 4096, ge=1)
     eval_every_steps: int = key(
-        "steps between evaluations of the first split; 0: only at the end", 0, at_least=0
+        "steps between evaluations of the first split; 0: at the end", 0, ge=0
     )
-    save_every_steps: int = key("steps between checkpoints; 0: only at the end", 0, at_least=0)
-    keep_checkpoints: int = key("number of newest checkpoints to keep", 2, at_least=1)
-    log_every_steps: int = key("steps between lines of metrics.jsonl", 100, at_least=1)
-    check_every_steps: int = key(
-        "steps between checks for losses that are not finite and for signals", 10, at_least=1
-    )
+    save_every_steps: int = key("steps between checkpoints; 0: only at the end", 0, ge=0)
+    keep_checkpoints: int = key("number of newest checkpoints to keep", 2, ge=1)
+    log_every_steps: int = key("steps between lines of metrics.jsonl", 100, ge=1)
+    check_every_steps: int = key("steps between checks for infinite losses and signals", 10, ge=1)
     check_replicas_every_steps: int = key(
-        "steps between checks that all ranks hold the same hot rows; 0: never", 1000, at_least=0
+        "steps between checks that all ranks hold the same hot rows; 0: never", 1000, ge=0
     )
-    warmup_steps: int = key("number of first steps that all rates exclude", 10, at_least=0)
-    resume: str = key(
-        "checkpoint to resume: latest (of this run directory, if any), none, or a path", "latest"
-    )
-    timeout_s: float = key("seconds that a collective waits for the slowest rank", 600.0, above=0)
+    warmup_steps: int = key("number of first steps that all rates exclude", 10, ge=0)
+    resume: str = key("checkpoint to resume: latest (of this directory), none, or a path", "latest")
+    timeout_s: float = key(TIMEOUT, 600.0, gt=0)
     watchdog_s: float = key(
-        "seconds without progress in a step after which the run ends, naming the rank that hangs",
-        120.0,
-        above=0,
+        "seconds without progress after which the run ends and names the rank", 120.0, gt=0
     )
+
+    def rules(self) -> Rules:
+        yield (
+            not self.compile or self.warmup_steps >= 1,
+            "warmup_steps: expected at least 1 with trainer.compile, whose first step compiles, "
+            f"got {self.warmup_steps}. Set trainer.warmup_steps=10.",
+        )
+        yield (
+            self.precision is not Precision.tf32 or self.device is not Device.cpu,
+            "precision: expected fp32 or bf16 with trainer.device=cpu, got tf32, which only GPUs "
+            "have. Set trainer.precision=fp32.",
+        )
+        unknown = sorted(set(self.eval_splits) - {"train", "valid", "test"})
+        yield not unknown, f"eval_splits: expected some of train, valid and test, got {unknown}."
 
 
 @dataclass
 class LaunchConfig:
     """Processes on this host."""
 
-    num_ranks: int = key(
-        "number of ranks to start on this host, unless torchrun has started them",
-        1,
-        at_least=1,
-        at_most=1024,
-    )
-
-
-class Verify(Enum):
-    """How much of a dataset is checked when it is opened."""
-
-    size = "size"
-    full = "full"
+    num_ranks: int = key("ranks to start on this host, unless torchrun did", 1, ge=1, le=1024)
 
 
 @dataclass
@@ -141,26 +131,13 @@ class PathsConfig:
 
     dataset: str = key("directory of the dataset", "data/${dataset_name}/dataset")
     profile: str = key("directory of the profile", "data/${dataset_name}/profile")
-    partition: str = key(
-        "directory of the partition that plan writes", "data/${dataset_name}/partition"
-    )
-    costs: str = key(
-        "directory of the costs that calibrate measures; they belong to the machine, not to a "
-        "dataset",
-        "data/costs",
-    )
+    partition: str = key("directory of the planned partition", "data/${dataset_name}/partition")
+    costs: str = key("directory of the costs of this machine that calibrate measures", "data/costs")
     verify: Verify = key(
-        "which checksums of the dataset to compare when it is opened: size (none; "
-        "those of a chunk when it is first read) or full (all)",
+        "checksums of the dataset to compare: size (a chunk's when it is first read) or full (all, "
+        "when it is opened)",
         Verify.size,
     )
-
-
-class ProfileMode(Enum):
-    """Which samples are counted."""
-
-    exact = "exact"
-    sample = "sample"
 
 
 @dataclass
@@ -168,20 +145,14 @@ class ProfileConfig:
     """How lookups are counted."""
 
     mode: ProfileMode = key(
-        "samples to count: exact (all of them) or sample (a fraction, sample_frac)",
-        ProfileMode.exact,
+        "samples to count: exact (all) or sample (sample_frac)", ProfileMode.exact
     )
-    sample_frac: float = key("fraction of the samples to count", 0.05, above=0, at_most=1)
-    seed: int = key("seed of the choice of samples", 0, at_least=0)
-    min_count: int = key("smallest number of lookups of a hot row", 1, at_least=1)
-    confidence: float = key(
-        "confidence level of the intervals of a sampled profile", 0.95, above=0, below=1
-    )
+    sample_frac: float = key("fraction of the samples to count", 0.05, gt=0, le=1)
+    seed: int = key("seed of the choice of samples", 0, ge=0)
+    min_count: int = key("smallest number of lookups of a hot row", 1, ge=1)
+    confidence: float = key("confidence level of a sampled profile's intervals", 0.95, gt=0, lt=1)
     heldout_frac: float = key(
-        "fraction at the end of the training split to hold out; 0: hold out the validation split",
-        0.0,
-        at_least=0,
-        below=1,
+        "fraction of the training split to hold out; 0: the validation split", 0.0, ge=0, lt=1
     )
 
 
@@ -189,10 +160,8 @@ class ProfileConfig:
 class PlannerConfig:
     """The machine that the plan is for."""
 
-    hbm_gib: float | None = key(
-        "GPU memory per device; null: its free memory, or 80 without a GPU", None, above=0
-    )
-    host_gib: float | None = key("host memory per host; null: that of this host", None, above=0)
+    hbm_gib: float | None = key("GPU memory per device; null: what is free, or 80", None, gt=0)
+    host_gib: float | None = key("host memory per host; null: that of this host", None, gt=0)
     costs: str = key(
         "costs to predict with: measured (at paths.costs), the name of a built-in set, or auto "
         "(measured if they exist for this kind of device, else the nearest built-in set)",
@@ -204,20 +173,14 @@ class PlannerConfig:
 class PlanConfig:
     """What ``hotrec plan`` plans for."""
 
-    world_size: int = key("number of ranks", 2, at_least=1)
-    ranks_per_host: int | None = key("number of ranks per host; null: all on one", None, at_least=1)
-    device: Device = key(
-        "device to compute on: cpu, cuda, or auto (cuda if available)", Device.auto
-    )
-    sensitivity: bool = key(
-        "also predict with half and twice the memory, batch size and ranks", True
-    )
+    world_size: int = key("number of ranks", 2, ge=1)
+    ranks_per_host: int | None = key("number of ranks per host; null: all on one", None, ge=1)
+    device: Device = key(DEVICE, Device.auto)
+    sensitivity: bool = key("also predict with half and twice the memory, batch and ranks", True)
     min_samples_per_s: float | None = key(
-        "smallest rate of the machine that a sweep recommends; null: any rate", None, above=0
+        "smallest rate of the machine that a sweep recommends; null: any rate", None, gt=0
     )
-    keep_going: bool = key(
-        "record jobs of a sweep whose plan does not fit, instead of failing", True
-    )
+    keep_going: bool = key("record jobs of a sweep whose plan does not fit, do not fail", True)
 
 
 @dataclass
@@ -225,42 +188,12 @@ class CalibrateConfig:
     """What ``hotrec calibrate`` measures."""
 
     name: str | None = key("name of the costs; null: named by device and host", None)
-    max_bytes: float = key(
-        "size of the largest message that a rank sends", 16777216.0, at_least=4096
-    )
-    repeats: int = key("largest number of timed calls of each size", 7, at_least=3)
-    cap_mib: int = key("memory per rank of the tables on which lookups are timed", 256, at_least=1)
+    max_bytes: float = key("size of the largest message that a rank sends", 16777216.0, ge=4096)
+    repeats: int = key("largest number of timed calls of each size", 7, ge=3)
+    cap_mib: int = key("memory per rank of the tables on which lookups are timed", 256, ge=1)
     from_run: str | None = key(
         "run directory whose measured stages correct the costs; null: measure the machine", None
     )
-
-
-class BenchCase(Enum):
-    """Placements that `hotrec bench` compares; each is a case of that name."""
-
-    hot_cold = "hot_cold"
-    all_cold = "all_cold"
-    all_hot = "all_hot"
-    table_wise = "table_wise"
-    planner = "planner"
-    hand_tuned = "hand_tuned"
-
-
-HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
-
-
-class HotRowsRule(Enum):
-    """How `hotrec bench` chooses the hot rows of hot_cold."""
-
-    top = "top"
-    break_even = "break_even"
-
-
-class BenchRouting(Enum):
-    """Whether routing is inside the timed step."""
-
-    main = "main"
-    loader = "loader"
 
 
 @dataclass
@@ -274,26 +207,46 @@ class BenchVariant:
         None,
     )
     tier: ColdTier = key("memory of the sharded rows, as in placement", ColdTier.auto)
-    cache_load_frac: float = key(
-        "fraction of the sharded rows that fused_uvm_caching keeps in GPU memory",
-        0.2,
-        above=0,
-        below=1,
-    )
-    num_hot_rows: int | None = key("number of hot rows, those looked up most", None, at_least=0)
+    cache_load_frac: float = key(CACHE_LOAD, 0.2, gt=0, lt=1)
+    num_hot_rows: int | None = key("number of hot rows, those looked up most", None, ge=0)
     hot_exchange: HotExchange | None = key("how gradients of hot rows are reduced", None)
-    wire: WireType = key("type of rows and gradients in messages", WireType.fp32)
-    depth: int = key(
-        "number of batches whose rows look_ahead exchanges in advance", 1, at_least=0, at_most=16
-    )
-    micro_batches: bool = key(
-        "let look_ahead first compute the samples that need no row of another rank", False
-    )
-    assign: OrderAssign = key(
-        "how samples of a global batch are assigned to ranks: as_read, or by_owner (of their "
-        "cold rows)",
-        OrderAssign.as_read,
-    )
+    wire: WireType = key(WIRE, WireType.fp32)
+    depth: int = key(DEPTH, 1, ge=0, le=16)
+    micro_batches: bool = key(MICRO_BATCHES, False)
+    assign: OrderAssign = key(ASSIGN, OrderAssign.as_read)
+
+    def rules_in(self, bench: BenchConfig) -> Rules:
+        """What must hold of the variant of a benchmark."""
+        placement, tier, pipeline = self.placement, self.tier, self.pipeline or bench.pipeline
+        is_hot_cold, name = placement in HOT_COLD_CASES, pipeline.name
+        is_cached = tier is ColdTier.fused_uvm_caching and not is_hot_cold
+        expected = {
+            PipelineKind.auto: "sparse_dist, base, look_ahead or prefetch in a benchmark",
+            PipelineKind.look_ahead: "another than look_ahead with TorchRec's plan",
+            PipelineKind.prefetch: "prefetch only with TorchRec's plans and fused_uvm_caching",
+        }.get(pipeline)
+        can_run = {PipelineKind.look_ahead: is_hot_cold, PipelineKind.prefetch: is_cached}
+        yield (
+            expected is None or can_run.get(pipeline, False),
+            f"pipeline: expected {expected}, got {name} with the placement {placement.name} and "
+            f"the tier {tier.name}. Set pipeline=sparse_dist.",
+        )
+        yield (
+            (self.depth == 1 and not self.micro_batches) or pipeline is PipelineKind.look_ahead,
+            f": expected depth 1 and no micro_batches with the pipeline {name}, got depth "
+            f"{self.depth}, micro_batches {self.micro_batches}. They are look_ahead's.",
+        )
+        yield (
+            self.num_hot_rows is None or placement is BenchCase.hot_cold,
+            f"num_hot_rows: expected null with the placement {placement.name}, got "
+            f"{self.num_hot_rows}. Set placement=hot_cold.",
+        )
+        has_cold = placement in (BenchCase.hot_cold, BenchCase.all_cold)
+        yield (
+            has_cold or self.assign is OrderAssign.as_read,
+            f"assign: expected as_read with the placement {placement.name}, which has no cold rows "
+            "that travel, got by_owner. Set placement=hot_cold.",
+        )
 
 
 @dataclass
@@ -302,71 +255,68 @@ class BenchConfig:
 
     name: str = key("title of the page; by default the bench= choice")
     cases: list[str] = key(
-        "cases to compare in turn: placements, and names of bench.variants",
-        [case.name for case in BenchCase],
+        "cases to compare: placements, names of bench.variants", [*map(str, BenchCase)], size=1
     )
     variants: dict[str, BenchVariant] = key("more cases by name", {})
-    table_rows: list[int] = key("number of rows of each table; each is read by one feature")
-    zipf_exponent: float = key(
-        "exponent of the popularity of the k-th row, k^-exponent", 1.05, at_least=0
-    )
-    num_dense: int = key("number of dense columns", 13, at_least=1)
-    batch_size: int = key("number of samples per rank and step", 2048, at_least=1)
-    rounds: int = key("number of timed blocks of steps of each case", 5, at_least=1)
-    rounds_of: dict[str, int] = key("number of blocks of single cases, if fewer than rounds", {})
-    block_steps: int = key("number of consecutive steps of a case in a block", 12, at_least=1)
-    block_skip: int = key("number of first steps of a block that are not timed", 2, at_least=0)
-    warmup_rounds: int = key(
-        "number of steps of each case before the first timed block", 4, at_least=1
-    )
-    counted_steps: int = key(
-        "number of steps whose bytes are counted; they are not timed", 2, at_least=1
-    )
+    table_rows: list[int] = key("rows of each table; each is read by one feature", ge=1, size=1)
+    zipf_exponent: float = key("exponent of the k-th row's popularity, k^-exponent", 1.05, ge=0)
+    num_dense: int = key("number of dense columns", 13, ge=1)
+    batch_size: int = key(BATCH_SIZE, 2048, ge=1)
+    rounds: int = key("number of timed blocks of steps of each case", 5, ge=1)
+    rounds_of: dict[str, int] = key("blocks of single cases, if fewer than rounds", {}, ge=1)
+    block_steps: int = key("number of consecutive steps of a case in a block", 12, ge=1)
+    block_skip: int = key("number of first steps of a block that are not timed", 2, ge=0)
+    warmup_rounds: int = key("number of steps of each case before the first timed block", 4, ge=1)
+    counted_steps: int = key("number of steps whose bytes are counted; they are not timed", 2, ge=1)
     hot_rows: HotRowsRule = key(
-        "rule for hot rows: top (num_hot_rows rows) or break_even (min_accesses_per_step)",
-        HotRowsRule.top,
+        "hot rows: top (num_hot_rows) or break_even (min_accesses_per_step)", HotRowsRule.top
     )
-    num_hot_rows: int = key(
-        "number of hot rows with hot_rows=top, those looked up most", 20000, at_least=0
-    )
-    min_accesses_per_step: float = key(
-        "smallest expected lookups per global batch of a hot row with hot_rows=break_even",
-        1.0,
-        above=0,
-    )
-    profile_samples: int = key(
-        "number of samples from which the hot rows are chosen", 1000000, at_least=1
-    )
+    num_hot_rows: int = key("number of hot rows with hot_rows=top", 20000, ge=0)
+    min_accesses_per_step: float = key(f"{ACCESSES} with hot_rows=break_even", 1.0, gt=0)
+    profile_samples: int = key("samples from which the hot rows are chosen", 1000000, ge=1)
     hot_exchange: HotExchange = key(
-        "how gradients of hot rows are reduced: touched_rows, owners, dense, or auto (fewest "
-        "bytes)",
-        HotExchange.auto,
+        "how gradients of hot rows are reduced, as in placement", HotExchange.auto
     )
     routing: BenchRouting = key(
-        "where ids are routed: main (inside the timed step) or loader (before it)",
-        BenchRouting.main,
+        "where ids are routed: main (timed) or loader (before the step)", BenchRouting.main
     )
     pipeline: PipelineKind = key(
         "pipeline of all cases without one in bench.variants: sparse_dist or base",
         PipelineKind.sparse_dist,
     )
-    seed: int = key("seed of weights, popularity and samples", 0, at_least=0)
-    device: Device = key(
-        "device to compute on: cpu, cuda, or auto (cuda if available)", Device.auto
-    )
-    loss_tolerance: float = key("largest allowed difference of losses between cases", 1e-4, above=0)
+    seed: int = key("seed of weights, popularity and samples", 0, ge=0)
+    device: Device = key(DEVICE, Device.auto)
+    loss_tolerance: float = key("largest allowed difference of losses between cases", 1e-4, gt=0)
     profile: bool = key("also profile the operators of some steps", False)
-    profile_steps: int = key("number of steps of each case to profile", 4, at_least=1)
-    interface: str | None = key(
-        "network interface whose sent bytes are also read; null: none", None
-    )
-    network: str = key(
-        "name of the network between the ranks, for the page", "loopback of one host"
-    )
-    page: str | None = key(
-        "path of another copy of the result page; null: only in the run directory", None
-    )
-    timeout_s: float = key("seconds that a collective waits for the slowest rank", 600.0, above=0)
+    profile_steps: int = key("number of steps of each case to profile", 4, ge=1)
+    interface: str | None = key("interface whose sent bytes are also read; null: none", None)
+    network: str = key("network between the ranks, for the page", "loopback of one host")
+    page: str | None = key("path of another copy of the page; null: none", None)
+    timeout_s: float = key(TIMEOUT, 600.0, gt=0)
+
+    def rules(self) -> Rules:
+        cases, placements = self.cases, [*map(str, BenchCase)]
+        known = [*placements, *self.variants]
+        yield len(set(cases)) == len(cases), f"cases: expected each at most once, got {cases}."
+        for case in cases:
+            yield case in known, f"cases: expected some of {known}, got {case!r}."
+        for case in self.rounds_of:
+            yield case in known, f"rounds_of: expected one of {known}, got {case!r}."
+        yield (
+            self.pipeline in (PipelineKind.sparse_dist, PipelineKind.base),
+            "pipeline: expected sparse_dist or base, which every placement has, got "
+            f"{self.pipeline.name}. Give single cases another pipeline by bench.variants.",
+        )
+        expected, skip = f"below bench.block_steps {self.block_steps}", self.block_skip
+        yield skip < self.block_steps, f"block_skip: expected {expected}, got {skip}."
+        for name, variant in self.variants.items():
+            expected = f": expected a name other than {placements}"
+            for holds, message in (
+                (name not in placements, f"{expected}, got {name!r}."),
+                *variant.rules_in(self),
+            ):
+                dot = "" if message[0] == ":" else "."
+                yield holds, f"variants.{name}{dot}{message}"
 
 
 @dataclass
@@ -401,26 +351,28 @@ class Config:
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
     paths: PathsConfig = section("the directories of each stage", PathsConfig)
 
+    def rules(self) -> Rules:
+        for group, variants in VARIANTS.items():
+            chosen = getattr(self, group)
+            expected = next(name for name, kind in variants.items() if type(chosen) is kind)
+            yield (
+                chosen.kind.name == expected,
+                f"{group}.kind: expected {expected}, which {group}={expected} chose, got "
+                f"{chosen.kind.name}. Choose with {group}={chosen.kind.name}.",
+            )
+
 
 @dataclass
 class EvaluateConfig:
     """The configuration of evaluate."""
 
     run_dir: str = key("directory of the training run; latest: the newest under runs/", "latest")
-    checkpoint: str = key(
-        "checkpoint to evaluate: latest, or a name in the run's checkpoints/", "latest"
-    )
+    checkpoint: str = key("checkpoint: latest, or a name in the run's checkpoints/", "latest")
     split: str = key("split of the run's dataset to evaluate on", "test")
-    batch_size: int | None = key(
-        "number of samples per rank and step; null: that of the run", None, at_least=1
-    )
-    device: Device = key(
-        "device to compute on: cpu, cuda, or auto (cuda if available)", Device.auto
-    )
-    num_workers: int = key(
-        "number of loader processes per rank; 0: read in the rank itself", 1, at_least=0
-    )
-    timeout_s: float = key("seconds that a collective waits for the slowest rank", 600.0, above=0)
+    batch_size: int | None = key(f"{BATCH_SIZE}; null: as in the run", None, ge=1)
+    device: Device = key(DEVICE, Device.auto)
+    num_workers: int = key(NUM_WORKERS, 1, ge=0)
+    timeout_s: float = key(TIMEOUT, 600.0, gt=0)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
 
 
@@ -428,9 +380,7 @@ class EvaluateConfig:
 class ReportConfig:
     """The configuration of report."""
 
-    runs: list[str] = key(
-        "run directories to report on; latest: the newest under runs/", ["latest"]
-    )
+    runs: list[str] = key("run directories; latest: the newest under runs/", ["latest"])
     output: str | None = key("directory of the page; null: the run directory of this command", None)
     profile: str | None = key("profile to draw; null: that of the first run", None)
     partition: str | None = key("partition to draw; null: that of the first run", None)

@@ -367,16 +367,13 @@ def wilson_interval(share: float, num_trials: int, *, confidence: float) -> list
     return [min(max(centre - half, 0.0), share), max(min(centre + half, 1.0), share)]
 
 
-def read_profile(path: Path, *, verify: Verify = "full") -> tuple[Profile, Artifact]:
+def read_profile(path: Path) -> tuple[Profile, Artifact]:
     """Open a profile; its counts are memory-mapped, read-only.
-
-    Args:
-        verify: See ``hotrec.artifact.read_artifact``.
 
     Raises:
         ArtifactError: If it is missing, incomplete or altered.
     """
-    artifact = read_artifact(path, kind=KIND, verify=verify)
+    artifact = read_artifact(path, kind=KIND, verify=Verify.full)
     with artifact.parsing():
         content = artifact.content
 

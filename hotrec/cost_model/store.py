@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hotrec.artifact import Artifact, commit_artifact, read_artifact, scratch_directory
+from hotrec.artifact import Artifact, Verify, commit_artifact, read_artifact, scratch_directory
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError
 
@@ -41,7 +41,7 @@ def read_costs(path: Path) -> Costs:
         ArtifactError: If it is missing, of another kind, incomplete or altered.
         CostsError: If the costs are invalid.
     """
-    read_artifact(path, kind=KIND, verify="full")
+    read_artifact(path, kind=KIND, verify=Verify.full)
     try:
         document = json.loads((path / COSTS_JSON).read_text())
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from hotrec.artifact import (
     Artifact,
     ArtifactError,
+    Verify,
     commit_artifact,
     read_artifact,
     scratch_directory,
@@ -27,7 +28,7 @@ from hotrec.artifact import (
 from hotrec.data.chunks import Dataset, Integers, Jagged
 from hotrec.data.order import num_steps_of
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, world_size
-from hotrec.types import Feature, Partition, Rows, Schema
+from hotrec.types import Partition, Rows, Schema
 
 KIND = "all_hot_samples"
 BITS = "all_hot.npy"
@@ -40,50 +41,13 @@ _SAMPLES_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
-class SampleSubset:
-    """The all-hot or the mixed samples of a split, for a loader.
-
-    Args:
-        is_all_hot: Whether these are the all-hot samples.
-        sizes: The number of these samples in each chunk.
-        made_as: The content hash of the artifact with the bits, part of a loader's position.
-        chunk_sizes: The number of all samples in each chunk.
-        bits: uint8, the bits of all chunks, each from a new byte.
-    """
-
-    is_all_hot: bool
-    sizes: tuple[int, ...]
-    made_as: str
-    chunk_sizes: tuple[int, ...]
-    bits: Bits
-
-    @property
-    def num_samples(self) -> int:
-        return sum(self.sizes)
-
-    def rows(self, chunk: int) -> Rows:
-        """Where the samples of this kind stand in a chunk, int64, rising."""
-        start = sum(_num_bytes(size) for size in self.chunk_sizes[:chunk])
-        size = self.chunk_sizes[chunk]
-        flags = np.unpackbits(self.bits[start : start + _num_bytes(size)], count=size)
-        return np.flatnonzero(flags == self.is_all_hot)
-
-
-@dataclass(frozen=True)
 class AllHotSamples:
-    """Which samples of a split are all-hot.
-
-    Args:
-        artifact: The artifact that holds the bits.
-        chunk_sizes: The number of samples of each chunk.
-        num_all_hot: The number of all-hot samples of each chunk.
-        bits: uint8, a bit of 1 for an all-hot sample, mapped from the file.
-    """
+    """Which samples of a split are all-hot."""
 
     artifact: Artifact
     chunk_sizes: tuple[int, ...]
-    num_all_hot: tuple[int, ...]
-    bits: Bits
+    num_all_hot: tuple[int, ...]  # of each chunk
+    bits: Bits  # mapped from the file
 
     @property
     def num_samples(self) -> int:
@@ -96,10 +60,32 @@ class AllHotSamples:
 
     def subset(self, *, is_all_hot: bool) -> SampleSubset:
         """The samples of one kind."""
-        pairs = zip(self.chunk_sizes, self.num_all_hot, strict=True)
-        sizes = [hot if is_all_hot else size - hot for size, hot in pairs]
-        made_as = self.artifact.content_hash
-        return SampleSubset(is_all_hot, tuple(sizes), made_as, self.chunk_sizes, self.bits)
+        return SampleSubset(self, is_all_hot)
+
+
+@dataclass(frozen=True)
+class SampleSubset:
+    """The all-hot or the mixed samples of a split, for a loader."""
+
+    samples: AllHotSamples
+    is_all_hot: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of these samples in each chunk."""
+        pairs = zip(self.samples.chunk_sizes, self.samples.num_all_hot, strict=True)
+        return tuple(hot if self.is_all_hot else size - hot for size, hot in pairs)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(self.sizes)
+
+    def rows(self, chunk: int) -> Rows:
+        """Where the samples of this kind stand in a chunk, int64, rising."""
+        sizes = self.samples.chunk_sizes
+        start = sum(-(-size // 8) for size in sizes[:chunk])
+        flags = np.unpackbits(self.samples.bits[start:], count=sizes[chunk])
+        return np.flatnonzero(flags == self.is_all_hot)
 
 
 def write_all_hot(
@@ -111,13 +97,12 @@ def write_all_hot(
     mixed. Takes one byte per row of the tables that are hot in part, and one bit per sample.
 
     Args:
-        partition: of this dataset's tables.
-        partition_hash: its artifact's content hash.
-        output: where the artifact is to stand, on a file system that all hosts share; what stands
+        dataset: The dataset.
+        split: The split to classify.
+        partition: A partition of this dataset's tables.
+        partition_hash: Its artifact's content hash.
+        output: Where the artifact is to stand, on a file system that all hosts share; what stands
             there is replaced.
-
-    Returns:
-        the same on every rank.
 
     Raises:
         ValueError: if the partition is of other tables, or an id lies outside its table.
@@ -148,7 +133,7 @@ def read_all_hot(dataset: Dataset, split: str, *, partition_hash: str, path: Pat
 
 
 def _read(dataset: Dataset, split: str, partition_hash: str, path: Path) -> AllHotSamples:
-    artifact = read_artifact(path, kind=KIND, verify="full")
+    artifact = read_artifact(path, kind=KIND, verify=Verify.full)
     checks = (
         ("the dataset", dataset.artifact.content_hash, artifact.made_from.get("dataset")),
         ("the partition", partition_hash, artifact.made_from.get("partition")),
@@ -198,19 +183,26 @@ def _classify_share(dataset: Dataset, split: str, partition: Partition) -> dict[
     ) as bar:
         for chunk in my_chunks:
             features = dataset.block(split, chunk).features
-            parts = []
-            num_samples = chunks[chunk].num_samples
-            for start in range(0, num_samples, _SAMPLES_AT_ONCE):
-                samples = slice(start, min(start + _SAMPLES_AT_ONCE, num_samples))
-                where = f"chunk {chunks[chunk].file}"
-                parts.append(_classify(features, samples, dataset.schema, hot_flags, where))
+            info = chunks[chunk]
+            is_all_hot = np.ones(info.num_samples, np.bool_)
+            for start in range(0, info.num_samples, _SAMPLES_AT_ONCE):
+                samples = slice(start, min(start + _SAMPLES_AT_ONCE, info.num_samples))
+                for feature in dataset.schema.features:
+                    _clear_mixed(
+                        is_all_hot,
+                        features[feature.name],
+                        samples,
+                        hot_flags[feature.table],
+                        f"table {feature.table}",
+                        f"feature {feature.name} (chunk {info.file})",
+                    )
                 bar.update(samples.stop - samples.start)
-            bits[chunk] = np.packbits(np.concatenate([np.empty(0, np.bool_), *parts]))
+            bits[chunk] = np.packbits(is_all_hot)
     return bits
 
 
 def _hot_flags(schema: Schema, partition: Partition) -> dict[str, Flags]:
-    """For each table whether a row is hot, bool (N,); one value for all where they are alike."""
+    """For each table whether a row is hot, bool (N,)."""
     expected = {table.name: table.num_rows for table in schema.tables}
     if dict(partition.num_rows) != expected:
         raise ValueError(
@@ -220,57 +212,38 @@ def _hot_flags(schema: Schema, partition: Partition) -> dict[str, Flags]:
     flags = {}
     for table, num_rows in expected.items():
         hot = partition.hot(table)
-        if hot.size in (0, num_rows):
-            flags[table] = np.full(1, hot.size > 0)
-            continue
-        flags[table] = np.zeros(num_rows, np.bool_)
-        flags[table][hot] = True
+        # A table that is wholly hot or cold takes no memory.
+        flags[table] = np.broadcast_to(np.bool_(hot.size > 0), num_rows)
+        if 0 < hot.size < num_rows:
+            flags[table] = np.zeros(num_rows, np.bool_)
+            flags[table][hot] = True
     return flags
 
 
-def _classify(
-    features: Mapping[str, Integers | Jagged],
+def _clear_mixed(
+    is_all_hot: Flags,
+    ids: Integers | Jagged,
     samples: slice,
-    schema: Schema,
-    hot_flags: Mapping[str, Flags],
+    flags: Flags,
+    table: str,
     where: str,
-) -> Flags:
-    """Whether each of the samples is all-hot, bool (B,). An empty bag holds no cold id."""
-    is_all_hot = np.ones(samples.stop - samples.start, np.bool_)
-    for feature in schema.features:
-        ids = features[feature.name]
-        flags = hot_flags[feature.table]
-        if isinstance(ids, Jagged):
-            offsets = ids.offsets[samples.start : samples.stop + 1]
-            values = ids.values[offsets[0] : offsets[-1]]
-        else:
-            values = ids[samples]
-        _check_ids(values, feature, schema, where)
-        if isinstance(ids, Jagged):
-            # A cold id makes the sample of its bag mixed.
-            cold = np.flatnonzero(~_look_up(flags, values)) + offsets[0]
-            is_all_hot[np.searchsorted(offsets, cold, side="right") - 1] = False
-        else:
-            is_all_hot &= _look_up(flags, values)
-    return is_all_hot
-
-
-def _look_up(flags: Flags, ids: Integers) -> Flags:
-    return np.broadcast_to(flags, ids.shape) if flags.size == 1 else flags[ids]
-
-
-def _check_ids(ids: Integers, feature: Feature, schema: Schema, where: str) -> None:
-    num_rows = schema.table(feature.table).num_rows
-    if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
-        outside = ids[(ids < 0) | (ids >= num_rows)][0]
+) -> None:
+    """Clear the flags (B,) of the samples that hold a cold id; an empty bag holds none."""
+    if isinstance(ids, Jagged):
+        offsets = ids.offsets[samples.start : samples.stop + 1]
+        values = ids.values[offsets[0] : offsets[-1]]
+    else:
+        values = ids[samples]
+    if values.size and (values.min() < 0 or values.max() >= flags.size):
+        outside = values[(values < 0) | (values >= flags.size)][0]
         raise ValueError(
-            f"table {feature.table}: expected rows in 0..{num_rows - 1}, got row {outside} in "
-            f"feature {feature.name} ({where}). Prepare the dataset again."
+            f"{table}: expected rows in 0..{flags.size - 1}, got row {outside} in {where}. "
+            "Prepare the dataset again."
         )
-
-
-def _num_bytes(num_samples: int) -> int:
-    return -(-num_samples // 8)
+    cold = np.flatnonzero(~flags[values])
+    if isinstance(ids, Jagged):
+        cold = np.searchsorted(offsets, cold + offsets[0], side="right") - 1
+    is_all_hot[cold + samples.start] = False
 
 
 def count_steps_of_kinds(
@@ -278,8 +251,6 @@ def count_steps_of_kinds(
 ) -> tuple[int, int]:
     """The steps of an epoch with all-hot and with mixed samples; the last may not be full."""
     num_all_hot = sum(samples.num_all_hot)
-    num_mixed = samples.num_samples - num_all_hot
-    return (
-        num_steps_of(num_all_hot, batch_size, world_size),
-        num_steps_of(num_mixed, batch_size, world_size),
-    )
+    counts = (num_all_hot, samples.num_samples - num_all_hot)
+    all_hot, mixed = (num_steps_of(count, batch_size, world_size) for count in counts)
+    return all_hot, mixed

@@ -225,7 +225,7 @@ class Dataset:
     _verified: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @staticmethod
-    def open(directory: str | Path, verify: Verify = "size") -> Dataset:
+    def open(directory: str | Path, verify: Verify = Verify.size) -> Dataset:
         """Read the manifest and check the files; nobody replaces the dataset while it is open.
 
         Args:

@@ -7,7 +7,8 @@ so that hashing, splitting and looking up happen once per distinct text of a blo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +39,6 @@ class Texts:
     values: pa.Array
     codes: Codes
 
-    def __len__(self) -> int:
-        return int(self.codes.size)
-
-    def keep(self, samples: npt.NDArray[np.bool_]) -> Texts:
-        return Texts(self.values, self.codes[samples])
-
 
 @dataclass(frozen=True)
 class Lists:
@@ -59,49 +54,48 @@ class Lists:
     offsets: npt.NDArray[np.int64]
     codes: Codes
 
-    def __len__(self) -> int:
-        return int(self.codes.size)
-
-    def keep(self, samples: npt.NDArray[np.bool_]) -> Lists:
-        return Lists(self.items, self.offsets, self.codes[samples])
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """A column of numbers.
-
-    Args:
-        values: float64 (n,), NaN for a missing value.
-    """
-
-    values: Float64s
-
-    def __len__(self) -> int:
-        return int(self.values.size)
-
-    def keep(self, samples: npt.NDArray[np.bool_]) -> Numbers:
-        return Numbers(self.values[samples])
-
-
-RawColumn = Texts | Lists | Numbers
-
 
 @dataclass(frozen=True)
 class RawBlock:
     """Samples of one file as they were read.
 
     Args:
-        numbers: int64 (n,), the line of each sample, or its row in a file without lines, from 1.
-        columns: The columns, by their name in the log.
+        lines: int64 (n,), the line of each sample, or its row in a file without lines, from 1.
+        ids: The columns read as ids, by their name in the log.
+        numbers: The columns read as numbers, float64 (n,), NaN for a missing value.
         num_skipped: The number of samples left out because they could not be read.
     """
 
-    numbers: npt.NDArray[np.int64]
-    columns: Mapping[str, RawColumn]
-    num_skipped: int
+    lines: npt.NDArray[np.int64]
+    ids: Mapping[str, Texts | Lists]
+    numbers: Mapping[str, Float64s]
+    num_skipped: int = 0
 
     def __len__(self) -> int:
-        return int(self.numbers.size)
+        return int(self.lines.size)
+
+    def keep(self, is_kept: npt.NDArray[np.bool_]) -> RawBlock:
+        """Some of the samples; the others count as skipped."""
+        return RawBlock(
+            self.lines[is_kept],
+            {n: replace(column, codes=column.codes[is_kept]) for n, column in self.ids.items()},
+            {name: values[is_kept] for name, values in self.numbers.items()},
+            self.num_skipped + int((~is_kept).sum()),
+        )
+
+
+def offsets_of(lengths: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+    """Where each of some bags that are laid end to end begins and, last, where they end."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def ids_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts | Lists:
+    """A column of any scalar type, or of lists of one."""
+    kind = column.type
+    is_lists = pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return (
+        lists_from_arrow(column) if is_lists or pa.types.is_list(kind) else texts_from_arrow(column)
+    )
 
 
 def texts_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts:
@@ -115,7 +109,7 @@ def texts_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts:
     return Texts(values, array.indices.fill_null(-1).to_numpy(zero_copy_only=False))
 
 
-def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Numbers:
+def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
     """A column of numbers, booleans or times as float64, NaN where null.
 
     Raises:
@@ -126,14 +120,15 @@ def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Numbers:
         array = array.cast(pa.timestamp("ms")).cast(pa.int64())
     # safe=False: integers beyond 2**53 lose their last digits instead of failing.
     values = array.cast(pa.float64(), safe=pa.types.is_string(array.type))
-    return Numbers(values.to_numpy(zero_copy_only=False).astype(np.float64, copy=False))
+    found: Float64s = values.to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
+    return found
 
 
-def numbers_from_texts(texts: Texts) -> Numbers:
+def numbers_from_texts(texts: Texts) -> Float64s:
     """Texts as numbers; infinite where a text is not a number, for the reader to find."""
     is_number = pc.match_substring_regex(texts.values, _NUMBER).fill_null(True)
-    values = numbers_from_arrow(pc.if_else(is_number, texts.values, "inf")).values
-    return Numbers(np.append(values, np.nan)[texts.codes])
+    values = numbers_from_arrow(pc.if_else(is_number, texts.values, "inf"))
+    return np.append(values, np.nan)[texts.codes]
 
 
 def lists_from_arrow(column: pa.ChunkedArray | pa.Array) -> Lists:
@@ -144,9 +139,8 @@ def lists_from_arrow(column: pa.ChunkedArray | pa.Array) -> Lists:
     is_null = array.is_null().to_numpy(zero_copy_only=False)
     # flatten() leaves out what nulls and slices hide, so lengths must come from the same view.
     lengths = np.where(is_null, 0, pc.list_value_length(array).fill_null(0).to_numpy())
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     codes = np.where(is_null, -1, np.arange(len(array)))
-    return Lists(texts_from_arrow(array.flatten()), offsets, codes)
+    return Lists(texts_from_arrow(array.flatten()), offsets_of(lengths), codes)
 
 
 def lists_from_texts(texts: Texts, separator: str) -> Lists:
@@ -154,11 +148,9 @@ def lists_from_texts(texts: Texts, separator: str) -> Lists:
     pieces = pc.split_pattern(texts.values.fill_null(""), separator)
     flat = pieces.flatten()
     is_item = pc.not_equal(flat, "").to_numpy(zero_copy_only=False)
-    bounds = np.concatenate([[0], np.cumsum(is_item, dtype=np.int64)])
     lengths = pc.list_value_length(pieces).to_numpy(zero_copy_only=False)
-    offsets = bounds[np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])]
     items = texts_from_arrow(flat.filter(pa.array(is_item)))
-    return Lists(items, offsets, texts.codes)
+    return Lists(items, offsets_of(is_item)[offsets_of(lengths)], texts.codes)
 
 
 def cut_lists(lists: Lists, max_length: int) -> Lists:
@@ -166,30 +158,28 @@ def cut_lists(lists: Lists, max_length: int) -> Lists:
     lengths = np.diff(lists.offsets)
     if not max_length or not lengths.size or lengths.max() <= max_length:
         return lists
-    owner = np.repeat(np.arange(lengths.size), lengths)
-    is_kept = np.arange(len(lists.items)) >= lists.offsets[1:][owner] - max_length
-    offsets = np.concatenate([[0], np.cumsum(np.minimum(lengths, max_length))])
-    return Lists(lists.items.keep(is_kept), offsets, lists.codes)
+    end_of_item = np.repeat(lists.offsets[1:], lengths)
+    is_kept = np.arange(lists.offsets[-1]) >= end_of_item - max_length
+    items = replace(lists.items, codes=lists.items.codes[is_kept])
+    return Lists(items, offsets_of(np.minimum(lengths, max_length)), lists.codes)
 
 
-def derive_numbers(derive: Derive, numbers: Numbers, utc_offset_h: float) -> Numbers:
-    """What ``derive`` makes of a column, see ``hotrec.config.data.Derive``; NaN stays NaN."""
-    values = numbers.values
+def derive_numbers(derive: Derive, values: Float64s, utc_offset_h: float) -> Float64s:
+    """What ``derive`` makes of a column, see ``hotrec.config.data.ColumnSpec``; NaN stays NaN."""
     match derive:
         case Derive.none:
-            return numbers
+            return values
         case Derive.hour_of_day:
-            return Numbers(np.floor(values / _MS_PER_HOUR + utc_offset_h) % 24)
+            return np.floor(values / _MS_PER_HOUR + utc_offset_h) % 24
         case Derive.day_of_week:
             days = np.floor((values / _MS_PER_HOUR + utc_offset_h) / 24)
-            return Numbers((days + _EPOCH_WEEKDAY) % 7)
+            return (days + _EPOCH_WEEKDAY) % 7
         case Derive.log_bucket:
-            return Numbers(np.sign(values) * np.floor(4 * np.log2(1 + np.abs(values))))
+            return np.sign(values) * np.floor(4 * np.log2(1 + np.abs(values)))
 
 
-def texts_from_numbers(numbers: Numbers) -> Texts:
+def texts_from_numbers(values: Float64s) -> Texts:
     """Whole numbers as decimal texts; NaN is missing."""
-    is_missing = np.isnan(numbers.values)
-    whole = np.where(is_missing, 0, numbers.values).astype(np.int64)
-    values, codes = np.unique(whole, return_inverse=True)
-    return Texts(pa.array(values).cast(pa.string()), np.where(is_missing, -1, codes))
+    is_missing = np.isnan(values)
+    whole, codes = np.unique(np.where(is_missing, 0, values).astype(np.int64), return_inverse=True)
+    return Texts(pa.array(whole).cast(pa.string()), np.where(is_missing, -1, codes))

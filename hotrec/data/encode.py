@@ -6,7 +6,6 @@ Everything works on whole blocks, and where possible on distinct texts rather th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,60 +20,32 @@ from hotrec.data.columns import (
     cut_lists,
     derive_numbers,
     lists_from_texts,
+    offsets_of,
     texts_from_numbers,
 )
 from hotrec.data.gather import gather_bags
-from hotrec.data.readers import numbers_of
 from hotrec.data.vocabulary import RowEncoder
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Count, sum and sum of squares of the dense columns, float64 (N,) each."""
-
-    num_samples: int
-    sums: Float64s
-    squares: Float64s
-
-    @staticmethod
-    def none(num_dense: int) -> Moments:
-        return Moments(0, np.zeros(num_dense), np.zeros(num_dense))
-
-    @staticmethod
-    def of(dense: Float64s) -> Moments:
-        return Moments(dense.shape[0], dense.sum(axis=0), np.square(dense).sum(axis=0))
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.num_samples + other.num_samples,
-            self.sums + other.sums,
-            self.squares + other.squares,
-        )
+def moments_of(dense: Float64s) -> Float64s:
+    """Count, sums and sums of squares of the dense columns, float64 (3, N); they add up."""
+    count = np.full(dense.shape[1], float(dense.shape[0]))
+    return np.stack([count, dense.sum(axis=0), np.square(dense).sum(axis=0)])
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """Per dense column, subtract ``means`` and divide by ``deviations``; float64 (N,) each."""
+def scaling_of(columns: Mapping[str, ColumnSpec], moments: Float64s) -> Float64s:
+    """What to subtract from and to divide the dense columns by, float64 (2, N).
 
-    means: Float64s
-    deviations: Float64s
-
-    @staticmethod
-    def none(num_dense: int) -> Scaling:
-        return Scaling(np.zeros(num_dense), np.ones(num_dense))
-
-
-def scaling_of(columns: Mapping[str, ColumnSpec], moments: Moments) -> Scaling:
-    """The scaling of the columns with ``standardize``; the others stay as they are."""
-    dense = dense_columns(columns)
-    is_scaled = np.array([column.standardize for column in dense.values()], bool)
-    count = max(moments.num_samples, 1)
-    means = moments.sums / count
-    variances = np.maximum(moments.squares / count - np.square(means), 0.0)
+    Columns without ``standardize`` stay as they are.
+    """
+    is_scaled = np.array([column.standardize for column in dense_columns(columns).values()], bool)
+    count = np.maximum(moments[0], 1)
+    means = moments[1] / count
+    variances = np.maximum(moments[2] / count - np.square(means), 0.0)
     # A constant column becomes 0; what is left of its variance is rounding.
     is_constant = variances <= 1e-12 * np.maximum(np.square(means), 1.0)
     deviations = np.where(is_constant, 1.0, np.sqrt(variances))
-    return Scaling(np.where(is_scaled, means, 0.0), np.where(is_scaled, deviations, 1.0))
+    return np.where(is_scaled, [means, deviations], [[0.0], [1.0]])
 
 
 def dense_columns(columns: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
@@ -104,12 +75,11 @@ def raw_feature(block: RawBlock, name: str, column: ColumnSpec) -> Texts | Lists
     """The raw ids of a categorical column."""
     source = column.source or name
     if column.derive is not Derive.none:
-        numbers = derive_numbers(column.derive, numbers_of(block, source), column.utc_offset_h)
+        numbers = derive_numbers(column.derive, block.numbers[source], column.utc_offset_h)
         return texts_from_numbers(numbers)
-    raw = block.columns[source]
+    raw = block.ids[source]
     if column.kind is ColumnKind.categorical_list:
         lists = lists_from_texts(raw, column.separator) if isinstance(raw, Texts) else raw
-        assert isinstance(lists, Lists), f"column {source}: expected ids, got {type(raw)}"
         return cut_lists(lists, column.max_length)
     if not isinstance(raw, Texts):
         raise ValueError(
@@ -124,8 +94,8 @@ def dense_values(block: RawBlock, columns: Mapping[str, ColumnSpec]) -> Float64s
     dense = dense_columns(columns)
     values = np.empty((len(dense), len(block)))
     for index, (name, column) in enumerate(dense.items()):
-        numbers = numbers_of(block, column.source or name)
-        raw = derive_numbers(column.derive, numbers, column.utc_offset_h).values
+        numbers = block.numbers[column.source or name]
+        raw = derive_numbers(column.derive, numbers, column.utc_offset_h)
         filled = np.where(np.isnan(raw), column.fill, raw)
         if column.transform is DenseTransform.log1p:
             filled = np.copysign(np.log1p(np.abs(filled)), filled)
@@ -142,7 +112,7 @@ def encode_feature(raw: Texts | Lists, encoder: RowEncoder) -> Integers | Jagged
     bags = Jagged(items, np.append(raw.offsets, raw.offsets[-1]))
     samples = np.where(raw.codes < 0, raw.offsets.size - 1, raw.codes)
     values, lengths = gather_bags(bags, samples)
-    return Jagged(values, np.concatenate([[0], np.cumsum(lengths)]))
+    return Jagged(values, offsets_of(lengths))
 
 
 def _rows_of(texts: Texts, encoder: RowEncoder) -> Integers:
@@ -158,18 +128,11 @@ def encode_block(
     block: RawBlock,
     columns: Mapping[str, ColumnSpec],
     encoders: Mapping[str, RowEncoder],
-    scaling: Scaling,
+    scaling: Float64s,
 ) -> Block:
-    """Encode a block of raw columns for a chunk.
-
-    Args:
-        block: The samples.
-        columns: The columns of the specification.
-        encoders: The encoder of each feature, by name.
-        scaling: The scaling of the dense columns.
-    """
-    dense = (dense_values(block, columns) - scaling.means) / scaling.deviations
-    label: Floats = numbers_of(block, label_source(columns)).values.astype(np.float32)
+    """Encode a block of raw columns for a chunk; ``encoders`` are by feature."""
+    dense = (dense_values(block, columns) - scaling[0]) / scaling[1]
+    label: Floats = block.numbers[label_source(columns)].astype(np.float32)
     return Block(
         label=label,
         dense=dense.astype(np.float32),
@@ -186,7 +149,7 @@ def select_samples(block: Block, samples: npt.NDArray[np.int64]) -> Block:
     for name, ids in block.features.items():
         if isinstance(ids, Jagged):
             values, lengths = gather_bags(ids, samples)
-            features[name] = Jagged(values, np.concatenate([[0], np.cumsum(lengths)]))
+            features[name] = Jagged(values, offsets_of(lengths))
         else:
             features[name] = ids[samples]
     return Block(block.label[samples], block.dense[samples], features)

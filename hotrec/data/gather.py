@@ -42,16 +42,12 @@ class Gathered:
 
 
 class Gatherer:
-    """Reads batches of one split of a dataset.
-
-    Args:
-        dataset: The dataset.
-        split: "train", "valid" or "test".
-    """
+    """Reads batches of one split of a dataset."""
 
     def __init__(self, dataset: Dataset, split: str) -> None:
         self._dataset = dataset
         self._split = split
+        self.schema = dataset.schema
         self._features = dataset.schema.features
         self._num_rows = np.array(
             [dataset.schema.table(feature.table).num_rows for feature in self._features], np.int64
@@ -171,15 +167,7 @@ def _join(parts: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
 
 
 def gather_bags(ids: Integers | Jagged, samples: Rows) -> tuple[Rows, Rows]:
-    """The bags of some samples, laid end to end.
-
-    Args:
-        ids: all ids of one feature; one-hot ids are bags of one.
-        samples: int64 (B,).
-
-    Returns:
-        values int64 (K,) and lengths int64 (B,).
-    """
+    """The bags of some samples, laid end to end: values int64 (K,) and lengths int64 (B,)."""
     if not isinstance(ids, Jagged):
         return ids[samples].astype(np.int64), np.ones(samples.size, np.int64)
     starts = ids.offsets[samples].astype(np.int64)

@@ -76,25 +76,14 @@ def hash_numbers(seed: int, *columns: npt.NDArray[np.int64] | int) -> Hashes:
     return state
 
 
-class HashIndex:
-    """Finds the position of a hash among sorted ones.
-
-    Args:
-        keys: uint64 (n,), in rising order.
-    """
-
-    def __init__(self, keys: Hashes) -> None:
-        self._keys = keys
-
-    def positions(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        """Position of each hash, int64 (n,); -1 where it is not among the keys."""
-        if self._keys.size == 0 or hashes.size == 0:
-            return np.full(hashes.size, -1, np.int64)
-        # Sorted queries walk through the keys in order: 6 times faster on five million keys.
-        order = np.argsort(hashes)
-        queries = hashes[order]
-        found = np.searchsorted(self._keys, queries)
-        np.minimum(found, self._keys.size - 1, out=found)
-        positions = np.empty(hashes.size, np.int64)
-        positions[order] = np.where(self._keys[found] == queries, found, -1)
-        return positions
+def find_sorted(keys: Hashes, hashes: Hashes) -> npt.NDArray[np.int64]:
+    """Position of each hash among ``keys``, which rise, int64 (n,); -1 where it is not."""
+    if keys.size == 0 or hashes.size == 0:
+        return np.full(hashes.size, -1, np.int64)
+    # Sorted queries walk through the keys in order: 6 times faster on five million keys.
+    order = np.argsort(hashes)
+    queries = hashes[order]
+    found = np.minimum(np.searchsorted(keys, queries), keys.size - 1)
+    positions = np.empty(hashes.size, np.int64)
+    positions[order] = np.where(keys[found] == queries, found, -1)
+    return positions

@@ -21,7 +21,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.artifact import Verify
 from hotrec.data.all_hot import SampleSubset
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
@@ -55,7 +54,6 @@ def make_loader(
     transform: Transform | None = None,
     drop_last: bool = False,
     pin_memory: bool = False,
-    verify: Verify = "size",
     subset: SampleSubset | None = None,
     assign: Assign | None = None,
 ) -> StatefulDataLoader:
@@ -75,7 +73,6 @@ def make_loader(
         transform: A picklable function that workers apply to the ids.
         drop_last: Whether to leave out the last step of an epoch if it is not full.
         pin_memory: Whether batches are in page-locked memory, for a GPU.
-        verify: See ``Dataset.open``.
         subset: The samples that take part, which may be fewer than a global batch; None for all.
         assign: A picklable function that assigns the samples of a global batch to ranks; workers
             then read the ids of the whole global batch. None keeps the order of the batch.
@@ -94,29 +91,50 @@ def make_loader(
             f"loader: expected batch_size >= 1 and 0 <= rank < world_size, got "
             f"batch_size {batch_size}, rank {rank}, world_size {world_size}."
         )
-    dataset = Dataset.open(dataset_path, verify)
-    num_samples = dataset.num_samples(split) if subset is None else subset.num_samples
-    # An evaluation may be smaller than a batch; training on less than one is a mistake.
-    needed = batch_size * world_size if (shuffle or drop_last) and subset is None else 1
-    if num_samples < needed:
-        raise ValueError(
-            f"dataset {dataset.artifact.path} split {split}: expected at least {needed} samples "
-            f"(batch size {batch_size} on {world_size} ranks), got {num_samples}. "
-            "Choose a smaller batch, fewer ranks or more data."
-        )
-    batches = Batches(
-        dataset,
-        split,
+    dataset = Dataset.open(dataset_path)
+    sizes = [chunk.num_samples for chunk in dataset.chunks(split)]
+    order = SampleOrder(
+        sizes if subset is None else subset.sizes,
         batch_size=batch_size,
         rank=rank,
         world_size=world_size,
         seed=seed,
-        epochs=epochs,
         shuffle=shuffle,
-        transform=transform,
-        drop_last=drop_last,
-        subset=subset,
-        assign=assign,
+        rows_of_chunk=None if subset is None else subset.rows,
+    )
+    # An evaluation may be smaller than a batch; training on less than one is a mistake.
+    needed = batch_size * world_size if drop_last or (shuffle and subset is None) else 1
+    if order.num_samples < needed:
+        raise ValueError(
+            f"dataset {dataset.artifact.path} split {split}: expected at least {needed} samples "
+            f"(batch size {batch_size} on {world_size} ranks), got {order.num_samples}. "
+            "Choose a smaller batch, fewer ranks or more data."
+        )
+    # A checkpoint's position has a meaning only under the same settings.
+    identity = {
+        "dataset": dataset.artifact.content_hash,
+        "split": split,
+        "batch_size": batch_size,
+        "world_size": world_size,
+        "seed": seed,
+        "shuffle": shuffle,
+        "drop_last": drop_last,
+        "assign": AS_READ if assign is None else BY_OWNER,
+    }
+    is_all_hot = subset is not None and subset.is_all_hot
+    if subset is not None:
+        made_as = subset.samples.artifact.content_hash
+        identity |= {"samples": made_as, "is_all_hot": is_all_hot}
+    batches = Batches(
+        Gatherer(dataset, split),
+        order,
+        identity,
+        num_steps_of(order.num_samples, batch_size, world_size, drop_last=drop_last),
+        epochs,
+        transform,
+        # All ranks hold the rows of all-hot samples, so there is nothing to assign them by.
+        None if is_all_hot else assign,
+        is_all_hot,
     )
     return StatefulDataLoader(
         batches,
@@ -148,53 +166,16 @@ def _leave_sigterm_to_rank(worker: int) -> None:
 
 @dataclass(eq=False)
 class Batches(IterableDataset[Batch]):
-    """The batches of one rank; arguments as in ``make_loader``."""
+    """The batches of one rank."""
 
-    dataset: Dataset
-    split: str
-    batch_size: int
-    rank: int
-    world_size: int
-    seed: int
+    gatherer: Gatherer
+    order: SampleOrder
+    identity: dict[str, Any]
+    steps_per_epoch: int
     epochs: int | None
-    shuffle: bool
     transform: Transform | None
-    drop_last: bool
-    subset: SampleSubset | None
     assign: Assign | None
-
-    def __post_init__(self) -> None:
-        subset, assign = self.subset, self.assign
-        self.is_all_hot = subset is not None and subset.is_all_hot
-        # All ranks hold the rows of all-hot samples, so there is nothing to assign them by.
-        self.assign = None if self.is_all_hot else assign
-        sizes = [chunk.num_samples for chunk in self.dataset.chunks(self.split)]
-        self.order = SampleOrder(
-            sizes if subset is None else subset.sizes,
-            batch_size=self.batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            rows_of_chunk=None if subset is None else subset.rows,
-        )
-        self.steps_per_epoch = num_steps_of(
-            self.order.num_samples, self.batch_size, self.world_size, drop_last=self.drop_last
-        )
-        self.num_steps = None if self.epochs is None else self.epochs * self.steps_per_epoch
-        # A checkpoint's position has a meaning only under the same settings.
-        self.identity = {
-            "dataset": self.dataset.artifact.content_hash,
-            "split": self.split,
-            "batch_size": self.batch_size,
-            "world_size": self.world_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-            "assign": AS_READ if assign is None else BY_OWNER,
-        }
-        if subset is not None:
-            self.identity |= {"samples": subset.made_as, "is_all_hot": subset.is_all_hot}
+    is_all_hot: bool
 
     def __iter__(self) -> BatchIterator:
         info = get_worker_info()
@@ -207,7 +188,6 @@ class BatchIterator(Iterator[Batch]):
 
     def __init__(self, batches: Batches, *, first_step: int, stride: int) -> None:
         self._batches = batches
-        self._gatherer = Gatherer(batches.dataset, batches.split)
         self._next_step = first_step
         self._stride = stride
 
@@ -215,21 +195,25 @@ class BatchIterator(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        if self._batches.num_steps is not None and self._next_step >= self._batches.num_steps:
+        epoch, step = divmod(self._next_step, self._batches.steps_per_epoch)
+        if self._batches.epochs is not None and epoch >= self._batches.epochs:
             raise StopIteration
-        batch = self._build(self._next_step)
+        batch = self._build(epoch, step)
         self._next_step += self._stride
         return batch
 
-    def _build(self, step: int) -> Batch:
-        epoch, step_in_epoch = divmod(step, self._batches.steps_per_epoch)
-        schema = self._batches.dataset.schema
-        gathered = self._gather(epoch, step_in_epoch)
-        if gathered is not None:
-            weights = np.ones(gathered.label.size, np.float32)
-        else:
-            gathered = _padding_sample(len(schema.dense), len(schema.features))
-            weights = np.zeros(1, np.float32)
+    def _build(self, epoch: int, step: int) -> Batch:
+        schema = self._batches.gatherer.schema
+        gathered = self._gather(epoch, step)
+        weight = np.float32(gathered is not None)
+        if gathered is None:
+            # One sample with empty bags, for a rank without samples in an epoch's last step.
+            gathered = Gathered(
+                label=np.zeros(1, np.float32),
+                dense=np.zeros((1, len(schema.dense)), np.float32),
+                values=np.empty(0, np.int64),
+                lengths=np.zeros(len(schema.features), np.int32),
+            )
         sparse = KeyedJaggedTensor(
             keys=list(schema.feature_names),
             values=torch.from_numpy(gathered.values),
@@ -240,25 +224,24 @@ class BatchIterator(Iterator[Batch]):
             dense=torch.from_numpy(gathered.dense),
             sparse=self._batches.transform(sparse) if self._batches.transform else sparse,
             labels=torch.from_numpy(gathered.label),
-            weights=torch.from_numpy(weights),
-            num_global_samples=self._batches.order.num_global_samples(step_in_epoch),
+            weights=torch.from_numpy(np.full(gathered.label.size, weight)),
+            num_global_samples=self._batches.order.num_global_samples(step),
             is_all_hot=self._batches.is_all_hot,
         )
 
     def _gather(self, epoch: int, step: int) -> Gathered | None:
         """This rank's samples of a step; None if it has none."""
-        order, assign = self._batches.order, self._batches.assign
-        if assign is None:
+        batches, order = self._batches, self._batches.order
+        if batches.assign is None:
             pieces = order.pieces(epoch, step)
-            return self._gatherer.read(pieces) if pieces else None
+            return batches.gatherer.read(pieces) if pieces else None
         pieces = order.global_pieces(epoch, step)
-        values, lengths = self._gatherer.read_ids(pieces)
-        ranks = assign(values, lengths, order.shares(step))
-        mine = np.flatnonzero(ranks == self._batches.rank)
+        values, lengths = batches.gatherer.read_ids(pieces)
+        mine = np.flatnonzero(batches.assign(values, lengths, order.shares(step)) == order.rank)
         if mine.size == 0:
             return None
-        numbers = self._gatherer.read_numbers(select_pieces(pieces, mine))
-        num_features = len(self._batches.dataset.schema.features)
+        numbers = batches.gatherer.read_numbers(select_pieces(pieces, mine))
+        num_features = len(batches.gatherer.schema.features)
         return Gathered(*numbers, *select_bags(values, lengths, mine, num_features))
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,13 +268,3 @@ class BatchIterator(Iterator[Batch]):
                     "Resume with the settings of the run that saved it, or start anew."
                 )
         self._next_step = int(state["next_step"])
-
-
-def _padding_sample(num_dense: int, num_features: int) -> Gathered:
-    """One sample with empty bags, for a rank without samples in the last step of an epoch."""
-    return Gathered(
-        label=np.zeros(1, np.float32),
-        dense=np.zeros((1, num_dense), np.float32),
-        values=np.empty(0, np.int64),
-        lengths=np.zeros(num_features, np.int32),
-    )

@@ -8,8 +8,9 @@ beside the log, which streams.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,23 +19,23 @@ import pyarrow as pa
 from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
-    JoinSpec,
     SourceFormat,
     SourceSpec,
     SplitKind,
     SplitSpec,
     columns_of,
 )
-from hotrec.data.columns import Codes, Lists, Numbers, RawBlock, RawColumn, Texts
+from hotrec.data.chunks import Jagged
+from hotrec.data.columns import Float64s, Lists, RawBlock, Texts, offsets_of
 from hotrec.data.encode import label_source, needs_numbers
-from hotrec.data.hashing import HashIndex, hash_numbers, hash_text
+from hotrec.data.gather import gather_bags
+from hotrec.data.hashing import Hashes, find_sorted, hash_numbers, hash_text
 from hotrec.data.readers import (
     LogFormat,
     Wanted,
     column_names,
     count_samples,
     find_files,
-    numbers_of,
     read_blocks,
 )
 from hotrec.types import Rows
@@ -45,21 +46,13 @@ TRAIN, VALID, TEST = range(3)  # positions in hotrec.data.chunks.SPLITS
 
 @dataclass(frozen=True)
 class Log:
-    """What ``prepare`` reads.
-
-    Args:
-        files: The files of the log, in order.
-        log_format: How the files are stored.
-        wanted: The columns of the log that are needed.
-        side_tables: The side tables, in the order of joining.
-        columns: The specified columns to prepare.
-    """
+    """What ``prepare`` reads: files, the columns wanted of them, and side tables to join."""
 
     files: tuple[Path, ...]
     log_format: LogFormat
     wanted: Wanted
-    side_tables: tuple[SideTable, ...]
-    columns: dict[str, ColumnSpec]
+    side_tables: tuple[SideTable, ...]  # in the order of joining
+    columns: dict[str, ColumnSpec]  # to prepare
 
     def blocks(self, file: int) -> Iterator[RawBlock]:
         """The joined samples of one file, in blocks."""
@@ -79,66 +72,44 @@ def open_log(spec: SourceSpec) -> Log:
     Raises:
         ValueError: if a file or a column is not there.
     """
-    is_criteo = spec.format is SourceFormat.criteo
-    log_format = LogFormat(
-        spec.format,
-        "\t" if is_criteo else spec.separator,
-        ("",) if is_criteo else tuple(spec.null_values),
-        spec.on_bad_line,
-        spec.block_mib << 20,
-    )
-    files = tuple(find_files(spec.files, spec.format, key="data.source.files"))
-    side_files = {
-        name: find_files(side.files, side.format, key=f"data.source.joins.{name}.files")
-        for name, side in spec.joins.items()
-    }
-    known = {_LOG: column_names(files[0], log_format)}
+    nulls, block_bytes = tuple(spec.null_values), spec.block_mib << 20
+    log_format = LogFormat(spec.format, spec.separator, nulls, spec.on_bad_line, block_bytes)
+    if spec.format is SourceFormat.criteo:
+        log_format = replace(log_format, separator="\t", null_values=("",))
+    files = {_LOG: find_files(spec.files, spec.format, key="data.source.files")}
+    formats = {_LOG: log_format}
     for name, side in spec.joins.items():
-        known[name] = column_names(side_files[name][0], _side_format(spec, side))
-    wanted = _wanted(spec, known)
+        key = f"data.source.joins.{name}.files"
+        files[name] = find_files(side.files, side.format, key=key)
+        # A side table is small and curated, so its bad lines are always errors.
+        formats[name] = LogFormat(side.format, side.separator, nulls, block_bytes=block_bytes)
+    wanted = _wanted(
+        spec, {place: column_names(files[place][0], formats[place]) for place in files}
+    )
     side_tables = tuple(
         read_side_table(
-            name,
-            side_files[name],
-            _side_format(spec, side),
-            key=_key(side),
-            on=side.on,
-            wanted=wanted[name],
+            name, files[name], formats[name], side.key or side.on, side.on, wanted[name]
         )
         for name, side in spec.joins.items()
     )
-    return Log(files, log_format, wanted[_LOG], side_tables, columns_of(spec))
-
-
-def _key(side: JoinSpec) -> str:
-    return side.key or side.on
-
-
-def _side_format(spec: SourceSpec, side: JoinSpec) -> LogFormat:
-    # A side table is small and curated, so its bad lines are always errors.
-    return LogFormat(
-        side.format, side.separator, tuple(spec.null_values), block_bytes=spec.block_mib << 20
-    )
+    return Log(tuple(files[_LOG]), log_format, wanted[_LOG], side_tables, columns_of(spec))
 
 
 def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wanted]:
     """What to read of the log and of each side table."""
     columns = columns_of(spec)
-    texts: dict[str, list[str]] = {place: [] for place in known}
+    ids: dict[str, list[str]] = {place: [] for place in known}
     numbers: dict[str, list[str]] = {place: [] for place in known}
     # The key of a side table repeats the column that it is matched with.
+    keys = {name: side.key or side.on for name, side in spec.joins.items()}
     offered = {
-        place: tuple(name for name in names if place == _LOG or name != _key(spec.joins[place]))
+        place: tuple(name for name in names if name != keys.get(place))
         for place, names in known.items()
     }
     for name, side in spec.joins.items():
         place = _place_of(side.on, offered, f"data.source.joins.{name}.on", before=name)
-        texts[place].append(side.on)
-        if _key(side) not in known[name]:
-            raise ValueError(
-                f"data.source.joins.{name}.key: expected one of the columns {list(known[name])}, "
-                f"got {_key(side)!r}."
-            )
+        ids[place].append(side.on)
+        _require(keys[name], known[name], f"data.source.joins.{name}.key")
     for name, column in columns.items():
         source = column.source or name
         place = _place_of(source, offered, f"data.source.columns.{name}.source")
@@ -147,25 +118,26 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
                 f"data.source.columns.{name}: expected a label in the log itself, got column "
                 f"{source!r} of the joined table {place}."
             )
-        (numbers if needs_numbers(column) else texts)[place].append(source)
+        (numbers if needs_numbers(column) else ids)[place].append(source)
     required: tuple[str, ...] = ()
     if spec.split.kind is SplitKind.time:
-        if spec.split.column not in known[_LOG]:
-            raise ValueError(
-                f"data.source.split.column: expected one of the columns {list(known[_LOG])}, "
-                f"got {spec.split.column!r}."
-            )
+        _require(spec.split.column, known[_LOG], "data.source.split.column")
         numbers[_LOG].append(spec.split.column)
         required = (spec.split.column,)
     return {
         place: Wanted(
-            texts=tuple(dict.fromkeys(texts[place])),
-            numbers=tuple(dict.fromkeys(numbers[place])),
+            tuple(dict.fromkeys(ids[place])),
+            tuple(dict.fromkeys(numbers[place])),
             label=label_source(columns) if place == _LOG else None,
             required=required if place == _LOG else (),
         )
         for place in known
     }
+
+
+def _require(column: str, known: tuple[str, ...], key: str) -> None:
+    if column not in known:
+        raise ValueError(f"{key}: expected one of the columns {list(known)}, got {column!r}.")
 
 
 def _place_of(
@@ -176,12 +148,8 @@ def _place_of(
     Raises:
         ValueError: if none has it, or several side tables do.
     """
-    places = []
-    for place, names in known.items():
-        if place == before:
-            break
-        if column in names:
-            places.append(place)
+    until = list(known).index(before) if before else len(known)
+    places = [place for place in list(known)[:until] if column in known[place]]
     if places and (places[0] == _LOG or len(places) == 1):
         return places[0]
     have = {place or "log": list(names) for place, names in known.items()}
@@ -198,45 +166,28 @@ def _place_of(
 
 @dataclass(frozen=True)
 class SideTable:
-    """A side table in memory.
+    """A side table in memory, found by the hashes of its keys."""
 
-    Args:
-        on: The column of the log, or of a side table joined before, that holds the key.
-        index: Finds the position of a key in ``order``.
-        order: int64, the row of each key of the index.
-        columns: All rows of each column, by name.
-    """
-
-    on: str
-    index: HashIndex
-    order: Rows
-    columns: Mapping[str, RawColumn]
+    on: str  # the column of the log, or of a side table joined before, that holds the key
+    hashes: Hashes  # of the keys, rising
+    rows: Rows  # the row of each of these keys
+    ids: Mapping[str, Texts | Lists]
+    numbers: Mapping[str, Float64s]
 
 
 def read_side_table(
     name: str, files: list[Path], log_format: LogFormat, key: str, on: str, wanted: Wanted
 ) -> SideTable:
-    """Read a side table.
-
-    Args:
-        name: The table's name in the specification, for messages.
-        files: The files of the table.
-        log_format: How the files are stored.
-        key: The column of the table that holds the key.
-        on: The column of the log that the key is matched with.
-        wanted: The columns to read, without the key.
+    """Read the side table ``name``, whose column ``key`` is matched with ``on``.
 
     Raises:
         ValueError: if a key occurs twice, or as ``read_blocks``.
     """
-    texts = tuple(dict.fromkeys((key, *wanted.texts)))
-    wanted = Wanted(texts=texts, numbers=wanted.numbers)
+    wanted = replace(wanted, ids=tuple(dict.fromkeys((key, *wanted.ids))))
     blocks = [block for file in files for block in read_blocks(file, log_format, wanted)]
-    columns = {
-        column: _concatenated([block.columns[column] for block in blocks])
-        for column in blocks[0].columns
-    }
-    keys = columns[key]
+    ids = {column: _concatenated([b.ids[column] for b in blocks]) for column in wanted.ids}
+    numbers = {c: np.concatenate([b.numbers[c] for b in blocks]) for c in wanted.numbers}
+    keys = ids[key]
     if not isinstance(keys, Texts):
         raise ValueError(f"joins.{name} column {key}: expected a key, got a column of lists.")
     present = np.nonzero(keys.codes >= 0)[0]
@@ -250,35 +201,20 @@ def read_side_table(
             f"joins.{name} ({files[0]}): expected each {key} once, got {value!r} more than once. "
             "Remove the repeated rows."
         )
-    return SideTable(on, HashIndex(hashes), present[order], columns)
+    return SideTable(on, hashes, present[order], ids, numbers)
 
 
-def _concatenated(parts: list[RawColumn]) -> RawColumn:
-    if len(parts) == 1:
-        return parts[0]
-    if isinstance(parts[0], Numbers):
-        return Numbers(np.concatenate([p.values for p in parts if isinstance(p, Numbers)]))
-    if isinstance(parts[0], Texts):
-        return _concatenated_texts([part for part in parts if isinstance(part, Texts)])
-    lists = [part for part in parts if isinstance(part, Lists)]
-    items = _concatenated_texts([part.items for part in lists])
-    ends = np.cumsum([0, *(int(part.offsets[-1]) for part in lists)])
-    offsets = [part.offsets[:-1] + end for part, end in zip(lists, ends[:-1], strict=True)]
-    codes = _shifted([part.codes for part in lists], [part.offsets.size - 1 for part in lists])
-    return Lists(items, np.concatenate([*offsets, ends[-1:]]), codes)
-
-
-def _concatenated_texts(parts: list[Texts]) -> Texts:
-    # The values may repeat from part to part; nothing needs them to be different.
-    values = pa.concat_arrays([part.values for part in parts])
-    return Texts(values, _shifted([part.codes for part in parts], [len(p.values) for p in parts]))
-
-
-def _shifted(codes: list[Codes], sizes: list[int]) -> Rows:
-    starts = np.cumsum([0, *sizes[:-1]])
-    return np.concatenate(
-        [np.where(part < 0, -1, part + start) for part, start in zip(codes, starts, strict=True)]
-    )
+def _concatenated(parts: list[Any]) -> Any:
+    """Columns of one kind, end to end. Values may repeat from part to part."""
+    is_texts = isinstance(parts[0], Texts)
+    sizes = [len(part.values) if is_texts else part.offsets.size - 1 for part in parts]
+    starts = offsets_of(np.array(sizes))
+    codes = [np.where(p.codes < 0, -1, p.codes + s) for p, s in zip(parts, starts, strict=False)]
+    if is_texts:
+        return Texts(pa.concat_arrays([part.values for part in parts]), np.concatenate(codes))
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    items = _concatenated([part.items for part in parts])
+    return Lists(items, offsets_of(lengths), np.concatenate(codes))
 
 
 def join(block: RawBlock, table: SideTable) -> RawBlock:
@@ -286,23 +222,19 @@ def join(block: RawBlock, table: SideTable) -> RawBlock:
 
     Where the block has a column of the same name, it keeps its own.
     """
-    key = block.columns[table.on]
+    key = block.ids[table.on]
     assert isinstance(key, Texts), f"join on {table.on}: expected keys as text"
-    found = table.index.positions(hash_text(key.values))
+    found = find_sorted(table.hashes, hash_text(key.values))
     # A null among the values has a hash too, which must not match.
     found = np.where(key.values.is_null().to_numpy(zero_copy_only=False), -1, found)
-    side_rows = np.append(np.where(found < 0, -1, np.append(table.order, -1)[found]), -1)
-    rows = side_rows[key.codes]
-    columns = dict(block.columns)
-    for name, column in table.columns.items():
-        if name not in columns:
-            columns[name] = _taken(column, rows)
-    return RawBlock(block.numbers, columns, block.num_skipped)
+    rows = np.append(np.append(table.rows, -1)[found], -1)[key.codes]
+    own = block.ids.keys() | block.numbers.keys()
+    ids = {name: _taken(column, rows) for name, column in table.ids.items() if name not in own}
+    numbers = {n: np.append(v, np.nan)[rows] for n, v in table.numbers.items() if n not in own}
+    return replace(block, ids={**block.ids, **ids}, numbers={**block.numbers, **numbers})
 
 
-def _taken(column: RawColumn, rows: Rows) -> RawColumn:
-    if isinstance(column, Numbers):
-        return Numbers(np.append(column.values, np.nan)[rows])
+def _taken(column: Texts | Lists, rows: Rows) -> Texts | Lists:
     codes = np.append(column.codes, -1)[rows]
     # Only the values this block uses, or each block would look up the whole side table.
     used, codes = np.unique(codes, return_inverse=True)
@@ -310,11 +242,8 @@ def _taken(column: RawColumn, rows: Rows) -> RawColumn:
         used, codes = used[1:], codes - 1
     if isinstance(column, Texts):
         return Texts(column.values.take(pa.array(used)), codes)
-    from_offsets, until = column.offsets[used], column.offsets[used + 1]
-    lengths = until - from_offsets
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.arange(offsets[-1]) + np.repeat(from_offsets - offsets[:-1], lengths)
-    return Lists(Texts(column.items.values, column.items.codes[positions]), offsets, codes)
+    items, lengths = gather_bags(Jagged(column.items.codes, column.offsets), used)
+    return Lists(Texts(column.items.values, items), offsets_of(lengths), codes)
 
 
 # Splits.
@@ -322,37 +251,26 @@ def _taken(column: RawColumn, rows: Rows) -> RawColumn:
 
 @dataclass(frozen=True)
 class Splitter:
-    """Divides the samples of a log one by one, in the same way in both passes.
-
-    Args:
-        spec: How to divide them.
-        num_samples: For ``last``, the number of samples of each file.
-        header_lines: The number of lines before the first sample of a file.
-    """
+    """Divides the samples of a log one by one, in the same way in both passes."""
 
     spec: SplitSpec
-    num_samples: tuple[int, ...] = ()
-    header_lines: int = 0
+    num_samples: tuple[int, ...] = ()  # of each file, for ``last``
+    header_lines: int = 0  # before the first sample of a file
 
     def split_of(self, block: RawBlock, file: int) -> npt.NDArray[np.int8]:
-        """The split of each sample of a block, int8 (n,).
-
-        Args:
-            block: Samples of one file.
-            file: The position of that file in the log.
-        """
+        """The split of each sample of a block of one file of the log, int8 (n,)."""
         spec = self.spec
         valid_from, test_from = spec.valid_from, spec.test_from
         match spec.kind:
             case SplitKind.time:
-                values = numbers_of(block, spec.column).values
+                values = block.numbers[spec.column]
             case SplitKind.fraction:
-                hashes = hash_numbers(spec.seed, file, block.numbers)
+                hashes = hash_numbers(spec.seed, file, block.lines)
                 values = hashes.astype(np.float64) / 2.0**64
                 valid_from = 1 - spec.valid_frac - spec.test_frac
                 test_from = 1 - spec.test_frac
             case SplitKind.last:
-                in_file = block.numbers - 1 - self.header_lines
+                in_file = block.lines - 1 - self.header_lines
                 values = (sum(self.num_samples[:file]) + in_file).astype(np.float64)
                 total = sum(self.num_samples)
                 test_from = total - round(spec.test_frac * total)

@@ -38,17 +38,10 @@ def num_steps_of(
 
 
 class SampleOrder:
-    """Which samples a rank reads in which step.
+    """Which samples a rank reads in which step; without ``shuffle`` in the order of the files.
 
-    Args:
-        chunk_sizes: The number of samples of each chunk that take part.
-        batch_size: The number of samples per rank and step.
-        rank: This rank.
-        world_size: The number of ranks.
-        seed: The seed of the shuffle.
-        shuffle: Whether to shuffle; otherwise samples come in the order of the files.
-        rows_of_chunk: Returns the positions in a chunk of the samples that take part, int64; None
-            for all of them.
+    Where only some samples take part, ``chunk_sizes`` counts these alone, and ``rows_of_chunk``
+    returns their positions in a chunk, int64.
     """
 
     def __init__(
@@ -65,7 +58,7 @@ class SampleOrder:
         self._sizes = np.asarray(chunk_sizes, np.int64)
         self.num_samples = int(self._sizes.sum())
         self._batch_size = batch_size
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
         self._seed = seed
         self._shuffle = shuffle
@@ -92,8 +85,8 @@ class SampleOrder:
         """What this rank reads in a step; empty if the epoch's last step has nothing for it."""
         self._enter_epoch(epoch)
         shares = self.shares(step)
-        first = step * self._batch_size * self._world_size + int(shares[: self._rank].sum())
-        return self._pieces_between(epoch, first, first + int(shares[self._rank]))
+        first = step * self._batch_size * self._world_size + int(shares[: self.rank].sum())
+        return self._pieces_between(epoch, first, first + int(shares[self.rank]))
 
     def global_pieces(self, epoch: int, step: int) -> list[Piece]:
         """What all ranks read in a step, in the order of the ranks."""

@@ -9,10 +9,10 @@ file system that all hosts share. The result does not depend on the number of ra
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,46 +21,40 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from hotrec.artifact import Artifact, read_artifact
-from hotrec.config.check_data import check_source_spec
 from hotrec.config.data import (
     ColumnKind,
     Encoding,
     SourceFormat,
     SourceSpec,
     SplitKind,
-    table_of,
     tables_of,
 )
+from hotrec.config.validate import validate
 from hotrec.data.chunks import DATASET, SPLITS, ChunkInfo, ChunkWriter, commit_dataset, write_arrow
-from hotrec.data.columns import RawBlock, Texts
+from hotrec.data.columns import Float64s
 from hotrec.data.encode import (
-    Moments,
-    Scaling,
     dense_columns,
     dense_values,
     encode_block,
     feature_columns,
     label_source,
+    moments_of,
     raw_feature,
     scaling_of,
     select_samples,
 )
 from hotrec.data.log import TRAIN, Log, Splitter, open_log
-from hotrec.data.readers import keep_samples, numbers_of
 from hotrec.data.vocabulary import (
     Counted,
-    HashEncoder,
     RowEncoder,
     ValueCounter,
-    VocabularyEncoder,
     build_vocabulary,
-    count_lists,
-    count_texts,
+    count_ids,
     read_vocabulary,
     write_vocabulary,
 )
 from hotrec.runtime import ranks as distributed
-from hotrec.types import Feature, Schema, Table
+from hotrec.types import Feature, Rows, Schema, Table
 
 _LOGGER = logging.getLogger(__name__)
 _COUNTS_DIR = "counts"
@@ -70,28 +64,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Counts of one file or of all files, from the first pass.
+    """Counts of one file or of all files, from the first pass."""
 
-    Args:
-        num_samples: The number of samples by split.
-        num_clicks: The number of labels that are 1, by split.
-        num_skipped: The number of samples that could not be read.
-        moments: Moments of the dense columns over the training samples.
-    """
-
-    num_samples: Counter[str]
-    num_clicks: Counter[str]
-    num_skipped: int
-    moments: Moments
+    num_samples: Rows  # int64 (3,), by split, as in SPLITS
+    num_clicks: Rows  # int64 (3,), the labels that are 1
+    num_skipped: int  # samples that could not be read
+    moments: Float64s  # of the dense columns over the training samples
 
     def __add__(self, other: FileFacts) -> FileFacts:
-        return FileFacts(
-            # Not by the counters' own +, which drops splits without samples.
-            Counter({s: self.num_samples[s] + other.num_samples[s] for s in SPLITS}),
-            Counter({s: self.num_clicks[s] + other.num_clicks[s] for s in SPLITS}),
-            self.num_skipped + other.num_skipped,
-            self.moments + other.moments,
-        )
+        return FileFacts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -103,28 +84,24 @@ class _Job:
     splitter: Splitter
     scratch: Path
     my_files: list[int]
-    show_progress: bool | None
 
     @property
     def tables(self) -> dict[str, str]:
         """The table that each feature reads, by feature."""
-        return {n: table_of(n, column) for n, column in feature_columns(self.log.columns).items()}
+        return {n: column.table or n for n, column in feature_columns(self.log.columns).items()}
 
     def no_facts(self) -> FileFacts:
-        num_dense = len(dense_columns(self.log.columns))
-        return FileFacts(Counter(), Counter(), 0, Moments.none(num_dense))
+        moments = np.zeros((3, len(dense_columns(self.log.columns))))
+        return FileFacts(np.zeros(3, np.int64), np.zeros(3, np.int64), 0, moments)
 
 
-def prepare(
-    source: SourceSpec, output: str | Path, *, show_progress: bool | None = None
-) -> Artifact:
+def prepare(source: SourceSpec, output: str | Path) -> Artifact:
     """Read a log, write a dataset. Every rank of the process group calls it together.
 
     Args:
         source: The log, and what to make of its columns.
         output: The directory of the dataset, replaced if it exists. All ranks must share its file
             system.
-        show_progress: Whether rank 0 shows progress; None shows it on a terminal.
 
     Returns:
         The committed dataset: ``chunks/``, and ``vocab/<table>.arrow`` with the value and count of
@@ -134,13 +111,12 @@ def prepare(
         ValueError: on every rank, if the specification or the log is unusable.
         OSError: if the disk is full. Nothing is left behind.
     """
-    distributed.same_verdict(lambda: check_source_spec(source, key="data.source"))
+    distributed.same_verdict(lambda: validate(source, "data.source"))
     log = distributed.same_verdict(lambda: open_log(source))
     target = Path(output)
     is_first = distributed.rank() == 0
     with distributed.shared_scratch(target, kind=DATASET) as scratch:
-        show = show_progress if is_first else False
-        job = _start_job(source, log, scratch, show)
+        job = _start_job(source, log, scratch)
         facts = _count(job)
         # In the order of the files, so that rounding does not depend on the number of ranks.
         total = sum(facts.values(), start=job.no_facts())
@@ -153,26 +129,21 @@ def prepare(
     return read_artifact(target, kind=DATASET)
 
 
-def _start_job(source: SourceSpec, log: Log, scratch: Path, show_progress: bool | None) -> _Job:
+def _start_job(source: SourceSpec, log: Log, scratch: Path) -> _Job:
     my_files = list(range(len(log.files)))[distributed.rank() :: distributed.world_size()]
-    num_samples = [0] * len(log.files)
+    num_samples: list[int] = []
     if source.split.kind is SplitKind.last:
-        mine = distributed.same_verdict(
-            lambda: {file: log.count_samples(file) for file in my_files}
-        )
-        for counts in distributed.all_gather_object(mine):
-            for file, count in counts.items():
-                num_samples[file] = count
-    return _Job(
-        spec=source,
-        log=log,
-        splitter=Splitter(
-            source.split, tuple(num_samples), int(source.format is SourceFormat.delimited)
-        ),
-        scratch=scratch,
-        my_files=my_files,
-        show_progress=show_progress,
-    )
+        counted = _on_all_ranks(lambda: {file: log.count_samples(file) for file in my_files})
+        num_samples = list(counted.values())
+    header_lines = int(source.format is SourceFormat.delimited)
+    splitter = Splitter(source.split, tuple(num_samples), header_lines)
+    return _Job(source, log, splitter, scratch, my_files)
+
+
+def _on_all_ranks(of_my_files: Callable[[], dict[int, T]]) -> dict[int, T]:
+    """What the ranks found about their files, in the order of all files."""
+    parts = distributed.all_gather_object(distributed.same_verdict(of_my_files))
+    return dict(sorted(item for part in parts for item in part.items()))
 
 
 def read_ahead(items: Iterator[T]) -> Iterator[T]:
@@ -189,8 +160,9 @@ def read_ahead(items: Iterator[T]) -> Iterator[T]:
             yield item  # type: ignore[misc]
 
 
-def _progress(job: _Job, title: str, total: int | None = None) -> tqdm[Any]:
-    disable = None if job.show_progress is None else not job.show_progress
+def _progress(title: str, total: int | None = None) -> tqdm[Any]:
+    """A bar on rank 0, if it has a terminal."""
+    disable = None if distributed.rank() == 0 else True
     return tqdm(desc=title, total=total, unit=" samples", unit_scale=True, disable=disable)
 
 
@@ -206,7 +178,7 @@ def _count(job: _Job) -> dict[int, FileFacts]:
     }
 
     def count_my_files() -> dict[int, FileFacts]:
-        with _progress(job, "1/2 count") as progress:
+        with _progress("1/2 count") as progress:
             facts = {file: _count_file(job, file, counters, progress) for file in job.my_files}
         directory = job.scratch / _COUNTS_DIR
         directory.mkdir(exist_ok=True)
@@ -215,11 +187,7 @@ def _count(job: _Job) -> dict[int, FileFacts]:
             write_arrow(path, counter.counts().to_table())
         return facts
 
-    mine = distributed.same_verdict(count_my_files)
-    facts: dict[int, FileFacts] = {}
-    for part in distributed.all_gather_object(mine):
-        facts.update(part)
-    return dict(sorted(facts.items()))
+    return _on_all_ranks(count_my_files)
 
 
 def _count_file(
@@ -228,43 +196,35 @@ def _count_file(
     columns = job.log.columns
     needs_moments = any(column.standardize for column in columns.values())
     facts = job.no_facts()
-    num_samples, num_clicks = facts.num_samples, facts.num_clicks
-    num_skipped, moments = 0, facts.moments
+    no_moments = facts.moments
     for block in read_ahead(job.log.blocks(file)):
         split_of = job.splitter.split_of(block, file)
-        labels = numbers_of(block, label_source(columns)).values
-        for index, split in enumerate(SPLITS):
-            num_samples[split] += int((split_of == index).sum())
-            num_clicks[split] += int(labels[split_of == index].sum())
-        num_skipped += block.num_skipped
-        is_train = split_of == TRAIN
-        train = block if is_train.all() else keep_samples(block, is_train)
-        _count_values(job, train, counters)
-        if needs_moments:
-            moments = moments + Moments.of(dense_values(train, columns))
+        labels = block.numbers[label_source(columns)]
+        train = block if (split_of == TRAIN).all() else block.keep(split_of == TRAIN)
+        facts += FileFacts(
+            np.bincount(split_of, minlength=3),
+            np.bincount(split_of, labels, minlength=3).astype(np.int64),
+            block.num_skipped,
+            moments_of(dense_values(train, columns)) if needs_moments else no_moments,
+        )
+        for name, column in feature_columns(columns).items():
+            if job.tables[name] in counters:
+                count_ids(raw_feature(train, name, column), counters[job.tables[name]])
         progress.update(len(block))
-    return FileFacts(num_samples, num_clicks, num_skipped, moments)
-
-
-def _count_values(job: _Job, train: RawBlock, counters: dict[str, ValueCounter]) -> None:
-    for name, column in feature_columns(job.log.columns).items():
-        counter = counters.get(job.tables[name])
-        if counter is None:
-            continue
-        raw = raw_feature(train, name, column)
-        if isinstance(raw, Texts):
-            count_texts(raw, counter)
-        else:
-            count_lists(raw, counter)
+    return facts
 
 
 def _check_facts(total: FileFacts, num_files: int) -> None:
-    if total.num_samples["train"] == 0:
-        found = {split: total.num_samples[split] for split in SPLITS}
+    if total.num_samples[TRAIN] == 0:
+        found = _by_split(total.num_samples)
         raise ValueError(
             f"data.source.split: expected samples in the training split, got {found} from "
             f"{num_files} files. Correct the split."
         )
+
+
+def _by_split(counts: Rows) -> dict[str, int]:
+    return dict(zip(SPLITS, counts.tolist(), strict=True))
 
 
 # Between the passes: vocabularies, each built by one rank and read by all.
@@ -292,9 +252,9 @@ def _build_encoders(job: _Job) -> dict[str, RowEncoder]:
         (job.scratch / _COUNTS_DIR).rmdir()
     return distributed.same_verdict(
         lambda: {
-            name: VocabularyEncoder(read_vocabulary(job.scratch, name))
+            name: RowEncoder(vocabulary=read_vocabulary(job.scratch, name))
             if table.encoding is Encoding.vocabulary
-            else HashEncoder(table.num_rows)
+            else RowEncoder(table.num_rows)
             for name, table in tables.items()
         }
     )
@@ -313,24 +273,22 @@ def _schema(job: _Job, encoders: dict[str, RowEncoder]) -> Schema:
 
 
 def _write(
-    job: _Job, encoders: dict[str, RowEncoder], scaling: Scaling, facts: dict[int, FileFacts]
+    job: _Job, encoders: dict[str, RowEncoder], scaling: Float64s, facts: dict[int, FileFacts]
 ) -> dict[str, list[ChunkInfo]]:
     """Write the chunks of all files; the chunks of each split, in order of files."""
     schema = _schema(job, encoders)
     of_features = {name: encoders[table] for name, table in job.tables.items()}
-    total = sum(facts[file].num_samples.total() for file in job.my_files)
+    total = sum(int(facts[file].num_samples.sum()) for file in job.my_files)
 
     def write_my_files() -> dict[int, dict[str, list[ChunkInfo]]]:
-        with _progress(job, "2/2 write", total) as progress:
+        with _progress("2/2 write", total) as progress:
             return {
                 file: _write_file(job, file, schema, of_features, scaling, progress)
                 for file in job.my_files
             }
 
-    chunks: dict[int, dict[str, list[ChunkInfo]]] = {}
-    for part in distributed.all_gather_object(distributed.same_verdict(write_my_files)):
-        chunks.update(part)
-    return {split: [c for _, of in sorted(chunks.items()) for c in of[split]] for split in SPLITS}
+    chunks = _on_all_ranks(write_my_files)
+    return {split: [c for of_file in chunks.values() for c in of_file[split]] for split in SPLITS}
 
 
 def _write_file(
@@ -338,7 +296,7 @@ def _write_file(
     file: int,
     schema: Schema,
     encoders: dict[str, RowEncoder],
-    scaling: Scaling,
+    scaling: Float64s,
     progress: tqdm[Any],
 ) -> dict[str, list[ChunkInfo]]:
     rows_per_chunk = job.spec.rows_per_chunk
@@ -369,14 +327,14 @@ def _commit(
         _LOGGER.warning(
             "prepare: left out %d samples that could not be read, kept %d",
             total.num_skipped,
-            total.num_samples.total(),
+            total.num_samples.sum(),
         )
     source = {
         "format": job.spec.format.name,
         # Names without directories: the same log makes the same dataset wherever it lies.
         "files": [path.name for path in job.log.files],
-        "num_samples": dict(total.num_samples),
-        "num_clicks": dict(total.num_clicks),
+        "num_samples": _by_split(total.num_samples),
+        "num_clicks": _by_split(total.num_clicks),
         "num_skipped": total.num_skipped,
     }
     commit_dataset(job.scratch, target, _schema(job, encoders), splits, source)

@@ -18,14 +18,13 @@ import pyarrow.parquet as pq
 from hotrec.config.data import CRITEO_COLUMNS, OnBadLine, SourceFormat
 from hotrec.data import text
 from hotrec.data.columns import (
-    Numbers,
+    Float64s,
+    Lists,
     RawBlock,
-    RawColumn,
     Texts,
-    lists_from_arrow,
+    ids_from_arrow,
     numbers_from_arrow,
     numbers_from_texts,
-    texts_from_arrow,
 )
 from hotrec.types import Rows
 
@@ -42,17 +41,20 @@ class Wanted:
     """The columns to read of a log or a side table.
 
     Args:
-        texts: Columns whose values are ids, or lists of ids if the file has lists.
-        numbers: Columns whose values are numbers. A column may be in both; its numbers are then
-            ``numbers_name(column)`` in the block.
+        ids: Columns whose values are ids, or lists of ids if the file has lists.
+        numbers: Columns whose values are numbers. A column may be in both.
         label: The number column that must be 0 or 1.
         required: Number columns without missing values, besides the label.
     """
 
-    texts: tuple[str, ...]
+    ids: tuple[str, ...]
     numbers: tuple[str, ...]
     label: str | None = None
     required: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys((*self.ids, *self.numbers)))
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def read_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[R
             skipped, for a sample that cannot be read; the message names the file and the line.
     """
     names = column_names(path, log_format)
-    missing = [name for name in (*wanted.texts, *wanted.numbers) if name not in names]
+    missing = [name for name in wanted.names if name not in names]
     if missing:
         raise ValueError(
             f"{path}: expected the columns {missing}, got {list(names)}. "
@@ -150,25 +152,11 @@ def read_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[R
         yield _checked(block, path, wanted, log_format.on_bad_line)
 
 
-def numbers_name(column: str) -> str:
-    """The name under which a block holds the numbers of a column that is also read as text."""
-    return f"{column}@number"
-
-
-def numbers_of(block: RawBlock, column: str) -> Numbers:
-    """The numbers of a column that was read as numbers."""
-    found = block.columns.get(numbers_name(column), block.columns.get(column))
-    if not isinstance(found, Numbers):
-        raise AssertionError(f"column {column}: expected numbers, got {type(found)}")
-    return found
-
-
 def _text_blocks(
     path: Path, log_format: LogFormat, wanted: Wanted, names: tuple[str, ...]
 ) -> Iterator[RawBlock]:
     is_delimited = log_format.format is SourceFormat.delimited
-    types = {name: text.NUMBER for name in wanted.numbers}
-    types.update({name: text.TEXT for name in wanted.texts})
+    types = dict.fromkeys(wanted.numbers, text.NUMBER) | dict.fromkeys(wanted.ids, text.TEXT)
     layout = text.Layout(
         names, log_format.separator, is_delimited, tuple(log_format.null_values), types
     )
@@ -179,16 +167,15 @@ def _text_blocks(
         if table is None:
             table, numbers = _parse_around_bad_lines(path, lines, layout, log_format.on_bad_line)
             num_skipped = lines.num_lines - numbers.size
-        yield RawBlock(numbers, _columns(table, wanted, path, numbers), num_skipped)
+        yield _block(table, wanted, path, numbers, num_skipped)
 
 
 def _parse_around_bad_lines(
     path: Path, lines: text.Lines, layout: text.Layout, on_bad_line: OnBadLine
 ) -> tuple[pa.Table, Rows]:
-    bad = text.find_bad_lines(lines, layout)
+    bad, kept, numbers = text.find_bad_lines(lines, layout)
     if bad and on_bad_line is OnBadLine.error:
-        raise _bad_line_error(path, bad[0].number, bad[0].expected, bad[0].got)
-    kept, numbers = text.without_lines(lines, bad)
+        raise _bad_line_error(path, *bad[0])
     if not numbers:
         empty = {name: pa.array([], kind) for name, kind in layout.wanted.items()}
         return pa.table(empty), np.empty(0, np.int64)
@@ -239,14 +226,11 @@ def _batches(path: Path, log_format: LogFormat, names: list[str]) -> Iterator[pa
 
 
 def _table_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[RawBlock]:
-    names = list(dict.fromkeys((*wanted.texts, *wanted.numbers)))
     number = 1
     try:
-        for batch in _batches(path, log_format, names):
-            if batch.num_rows == 0:
-                continue
-            numbers = np.arange(number, number + batch.num_rows)
-            yield RawBlock(numbers, _columns(batch, wanted, path, numbers), 0)
+        for batch in _batches(path, log_format, wanted.names):
+            if batch.num_rows:
+                yield _block(batch, wanted, path, np.arange(number, number + batch.num_rows))
             number += batch.num_rows
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: expected a whole file, got {error}. Fetch it again.") from error
@@ -254,33 +238,28 @@ def _table_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator
         raise ValueError(f"{path}: expected rows, got none. Remove the empty file from the list.")
 
 
-def _columns(
-    table: pa.Table | pa.RecordBatch, wanted: Wanted, path: Path, numbers: Rows
-) -> dict[str, RawColumn]:
-    columns: dict[str, RawColumn] = {}
-    for name in dict.fromkeys((*wanted.texts, *wanted.numbers)):
+def _block(
+    table: pa.Table | pa.RecordBatch, wanted: Wanted, path: Path, lines: Rows, num_skipped: int = 0
+) -> RawBlock:
+    ids: dict[str, Texts | Lists] = {}
+    numbers: dict[str, Float64s] = {}
+    for name in wanted.names:
         column = table.column(name)
         try:
-            columns.update(_column(name, column, wanted))
+            if name in wanted.ids:
+                ids[name] = ids_from_arrow(column)
+            if name in wanted.numbers:
+                found = ids.get(name)
+                if isinstance(found, Texts):
+                    numbers[name] = numbers_from_texts(found)
+                else:
+                    numbers[name] = numbers_from_arrow(column)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise ValueError(
-                f"{path} lines {numbers[0]} to {numbers[-1]}: expected "
-                f"{'numbers' if name in wanted.numbers else 'ids'} in column {name}, "
-                f"got {error}."
+                f"{path} lines {lines[0]} to {lines[-1]}: expected "
+                f"{'numbers' if name in wanted.numbers else 'ids'} in column {name}, got {error}."
             ) from error
-    return columns
-
-
-def _column(name: str, column: pa.ChunkedArray | pa.Array, wanted: Wanted) -> dict[str, RawColumn]:
-    if name not in wanted.texts:
-        return {name: numbers_from_arrow(column)}
-    kind = column.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return {name: lists_from_arrow(column)}
-    texts = texts_from_arrow(column)
-    if name in wanted.numbers:
-        return {name: texts, numbers_name(name): numbers_from_texts(texts)}
-    return {name: texts}
+    return RawBlock(lines, ids, numbers, num_skipped)
 
 
 def _bad_line_error(path: Path, number: int, expected: str, got: str) -> ValueError:
@@ -294,7 +273,7 @@ def _checked(block: RawBlock, path: Path, wanted: Wanted, on_bad_line: OnBadLine
     """Refuse or leave out samples with a label or number that cannot be used."""
     is_bad = np.zeros(len(block), bool)
     for name in wanted.numbers:
-        values = numbers_of(block, name).values
+        values = block.numbers[name]
         if name == wanted.label:
             is_bad_here = (values != 0) & (values != 1)
             expected = "a label of 0 or 1"
@@ -307,21 +286,10 @@ def _checked(block: RawBlock, path: Path, wanted: Wanted, on_bad_line: OnBadLine
         if is_bad_here.any() and on_bad_line is OnBadLine.error:
             at = int(np.argmax(is_bad_here))
             got = "nothing or NaN" if np.isnan(values[at]) else f"{values[at]}"
-            texts = block.columns[name]
+            texts = block.ids.get(name)
             if isinstance(texts, Texts) and texts.codes[at] >= 0:
                 got = repr(texts.values[int(texts.codes[at])].as_py())
             expected = f"{expected} in column {name}"
-            raise _bad_line_error(path, int(block.numbers[at]), expected, got)
+            raise _bad_line_error(path, int(block.lines[at]), expected, got)
         is_bad |= is_bad_here
-    if not is_bad.any():
-        return block
-    return keep_samples(block, ~is_bad)
-
-
-def keep_samples(block: RawBlock, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> RawBlock:
-    """The block without the samples that are not kept; they count as skipped."""
-    columns: dict[str, RawColumn] = {
-        name: column.keep(kept) for name, column in block.columns.items()
-    }
-    num_skipped = block.num_skipped + int((~kept).sum())
-    return RawBlock(block.numbers[kept], columns, num_skipped)
+    return block.keep(~is_bad) if is_bad.any() else block

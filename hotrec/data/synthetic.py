@@ -11,19 +11,20 @@ has a latent effect; the logit is a weighted sum of the bags' effects and of the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
 from hotrec.artifact import Artifact, scratch_directory
-from hotrec.config.check_data import check_synthetic_spec
 from hotrec.config.data import SyntheticSpec
+from hotrec.config.validate import validate
 from hotrec.data.chunks import DATASET, SPLITS, Block, ChunkWriter, Integers, Jagged, commit_dataset
+from hotrec.data.columns import offsets_of
 from hotrec.types import Feature, Rows, Schema, Table
 
 # Samples drawn at once. Part of the definition of the data: another value, other samples.
@@ -98,14 +99,10 @@ def _mean_lengths(spec: SyntheticSpec) -> list[float]:
 
 
 class SyntheticLog:
-    """The samples of a specification, in order of time.
-
-    Args:
-        spec: the specification.
-    """
+    """The samples of a specification, in order of time."""
 
     def __init__(self, spec: SyntheticSpec) -> None:
-        check_synthetic_spec(spec)
+        validate(spec, "synthetic")
         self.spec = spec
         self.num_samples = spec.num_train + spec.num_valid + spec.num_test
         self._mean_lengths = _mean_lengths(spec)
@@ -113,7 +110,6 @@ class SyntheticLog:
         rng = np.random.default_rng([spec.seed, _DENSE_WEIGHTS])
         weights = rng.standard_normal(spec.num_dense)
         self._dense_weights = weights / max(float(np.linalg.norm(weights)), 1e-12)
-        self._period = 0
         self.hot_rows: list[list[Rows]] = []
         self._record_hot_rows()
 
@@ -121,32 +117,30 @@ class SyntheticLog:
         top = self.spec.num_hot_recorded
         self.hot_rows.append([table.row_of_rank[:top].copy() for table in self._tables])
 
-    def blocks(self) -> Iterator[Block]:
-        """All samples, once; ``hot_rows[p][t]`` is filled as the periods go by."""
-        for piece, (first, last, period) in enumerate(self._pieces()):
-            while self._period < period:
+    def blocks(self) -> Iterator[tuple[str, Block]]:
+        """All samples, once, with their split; ``hot_rows[p][t]`` is filled period by period."""
+        spec, first = self.spec, 0
+        sizes = (spec.num_train, spec.num_valid, spec.num_test)
+        split_ends = dict(zip(SPLITS, itertools.accumulate(sizes), strict=True))
+        for piece in itertools.count():
+            if first >= self.num_samples:
+                return
+            period = self._period_of(first)
+            while len(self.hot_rows) <= period:
                 for table in self._tables:
                     table.drift()
-                self._period += 1
                 self._record_hot_rows()
-            yield self._draw(np.random.default_rng([self.spec.seed, _SAMPLES, piece]), last - first)
-
-    def _pieces(self) -> Iterator[tuple[int, int, int]]:
-        """(first sample, last sample, period): no piece crosses a period or a split."""
-        spec = self.spec
-        period_ends = [
-            (period + 1) * self.num_samples // spec.num_periods
-            for period in range(spec.num_periods)
-        ]
-        split_ends = [spec.num_train, spec.num_train + spec.num_valid, self.num_samples]
-        first, period = 0, 0
-        while first < self.num_samples:
-            while period_ends[period] <= first:
-                period += 1
-            bounds = [end for end in (*split_ends, period_ends[period]) if end > first]
-            last = min(first + _PIECE, *bounds)
-            yield first, last, period
+            split = next(name for name in SPLITS if first < split_ends[name])
+            # No piece crosses a period or a split.
+            period_end = (period + 1) * self.num_samples // spec.num_periods
+            last = min(first + _PIECE, split_ends[split], period_end)
+            rng = np.random.default_rng([spec.seed, _SAMPLES, piece])
+            yield split, self._draw(rng, last - first)
             first = last
+
+    def _period_of(self, sample: int) -> int:
+        ends = range(1, self.spec.num_periods + 1)
+        return next(p - 1 for p in ends if sample < p * self.num_samples // self.spec.num_periods)
 
     def _draw(self, rng: np.random.Generator, num_samples: int) -> Block:
         spec = self.spec
@@ -174,7 +168,7 @@ def _draw_bags(
     rng: np.random.Generator, table: _ZipfTable, mean: float, num_samples: int
 ) -> Jagged:
     lengths = rng.poisson(mean, num_samples)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = offsets_of(lengths)
     return Jagged(table.draw(rng, int(offsets[-1])), offsets)
 
 
@@ -195,44 +189,27 @@ def _bias_for(click_rate: float, signal: float) -> float:
     return math.log(click_rate / (1 - click_rate)) * math.sqrt(1 + (signal / 1.702) ** 2)
 
 
-def write_synthetic(
-    spec: SyntheticSpec, output: str | Path, *, show_progress: bool | None = None
-) -> Artifact:
+def write_synthetic(spec: SyntheticSpec, output: str | Path) -> Artifact:
     """Draw a synthetic log and write it as a dataset.
 
     Besides the chunks it writes ``popularity/<table>.npy``: int64 (periods, top), the most popular
     rows of each period in falling order; the manifest names the first ones of the first period.
-
-    Args:
-        spec: The specification.
-        output: The directory of the dataset, replaced if it exists.
-        show_progress: Whether to show progress; None shows it on a terminal.
-
-    Returns:
-        The committed dataset.
 
     Raises:
         ValueError: if the specification is invalid.
     """
     log = SyntheticLog(spec)
     schema = synthetic_schema(spec)
-    ends = {
-        "train": spec.num_train,
-        "valid": spec.num_train + spec.num_valid,
-        "test": log.num_samples,
-    }
     with scratch_directory(Path(output), kind=DATASET) as scratch:
         writers = {
             split: ChunkWriter(scratch, split, schema, spec.rows_per_chunk) for split in SPLITS
         }
-        disable = None if show_progress is None else not show_progress
-        units: dict[str, Any] = {"unit": " samples", "unit_scale": True, "disable": disable}
-        position = 0
-        with tqdm(desc="synthetic", total=log.num_samples, **units) as progress:
-            for block in log.blocks():
-                split = next(name for name in SPLITS if position < ends[name])
+        # disable=None: a bar on terminals only.
+        with tqdm(
+            desc="synthetic", total=log.num_samples, unit=" samples", unit_scale=True, disable=None
+        ) as progress:
+            for split, block in log.blocks():
                 writers[split].write(block)
-                position += len(block)
                 progress.update(len(block))
         splits = {split: writer.close() for split, writer in writers.items()}
         _write_popularity(scratch, log)

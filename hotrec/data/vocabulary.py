@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ import pyarrow as pa
 
 from hotrec.data.chunks import one_array, write_arrow
 from hotrec.data.columns import Lists, Texts
-from hotrec.data.hashing import Hashes, HashIndex, hash_text
+from hotrec.data.hashing import Hashes, find_sorted, hash_text
 from hotrec.types import Rows
 
 # Merging pays only when enough values are pending.
@@ -28,17 +27,11 @@ _COUNTS_SCHEMA = pa.schema([("value", pa.large_string()), ("count", pa.int64())]
 
 @dataclass(frozen=True)
 class Counted:
-    """Values with their counts.
+    """Values with their counts."""
 
-    Args:
-        hashes: uint64 (n,), hash of each value.
-        values: large_string array (n,).
-        counts: int64 (n,).
-    """
-
-    hashes: Hashes
-    values: pa.Array
-    counts: Rows
+    hashes: Hashes  # uint64 (n,)
+    values: pa.Array  # large_string
+    counts: Rows  # int64 (n,)
 
     @staticmethod
     def of(values: pa.Array, counts: Rows) -> Counted:
@@ -105,32 +98,23 @@ class ValueCounter:
         self._num_pending = 0
 
 
-def count_texts(texts: Texts, counter: ValueCounter) -> None:
-    """Count each sample's value."""
-    codes = texts.codes[texts.codes >= 0]
-    counter.add(texts.values, np.bincount(codes, minlength=len(texts.values)))
-
-
-def count_lists(lists: Lists, counter: ValueCounter) -> None:
-    """Count every item of each sample's list."""
-    times_read = np.bincount(lists.codes[lists.codes >= 0], minlength=lists.offsets.size - 1)
-    weights = np.repeat(times_read, np.diff(lists.offsets))
-    is_item = lists.items.codes >= 0
-    counts = np.bincount(
-        lists.items.codes[is_item], weights[is_item], minlength=len(lists.items.values)
-    )
-    counter.add(lists.items.values, counts.astype(np.int64))
+def count_ids(column: Texts | Lists, counter: ValueCounter) -> None:
+    """Count the value, or every item of the list, of each sample."""
+    size = len(column.values) if isinstance(column, Texts) else column.offsets.size - 1
+    counts = np.bincount(column.codes[column.codes >= 0], minlength=size)
+    if isinstance(column, Lists):
+        # How often each list is read counts for all its items.
+        weights, column = np.repeat(counts, np.diff(column.offsets)), column.items
+        is_item = column.codes >= 0
+        size = len(column.values)
+        counts = np.bincount(column.codes[is_item], weights[is_item], size).astype(np.int64)
+    counter.add(column.values, counts)
 
 
 def build_vocabulary(counted: Counted, min_count: int) -> pa.Table:
-    """The values that get a row, in order of rows: the first one is row 1.
+    """The values, each once by rising hash, that occur ``min_count`` times: row 1, row 2, ...
 
-    Args:
-        counted: Each value once, by rising hash.
-        min_count: The number of occurrences from which a value gets a row.
-
-    Returns:
-        Value and count, by rising hash. Two values of the same hash share a row.
+    Two values of the same hash share a row.
     """
     return counted.to_table().filter(pa.array(counted.counts >= min_count)).combine_chunks()
 
@@ -146,47 +130,28 @@ def read_vocabulary(directory: Path, table: str) -> pa.Table:
     return pa.ipc.open_file(pa.memory_map(str(directory / f"vocab/{table}.arrow"))).read_all()
 
 
-class RowEncoder(Protocol):
-    """Turns texts into rows of one table."""
+class RowEncoder:
+    """Turns texts into rows of one table: by vocabulary, or by hashing.
 
-    num_rows: int
+    Row 0 is for missing values and what a vocabulary does not hold. Hashing gives row
+    1 + hash mod (num_rows - 1), so values may collide.
+
+    Args:
+        num_rows: The number of rows for hashing.
+        vocabulary: The table that ``build_vocabulary`` returned, in place of hashing.
+    """
+
+    def __init__(self, num_rows: int = 0, vocabulary: pa.Table | None = None) -> None:
+        self.num_rows = num_rows if vocabulary is None else vocabulary.num_rows + 1
+        self._keys = None if vocabulary is None else hash_text(one_array(vocabulary["value"]))
 
     def rows(self, values: pa.Array) -> Rows:
         """int64 (n,): the row of each value, 0 for nulls."""
-        ...
-
-
-class VocabularyEncoder:
-    """Rows by vocabulary; what is not in it is row 0.
-
-    Args:
-        vocabulary: The table that ``build_vocabulary`` returned.
-    """
-
-    def __init__(self, vocabulary: pa.Table) -> None:
-        self.num_rows = vocabulary.num_rows + 1
-        self._index = HashIndex(hash_text(one_array(vocabulary["value"])))
-
-    def rows(self, values: pa.Array) -> Rows:
-        return _zero_nulls(self._index.positions(hash_text(values)) + 1, values)
-
-
-class HashEncoder:
-    """Rows by hashing: 1 + hash mod (num_rows - 1); no memory, and values may collide.
-
-    Args:
-        num_rows: The number of rows of the table, including row 0 for missing values.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-
-    def rows(self, values: pa.Array) -> Rows:
-        rows = (hash_text(values) % np.uint64(self.num_rows - 1)).astype(np.int64) + 1
-        return _zero_nulls(rows, values)
-
-
-def _zero_nulls(rows: Rows, values: pa.Array) -> Rows:
-    if values.null_count:
-        rows[values.is_null().to_numpy(zero_copy_only=False)] = 0
-    return rows
+        hashes = hash_text(values)
+        if self._keys is None:
+            rows: Rows = (hashes % np.uint64(self.num_rows - 1)).astype(np.int64) + 1
+        else:
+            rows = find_sorted(self._keys, hashes) + 1
+        if values.null_count:
+            rows[values.is_null().to_numpy(zero_copy_only=False)] = 0
+        return rows

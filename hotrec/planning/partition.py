@@ -12,6 +12,7 @@ import numpy as np
 from hotrec.artifact import (
     Artifact,
     ArtifactError,
+    Verify,
     commit_artifact,
     read_artifact,
     scratch_directory,
@@ -104,7 +105,7 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
         ArtifactError: If it is missing, incomplete or altered, lists rows outside its tables, or
             lacks exchanges and tiers.
     """
-    artifact = read_artifact(path, kind=KIND, verify="full")
+    artifact = read_artifact(path, kind=KIND, verify=Verify.full)
     content = artifact.content
     try:
         with np.load(path / HOT_ROWS, allow_pickle=False) as arrays:

@@ -54,7 +54,7 @@ def evaluate_run(
         ValueError: If there is no such checkpoint, or it was trained with other ranks.
     """
     checkpoint = same_verdict(lambda: _checkpoint(trained_dir, config.checkpoint, ranks.world_size))
-    dataset = same_verdict(lambda: Dataset.open(trained.paths.dataset, trained.paths.verify.value))
+    dataset = same_verdict(lambda: Dataset.open(trained.paths.dataset, trained.paths.verify))
     training_plan = same_verdict(lambda: read_training_plan(trained, trained_dir))
     trained = training_plan.config
     machine = make_run_machine(trained, ranks)

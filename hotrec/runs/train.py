@@ -69,7 +69,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         ValueError: If the placement does not fit the machine, or the configuration contradicts the
             dataset.
     """
-    dataset = same_verdict(lambda: Dataset.open(config.paths.dataset, config.paths.verify.value))
+    dataset = same_verdict(lambda: Dataset.open(config.paths.dataset, config.paths.verify))
     same_verdict(lambda: _count_steps(config, dataset, ranks))  # fail early
     resume_from = same_verdict(lambda: _resume_from(config, run_dir, ranks.device.type))
     with staged_record(run_dir, is_first=ranks.is_first) as staged:

@@ -7,7 +7,8 @@ from omegaconf import OmegaConf
 
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.store import build_config, compose_config, conf_dir, options_of, read_config
-from hotrec.config.groups import VARIANTS, SavedPlacement
+from hotrec.config.fields import VARIANTS
+from hotrec.config.groups import SavedPlacement
 from hotrec.config.roots import ROOTS, Config
 
 GROUPS = (
@@ -25,18 +26,6 @@ GROUPS = (
 KIND_OF = {"micro_batches": "look_ahead"}
 
 
-def test_groups_are_there() -> None:
-    for group in GROUPS:
-        assert options_of(group), group
-
-
-@pytest.mark.parametrize("experiment", options_of("experiment"))
-def test_experiment(experiment: str) -> None:
-    config = build_config(compose_config("config", [f"experiment={experiment}"]))
-    assert isinstance(config, Config)
-    assert config.paths.dataset == f"data/{config.dataset_name}/dataset"
-
-
 @pytest.mark.parametrize("experiment", options_of("experiment"))
 def test_experiment_takes_other_choices(experiment: str) -> None:
     """So an experiment can be swept over placements and optimizers."""
@@ -45,6 +34,7 @@ def test_experiment_takes_other_choices(experiment: str) -> None:
             words = [f"experiment={experiment}", f"{group}={choice}"]
             config = build_config(compose_config("config", words))
             assert getattr(config, group).kind.name == KIND_OF.get(choice, choice)
+            assert config.paths.dataset == f"data/{config.dataset_name}/dataset"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +80,21 @@ def test_paths_follow_the_data_choice() -> None:
     config = build_config(compose_config("config", ["data=synthetic"]))
     assert config.paths.profile == "data/synthetic/profile"
     assert config.run_name == "cost"
+
+
+def test_kuairand_uses_no_outcome_of_the_impression() -> None:
+    source = build_config(compose_config("config", ["data=kuairand"])).data.source
+    used = {column.source or name for name, column in source.columns.items()}
+    outcomes = {"is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"}
+    assert not used & {*outcomes, "play_time_ms"}
+    of_video = {name for name, column in source.columns.items() if column.table == "video"}
+    assert of_video == {"video_id", "watched", "watched_long"}
+
+
+def test_criteo_like_tables_sum_to_4_95_million_rows() -> None:
+    composed = compose_config("config", ["data=synthetic_criteo_like"])
+    spec = build_config(composed).data.synthetic
+    assert (len(spec.num_rows), sum(spec.num_rows)) == (26, 4_950_000)
 
 
 def test_overrides_of_tables_take_every_form() -> None:

@@ -13,22 +13,24 @@ import pytest
 
 import hotrec
 from hotrec.cli.store import conf_dir
-from hotrec.config import groups, roots
-from hotrec.config.groups import VARIANTS
+from hotrec.config import data, groups, roots
+from hotrec.config.fields import VARIANTS
 from hotrec.config.roots import ROOTS
 
 PACKAGE = Path(hotrec.__file__).parent
 # The parts that are handed a configuration.
 READERS = ("build.py", "planning/*.py", "runs/*.py", "bench/*.py", "calibrate/**/*.py", "cli/*.py")
+# The specification of a dataset reads itself, too.
+READERS += ("data/*.py", "config/data.py")
 # Constants of the update rules, which optimizer_specs takes by name from those that have them.
 READ_BY_NAME = {"eps", "beta1", "beta2"}
 
 
 def config_classes() -> Iterator[type]:
-    for thing in {**vars(groups), **vars(roots)}.values():
+    for thing in {**vars(data), **vars(groups), **vars(roots)}.values():
         if not (dataclasses.is_dataclass(thing) and isinstance(thing, type)):
             continue
-        if thing.__module__ in (groups.__name__, roots.__name__):
+        if thing.__module__ in (data.__name__, groups.__name__, roots.__name__):
             yield thing
 
 

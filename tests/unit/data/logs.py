@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hotrec.artifact import scratch_directory
+from hotrec.artifact import MANIFEST, commit_artifact, scratch_directory
 from hotrec.config.data import ColumnKind, ColumnSpec, SourceFormat, SourceSpec, SplitSpec
+from hotrec.data.batch import Batch
 from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
+from hotrec.data.loader import make_loader
 from hotrec.types import Feature, Schema, Table
 
 SCHEMA = Schema(
@@ -47,23 +51,68 @@ def write_dataset(
 ) -> dict[str, Block]:
     """A dataset of random samples; what it holds, by split."""
     blocks = {split: random_block(size, schema, seed=size) for split, size in sizes.items()}
+    write_blocks(path, {split: [block] for split, block in blocks.items()}, rows_per_chunk, schema)
+    return blocks
+
+
+def write_blocks(
+    path: Path, splits: dict[str, list[Block]], rows_per_chunk: int = 7, schema: Schema = SCHEMA
+) -> None:
+    """A dataset of these samples."""
     with scratch_directory(path, kind="dataset") as scratch:
         chunks = {}
-        for split, block in blocks.items():
+        for split, blocks in splits.items():
             writer = ChunkWriter(scratch, split, schema, rows_per_chunk)
-            if len(block):
+            for block in blocks:
                 writer.write(block)
             chunks[split] = writer.close()
         commit_dataset(scratch, path, schema, chunks, {})
-    return blocks
+
+
+def write_bad_id(path: Path, feature: str, row: int, schema: Schema = SCHEMA) -> None:
+    """20 samples in chunks of 8, with an id outside its table in sample 15."""
+    block = random_block(20, schema)
+    ids = block.features[feature]
+    if isinstance(ids, Jagged):
+        assert ids.offsets[16] > ids.offsets[15]
+        ids.values[ids.offsets[15]] = row
+    else:
+        ids[15] = row
+    write_blocks(path, {"train": [block]}, 8, schema)
+
+
+def bag(ids: Any, sample: int) -> list[int]:
+    """The ids of one sample of a feature."""
+    if isinstance(ids, Jagged):
+        return ids.values[ids.offsets[sample] : ids.offsets[sample + 1]].tolist()
+    return [int(ids[sample])]
+
+
+def loader(path: Path, split: str = "train", **settings: Any) -> Any:
+    """A loader of one rank and one epoch, unless the settings say otherwise."""
+    defaults = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "epochs": 1}
+    return make_loader(path, split, **{**defaults, **settings})
+
+
+def samples_of(batch: Batch) -> list[int]:
+    """The number that each sample carries in its first dense column; padding left out."""
+    return [int(n) for n, w in zip(batch.dense[:, 0], batch.weights, strict=True) if w == 1]
+
+
+def assert_holds(batch: Batch, block: Block, schema: Schema = SCHEMA) -> None:
+    """The batch's samples, whichever they are, are those of the block."""
+    samples = samples_of(batch)
+    assert batch.labels.tolist() == block.label[samples].tolist()
+    assert batch.dense.tolist() == block.dense[samples].tolist()
+    assert batch.sparse.keys() == list(schema.feature_names)
+    assert batch.sparse.stride() == len(samples)
+    for name, jagged in batch.sparse.to_dict().items():
+        found = [ids.tolist() for ids in jagged.to_dense()]
+        assert found == [bag(block.features[name], sample) for sample in samples]
 
 
 def recommit(path: Path) -> None:
     """Make the manifest agree with files that a test has altered."""
-    import json
-
-    from hotrec.artifact import MANIFEST, commit_artifact
-
     content = json.loads((path / MANIFEST).read_text())["content"]
     (path / MANIFEST).unlink()
     moved = path.parent / "altered"

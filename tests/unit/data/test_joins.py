@@ -10,12 +10,12 @@ from hotrec.data.readers import LogFormat, Wanted
 from tests.unit.data.test_columns import plain
 
 CSV = LogFormat(SourceFormat.delimited, ",")
-WANTED = Wanted(texts=("city",), numbers=("age",))
+WANTED = Wanted(ids=("city",), numbers=("age",))
 
 
 def block_of(keys: list) -> RawBlock:
-    columns = {"user": texts_from_arrow(pa.array(keys, pa.string()))}
-    return RawBlock(np.arange(len(keys)), columns, 0)
+    ids = {"user": texts_from_arrow(pa.array(keys, pa.string()))}
+    return RawBlock(np.arange(len(keys)), ids, {})
 
 
 def write(path, text):
@@ -27,8 +27,8 @@ def test_columns_are_matched_by_key(tmp_path):
     side = write(tmp_path / "users", "age,id,city\n30,u1,Rome\n,u2,\n50,u3,Rome\n")
     table = read_side_table("users", [side], CSV, key="id", on="user", wanted=WANTED)
     found = join(block_of(["u3", "u9", None, "u1", "u3", "u2"]), table)
-    assert plain(found.columns["city"]) == ["Rome", None, None, "Rome", "Rome", None]
-    ages = found.columns["age"].values
+    assert plain(found.ids["city"]) == ["Rome", None, None, "Rome", "Rome", None]
+    ages = found.numbers["age"]
     assert ages[[0, 3, 4]].tolist() == [50.0, 30.0, 50.0]
     assert np.isnan(ages[[1, 2, 5]]).all()
 
@@ -38,8 +38,8 @@ def test_a_side_table_of_several_files(tmp_path):
     two = write(tmp_path / "2", "age,id,city\n40,u2,Oslo\n")
     table = read_side_table("users", [one, two], CSV, key="id", on="user", wanted=WANTED)
     found = join(block_of(["u2", "u1"]), table)
-    assert plain(found.columns["city"]) == ["Oslo", "Rome"]
-    assert found.columns["age"].values.tolist() == [40.0, 30.0]
+    assert plain(found.ids["city"]) == ["Oslo", "Rome"]
+    assert found.numbers["age"].tolist() == [40.0, 30.0]
 
 
 @pytest.mark.parametrize("num_files", [1, 2])
@@ -58,9 +58,9 @@ def test_list_columns_of_parquet(tmp_path, num_files):
         LogFormat(SourceFormat.parquet),
         key="id",
         on="user",
-        wanted=Wanted(texts=("seen",), numbers=()),
+        wanted=Wanted(ids=("seen",), numbers=()),
     )
-    found = plain(join(block_of(["2", "1", "3", "5", "1"]), table).columns["seen"])
+    found = plain(join(block_of(["2", "1", "3", "5", "1"]), table).ids["seen"])
     fifth = ["8", "6"] if num_files == 2 else None
     assert found == [[], ["5", "6"], None, fifth, ["5", "6"]]
 
@@ -73,7 +73,7 @@ def test_a_key_that_occurs_twice_is_an_error(tmp_path):
 
 def test_the_columns_of_the_log_come_first(tmp_path):
     side = write(tmp_path / "users", "user,city\nu1,Rome\n")
-    wanted = Wanted(texts=("city",), numbers=())
+    wanted = Wanted(ids=("city",), numbers=())
     table = read_side_table("users", [side], CSV, key="user", on="user", wanted=wanted)
     found = join(block_of(["u1", "u2"]), table)
-    assert plain(found.columns["user"]) == ["u1", "u2"]
+    assert plain(found.ids["user"]) == ["u1", "u2"]

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotrec.cli.store import build_config, compose_config
 from hotrec.data.chunks import Dataset, Jagged
 from hotrec.data.prepare import prepare
-from tests.unit.data.test_conf_data import load
 
 ROOT = Path(__file__).parents[3]
 LOG = ROOT / "samples" / "kuairand_pure" / "log_standard_val_test.tsv.zst"
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.skipif(not LOG.exists(), reason=f"{LOG} is not there")
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    source = load("kuairand").source
+    source = build_config(compose_config("config", ["data=kuairand"])).data.source
     assert source is not None
     source.files = [str(ROOT / file) for file in source.files]
     for join in source.joins.values():
         join.files = [str(ROOT / file) for file in join.files]
     path = tmp_path_factory.mktemp("kuairand") / "dataset"
-    prepare(source, path, show_progress=False)
+    prepare(source, path)
     return Dataset.open(path)
 
 

@@ -6,34 +6,53 @@ import numpy as np
 import pytest
 import torch
 
-from hotrec.data.chunks import Dataset, Jagged
-from hotrec.data.loader import make_loader, num_steps
-from tests.unit.data.logs import ONE_HOT_SCHEMA, SCHEMA, write_dataset
+from hotrec.data.all_hot import write_all_hot
+from hotrec.data.chunks import Dataset
+from hotrec.data.loader import num_steps
+from hotrec.data.locality import ByOwner, Shard
+from hotrec.types import Partition
+from tests.unit.data.logs import (
+    ONE_HOT_SCHEMA,
+    SCHEMA,
+    assert_holds,
+    loader,
+    random_block,
+    samples_of,
+    write_bad_id,
+    write_blocks,
+    write_dataset,
+)
 
 SIZES = {"train": 45, "valid": 9, "test": 0}
+HOT = {"t_a": np.arange(9), "t_b": np.arange(900)}
+BY_OWNER = ByOwner(SCHEMA, {"t_a": [Shard(0, 0), Shard(5, 1)], "t_b": [Shard(0, 1)]}, HOT)
+CUTS = ["all", "all_hot", "mixed", "by_owner"]
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
+def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("loader") / "dataset"
-    return path, write_dataset(path, SIZES)
+    write_dataset(path, SIZES)
+    return path
 
 
-def loader(path, split="train", **settings):
-    defaults = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "epochs": 1}
-    return make_loader(path, split, **{**defaults, **settings})
-
-
-def samples_of(batch) -> list[int]:
-    """The number that each sample carries in its first dense column; padding left out."""
-    return [int(n) for n, w in zip(batch.dense[:, 0], batch.weights, strict=True) if w == 1]
+@pytest.fixture(scope="module")
+def cuts(path):
+    """Settings of loaders by what they read."""
+    partition = Partition({"t_a": 10, "t_b": 1000}, HOT)
+    output = path.parent / "all_hot"
+    dataset = Dataset.open(path)
+    samples = write_all_hot(dataset, "train", partition, partition_hash="p", output=output)
+    kinds = {"all_hot": True, "mixed": False}
+    subsets = {name: {"subset": samples.subset(is_all_hot=kind)} for name, kind in kinds.items()}
+    return {"all": {}, "by_owner": {"assign": BY_OWNER}, **subsets}
 
 
 def assert_same_batch(one, other):
-    assert torch.equal(one.dense, other.dense)
-    assert torch.equal(one.labels, other.labels)
-    assert torch.equal(one.weights, other.weights)
+    for name in ("dense", "labels", "weights"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
     assert one.num_global_samples == other.num_global_samples
+    assert one.is_all_hot == other.is_all_hot
     assert one.sparse.keys() == other.sparse.keys()
     assert torch.equal(one.sparse.values(), other.sparse.values())
     assert torch.equal(one.sparse.lengths(), other.sparse.lengths())
@@ -42,29 +61,15 @@ def assert_same_batch(one, other):
 @pytest.mark.parametrize("schema", [SCHEMA, ONE_HOT_SCHEMA], ids=["multi_hot", "one_hot"])
 def test_a_batch_holds_what_the_chunks_hold(tmp_path, schema):
     block = write_dataset(tmp_path / "d", {"train": 45}, schema=schema)["train"]
-    num_seen = 0
-    for batch in loader(tmp_path / "d"):
-        samples = samples_of(batch)
-        num_seen += len(samples)
-        assert torch.equal(batch.labels, torch.from_numpy(block.label[samples]))
-        assert torch.equal(batch.dense, torch.from_numpy(block.dense[samples]))
-        assert batch.sparse.keys() == list(schema.feature_names)
-        assert batch.sparse.stride() == len(samples)
+    batches = list(loader(tmp_path / "d"))
+    for batch in batches:
+        assert_holds(batch, block, schema)
         assert batch.sparse.values().dtype == torch.int64
-        for name, jagged in batch.sparse.to_dict().items():
-            ids = block.features[name]
-            for position, sample in enumerate(samples):
-                if isinstance(ids, Jagged):
-                    expected = ids.values[ids.offsets[sample] : ids.offsets[sample + 1]]
-                else:
-                    expected = ids[sample : sample + 1]
-                assert jagged.to_dense()[position].tolist() == expected.tolist()
-    assert num_seen == 45
+    assert sorted(sum(map(samples_of, batches), [])) == list(range(45))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_ranks_take_equal_steps_and_see_every_sample_once(dataset, world_size):
-    path, _ = dataset
+def test_ranks_take_equal_steps_and_see_every_sample_once(path, world_size):
     ranks = [list(loader(path, rank=rank, world_size=world_size)) for rank in range(world_size)]
     steps = num_steps(Dataset.open(path), "train", 4, world_size)
     assert [len(batches) for batches in ranks] == [steps] * world_size
@@ -79,16 +84,14 @@ def test_a_rank_without_samples_gets_one_padding_sample(tmp_path):
     write_dataset(tmp_path / "d", {"train": 7})
     *_, last = loader(tmp_path / "d", batch_size=3, rank=1, world_size=2)
     assert last.num_global_samples == 1
-    assert last.weights.tolist() == [0.0]
-    assert last.labels.tolist() == [0.0]
+    assert last.weights.tolist() == last.labels.tolist() == [0.0]
     assert last.dense.tolist() == [[0.0, 0.0]]
     assert last.sparse.stride() == 1
     assert last.sparse.values().numel() == 0
     assert last.sparse.lengths().tolist() == [0, 0, 0]
 
 
-def test_epochs_differ_and_an_endless_loader_goes_on(dataset):
-    path, _ = dataset
+def test_epochs_differ_and_an_endless_loader_goes_on(path):
     two = [samples_of(batch) for batch in loader(path, epochs=2)]
     assert len(two) == 24
     first, second = sum(two[:12], []), sum(two[12:], [])
@@ -98,77 +101,72 @@ def test_epochs_differ_and_an_endless_loader_goes_on(dataset):
     assert endless[:24] == two
 
 
-def test_evaluation_goes_through_the_files_in_order_and_can_be_repeated(dataset):
-    path, _ = dataset
+def test_evaluation_goes_through_the_files_in_order_and_can_be_repeated(path):
     evaluation = loader(path, "valid", shuffle=False, batch_size=100)
-    assert [samples_of(batch) for batch in evaluation] == [list(range(9))]
-    assert [samples_of(batch) for batch in evaluation] == [list(range(9))]
+    for _ in range(2):
+        assert [samples_of(batch) for batch in evaluation] == [list(range(9))]
 
 
-def test_drop_last_leaves_out_the_partial_step(dataset):
-    path, _ = dataset
+def test_drop_last_leaves_out_the_partial_step(path):
     batches = list(loader(path, drop_last=True))
     assert [len(samples_of(batch)) for batch in batches] == [4] * 11
 
 
-def test_the_number_of_workers_changes_nothing(dataset):
-    path, _ = dataset
-    expected = list(loader(path, epochs=2))
-    for num_workers in (1, 2):
-        found = list(loader(path, epochs=2, num_workers=num_workers))
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same_batch(one, other)
-
-
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_a_saved_position_continues_exactly(dataset, num_workers):
-    path, _ = dataset
-    expected = list(loader(path, epochs=3))
-    for stop in (0, 5, 12, 35):
-        first = loader(path, epochs=3, num_workers=num_workers)
+def test_a_saved_position_continues_exactly_with_any_number_of_workers(
+    path, cuts, tmp_path, cut, num_workers
+):
+    settings = {"epochs": 2, "rank": 1, "world_size": 2, **cuts[cut]}
+    expected = list(loader(path, **settings))
+    for stop in (0, 3, len(expected) - 1) if cut == "all" else (len(expected) // 2,):
+        first = loader(path, **settings, num_workers=num_workers)
         batches = list(islice(first, stop))
-        state = first.state_dict()
-        resumed = loader(path, epochs=3, num_workers=num_workers)
-        resumed.load_state_dict(state)
+        torch.save(first.state_dict(), tmp_path / "state")
+        resumed = loader(path, **settings, num_workers=num_workers)
+        resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=False))
         batches += list(resumed)
         assert len(batches) == len(expected)
         for one, other in zip(batches, expected, strict=True):
             assert_same_batch(one, other)
 
 
-def test_a_position_survives_saving_as_a_file(dataset, tmp_path):
-    path, _ = dataset
-    first = loader(path, num_workers=2)
-    expected = [samples_of(batch) for batch in first]
-    first = loader(path, num_workers=2)
-    head = [samples_of(batch) for batch in islice(first, 7)]
-    torch.save(first.state_dict(), tmp_path / "state")
-    resumed = loader(path, num_workers=2)
-    resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=False))
-    assert head + [samples_of(batch) for batch in resumed] == expected
-
-
 @pytest.mark.parametrize(
-    "change", [{"batch_size": 5}, {"seed": 6}, {"shuffle": False}, {"world_size": 2}]
+    ("saved", "change", "key"),
+    [
+        ("all", {"batch_size": 5}, "batch_size"),
+        ("all", {"seed": 6}, "seed"),
+        ("all", {"shuffle": False}, "shuffle"),
+        ("all", {"world_size": 3}, "world_size"),
+        ("by_owner", {}, "assign"),
+        ("all_hot", {}, "samples"),
+        ("all", "all_hot", "samples"),
+        ("all_hot", "mixed", "is_all_hot"),
+    ],
 )
-def test_a_position_of_another_run_is_refused(dataset, change):
-    path, _ = dataset
-    first = loader(path)
+def test_a_position_of_another_run_is_refused(path, cuts, saved, change, key):
+    first = loader(path, **{"world_size": 2, **cuts[saved]})
     next(iter(first))
-    resumed = loader(path, **change)
+    change = cuts[change] if isinstance(change, str) else change
+    resumed = loader(path, **{"world_size": 2, **change})
     resumed.load_state_dict(first.state_dict())
-    [name] = change
-    with pytest.raises(ValueError, match=f"loader state {name}: expected"):
+    with pytest.raises(ValueError, match=f"loader state {key}: expected"):
         next(iter(resumed))
+
+
+def test_positions_from_before_assignments_are_as_read(path):
+    batches = iter(loader(path).dataset)
+    state = batches.state_dict()
+    identity = {key: value for key, value in state["identity"].items() if key != "assign"}
+    batches.load_state_dict({**state, "identity": identity, "next_step": 3})
+    assert batches.state_dict()["next_step"] == 3
 
 
 def total_ids(ids) -> int:
     return int(ids.values().sum())
 
 
-def test_the_transform_is_applied_in_the_worker(dataset):
-    path, _ = dataset
+def test_the_transform_is_applied_in_the_worker(path):
     plain = [total_ids(batch.sparse) for batch in loader(path)]
     routed = loader(path, transform=total_ids, num_workers=1)
     assert [batch.sparse for batch in routed] == plain
@@ -185,33 +183,17 @@ def test_the_transform_is_applied_in_the_worker(dataset):
         ({"world_size": 0}, "world_size 0"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(dataset, settings, message):
-    path, _ = dataset
+def test_what_cannot_be_loaded_is_refused(path, settings, message):
     with pytest.raises(ValueError, match=message):
         loader(path, **settings)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
-    ("schema", "feature", "row"),
-    [(SCHEMA, "bag", 1000), (SCHEMA, "a", -1), (ONE_HOT_SCHEMA, "b", 1000)],
+    ("schema", "feature", "row", "num_workers"),
+    [(SCHEMA, "bag", 1000, 0), (SCHEMA, "a", -1, 0), (ONE_HOT_SCHEMA, "b", 1000, 1)],
 )
 def test_an_id_outside_its_table_is_named(tmp_path, schema, feature, row, num_workers):
-    from hotrec.artifact import scratch_directory
-    from hotrec.data.chunks import ChunkWriter, commit_dataset
-    from tests.unit.data.logs import random_block
-
-    block = random_block(20, schema)
-    ids = block.features[feature]
-    if isinstance(ids, Jagged):
-        ids.values[ids.offsets[15]] = row
-        assert ids.offsets[16] > ids.offsets[15]
-    else:
-        ids[15] = row
-    with scratch_directory(tmp_path / "d", kind="dataset") as scratch:
-        writer = ChunkWriter(scratch, "train", schema, 8)
-        writer.write(block)
-        commit_dataset(scratch, tmp_path / "d", schema, {"train": writer.close()}, {})
+    write_bad_id(tmp_path / "d", feature, row, schema)
     table = next(f.table for f in schema.features if f.name == feature)
     with pytest.raises(
         ValueError,
@@ -219,6 +201,15 @@ def test_an_id_outside_its_table_is_named(tmp_path, schema, feature, row, num_wo
         r"\(chunk chunks/train-00001\.arrow, sample 7\)",
     ):
         list(loader(tmp_path / "d", num_workers=num_workers))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bad_id_stops_all_ranks_at_once(tmp_path, rank):
+    """All of them read it, not the one alone that gets the sample."""
+    write_bad_id(tmp_path / "d", "a", 10)
+    batches = loader(tmp_path / "d", batch_size=10, rank=rank, world_size=2, assign=BY_OWNER)
+    with pytest.raises(ValueError, match=r"table t_a: expected rows in 0\.\.9, got row 10"):
+        next(iter(batches))
 
 
 @pytest.mark.parametrize(
@@ -230,16 +221,9 @@ def test_an_id_outside_its_table_is_named(tmp_path, schema, feature, row, num_wo
     ],
 )
 def test_labels_and_dense_values_are_checked(tmp_path, where, value, message):
-    from hotrec.artifact import scratch_directory
-    from hotrec.data.chunks import ChunkWriter, commit_dataset
-    from tests.unit.data.logs import random_block
-
     block = random_block(9)
     (block.label if where == "label" else block.dense[:, 1])[4] = value
-    with scratch_directory(tmp_path / "d", kind="dataset") as scratch:
-        writer = ChunkWriter(scratch, "train", SCHEMA, 9)
-        writer.write(block)
-        commit_dataset(scratch, tmp_path / "d", SCHEMA, {"train": writer.close()}, {})
+    write_blocks(tmp_path / "d", {"train": [block]}, 9)
     with pytest.raises(ValueError, match=rf"{message} \(chunk .*train-00000\.arrow, sample 4\)"):
         list(loader(tmp_path / "d"))
 
@@ -259,8 +243,7 @@ sys.keep = batches  # so that it is still there at exit, as it is in a traceback
 """
 
 
-def test_workers_outlive_other_peoples_sigterm_but_not_their_rank(dataset):
-    path, _ = dataset
+def test_workers_outlive_other_peoples_sigterm_but_not_their_rank(path):
     # The environment of the tests may ignore SIGTERM, which children inherit.
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LEFT_OPEN, str(path)],
@@ -273,9 +256,8 @@ def test_workers_outlive_other_peoples_sigterm_but_not_their_rank(dataset):
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 3])
-def test_kept_workers_begin_anew_each_time(dataset, num_taken):
+def test_kept_workers_begin_anew_each_time(path, num_taken):
     """However much of an iteration was taken: what they made ahead is thrown away."""
-    path, _ = dataset
     expected = list(loader(path, "valid", shuffle=False))
     kept = loader(path, "valid", shuffle=False, num_workers=2, keep_workers=True)
     workers = set()

@@ -76,14 +76,6 @@ def test_without_shuffling_samples_come_in_the_order_of_the_files():
     assert samples == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
 
 
-def test_the_last_step_is_divided_as_evenly_as_possible():
-    lengths = [len(samples) for samples in global_step([7], 3, 2, 0, 1)]
-    assert lengths == [1, 0]
-    order = SampleOrder([7], batch_size=3, rank=0, world_size=2, seed=0, shuffle=True)
-    assert order.num_global_samples(0) == 6
-    assert order.num_global_samples(1) == 1
-
-
 @pytest.mark.parametrize(
     ("num_samples", "drop_last", "expected"), [(6, False, 1), (7, False, 2), (7, True, 1)]
 )

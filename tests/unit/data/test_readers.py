@@ -12,30 +12,27 @@ from hotrec.config.data import (
     OnBadLine,
     SourceFormat,
 )
-from hotrec.data.columns import Lists, Numbers, RawBlock, Texts
+from hotrec.data.columns import Lists, RawBlock, Texts
 from hotrec.data.readers import (
     LogFormat,
     Wanted,
     column_names,
     count_samples,
     find_files,
-    numbers_of,
     read_blocks,
 )
 from tests.unit.data.logs import criteo_line
 from tests.unit.data.test_columns import plain
 
-CRITEO = Wanted(texts=CRITEO_FEATURES, numbers=("label", *CRITEO_DENSE), label="label")
-CSV = Wanted(texts=("user",), numbers=("click", "price"), label="click")
-CSV_FORMAT = LogFormat(SourceFormat.delimited, separator=",")
+CRITEO = Wanted(ids=CRITEO_FEATURES, numbers=("label", *CRITEO_DENSE), label="label")
+CSV = Wanted(ids=("user",), numbers=("click", "price"), label="click")
 SKIP = {"on_bad_line": OnBadLine.skip}
 
 
 def values(blocks: list[RawBlock], name: str) -> list:
     found = []
     for block in blocks:
-        column = block.columns[name]
-        found += column.values.tolist() if isinstance(column, Numbers) else plain(column)
+        found += plain(block.ids[name]) if name in block.ids else block.numbers[name].tolist()
     return found
 
 
@@ -54,7 +51,7 @@ def test_criteo_lines(tmp_path, suffix):
     blocks = list(read_blocks(path, log_format, CRITEO))
     assert len(blocks) > 5
     assert count_samples(path, log_format) == 1000
-    assert np.concatenate([block.numbers for block in blocks]).tolist() == list(range(1, 1001))
+    assert np.concatenate([block.lines for block in blocks]).tolist() == list(range(1, 1001))
     labels = values(blocks, "label")
     assert labels[:6] == [0, 1, 0, 0, 0, 1]
     assert values(blocks, "I2")[999] == 1000.0
@@ -63,31 +60,33 @@ def test_criteo_lines(tmp_path, suffix):
     assert values(blocks, "C26")[3] is None
 
 
+A_LABEL = "a label of 0 or 1 in column label"
+
+
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "expected", "got"),
     [
-        ("1\t2\t3\n", r"day_0 line 8: expected 40 columns, got 3\. Fix the line, or set on_bad"),
-        (criteo_line().replace("\t5\t", "\tfive\t"), "line 8: expected a number in column I6, got"),
-        (criteo_line("2"), "line 8: expected a label of 0 or 1 in column label, got 2.0"),
-        (criteo_line("nan"), "line 8: expected a label of 0 or 1 in column label, got nothing or"),
-        (criteo_line(""), "line 8: expected a label of 0 or 1 in column label, got nothing or NaN"),
-        (criteo_line("-1"), "line 8: expected a label of 0 or 1 in column label, got -1.0"),
-        ("\n", "line 8: expected a label of 0 or 1 in column label, got nothing"),
+        ("1\t2\t3\n", "40 columns", r"3\. Fix the line, or set on_bad"),
+        (criteo_line().replace("\t5\t", "\tfive\t"), "a number in column I6", "'five'"),
+        (criteo_line("2"), A_LABEL, "2.0"),
+        (criteo_line("-1"), A_LABEL, "-1.0"),
+        (criteo_line("nan"), A_LABEL, "nothing or NaN"),
+        ("\n", A_LABEL, "nothing or NaN"),
         (
             criteo_line().replace("\t5\t", "\t1e999\t"),
-            "line 8: expected a finite number or nothing in column I6, got inf",
+            *("a finite number or nothing in column I6", "inf"),
         ),
     ],
 )
-def test_a_bad_criteo_line_is_named_or_skipped(tmp_path, line, message):
+def test_a_bad_criteo_line_is_named_or_skipped(tmp_path, line, expected, got):
     rows = [criteo_line("1", number) for number in range(20)]
     rows[7] = line
     path = write_criteo(tmp_path / "day_0", rows)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"day_0 line 8: expected {expected}, got {got}"):
         list(read_blocks(path, LogFormat(SourceFormat.criteo), CRITEO))
     [block] = read_blocks(path, LogFormat(SourceFormat.criteo, **SKIP), CRITEO)
     assert block.num_skipped == 1
-    assert block.numbers.tolist() == [n for n in range(1, 21) if n != 8]
+    assert block.lines.tolist() == [n for n in range(1, 21) if n != 8]
     assert values([block], "I1") == [float(n) for n in range(20) if n != 7]
 
 
@@ -107,43 +106,43 @@ def test_all_lines_bad(tmp_path):
     assert block.num_skipped == 5
 
 
-def test_delimited_columns_may_come_in_any_order_and_be_more(tmp_path):
+def read_csv(tmp_path, content: str, wanted: Wanted = CSV, **settings) -> RawBlock:
     path = tmp_path / "log.csv"
-    path.write_text('other,user,click,price\n"x,y",u1,1,2.5\n,u2,0,\n')
-    [block] = read_blocks(path, CSV_FORMAT, CSV)
-    assert block.numbers.tolist() == [2, 3]
+    path.write_text(content)
+    log_format = LogFormat(SourceFormat.delimited, ",", **settings)
+    [block] = read_blocks(path, log_format, wanted)
+    assert count_samples(path, log_format) == content.count("\n") - 1
+    return block
+
+
+def test_delimited_columns_may_come_in_any_order_and_be_more(tmp_path):
+    block = read_csv(tmp_path, 'other,user,click,price\n"x,y",u1,1,2.5\n,u2,0,\n')
+    assert block.lines.tolist() == [2, 3]
     assert values([block], "user") == ["u1", "u2"]
     assert values([block], "click") == [1.0, 0.0]
     assert values([block], "price")[0] == 2.5
-    assert set(block.columns) == {"user", "click", "price"}
-    assert count_samples(path, CSV_FORMAT) == 2
+    assert {*block.ids, *block.numbers} == {"user", "click", "price"}
 
 
 def test_null_values_can_be_named(tmp_path):
-    path = tmp_path / "log.csv"
-    path.write_text("click,price,user\n1,NA,NA\n")
-    log_format = LogFormat(SourceFormat.delimited, ",", null_values=("", "NA"))
-    [block] = read_blocks(path, log_format, CSV)
+    block = read_csv(tmp_path, "click,price,user\n1,NA,NA\n", null_values=("", "NA"))
     assert np.isnan(values([block], "price")[0])
     assert values([block], "user") == [None]
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
-    path = tmp_path / "log.csv"
-    path.write_text("click,user\n1,u\n")
     with pytest.raises(ValueError, match=r"expected the columns \['price'\], got \['click', 'user"):
-        list(read_blocks(path, CSV_FORMAT, CSV))
+        read_csv(tmp_path, "click,user\n1,u\n")
 
 
 def test_a_column_may_be_read_as_text_and_as_numbers(tmp_path):
-    path = tmp_path / "log.csv"
-    path.write_text("click,date\n1,20220425\n0,20220426\n1,soon\n")
-    wanted = Wanted(texts=("date",), numbers=("click", "date"), label="click", required=("date",))
+    log = "click,date\n1,20220425\n0,20220426\n1,soon\n"
+    wanted = Wanted(ids=("date",), numbers=("click", "date"), label="click", required=("date",))
     with pytest.raises(ValueError, match="line 4: expected a finite number in column date, got 's"):
-        list(read_blocks(path, CSV_FORMAT, wanted))
-    [block] = read_blocks(path, LogFormat(SourceFormat.delimited, ",", **SKIP), wanted)
+        read_csv(tmp_path, log, wanted)
+    block = read_csv(tmp_path, log, wanted, **SKIP)
     assert values([block], "date") == ["20220425", "20220426"]
-    assert numbers_of(block, "date").values.tolist() == [20220425.0, 20220426.0]
+    assert block.numbers["date"].tolist() == [20220425.0, 20220426.0]
 
 
 @pytest.fixture(params=["parquet", "arrow_file", "arrow_stream"])
@@ -167,7 +166,7 @@ def table_log(request, tmp_path):
     return path, LogFormat(SourceFormat.arrow)
 
 
-TABLE = Wanted(texts=("user", "tags"), numbers=("click", "price"), label="click")
+TABLE = Wanted(ids=("user", "tags"), numbers=("click", "price"), label="click")
 
 
 def test_parquet_and_arrow_with_list_columns(table_log):
@@ -175,10 +174,10 @@ def test_parquet_and_arrow_with_list_columns(table_log):
     blocks = list(read_blocks(path, log_format, TABLE))
     assert column_names(path, log_format) == ("click", "price", "user", "tags")
     assert count_samples(path, log_format) == 4
-    assert np.concatenate([block.numbers for block in blocks]).tolist() == [1, 2, 3, 4]
+    assert np.concatenate([block.lines for block in blocks]).tolist() == [1, 2, 3, 4]
     assert values(blocks, "user") == ["7", None, "9", "7"]
-    assert isinstance(blocks[0].columns["user"], Texts)
-    assert isinstance(blocks[0].columns["tags"], Lists)
+    assert isinstance(blocks[0].ids["user"], Texts)
+    assert isinstance(blocks[0].ids["tags"], Lists)
     assert values(blocks, "tags") == [["a", "b"], [], None, ["c"]]
     assert values(blocks, "price")[::2] == [1.5, 3.0]
     assert np.isnan(values(blocks, "price")[1::2]).all()
@@ -187,7 +186,7 @@ def test_parquet_and_arrow_with_list_columns(table_log):
 def test_bad_rows_of_parquet_are_named_or_skipped(tmp_path):
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"click": [1.0, 0.5, 0.0], "user": ["a", "b", "c"]}), path)
-    wanted = Wanted(texts=("user",), numbers=("click",), label="click")
+    wanted = Wanted(ids=("user",), numbers=("click",), label="click")
     with pytest.raises(ValueError, match=r"log\.parquet line 2: expected a label of 0 or 1"):
         list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
     [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), wanted)
@@ -207,7 +206,7 @@ def test_damaged_and_empty_table_files_are_refused(tmp_path, log_format):
     else:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, empty.schema) as writer:
             writer.write_table(empty)
-    wanted = Wanted(texts=(), numbers=("click",), label="click")
+    wanted = Wanted(ids=(), numbers=("click",), label="click")
     with pytest.raises(ValueError, match="log: expected rows, got none"):
         list(read_blocks(path, LogFormat(log_format), wanted))
 

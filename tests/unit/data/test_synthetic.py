@@ -3,7 +3,6 @@ import json
 import numpy as np
 import pytest
 
-from hotrec.artifact import read_artifact
 from hotrec.config.data import SyntheticSpec
 from hotrec.data.chunks import Dataset, Jagged
 from hotrec.data.synthetic import SyntheticLog, write_synthetic
@@ -26,21 +25,21 @@ def rows_of(path, feature: str, split: str = "train") -> np.ndarray:
 
 def test_the_same_specification_gives_the_same_dataset(tmp_path):
     spec = small(mean_lengths=[1, 2.5], num_periods=3, drift_frac=0.2, num_valid=500)
-    first = write_synthetic(spec, tmp_path / "a", show_progress=False)
-    second = write_synthetic(spec, tmp_path / "b", show_progress=False)
+    first = write_synthetic(spec, tmp_path / "a")
+    second = write_synthetic(spec, tmp_path / "b")
     spec.seed = 1
-    third = write_synthetic(spec, tmp_path / "c", show_progress=False)
+    third = write_synthetic(spec, tmp_path / "c")
     assert first.content_hash == second.content_hash != third.content_hash
 
 
 def test_chunk_size_does_not_change_the_samples(tmp_path):
-    write_synthetic(small(), tmp_path / "a", show_progress=False)
-    write_synthetic(small(rows_per_chunk=999), tmp_path / "b", show_progress=False)
+    write_synthetic(small(), tmp_path / "a")
+    write_synthetic(small(rows_per_chunk=999), tmp_path / "b")
     np.testing.assert_array_equal(rows_of(tmp_path / "a", "c0"), rows_of(tmp_path / "b", "c0"))
 
 
 def test_popularity_is_zipf_and_the_hot_rows_are_those_recorded(tmp_path):
-    write_synthetic(small(zipf_exponent=1.2), tmp_path / "d", show_progress=False)
+    write_synthetic(small(zipf_exponent=1.2), tmp_path / "d")
     counts = np.bincount(rows_of(tmp_path / "d", "c0"), minlength=200)
     recorded = np.load(tmp_path / "d" / "popularity" / "t0.npy")
     assert recorded.shape == (1, 20)
@@ -57,8 +56,8 @@ def test_popularity_is_zipf_and_the_hot_rows_are_those_recorded(tmp_path):
 
 
 def test_row_numbers_say_nothing_about_popularity_unless_asked(tmp_path):
-    write_synthetic(small(), tmp_path / "a", show_progress=False)
-    write_synthetic(small(rows_by_popularity=True), tmp_path / "b", show_progress=False)
+    write_synthetic(small(), tmp_path / "a")
+    write_synthetic(small(rows_by_popularity=True), tmp_path / "b")
     hot = np.load(tmp_path / "b" / "popularity" / "t0.npy")[0]
     assert hot.tolist() == list(range(1, 21))
     scattered = np.load(tmp_path / "a" / "popularity" / "t0.npy")[0]
@@ -68,7 +67,7 @@ def test_row_numbers_say_nothing_about_popularity_unless_asked(tmp_path):
 
 def test_drift_replaces_the_share_of_rows_that_was_asked_for(tmp_path):
     spec = small(num_rows=[1001], num_periods=3, drift_frac=0.2, num_hot_recorded=1000)
-    write_synthetic(spec, tmp_path / "d", show_progress=False)
+    write_synthetic(spec, tmp_path / "d")
     ranks = np.load(tmp_path / "d" / "popularity" / "t0.npy")
     assert (ranks[0] != ranks[1]).sum() == 200
     assert (ranks[1] != ranks[2]).sum() == 200
@@ -81,7 +80,7 @@ def test_drift_replaces_the_share_of_rows_that_was_asked_for(tmp_path):
 
 def test_lengths_of_bags_have_the_mean_that_was_asked_for(tmp_path):
     spec = small(mean_lengths=[1, 2.5])
-    write_synthetic(spec, tmp_path / "d", show_progress=False)
+    write_synthetic(spec, tmp_path / "d")
     dataset = Dataset.open(tmp_path / "d")
     assert [feature.is_multi_hot for feature in dataset.schema.features] == [False, True]
     bags = dataset.block("train", 0).features["c1"]
@@ -93,7 +92,7 @@ def test_lengths_of_bags_have_the_mean_that_was_asked_for(tmp_path):
 
 def test_splits_follow_one_another_in_time(tmp_path):
     spec = small(num_train=1000, num_valid=300, num_test=200)
-    write_synthetic(spec, tmp_path / "d", show_progress=False)
+    write_synthetic(spec, tmp_path / "d")
     dataset = Dataset.open(tmp_path / "d")
     sizes = {split: dataset.num_samples(split) for split in ("train", "valid", "test")}
     assert sizes == {"train": 1000, "valid": 300, "test": 200}
@@ -101,7 +100,7 @@ def test_splits_follow_one_another_in_time(tmp_path):
 
 def test_labels_have_the_click_rate_and_can_be_learned():
     log = SyntheticLog(small(click_rate=0.3, signal=2.0))
-    blocks = list(log.blocks())
+    blocks = [block for _, block in log.blocks()]
     labels = np.concatenate([block.label for block in blocks])
     assert labels.mean() == pytest.approx(0.3, abs=0.04)
     # The best guess from each row's click rate alone must be far better than chance.
@@ -117,21 +116,7 @@ def test_labels_have_the_click_rate_and_can_be_learned():
 
 
 def test_without_signal_labels_are_coin_flips():
-    [block, *_] = SyntheticLog(small(signal=0.0, num_train=20_000)).blocks()
+    [(_, block), *_] = SyntheticLog(small(signal=0.0, num_train=20_000)).blocks()
     correlation = np.corrcoef(block.label, block.dense[:, 0])[0, 1]
     assert abs(correlation) < 0.03
     assert block.label.mean() == pytest.approx(0.25, abs=0.02)
-
-
-def test_an_existing_dataset_is_replaced_only_as_a_whole(tmp_path, monkeypatch):
-    write_synthetic(small(num_train=100), tmp_path / "d", show_progress=False)
-    before = read_artifact(tmp_path / "d", kind="dataset", verify="full").content_hash
-
-    def fail(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hotrec.data.synthetic._write_popularity", fail)
-    with pytest.raises(KeyboardInterrupt):
-        write_synthetic(small(num_train=200), tmp_path / "d", show_progress=False)
-    assert read_artifact(tmp_path / "d", kind="dataset", verify="full").content_hash == before
-    assert [path.name for path in tmp_path.iterdir()] == ["d"]

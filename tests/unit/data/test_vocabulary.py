@@ -9,12 +9,10 @@ from hotrec.data import vocabulary as module
 from hotrec.data.columns import lists_from_arrow, texts_from_arrow
 from hotrec.data.vocabulary import (
     Counted,
-    HashEncoder,
+    RowEncoder,
     ValueCounter,
-    VocabularyEncoder,
     build_vocabulary,
-    count_lists,
-    count_texts,
+    count_ids,
     read_vocabulary,
     write_vocabulary,
 )
@@ -35,7 +33,7 @@ def test_counts_are_exact_however_they_come(blocks, merges_often):
     module._MIN_PENDING = 0 if merges_often else pending
     try:
         for block in blocks:
-            count_texts(texts_from_arrow(pa.array(block, pa.string())), counter)
+            count_ids(texts_from_arrow(pa.array(block, pa.string())), counter)
     finally:
         module._MIN_PENDING = pending
     expected = Counter(value for block in blocks for value in block if value is not None)
@@ -47,7 +45,7 @@ def test_items_of_lists_count_once_per_sample():
     # The same list may stand for several samples.
     lists = type(lists)(lists.items, lists.offsets, np.array([0, 0, 3, -1]))
     counter = ValueCounter()
-    count_lists(lists, counter)
+    count_ids(lists, counter)
     assert counts_of(counter) == {"a": 4, "b": 3}
 
 
@@ -61,7 +59,7 @@ def test_rare_values_and_nulls_are_row_0():
     counts = {f"v{number}": number for number in range(1, 10)}
     vocabulary = vocabulary_of(counts, min_count=4)
     assert sorted(vocabulary["value"].to_pylist()) == [f"v{number}" for number in range(4, 10)]
-    encoder = VocabularyEncoder(vocabulary)
+    encoder = RowEncoder(vocabulary=vocabulary)
     assert encoder.num_rows == 7
     rows = encoder.rows(pa.array([*counts, None, "never seen"]))
     assert rows[:3].tolist() == [0, 0, 0]
@@ -82,8 +80,8 @@ def test_rows_do_not_follow_frequency_or_order_of_counting():
 
 def test_a_vocabulary_may_be_empty_and_survives_the_disk(tmp_path):
     empty = vocabulary_of({"a": 1}, min_count=2)
-    assert VocabularyEncoder(empty).num_rows == 1
-    assert VocabularyEncoder(empty).rows(pa.array(["a"])).tolist() == [0]
+    assert RowEncoder(vocabulary=empty).num_rows == 1
+    assert RowEncoder(vocabulary=empty).rows(pa.array(["a"])).tolist() == [0]
     written = vocabulary_of({"a": 1, "b": 2}, min_count=1)
     write_vocabulary(tmp_path, "t", written)
     assert read_vocabulary(tmp_path, "t").equals(written)
@@ -92,14 +90,7 @@ def test_a_vocabulary_may_be_empty_and_survives_the_disk(tmp_path):
 
 @given(st.lists(st.text(max_size=10), max_size=30), st.integers(2, 1000))
 def test_hashed_rows_stay_inside_the_table(values, num_rows):
-    rows = HashEncoder(num_rows).rows(pa.array([*values, None], pa.string()))
+    rows = RowEncoder(num_rows).rows(pa.array([*values, None], pa.string()))
     assert rows[-1] == 0
     assert all(1 <= row < num_rows for row in rows[:-1])
     assert len({(v, r) for v, r in zip(values, rows, strict=False)}) == len(set(values))
-
-
-def test_hashing_spreads_values():
-    rows = HashEncoder(101).rows(pa.array([str(number) for number in range(20_000)]))
-    counts = np.bincount(rows, minlength=101)
-    assert counts[0] == 0
-    assert np.abs(counts[1:] - 200).max() < 5 * np.sqrt(200)

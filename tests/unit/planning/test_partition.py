@@ -91,7 +91,7 @@ def test_altered_hot_rows_are_found(tmp_path):
 
 
 def test_rows_outside_their_table_are_found(tmp_path):
-    with scratch_directory(tmp_path / "p") as scratch:
+    with scratch_directory(tmp_path / "p", kind="partition") as scratch:
         np.savez(scratch / "hot_rows.npz", t=np.array([7]))
         content = {"policy": "by hand", "num_rows": {"t": 7}}
         commit_artifact(scratch, tmp_path / "p", kind="partition", content=content)
