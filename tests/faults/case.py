@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 # Changes a private copy of the workspace before the command starts.
 Change = Callable[[Path], None]
-# Complains about what commands that succeeded have made.
-Check = Callable[["Made"], str | None]
 # A verdict and what it is about, or None.
 Complaint = tuple[str, str] | None
+# Complains about what commands that succeeded have made; a mere text is of verdict "silent".
+Check = Callable[["Made"], str | Complaint]
 # Acts while the command runs: sends a signal, starts a second command.
 Act = Callable[["Running"], Complaint]
 

@@ -202,7 +202,7 @@ def _kill_once(
         )
         complaint = stage.case.check(made) if stage.case.check else None
         if complaint is not None:
-            findings.add("silent", complaint)
+            findings.add("silent", str(complaint))
         for path in [*folder.glob("data/*/.*"), *folder.glob("runs/*/checkpoints/.*")]:
             findings.add("left", f"{path.relative_to(folder)} stays after the second start")
     remove(folder.parent)

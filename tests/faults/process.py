@@ -31,6 +31,8 @@ _SET_CHILD_SUBREAPER, _DROP_BOUNDING_CAPABILITY = 36, 24
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2
 _CAPABILITY_VERSION = 0x20080522
 _NEW_MOUNTS, _RECURSIVE, _PRIVATE = 0x20000, 0x4000, 1 << 18
+# Wait statuses of the children of this process that have ended.
+_ended: dict[int, int] = {}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -81,16 +83,10 @@ class Running:
 
     def poll(self) -> int | None:
         """The exit code as a shell has it, if the command has ended."""
-        while self.exit_code is None:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            if pid == self.pid:
-                code = os.waitstatus_to_exitcode(status)
-                self.exit_code = code if code >= 0 else 128 - code
+        _reap()
+        if self.exit_code is None and self.pid in _ended:
+            code = os.waitstatus_to_exitcode(_ended[self.pid])
+            self.exit_code = code if code >= 0 else 128 - code
         return self.exit_code
 
     def wait(self, limit_s: float) -> int | None:
@@ -137,7 +133,6 @@ class Running:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-            self.poll()
             _reap()
             time.sleep(0.02)
 
@@ -153,11 +148,15 @@ class Running:
 
 
 def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
+    """Note the end of every child, those that were adopted included."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        _ended[pid] = status
 
 
 def start(case: Case, words: str, folder: Path, scratch: Path, number: int = 0) -> Running:

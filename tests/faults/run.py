@@ -52,6 +52,7 @@ class Result:
     got: str
     reasons: list[str]
     seconds: float
+    cpu_s: float = 0.0
 
 
 def import_program() -> None:
@@ -82,7 +83,9 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def make_workspace(directory: Path, kept: Path | None = None) -> Path:
+def make_workspace(
+    directory: Path, kept: Path | None = None, *, steps: Sequence[Case] = workspace.STEPS
+) -> Path:
     """Make the workspace that every case starts from, or copy the one that was kept.
 
     Raises:
@@ -93,7 +96,7 @@ def make_workspace(directory: Path, kept: Path | None = None) -> Path:
         workspace.copy(kept, reference)
         return reference
     (reference / "runs").mkdir(parents=True)
-    for step in workspace.STEPS:
+    for step in steps:
         folder = directory / step.kind
         in_child(partial(_make, step, reference, directory), folder.with_suffix(".json"))
     workspace.make_costs(reference)
@@ -204,7 +207,7 @@ def run_case(case: Case, reference: Path, directory: Path) -> Result:
     if code == 0 and case.check is not None:
         complaint = case.check(Made(folder, reference, read_figures(out)))
         if complaint is not None:
-            findings.add("silent", complaint)
+            findings.add(*(("silent", complaint) if isinstance(complaint, str) else complaint))
     remove(directory)
     return Result(
         name=case.name,
@@ -213,6 +216,7 @@ def run_case(case: Case, reference: Path, directory: Path) -> Result:
         got=f"exit code {code}: {err.strip().splitlines()[-1][:500] if err.strip() else ''}",
         reasons=[f"{verdict}: {text}" for verdict, text in findings.found],
         seconds=round(time.monotonic() - start_s, 2),
+        cpu_s=round(sum(os.times()[:4]), 2),
     )
 
 

@@ -261,8 +261,7 @@ CHAIN = "\n".join(
     for command, more in (
         ("prepare", ""),
         ("profile", ""),
-        ("plan", "placement=coverage plan.sensitivity=false"),
-        ("train", "placement=saved trainer.max_steps=2 trainer.eval_splits=[]"),
+        ("train", "placement=coverage trainer.max_steps=2 trainer.eval_splits=[]"),
     )
 )
 

@@ -84,12 +84,12 @@ def finished(made: Made) -> str | None:
     return None if all(rates[name] == summary[name] for name in rates) else f"figures are {rates}"
 
 
-def tidy(below: str) -> Callable[[Made], str | None]:
+def tidy(below: str) -> Callable[[Made], Complaint]:
     """A check: nothing hidden is left beside the artifacts in a directory."""
 
-    def check(made: Made) -> str | None:
+    def check(made: Made) -> Complaint:
         found = sorted(path.name for path in (made.folder / below).glob(".*") if path.is_dir())
-        return f"{below} still holds {found}" if found else None
+        return ("left", f"{below} still holds {found}") if found else None
 
     return check
 
@@ -109,8 +109,9 @@ def _resume_cases() -> Iterator[Case]:
     yield either("resume/none-keep-one", f"{GO_ON} trainer.resume=none trainer.max_steps=2 trainer.keep_checkpoints=1", "resume|checkpoints", check=latest_whole(2), **OWN)
     yield works("resume/finished", TRAIN, check=finished, variables=in_run(ONE))
     yield works("resume/finished-ranks", TWO_RANKS, variables=in_run(TWO), limit_s=90)
-    yield works("resume/finished-then-evaluate", f"{TRAIN}\n{EVALUATE}", variables=in_run(ONE))
-    yield either("resume/fewer-steps", f"{TRAIN} trainer.max_steps=6", "max_steps", variables=in_run(ONE))
+    yield either("resume/evaluate-into-run", EVALUATE, ONE, variables=in_run(ONE))
+    yield either("resume/prepare-into-run", PREPARE, ONE, variables=in_run(ONE), outputs=("data/tiny",))
+    yield either("resume/fewer-steps", f"{TRAIN} trainer.max_steps=6", "num_steps|max_steps", variables=in_run(ONE))
     changed = [
         ("model", "model.over_layer_sizes=[16,1]", "model"),
         ("model-dim", "model.embedding_dim=8 model.dense_layer_sizes=[8,8]", "model"),
@@ -131,7 +132,7 @@ def _resume_cases() -> Iterator[Case]:
     again = edits.several(edits.copied("data/other/dataset", DATASET))
     yield refused("resume/dataset-replaced", GO_ON, "dataset", again, variables=in_run(ONE))
     for name in ("batch_size=32", "seed=7", "precision=bf16"):
-        yield either(f"resume/{name.partition('=')[0]}-changed", f"{GO_ON} trainer.{name}", f"trainer.{name.partition('=')[0]}", **OWN)
+        yield either(f"resume/{name.partition('=')[0]}-changed", f"{GO_ON} trainer.{name}", name.partition("=")[0], **OWN)
     yield refused("resume/more-ranks", f"{GO_ON} launch.num_ranks=2", "num_ranks|world_size", variables=in_run(ONE), **RANKS)
     yield refused("resume/fewer-ranks", GO_ON, "num_ranks|world_size", variables=in_run(TWO))
     yield refused("resume/model-changed-ranks", f"{GO_ON} launch.num_ranks=2 model.over_layer_sizes=[16,1]", "model", variables=in_run(TWO), **RANKS)
@@ -147,7 +148,15 @@ def _resume_cases() -> Iterator[Case]:
         yield works(f"resume/{name}-after-a-kill", words, stale, check=tidy("data/tiny"), outputs=data)
 
 
-def beside(words: str, ready: str, *, codes: tuple[int, ...], stopped: bool = False, lines: int = 0) -> Act:
+def beside(
+    words: str,
+    ready: str,
+    *,
+    codes: tuple[int, ...],
+    run_dir: str = "runs/second",
+    stopped: bool = False,
+    lines: int = 0,
+) -> Act:
     """Start a second command once a file is there, while the first runs or is stopped."""
 
     def act(running: Running) -> Complaint:
@@ -160,7 +169,8 @@ def beside(words: str, ready: str, *, codes: tuple[int, ...], stopped: bool = Fa
             os.killpg(running.pid, signal.SIGSTOP)
         scratch = running.scratch / "second"
         (scratch / "tmp").mkdir(parents=True)
-        other = start(replace(running.case, stdio={}), words, running.folder, scratch)
+        case = replace(running.case, variables=in_run(run_dir))
+        other = start(case, words, running.folder, scratch)
         code = other.wait(40)
         if stopped:
             os.killpg(running.pid, signal.SIGCONT)
@@ -174,19 +184,19 @@ def beside(words: str, ready: str, *, codes: tuple[int, ...], stopped: bool = Fa
     return act
 
 
-SLOW = "trainer.num_epochs=1000 trainer.max_steps=1500 trainer.save_every_steps=0 trainer.eval_splits=[]"
+SLOW = "trainer.num_epochs=1000 trainer.max_steps=400 trainer.save_every_steps=0 trainer.eval_splits=[]"
 
 
 def _together_cases() -> Iterator[Case]:
     step, log_file = "runs/new/metrics.jsonl", "runs/new/log.txt"
     slow = f"{TRAIN} {SLOW}"
-    yield works("together/two-runs", slow, act=beside(slow, step, codes=(1,)), check=latest_whole(1500, "runs/new"), **NEW)
-    yield works("together/two-runs-start", slow, act=beside(slow, log_file, codes=(1,)), check=latest_whole(1500, "runs/new"), **NEW)
+    yield works("together/two-runs", slow, act=beside(slow, step, codes=(1,), run_dir="runs/new"), check=latest_whole(400, "runs/new"), **NEW)
+    yield works("together/two-runs-start", slow, act=beside(slow, log_file, codes=(1,), run_dir="runs/new"), check=latest_whole(400, "runs/new"), **NEW)
     ranks = f"{slow} launch.num_ranks=2"
-    yield works("together/two-runs-ranks", ranks, act=beside(ranks, step, codes=(1,)), check=latest_whole(1500, "runs/new"), limit_s=90, **NEW)
-    prepare = f"{PREPARE} data.synthetic.num_train=3000000 data.synthetic.rows_per_chunk=100000"
+    yield works("together/two-runs-ranks", ranks, act=beside(ranks, step, codes=(1,), run_dir="runs/new"), check=latest_whole(400, "runs/new"), limit_s=90, **NEW)
+    prepare = f"{PREPARE} data.synthetic.num_train=1000000 data.synthetic.rows_per_chunk=20000"
     both: dict[str, Any] = {"outputs": (DATASET, PROFILED, PARTITION)}
-    yield works("together/two-prepares", prepare, act=beside(prepare, "data/tiny/.dataset*.tmp/**/*.arrow", codes=(1,)), check=lambda made: whole(made.folder / DATASET), **both)
+    yield works("together/two-prepares", prepare, act=beside(prepare, "data/tiny/.dataset*.tmp/**/*.arrow", codes=(1,)), check=lambda made: whole(made.folder / DATASET), limit_s=90, **both)
     other = f"{PREPARE} data.synthetic.seed=9"
     for workers in (0, 2):
         words = f"{TRAIN} trainer.num_workers={workers}"
@@ -257,7 +267,6 @@ def forged(artifact: str, file: str, make: Callable[[], bytes]) -> Change:
     def change(folder: Path) -> None:
         path = folder / artifact / file
         content = make()
-        content += b"\0" * max(0, path.stat().st_size - len(content))
         path.write_bytes(content)
         manifest = folder / artifact / "manifest.json"
         if manifest.exists():
@@ -312,7 +321,8 @@ def _payload_cases() -> Iterator[Case]:
         if file == "manifest.json":
             change = edits.written(f"{artifact}/{file}", _plain())
         name = f"payload/{reader}-{Path(artifact).name}-{file.replace('/', '-')}-{make.__name__.strip('_')}"
-        yield refused(name, words, Path(file).name, change, **more)
+        key = "step-00000008" if artifact == CHECKPOINT else Path(file).name
+        yield refused(name, words, key, change, **more)
     two = forged(f"{TWO}/{LAST}", "rank-00001.pt", _torch_file)
     yield refused("payload/resume-two-ranks", f"{GO_ON} launch.num_ranks=2", "rank-00001.pt", two, variables=in_run(TWO), **RANKS)
     output = {"outputs": ("data/log",)}
