@@ -80,6 +80,8 @@ def judge_files(case: Case, findings: Findings, before: Files, after: Files, cod
             findings.add("silent", "code from a file was run")
         elif after[name] == "directory" or (is_hidden and case.may_leave):
             continue
+        elif code == 0 and 0 not in case.exit_codes:
+            continue  # what it should not have made at all
         elif is_hidden or not name.startswith((*RECORDS, *case.outputs)):
             findings.add("left", f"{name} stays")
         elif code == 1 and not case.act and not name.startswith(RECORDS):

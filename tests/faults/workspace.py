@@ -14,17 +14,17 @@ from tests.faults.case import Made, works
 TINY = (
     "experiment=synthetic_smoke dataset_name=tiny data.synthetic.num_rows=[200,50,20,100] "
     "data.synthetic.num_train=1024 data.synthetic.num_valid=256 data.synthetic.num_test=256 "
-    "data.synthetic.rows_per_chunk=512 model.embedding_dim=4 model.dense_layer_sizes=[8,4] "
+    "data.synthetic.rows_per_chunk=256 model.embedding_dim=4 model.dense_layer_sizes=[8,4] "
     "model.over_layer_sizes=[8,1] trainer.batch_size=64 trainer.num_workers=0 "
     "trainer.log_every_steps=1 trainer.save_every_steps=4 trainer.watchdog_s=10 "
-    "trainer.timeout_s=60"
+    "trainer.timeout_s=60 trainer.num_epochs=3"
 )
 PREPARE, PROFILE = f"prepare {TINY}", f"profile {TINY}"
 PLAN = f"plan {TINY} placement=coverage plan.sensitivity=false"
-TRAIN = f"train {TINY} placement=saved trainer.max_steps=8"
+TRAIN = f"train {TINY} placement=saved trainer.max_steps=16"
 DATASET, PROFILED, PARTITION = "data/tiny/dataset", "data/tiny/profile", "data/tiny/partition"
 COSTS, ONE, TWO = "data/costs", "runs/one", "runs/two"
-LAST, FIRST = "checkpoints/step-00000008", "checkpoints/step-00000004"
+LAST, FIRST = "checkpoints/step-00000016", "checkpoints/step-00000012"
 EVALUATE = f"evaluate run_dir={ONE}"
 
 

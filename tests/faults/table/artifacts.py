@@ -30,7 +30,7 @@ from tests.faults.workspace import (
 )
 
 CHECKPOINT = f"{ONE}/{LAST}"
-GO_ON = f"{TRAIN} trainer.max_steps=12"
+GO_ON = f"{TRAIN} trainer.max_steps=24"
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "profile": (PROFILE, {"outputs": (PROFILED,)}),
     "plan": (PLAN, {"outputs": (PARTITION,)}),
@@ -208,7 +208,7 @@ UNTRUE: list[tuple[str, str, Change, str]] = [
     ("costs-device", "priced", _content(COSTS, "device", 5), "costs"),
     ("step-text", "resume", _content(CHECKPOINT, "step", "8"), "step"),
     ("step-negative", "resume", _content(CHECKPOINT, "step", -8), "step"),
-    ("step-other", "resume", _content(CHECKPOINT, "step", 4), "step"),
+    ("step-other", "resume", _content(CHECKPOINT, "step", 12), "step"),
     ("samples-text", "resume", _content(CHECKPOINT, "num_samples", "x"), "num_samples"),
     ("facts-null", "resume", _content(CHECKPOINT, "facts", None), "facts|manifest"),
     ("world-size", "evaluate", _content(CHECKPOINT, "facts/world_size", 2), "num_ranks|world_size"),
@@ -245,7 +245,7 @@ CONTENT: list[tuple[str, str, Change, str]] = [
     ("id-too-large", "train", rewritten_chunk("c0", 200), "train-00000"),
     ("id-negative", "profile", rewritten_chunk("c0", -1), "train-00000"),
     ("label-changed", "train", rewritten_chunk("label", 0.5), "train-00000"),
-    ("label-nan", "train", rewritten_chunk("label", float("nan"), 512), "train-00000"),
+    ("label-nan", "train", rewritten_chunk("label", float("nan"), 256), "train-00000"),
 ]
 LATEST = f"{ONE}/checkpoints/latest"
 CONFIG, SUMMARY, METRICS = (f"{ONE}/{name}" for name in ("config.yaml", "summary.json", "metrics.jsonl"))
@@ -277,7 +277,7 @@ RUN_FILES: list[tuple[str, str, Change, str]] = [
     ("latest-dangling", "evaluate", edits.written(LATEST, "step-00000099\n"), "latest"),
     ("latest-dangling-resume", "resume", edits.written(LATEST, "step-00000099\n"), "latest"),
     ("latest-empty-resume", "resume", edits.written(LATEST, ""), "latest"),
-    ("latest-outside", "evaluate", edits.written(LATEST, "../../two/checkpoints/step-00000008"), "latest"),
+    ("latest-outside", "evaluate", edits.written(LATEST, "../../two/checkpoints/step-00000016"), "latest"),
     ("latest-binary", "evaluate", edits.written(LATEST, bytes(range(128, 256))), "latest"),
     ("latest-binary-resume", "resume", edits.written(LATEST, bytes(range(128, 256))), "latest"),
     ("latest-long", "evaluate", edits.written(LATEST, "x" * 100_000), "latest"),
@@ -323,8 +323,8 @@ def _cases() -> Iterator[Case]:
 
 FAST = (
     *("artifact/profile-dataset-chunks-train-00000.arrow-flipped", "artifact/plan-profile-counts-t0.npy-swapped"),
-    *("artifact/resume-step-00000008-tensors-__0_0.distcp-flipped", "artifact/train-partition-hot_rows.npz-cut"),
-    *("manifest/dataset-newer", "manifest/profile-nested", "manifest/00000008-files-null"),
+    *("artifact/resume-step-00000016-tensors-__0_0.distcp-flipped", "artifact/train-partition-hot_rows.npz-cut"),
+    *("manifest/dataset-newer", "manifest/profile-nested", "manifest/00000016-files-null"),
     *("manifest/costs-binary", "manifest/rows-negative", "rundir/latest-dangling", "rundir/config-tag"),
 )
 CASES = [fast(case) if case.name in FAST else case for case in _cases()]

@@ -178,7 +178,7 @@ def _targets(own: str) -> list[tuple[str, Change, str]]:
         ("run", edits.copied(ONE, "mine"), "mine"),
         ("link-loop", edits.linked("mine", "mine"), "mine"),
         ("too-long", unchanged, "name"),
-        ("working-directory", unchanged, "paths."),
+        ("working-directory", unchanged, ".:|paths."),
     ]
 
 

@@ -95,23 +95,23 @@ def tidy(below: str) -> Callable[[Made], Complaint]:
 
 
 def _resume_cases() -> Iterator[Case]:
-    yield works("resume/in-halves", f"{TRAIN} trainer.max_steps=4\n{TRAIN}", check=same_run("runs/new", ONE), **NEW)
-    yield works("resume/in-halves-workers", f"{TRAIN} trainer.max_steps=4 trainer.num_workers=2\n{TRAIN} trainer.num_workers=2", check=same_run("runs/new", ONE), **NEW)
-    yield works("resume/in-halves-ranks", f"{TWO_RANKS} trainer.max_steps=4\n{TWO_RANKS}", check=same_run("runs/new", TWO), limit_s=90, **NEW)
+    yield works("resume/in-halves", f"{TRAIN} trainer.max_steps=8\n{TRAIN}", check=same_run("runs/new", ONE), **NEW)
+    yield works("resume/in-halves-workers", f"{TRAIN} trainer.max_steps=8 trainer.num_workers=2\n{TRAIN} trainer.num_workers=2", check=same_run("runs/new", ONE), **NEW)
+    yield works("resume/in-halves-ranks", f"{TWO_RANKS} trainer.max_steps=8\n{TWO_RANKS}", check=same_run("runs/new", TWO), limit_s=90, **NEW)
     yield works("resume/from-other-run", f"{TRAIN} trainer.resume={ONE}/{FIRST}", check=same_tensors("runs/new", ONE), **NEW)
-    yield works("resume/goes-on", GO_ON, check=latest_whole(12), **OWN)
+    yield works("resume/goes-on", GO_ON, check=latest_whole(24), **OWN)
     older = f"{GO_ON} trainer.resume={ONE}/{FIRST} trainer.save_every_steps=2"
-    yield works("resume/from-older", f"{older} trainer.max_steps=6", check=latest_whole(6), **OWN)
-    yield works("resume/from-older-to-between", f"{older} trainer.max_steps=7", check=latest_whole(7), **OWN)
-    yield works("resume/from-older-to-same", f"{older} trainer.max_steps=8", check=latest_whole(8), **OWN)
-    yield works("resume/from-older-keep-one", f"{older} trainer.max_steps=6 trainer.keep_checkpoints=1", check=latest_whole(6), **OWN)
+    yield works("resume/from-older", f"{older} trainer.max_steps=14", check=latest_whole(14), **OWN)
+    yield works("resume/from-older-to-between", f"{older} trainer.max_steps=15", check=latest_whole(15), **OWN)
+    yield works("resume/from-older-to-same", f"{older} trainer.max_steps=16", check=latest_whole(16), **OWN)
+    yield works("resume/from-older-keep-one", f"{older} trainer.max_steps=14 trainer.keep_checkpoints=1", check=latest_whole(14), **OWN)
     yield either("resume/none-with-newer", f"{GO_ON} trainer.resume=none trainer.max_steps=2", "resume|checkpoints", check=latest_whole(2), **OWN)
     yield either("resume/none-keep-one", f"{GO_ON} trainer.resume=none trainer.max_steps=2 trainer.keep_checkpoints=1", "resume|checkpoints", check=latest_whole(2), **OWN)
     yield works("resume/finished", TRAIN, check=finished, variables=in_run(ONE))
     yield works("resume/finished-ranks", TWO_RANKS, variables=in_run(TWO), limit_s=90)
     yield either("resume/evaluate-into-run", EVALUATE, ONE, variables=in_run(ONE))
     yield either("resume/prepare-into-run", PREPARE, ONE, variables=in_run(ONE), outputs=("data/tiny",))
-    yield either("resume/fewer-steps", f"{TRAIN} trainer.max_steps=6", "num_steps|max_steps", variables=in_run(ONE))
+    yield either("resume/fewer-steps", f"{TRAIN} trainer.max_steps=14", "num_steps|max_steps", variables=in_run(ONE))
     changed = [
         ("model", "model.over_layer_sizes=[16,1]", "model"),
         ("model-dim", "model.embedding_dim=8 model.dense_layer_sizes=[8,8]", "model"),
@@ -136,8 +136,8 @@ def _resume_cases() -> Iterator[Case]:
     yield refused("resume/more-ranks", f"{GO_ON} launch.num_ranks=2", "num_ranks|world_size", variables=in_run(ONE), **RANKS)
     yield refused("resume/fewer-ranks", GO_ON, "num_ranks|world_size", variables=in_run(TWO))
     yield refused("resume/model-changed-ranks", f"{GO_ON} launch.num_ranks=2 model.over_layer_sizes=[16,1]", "model", variables=in_run(TWO), **RANKS)
-    yield works("resume/latest-missing", GO_ON, edits.deleted(f"{ONE}/checkpoints/latest"), check=latest_whole(12), **OWN)
-    half = edits.copied(f"{ONE}/{FIRST}", f"{ONE}/checkpoints/.step-00000012.0a1b2c3d.tmp")
+    yield works("resume/latest-missing", GO_ON, edits.deleted(f"{ONE}/checkpoints/latest"), check=latest_whole(24), **OWN)
+    half = edits.copied(f"{ONE}/{FIRST}", f"{ONE}/checkpoints/.step-00000024.0a1b2c3d.tmp")
     yield works("resume/half-checkpoint", GO_ON, half, check=tidy(f"{ONE}/checkpoints"), **OWN)
     retired = edits.several(edits.copied(DATASET, "data/tiny/.dataset.0a1b2c3d.old"), edits.deleted(DATASET))
     data = ("data/tiny",)
@@ -207,7 +207,7 @@ def _together_cases() -> Iterator[Case]:
     yield either("together/profile-during-plan", PLAN, "profile", act=beside(f"{PROFILE} profile.heldout_frac=0.5", log_file, codes=(0, 1), stopped=True), check=lambda made: whole(made.folder / PARTITION), **NEW, **both)
     yield either("together/two-profiles", PROFILE, "profile", act=beside(PROFILE, log_file, codes=(0, 1)), check=same_artifact(PROFILED), **NEW, **both)
     yield either("together/two-plans", PLAN, "partition", act=beside(PLAN, log_file, codes=(0, 1)), check=same_artifact(PARTITION), **NEW, **both)
-    yield works("together/evaluate-during-run", GO_ON, act=beside(EVALUATE, f"{ONE}/metrics.jsonl", codes=(0,), lines=9), check=latest_whole(12), **OWN)
+    yield works("together/evaluate-during-run", GO_ON, act=beside(EVALUATE, f"{ONE}/metrics.jsonl", codes=(0,), lines=17), check=latest_whole(24), **OWN)
     checkpoint = edits.deleted
     for name, change in (("chunk-deleted", checkpoint(f"{DATASET}/chunks/train-00001.arrow")), ("chunk-cut", edits.cut(f"{DATASET}/chunks/train-00001.arrow"))):
         yield either(f"together/{name}-during-run", TRAIN, "train-00001", act=_while_stopped(change, step, 2), check=same_run("runs/new", ONE), outputs=(DATASET,), **NEW)
@@ -321,7 +321,7 @@ def _payload_cases() -> Iterator[Case]:
         if file == "manifest.json":
             change = edits.written(f"{artifact}/{file}", _plain())
         name = f"payload/{reader}-{Path(artifact).name}-{file.replace('/', '-')}-{make.__name__.strip('_')}"
-        key = "step-00000008" if artifact == CHECKPOINT else Path(file).name
+        key = "step-00000016" if artifact == CHECKPOINT else Path(file).name
         yield refused(name, words, key, change, **more)
     two = forged(f"{TWO}/{LAST}", "rank-00001.pt", _torch_file)
     yield refused("payload/resume-two-ranks", f"{GO_ON} launch.num_ranks=2", "rank-00001.pt", two, variables=in_run(TWO), **RANKS)
@@ -341,7 +341,7 @@ def _worker_cases() -> Iterator[Case]:
         ("id-negative", rewritten_chunk("c0", -1), chunk),
         ("not-arrow", forged(DATASET, "chunks/train-00000.arrow", lambda: b"x"), chunk),
         ("valid-not-arrow", forged(DATASET, "chunks/valid-00000.arrow", lambda: b"x"), "valid-00000"),
-        ("label-nan", rewritten_chunk("label", float("nan"), 512), f"{chunk}|loss"),
+        ("label-nan", rewritten_chunk("label", float("nan"), 256), f"{chunk}|loss"),
     ]
     for name, change, key in faults:
         yield refused(f"worker/{name}", workers, key, change, **NEW)
@@ -456,7 +456,7 @@ def _disk_cases() -> Iterator[Case]:
 
 FAST = (
     *("resume/finished", "resume/model-changed", "resume/from-older", "resume/goes-on"),
-    *("payload/resume-step-00000008-rank-00000.pt-torch_file", "payload/evaluate-step-00000008-tensors-.metadata-plain"),
+    *("payload/resume-step-00000016-rank-00000.pt-torch_file", "payload/evaluate-step-00000016-tensors-.metadata-plain"),
     *("worker/id-too-large", "together/prepare-during-run-0", "disk/prepare-16k", "disk/train-48k"),
 )
 CASES = [
