@@ -24,6 +24,7 @@ from tests.faults.process import (
     adopt_orphans,
     can_mount,
     descendants,
+    end_descendants,
     isolate_mounts,
     start,
 )
@@ -107,6 +108,8 @@ def run_kills(times: int, *, seed: int | None, jobs: int = 2) -> int:
                 if not under_way:
                     continue
                 pid, _ = os.wait()
+                while pid not in under_way:
+                    pid, _ = os.wait()  # that was an orphan
                 ended, answer = under_way.pop(pid)
                 results.append(_report(ended, answer, len(results) + 1, times))
             if stage is not None:
@@ -185,12 +188,12 @@ def _kill_once(
     findings = Findings()
     for command in left:
         findings.add("left", f"process: {command[:200]}")
-    running.end()
+    end_descendants()
     judge_latest(findings, folder, before)
     (scratch / "out").unlink(missing_ok=True)
     again = start(stage.case, stage.case.words[0], folder, scratch)
     code = again.wait(stage.case.limit_s)
-    again.end()
+    end_descendants()
     if code != 0:
         last = (scratch / "err").read_text().strip().splitlines()[-1:]
         findings.add("hang" if code is None else "unclear", f"again: exit code {code}, {last}")

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,20 +123,6 @@ class Running:
     def signal(self, role: str, number: signal.Signals) -> None:
         os.kill(self.process(role), number)
 
-    def end(self) -> None:
-        """Kill what is left of it."""
-        for _ in range(20):
-            left = [pid for pid in descendants(os.getpid()) if pid != os.getpid()]
-            if not left:
-                return
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            _reap()
-            time.sleep(0.02)
-
     def left(self, grace_s: float) -> list[str]:
         """The command lines of processes that outlive it by more than ``grace_s``."""
         until_s = time.monotonic() + grace_s
@@ -145,6 +132,19 @@ class Running:
             if not pids or time.monotonic() > until_s:
                 return [_command(pid) for pid in pids]
             time.sleep(0.02)
+
+
+def end_descendants() -> None:
+    """Kill all processes below this one."""
+    for _ in range(50):
+        left = descendants(os.getpid())[1:]
+        if not left:
+            return
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reap()
+        time.sleep(0.02)
 
 
 def _reap() -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from tests.faults.process import (
     Running,
     adopt_orphans,
     can_mount,
+    end_descendants,
     isolate_mounts,
     start,
 )
@@ -69,9 +71,12 @@ def work_directory() -> Iterator[Path]:
     """A directory for all cases, with a short path: sockets are made below it."""
     directory = Path(tempfile.mkdtemp(prefix="faults-"))
     directory.chmod(0o755)
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield directory
     finally:
+        end_descendants()
         remove(directory)
 
 
@@ -115,7 +120,7 @@ def _make(step: Case, reference: Path, directory: Path) -> None:
     (scratch / "tmp").mkdir(parents=True)
     running = start(step, step.words[0], reference, scratch)
     code = running.wait(step.limit_s)
-    running.end()
+    end_descendants()
     if code != 0:
         raise RuntimeError(f"{step.name}: exit code {code}: {(scratch / 'err').read_text()}")
 
@@ -167,6 +172,8 @@ def run_cases(
             )
             under_way[pid] = case, answer
         pid, _ = os.wait()
+        if pid not in under_way:
+            continue  # an orphan of a case
         case, answer = under_way.pop(pid)
         try:
             result = take_answer(answer)
@@ -238,7 +245,7 @@ def _run_commands(
             else:
                 left += running.left(case.grace_s)
         finally:
-            running.end()
+            end_descendants()
         if code != 0:
             # A name that prepare accepts, and that a later command trips over.
             if words != case.words[0] and len(case.exit_codes) > 1:

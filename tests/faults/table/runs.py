@@ -30,6 +30,7 @@ from tests.faults.case import (
     works,
 )
 from tests.faults.table.artifacts import CHECKPOINT, GO_ON, READERS
+from tests.faults.table.config import CALIBRATE
 from tests.faults.table.data import LOG, log, table
 from tests.faults.workspace import (
     COSTS,
@@ -437,7 +438,7 @@ DISK: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
     ("profile-run", PROFILE, (8, 16), {"variables": in_run("small/runs"), "outputs": (PROFILED,)}),
     ("plan", f"{PLAN} paths.partition=small/partition", (4, 8), {}),
     ("plan-run", PLAN, (8, 32), {"variables": in_run("small/runs"), "outputs": (PARTITION,)}),
-    ("costs", f"calibrate calibrate.from_run={ONE} paths.costs=small/costs", (4,), {}),
+    ("costs", f"{CALIBRATE} paths.costs=small/costs", (4,), {}),
     ("train", TRAIN, (4, 16, 32, 48, 64, 96), {"variables": in_run("small/runs")}),
     ("train-ranks", TWO_RANKS, (16, 48, 96, 128), {"variables": in_run("small/runs"), "ranks": (0, 1), "limit_s": 90}),
     ("evaluate", EVALUATE, (4,), {"variables": in_run("small/runs")}),
