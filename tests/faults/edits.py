@@ -27,6 +27,11 @@ def grown(name: str) -> Change:
     return lambda folder: _change_bytes(folder / name, lambda data: data + b"\0" * 64)
 
 
+def garbled(name: str) -> Change:
+    """Other bytes, as many."""
+    return lambda folder: _change_bytes(folder / name, lambda data: b"?" * len(data))
+
+
 def flipped(name: str, at: float = 0.5) -> Change:
     """One bit, at this fraction of the file."""
 

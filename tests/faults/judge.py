@@ -24,6 +24,8 @@ LAUNCHER_LINE = re.compile(r"^rank \d+ ended first, with exit code -?\d+\.$")
 FORM = re.compile(r"^[^:].*?: expected .+?, got .+[.?!:] \S.*[.?!`]$")
 TRACE = re.compile(r"Traceback \(most|terminate called|Fatal Python error|Segmentation|what\(\): ")
 HIDDEN = (".tmp", ".old", ".lock")
+# Torch's cache of compiled code, one for all runs of a user.
+TORCH_CACHE = "torchinductor_"
 # What a forged file makes when it is unpickled.
 MARKER = "marker"
 # Where every command may leave its log.
@@ -108,7 +110,8 @@ def judge_scratch(
     if case.may_leave:
         return
     for path in sorted((scratch / "tmp").iterdir()):
-        findings.add("left", f"$TMPDIR/{path.name} stays")
+        if not path.name.startswith(TORCH_CACHE):
+            findings.add("left", f"$TMPDIR/{path.name} stays")
     for name in sorted(set(os.listdir(SHM)) - shm_before):
         findings.add("left", f"/dev/shm/{name} stays")
 

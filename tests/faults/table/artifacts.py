@@ -226,7 +226,7 @@ def rewritten_chunk(column: str, value: float, samples: int = 1) -> Change:
         import pyarrow as pa
 
         path = folder / DATASET / "chunks/train-00000.arrow"
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        table = pa.ipc.open_file(pa.BufferReader(path.read_bytes())).read_all()
         index = table.schema.get_field_index(column)
         values = table.column(index).combine_chunks()
         array = np.array(values.to_numpy(zero_copy_only=False))

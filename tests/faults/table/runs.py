@@ -304,7 +304,6 @@ PAYLOADS: list[tuple[str, str, str, Callable[[], bytes]]] = [
     ("report", ONE, "metrics.jsonl", _plain),
     ("report", ONE, "environment.json", _plain),
     ("profile", DATASET, "chunks/train-00000.arrow", _plain),
-    ("train", DATASET, "chunks/train-00000.arrow", _numpy_file),
     ("profile", DATASET, "manifest.json", _plain),
     ("plan", PROFILED, "counts/t0.npy", _numpy_file),
     ("plan", PROFILED, "counts/t0.npy", _plain),
@@ -340,15 +339,15 @@ def _worker_cases() -> Iterator[Case]:
     faults: list[tuple[str, Change, str]] = [
         ("id-too-large", rewritten_chunk("c0", 200), chunk),
         ("id-negative", rewritten_chunk("c0", -1), chunk),
-        ("not-arrow", forged(DATASET, "chunks/train-00000.arrow", lambda: b"x"), chunk),
-        ("valid-not-arrow", forged(DATASET, "chunks/valid-00000.arrow", lambda: b"x"), "valid-00000"),
+        ("not-arrow", edits.garbled(f"{DATASET}/chunks/train-00000.arrow"), chunk),
+        ("valid-not-arrow", edits.garbled(f"{DATASET}/chunks/valid-00000.arrow"), "valid-00000"),
         ("label-nan", rewritten_chunk("label", float("nan"), 256), f"{chunk}|loss"),
     ]
     for name, change, key in faults:
         yield refused(f"worker/{name}", workers, key, change, **NEW)
     for name, change, key in faults[:3]:
         yield refused(f"worker/{name}-ranks", f"{workers} launch.num_ranks=2", key, change, **RANKS, **NEW)
-    test = forged(DATASET, "chunks/test-00000.arrow", lambda: b"x")
+    test = edits.garbled(f"{DATASET}/chunks/test-00000.arrow")
     yield refused("worker/evaluate-not-arrow", f"{EVALUATE} num_workers=2", "test-00000", test, **NEW)
     deleted = _while_stopped(edits.deleted(f"{DATASET}/chunks/train-00001.arrow"), "runs/new/metrics.jsonl", 1)
     yield either("worker/chunk-deleted", workers, "train-00001", act=deleted, check=same_run("runs/new", ONE), outputs=(DATASET,), **NEW)
@@ -434,9 +433,9 @@ def _large_dataset(folder: Path) -> None:
 DISK: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
     ("prepare", f"{PREPARE} paths.dataset=small/dataset", (8, 16, 32, 64), {}),
     ("prepare-log", f"{LOG} paths.dataset=small/dataset", (4, 8), {}),
-    ("profile", f"{PROFILE} paths.profile=small/profile", (4, 8, 16), {}),
+    ("profile", f"{PROFILE} paths.profile=small/profile", (4, 8, 16, 24), {}),
     ("profile-run", PROFILE, (8, 16), {"variables": in_run("small/runs"), "outputs": (PROFILED,)}),
-    ("plan", f"{PLAN} paths.partition=small/partition", (4, 8), {}),
+    ("plan", f"{PLAN} paths.partition=small/partition", (4,), {}),
     ("plan-run", PLAN, (8, 32), {"variables": in_run("small/runs"), "outputs": (PARTITION,)}),
     ("costs", f"{CALIBRATE} paths.costs=small/costs", (4,), {}),
     ("train", TRAIN, (4, 16, 32, 48, 64, 96), {"variables": in_run("small/runs")}),
