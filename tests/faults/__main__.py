@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         case "kill":
             from tests.faults.kill import run_kills
 
-            return run_kills(args.times, seed=args.seed)
+            return run_kills(args.times, seed=args.seed, kept=args.workspace)
         case _:
             return _run(args)
 

@@ -90,7 +90,7 @@ def _stages() -> list[Stage]:
     return stages
 
 
-def run_kills(times: int, *, seed: int | None, jobs: int = 2) -> int:
+def run_kills(times: int, *, seed: int | None, kept: Path | None = None, jobs: int = 2) -> int:
     """Kill so many times, print each, and a table at the end; 1 if any was not made good."""
     seed = random.SystemRandom().randrange(1 << 30) if seed is None else seed
     chooser = random.Random(seed)
@@ -99,7 +99,7 @@ def run_kills(times: int, *, seed: int | None, jobs: int = 2) -> int:
     stages = _stages()
     results: list[Result] = []
     with work_directory() as directory:
-        reference = make_workspace(directory)
+        reference = make_workspace(directory, kept)
         lasted = {stage.case.name: _undisturbed(stage, reference, directory) for stage in stages}
         drawn = chooser.choices(stages, [stage.weight for stage in stages], k=times)
         under_way: dict[int, tuple[Stage, Path]] = {}
