@@ -79,7 +79,8 @@ def _file_cases() -> Iterator[Case]:
                 name = f"artifact/{reader}-{Path(artifact).name}-{file.replace('/', '-')}-{damage}"
                 is_root = damage != "unreadable"
                 change = make(f"{artifact}/{file}")
-                yield refused(name, words, key, change, is_privileged=is_root, **more)
+                names = f"{key}|{Path(neighbour).name}" if damage == "swapped" else key
+                yield refused(name, words, names, change, is_privileged=is_root, **more)
 
 
 def _set(path: str, value: Any) -> Any:
