@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tests.faults.page import results_table, write_page
@@ -67,22 +68,20 @@ def _run(args: argparse.Namespace) -> int:
     # Those that start interpreters last: they take most of the time.
     cases.sort(key=lambda case: case.is_exec or "num_ranks=2" in case.words[-1])
     start_s = time.monotonic()
+    results: list[Result] = []
+
+    def report(result: Result) -> None:
+        results.append(result)
+        count = f"{len(results):4}/{len(cases)}"
+        print(f"{count} {result.verdict:8} {result.seconds:6.1f} s {result.name}", flush=True)
+        for reason in result.reasons:
+            print(f"{'':14}{reason}", flush=True)
+
     import_program()
-    with work_directory() as directory:
+    with work_directory() as directory, suppress(KeyboardInterrupt):
         # The run of two ranks takes longer than all others together; no fast case reads it.
         make_workspace(directory, args.workspace, steps=STEPS[:-1] if args.fast else STEPS)
-        ended = 0
-
-        def report(result: Result) -> None:
-            nonlocal ended
-            ended += 1
-            print(
-                f"{ended:4}/{len(cases)} {result.verdict:8} {result.seconds:6.1f} s {result.name}"
-            )
-            for reason in result.reasons:
-                print(f"{'':14}{reason}", flush=True)
-
-        results = run_cases(cases, directory, jobs=args.jobs, report=report)
+        run_cases(cases, directory, jobs=args.jobs, report=report)
     seconds = time.monotonic() - start_s
     document = {
         "commit": _commit(),
@@ -92,8 +91,9 @@ def _run(args: argparse.Namespace) -> int:
     }
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"\n{results_table(document)}\n{len(results)} cases in {seconds:.0f} s: {args.results}")
-    return int(any(result.verdict not in ("ok", "skipped") for result in results))
+    print(f"\n{results_table(document)}")
+    print(f"{len(results)} of {len(cases)} cases in {seconds:.0f} s: {args.results}")
+    return int(len(results) < len(cases) or not all(result.is_ok for result in results))
 
 
 def _commit() -> str:

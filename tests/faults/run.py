@@ -56,6 +56,10 @@ class Result:
     seconds: float
     cpu_s: float = 0.0
 
+    @property
+    def is_ok(self) -> bool:
+        return self.verdict in ("ok", "skipped")
+
 
 def import_program() -> None:
     """Import what every command needs, once for all cases."""
@@ -157,10 +161,9 @@ def take_answer(answer: Path) -> Result | None:
 
 def run_cases(
     cases: Sequence[Case], directory: Path, *, jobs: int, report: Callable[[Result], None]
-) -> list[Result]:
-    """Run cases in copies of the workspace, ``jobs`` at a time; in the order in which they end."""
+) -> None:
+    """Run cases in copies of the workspace, ``jobs`` at a time, and report each as it ends."""
     reference = directory / "reference"
-    results: list[Result] = []
     waiting, under_way = list(enumerate(cases)), dict[int, tuple[Case, Path]]()
     while waiting or under_way:
         while waiting and len(under_way) < jobs:
@@ -180,9 +183,7 @@ def run_cases(
         except (RuntimeError, OSError) as error:
             result = Result(case.name, "unclear", "", "", [f"the harness failed: {error}"], 0.0)
         assert result is not None
-        results.append(result)
         report(result)
-    return results
 
 
 def run_case(case: Case, reference: Path, directory: Path) -> Result:
