@@ -86,7 +86,7 @@ def judge_files(case: Case, findings: Findings, before: Files, after: Files, cod
             continue  # what it should not have made at all
         elif is_hidden or not name.startswith((*RECORDS, *case.outputs)):
             findings.add("left", f"{name} stays")
-        elif code == 1 and not case.act and not name.startswith(RECORDS):
+        elif code == 1 and not case.act and len(case.words) == 1 and not name.startswith(RECORDS):
             findings.add("left", f"{name} was made by a command that was refused")
 
 

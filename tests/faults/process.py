@@ -186,6 +186,9 @@ def environment(changes: Mapping[str, str | None], scratch: Path) -> dict[str, s
 def _enter(case: Case, folder: Path, scratch: Path, number: int) -> None:
     os.setsid()
     os.chdir(folder)
+    # A harness in the background ignores some, and so would its children.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     names = {0: "/dev/null", 1: str(scratch / "out"), 2: str(scratch / "err")} | dict(case.stdio)
     for descriptor, name in names.items():
         sys.stdout.flush()
@@ -221,8 +224,7 @@ def _execute(words: list[str], variables: dict[str, str], *, is_exec: bool) -> i
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main(words)
     except SystemExit as ended:
