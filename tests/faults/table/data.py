@@ -19,14 +19,14 @@ from tests.faults.workspace import PREPARE, TINY
 
 LOG = "prepare --config-dir conf data=log"
 OUTPUT = {"outputs": ("data/log",)}
-HEADER = "label,price,user,items"
+HEADER = "label,price,user,tags"
 ROWS = [f"{n % 2},{n}.5,u{n % 7},a{n % 5} b{n % 3}" for n in range(60)]
 TEXT = "\n".join([HEADER, *ROWS]) + "\n"
 COLUMNS: dict[str, dict[str, Any]] = {
     "label": {"kind": "label"},
     "price": {"kind": "dense"},
     "user": {"kind": "categorical"},
-    "items": {"kind": "categorical_list"},
+    "tags": {"kind": "categorical_list"},
 }
 SOURCE: dict[str, Any] = {
     "format": "delimited",
@@ -85,7 +85,7 @@ def table(suffix: str = "parquet", damage: Change | None = None, **columns: Any)
             "label": [n % 2 for n in range(60)],
             "price": [n + 0.5 for n in range(60)],
             "user": [n % 7 for n in range(60)],
-            "items": [[n % 5, n % 3] for n in range(60)],
+            "tags": [[n % 5, n % 3] for n in range(60)],
         }
         values.update({name: made(pa) if callable(made) else made for name, made in columns.items()})
         made = pa.table({name: value for name, value in values.items() if value is not None})
@@ -197,14 +197,14 @@ REFUSED_LOGS: list[tuple[str, Change, str]] = [
     ("parquet-cut", table(damage=edits.cut("log.parquet")), "log.parquet"),
     ("parquet-empty", table(damage=edits.emptied("log.parquet")), "log.parquet"),
     ("parquet-not", table(damage=edits.written("log.parquet", TEXT)), "log.parquet"),
-    ("parquet-no-rows", table(label=[], price=[], user=[], items=[]), "log.parquet"),
+    ("parquet-no-rows", table(label=[], price=[], user=[], tags=[]), "log.parquet"),
     ("parquet-float-ids", table(user=[n + 0.5 for n in range(60)]), "user"),
     ("parquet-nan-ids", table(user=[float("nan")] * 60), "user"),
     ("parquet-binary-ids", table(user=lambda pa: pa.array([b"\xff\xfe"] * 60)), "user"),
     ("parquet-struct-ids", table(user=[{"a": 1}] * 60), "user"),
-    ("parquet-nested-lists", table(items=[[[1], [2]]] * 60), "items"),
+    ("parquet-nested-lists", table(tags=[[[1], [2]]] * 60), "tags"),
     ("parquet-list-for-id", table(user=[[1, 2]] * 60), "user"),
-    ("parquet-float-lists", table(items=[[1.5]] * 60), "items"),
+    ("parquet-float-lists", table(tags=[[1.5]] * 60), "tags"),
     ("parquet-dense-nan", table(price=[1.0] * 59 + [float("nan")]), "price"),
     ("parquet-dense-inf", table(price=[1.0] * 59 + [float("inf")]), "price"),
     ("parquet-dense-1e300", table(price=[1.0] * 59 + [1e300]), "price"),
