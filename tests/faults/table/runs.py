@@ -197,7 +197,7 @@ def _together_cases() -> Iterator[Case]:
     yield works("together/two-runs-ranks", ranks, act=beside(ranks, step, codes=(1,), run_dir="runs/new"), check=latest_whole(400, "runs/new"), limit_s=90, **NEW)
     prepare = f"{PREPARE} data.synthetic.num_train=1000000 data.synthetic.rows_per_chunk=20000"
     both: dict[str, Any] = {"outputs": (DATASET, PROFILED, PARTITION)}
-    yield works("together/two-prepares", prepare, act=beside(prepare, "data/tiny/.dataset*.tmp/**/*.arrow", codes=(1,)), check=lambda made: whole(made.folder / DATASET), limit_s=90, **both)
+    yield works("together/two-prepares", prepare, act=beside(prepare, "data/tiny/.dataset*.tmp/**/*.arrow", codes=(1,)), check=_whole_dataset, limit_s=90, **both)
     other = f"{PREPARE} data.synthetic.seed=9"
     for workers in (0, 2):
         words = f"{TRAIN} trainer.num_workers={workers}"
@@ -415,7 +415,13 @@ def _signal_cases() -> Iterator[Case]:
             change = _large_dataset if stage == "profile" else unchanged
             act = send("launcher", number, ready, 0)
             quiet = {"speaks": False, "may_leave": number == KILL}
+            if stage.startswith("prepare"):
+                quiet |= {"outputs": (DATASET,), "check": _whole_dataset}
             yield Case(f"signal/{stage}-{name}", (words,), change, act=act, exit_codes=(128 + number,), **quiet, **more)
+
+
+def _whole_dataset(made: Made) -> str | None:
+    return whole(made.folder / DATASET)
 
 
 def _large_dataset(folder: Path) -> None:
