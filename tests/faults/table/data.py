@@ -41,7 +41,7 @@ def log(content: str | bytes = TEXT, name: str = "log.csv", **source: Any) -> Ch
     document = {"source": {**SOURCE, "files": [name], **source}}
     return edits.several(
         # JSON is YAML; hydra reads it as it is.
-        edits.written("conf/data/log.yaml", json.dumps(document)),
+        edits.written("conf/data/log.yaml", json.dumps(document, ensure_ascii=False).encode(errors="surrogatepass")),
         edits.written(name, content),
     )
 
