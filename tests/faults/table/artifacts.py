@@ -294,8 +294,6 @@ RUN_FILES: list[tuple[str, str, Change, str]] = [
     ("metrics-binary", "report", edits.written(METRICS, bytes(range(128, 256))), "metrics.jsonl"),
     ("metrics-not-json", "report", edits.written(METRICS, "step 1\n"), "metrics.jsonl"),
     ("metrics-step", "report", edits.written(METRICS, '{"step": "one"}\n'), "metrics.jsonl"),
-    ("metrics-nan", "report", edits.written(METRICS, '{"step": NaN, "loss": NaN}\n'), "metrics.jsonl"),
-    ("prediction-cut", "report", edits.cut(f"{ONE}/prediction.json"), "prediction.json"),
     ("prediction-list", "resume", edits.written(f"{ONE}/prediction.json", "[]"), "prediction.json"),
     ("prediction-cut-resume", "resume", edits.cut(f"{ONE}/prediction.json"), "prediction.json"),
     ("environment-list", "report", edits.written(f"{ONE}/environment.json", "[]"), "environment.json"),
