@@ -133,7 +133,6 @@ WORDS: list[tuple[str, str, str, Change, int]] = [
     ("evaluate-checkpoint-dots", f"{EVALUATE} checkpoint=..", "checkpoint", unchanged, 1),
     ("evaluate-run-absent", "evaluate run_dir=absent", "run_dir", unchanged, 1),
     ("evaluate-batch", f"{EVALUATE} batch_size=-1", "batch_size", unchanged, 1),
-    ("evaluate-ranks", f"{EVALUATE} launch.num_ranks=2", "num_ranks", unchanged, 1),
     ("report-none", "report runs=[]", "runs", unchanged, 1),
     ("report-absent", "report runs=[absent]", "absent", unchanged, 1),
     ("report-baseline", f"report runs=[{ONE}] baseline=absent", "baseline", unchanged, 1),
