@@ -38,7 +38,7 @@ CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distribute
 # test-2.11 and so on, one for each lock of a torch that is not the pinned one.
 PAIR_TESTS := $(sort $(patsubst requirements/torch-%.lock,test-%,$(wildcard requirements/torch-*.lock)))
 
-.PHONY: help install quickstart test test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
+.PHONY: help install quickstart test faults test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
     lint format docs bench clean
 
 help: ## Show this text.
@@ -66,6 +66,9 @@ quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with 
 
 test: $(INSTALLED_DEV) ## Install what the tests need, then run the whole suite.
 	$(BIN)/python -m pytest $(TESTS) --durations=10 $(ARGS)
+
+faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals; 25 minutes.
+	$(BIN)/python -m tests.faults run $(ARGS)
 
 test-pairs: ## Run the suite with every torch and its torchrec, each in an environment of its own.
 	$(MAKE) --keep-going $(PAIR_TESTS) test TORCH=

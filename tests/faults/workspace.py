@@ -1,0 +1,153 @@
+"""The tiny workspace that every case gets a private copy of, and what is right to make in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.faults.case import Made, works
+
+TINY = (
+    "experiment=synthetic_smoke dataset_name=tiny data.synthetic.num_rows=[200,50,20,100] "
+    "data.synthetic.num_train=1024 data.synthetic.num_valid=256 data.synthetic.num_test=256 "
+    "data.synthetic.rows_per_chunk=256 model.embedding_dim=4 model.dense_layer_sizes=[8,4] "
+    "model.over_layer_sizes=[8,1] trainer.batch_size=64 trainer.num_workers=0 "
+    "trainer.log_every_steps=1 trainer.save_every_steps=4 trainer.watchdog_s=10 "
+    "trainer.timeout_s=60 trainer.num_epochs=3"
+)
+PREPARE, PROFILE = f"prepare {TINY}", f"profile {TINY}"
+PLAN = f"plan {TINY} placement=coverage plan.sensitivity=false"
+TRAIN = f"train {TINY} placement=saved trainer.max_steps=16"
+DATASET, PROFILED, PARTITION = "data/tiny/dataset", "data/tiny/profile", "data/tiny/partition"
+COSTS, ONE, TWO = "data/costs", "runs/one", "runs/two"
+LAST, FIRST = "checkpoints/step-00000016", "checkpoints/step-00000012"
+EVALUATE = f"evaluate run_dir={ONE}"
+
+
+def in_run(run_dir: str) -> dict[str, str | None]:
+    """The variable that chooses a run directory."""
+    return {"HOTREC_RUN_DIR": run_dir}
+
+
+# What makes the workspace: a dataset with its profile and partition, another dataset, a finished
+# run of one rank and one of two.
+STEPS = (
+    works("make/dataset", PREPARE),
+    works("make/profile", PROFILE),
+    works("make/partition", PLAN),
+    works("make/other", f"{PREPARE} data.synthetic.seed=5 paths.dataset=data/other/dataset"),
+    works("make/one", TRAIN, variables=in_run(ONE)),
+    works("make/two", f"{TRAIN} launch.num_ranks=2", variables=in_run(TWO), limit_s=120),
+)
+
+
+def make_costs(folder: Path) -> None:
+    """Costs of this machine, without measuring it."""
+    from hotrec.cost_model.builtin import BUILTIN
+    from hotrec.cost_model.store import write_costs
+
+    write_costs(BUILTIN["cpu_1gbit"], folder / COSTS)
+
+
+def hash_document(document: Mapping[str, Any]) -> str:
+    """The content hash of a manifest, as ``hotrec.artifact`` defines it."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def copy(reference: Path, folder: Path) -> None:
+    shutil.copytree(reference, folder, symlinks=True)
+
+
+def whole(artifact: Path) -> str | None:
+    """Complain if a directory is not what its manifest says."""
+    try:
+        files = json.loads((artifact / "manifest.json").read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{artifact.name}: no whole manifest: {error!r}"
+    found = {
+        path.relative_to(artifact).as_posix(): path.stat().st_size
+        for path in artifact.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+    listed = {name: facts["num_bytes"] for name, facts in files.items()}
+    return None if found == listed else f"{artifact.name}: the manifest lists {listed}, not {found}"
+
+
+def same_artifact(name: str, as_name: str = "") -> Any:
+    """A check: the artifact equals that of the undisturbed workspace, byte for byte."""
+
+    def check(made: Made) -> str | None:
+        return same_files(made.folder / name, made.reference / (as_name or name))
+
+    return check
+
+
+def same_files(found: Path, expected: Path) -> str | None:
+    """Complain if two directories hold different files; manifests are the last thing to differ."""
+    names = sorted(
+        {path.relative_to(root) for root in (found, expected) for path in root.rglob("*.*")},
+        key=lambda name: name.name == "manifest.json",
+    )
+    for name in names:
+        one, other = found / name, expected / name
+        if not one.is_file() and not other.is_file():
+            continue
+        if not (one.is_file() and other.is_file()) or one.read_bytes() != other.read_bytes():
+            return f"{found.name}/{name} differs from that of an undisturbed run"
+    return whole(found)
+
+
+def final_loss(run_dir: Path) -> float:
+    loss: float = json.loads((run_dir / "summary.json").read_text())["loss"]
+    return loss
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """The loss of every logged step; where a step was computed twice, the last."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def same_run(name: str, as_name: str = "") -> Any:
+    """A check: losses, figures of quality and tensors equal those of an undisturbed run."""
+
+    def check(made: Made) -> str | None:
+        return compare_runs(made.folder / name, made.reference / (as_name or name))
+
+    return check
+
+
+def compare_runs(found: Path, expected: Path) -> str | None:
+    """Complain if two runs do not end with the same losses and weights, bit for bit."""
+    one, other = losses(found), losses(expected)
+    differing = [step for step in other if one.get(step) != other[step]]
+    if differing:
+        step = differing[0]
+        return f"{found.name}: loss {one.get(step)} of step {step}, undisturbed {other[step]}"
+    return compare_tensors(found, expected)
+
+
+def same_tensors(name: str, as_name: str = "") -> Any:
+    """A check: the weights at the end equal those of an undisturbed run."""
+
+    def check(made: Made) -> str | None:
+        return compare_tensors(made.folder / name, made.reference / (as_name or name))
+
+    return check
+
+
+def compare_tensors(found: Path, expected: Path) -> str | None:
+    """Complain if the latest checkpoints of two runs differ in a byte of their tensors."""
+    latest = (found / "checkpoints/latest").read_text().strip()
+    if latest != (expected / "checkpoints/latest").read_text().strip():
+        return f"{found.name}: latest is {latest}"
+    for path in sorted((expected / "checkpoints" / latest / "tensors").glob("*.distcp")):
+        own = found / "checkpoints" / latest / "tensors" / path.name
+        if own.read_bytes() != path.read_bytes():
+            return f"{found.name}: {latest}/tensors/{path.name} differs from an undisturbed run"
+    return whole(found / "checkpoints" / latest)
