@@ -16,6 +16,7 @@ import shutil
 import time
 import uuid
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,12 @@ CHECKSUM = "xxh3_128"
 _REPLACEMENT_S = 10.0
 # Longer than most readings of a manifest; whoever holds the lock longer has opened the artifact.
 _SHORT_READ_S = 2.0
+
+# What reading content raises that has another form than was written.
+_FORM_ERRORS = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+    zipfile.BadZipFile,
+)
 
 Verify = StrEnum("Verify", "size full")
 
@@ -70,6 +77,19 @@ class Artifact:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
     lock: ReadLock | None = field(default=None, repr=False, compare=False)
 
+    def file(self, name: str) -> Path:
+        """The path of one of its files.
+
+        Raises:
+            ArtifactError: If the manifest does not list it, and so nothing has checked it.
+        """
+        if name not in self.files:
+            raise ArtifactError(
+                f"{self.path / MANIFEST}: expected the file {name} among {len(self.files)} files, "
+                f"got none. Make the {self.kind} again."
+            )
+        return self.path / name
+
     def check_opened(self) -> None:
         """Check that the path still holds what was opened, after a file of it has been opened.
 
@@ -94,7 +114,7 @@ class Artifact:
             yield
         except ArtifactError:
             raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except _FORM_ERRORS as error:
             raise ArtifactError(
                 f"{self.path / MANIFEST}: expected the content of a {self.kind}, got "
                 f"{type(error).__name__}: {error}. Make the {self.kind} again."
@@ -384,7 +404,7 @@ def _parse_manifest(manifest: Path, kind: str) -> dict[str, Any]:
             and isinstance(document["content"], dict)
             and all(_is_sound_entry(*entry) for entry in document["files"].items())
         )
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except _FORM_ERRORS as error:
         raise ArtifactError(
             f"{manifest}: expected the manifest of a {kind} by hotrec, got {error!r}. "
             f"Make the {kind} again, or correct the path."

@@ -7,6 +7,7 @@ on stderr, one line of JSON on stdout, one message for an error, and the start o
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -20,12 +21,14 @@ from types import FrameType
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.launch import (
     RUN_DIR,
+    check_environment,
     decide_run_dir,
     end_with_parent,
     environment_rank,
@@ -46,7 +49,13 @@ from hotrec.cli.output import (
     start_logging,
     stop_logging,
 )
-from hotrec.cli.store import VERSION_BASE, build_config, conf_dir, register_schemas
+from hotrec.cli.store import (
+    VERSION_BASE,
+    build_config,
+    check_yaml_files,
+    conf_dir,
+    register_schemas,
+)
 from hotrec.doctor import check_versions
 from hotrec.lock import lock_file
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, STAGED, read_finished
@@ -98,6 +107,7 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
     try:
         if name != "doctor" and not invocation.wants_help:
             check_versions()
+        check_environment()
         _check_processes(invocation)
         with _prepared_process(invocation):
             return _run_hydra(invocation)
@@ -185,11 +195,19 @@ def _run_hydra(invocation: Invocation) -> int:
     def job(composed: DictConfig) -> None:
         exit_codes.append(_run_job(invocation, composed))
 
-    hydra.main(
-        version_base=VERSION_BASE,
-        config_path=str(conf_dir()),
-        config_name=COMMANDS[invocation.name].config_name,
-    )(job)()
+    try:
+        for flag, value in itertools.pairwise([*invocation.words, ""]):
+            if flag in FLAGS_OF_CONFIG_DIR:
+                check_yaml_files(Path(value))
+        hydra.main(
+            version_base=VERSION_BASE,
+            config_path=str(conf_dir()),
+            config_name=COMMANDS[invocation.name].config_name,
+        )(job)()
+    except (UnicodeError, yaml.YAMLError) as error:  # of files that do not compose
+        raise ValueError(
+            f"configuration: expected YAML, got {type(error).__name__}: {error}. Correct the file."
+        ) from error
     return next((code for code in reversed(exit_codes) if code != 0), 0)
 
 

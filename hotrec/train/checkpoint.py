@@ -355,6 +355,8 @@ def read_facts(
     if verify_files:
         for name in sorted(artifact.files)[rank() :: world_size()]:
             artifact.verify_file(name)
+        artifact.file("tensors/.metadata")
+        artifact.file(_rank_file(Path()).as_posix())
         _check_metadata(path)
     return content
 

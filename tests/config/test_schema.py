@@ -23,7 +23,7 @@ READERS = ("build.py", "planning/*.py", "runs/*.py", "bench/*.py", "calibrate/**
 # The specification of a dataset reads itself, too.
 READERS += ("data/*.py", "config/data.py")
 # Constants of the update rules, which optimizer_specs takes by name from those that have them.
-READ_BY_NAME = {"eps", "beta1", "beta2"}
+READ_BY_NAME = {"eps", "beta1", "beta2", "decay", "network"}
 
 
 def config_classes() -> Iterator[type]:

@@ -209,7 +209,7 @@ class Watchdog:
             return
         lost = self._lost(verdict)
         # In a thread, since what hangs may hold the locks of the log.
-        message = f"{lost} (this rank: {self._progress.describe()})"
+        message = f"error: {lost} (this rank: {self._progress.describe()})"
         log = threading.Thread(target=logger.critical, args=("%s", message), daemon=True)
         log.start()
         log.join(timeout=5)
