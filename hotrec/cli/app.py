@@ -107,8 +107,8 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
     try:
         if name != "doctor" and not invocation.wants_help:
             check_versions()
-        check_environment()
         _check_processes(invocation)
+        check_environment()
         with _prepared_process(invocation):
             return _run_hydra(invocation)
     except KeyboardInterrupt:
