@@ -189,7 +189,8 @@ def scratch_directory(target: Path, *, kind: str) -> Iterator[Path]:
         ArtifactError: If ``target`` holds something that may not be replaced by this kind.
         LockedError: If another process writes or reads an artifact there.
     """
-    target = target.resolve()
+    check_replaceable(target, kind)
+    target = _resolve(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with lock_file(_sibling(target, "lock"), target):
         _restore_retired(target)
@@ -203,6 +204,11 @@ def scratch_directory(target: Path, *, kind: str) -> Iterator[Path]:
             yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _resolve(path: Path) -> Path:
+    """The directory that a link leads to, since renaming replaces the link; loops stay."""
+    return Path(os.path.realpath(path))
 
 
 def _sibling(target: Path, suffix: str) -> Path:
@@ -221,6 +227,10 @@ def check_replaceable(target: Path, kind: str) -> None:
             kind without any other file in it.
         LockedError: If another process has opened the artifact.
     """
+    if target.is_symlink() and not target.exists():
+        raise ArtifactError(
+            f"{target}: expected a link to a directory, got one to nothing. Correct the link."
+        )
     if not target.exists():
         return
     expected = f"{target}: expected an empty directory or a {kind} to replace"
@@ -311,7 +321,7 @@ def move_artifact(scratch: Path, target: Path, kind: str) -> None:
     Raises:
         ArtifactError, LockedError: As ``scratch_directory``.
     """
-    target = target.resolve()
+    target = _resolve(target)
     check_replaceable(target, kind)
     if (target / MANIFEST).exists():
         # Two renames; if the process is killed between them, the next one that reads or writes the
@@ -362,7 +372,7 @@ def read_artifact(
     Raises:
         ArtifactError: If it is missing, of another kind, incomplete or altered.
     """
-    _wait_for_replacement(path.resolve())
+    _wait_for_replacement(_resolve(path))
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise ArtifactError(

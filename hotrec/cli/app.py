@@ -25,6 +25,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from hotrec.artifact import MANIFEST
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.launch import (
     RUN_DIR,
@@ -286,11 +287,13 @@ def _write_config(name: str, text: str, run_dir: Path) -> None:
 
 def _check_run_dir(run_dir: Path) -> None:
     """Refuse a directory of another program, in which files would be replaced."""
-    if (run_dir / CONFIG_FILE).exists() and not (run_dir / LOG_FILE).exists():
-        raise ValueError(
-            f"{RUN_DIR}: expected an empty directory or that of an earlier run, got {run_dir} with "
-            f"a {CONFIG_FILE} of another program. Name another directory."
-        )
+    is_new = not (run_dir / LOG_FILE).exists()
+    for name in (CONFIG_FILE, MANIFEST) if is_new else (MANIFEST,):
+        if (run_dir / name).exists():
+            raise ValueError(
+                f"{RUN_DIR}: expected an empty directory or that of an earlier run, got {run_dir} "
+                f"with a {name} of something else. Name another directory."
+            )
 
 
 def _config_dir_flags(words: Sequence[str]) -> list[str]:

@@ -164,7 +164,7 @@ def run_under_torchrun(
     launcher = [sys.executable, "-m", "hotrec.cli.ranks", "--standalone"]
     # By default ranks connect to this host's name, and wait for minutes if it has no address.
     launcher += ["--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
-    variables = {**environment, RUN_DIR: run_dir}
+    variables = {**environment, RUN_DIR: run_dir, "TMPDIR": tempfile.gettempdir()}
     # All ranks are on this host, so nothing needs to listen on its network.
     variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The ranks share the host's cores; torchrun would set 1, with a warning.
