@@ -201,7 +201,8 @@ def scratch_directory(target: Path, *, kind: str) -> Iterator[Path]:
         scratch = _sibling(target, f"{uuid.uuid4().hex[:8]}.tmp")
         scratch.mkdir()
         try:
-            yield scratch
+            with naming(target):
+                yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -217,6 +218,17 @@ def _sibling(target: Path, suffix: str) -> Path:
 
 def _siblings(target: Path, suffix: str) -> list[Path]:
     return sorted(target.parent.glob(f".{glob.escape(target.name)}.????????.{suffix}"))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors of the system that name no file, as those of writing, name this path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def check_replaceable(target: Path, kind: str) -> None:

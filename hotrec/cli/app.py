@@ -25,7 +25,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from hotrec.artifact import MANIFEST
+from hotrec.artifact import MANIFEST, naming
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.launch import (
     RUN_DIR,
@@ -257,11 +257,12 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
         if exit_code != 0:
             raise CommandFailed(exit_code)
         return None
-    with lock_file(run_dir / LOCK_FILE, run_dir) if environment_rank() == 0 else nullcontext():
-        if environment_rank() == 0:
+    is_first = environment_rank() == 0
+    with naming(run_dir), lock_file(run_dir / LOCK_FILE, run_dir) if is_first else nullcontext():
+        if is_first:
             _check_run_dir(run_dir)
         start_logging(run_dir)
-        if environment_rank() == 0:
+        if is_first:
             _write_config(name, text, run_dir)
         command = importlib.import_module(f"hotrec.cli.{name}")
         quiet_torch()

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -215,7 +216,8 @@ def private_temporary_directory() -> Iterator[None]:
         os.environ.pop("TMPDIR")
         if previous is not None:
             os.environ["TMPDIR"] = previous
-        shutil.rmtree(made, ignore_errors=True)
+        # After multiprocessing has removed its own directory in it, with priority -100.
+        Finalize(None, shutil.rmtree, args=(made, True), exitpriority=-200)
 
 
 @contextmanager

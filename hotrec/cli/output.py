@@ -12,6 +12,7 @@ import errno
 import logging
 import re
 import sys
+import threading
 import traceback
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ def _describe_lost_worker(error: BaseException) -> str | None:
         return None
     end = found[2].split(".")[0].removesuffix(":")
     return (
-        f"loader worker (process {found[1]}): expected to read until the end, got: it {end}. "
+        f"loader worker (process {found[1]}): expected to read until the end, got one that {end}. "
         "See whether the system ran out of memory or of /dev/shm, or set trainer.num_workers=0."
     )
 
@@ -262,6 +263,13 @@ def start_logging(run_dir: Path) -> None:
     logging.captureWarnings(True)
     # A full disk is reported by whatever else cannot be written, not by a trace for each record.
     logging.raiseExceptions = False
+    threading.excepthook = _log_thread_error
+
+
+def _log_thread_error(args: threading.ExceptHookArgs) -> None:
+    """Write an error of a library's thread into the log file; what needs the thread fails too."""
+    if args.exc_value is not None:
+        log_trace(args.exc_value)
 
 
 def quiet_torch() -> None:

@@ -17,7 +17,11 @@ from typing import Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    error_handler,
+)
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
@@ -87,6 +91,8 @@ def main() -> int:
         c10d_rendezvous_backend.TCPStore = LoopbackStore  # type: ignore[assignment,misc]
     # The ranks have printed the error; the agent would repeat it with its own trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Whose level torch sets itself: it would say that no file was named for the agent's own error.
+    logging.getLogger(error_handler.__name__).disabled = True
     try:
         torchrun(take_shutdown_timeout(sys.argv[1:]))
     except ChildFailedError as error:

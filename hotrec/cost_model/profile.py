@@ -380,11 +380,20 @@ def read_profile(path: Path) -> tuple[Profile, Artifact]:
         def load(part: str) -> dict[str, Rows]:
             if not (path / part).exists():
                 return {}
-            return {
+            counts = {
                 table: np.load(artifact.file(_counts_name(part, table)), mmap_mode="r")
                 for table in content["tables"]
             }
+            for table, rows in counts.items():
+                if rows.shape != (content["tables"][table]["num_rows"],):
+                    raise ValueError(f"{part}/{table}.npy of shape {rows.shape}")
+            return counts
 
+        for name in ("num_samples", "num_heldout_samples", "num_total_samples"):
+            if not isinstance(content[name], int) or content[name] < 0:
+                raise ValueError(f"{name} {content[name]!r}")
+        if content["num_samples"] + content["num_heldout_samples"] > content["num_total_samples"]:
+            raise ValueError(f"num_total_samples {content['num_total_samples']}")
         locality = content.get("locality", {})  # profiles of older versions lack it
         profile = Profile(
             num_samples=content["num_samples"],

@@ -41,7 +41,8 @@ def read_costs(path: Path) -> Costs:
         ArtifactError: If it is missing, of another kind, incomplete or altered.
         CostsError: If the costs are invalid.
     """
-    file = read_artifact(path, kind=KIND, verify=Verify.full).file(COSTS_JSON)
+    artifact = read_artifact(path, kind=KIND, verify=Verify.full)
+    file = artifact.file(COSTS_JSON)
     try:
         document = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -49,7 +50,11 @@ def read_costs(path: Path) -> Costs:
             f"{path / COSTS_JSON}: expected costs as `hotrec calibrate` writes them, got "
             f"{error!r}. Calibrate again."
         ) from error
-    return Costs.from_json(document)
+    costs = Costs.from_json(document)
+    with artifact.parsing():
+        if (artifact.content["name"], artifact.content["device"]) != (costs.name, costs.device):
+            raise ValueError(f"{artifact.content}, which is not of {COSTS_JSON}")
+    return costs
 
 
 def find_costs(where: str) -> Costs:

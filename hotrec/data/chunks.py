@@ -244,10 +244,12 @@ class Dataset:
                 for split, chunks in artifact.content["splits"].items()
             }
             chunks = [chunk for part in splits.values() for chunk in part]
-            if len({chunk.file for chunk in chunks}) != len(chunks):
-                raise ValueError("a chunk that is listed twice")
+            seen: set[str] = set()
             for chunk in chunks:
                 artifact.file(chunk.file)
+                if chunk.file in seen:
+                    raise ValueError(f"{chunk.file} twice")
+                seen.add(chunk.file)
                 if chunk.num_samples < 1:
                     raise ValueError(f"{chunk.file} with {chunk.num_samples} samples")
         return Dataset(artifact, schema, splits)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from hotrec.artifact import naming
 from hotrec.report.units import DASH, show_known
 
 
@@ -172,7 +173,8 @@ def write_file(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.tmp")
     try:
-        scratch.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with naming(path):
+            scratch.write_bytes(content if isinstance(content, bytes) else content.encode())
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)

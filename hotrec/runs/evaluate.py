@@ -88,7 +88,9 @@ def _checkpoint(trained_dir: Path, name: str, world_size: int) -> Path:
     if path is None or not path.is_dir():
         names = sorted(found.name for found in directory.glob("step-*"))
         raise ValueError(f"checkpoint: expected latest or one of {names}, got {name!r}.")
-    saved = read_artifact(path, kind="checkpoint").content["facts"]["world_size"]
+    artifact = read_artifact(path, kind="checkpoint")
+    with artifact.parsing():
+        saved = artifact.content["facts"]["world_size"]
     if saved != world_size:
         raise ValueError(
             f"launch.num_ranks: expected {saved}, the ranks that {path} was trained with, got "

@@ -278,14 +278,9 @@ def _share_plan(
 
     training_plan = broadcast_object(same_verdict(choose))
     assert training_plan is not None
-    if training_plan.artifact is not None and training_plan.partition is not None:
-        total = training_plan.artifact.content["total"]
-        logger.info(
-            "%s: %d of %d rows hot",
-            training_plan.partition.policy,
-            total["hot_rows"],
-            total["num_rows"],
-        )
+    if (partition := training_plan.partition) is not None:
+        num_hot, num_rows = partition.total_hot, partition.total_rows
+        logger.info("%s: %d of %d rows hot", partition.policy, num_hot, num_rows)
     return training_plan
 
 

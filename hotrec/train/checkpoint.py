@@ -245,7 +245,14 @@ def _rank_file(path: Path) -> Path:
 
 
 def _save_rank(scratch: Path, loader: StatefulLoader) -> None:
-    torch.save({"loader": loader.state_dict(), "random": _random_state()}, _rank_file(scratch))
+    file = _rank_file(scratch)
+    try:
+        torch.save({"loader": loader.state_dict(), "random": _random_state()}, file)
+    except RuntimeError as error:  # of torch's writer, which hides the system's
+        raise RuntimeError(
+            f"{file}: expected to write it, got {str(error).splitlines()[0]} Free disk space or "
+            "choose another run directory."
+        ) from error
 
 
 def _load_rank(path: Path) -> dict[str, Any]:
@@ -343,8 +350,11 @@ def read_facts(
     with artifact.parsing():
         saved = dict(content["facts"])
         for name in ("step", "num_samples"):
-            if not isinstance(content[name], int):
+            if not isinstance(content[name], int) or content[name] < 0:
                 raise TypeError(f"{name} {content[name]!r}")
+        if not path.name.startswith(f"step-{content['step']:08d}"):
+            raise ValueError(f"step {content['step']} in {path.name}")
+        dict(content["tensors"])
     expected = {**facts, "world_size": world_size()}
     for name in sorted(saved.keys() | expected.keys()):
         if saved.get(name) != expected.get(name):

@@ -8,6 +8,7 @@ slow is left alone as long as it moves.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -100,6 +101,7 @@ class Watchdog:
         self._host, self._host_key = socket.gethostname(), heartbeat.host_key()
         self._error_place: progress.Place | None = None
         self._left: str | None = None
+        self._in_loader_s: float | None = None
         # Process id and start of the other ranks on this host, None for those elsewhere.
         self._processes: dict[int, tuple[int, str | None] | None] = {}
         # When each rank sent its last heartbeat, by its clock, and when this rank first read it.
@@ -213,8 +215,14 @@ class Watchdog:
             return
         lost = self._lost(verdict)
         # In a thread, since what hangs may hold the locks of the log.
-        message = f"error: {lost} (this rank: {self._progress.describe()})"
-        log = threading.Thread(target=logger.critical, args=("%s", message), daemon=True)
+        message = f"{lost} (this rank: {self._progress.describe()})"
+        prefix = f"[rank {self._rank}] " if self._world_size > 1 else ""
+        with suppress(OSError):
+            os.write(2, f"{prefix}error: {lost}\n".encode())
+        trace = (type(lost), lost, None)  # which keeps the record off the console
+        log = threading.Thread(
+            target=logger.critical, args=("%s", message), kwargs={"exc_info": trace}, daemon=True
+        )
         log.start()
         log.join(timeout=5)
         # torchrun reads from this record when the rank ended. Without it a rank that torchrun kills
@@ -223,6 +231,8 @@ class Watchdog:
             get_error_handler().record_exception(lost)
         if self._flight_recorder is not None:
             write_flight_recorder(self._flight_recorder, self._rank)
+        for worker in multiprocessing.active_children():  # SIGKILL also ends one that is stopped
+            worker.kill()
         os._exit(EXIT_CODE)
 
     # What is known about the ranks
@@ -245,9 +255,18 @@ class Watchdog:
             counts=now.counts,
             phase=place.phase,
             is_waiting=place.is_waiting or now.stage == progress.CHECK_UP,
-            is_unlimited=now.stage in progress.UNLIMITED,
+            is_unlimited=now.stage in progress.UNLIMITED and not self._is_late_loader(place),
             left=self._left,
         )
+
+    def _is_late_loader(self, place: progress.Place) -> bool:
+        """Whether the main thread has waited for a batch for too long, in whatever stage."""
+        if place.phase != "loader":
+            self._in_loader_s = None
+            return False
+        now_s = time.monotonic()
+        self._in_loader_s = now_s if self._in_loader_s is None else self._in_loader_s
+        return now_s - self._in_loader_s >= self._limit_s
 
     def _find_dead(self) -> Verdict | None:
         """Ranks of this host whose process is gone without having left."""

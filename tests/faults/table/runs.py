@@ -383,7 +383,7 @@ def _signal_cases() -> Iterator[Case]:
     more: dict[str, Any] = {"is_exec": True, "limit_s": 50, "grace_s": 12.0, **NEW}
     one, two = f"{LONG} trainer.num_workers=2", f"{LONG} launch.num_ranks=2"
     for name, number in (("kill", KILL), ("term", TERM), ("int", INT), ("hup", HUP)):
-        code = (128 + number,)
+        code = (_exit_code(number),)
         quiet: dict[str, Any] = {"speaks": False, "may_leave": number == KILL}
         yield Case(f"signal/one-rank-{name}", (one,), act=send("launcher", number), exit_codes=code, **quiet, **more)
         for role in ("launcher", "agent"):
@@ -392,14 +392,18 @@ def _signal_cases() -> Iterator[Case]:
         if number in (KILL, HUP):
             for rank in (0, 1):
                 speaks: dict[str, Any] = {"ranks": (1 - rank,), "key": f"rank {rank}", "may_leave": True}
+                if number == HUP:  # all ranks end in good order
+                    speaks = {"speaks": False, "may_leave": True}
                 yield Case(f"signal/rank-{rank}-{name}", (two,), act=send(f"rank {rank}", number), exit_codes=code, **speaks, **more)
     watched: dict[str, Any] = {"exit_codes": (STOPPED_RANK_CODE,), **more}
     for rank in (0, 1):
         yield Case(f"signal/rank-{rank}-stop", (two,), act=send(f"rank {rank}", STOP), key=f"rank {rank}", ranks=(1 - rank,), may_leave=True, **watched)
-    yield Case("signal/worker-stop", (one,), act=send("worker", STOP), key="worker|loader", exit_codes=(1, STOPPED_RANK_CODE), **more)
-    yield Case("signal/worker-stop-ranks", (f"{two} trainer.num_workers=1",), act=send("worker", STOP), key="rank 0", exit_codes=(1, STOPPED_RANK_CODE), ranks=(0, 1), **more)
-    yield Case("signal/worker-kill", (one,), act=send("worker", KILL), key="worker|loader", **more)
-    yield Case("signal/worker-kill-ranks", (f"{two} trainer.num_workers=1",), act=send("worker", KILL), key="worker|loader|rank 0", ranks=(0, 1), **more)
+    # Without the workers of evaluation, which wait for their turn whatever happens to them.
+    alone = "trainer.eval_splits=[]"
+    yield Case("signal/worker-stop", (f"{one} {alone}",), act=send("worker", STOP), key="worker|loader", exit_codes=(1, STOPPED_RANK_CODE), may_leave=True, **more)
+    yield Case("signal/worker-stop-ranks", (f"{two} {alone} trainer.num_workers=1",), act=send("worker", STOP), key="rank 0", exit_codes=(1, STOPPED_RANK_CODE), ranks=(0, 1), may_leave=True, **more)
+    yield Case("signal/worker-kill", (f"{one} {alone}",), act=send("worker", KILL), key="worker|loader", **more)
+    yield Case("signal/worker-kill-ranks", (f"{two} {alone} trainer.num_workers=1",), act=send("worker", KILL), key="worker|loader|rank 0", ranks=(0, 1), **more)
     stages = [
         ("prepare", f"{PREPARE} data.synthetic.num_train=3000000 data.synthetic.rows_per_chunk=100000", "data/tiny/.dataset*.tmp/**/*.arrow"),
         ("prepare-ranks", f"{PREPARE} launch.num_ranks=2 data.synthetic.num_train=6000000 data.synthetic.rows_per_chunk=100000", "data/tiny/.dataset*.tmp/**/*.arrow"),
@@ -417,7 +421,12 @@ def _signal_cases() -> Iterator[Case]:
             quiet = {"speaks": False, "may_leave": number == KILL}
             if stage.startswith("prepare"):
                 quiet |= {"outputs": (DATASET,), "check": _whole_dataset}
-            yield Case(f"signal/{stage}-{name}", (words,), change, act=act, exit_codes=(128 + number,), **quiet, **more)
+            yield Case(f"signal/{stage}-{name}", (words,), change, act=act, exit_codes=(_exit_code(number),), **quiet, **more)
+
+
+def _exit_code(number: int) -> int:
+    """SIGHUP ends a command as SIGTERM does."""
+    return 128 + (TERM if number == HUP else number)
 
 
 def _whole_dataset(made: Made) -> str | None:
@@ -425,11 +434,17 @@ def _whole_dataset(made: Made) -> str | None:
 
 
 def _large_dataset(folder: Path) -> None:
-    """A dataset that takes seconds to count: many names of one chunk."""
+    """A dataset that takes seconds to count: many links to one chunk."""
     edits.copied(DATASET, "data/large/dataset")(folder)
     manifest = folder / "data/large/dataset/manifest.json"
     document = json.loads(manifest.read_text())
-    document["content"]["splits"]["train"] *= 4000
+    train = document["content"]["splits"]["train"]
+    first = dict(train[0])
+    for number in range(4000):
+        name = f"chunks/more-{number:05d}.arrow"
+        os.link(manifest.parent / first["file"], manifest.parent / name)
+        document["files"][name] = document["files"][first["file"]]
+        train.append({**first, "file": name})
     del document["content_hash"]
     document["content_hash"] = hash_document(document)
     manifest.write_text(json.dumps(document))
