@@ -70,8 +70,9 @@ A_LABEL = "a label of 0 or 1 in column label"
         (criteo_line().replace("\t5\t", "\tfive\t"), "a number in column I6", "'five'"),
         (criteo_line("2"), A_LABEL, "2.0"),
         (criteo_line("-1"), A_LABEL, "-1.0"),
-        (criteo_line("nan"), A_LABEL, "nothing or NaN"),
-        ("\n", A_LABEL, "nothing or NaN"),
+        (criteo_line("nan"), "a number in column label", "'nan'"),
+        (criteo_line().replace("\t5\t", "\tNaN\t"), "a number in column I6", "'NaN'"),
+        ("\n", A_LABEL, "nothing"),
         (
             criteo_line().replace("\t5\t", "\t1e999\t"),
             *("a finite number or nothing in column I6", "inf"),
