@@ -292,7 +292,7 @@ def side(on: str = "user", key: str = "") -> JoinSpec:
         ({"files": ["nowhere.csv"]}, "files: expected files of format delimited at"),
         (
             {"columns": {"label": ColumnSpec(ColumnKind.label, source="klick"), "user": USER}},
-            r"columns.label.source: expected a column of \{'log': \['click'.*'klick'",
+            r"columns.label.source: expected a column of log: \['click'.*'klick'",
         ),
         (
             {"columns": {"label": ColumnSpec(ColumnKind.label, source="age"), "user": USER},
