@@ -16,6 +16,7 @@ import shutil
 import time
 import uuid
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,12 @@ CHECKSUM = "xxh3_128"
 _REPLACEMENT_S = 10.0
 # Longer than most readings of a manifest; whoever holds the lock longer has opened the artifact.
 _SHORT_READ_S = 2.0
+
+# What reading content raises that has another form than was written.
+_FORM_ERRORS = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+    zipfile.BadZipFile,
+)
 
 Verify = StrEnum("Verify", "size full")
 
@@ -70,6 +77,19 @@ class Artifact:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
     lock: ReadLock | None = field(default=None, repr=False, compare=False)
 
+    def file(self, name: str) -> Path:
+        """The path of one of its files.
+
+        Raises:
+            ArtifactError: If the manifest does not list it, and so nothing has checked it.
+        """
+        if name not in self.files:
+            raise ArtifactError(
+                f"{self.path / MANIFEST}: expected the file {name} among {len(self.files)} files, "
+                f"got none. Make the {self.kind} again."
+            )
+        return self.path / name
+
     def check_opened(self) -> None:
         """Check that the path still holds what was opened, after a file of it has been opened.
 
@@ -94,7 +114,7 @@ class Artifact:
             yield
         except ArtifactError:
             raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except _FORM_ERRORS as error:
             raise ArtifactError(
                 f"{self.path / MANIFEST}: expected the content of a {self.kind}, got "
                 f"{type(error).__name__}: {error}. Make the {self.kind} again."
@@ -169,7 +189,8 @@ def scratch_directory(target: Path, *, kind: str) -> Iterator[Path]:
         ArtifactError: If ``target`` holds something that may not be replaced by this kind.
         LockedError: If another process writes or reads an artifact there.
     """
-    target = target.resolve()
+    check_replaceable(target, kind)
+    target = _resolve(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with lock_file(_sibling(target, "lock"), target):
         _restore_retired(target)
@@ -183,6 +204,11 @@ def scratch_directory(target: Path, *, kind: str) -> Iterator[Path]:
             yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _resolve(path: Path) -> Path:
+    """The directory that a link leads to, since renaming replaces the link; loops stay."""
+    return Path(os.path.realpath(path))
 
 
 def _sibling(target: Path, suffix: str) -> Path:
@@ -201,6 +227,10 @@ def check_replaceable(target: Path, kind: str) -> None:
             kind without any other file in it.
         LockedError: If another process has opened the artifact.
     """
+    if target.is_symlink() and not target.exists():
+        raise ArtifactError(
+            f"{target}: expected a link to a directory, got one to nothing. Correct the link."
+        )
     if not target.exists():
         return
     expected = f"{target}: expected an empty directory or a {kind} to replace"
@@ -291,7 +321,7 @@ def move_artifact(scratch: Path, target: Path, kind: str) -> None:
     Raises:
         ArtifactError, LockedError: As ``scratch_directory``.
     """
-    target = target.resolve()
+    target = _resolve(target)
     check_replaceable(target, kind)
     if (target / MANIFEST).exists():
         # Two renames; if the process is killed between them, the next one that reads or writes the
@@ -342,7 +372,7 @@ def read_artifact(
     Raises:
         ArtifactError: If it is missing, of another kind, incomplete or altered.
     """
-    _wait_for_replacement(path.resolve())
+    _wait_for_replacement(_resolve(path))
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise ArtifactError(
@@ -384,7 +414,7 @@ def _parse_manifest(manifest: Path, kind: str) -> dict[str, Any]:
             and isinstance(document["content"], dict)
             and all(_is_sound_entry(*entry) for entry in document["files"].items())
         )
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except _FORM_ERRORS as error:
         raise ArtifactError(
             f"{manifest}: expected the manifest of a {kind} by hotrec, got {error!r}. "
             f"Make the {kind} again, or correct the path."

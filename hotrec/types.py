@@ -63,6 +63,20 @@ class Schema:
     features: tuple[Feature, ...]
     tables: tuple[Table, ...]
 
+    def __post_init__(self) -> None:
+        names = (*self.dense, *self.feature_names)
+        tables = [table.name for table in self.tables]
+        for kind, found in (("columns", names), ("tables", tables)):
+            if len(set(found)) != len(found):
+                raise ValueError(f"schema: expected each of its {kind} once, got {found}.")
+        for table in self.tables:
+            if not isinstance(table.num_rows, int) or not 0 < table.num_rows < 2**63:
+                raise ValueError(
+                    f"schema table {table.name}: expected a number of rows, got {table.num_rows!r}."
+                )
+        for feature in self.features:
+            self.table(feature.table)
+
     @property
     def feature_names(self) -> tuple[str, ...]:
         return tuple(feature.name for feature in self.features)

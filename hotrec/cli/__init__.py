@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = [*words[1:], "--help"]
     name, *overrides = words
     if name not in COMMANDS:
-        print(_unknown_command(name), file=sys.stderr)
+        print(f"error: {_unknown_command(name)}", file=sys.stderr)
         return 2
     from hotrec.cli.app import run_command
 

@@ -7,6 +7,7 @@ on stderr, one line of JSON on stdout, one message for an error, and the start o
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -20,12 +21,15 @@ from types import FrameType
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from hotrec.artifact import MANIFEST
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.launch import (
     RUN_DIR,
+    check_environment,
     decide_run_dir,
     end_with_parent,
     environment_rank,
@@ -46,7 +50,13 @@ from hotrec.cli.output import (
     start_logging,
     stop_logging,
 )
-from hotrec.cli.store import VERSION_BASE, build_config, conf_dir, register_schemas
+from hotrec.cli.store import (
+    VERSION_BASE,
+    build_config,
+    check_yaml_files,
+    conf_dir,
+    register_schemas,
+)
 from hotrec.doctor import check_versions
 from hotrec.lock import lock_file
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, STAGED, read_finished
@@ -99,6 +109,7 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
         if name != "doctor" and not invocation.wants_help:
             check_versions()
         _check_processes(invocation)
+        check_environment()
         with _prepared_process(invocation):
             return _run_hydra(invocation)
     except KeyboardInterrupt:
@@ -185,11 +196,19 @@ def _run_hydra(invocation: Invocation) -> int:
     def job(composed: DictConfig) -> None:
         exit_codes.append(_run_job(invocation, composed))
 
-    hydra.main(
-        version_base=VERSION_BASE,
-        config_path=str(conf_dir()),
-        config_name=COMMANDS[invocation.name].config_name,
-    )(job)()
+    try:
+        for flag, value in itertools.pairwise([*invocation.words, ""]):
+            if flag in FLAGS_OF_CONFIG_DIR:
+                check_yaml_files(Path(value))
+        hydra.main(
+            version_base=VERSION_BASE,
+            config_path=str(conf_dir()),
+            config_name=COMMANDS[invocation.name].config_name,
+        )(job)()
+    except (UnicodeError, yaml.YAMLError) as error:  # of files that do not compose
+        raise ValueError(
+            f"configuration: expected YAML, got {type(error).__name__}: {error}. Correct the file."
+        ) from error
     return next((code for code in reversed(exit_codes) if code != 0), 0)
 
 
@@ -268,11 +287,13 @@ def _write_config(name: str, text: str, run_dir: Path) -> None:
 
 def _check_run_dir(run_dir: Path) -> None:
     """Refuse a directory of another program, in which files would be replaced."""
-    if (run_dir / CONFIG_FILE).exists() and not (run_dir / LOG_FILE).exists():
-        raise ValueError(
-            f"{RUN_DIR}: expected an empty directory or that of an earlier run, got {run_dir} with "
-            f"a {CONFIG_FILE} of another program. Name another directory."
-        )
+    is_new = not (run_dir / LOG_FILE).exists()
+    for name in (CONFIG_FILE, MANIFEST) if is_new else (MANIFEST,):
+        if (run_dir / name).exists():
+            raise ValueError(
+                f"{RUN_DIR}: expected an empty directory or that of an earlier run, got {run_dir} "
+                f"with a {name} of something else. Name another directory."
+            )
 
 
 def _config_dir_flags(words: Sequence[str]) -> list[str]:

@@ -56,12 +56,34 @@ def environment_world_size() -> int:
 
 def rank_prefix() -> str:
     """``"[rank 1] "`` where there are several ranks, else nothing."""
-    return f"[rank {environment_rank()}] " if environment_world_size() > 1 else ""
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return "" if world_size == "1" else f"[rank {rank}] "
+
+
+def check_environment() -> None:
+    """Check what torchrun sets, before anything waits for other ranks.
+
+    Raises:
+        ValueError: If a variable is missing or contradicts another.
+    """
+    if not is_under_torchrun():
+        return
+    rank, world_size = environment_rank(), environment_world_size()
+    if not rank < world_size:
+        raise ValueError(
+            f"environment RANK: expected below WORLD_SIZE {world_size}, got {rank}. Use torchrun."
+        )
+    if world_size > 1:
+        _integer("MASTER_PORT", -1)
+        if not os.environ.get("MASTER_ADDR"):
+            raise ValueError(
+                "environment MASTER_ADDR: expected the host of rank 0, got none. Use torchrun."
+            )
 
 
 def _integer(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdigit():
+    if not text.isdecimal() or (name == "WORLD_SIZE" and int(text) < 1):
         raise ValueError(f"environment {name}: expected a count, got {text!r}. Use torchrun.")
     return int(text)
 
@@ -142,7 +164,7 @@ def run_under_torchrun(
     launcher = [sys.executable, "-m", "hotrec.cli.ranks", "--standalone"]
     # By default ranks connect to this host's name, and wait for minutes if it has no address.
     launcher += ["--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
-    variables = {**environment, RUN_DIR: run_dir}
+    variables = {**environment, RUN_DIR: run_dir, "TMPDIR": tempfile.gettempdir()}
     # All ranks are on this host, so nothing needs to listen on its network.
     variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The ranks share the host's cores; torchrun would set 1, with a warning.
@@ -177,15 +199,14 @@ def private_temporary_directory() -> Iterator[None]:
     """
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > _MAX_TMP_PATH:
-        yield
-        return
+        parent = Path("/tmp")
     for left in parent.glob(f"{_TMP_PREFIX}*-*"):
         pid = left.name.removeprefix(_TMP_PREFIX).partition("-")[0]
         is_own = left.stat().st_uid == os.getuid()
         if pid.isdigit() and is_own and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(left, ignore_errors=True)
     previous = os.environ.get("TMPDIR")
-    made = tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{os.getpid()}-")
+    made = tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{os.getpid()}-", dir=parent)
     os.environ["TMPDIR"] = tempfile.tempdir = made
     try:
         yield

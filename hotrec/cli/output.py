@@ -117,14 +117,19 @@ def _describe_kind(error: BaseException) -> str:
         return _describe_os_error(error)
     if _raised_in(error.__traceback__, HYDRA):
         return _describe_command_line(error)
-    return _message_of_worker(error) or str(error) or type(error).__name__
+    return (
+        _message_of_worker(error)
+        or _describe_lost_worker(error)
+        or str(error)
+        or type(error).__name__
+    )
 
 
 def _explains_itself(error: BaseException) -> bool:
     """Whether the message is enough without a trace."""
     if isinstance(error, HydraException | OmegaConfBaseException | OSError):
         return True
-    if _message_of_worker(error) is not None:
+    if _message_of_worker(error) is not None or _describe_lost_worker(error) is not None:
         return True
     trace = error.__traceback__
     is_plain = isinstance(error, ValueError | RuntimeError)
@@ -150,6 +155,17 @@ def _describe_command_line(error: BaseException) -> str:
     text = " ".join(str(error).split()).removesuffix(".")
     return (
         f"command line: expected overrides of the form key=value, got an error: {text}. See --help."
+    )
+
+
+def _describe_lost_worker(error: BaseException) -> str | None:
+    found = re.search(r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (.*)", str(error))
+    if found is None:
+        return None
+    end = found[2].split(".")[0].removesuffix(":")
+    return (
+        f"loader worker (process {found[1]}): expected to read until the end, got: it {end}. "
+        "See whether the system ran out of memory or of /dev/shm, or set trainer.num_workers=0."
     )
 
 
@@ -244,6 +260,8 @@ def start_logging(run_dir: Path) -> None:
     root.setLevel(logging.WARNING)  # of other libraries
     logging.getLogger("hotrec").setLevel(logging.INFO)
     logging.captureWarnings(True)
+    # A full disk is reported by whatever else cannot be written, not by a trace for each record.
+    logging.raiseExceptions = False
 
 
 def quiet_torch() -> None:

@@ -21,6 +21,11 @@ def run(config: ReportConfig, run_dir: Path) -> dict[str, Any]:
     if not runs:
         raise ValueError("runs: expected at least one run directory, got none.")
     output = Path(config.output) if config.output else run_dir
+    if (output / "report.html").exists() and not (output / "report.json").exists():
+        raise ValueError(
+            f"output: expected an empty directory or that of a report, got {output} with a "
+            "report.html of another program. Choose another directory."
+        )
     partition = Path(config.partition) if config.partition else runs[0] / PARTITION
     profile = Path(config.profile) if config.profile else _recorded_profile(runs[0])
     is_recorded = partition.exists() and profile is not None

@@ -8,6 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -20,6 +21,7 @@ from hotrec.config.validate import validate
 
 PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
+MAX_YAML_BYTES, MAX_YAML_ALIASES = 1 << 20, 20
 
 
 def conf_dir() -> Path:
@@ -91,6 +93,30 @@ def _check_known_keys(node: DictConfig, parent: str) -> None:
             _check_known_keys(child, f"{parent}.{name}" if parent else name)
 
 
+def check_yaml_files(path: Path) -> None:
+    """Refuse files whose aliases would multiply: OmegaConf copies what an alias stands for.
+
+    Args:
+        path: A YAML file, or a directory of them.
+
+    Raises:
+        ValueError: If a file is large or has many aliases.
+    """
+    for file in [path] if path.is_file() else sorted(path.rglob("*.yaml")):
+        if file.stat().st_size > MAX_YAML_BYTES:
+            raise ValueError(
+                f"{file}: expected at most {MAX_YAML_BYTES} bytes of configuration, got "
+                f"{file.stat().st_size}. Put data into files of their own."
+            )
+        with file.open(encoding="utf-8") as text:
+            num_aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+        if num_aliases > MAX_YAML_ALIASES:
+            raise ValueError(
+                f"{file}: expected at most {MAX_YAML_ALIASES} YAML aliases, got {num_aliases}. "
+                "Write the values out."
+            )
+
+
 def read_config(path: Path, root: type) -> Any:
     """Read the config.yaml that a run recorded, as the dataclasses it was made from.
 
@@ -103,6 +129,7 @@ def read_config(path: Path, root: type) -> Any:
             "Pass a directory that `hotrec train` wrote."
         )
     try:
+        check_yaml_files(path)
         recorded: Any = OmegaConf.load(path)
         schema = OmegaConf.structured(root)
         for group, variants in VARIANTS.items():

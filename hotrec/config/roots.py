@@ -29,6 +29,8 @@ BenchRouting = StrEnum("BenchRouting", "main loader")
 HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
 
 # Meanings of keys that several sections have.
+# torch counts milliseconds in 64 bits and seconds of a timer in 32.
+MAX_SECONDS = 1e6
 DEVICE = "device to compute on: cpu, cuda, or auto (cuda if available)"
 TIMEOUT = "seconds that a collective waits for the slowest rank"
 BATCH_SIZE = "number of samples per rank and step"
@@ -83,7 +85,7 @@ class TrainerConfig:
         None,
         gt=0,
     )
-    num_workers: int = key(NUM_WORKERS, 1, ge=0)
+    num_workers: int = key(NUM_WORKERS, 1, ge=0, le=256)
     eval_splits: list[str] = key("splits to evaluate; the last is reported", ["valid", "test"])
     eval_batch_size: int = key("number of samples per rank and step of evaluation", 4096, ge=1)
     eval_every_steps: int = key(
@@ -98,9 +100,12 @@ class TrainerConfig:
     )
     warmup_steps: int = key("number of first steps that all rates exclude", 10, ge=0)
     resume: str = key("checkpoint to resume: latest (of this directory), none, or a path", "latest")
-    timeout_s: float = key(TIMEOUT, 600.0, gt=0)
+    timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
     watchdog_s: float = key(
-        "seconds without progress after which the run ends and names the rank", 120.0, gt=0
+        "seconds without progress after which the run ends and names the rank",
+        120.0,
+        gt=0,
+        le=MAX_SECONDS,
     )
 
     def rules(self) -> Rules:
@@ -292,7 +297,7 @@ class BenchConfig:
     interface: str | None = key("interface whose sent bytes are also read; null: none", None)
     network: str = key("network between the ranks, for the page", "loopback of one host")
     page: str | None = key("path of another copy of the page; null: none", None)
-    timeout_s: float = key(TIMEOUT, 600.0, gt=0)
+    timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
 
     def rules(self) -> Rules:
         cases, placements = self.cases, [*map(str, BenchCase)]
@@ -371,8 +376,8 @@ class EvaluateConfig:
     split: str = key("split of the run's dataset to evaluate on", "test")
     batch_size: int | None = key(f"{BATCH_SIZE}; null: as in the run", None, ge=1)
     device: Device = key(DEVICE, Device.auto)
-    num_workers: int = key(NUM_WORKERS, 1, ge=0)
-    timeout_s: float = key(TIMEOUT, 600.0, gt=0)
+    num_workers: int = key(NUM_WORKERS, 1, ge=0, le=256)
+    timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
 
 

@@ -192,20 +192,20 @@ def _allocate(schema: Schema, directory: Path | None, part: str) -> dict[str, Ro
         return {table.name: np.zeros(table.num_rows, np.int64) for table in schema.tables}
     arrays: dict[str, Rows] = {}
     for table in schema.tables:
-        path = _counts_path(directory, part, table.name)
+        path = directory / _counts_name(part, table.name)
         path.parent.mkdir(exist_ok=True)
         mapped = np.lib.format.open_memmap(path, "w+", np.int64, (table.num_rows,))
         arrays[table.name] = mapped.view(np.ndarray)
     return arrays
 
 
-def _counts_path(directory: Path, part: str, table: str) -> Path:
+def _counts_name(part: str, table: str) -> str:
     if "/" in table or "\0" in table:
         raise ValueError(
             f"table {table!r}: expected a name that can be a file's, got one with '/' or NUL. "
             f"Rename the table in the dataset's schema."
         )
-    return directory / part / f"{table}.npy"
+    return f"{part}/{table}.npy"
 
 
 def _label_parts(
@@ -381,7 +381,7 @@ def read_profile(path: Path) -> tuple[Profile, Artifact]:
             if not (path / part).exists():
                 return {}
             return {
-                table: np.load(_counts_path(path, part, table), mmap_mode="r")
+                table: np.load(artifact.file(_counts_name(part, table)), mmap_mode="r")
                 for table in content["tables"]
             }
 

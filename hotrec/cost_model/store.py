@@ -41,9 +41,9 @@ def read_costs(path: Path) -> Costs:
         ArtifactError: If it is missing, of another kind, incomplete or altered.
         CostsError: If the costs are invalid.
     """
-    read_artifact(path, kind=KIND, verify=Verify.full)
+    file = read_artifact(path, kind=KIND, verify=Verify.full).file(COSTS_JSON)
     try:
-        document = json.loads((path / COSTS_JSON).read_text())
+        document = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CostsError(
             f"{path / COSTS_JSON}: expected costs as `hotrec calibrate` writes them, got "

@@ -149,7 +149,7 @@ def _read(dataset: Dataset, split: str, partition_hash: str, path: Path) -> AllH
         artifact=artifact,
         chunk_sizes=tuple(chunk.num_samples for chunk in dataset.chunks(split)),
         num_all_hot=tuple(artifact.content["num_all_hot"]),
-        bits=np.load(path / BITS, mmap_mode="r"),
+        bits=np.load(artifact.file(BITS), mmap_mode="r"),
     )
 
 

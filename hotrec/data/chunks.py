@@ -243,9 +243,13 @@ class Dataset:
                 split: tuple(ChunkInfo(**chunk) for chunk in chunks)
                 for split, chunks in artifact.content["splits"].items()
             }
-            for chunk in (chunk for chunks in splits.values() for chunk in chunks):
-                if chunk.file not in artifact.files or chunk.num_samples < 1:
-                    raise ValueError(f"chunk {chunk} that is not among the files")
+            chunks = [chunk for part in splits.values() for chunk in part]
+            if len({chunk.file for chunk in chunks}) != len(chunks):
+                raise ValueError("a chunk that is listed twice")
+            for chunk in chunks:
+                artifact.file(chunk.file)
+                if chunk.num_samples < 1:
+                    raise ValueError(f"{chunk.file} with {chunk.num_samples} samples")
         return Dataset(artifact, schema, splits)
 
     def chunks(self, split: str) -> tuple[ChunkInfo, ...]:

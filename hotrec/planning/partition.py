@@ -11,7 +11,6 @@ import numpy as np
 
 from hotrec.artifact import (
     Artifact,
-    ArtifactError,
     Verify,
     commit_artifact,
     read_artifact,
@@ -107,8 +106,8 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
     """
     artifact = read_artifact(path, kind=KIND, verify=Verify.full)
     content = artifact.content
-    try:
-        with np.load(path / HOT_ROWS, allow_pickle=False) as arrays:
+    with artifact.parsing():
+        with np.load(artifact.file(HOT_ROWS), allow_pickle=False) as arrays:
             hot_rows = {table: arrays[table] for table in content["num_rows"]}
         partition = Partition(dict(content["num_rows"]), hot_rows, policy=content["policy"])
         tables = {
@@ -122,8 +121,3 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
         }
         is_hot_dense = bool(content["placement"]["is_hot_dense"])
         return Placement(partition, tables, is_hot_dense=is_hot_dense), artifact
-    except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise ArtifactError(
-            f"{path}: expected hot rows, exchange, sharding and tier of each table, got {error!r}. "
-            f"Make the partition again."
-        ) from error

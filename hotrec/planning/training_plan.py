@@ -144,8 +144,8 @@ def make_training_plan(
         )
 
     sensitivity: list[dict[str, Any]] = []
+    costs, note = choose_costs(config, machine.device)
     try:
-        costs, note = choose_costs(config, machine.device)
         scenario = describe(machine)
         if isinstance(kind, CostPlacement):
             # Its solver starts slowly.
@@ -189,7 +189,14 @@ def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
     """
     path, prediction = run_dir / PREDICTION, None
     if path.exists():
-        prediction = json.loads(path.read_text())
+        try:
+            prediction = json.loads(path.read_text())
+            chosen = prediction["chosen"]
+            prediction["plans"][chosen]
+        except (OSError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"{path}: expected the plan that the run chose, got {error!r}. Start a new run."
+            ) from error
     if isinstance(config.placement, CostPlacement):
         if prediction is None:
             raise ArtifactError(

@@ -256,7 +256,7 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
     """The JSON object in a text; ``where`` names the text in an error message."""
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{where}: expected JSON, got {error}. Fix or delete it.") from error
     if not isinstance(document, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(document).__name__}.")

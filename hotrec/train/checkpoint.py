@@ -19,6 +19,7 @@ import io
 import logging
 import pickle
 import random
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -139,9 +140,9 @@ def find_latest(directory: Path) -> Path | None:
     pointer = directory / LATEST
     if not pointer.exists():
         return None
-    name = pointer.read_bytes().decode(errors="replace").strip()
+    name = pointer.read_bytes()[:200].decode(errors="replace").strip()
     path = directory / name
-    if Path(name).name != name or not path.is_dir():
+    if not re.fullmatch(r"step-\d{8}(\.[0-9a-f]{8})?", name) or not path.is_dir():
         raise ArtifactError(
             f"{pointer}: expected the name of a checkpoint beside it, got {name[:40]!r}. "
             "Name another checkpoint to resume from."
@@ -355,6 +356,8 @@ def read_facts(
     if verify_files:
         for name in sorted(artifact.files)[rank() :: world_size()]:
             artifact.verify_file(name)
+        artifact.file("tensors/.metadata")
+        artifact.file(_rank_file(Path()).as_posix())
         _check_metadata(path)
     return content
 

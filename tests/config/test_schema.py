@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hotrec
+from hotrec.bench.benchmark import SETTINGS
 from hotrec.cli.store import conf_dir
 from hotrec.config import data, groups, roots
 from hotrec.config.fields import VARIANTS
@@ -21,9 +22,11 @@ PACKAGE = Path(hotrec.__file__).parent
 # The parts that are handed a configuration.
 READERS = ("build.py", "planning/*.py", "runs/*.py", "bench/*.py", "calibrate/**/*.py", "cli/*.py")
 # The specification of a dataset reads itself, too.
-READERS += ("data/*.py", "config/data.py")
+READERS += ("data/*.py", "config/data.py", "train/schedule.py")
 # Constants of the update rules, which optimizer_specs takes by name from those that have them.
 READ_BY_NAME = {"eps", "beta1", "beta2"}
+# Those of the page of a benchmark, see hotrec.bench.benchmark.SETTINGS.
+READ_BY_NAME |= set(SETTINGS)
 
 
 def config_classes() -> Iterator[type]:

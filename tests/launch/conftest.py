@@ -103,7 +103,8 @@ def place(tmp_path: Path) -> Place:
     # torchrun as hotrec starts it is the real one.
     (package / "cli").mkdir()
     (package / "cli" / "__init__.py").touch()
-    (package / "cli" / "ranks.py").symlink_to(REPOSITORY / "hotrec" / "cli" / "ranks.py")
+    for name in ("launch.py", "ranks.py"):
+        (package / "cli" / name).symlink_to(REPOSITORY / "hotrec" / "cli" / name)
     (package / "runtime").mkdir()
     (package / "runtime" / "__init__.py").touch()
     (package / "runtime" / "watchdog.py").write_text(f"EXIT_CODE = {EXIT_CODE}\n")

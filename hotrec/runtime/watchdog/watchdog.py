@@ -111,6 +111,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="hotrec-watchdog", daemon=True)
 
     def __enter__(self) -> Self:
+        if not dist.is_initialized():  # a single process that uses the library
+            return self
         store: Any = _get_default_store()  # torch has no public way to it
         # torchrun keeps one store for all its restarts: the last one's verdict must not count.
         name = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_uses)}"
@@ -127,6 +129,8 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if not self._thread.is_alive():
+            return
         # SIGTERM, which torchrun sends after a death, must not end the search for who has died, nor
         # what follows if a rank is lost.
         is_quiet = error is not None and threading.current_thread() is threading.main_thread()
@@ -209,7 +213,7 @@ class Watchdog:
             return
         lost = self._lost(verdict)
         # In a thread, since what hangs may hold the locks of the log.
-        message = f"{lost} (this rank: {self._progress.describe()})"
+        message = f"error: {lost} (this rank: {self._progress.describe()})"
         log = threading.Thread(target=logger.critical, args=("%s", message), daemon=True)
         log.start()
         log.join(timeout=5)

@@ -61,7 +61,7 @@ def test_an_edited_file_is_refused(tmp_path: Path) -> None:
     write_costs(MEASURED, path)
     text = (path / COSTS_JSON).read_text()
     (path / COSTS_JSON).write_text(text.replace("1.25", "9.25"))
-    with pytest.raises(ArtifactError, match="it was edited"):
+    with pytest.raises(ArtifactError, match="it was changed"):
         read_costs(path)
 
 
