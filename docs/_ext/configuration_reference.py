@@ -171,7 +171,7 @@ def shown_default(item: dataclasses.Field[Any]) -> str:
 def shown_values(hint: Any, limits: dict[str, float]) -> str:
     """The type of a key, its members if it is an enumeration, and its limits."""
     bounds = [(LIMIT_SIGNS[name], at) for name, at in limits.items() if name in LIMIT_SIGNS]
-    signs = ", ".join(f"{sign} {at:g}" for sign, at in bounds)
+    signs = ", ".join(f"{sign} {at}" for sign, at in bounds)
     is_optional = get_origin(hint) in UNIONS and type(None) in get_args(hint)
     return " ".join(filter(None, [shown_type(hint), signs, "or `null`" if is_optional else ""]))
 

@@ -32,6 +32,7 @@ from hotrec.cli.launch import (
     check_environment,
     decide_run_dir,
     end_with_parent,
+    end_workers,
     environment_rank,
     environment_world_size,
     is_under_torchrun,
@@ -158,7 +159,10 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
             signal.signal(signal.SIGHUP, _hang_up)
         with nullcontext() if is_under_torchrun() else private_temporary_directory():
-            yield
+            try:
+                yield
+            finally:
+                end_workers()
     finally:
         signal.signal(signal.SIGTERM, saved_handler)
         signal.signal(signal.SIGHUP, saved_hang_up)

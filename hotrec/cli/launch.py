@@ -10,6 +10,7 @@ N ranks in a child torchrun. Torch is imported only where several ranks have to 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
@@ -33,6 +34,7 @@ _STORE_KEY = "hotrec/run_dir"
 _NAMED_BY_EXPERIMENT = ("train", "bench")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 _TMP_PREFIX = "hotrec-"
+_WORKER_END_S = 5.0
 # A socket's path has at most 107 bytes, of which multiprocessing adds about 40 to this.
 _MAX_TMP_PATH = 60
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -218,6 +220,21 @@ def private_temporary_directory() -> Iterator[None]:
             os.environ["TMPDIR"] = previous
         # After multiprocessing has removed its own directory in it, with priority -100.
         Finalize(None, shutil.rmtree, args=(made, True), exitpriority=-200)
+
+
+def end_workers() -> None:
+    """End the loader workers that an error left, in order.
+
+    The error's frames hold them until the interpreter ends, and by then the directory of their
+    sockets is gone: each would print traces of its own.
+    """
+    # Torch raises in the middle of anything when it learns that a worker did not end with code 0.
+    with suppress(RuntimeError):
+        workers = [child for child in multiprocessing.active_children() if child.daemon]
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join(_WORKER_END_S)
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def check_yaml_files(path: Path) -> None:
         path: A YAML file, or a directory of them.
 
     Raises:
-        ValueError: If a file is large or has many aliases.
+        ValueError: If a file is large, has many aliases, or is no YAML.
     """
     for file in [path] if path.is_file() else sorted(path.rglob("*.yaml")):
         if file.stat().st_size > MAX_YAML_BYTES:
@@ -108,8 +108,14 @@ def check_yaml_files(path: Path) -> None:
                 f"{file}: expected at most {MAX_YAML_BYTES} bytes of configuration, got "
                 f"{file.stat().st_size}. Put data into files of their own."
             )
-        with file.open(encoding="utf-8") as text:
-            num_aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+        try:
+            with file.open(encoding="utf-8") as text:
+                num_aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+        except (UnicodeError, yaml.YAMLError) as error:
+            raise ValueError(
+                f"{file}: expected YAML in UTF-8, got {type(error).__name__}: {error}. "
+                "Correct the file."
+            ) from error
         if num_aliases > MAX_YAML_ALIASES:
             raise ValueError(
                 f"{file}: expected at most {MAX_YAML_ALIASES} YAML aliases, got {num_aliases}. "

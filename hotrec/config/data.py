@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hotrec.config.fields import Rules, key, section
+from hotrec.config.names import MAX_NAME_BYTES, name_rules
 
 SourceFormat = StrEnum("SourceFormat", "criteo delimited parquet arrow")
 ColumnKind = StrEnum("ColumnKind", "label dense categorical categorical_list")
@@ -15,6 +16,9 @@ DenseTransform = StrEnum("DenseTransform", "none log1p")
 Encoding = StrEnum("Encoding", "vocabulary hashing")
 SplitKind = StrEnum("SplitKind", "fraction last time")
 OnBadLine = StrEnum("OnBadLine", "error skip")
+
+# More rows than any table that fits; sums and products of row numbers stay below 2**63.
+MAX_ROWS = 2**40
 
 
 @dataclass
@@ -65,11 +69,17 @@ class TableSpec:
         1,
         ge=1,
     )
-    num_rows: int = key("for hashing, the number of rows, with row 0 for missing values", 0)
+    num_rows: int = key(
+        "for hashing, the number of rows, with row 0 for missing values", 0, le=MAX_ROWS
+    )
 
     def rules(self) -> Rules:
         is_sized = self.encoding is not Encoding.hashing or self.num_rows >= 2
-        yield is_sized, f"num_rows: expected >= 2 with hashing, got {self.num_rows}."
+        yield (
+            is_sized,
+            f"num_rows: expected >= 2 with hashing, got {self.num_rows}. "
+            "Set about as many rows as there are values.",
+        )
 
 
 @dataclass
@@ -111,10 +121,17 @@ class SplitSpec:
     def rules(self) -> Rules:
         if self.kind is SplitKind.time:
             expected, got = f">= valid_from, which is {self.valid_from}", self.test_from
-            yield self.valid_from <= got, f"test_from: expected {expected}, got {got}."
+            yield (
+                self.valid_from <= got,
+                f"test_from: expected {expected}, got {got}. Test samples come last.",
+            )
         else:
             total = self.valid_frac + self.test_frac
-            yield total < 1, f"valid_frac + test_frac: expected less than 1, got {total}."
+            yield (
+                total < 1,
+                f"valid_frac + test_frac: expected less than 1, got {total}. "
+                "Leave a share for training.",
+            )
 
 
 @dataclass
@@ -152,29 +169,59 @@ class SourceSpec:
         "parsed twice as fast as large ones",
         8,
         ge=1,
+        le=1024,
     )
 
     def rules(self) -> Rules:
         character, columns, tables = self.separator, columns_of(self), tables_of(self)
         is_separator = len(character) == 1 and character.isascii() and character not in '\n\r"'
         expected = "one ASCII character that is no quote and no line end"
-        yield is_separator, f"separator: expected {expected}, got {character!r}."
+        yield (
+            is_separator,
+            f"separator: expected {expected}, got {character!r}. "
+            "Set the character between two columns of the files.",
+        )
         labels = [name for name, column in columns.items() if column.kind is ColumnKind.label]
-        yield len(labels) == 1, f"columns: expected exactly one column of kind label, got {labels}."
+        yield (
+            len(labels) == 1,
+            f"columns: expected exactly one column of kind label, got {labels}. "
+            "Give the column with the clicks kind label, and no other.",
+        )
         expected = "at least one categorical column"
-        yield bool(tables), f"columns: expected {expected}, got {sorted(columns)}."
+        yield (
+            bool(tables),
+            f"columns: expected {expected}, got {sorted(columns)}. Give an id kind categorical.",
+        )
         for name in self.tables:
             expected = f"one of the tables {sorted(tables)}"
-            yield name in tables, f"tables.{name}: expected {expected}, got {name!r}."
-        for name in columns:
-            is_name = bool(name) and not set(name) & set("/\\.@ \t")
-            expected = "a column name without '/', '\\', '.', '@' and blanks"
-            yield is_name, f"columns.{name}: expected {expected}, got {name!r}."
+            yield (
+                name in tables,
+                f"tables.{name}: expected {expected}, got {name!r}. "
+                "A table is named by the columns that read it.",
+            )
+        for name, column in columns.items():
+            yield from _column_name_rules(name, column)
             yield (
                 name not in ("label", "dense") or [name] == labels,
                 f"columns.{name}: expected another name: 'label' and 'dense' are columns of every "
                 f"chunk, got {name!r}. Rename the entry and give the log's name as its source.",
             )
+        for name in tables:
+            hot = f"{name}_hot"
+            yield (
+                hot not in tables,
+                f"columns: expected no table {hot!r} beside table {name!r}, whose hot rows have "
+                "this name, got both. Choose another name for one of them.",
+            )
+
+
+def _column_name_rules(name: str, column: ColumnSpec) -> Rules:
+    is_feature = column.kind in (ColumnKind.categorical, ColumnKind.categorical_list)
+    # A name that is not fit for print is shown once, by its repr.
+    key = f"columns.{name}" if name.isprintable() and len(name) <= MAX_NAME_BYTES else "columns"
+    yield from name_rules(key, name, is_of_module=is_feature)
+    if column.table:
+        yield from name_rules(f"columns.{name}.table", column.table, is_of_module=True)
 
 
 @dataclass
@@ -182,7 +229,7 @@ class SyntheticSpec:
     """A log drawn from known distributions."""
 
     num_rows: list[int] = key(
-        "rows of each table t0, t1, ..., read by feature c0, c1, ...", ge=2, size=1
+        "rows of each table t0, t1, ..., read by feature c0, c1, ...", ge=2, le=2**31, size=1
     )
     mean_lengths: list[float] = key(
         "mean number of ids per sample of each feature; one value serves all, and empty means "
@@ -220,7 +267,10 @@ class SyntheticSpec:
         num_lengths, num_tables = len(self.mean_lengths), len(self.num_rows)
         expected = f"none, one or {num_tables} values"
         is_fit = num_lengths in (0, 1, num_tables)
-        yield is_fit, f"mean_lengths: expected {expected}, got {num_lengths}."
+        yield (
+            is_fit,
+            f"mean_lengths: expected {expected}, got {num_lengths}. Give one value a table.",
+        )
 
 
 @dataclass

@@ -11,6 +11,7 @@ import operator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+_LEAST, _MOST = -(2**63), 2**63 - 1
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -50,9 +51,14 @@ def _entries(key: str, value: Any) -> dict[str, Any]:
 
 
 def _check_limits(key: str, value: Any, limits: dict[str, float]) -> None:
+    if isinstance(value, int) and not _LEAST <= value <= _MOST:
+        got = f"one of {value.bit_length() + 1} bits"
+        raise ValueError(
+            f"{key}: expected an integer of at most 64 bits, got {got}. Choose a smaller one."
+        )
     bounds = {name: limit for name, limit in limits.items() if name in WORDS}
     if isinstance(value, float) and not math.isfinite(value) and bounds.get("le") != math.inf:
         raise ValueError(f"{key}: expected a finite number, got {value}.")
     if not all(getattr(operator, name)(value, limit) for name, limit in bounds.items()):
-        wanted = " and ".join(f"{WORDS[name]} {limit:g}" for name, limit in bounds.items())
+        wanted = " and ".join(f"{WORDS[name]} {limit}" for name, limit in bounds.items())
         raise ValueError(f"{key}: expected a value {wanted}, got {value}.")

@@ -6,6 +6,7 @@ so that hashing, splitting and looking up happen once per distinct text of a blo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,6 +113,8 @@ def texts_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts:
 def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
     """A column of numbers, booleans or times as float64, NaN where null.
 
+    Infinite where a value is NaN already, for the reader to find: NaN means missing.
+
     Raises:
         pa.ArrowInvalid: if a value is not a number.
     """
@@ -120,8 +123,22 @@ def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
         array = array.cast(pa.timestamp("ms")).cast(pa.int64())
     # safe=False: integers beyond 2**53 lose their last digits instead of failing.
     values = array.cast(pa.float64(), safe=pa.types.is_string(array.type))
+    if pc.any(pc.is_nan(values)).as_py():
+        values = pc.if_else(pc.is_nan(values), math.inf, values)
     found: Float64s = values.to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
     return found
+
+
+def item_type(kind: pa.DataType) -> pa.DataType:
+    """The type of the ids in a column: of its values, or of the items of its lists."""
+    while (
+        pa.types.is_dictionary(kind)
+        or pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+    ):
+        kind = kind.value_type
+    return kind
 
 
 def numbers_from_texts(texts: Texts) -> Float64s:

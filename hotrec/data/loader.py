@@ -28,6 +28,7 @@ from hotrec.data.gather import Gathered, Gatherer, select_bags
 from hotrec.data.locality import AS_READ, BY_OWNER, Assign
 from hotrec.data.order import SampleOrder, num_steps_of, select_pieces
 
+_RANK_CHECK_S = 1.0
 # Applied to the ids in the worker, e.g. hotrec.routing's routing.
 Transform = Callable[[KeyedJaggedTensor], Any]
 
@@ -147,7 +148,7 @@ def make_loader(
 
 
 def _leave_sigterm_to_rank(worker: int) -> None:
-    """End a worker on SIGTERM only if its rank sent the signal.
+    """End a worker on SIGTERM only if its rank sent the signal, and when its rank is gone.
 
     torchrun sends SIGTERM to a rank's whole process group, while the rank still needs batches to
     stop in order. Workers cannot just ignore the signal, because multiprocessing ends them by it at
@@ -157,8 +158,12 @@ def _leave_sigterm_to_rank(worker: int) -> None:
     rank = os.getppid()
 
     def wait_for_rank() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
-            pass
+        # A rank that was killed sends nothing, but its workers get another parent. Torch notices
+        # that within five seconds, and only while it waits for work.
+        while os.getppid() == rank:
+            received = signal.sigtimedwait({signal.SIGTERM}, _RANK_CHECK_S)
+            if received is not None and received.si_pid == rank:
+                break
         os._exit(0)
 
     threading.Thread(target=wait_for_rank, name="sigterm", daemon=True).start()

@@ -19,6 +19,7 @@ import pyarrow as pa
 from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
+    Derive,
     SourceFormat,
     SourceSpec,
     SplitKind,
@@ -40,6 +41,8 @@ from hotrec.data.readers import (
 )
 from hotrec.types import Rows
 
+_COLUMN_ADVICE = "Correct the name, or the separator of the file."
+_NUM_SHOWN, _SHOWN_LENGTH = 100, 60
 _LOG = ""  # the log itself, among the names of side tables
 TRAIN, VALID, TEST = range(3)  # positions in hotrec.data.chunks.SPLITS
 
@@ -100,6 +103,7 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
     columns = columns_of(spec)
     ids: dict[str, list[str]] = {place: [] for place in known}
     numbers: dict[str, list[str]] = {place: [] for place in known}
+    times: dict[str, list[str]] = {place: [] for place in known}
     # The key of a side table repeats the column that it is matched with.
     keys = {name: side.key or side.on for name, side in spec.joins.items()}
     offered = {
@@ -116,13 +120,16 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
         if column.kind is ColumnKind.label and place != _LOG:
             raise ValueError(
                 f"data.source.columns.{name}: expected a label in the log itself, got column "
-                f"{source!r} of the joined table {place}."
+                f"{source!r} of the joined table {place}. Join it into the files of the log."
             )
         (numbers if needs_numbers(column) else ids)[place].append(source)
+        if column.derive in (Derive.hour_of_day, Derive.day_of_week):
+            times[place].append(source)
     required: tuple[str, ...] = ()
     if spec.split.kind is SplitKind.time:
         _require(spec.split.column, known[_LOG], "data.source.split.column")
         numbers[_LOG].append(spec.split.column)
+        times[_LOG].append(spec.split.column)
         required = (spec.split.column,)
     return {
         place: Wanted(
@@ -130,14 +137,24 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
             tuple(dict.fromkeys(numbers[place])),
             label=label_source(columns) if place == _LOG else None,
             required=required if place == _LOG else (),
+            times=tuple(times[place]),
         )
         for place in known
     }
 
 
+def _shown(names: tuple[str, ...]) -> str:
+    """The names of a header for a message; a file that is not text may have odd ones."""
+    shown = [name[:_SHOWN_LENGTH] for name in names[:_NUM_SHOWN]]
+    num_more = len(names) - len(shown)
+    return f"{shown}" + (f" and {num_more} more" if num_more else "")
+
+
 def _require(column: str, known: tuple[str, ...], key: str) -> None:
     if column not in known:
-        raise ValueError(f"{key}: expected one of the columns {list(known)}, got {column!r}.")
+        raise ValueError(
+            f"{key}: expected one of the columns {_shown(known)}, got {column!r}. {_COLUMN_ADVICE}"
+        )
 
 
 def _place_of(
@@ -152,9 +169,9 @@ def _place_of(
     places = [place for place in list(known)[:until] if column in known[place]]
     if places and (places[0] == _LOG or len(places) == 1):
         return places[0]
-    have = {place or "log": list(names) for place, names in known.items()}
     if not places:
-        raise ValueError(f"{key}: expected a column of {have}, got {column!r}.")
+        have = "; ".join(f"{place or 'log'}: {_shown(names)}" for place, names in known.items())
+        raise ValueError(f"{key}: expected a column of {have}, got {column!r}. {_COLUMN_ADVICE}")
     raise ValueError(
         f"{key}: expected a column of one joined table, got {column!r}, which {places} have. "
         "Rename it in one of them."
@@ -189,7 +206,10 @@ def read_side_table(
     numbers = {c: np.concatenate([b.numbers[c] for b in blocks]) for c in wanted.numbers}
     keys = ids[key]
     if not isinstance(keys, Texts):
-        raise ValueError(f"joins.{name} column {key}: expected a key, got a column of lists.")
+        raise ValueError(
+            f"joins.{name} column {key}: expected a key, got a column of lists. "
+            "Choose another column."
+        )
     present = np.nonzero(keys.codes >= 0)[0]
     hashes = hash_text(keys.values)[keys.codes[present]]
     order = np.argsort(hashes, kind="stable")

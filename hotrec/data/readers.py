@@ -7,6 +7,7 @@ counted, as specified. Memory is bounded by the block, not by the file.
 from __future__ import annotations
 
 import glob
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from hotrec.data.columns import (
     RawBlock,
     Texts,
     ids_from_arrow,
+    item_type,
     numbers_from_arrow,
     numbers_from_texts,
 )
@@ -32,6 +34,13 @@ _SUFFIXES = {
     SourceFormat.parquet: (".parquet", ".pq"),
     SourceFormat.arrow: (".arrow", ".feather", ".ipc"),
 }
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+_ARROW_MAGIC_BYTES = 8  # with padding
 _ROWS_PER_BLOCK = 131_072
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -45,12 +54,14 @@ class Wanted:
         numbers: Columns whose values are numbers. A column may be in both.
         label: The number column that must be 0 or 1.
         required: Number columns without missing values, besides the label.
+        times: Number columns that may hold times, which are read as milliseconds.
     """
 
     ids: tuple[str, ...]
     numbers: tuple[str, ...]
     label: str | None = None
     required: tuple[str, ...] = ()
+    times: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -72,7 +83,8 @@ def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "fil
     """The files that match paths, directories and patterns, in order.
 
     Raises:
-        ValueError: if one of them matches no file.
+        ValueError: if one of them matches no file, or names something that is not a regular file
+            and might have no end.
     """
     files: list[Path] = []
     for pattern in patterns:
@@ -87,6 +99,7 @@ def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "fil
                 and (suffixes is None or file.suffix in suffixes)
             ]
         elif path.exists():
+            _check_regular(path, key)
             found = [path]
         else:
             found = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
@@ -94,10 +107,20 @@ def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "fil
         if not found:
             raise ValueError(
                 f"{key}: expected files of format {log_format.name} at {pattern!r} "
-                f"(current directory {Path.cwd()}), got none."
+                f"(current directory {Path.cwd()}), got none. Correct the path or the pattern."
             )
         files += found
     return files
+
+
+def _check_regular(path: Path, key: str) -> None:
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise ValueError(
+            f"{key}: expected regular files, got {kind} at {str(path)!r}. "
+            "Copy what it yields into a file."
+        )
 
 
 def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
@@ -192,20 +215,29 @@ def _parse_around_bad_lines(
 def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path}: expected a Parquet file, got {error}.") from error
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path}: expected a Parquet file, got {error}. Fetch it again."
+        ) from error
 
 
 def _open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
     try:
         source = pa.memory_map(str(path))
         try:
-            return pa.ipc.open_file(source)
+            reader = pa.ipc.open_file(source)
         except pa.ArrowInvalid:
             source.seek(0)
             return pa.ipc.open_stream(source)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path}: expected an Arrow IPC file or stream, got {error}.") from error
+        # A file has its schema twice. Only the one at the end is needed, but damage shows here.
+        source.seek(_ARROW_MAGIC_BYTES)
+        if not pa.ipc.open_stream(source).schema.equals(reader.schema):
+            raise pa.ArrowInvalid("different schemas at its beginning and end")
+        return reader
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path}: expected an Arrow IPC file or stream, got {error}. Fetch it again."
+        ) from error
 
 
 def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -232,7 +264,7 @@ def _table_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator
             if batch.num_rows:
                 yield _block(batch, wanted, path, np.arange(number, number + batch.num_rows))
             number += batch.num_rows
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: expected a whole file, got {error}. Fetch it again.") from error
     if number == 1:
         raise ValueError(f"{path}: expected rows, got none. Remove the empty file from the list.")
@@ -245,6 +277,7 @@ def _block(
     numbers: dict[str, Float64s] = {}
     for name in wanted.names:
         column = table.column(name)
+        _check_type(column.type, name, wanted, path)
         try:
             if name in wanted.ids:
                 ids[name] = ids_from_arrow(column)
@@ -257,9 +290,24 @@ def _block(
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise ValueError(
                 f"{path} lines {lines[0]} to {lines[-1]}: expected "
-                f"{'numbers' if name in wanted.numbers else 'ids'} in column {name}, got {error}."
+                f"{'numbers' if name in wanted.numbers else 'ids'} in column {name}, got {error}. "
+                "Correct the values, or the columns of the specification."
             ) from error
     return RawBlock(lines, ids, numbers, num_skipped)
+
+
+def _check_type(kind: pa.DataType, name: str, wanted: Wanted, path: Path) -> None:
+    """Refuse types whose values could be read, but not as what they are."""
+    if name in wanted.ids and pa.types.is_floating(item_type(kind)):
+        raise ValueError(
+            f"{path} column {name}: expected ids, which are integers or texts, got type {kind}. "
+            "Cast the column to integers."
+        )
+    if name in wanted.numbers and name not in wanted.times and pa.types.is_temporal(kind):
+        raise ValueError(
+            f"{path} column {name}: expected numbers, got type {kind}. "
+            "Cast the column to integers, or set derive to hour_of_day or day_of_week."
+        )
 
 
 def _bad_line_error(path: Path, number: int, expected: str, got: str) -> ValueError:
@@ -285,7 +333,9 @@ def _checked(block: RawBlock, path: Path, wanted: Wanted, on_bad_line: OnBadLine
             expected = "a finite number or nothing"
         if is_bad_here.any() and on_bad_line is OnBadLine.error:
             at = int(np.argmax(is_bad_here))
-            got = "nothing or NaN" if np.isnan(values[at]) else f"{values[at]}"
+            # NaN stands for nothing here, and what was NaN is infinite.
+            got = "nothing" if np.isnan(values[at]) else f"{values[at]}"
+            got = "inf or nan" if got == "inf" else got
             texts = block.ids.get(name)
             if isinstance(texts, Texts) and texts.codes[at] >= 0:
                 got = repr(texts.values[int(texts.codes[at])].as_py())

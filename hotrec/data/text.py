@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 _NUMBER = re.compile(r"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*")
 _READ_BYTES = 8 << 20
+MAX_LINE_BYTES = 64 << 20
+MAX_HEADER_BYTES = 1 << 20
+# The fast parser has no limit for a value; the examination of single lines must not have another.
+csv.field_size_limit(MAX_LINE_BYTES)
 
 TEXT = pa.dictionary(pa.int32(), pa.string())
 NUMBER = pa.float64()
@@ -47,7 +53,9 @@ def open_text(path: Path) -> pa.NativeFile:
     try:
         return pa.input_stream(str(path), compression="detect", buffer_size=_READ_BYTES)
     except OSError as error:
-        raise ValueError(f"{path}: expected a file to read, got {error}.") from error
+        raise ValueError(
+            f"{path}: expected a file to read, got {error}. Correct the path or its permissions."
+        ) from error
 
 
 def _read(stream: pa.NativeFile, path: Path, num_bytes: int) -> bytes:
@@ -60,29 +68,34 @@ def _read(stream: pa.NativeFile, path: Path, num_bytes: int) -> bytes:
     return data
 
 
+def _check_length(path: Path, number: int, num_bytes: int) -> None:
+    """Refuse a line that has no end after this many bytes, before it fills the memory."""
+    if num_bytes > MAX_LINE_BYTES:
+        raise ValueError(
+            f"{path} line {number}: expected a line of at most {MAX_LINE_BYTES} bytes, got more. "
+            "Is it a text file? Give its format, or break the line."
+        )
+
+
 def read_lines(path: Path, block_bytes: int, *, has_header: bool) -> Iterator[Lines]:
     """The lines after the header, in blocks of about ``block_bytes``.
 
     Raises:
-        ValueError: if the file has no lines, cannot be decompressed, or has a line longer than a
-            block.
+        ValueError: if the file has no lines, cannot be decompressed, or has a line longer than
+            ``MAX_LINE_BYTES``.
     """
     number = 1
-    rest = b""
+    rest: list[bytes] = []  # the line whose end is not read yet
     is_first = has_header
     with open_text(path) as stream:
         while data := _read(stream, path, block_bytes):
             cut = data.rfind(b"\n") + 1
             if cut == 0:
-                rest += data
-                if len(rest) > 2 * block_bytes:
-                    raise ValueError(
-                        f"{path} line {number}: expected a line of at most {block_bytes} bytes, "
-                        f"got more than {len(rest)}. Is it a text file? Else raise block_mib."
-                    )
+                rest.append(data)
+                _check_length(path, number, sum(map(len, rest)))
                 continue
-            block = rest + data[:cut] if rest else data[:cut]
-            rest = data[cut:]
+            block = b"".join((*rest, data[:cut]))
+            rest = [data[cut:]] if cut < len(data) else []
             if is_first:
                 block = block[block.index(b"\n") + 1 :]
                 number, is_first = 2, False
@@ -91,7 +104,7 @@ def read_lines(path: Path, block_bytes: int, *, has_header: bool) -> Iterator[Li
                 yield Lines(block, number, num_lines)
                 number += num_lines
     if rest and not is_first:
-        yield Lines(rest + b"\n", number, 1)
+        yield Lines(b"".join((*rest, b"\n")), number, 1)
         number += 1
     if number == (2 if has_header else 1) or is_first:
         raise ValueError(
@@ -104,39 +117,70 @@ def read_header(path: Path, separator: str) -> tuple[str, ...]:
     """The column names in the first line.
 
     Raises:
-        ValueError: if there is none, it is not UTF-8, or a name occurs twice.
+        ValueError: if there is none, it is no header, or a name occurs twice.
     """
-    with open_text(path) as stream:
-        data = b""
-        while b"\n" not in data and (more := _read(stream, path, 1 << 16)):
-            data += more
-    line = data.partition(b"\n")[0].rstrip(b"\r")
+    line = _first_line(path)
     if not line:
-        raise ValueError(f"{path}: expected a header line, got an empty file or line.")
+        raise ValueError(
+            f"{path}: expected a header line, got an empty file or line. "
+            "Put the names of the columns into the first line."
+        )
+    if len(line) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{path} line 1: expected a header line of at most {MAX_HEADER_BYTES} bytes, got a "
+            "longer one. Is it a text file with a header?"
+        )
     try:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} line 1: expected UTF-8 text, got {error}.") from error
+        raise ValueError(
+            f"{path} line 1: expected UTF-8 text, got {error}. Convert the file to UTF-8."
+        ) from error
+    if "\r" in text:
+        raise ValueError(
+            f"{path} line 1: expected a newline at the end of the line, got a carriage return at "
+            f"position {text.index(chr(13))}. Convert the line ends of the file."
+        )
     names = tuple(next(csv.reader([text], delimiter=separator)))
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
     if repeated:
-        raise ValueError(f"{path} line 1: expected different column names, got {repeated} twice.")
+        raise ValueError(
+            f"{path} line 1: expected different column names, got {repeated} twice. "
+            "Rename one of them."
+        )
     return names
+
+
+def _first_line(path: Path) -> bytes:
+    """The first line without its end; of one that is too long for a header, the beginning."""
+    data = b""
+    with open_text(path) as stream:
+        while (
+            b"\n" not in data
+            and len(data) <= MAX_HEADER_BYTES
+            and (more := _read(stream, path, 1 << 16))
+        ):
+            data += more
+    return data.partition(b"\n")[0].rstrip(b"\r")
 
 
 def count_lines(path: Path) -> int:
     """Number of lines, an unfinished last one included."""
-    count = 0
-    last = b"\n"
+    count = unfinished_bytes = 0
     with open_text(path) as stream:
         while data := _read(stream, path, _READ_BYTES):
             count += data.count(b"\n")
-            last = data
-    return count + (0 if last.endswith(b"\n") else 1)
+            end = data.rfind(b"\n") + 1
+            unfinished_bytes = len(data) - end if end else unfinished_bytes + len(data)
+            _check_length(path, count + 1, unfinished_bytes)
+    return count + int(unfinished_bytes > 0)
 
 
 def parse(lines: Lines, layout: Layout) -> pa.Table | None:
-    """The wanted columns; None if any line does not fit the layout."""
+    """The wanted columns; None if any line does not fit the layout.
+
+    A number that is not a number is no number, so "nan" does not fit unless it is a null value.
+    """
     quote = '"' if layout.is_quoted else False
     try:
         table = pacsv.read_csv(
@@ -163,7 +207,10 @@ def parse(lines: Lines, layout: Layout) -> pa.Table | None:
     except (pa.ArrowInvalid, pa.ArrowKeyError):
         return None
     # pyarrow also ends lines at a lone carriage return; then its count is not ours.
-    return table if table.num_rows == lines.num_lines else None
+    if table.num_rows != lines.num_lines:
+        return None
+    numbers = (table.column(name) for name, kind in layout.wanted.items() if kind == NUMBER)
+    return None if any(pc.any(pc.is_nan(column)).as_py() for column in numbers) else table
 
 
 def find_bad_lines(

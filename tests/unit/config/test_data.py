@@ -1,9 +1,11 @@
 import re
 
 import pytest
+import torch
 
 from hotrec.config.data import (
     CRITEO_FEATURES,
+    MAX_ROWS,
     ColumnKind,
     ColumnSpec,
     DataSpec,
@@ -19,6 +21,7 @@ from hotrec.config.data import (
     columns_of,
     tables_of,
 )
+from hotrec.config.names import is_reserved
 from hotrec.config.validate import validate
 
 
@@ -31,6 +34,7 @@ def delimited(**columns: ColumnSpec) -> SourceSpec:
 
 
 LABEL, USER = ColumnSpec(ColumnKind.label), ColumnSpec(ColumnKind.categorical)
+DENSE = ColumnSpec(ColumnKind.dense)
 
 
 def test_criteo_has_its_own_columns():
@@ -40,11 +44,11 @@ def test_criteo_has_its_own_columns():
 
 
 def test_features_may_share_a_table():
-    item = ColumnSpec(ColumnKind.categorical, table="items")
-    seen = ColumnSpec(ColumnKind.categorical_list, table="items")
+    item = ColumnSpec(ColumnKind.categorical, table="videos")
+    seen = ColumnSpec(ColumnKind.categorical_list, table="videos")
     spec = delimited(label=LABEL, user=USER, item=item, seen=seen)
-    spec.tables["items"] = TableSpec(min_count=7)
-    assert {n: t.min_count for n, t in tables_of(spec).items()} == {"user": 1, "items": 7}
+    spec.tables["videos"] = TableSpec(min_count=7)
+    assert {n: t.min_count for n, t in tables_of(spec).items()} == {"user": 1, "videos": 7}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,22 @@ def test_features_may_share_a_table():
         (delimited(label=LABEL, dense=USER), "data.source.columns.dense", "'dense'"),
         (delimited(label=LABEL, **{"a/b": USER}), "data.source.columns.a/b", "'a/b'"),
         (
+            delimited(label=LABEL, user=USER, user_hot=USER),
+            *("data.source.columns", "both"),
+        ),
+        (criteo(block_mib=1 << 20), "data.source.block_mib", "1048576"),
+        (
+            criteo(table_defaults=TableSpec(Encoding.hashing, num_rows=MAX_ROWS + 1)),
+            *("data.source.table_defaults.num_rows", "1099511627777"),
+        ),
+        (
+            criteo(table_defaults=TableSpec(Encoding.hashing, num_rows=2**63)),
+            *("data.source.table_defaults.num_rows", "one of 65 bits"),
+        ),
+        (criteo(rows_per_chunk=10**5000), "data.source.rows_per_chunk", "one of 16611 bits"),
+        (criteo(split=SplitSpec(seed=-(2**64))), "data.source.split.seed", "one of 66 bits"),
+        (SyntheticSpec([2**31 + 1]), "data.synthetic.num_rows[0]", "2147483649"),
+        (
             delimited(label=LABEL, user=USER, x=ColumnSpec(ColumnKind.dense, table="t")),
             *("data.source.columns.x.table", "'t'"),
         ),
@@ -104,6 +124,48 @@ def test_what_cannot_be_carried_out_is_refused(spec, key, got):
         spec = DataSpec(synthetic=spec)
     with pytest.raises(ValueError, match=rf"^{re.escape(key)}: expected .*, got ({got})\."):
         validate(spec, "data")
+
+
+BAD_NAMES = [
+    "",
+    " ",
+    ".",
+    "..",
+    "a/b",
+    "a\\b",
+    "/etc",
+    "a@b",
+    "a\nb",
+    "a\0b",
+    "a\x1b[31m",
+    "a\u202eb",
+]
+BAD_NAMES += ["\ud800", "x" * 201, "\u00e9" * 101, "items", "forward", "_modules", "__class__"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_bad_names_of_features_and_tables_are_refused(name):
+    message = r"^data\.source\.columns[^\n]*: expected [^\n]+, got [^\n]+\. [A-Z][^\n]+\.$"
+    table = ColumnSpec(ColumnKind.categorical, table=name)
+    for columns in ({name: USER}, {"user": table}) if name else ({name: USER},):
+        spec = DataSpec(source=delimited(label=LABEL, **columns))
+        with pytest.raises(ValueError, match=message) as raised:
+            validate(spec, "data")
+        assert len(str(raised.value)) < 450
+
+
+@pytest.mark.parametrize("name", ["x" * 200, "\u65e5\u672c", "\U0001f600", "a:b", "%s", "0", "_c0"])
+def test_other_names_are_accepted(name):
+    table = ColumnSpec(ColumnKind.categorical, table=name)
+    validate(DataSpec(source=delimited(label=LABEL, **{name: table})))
+
+
+def test_a_dense_column_may_have_the_name_of_an_attribute():
+    validate(DataSpec(source=delimited(label=LABEL, user=USER, values=DENSE)))
+
+
+def test_every_attribute_of_a_module_is_reserved():
+    assert [name for name in dir(torch.nn.ModuleDict()) if not is_reserved(name)] == []
 
 
 def test_good_specifications_pass():

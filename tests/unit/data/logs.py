@@ -126,8 +126,8 @@ def delimited_spec(files: list[Path], **settings: object) -> SourceSpec:
         "label": ColumnSpec(ColumnKind.label, source="click"),
         "price": ColumnSpec(ColumnKind.dense),
         "user": ColumnSpec(ColumnKind.categorical),
-        "item": ColumnSpec(ColumnKind.categorical, table="items"),
-        "history": ColumnSpec(ColumnKind.categorical_list, table="items"),
+        "item": ColumnSpec(ColumnKind.categorical, table="videos"),
+        "history": ColumnSpec(ColumnKind.categorical_list, table="videos"),
     }
     defaults: dict[str, object] = {
         "columns": columns,

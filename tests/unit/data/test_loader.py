@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from itertools import islice
 
 import numpy as np
@@ -253,6 +254,27 @@ def test_workers_outlive_other_peoples_sigterm_but_not_their_rank(path):
     )
     assert done.stdout == "alive\n", done.stderr
     assert done.returncode == 0
+
+
+KILLED = """
+import os, signal, sys
+from hotrec.data.loader import make_loader
+loader = make_loader(sys.argv[1], "train", batch_size=4, rank=0, world_size=1, num_workers=2)
+batches = iter(loader)
+next(batches)
+print("killed", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_soon_after_their_rank_was_killed(path):
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"killed\n"
+        start_s = time.monotonic()
+        process.stdout.read()  # workers hold it open
+        assert time.monotonic() - start_s < 4  # torch alone takes five seconds and more
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 3])

@@ -1,4 +1,5 @@
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -291,7 +292,7 @@ def side(on: str = "user", key: str = "") -> JoinSpec:
         ({"files": ["nowhere.csv"]}, "files: expected files of format delimited at"),
         (
             {"columns": {"label": ColumnSpec(ColumnKind.label, source="klick"), "user": USER}},
-            r"columns.label.source: expected a column of \{'log': \['click'.*'klick'",
+            r"columns.label.source: expected a column of log: \['click'.*'klick'",
         ),
         (
             {"columns": {"label": ColumnSpec(ColumnKind.label, source="age"), "user": USER},
@@ -350,8 +351,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
     process = child("prepare_with_a_small_disk(*sys.argv[1:])", source, tmp_path / "d")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "Free disk space or choose another output directory" in errors
-    assert "OSError" in errors
+    assert re.search(r"OSError: \[Errno \d+\] File too large: .*/train-00000-00000\.arrow'", errors)
     assert os.listdir(tmp_path) == ["day_0"]
 
 

@@ -1,3 +1,6 @@
+import os
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +73,9 @@ A_LABEL = "a label of 0 or 1 in column label"
         (criteo_line().replace("\t5\t", "\tfive\t"), "a number in column I6", "'five'"),
         (criteo_line("2"), A_LABEL, "2.0"),
         (criteo_line("-1"), A_LABEL, "-1.0"),
-        (criteo_line("nan"), A_LABEL, "nothing or NaN"),
-        ("\n", A_LABEL, "nothing or NaN"),
+        (criteo_line("nan"), "a number in column label", "'nan'"),
+        (criteo_line().replace("\t5\t", "\tNaN\t"), "a number in column I6", "'NaN'"),
+        ("\n", A_LABEL, "nothing"),
         (
             criteo_line().replace("\t5\t", "\t1e999\t"),
             *("a finite number or nothing in column I6", "inf"),
@@ -151,7 +155,7 @@ def table_log(request, tmp_path):
     table = pa.table(
         {
             "click": pa.array([1, 0, 1, 0], pa.int8()),
-            "price": pa.array([1.5, None, 3.0, float("nan")]),
+            "price": pa.array([1.5, None, 3.0, None]),
             "user": pa.array([7, None, 9, 7], pa.int64()),
             "tags": pa.array([["a", "b"], [], None, ["c"]], pa.large_list(pa.string())),
         }
@@ -194,6 +198,62 @@ def test_bad_rows_of_parquet_are_named_or_skipped(tmp_path):
     assert block.num_skipped == 1
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300])
+def test_a_number_that_is_none_is_named_or_skipped(tmp_path, value):
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"click": [1, 0, 1], "price": [1.5, value, None]}), path)
+    wanted = Wanted(ids=(), numbers=("click", "price"), label="click")
+    expected = "line 2: expected a finite number or nothing in column price, got"
+    with pytest.raises(ValueError, match=expected):
+        list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
+    [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), wanted)
+    assert block.lines.tolist() == [1, 3]
+
+
+FLOATS, TIMES = pa.array([1.0, 2.0]), pa.array([0, 1], pa.date32())
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (FLOATS, "ids, which are integers or texts, got type double. Cast"),
+        (FLOATS.cast(pa.float32()).dictionary_encode(), "ids, .*, got type float. Cast"),
+        (pa.array([[1.0], [None]]), "ids, .*, got type list<.*: double>. Cast"),
+        (pa.array([float("nan")] * 2), "ids, .*, got type double. Cast"),
+    ],
+)
+def test_ids_of_a_type_of_floats_are_refused(tmp_path, values, expected):
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"click": [1, 0], "user": values}), path)
+    wanted = Wanted(ids=("user",), numbers=("click",), label="click")
+    with pytest.raises(ValueError, match=rf"log\.parquet column user: expected {expected}"):
+        list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
+
+
+def test_times_are_numbers_only_where_times_are_wanted(tmp_path):
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"click": [1, 0], "day": TIMES}), path)
+    wanted = Wanted(ids=(), numbers=("click", "day"), label="click")
+    with pytest.raises(ValueError, match=r"column day: expected numbers, got type date32\[day\]"):
+        list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
+    wanted = replace(wanted, times=("day",))
+    [block] = read_blocks(path, LogFormat(SourceFormat.parquet), wanted)
+    assert block.numbers["day"].tolist() == [0.0, 86_400_000.0]
+
+
+@pytest.mark.parametrize("at", [40, 74])
+def test_damage_at_the_head_of_an_arrow_file_is_found(tmp_path, at):
+    path = tmp_path / "log.arrow"
+    table = pa.table({"click": [1, 0], "price": [1.5, 2.5], "user": [7, 8]})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"log\.arrow: expected an Arrow IPC file or stream, got"):
+        column_names(path, LogFormat(SourceFormat.arrow))
+
+
 @pytest.mark.parametrize("log_format", [SourceFormat.parquet, SourceFormat.arrow])
 def test_damaged_and_empty_table_files_are_refused(tmp_path, log_format):
     path = tmp_path / "log"
@@ -223,6 +283,20 @@ def test_files_are_found_by_path_pattern_and_directory(tmp_path):
     assert names(str(tmp_path / "notes.txt"), SourceFormat.delimited) == ["notes.txt"]
     with pytest.raises(ValueError, match="files: expected files of format arrow at .*got none"):
         names(str(tmp_path), SourceFormat.arrow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [("a pipe", "pipe"), ("a socket", "socket"), ("a character device", "/dev/zero")],
+)
+def test_only_regular_files_are_logs(tmp_path, monkeypatch, kind, path):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+        expected = f"data.source.files: expected regular files, got {kind} at '{path}'"
+        with pytest.raises(ValueError, match=expected):
+            find_files([path], SourceFormat.delimited, key="data.source.files")
 
 
 SAMPLE = Path(__file__).parents[2] / "data" / "criteo_1tb_day0" / "criteo1tb_day0_first10k.tsv.gz"

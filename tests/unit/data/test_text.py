@@ -1,4 +1,5 @@
 import gzip
+import time
 
 import pyarrow as pa
 import pytest
@@ -69,11 +70,39 @@ def test_several_gzip_members_in_one_file(tmp_path):
         (b"a\n" + b"x" * 5000, True, "log line 2: expected a line of at most 1000 bytes"),
     ],
 )
-def test_files_without_lines_are_refused(tmp_path, data, has_header, message):
+def test_files_without_lines_are_refused(tmp_path, monkeypatch, data, has_header, message):
+    monkeypatch.setattr(text, "MAX_LINE_BYTES", 1000)
     path = tmp_path / "log"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=message):
         list(text.read_lines(path, 1000, has_header=has_header))
+
+
+@pytest.mark.parametrize(("data", "number"), [(b"x" * 2000, 1), (b"1,a\n" * 3 + b"x" * 2000, 4)])
+def test_lines_without_end_are_not_counted(tmp_path, monkeypatch, data, number):
+    monkeypatch.setattr(text, "MAX_LINE_BYTES", 1000)
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(data))
+    expected = rf"log\.gz line {number}: expected a line of at most 1000 bytes"
+    with pytest.raises(ValueError, match=expected):
+        text.count_lines(path)
+
+
+def test_long_lines_are_read_in_linear_time(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b"a\n" + b"x" * (32 << 20) + b"\nb")
+    start_s = time.process_time()
+    blocks = list(text.read_lines(path, 1 << 14, has_header=False))
+    assert time.process_time() - start_s < 5
+    assert [block.num_lines for block in blocks] == [1, 1, 1]
+    assert len(blocks[1].data) == (32 << 20) + 1
+
+
+def test_a_long_value_beside_a_bad_line_is_read():
+    block = lines(b"1," + b"x" * 200_000 + b"\nbad,x\n")
+    bad, kept, _ = text.find_bad_lines(block, LAYOUT)
+    assert bad == [(2, "a number in column a", "'bad'")]
+    assert kept.num_lines == 1
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
@@ -87,6 +116,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         (b"", "expected a header line"),
         (b"a,b,a\n1,2,3\n", r"expected different column names, got \['a'\]"),
         (b"\xff\xfe\n", "line 1: expected UTF-8"),
+        (b"x" * (2 << 20), "line 1: expected a header line of at most 1048576 bytes, got a lo"),
+        (b"a,b\r1,2\r3,4", "line 1: expected a newline at the end of the line, got a carriage"),
     ],
 )
 def test_bad_headers_are_refused(tmp_path, data, message):
@@ -115,6 +146,7 @@ def test_good_lines_are_parsed():
         (b"1", "2 columns", "1"),
         (b"1,x,y", "2 columns", "3"),
         (b"abc,x", "a number in column a", "'abc'"),
+        (b"nan,x", "a number in column a", "'nan'"),
         (b"0x10,x", "a number in column a", "'0x10'"),
         (b"1_0,x", "a number in column a", "'1_0'"),
         (b"1,\xff", "UTF-8 text", "byte 0xff at position 2"),
@@ -129,6 +161,13 @@ def test_a_bad_line_is_found_among_good_ones(line, expected, got):
     assert bad == [(103, expected, got)]
     assert kept.data == b"1,x\n" * 3 + b"2,y\n" * 3
     assert numbers == [100, 101, 102, 104, 105, 106]
+
+
+def test_nan_may_be_named_as_missing():
+    layout = Layout(("a", "b"), ",", True, ("", "nan"), {"a": NUMBER, "b": TEXT})
+    table = text.parse(lines(b"1,x\nnan,y\n"), layout)
+    assert table is not None
+    assert table["a"].to_pylist() == [1.0, None]
 
 
 @pytest.mark.parametrize("line", [b" 1 ,x", b"+1,x", b".5,x", b"5.,x", b'"1","x"', b",x", b"1e5,"])
