@@ -29,7 +29,7 @@ from hotrec.cost_model.step import make_model, make_torchrec_model
 from hotrec.planning.constraints import TIER_OF_KERNEL, offload_stats
 from hotrec.planning.scenario import Scenario
 from hotrec.planning.torchrec_plan import plan_document
-from hotrec.planning.unsharded import build_unsharded
+from hotrec.planning.unsharded import Unsharded, build_unsharded
 from hotrec.types import (
     ColdTier,
     Exchange,
@@ -121,8 +121,10 @@ def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dic
     predicted = {}
     device = scenario.machine.device if has_host else "cpu"
     for name, baseline in torchrec_baselines(config, device).items():
+        # An optimizer that the device cannot train is an error, tables that do not fit are not.
+        unsharded = build_unsharded(baseline, schema, None, scenario.machine)
         try:
-            predicted[name] = predict_torchrec_config(baseline, schema, scenario)
+            predicted[name] = _predict_unsharded(baseline, unsharded, scenario)
         except ValueError as error:
             logger.info("%s does not fit: %s", name, error)
     return predicted
@@ -135,8 +137,13 @@ def predict_torchrec_config(config: Config, schema: Schema, scenario: Scenario) 
         ValueError: If the tables do not fit, or the device has no exact kernel for the optimizer or
             no such memory tier.
     """
+    unsharded = build_unsharded(config, schema, None, scenario.machine)
+    return _predict_unsharded(config, unsharded, scenario)
+
+
+def _predict_unsharded(config: Config, unsharded: Unsharded, scenario: Scenario) -> Predicted:
     assert isinstance(config.placement, TorchrecPlacement)
-    plan = build_unsharded(config, schema, None, scenario.machine).plan(scenario.machine)
+    plan = unsharded.plan(scenario.machine)
     is_prefetched = config.pipeline.kind is PipelineKind.prefetch
     return predict_plan(
         scenario, plan, config.placement.cache_load_frac, is_prefetched=is_prefetched
