@@ -115,6 +115,8 @@ class Artifact:
         except ArtifactError:
             raise
         except _FORM_ERRORS as error:
+            if ": expected " in str(error):  # says what to do as well
+                raise ArtifactError(f"{self.path}: {error}") from error
             raise ArtifactError(
                 f"{self.path / MANIFEST}: expected the content of a {self.kind}, got "
                 f"{type(error).__name__}: {error}. Make the {self.kind} again."

@@ -221,6 +221,9 @@ def _run_job(invocation: Invocation, composed: DictConfig) -> int:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         figures = _record_for_torchrun(lambda: _run_composed(invocation, composed, run_dir))()
+        if figures is not None:
+            with naming(Path("standard output")):
+                _print_figures(figures)
     except EndedEarly as ended:
         _print_figures(ended.figures)
         if ended.exit_code == EXIT_CODE_OF_SIGTERM:
@@ -235,8 +238,6 @@ def _run_job(invocation: Invocation, composed: DictConfig) -> int:
         return 1
     finally:
         stop_logging()
-    if figures is not None:
-        _print_figures(figures)
     return 0
 
 

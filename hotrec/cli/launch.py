@@ -60,7 +60,7 @@ def environment_world_size() -> int:
 def rank_prefix() -> str:
     """``"[rank 1] "`` where there are several ranks, else nothing."""
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    return "" if world_size == "1" else f"[rank {rank}] "
+    return f"[rank {rank}] " if rank.isdecimal() and world_size != "1" else ""
 
 
 def check_environment() -> None:

@@ -74,7 +74,7 @@ def test_plan_uses_what_was_measured(calibrated: Path, planned: dict[str, Any]) 
     hot = {t["name"]: t["hot_rows"] for t in document["tables"]}
     assert hot == {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
     text = (calibrated / planned["plan_text"]).read_text()
-    assert "break-even" in text.lower()
+    assert "pays off as a replica" in text
     page = (calibrated / planned["page"]).read_text()
     assert "<svg" in page
     assert "<td>look_ahead</td>" in page
@@ -166,7 +166,8 @@ def test_impossible_costs_are_refused(edit: Any, message: str, calibrated: Path)
     edit(document)
     with scratch_directory(calibrated / "damaged", kind="costs") as scratch:
         (scratch / "costs.json").write_text(json.dumps(document))
-        commit_artifact(scratch, calibrated / "damaged", kind="costs", content={})
+        content = {name: document[name] for name in ("name", "device")}
+        commit_artifact(scratch, calibrated / "damaged", kind="costs", content=content)
     assert message in refusal("paths.costs=damaged", "planner.costs=measured", cwd=calibrated)
 
 

@@ -95,5 +95,5 @@ def test_rows_outside_their_table_are_found(tmp_path):
         np.savez(scratch / "hot_rows.npz", t=np.array([7]))
         content = {"policy": "by hand", "num_rows": {"t": 7}}
         commit_artifact(scratch, tmp_path / "p", kind="partition", content=content)
-    with pytest.raises(ArtifactError, match=r"expected hot rows, .* in 0\.\.6, got 7"):
+    with pytest.raises(ArtifactError, match=r"expected hot rows in 0\.\.6, got 7"):
         read_placement(tmp_path / "p")
