@@ -24,7 +24,8 @@ def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Modul
         The model, or the new collection if the model itself was one.
 
     Raises:
-        ValueError: if the model has no collection, or the placement does not fit its tables.
+        ValueError: if the model has no collection, weights are not float32, or the placement does
+            not fit its tables.
     """
     if isinstance(model, EmbeddingBagCollection):
         return _convert(model, placement)
@@ -52,6 +53,13 @@ def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Modul
 def _convert(
     collection: EmbeddingBagCollection, placement: Placement | Partition
 ) -> HotColdEmbeddingBagCollection:
+    # The configurations keep the type that tables were made with, whatever `.double()` did since.
+    for name, bag in collection.embedding_bags.items():
+        if bag.weight.dtype != torch.float32:
+            raise ValueError(
+                f"table {name} weight: expected torch.float32, got {bag.weight.dtype}. Convert the "
+                "model with .float() first."
+            )
     converted = HotColdEmbeddingBagCollection(
         collection.embedding_bag_configs(),
         placement,

@@ -162,6 +162,12 @@ def test_use_hot_cold_keeps_what_the_model_computes_its_mode_and_shared_collecti
         use_hot_cold(model, MIXED)
 
 
+def test_weights_of_another_type_are_refused() -> None:
+    plain = EmbeddingBagCollection(tables=some_tables()).double()
+    with pytest.raises(ValueError, match=r"weight: expected torch.float32, got torch.float64"):
+        use_hot_cold(plain, MIXED)
+
+
 def test_use_hot_cold_on_the_meta_device() -> None:
     model = EmbeddingBagCollection(tables=some_tables(), device=torch.device("meta"))
     assert {p.device.type for p in use_hot_cold(model, MIXED).parameters()} == {"meta"}
