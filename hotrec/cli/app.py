@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -280,7 +281,9 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
 def _write_config(name: str, text: str, run_dir: Path) -> None:
     """Record the configuration; a training run stages it until it has been accepted."""
     if name == "train":
-        (run_dir / STAGED).mkdir(exist_ok=True)
+        # What a killed run staged must not be accepted with this one.
+        shutil.rmtree(run_dir / STAGED, ignore_errors=True)
+        (run_dir / STAGED).mkdir()
         (run_dir / STAGED / CONFIG_FILE).write_text(text)
         return
     if (run_dir / CHECKPOINTS).exists():

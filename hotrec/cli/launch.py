@@ -168,8 +168,6 @@ def run_under_torchrun(
     # By default ranks connect to this host's name, and wait for minutes if it has no address.
     launcher += ["--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
     variables = {**environment, RUN_DIR: run_dir, "TMPDIR": tempfile.gettempdir()}
-    # All ranks are on this host, so nothing needs to listen on its network.
-    variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The ranks share the host's cores; torchrun would set 1, with a warning.
     variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # In a session of its own the ranks get the terminal's Ctrl-C once, forwarded by this process.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import partialmethod
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import (
@@ -76,19 +78,27 @@ class LoopbackStore(TCPStore):
     torchrun's listens on all addresses of the host, also for ranks of one host, and answers anyone.
     """
 
-    def __init__(self, host: str, port: int, *, is_master: bool, **options: Any) -> None:
+    def __init__(self, host_name: str, port: int, *, is_master: bool, **options: Any) -> None:
         if is_master:
             listener = socket.create_server(("127.0.0.1", port))
             port = listener.getsockname()[1]
             options["master_listen_fd"] = listener.detach()
-        super().__init__(host, port, is_master=is_master, **options)
+        super().__init__(host_name, port, is_master=is_master, **options)
+
+
+def listen_on_loopback() -> None:
+    """Keep the stores of this agent, and gloo in its ranks, on the loopback interface."""
+    # The rendezvous makes one store, and from torch.distributed's name another for the ranks.
+    c10d_rendezvous_backend.TCPStore = LoopbackStore  # type: ignore[assignment,misc]
+    dist.TCPStore = LoopbackStore  # type: ignore[assignment,misc]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def main() -> int:
-    """Run torchrun for the ranks of one host; the exit code, 128 + n after signal n."""
+    """Run torchrun; the exit code, 128 + n after signal n."""
     end_with_parent()
     if "--standalone" in sys.argv:
-        c10d_rendezvous_backend.TCPStore = LoopbackStore  # type: ignore[assignment,misc]
+        listen_on_loopback()
     # The ranks have printed the error; the agent would repeat it with its own trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Whose level torch sets itself: it would say that no file was named for the agent's own error.

@@ -94,6 +94,15 @@ def test_run_goes_on_when_torchrun_restarts_it(workspace: Workspace) -> None:
     assert final_loss(run_dir) > 0
 
 
+def listening(pid: int) -> list[str]:
+    """The addresses, as /proc shows them, at which a process accepts connections."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    sockets = {link.removeprefix("socket:[").rstrip("]") for link in links}
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets]
+
+
 def wait_for_end_of(rank: int, running: Popen[str]) -> None:
     until_s = time.monotonic() + 60
     while rank in rank_processes(running.pid):
@@ -111,6 +120,9 @@ def test_stopped_rank_is_named(workspace: Workspace) -> None:
     ) as running:
         wait_for_step(run_dir, 15, running)
         stopped = rank_processes(running.pid)[1]
+        agent_and_ranks = [running.pid, *rank_processes(running.pid).values()]
+        addresses = {address for pid in agent_and_ranks for address in listening(pid)}
+        assert addresses == {"0100007F"}  # 127.0.0.1: nobody else can reach a local run
         os.kill(stopped, signal.SIGSTOP)
         wait_for_end_of(0, running)
         os.kill(stopped, signal.SIGCONT)  # torchrun would kill it after half a minute
