@@ -67,7 +67,7 @@ quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with 
 test: $(INSTALLED_DEV) ## Install what the tests need, then run the whole suite.
 	$(BIN)/python -m pytest $(TESTS) --durations=10 $(ARGS)
 
-faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals; 25 minutes.
+faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
 	$(BIN)/python -m tests.faults run $(ARGS)
 
 test-pairs: ## Run the suite with every torch and its torchrec, each in an environment of its own.
