@@ -14,6 +14,7 @@ from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.steps import correct_by_steps
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
+from hotrec.cost_model.interval import interval_text
 from hotrec.runtime.memory import read_fingerprint, read_memory
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 
@@ -154,6 +155,7 @@ def costs_table(costs: Costs) -> str:
         if link is not None:
             rate = f"{link.bytes_per_s / 1e6:,.0f} MB/s"
             rows.append(f"link {level}: {rate}, latency {_time_text(link.latency_s).strip()}")
+    rows.append(f"a predicted step holds within {interval_text(costs.ratio_interval)}")
     rows.append(f"overlap {costs.overlap:.2f}, overhead {_time_text(costs.overhead_s).strip()}")
     return "\n".join(rows)
 

@@ -7,11 +7,11 @@ and those of look-ahead, whose communication thread competes with the layers for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from hotrec.bench.cases import Case, Runner, build_runner, case_scenario, step_seconds
 from hotrec.bench.measure import run_block
@@ -24,21 +24,25 @@ from hotrec.config.roots import BenchConfig, BenchRootConfig, LaunchConfig, Plan
 from hotrec.cost_model.costs import Costs, Line, fit_nonnegative
 from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import build_histogram
+from hotrec.cost_model.interval import ratio_interval
 from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.planning.predict import Predicted, predict_placement, predict_plan
 from hotrec.planning.scenario import Scenario
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
-from hotrec.types import STAGES, Partition, PipelineKind, TablePlacement, TorchrecPlan
+from hotrec.types import STAGES, Partition, PipelineKind, Rows, TablePlacement, TorchrecPlan
 
 # Hot and cold rows in every stage; and all rows hot, since a large replica is slower to read.
 COVERAGES = (0.8, 1.0)
-# The coverage of the steps with look-ahead, whose thread has most to do then.
 ALL_COLD = 0.0
+# Those of the steps with look-ahead: its thread has most to do where all rows are cold.
+AHEAD_COVERAGES = (ALL_COLD, 0.8)
 # With a smaller span of bytes, noise would decide the cost per byte.
 MIN_SPAN_BYTES = 1 << 16
 PROFILE_SAMPLES = 200_000
 NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
+# Parts of the steps whose medians are repeats of one another.
+NUM_REPEATS = 2
 # The smaller batch shows the constant part of each stage.
 BATCH_PARTS = (4, 1)
 MIN_BATCH = 32
@@ -72,6 +76,34 @@ class Anchor:
     row_bytes: float = 0.0  # of a rank's distinct cold rows, predicted
 
 
+@dataclass(frozen=True, eq=False)
+class MeasuredCase:
+    """Measured steps of one case, and its prediction from any costs.
+
+    Args:
+        family: HOT_COLD, TORCHREC or AHEAD.
+        coverage: Fraction of lookups that are hot; None for TorchRec's plan.
+        stage_s: Seconds by stage, median over the steps and mean over the ranks.
+        step_s: Seconds of a step of the slowest rank.
+        repeats_s: The same of each repeat.
+        predict: The case's prediction from costs.
+    """
+
+    family: str
+    coverage: float | None
+    stage_s: Mapping[str, float]
+    step_s: float
+    repeats_s: Sequence[float]
+    predict: Callable[[Costs], Predicted]
+
+    def anchor(self, costs: Costs) -> Anchor:
+        """The case as predicted from ``costs``."""
+        predicted = self.predict(costs)
+        row_bytes = sum(predicted.quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
+        stage_s = dict(predicted.step.stage_s)
+        return Anchor(self.family, self.coverage, stage_s, self.stage_s, self.step_s, row_bytes)
+
+
 def coverages(workload: CalibrationWorkload) -> tuple[float | None, ...]:
     """Coverages of the cases to run; None is TorchRec's plan. Adam has no cold rows on CPU."""
     has_cold = row_spec(workload) == workload.specs[0]
@@ -82,13 +114,38 @@ def correct_by_steps(workload: CalibrationWorkload, costs: Costs) -> tuple[Costs
     """The costs corrected by whole steps, and the measured steps; collective."""
     sizes = [max(MIN_BATCH, workload.target.batch_size // part) for part in BATCH_PARTS]
     cases = coverages(workload)
-    anchors = [_run(workload, costs, coverage, size) for size in sizes for coverage in cases]
-    fitted = fit_steps(costs, anchors)
+    runs = [(HOT_COLD if c is not None else TORCHREC, c, size) for size in sizes for c in cases]
     # On CUDA steps with look-ahead have not been run yet.
     ranks = workload.ranks
-    looks_ahead = ranks.device.type == "cpu" and ranks.world_size > 1 and None in cases
-    ahead = [_run(workload, fitted, ALL_COLD, size) for size in (sizes if looks_ahead else ())]
-    return replace(fitted, look_ahead=fit_look_ahead(ahead)), [*anchors, *ahead]
+    if ranks.device.type == "cpu" and ranks.world_size > 1 and None in cases:
+        runs += [(AHEAD, coverage, size) for size in sizes for coverage in AHEAD_COVERAGES]
+    measured = [_run(workload, *run) for run in runs]
+    anchors = {case: case.anchor(costs) for case in measured}
+    fitted = _correct(costs, measured, anchors)
+    interval = ratio_interval(_ratios(costs, measured, anchors))
+    shown = [case.anchor(fitted) if case.family == AHEAD else anchors[case] for case in measured]
+    return replace(fitted, ratio_interval=interval), shown
+
+
+def _correct(
+    costs: Costs, cases: Sequence[MeasuredCase], anchors: Mapping[MeasuredCase, Anchor]
+) -> Costs:
+    """Costs corrected by ``cases``, whose anchors predicted from ``costs`` are given."""
+    fitted = fit_steps(costs, [anchors[case] for case in cases if case.family != AHEAD])
+    ahead = [case.anchor(fitted) for case in cases if case.family == AHEAD]
+    return replace(fitted, look_ahead=fit_look_ahead(ahead))
+
+
+def _ratios(
+    costs: Costs, cases: Sequence[MeasuredCase], anchors: Mapping[MeasuredCase, Anchor]
+) -> list[list[float]]:
+    """Measured over predicted step of each repeat of each case, from a fit to the other cases."""
+    ratios = []
+    for case in cases:
+        others = [other for other in cases if other is not case]
+        step_s = case.predict(_correct(costs, others, anchors)).step.step_s
+        ratios.append([seconds / step_s for seconds in case.repeats_s])
+    return ratios
 
 
 def fit_look_ahead(anchors: list[Anchor]) -> Line:
@@ -197,8 +254,8 @@ def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
 
 
 def _run(
-    workload: CalibrationWorkload, costs: Costs, coverage: float | None, batch_size: int
-) -> Anchor:
+    workload: CalibrationWorkload, family: str, coverage: float | None, batch_size: int
+) -> MeasuredCase:
     """Measure steps with a fraction of the lookups hot, or of TorchRec's hand-tuned plan."""
     target, ranks = workload.target, workload.ranks
     samples = ZipfTables(
@@ -215,17 +272,13 @@ def _run(
         launch=LaunchConfig(),
     )
     counts = samples.count(PROFILE_SAMPLES)
-    routed = FractionPlacement(routing=Routing.device)
     partition = None
     if coverage is None:
         case = Case(TORCHREC, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
-    elif coverage == ALL_COLD:
-        partition = choose_all_cold(counts)
-        case = Case(AHEAD, routed, partition, PipelineKind.look_ahead)
     else:
-        chosen = partial(choose_coverage, coverage=coverage) if coverage < 1 else choose_all_hot
-        partition = chosen(counts)
-        case = Case(HOT_COLD, routed, partition, PipelineKind.sparse_dist)
+        partition = choose_hot(counts, coverage)
+        kind = PipelineKind.look_ahead if family == AHEAD else PipelineKind.sparse_dist
+        case = Case(family, FractionPlacement(routing=Routing.device), partition, kind)
     batches = samples.batches(
         1 + NUM_WARM + NUM_STEPS + NUM_AHEAD,
         batch_size=batch_size,
@@ -233,20 +286,30 @@ def _run(
         world_size=ranks.world_size,
     )
     runner = build_runner(config, case, samples.schema, batches, ranks)
-    measured, step_s = (_time_ahead if case.name == AHEAD else _time_steps)(runner, ranks)
+    stage_s, times = (_time_ahead if family == AHEAD else _time_steps)(runner, ranks)
     runner.pipeline.close()
     histograms = {table: build_histogram(rows) for table, rows in counts.items()}
-    scenario = case_scenario(
-        config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks
-    )
     plan = broadcast_object(runner.sharded.plan)
-    predicted = predict_plan(scenario, plan) if partition is None else _predict(scenario, partition)
-    row_bytes = sum(predicted.quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
-    return Anchor(case.name, coverage, dict(predicted.step.stage_s), measured, step_s, row_bytes)
+
+    def predict(costs: Costs) -> Predicted:
+        scenario = case_scenario(
+            config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks
+        )
+        return predict_plan(scenario, plan) if partition is None else _predict(scenario, partition)
+
+    repeats_s = [float(np.median(part)) for part in np.array_split(times, NUM_REPEATS)]
+    return MeasuredCase(family, coverage, stage_s, float(np.median(times)), repeats_s, predict)
 
 
-def _time_steps(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:
-    """Seconds by stage and per step, with a barrier before each step; collective."""
+def choose_hot(counts: Mapping[str, Rows], coverage: float) -> Partition:
+    """The hot rows that take a fraction of the lookups."""
+    if coverage == ALL_COLD:
+        return choose_all_cold(counts)
+    return choose_coverage(counts, coverage=coverage) if coverage < 1 else choose_all_hot(counts)
+
+
+def _time_steps(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], npt.NDArray[np.float64]]:
+    """Seconds by stage and of each step, with a barrier before each step; collective."""
     for _ in range(NUM_WARM):
         runner.step()
     clock, times = StageClock(ranks.device), []
@@ -256,16 +319,18 @@ def _time_steps(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:
             runner.step()
         times.append(sum(float(s[-1]) for s in clock.seconds().values()))
     gathered = all_gather_object((clock.medians(), times))
-    step_s = float(np.median(np.max([times for _, times in gathered], axis=0)))
-    return _mean_stages([medians for medians, _ in gathered]), step_s
+    return _mean_stages([medians for medians, _ in gathered]), np.max(
+        [times for _, times in gathered], axis=0
+    )
 
 
-def _time_ahead(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], float]:
+def _time_ahead(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], npt.NDArray[np.float64]]:
     """The same for consecutive steps, since a barrier would end their overlap; collective."""
     block = run_block(runner, NUM_WARM + NUM_STEPS, NUM_WARM, ranks)
     gathered = all_gather_object((runner.clock.medians(), block))
-    step_s = float(np.median(step_seconds([block for _, block in gathered])))
-    return _mean_stages([medians for medians, _ in gathered]), step_s
+    return _mean_stages([medians for medians, _ in gathered]), step_seconds(
+        [block for _, block in gathered]
+    )
 
 
 def _mean_stages(medians: list[dict[str, float]]) -> dict[str, float]:

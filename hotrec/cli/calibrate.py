@@ -87,6 +87,7 @@ def _figures(costs: Costs, target: Path, start_s: float) -> dict[str, Any]:
         "overlap": costs.overlap,
         "overhead_s": costs.overhead_s,
         "corrections": dict(costs.corrections),
+        "ratio_interval": list(costs.ratio_interval),
         "intra_bytes_per_s": costs.intra.bytes_per_s,
         "inter_bytes_per_s": None if costs.inter is None else costs.inter.bytes_per_s,
         "elapsed_s": time.perf_counter() - start_s,

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
+from hotrec.cost_model.interval import UNKNOWN_INTERVAL
 from hotrec.types import STAGES
 
 Floats = npt.NDArray[np.float64]
@@ -187,6 +188,8 @@ class Costs:
         look_ahead: What a step with look-ahead takes beside its stages, by the bytes of a rank's
             cold rows: its thread of communication takes it from the cores that compute. Measured
             in whole steps; nothing where it was not.
+        ratio_interval: 5% and 95% quantiles of measured over predicted step, at most 1 and at
+            least 1.
         host: Fingerprint of the machine that was measured, empty for built-in sets.
         facts: Free-form facts for the reader.
     """
@@ -206,6 +209,7 @@ class Costs:
     waiting_frac: Mapping[str, float] = field(default_factory=dict)
     corrections: Mapping[str, float] = field(default_factory=dict)
     look_ahead: Line = Line(source="not measured")
+    ratio_interval: tuple[float, float] = UNKNOWN_INTERVAL
     host: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -227,6 +231,11 @@ class Costs:
 
     def correction(self, stage: str) -> float:
         return float(self.corrections.get(stage, 1.0))
+
+    def interval_s(self, step_s: float) -> tuple[float, float]:
+        """The 90% interval of a step that is predicted to take ``step_s``, in seconds."""
+        low, high = self.ratio_interval
+        return low * step_s, high * step_s
 
     def collective(self, kind: str, world: World, num_bytes: float | None = None) -> Line:
         """Seconds of a collective by the bytes that a rank sends (``hotrec.runtime.traffic``).
@@ -280,8 +289,11 @@ class Costs:
             parts["intra"] = Link(**parts["intra"])
             parts["inter"] = None if parts["inter"] is None else Link(**parts["inter"])
             parts["curves"] = tuple(_read_curve(curve) for curve in parts["curves"])
-            if "look_ahead" in parts:  # absent from costs of earlier versions
+            # Costs of earlier versions lack these.
+            if "look_ahead" in parts:
                 parts["look_ahead"] = Line(**parts["look_ahead"])
+            if "ratio_interval" in parts:
+                parts["ratio_interval"] = tuple(parts["ratio_interval"])
             return Costs(**parts)
         except (AttributeError, KeyError, TypeError) as error:
             raise CostsError(
@@ -308,6 +320,9 @@ def check_costs(costs: Costs) -> None:
     missing = ", ".join(name for name in REQUIRED if name not in costs.kernels)
     _expect(not missing, f"{where} kernels", ", ".join(REQUIRED), f"none for {missing}")
     _expect(0 <= costs.overlap <= 1, f"{where} overlap", "0..1", costs.overlap)
+    interval = costs.ratio_interval
+    holds_1 = len(interval) == 2 and 0 < interval[0] <= 1 <= interval[1] < math.inf
+    _expect(holds_1, f"{where} ratio_interval", "0 < low <= 1 <= high", interval)
     numbers: dict[str, Mapping[str, Any]] = {
         where: {"overhead_s": costs.overhead_s, "device_bytes": costs.device_bytes},
         f"{where} look_ahead": asdict(costs.look_ahead),

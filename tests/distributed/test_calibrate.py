@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.cost_model.costs import COLLECTIVES, KERNELS, Costs, World
+from hotrec.cost_model.interval import UNKNOWN_INTERVAL
 from hotrec.types import STAGES
 from tests.helpers.ranks import run_ranks
 
@@ -78,6 +79,9 @@ def test_both_ranks_get_the_same_valid_costs() -> None:
         assert all(costs.correction(stage) >= 0 for stage in STAGES)
     # With Adam there are no cold rows on CPU to look ahead for.
     assert [d["look_ahead"]["source"] for d in first] == ["measured", "not measured"]
+    # And two cases are too few for an interval.
+    is_known = [tuple(d["ratio_interval"]) != UNKNOWN_INTERVAL for d in first]
+    assert is_known == [True, False]
 
 
 def test_bytes_are_those_that_the_traffic_counter_sees() -> None:

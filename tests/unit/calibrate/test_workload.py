@@ -29,4 +29,5 @@ def test_the_table_names_every_kernel_and_link() -> None:
         assert all(f"\n{name} " in text for name in costs.kernels)
         assert "link inside a host: " in text
         assert ("link between hosts: " in text) == (costs.inter is not None)
+        assert "-40% to +70%" in text
     assert "118 MB/s" in costs_table(BUILTIN["cpu_1gbit"])

@@ -75,6 +75,8 @@ def test_an_edited_file_is_refused(tmp_path: Path) -> None:
         ("kernels.pool.per_item_s", -1, "kernel pool per_item_s: expected a number of at least 0"),
         ("overhead_s", True, "overhead_s: expected a number of at least 0, got True"),
         ("overlap", 1.5, "overlap: expected 0..1, got 1.5"),
+        ("ratio_interval", [1.1, 1.2], "ratio_interval: expected 0 < low <= 1 <= high, got"),
+        ("ratio_interval", [0.9], "ratio_interval: expected 0 < low <= 1 <= high, got"),
         ("device", "tpu", "device: expected cpu or cuda, got tpu"),
         ("host_bytes", 0, "host_bytes: expected above 0, got 0"),
         ("corrections.coffee", 1.0, r"corrections: expected stages of .*, got \['coffee'\]"),
@@ -97,12 +99,20 @@ def test_impossible_costs_are_refused(key: str, value: Any, message: str) -> Non
         Costs.from_json(document)
 
 
-def test_costs_of_before_look_ahead_was_measured_can_be_read() -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("look_ahead", Line(1e-3, 0.0, 1e-9)), ("ratio_interval", (0.9, 1.2))],
+)
+def test_costs_of_earlier_versions_can_be_read(key: str, value: Any) -> None:
     document = MEASURED.to_json()
-    del document["look_ahead"]
+    del document[key]
     assert Costs.from_json(document) == MEASURED
-    measured = replace(MEASURED, look_ahead=Line(1e-3, 0.0, 1e-9))
+    measured = replace(MEASURED, **{key: value})
     assert Costs.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+
+
+def test_a_predicted_step_has_an_interval() -> None:
+    assert replace(MEASURED, ratio_interval=(0.9, 1.2)).interval_s(0.5) == (0.45, 0.6)
 
 
 @pytest.mark.parametrize(
