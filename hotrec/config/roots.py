@@ -47,7 +47,8 @@ class PipelineConfig:
     kind: PipelineKind = key(
         "the train pipeline: look_ahead (exchange the rows of the next batches during this step), "
         "sparse_dist (exchange only their ids), base, prefetch (TorchRec's, with "
-        "placement=torchrec and its tier fused_uvm_caching), or auto (look_ahead for hot and cold "
+        "placement=torchrec and its tier fused_uvm_caching), or auto (the one that is predicted or "
+        "measured to be fastest, see plan.trial; without a profile look_ahead for hot and cold "
         "rows on CPU over several hosts or with at least 2048 samples per rank, else sparse_dist); "
         "choose it with pipeline=",
         PipelineKind.auto,
@@ -138,6 +139,7 @@ class PathsConfig:
     profile: str = key("directory of the profile", "data/${dataset_name}/profile")
     partition: str = key("directory of the planned partition", "data/${dataset_name}/partition")
     costs: str = key("directory of the costs of this machine that calibrate measures", "data/costs")
+    trials: str = key("directory in which runs record their trials", "data/trials")
     verify: Verify = key(
         "checksums of the dataset to compare: size (a chunk's when it is first read) or full (all, "
         "when it is opened)",
@@ -176,7 +178,7 @@ class PlannerConfig:
 
 @dataclass
 class PlanConfig:
-    """What ``hotrec plan`` plans for."""
+    """What ``hotrec plan`` plans for, and how a run chooses between plans."""
 
     world_size: int = key("number of ranks", 2, ge=1)
     ranks_per_host: int | None = key("number of ranks per host; null: all on one", None, ge=1)
@@ -184,6 +186,18 @@ class PlanConfig:
     sensitivity: bool = key("also predict with half and twice the memory, batch and ranks", True)
     min_samples_per_s: float | None = key(
         "smallest rate of the machine that a sweep recommends; null: any rate", None, gt=0
+    )
+    trial: bool = key(
+        "train the candidates that predictions cannot tell apart on the run's first batches, and "
+        "go on with the fastest; false: believe the predictions",
+        True,
+    )
+    trial_s: float | None = key(
+        "seconds of a trial; null: the larger of 5 s and 1% of the predicted run, at most 60 s; "
+        "there is none before a run that is predicted to take less",
+        None,
+        gt=0,
+        le=MAX_SECONDS,
     )
     keep_going: bool = key("record jobs of a sweep whose plan does not fit, do not fail", True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,15 @@ from hotrec.cost_model.demand import (
     expected_urgent,
 )
 from hotrec.cost_model.quantities import TableSharding, cached_rows, served_by_shard
+from hotrec.planning.choice import Decision, fastest_of
 from hotrec.planning.predict import (
-    HOT_COLD,
-    Decision,
+    ALL_COLD,
     Predicted,
     predict_placement,
     predict_shardings,
 )
 from hotrec.planning.scenario import Scenario
+from hotrec.planning.trial import Trial
 from hotrec.types import Partition, Rows, Tier
 
 
@@ -35,7 +36,8 @@ def prediction_document(
     *,
     partition: Partition | None,
     counts: Mapping[str, Rows],
-    sensitivity: list[dict[str, Any]],
+    sensitivity: Sequence[Mapping[str, Any]],
+    trial: Trial | None = None,
 ) -> dict[str, Any]:
     """Returns the document, which the plan's page shows and a run is compared with.
 
@@ -43,9 +45,11 @@ def prediction_document(
         partition: Partition of the chosen placement, or None for TorchRec's plans.
         counts: The profile's int64 (R,) counts by table.
         sensitivity: Predictions with other budgets, batches and ranks.
+        trial: What was measured of the candidates, if a trial chose among them.
     """
     costs, chosen = scenario.costs, decision.predicted[decision.chosen]
-    best = decision.predicted.get(HOT_COLD, chosen)
+    own = {n: p for n, p in decision.predicted.items() if p.tables and n != ALL_COLD}
+    best = own[fastest_of(own)] if own and not chosen.tables else chosen
     baselines = [p for p in decision.predicted.values() if p.shardings]
     before = min(baselines, key=lambda p: p.step.step_s).shardings if baselines else {}
     return {
@@ -61,6 +65,7 @@ def prediction_document(
                 "pipeline": predicted.pipeline.kind.value,
                 "wire": predicted.pipeline.wire,
                 **dataclasses.asdict(predicted.step),
+                "interval_s": list(costs.interval_s(predicted.step.step_s)),
                 "total_sent_bytes": predicted.step.total_sent_bytes,
                 "samples_per_s": scenario.global_batch_size / predicted.step.step_s,
                 "memory": predicted.memory,
@@ -77,6 +82,7 @@ def prediction_document(
         "balance": {"served_rows": _served_rows(scenario, partition, counts)},
         "expected": _expected(scenario, best) if best.tables else None,
         "sensitivity": sensitivity,
+        "trial": None if trial is None else trial.document(),
     }
 
 

@@ -13,18 +13,19 @@ from hotrec.config.groups import CostPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.demand import TableDemand, take_rows
 from hotrec.cost_model.quantities import hot_cold_quantities
+from hotrec.planning.choice import Decision, explain, fastest_of
 from hotrec.planning.machine import Machine
 from hotrec.planning.policies import num_overridden
 from hotrec.planning.predict import (
-    HOT_COLD,
-    Decision,
+    ALL_COLD,
     Predicted,
+    own_name,
     predict_baselines,
     predict_placement,
 )
-from hotrec.planning.scenario import Scenario, resized
+from hotrec.planning.scenario import Scenario, candidate_pipelines, resized
 from hotrec.planning.search import Limits, search_placement
-from hotrec.types import Exchange, Schema, TablePlacement
+from hotrec.types import Exchange, PipelineKind, Schema, TablePlacement
 
 MIB = 1 << 20
 NUM_LINEARISATIONS = 3
@@ -51,8 +52,7 @@ def fastest_placement(placement: CostPlacement, scenario: Scenario) -> Predicted
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         replica_bytes=None if budget is None else budget * MIB,
-        # Look-ahead cannot hide the exchange of pooled tables.
-        may_pool=placement.may_pool and not scenario.pipeline.is_look_ahead,
+        may_pool=placement.may_pool,
     )
     num_fixed = num_overridden(placement.overrides, {d.name: d.num_rows for d in demands})
     at = _likely_quantities(scenario)
@@ -138,35 +138,46 @@ def hottest_share(
 
 
 def decide(config: Config, schema: Schema, scenario: Scenario) -> Decision:
-    """Chooses between the best placement with hot rows and TorchRec's own plans.
+    """Chooses among placements with hot rows and TorchRec's own plans, in all pipelines.
 
     A plan of TorchRec that is as fast wins, because users run it already.
 
     Raises:
         InfeasibleError: If no placement fits the memory.
     """
-    assert isinstance(config.placement, CostPlacement)
-    best = fastest_placement(config.placement, scenario)
+    placement = config.placement
+    assert isinstance(placement, CostPlacement)
+    predicted = dict[str, Predicted]()
+    for kind in candidate_pipelines(config, scenario.machine):
+        of_kind, in_line = scenario.with_pipeline(kind), own_name(PipelineKind.sparse_dist)
+        if kind is PipelineKind.base and in_line in predicted:
+            # The same forms but for the cover of the ids, so the same placement.
+            found = predicted[in_line]
+            found = predict_placement(
+                of_kind, found.num_hot, found.tables, is_hot_dense=found.is_hot_dense
+            )
+        else:
+            limited = placement
+            if config.pipeline.micro_batches and kind is PipelineKind.look_ahead:
+                limited = dataclasses.replace(placement, may_pool=False)
+            found = fastest_placement(limited, of_kind)
+        predicted[own_name(kind)] = found
+    best = fastest_of(predicted)
+    fastest = predicted[best]
     cold = TablePlacement(tier=scenario.cold_tier)
     all_cold = predict_placement(
-        scenario, dict.fromkeys(best.tables, 0), dict.fromkeys(best.tables, cold)
+        scenario.with_pipeline(fastest.pipeline.kind),
+        dict.fromkeys(fastest.tables, 0),
+        dict.fromkeys(fastest.tables, cold),
     )
     baselines = predict_baselines(config, schema, scenario)
-    predicted = {HOT_COLD: best, "all_cold": all_cold, **baselines}
-    ours_s = best.step.step_s
-    if not baselines:
-        return Decision(HOT_COLD, f"{HOT_COLD}: {1e3 * ours_s:.4g} ms a step.", predicted)
-    name = min(baselines, key=lambda name: baselines[name].step.step_s)
-    theirs_s = baselines[name].step.step_s
-    times = f"{1e3 * ours_s:.4g} ms a step against {1e3 * theirs_s:.4g} ms for {name}"
-    if ours_s < theirs_s:
-        why = f"{HOT_COLD} is predicted to be fastest: {times}, {1 - ours_s / theirs_s:.1%} less."
-        return Decision(HOT_COLD, why, predicted)
-    why = f"splitting rows does not pay here: {times}."
-    if config.placement.may_decline:
-        return Decision(name, f"{why} {name} is used.", predicted)
-    why = f"{why} placement.may_decline=false keeps hot and cold rows."
-    return Decision(HOT_COLD, why, predicted)
+    chosen = best
+    if baselines and placement.may_decline:
+        theirs = fastest_of(baselines)
+        is_ours = fastest.step.step_s < baselines[theirs].step.step_s
+        chosen = best if is_ours else theirs
+    predicted |= {ALL_COLD: all_cold, **baselines}
+    return Decision(chosen, explain(chosen, predicted, scenario.costs), predicted)
 
 
 def predict_sensitivity(
@@ -179,6 +190,7 @@ def predict_sensitivity(
 
     ``describe`` returns the scenario on another machine.
     """
+    scenario = scenario.with_pipeline(best.pipeline.kind)
     hot_mib = sum(best.num_hot[d.name] * d.row_bytes for d in scenario.demands) / MIB
     entries = []
     for factor in (0.5, 2.0):
@@ -192,8 +204,15 @@ def predict_sensitivity(
     ):
         machine = resized(scenario.machine, scenario.costs, world_factor, batch_factor)
         if machine != scenario.machine:
-            entries.append(_vary(what, placement, partial(describe, machine)))
+            kind = best.pipeline.kind
+            entries.append(_vary(what, placement, partial(_describe, describe, machine, kind)))
     return entries
+
+
+def _describe(
+    describe: Callable[[Machine], Scenario], machine: Machine, kind: PipelineKind
+) -> Scenario:
+    return describe(machine).with_pipeline(kind)
 
 
 def _vary(what: str, placement: CostPlacement, describe: Callable[[], Scenario]) -> dict[str, Any]:

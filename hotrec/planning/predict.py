@@ -27,7 +27,7 @@ from hotrec.cost_model.quantities import (
 )
 from hotrec.cost_model.step import make_model, make_torchrec_model
 from hotrec.planning.constraints import TIER_OF_KERNEL, offload_stats
-from hotrec.planning.scenario import Scenario
+from hotrec.planning.scenario import Scenario, choose_pipeline
 from hotrec.planning.torchrec_plan import plan_document
 from hotrec.planning.unsharded import Unsharded, build_unsharded
 from hotrec.types import (
@@ -45,7 +45,7 @@ from hotrec.types import (
 
 logger = logging.getLogger(__name__)
 
-HOT_COLD = "hot_cold"
+HOT_COLD, ALL_COLD = "hot_cold", "all_cold"
 NUM_CURVE_SIZES = 64
 # Quantities that are larger on the rank that owns most pooled tables.
 POOLED_LOADS = (
@@ -72,13 +72,14 @@ class Predicted:
     pipeline: PipelineSpec = SPARSE_DIST
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The choice between predictions, which are by name."""
+def own_name(kind: PipelineKind) -> str:
+    """The name of a placement with hot rows and its pipeline among the predictions."""
+    return f"{HOT_COLD} {kind.value}"
 
-    chosen: str  # HOT_COLD, or "torchrec <plan>"
-    why: str  # for the user
-    predicted: Mapping[str, Predicted]
+
+def is_own(name: str) -> bool:
+    """Whether a prediction is of a placement with hot rows, not of TorchRec's own plans."""
+    return name.startswith(HOT_COLD)
 
 
 def torchrec_name(config: Config) -> str:
@@ -86,41 +87,56 @@ def torchrec_name(config: Config) -> str:
     placement = config.placement
     assert isinstance(placement, TorchrecPlacement), placement
     tier = "" if placement.tier is ColdTier.auto else f" {placement.tier.name}"
-    ahead = " prefetch" if config.pipeline.kind is PipelineKind.prefetch else ""
+    kind = config.pipeline.kind
+    ahead = f" {kind.name}" if kind in (PipelineKind.prefetch, PipelineKind.base) else ""
     return f"torchrec {placement.plan.name}{tier}{ahead}"
 
 
 def torchrec_baselines(config: Config, device: str = "cuda") -> dict[str, Config]:
     """Returns the configurations that train TorchRec's own plans, by name.
 
-    On CUDA there are also those of host tiers, for tables that do not fit the devices.
+    On CUDA there are also those of host tiers, for tables that do not fit the devices. With
+    pipeline=auto there are those of the pipeline base too.
     """
     kind = config.pipeline.kind
-    if kind in (PipelineKind.look_ahead, PipelineKind.prefetch):
+    if kind is not PipelineKind.base:
         kind = PipelineKind.sparse_dist  # unsplit tables cannot be trained with look-ahead
     plans = [
         (TorchrecPlan.planner, ColdTier.auto, kind),
         (TorchrecPlan.hand_tuned, ColdTier.auto, kind),
-        (TorchrecPlan.planner, ColdTier.fused_uvm, kind),
-        (TorchrecPlan.planner, ColdTier.fused_uvm_caching, PipelineKind.prefetch),
     ]
+    if config.pipeline.kind is PipelineKind.auto:
+        plans += [(plan, tier, PipelineKind.base) for plan, tier, _ in plans]
+    if device == "cuda":
+        plans += [
+            (TorchrecPlan.planner, ColdTier.fused_uvm, kind),
+            (TorchrecPlan.planner, ColdTier.fused_uvm_caching, PipelineKind.prefetch),
+        ]
     configs = [
-        dataclasses.replace(
-            config,
-            placement=TorchrecPlacement(plan=plan, tier=tier),
-            pipeline=dataclasses.replace(config.pipeline, kind=kind),
+        with_pipeline(
+            dataclasses.replace(config, placement=TorchrecPlacement(plan=plan, tier=tier)), kind
         )
-        for plan, tier, kind in plans[: 4 if device == "cuda" else 2]
+        for plan, tier, kind in plans
     ]
     return {torchrec_name(baseline): baseline for baseline in configs}
+
+
+def with_pipeline(config: Config, kind: PipelineKind) -> Config:
+    """Returns the configuration with another pipeline."""
+    return dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, kind=kind))
 
 
 def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dict[str, Predicted]:
     """Predicts TorchRec's own plans, except where they do not fit or the costs lack their tier."""
     has_host = "pooled_host" in scenario.costs.kernels
-    predicted = {}
+    predicted = dict[str, Predicted]()
     device = scenario.machine.device if has_host else "cpu"
     for name, baseline in torchrec_baselines(config, device).items():
+        in_line = predicted.get(name.removesuffix(f" {PipelineKind.base.name}"))
+        if baseline.pipeline.kind is PipelineKind.base and in_line is not None:
+            of_base = scenario.with_pipeline(PipelineKind.base)
+            predicted[name] = predict_shardings(of_base, in_line.shardings)
+            continue
         # An optimizer that the device cannot train is an error, tables that do not fit are not.
         unsharded = build_unsharded(baseline, schema, None, scenario.machine)
         try:
@@ -144,9 +160,10 @@ def predict_torchrec_config(config: Config, schema: Schema, scenario: Scenario) 
 def _predict_unsharded(config: Config, unsharded: Unsharded, scenario: Scenario) -> Predicted:
     assert isinstance(config.placement, TorchrecPlacement)
     plan = unsharded.plan(scenario.machine)
-    is_prefetched = config.pipeline.kind is PipelineKind.prefetch
     return predict_plan(
-        scenario, plan, config.placement.cache_load_frac, is_prefetched=is_prefetched
+        scenario.with_pipeline(choose_pipeline(config, scenario.machine)),
+        plan,
+        config.placement.cache_load_frac,
     )
 
 
@@ -154,19 +171,18 @@ def predict_plan(
     scenario: Scenario,
     plan: ShardingPlan,
     cache_load_frac: float | None = None,
-    *,
-    is_prefetched: bool = False,
 ) -> Predicted:
     """Predicts a plan of TorchRec for unsplit tables.
 
     Args:
+        scenario: The scenario; its pipeline, if that is prefetch, fills the device caches.
         cache_load_frac: Cached fraction of the rows of tables with a device cache.
-        is_prefetched: Whether TorchRec's prefetch pipeline fills these caches.
 
     Raises:
         ValueError: If a table has a kernel without a cost model.
     """
     shardings = {}
+    is_prefetched = scenario.pipeline.kind is PipelineKind.prefetch
     for tables in plan_document(plan).values():
         for name, facts in tables.items():
             kernel = facts["compute_kernel"]
@@ -179,16 +195,12 @@ def predict_plan(
                 cache_load_frac=cache_load_frac if is_cached else None,
                 is_prefetched=is_prefetched and is_cached,
             )
-    return predict_shardings(scenario, shardings, is_prefetched=is_prefetched)
+    return predict_shardings(scenario, shardings)
 
 
-def predict_shardings(
-    scenario: Scenario, shardings: Mapping[str, TableSharding], *, is_prefetched: bool = False
-) -> Predicted:
+def predict_shardings(scenario: Scenario, shardings: Mapping[str, TableSharding]) -> Predicted:
     """Predicts unsplit tables, see ``predict_plan``."""
     pipeline = scenario.pipeline.of_torchrec
-    if is_prefetched:
-        pipeline = dataclasses.replace(pipeline, kind=PipelineKind.prefetch)
     per_rank = torchrec_quantities(
         list(scenario.demands), shardings, scenario.world, scenario.workload.batch_size
     )

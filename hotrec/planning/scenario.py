@@ -55,13 +55,34 @@ class Scenario:
         """The default memory tier of cold rows."""
         return Tier.DEVICE if self.machine.device == "cpu" else Tier.HOST
 
+    def with_pipeline(self, kind: PipelineKind) -> Scenario:
+        """Returns the scenario with another pipeline of the placements with hot rows."""
+        return dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, kind=kind))
+
     @property
     def global_batch_size(self) -> int:
         return self.workload.batch_size * self.world.num_ranks
 
 
+def candidate_pipelines(config: Config, machine: Machine) -> tuple[PipelineKind, ...]:
+    """Returns the pipelines among which predictions and a trial choose.
+
+    Raises:
+        ValueError: If the configured one cannot train the placement.
+    """
+    if config.pipeline.kind is not PipelineKind.auto:
+        return (choose_pipeline(config, machine),)
+    kinds = (PipelineKind.sparse_dist, PipelineKind.base)
+    # look_ahead has not been run on CUDA yet, and one rank exchanges nothing.
+    is_ahead = machine.device == "cpu" and machine.world_size > 1
+    is_own = isinstance(config.placement, HotColdConfig)
+    return (PipelineKind.look_ahead, *kinds) if is_ahead and is_own else kinds
+
+
 def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
     """Returns the pipeline that trains the configuration's placement, never auto.
+
+    Without predictions, auto is decided by the number of ranks and the batch size.
 
     Raises:
         ValueError: If the configured one cannot.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +26,41 @@ from hotrec.config.groups import (
 )
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs, CostsError
+from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
+from hotrec.planning.choice import Decision, fastest_of, in_doubt
 from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
 from hotrec.planning.partition import read_placement, summarize_partition, write_partition
 from hotrec.planning.policies import choose_partition, policy_parameters
 from hotrec.planning.predict import (
-    HOT_COLD,
-    Decision,
     cache_statistics,
+    is_own,
     make_placement,
+    own_name,
     predict_baselines,
     predict_placement,
     predict_torchrec_config,
     torchrec_baselines,
     torchrec_name,
+    with_pipeline,
 )
-from hotrec.planning.scenario import Scenario, choose_costs, describe_scenario
+from hotrec.planning.scenario import (
+    Scenario,
+    candidate_pipelines,
+    choose_costs,
+    describe_scenario,
+)
+from hotrec.planning.trial import Trial, trial_file
 from hotrec.planning.unsharded import as_placement, row_bytes
+from hotrec.runtime.memory import read_fingerprint
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import Partition, Placement
+from hotrec.types import Partition, PipelineKind, Placement
 
 logger = logging.getLogger(__name__)
+
+MEMORIES = ("device_bytes", "host_bytes")
 
 
 @dataclass(frozen=True)
@@ -55,12 +68,14 @@ class TrainingPlan:
     """The placement to train and its prediction.
 
     Args:
-        config: The configuration, with TorchRec's placement where splitting rows does not pay.
+        config: The configuration, with the chosen pipeline, and with TorchRec's placement where
+            splitting rows does not pay.
         placement: The placement, or None for TorchRec's plans on unsplit tables.
         artifact: The partition's directory, or None without a placement.
         prediction: The document of ``hotrec.planning.document``, or None without a prediction.
         costs: The costs of the prediction.
         cache_stats: Statistics of the device caches of host tables, by table.
+        most_bytes: Predicted memory of the fullest rank, by MEMORIES.
     """
 
     config: Config
@@ -69,6 +84,7 @@ class TrainingPlan:
     prediction: dict[str, Any] | None
     costs: Costs | None = None
     cache_stats: Mapping[str, CacheStatistics] = field(default_factory=dict)
+    most_bytes: tuple[float, ...] = ()
 
     def machine(self, machine: Machine) -> Machine:
         """Returns the machine with our costs, but for TorchRec's own plans with TorchRec's."""
@@ -87,13 +103,145 @@ class TrainingPlan:
         return entry
 
 
-def make_training_plan(
-    config: Config, dataset: Dataset, machine: Machine, *, output: Path, is_plan: bool = False
-) -> TrainingPlan:
-    """Makes the training plan, on one process.
+@dataclass(frozen=True)
+class Proposal:
+    """The candidates of a configuration with their predictions, on one process; see ``propose``.
 
     Args:
-        output: Where a new partition is written. A saved one is not copied.
+        config: The configuration.
+        dataset: Its dataset.
+        placement: The configured placement; None to choose by cost, or for TorchRec's plans.
+        artifact: The saved partition that was configured.
+        counted: The profile and its artifact; None without one.
+        histograms: The profile's histogram of every table.
+        scenario: What the predictions are for; None without predictions.
+        decision: The choice by prediction; None without predictions.
+        sensitivity: Predictions with other budgets, batches and ranks.
+    """
+
+    config: Config
+    dataset: Dataset
+    placement: Placement | None
+    artifact: Artifact | None
+    counted: tuple[Profile, Artifact] | None = None
+    histograms: Mapping[str, CountHistogram] = field(default_factory=dict)
+    scenario: Scenario | None = None
+    decision: Decision | None = None
+    sensitivity: Sequence[Mapping[str, Any]] = ()
+
+    @cached_property
+    def candidates(self) -> dict[str, TrainingPlan]:
+        """The candidates that predictions cannot tell apart, the best first."""
+        if self.scenario is None or self.decision is None:
+            return {}
+        kind = self.config.placement
+        names = in_doubt(
+            self.decision,
+            self.scenario.costs,
+            may_decline=isinstance(kind, CostPlacement) and kind.may_decline,
+        )
+        return {name: self._plan(name) for name in names}
+
+    def _plan(self, name: str) -> TrainingPlan:
+        assert self.scenario is not None
+        assert self.decision is not None
+        assert self.counted is not None
+        predicted, placement = self.decision.predicted[name], self.placement
+        config = with_pipeline(self.config, predicted.pipeline.kind)
+        if isinstance(config.placement, CostPlacement):
+            if is_own(name):
+                policy = f"least step, {self.scenario.costs.name}"
+                placement = make_placement(
+                    predicted, self.counted[0].counts, self.histograms, policy
+                )
+            else:
+                config = torchrec_baselines(self.config)[name]
+        stats = {} if placement is None else cache_statistics(self.scenario, placement)
+        most = tuple(max(rank[of] for rank in predicted.memory) for of in MEMORIES)
+        return TrainingPlan(config, placement, None, None, self.scenario.costs, stats, most)
+
+    def predicted_s(self, num_steps: int) -> float:
+        """Predicted seconds of so many steps of the best candidate."""
+        assert self.decision is not None
+        return num_steps * self.decision.predicted[self.decision.chosen].step.step_s
+
+    @property
+    def trial_file(self) -> Path:
+        """Where a trial of these candidates, with this model, data and machine, is recorded."""
+        assert self.scenario is not None
+        assert self.decision is not None
+        config, predicted = self.config, self.decision.predicted
+        trainer = config.trainer
+        situation = {
+            "versions": read_fingerprint(self.scenario.machine.device),
+            "dataset": self.dataset.artifact.content_hash,
+            "machine": replace(self.scenario.machine, costs=None, host_bytes=0, device_bytes=0),
+            "settings": [config.model, config.optimizer, config.pipeline, config.placement],
+            "trainer": [
+                *(trainer.batch_size, trainer.precision, trainer.compile, trainer.num_workers),
+                trainer.grad_clip_norm,
+            ],
+            "candidates": [
+                [n, predicted[n].num_hot, predicted[n].tables, predicted[n].is_hot_dense]
+                for n in sorted(self.candidates)
+            ],
+        }
+        return trial_file(Path(config.paths.trials), situation)
+
+    def settle(self, output: Path, trial: Trial | None = None) -> TrainingPlan:
+        """Chooses, by a trial if there was one, and writes a new partition.
+
+        Args:
+            output: Where a new partition is written. A saved one is not copied.
+            trial: What was measured of the candidates.
+        """
+        if self.scenario is None or self.decision is None:
+            plan, document = TrainingPlan(self.config, self.placement, None, None), None
+        else:
+            decision = self.decision
+            if trial is not None:
+                decision = replace(decision, chosen=trial.chosen, why=trial.why)
+            logger.info("%s", decision.why)
+            plan = self._plan(decision.chosen)
+            assert self.counted is not None
+            document = prediction_document(
+                self.scenario,
+                decision,
+                partition=plan.partition,
+                counts=self.counted[0].counts,
+                sensitivity=self.sensitivity,
+                trial=trial,
+            )
+        artifact = self.artifact
+        if artifact is None and plan.placement is not None:
+            artifact = self._write(plan.placement, output)
+        return replace(plan, artifact=artifact, prediction=document)
+
+    def _write(self, placement: Placement, output: Path) -> Artifact:
+        kind = self.config.placement
+        assert isinstance(kind, HotColdConfig)
+        assert self.counted is not None
+        profile, profile_artifact = self.counted
+        bytes_of_row = row_bytes(self.dataset.schema, self.config)
+        return write_partition(
+            placement,
+            output,
+            parameters=policy_parameters(kind),
+            summary=summarize_partition(placement.partition, profile, bytes_of_row),
+            dataset_hash=self.dataset.artifact.content_hash,
+            profile_hash=profile_artifact.content_hash,
+        )
+
+
+def propose(
+    config: Config, dataset: Dataset, machine: Machine, *, is_plan: bool = False
+) -> Proposal:
+    """Predicts the candidates of a configuration, on one process.
+
+    Args:
+        config: The configuration.
+        dataset: Its dataset.
+        machine: The ranks to plan for.
         is_plan: Whether to also predict TorchRec's plans and the sensitivity, for ``hotrec plan``.
 
     Raises:
@@ -112,24 +260,12 @@ def make_training_plan(
         if not isinstance(kind, SavedPlacement | TorchrecPlacement):
             raise
         logger.info("no prediction: %s", error)
-        return TrainingPlan(config, placement, artifact, None)
-
-    def write(placement: Placement) -> Artifact:
-        assert isinstance(kind, HotColdConfig)
-        bytes_of_row = row_bytes(dataset.schema, config)
-        return write_partition(
-            placement,
-            output,
-            parameters=policy_parameters(kind),
-            summary=summarize_partition(placement.partition, profile, bytes_of_row),
-            dataset_hash=dataset.artifact.content_hash,
-            profile_hash=profile_artifact.content_hash,
-        )
-
+        return Proposal(config, dataset, placement, artifact)
+    counted, histograms = (profile, profile_artifact), profile.build_histograms()
     if isinstance(kind, HotColdConfig) and not isinstance(kind, SavedPlacement | CostPlacement):
         placement = _apply_policy(kind, config, dataset, machine, profile)
-        artifact = write(placement)
-    histograms = profile.build_histograms()
+    without = Proposal(config, dataset, placement, artifact, counted, histograms)
+    costs, note = choose_costs(config, machine.device)
 
     def describe(machine: Machine) -> Scenario:
         return describe_scenario(
@@ -144,7 +280,6 @@ def make_training_plan(
         )
 
     sensitivity: list[dict[str, Any]] = []
-    costs, note = choose_costs(config, machine.device)
     try:
         scenario = describe(machine)
         if isinstance(kind, CostPlacement):
@@ -153,32 +288,18 @@ def make_training_plan(
 
             decision = decide(config, dataset.schema, scenario)
             if is_plan and config.plan.sensitivity:
-                best = decision.predicted[HOT_COLD]
-                sensitivity = predict_sensitivity(kind, scenario, best, describe)
+                best = fastest_of({n: p for n, p in decision.predicted.items() if is_own(n)})
+                sensitivity = predict_sensitivity(
+                    kind, scenario, decision.predicted[best], describe
+                )
         else:
             decision = _predict_given(config, dataset, scenario, placement, is_plan=is_plan)
     except CostsError as error:
         if isinstance(kind, CostPlacement):
             raise
         logger.warning("no prediction: %s", error)
-        return TrainingPlan(config, placement, artifact, None)
-    if isinstance(kind, CostPlacement):
-        logger.info("%s", decision.why)
-        if decision.chosen == HOT_COLD:
-            best, policy = decision.predicted[HOT_COLD], f"least predicted step, {costs.name}"
-            placement = make_placement(best, profile.counts, histograms, policy)
-            artifact = write(placement)
-    document = prediction_document(
-        scenario,
-        decision,
-        partition=None if placement is None else placement.partition,
-        counts=profile.counts,
-        sensitivity=sensitivity,
-    )
-    stats = {} if placement is None else cache_statistics(scenario, placement)
-    if isinstance(kind, CostPlacement):
-        config = _declined(config, decision.chosen)
-    return TrainingPlan(config, placement, artifact, document, costs, stats)
+        return without
+    return replace(without, scenario=scenario, decision=decision, sensitivity=sensitivity)
 
 
 def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
@@ -192,17 +313,18 @@ def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
         try:
             prediction = json.loads(path.read_text())
             chosen = prediction["chosen"]
-            prediction["plans"][chosen]
+            pipeline = PipelineKind(prediction["plans"][chosen]["pipeline"])
+            if isinstance(config.placement, CostPlacement) and not is_own(chosen):
+                config = torchrec_baselines(config)[chosen]
         except (OSError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ArtifactError(
                 f"{path}: expected the plan that the run chose, got {error!r}. Start a new run."
             ) from error
-    if isinstance(config.placement, CostPlacement):
-        if prediction is None:
-            raise ArtifactError(
-                f"{path}: expected the plan that the run chose, got no such file. Start a new run."
-            )
-        config = _declined(config, prediction["chosen"])
+        config = with_pipeline(config, pipeline)
+    elif isinstance(config.placement, CostPlacement):
+        raise ArtifactError(
+            f"{path}: expected the plan that the run chose, got no such file. Start a new run."
+        )
     if not isinstance(config.placement, HotColdConfig):
         return TrainingPlan(config, None, None, prediction)
     saved = run_dir / PARTITION
@@ -210,11 +332,6 @@ def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
         saved = Path(config.placement.partition_dir)
     placement, artifact = read_placement(saved)
     return TrainingPlan(config, placement, artifact, prediction)
-
-
-def _declined(config: Config, chosen: str) -> Config:
-    """Returns the configuration that trains the chosen plan."""
-    return config if chosen == HOT_COLD else torchrec_baselines(config)[chosen]
 
 
 def _predict_given(
@@ -225,23 +342,30 @@ def _predict_given(
     *,
     is_plan: bool,
 ) -> Decision:
-    """Predicts the configured placement.
+    """Predicts the configured placement in each pipeline that may train it.
 
     Raises:
         CostsError: If the costs lack what it needs.
     """
     if placement is None:
-        name = torchrec_name(config)
-        predicted = predict_torchrec_config(config, dataset.schema, scenario)
+        given = {torchrec_name(config): predict_torchrec_config(config, dataset.schema, scenario)}
     else:
-        name = HOT_COLD
         num_hot = {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
-        predicted = predict_placement(
-            scenario, num_hot, placement.tables, is_hot_dense=placement.is_hot_dense
-        )
-    others = predict_baselines(config, dataset.schema, scenario) if is_plan else {}
+        given = {
+            own_name(kind): predict_placement(
+                scenario.with_pipeline(kind),
+                num_hot,
+                placement.tables,
+                is_hot_dense=placement.is_hot_dense,
+            )
+            for kind in candidate_pipelines(config, scenario.machine)
+        }
+    chosen = fastest_of(given)
     why = f"placement={config.placement.kind.name} is configured."
-    return Decision(name, why, {**others, name: predicted})
+    if len(given) > 1:
+        why = f"{why} Of its pipelines {given[chosen].pipeline.kind.value} is predicted to be best."
+    others = predict_baselines(config, dataset.schema, scenario) if is_plan else {}
+    return Decision(chosen, why, {**others, **given})
 
 
 def _apply_policy(

@@ -111,10 +111,16 @@ class Prediction:
         ends = [self.chosen] if self.baseline is None else [self.baseline, self.chosen]
         self.order = list(dict.fromkeys([*ends, *by_step]))
         """All plans: the baseline, the chosen one, then the others by their step."""
-        # Where the baseline was chosen, it is compared with what it was chosen over.
-        if self.chosen == self.baseline and HOT_COLD in self.plans:
-            ends = [self.chosen, HOT_COLD]
+        placed = [name for name in by_step if name.startswith(HOT_COLD)]
+        self.placed = self.chosen if self.chosen in placed else next(iter(placed), None)
+        """The plan whose placement the tables show: the chosen, or the fastest with hot rows."""
+        # Where a baseline was chosen, it is compared with what it was chosen over.
+        if self.chosen in own and self.placed is not None:
+            ends = [self.chosen, self.placed]
         self.compared = list(dict.fromkeys(ends))
+        trial = document.get("trial") or {}
+        self.trial: Mapping[str, Mapping[str, Any]] = trial.get("plans") or {}
+        """What a trial measured, by plan."""
 
     def describe(self) -> str:
         """Such as ``4 ranks on 2 hosts, batch 2,048 per rank, cpu``."""
@@ -222,14 +228,18 @@ def _plans_table(prediction: Prediction) -> Table:
             "name": _label(prediction, name),
             "ratio": show_ratio(plans[name]["step_s"], base_s),
             "pipeline": prediction.pipeline(name),
+            "measured_s": prediction.trial.get(name, {}).get("step_s"),
         }
         for name in prediction.order
     ]
+    measured: list[Column] = [("in the trial", "measured_s", show_seconds)]
     return record_table(
         records,
         [
             ("plan", "name", str),
             ("step", "step_s", show_seconds),
+            ("90% interval", "interval_s", _show_interval),
+            *(measured if prediction.trial else []),
             ("of TorchRec's", "ratio", str),
             ("samples", "samples_per_s", show_rate),
             ("sent", "total_sent_bytes", show_bytes),
@@ -238,6 +248,10 @@ def _plans_table(prediction: Prediction) -> Table:
             ("pipeline", "pipeline", str),
         ],
     )
+
+
+def _show_interval(interval_s: Sequence[float]) -> str:
+    return " to ".join(map(show_seconds, interval_s))
 
 
 def _stages(prediction: Prediction) -> list[Block]:
@@ -279,8 +293,8 @@ def _tables(prediction: Prediction) -> list[Block]:
         "of its device or its host. The device may cache rows of the host. On CPU there is only "
         "one memory, shown as device."
     ]
-    if prediction.chosen != HOT_COLD and HOT_COLD in prediction.plans:
-        blocks.append(f"This is the placement of {HOT_COLD}, which was not chosen.")
+    if prediction.placed not in (None, prediction.chosen):
+        blocks.append(f"This is the placement of {prediction.placed}, which was not chosen.")
 
     def total(name: str, parts: Sequence[Document]) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {k: [part.get(k) for part in parts] for k in SUMMED}
@@ -330,7 +344,7 @@ def _sensitivity(prediction: Prediction) -> list[Block]:
     entries = prediction.document.get("sensitivity") or ()
     if not entries:
         return []
-    varied = HOT_COLD if HOT_COLD in prediction.plans else prediction.chosen
+    varied = prediction.placed or prediction.chosen
     base = prediction.plans[varied]
     blocks: list[Block] = [
         f"Compared with {varied} as predicted above: {show_seconds(base['step_s'])}, "

@@ -24,7 +24,13 @@ from hotrec.build import (
     make_alternation,
     make_train_loader,
 )
-from hotrec.config.groups import OrderKind, TorchrecPlacement, TraceProfiler
+from hotrec.config.groups import (
+    OrderAssign,
+    OrderKind,
+    ShuffledOrder,
+    TorchrecPlacement,
+    TraceProfiler,
+)
 from hotrec.config.roots import Config, TrainerConfig
 from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
@@ -33,7 +39,8 @@ from hotrec.data.loader import make_loader
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.table_memory import CacheCounters, fused_modules, memory_by_tier
 from hotrec.planning.machine import Machine
-from hotrec.planning.training_plan import TrainingPlan, make_training_plan, read_training_plan
+from hotrec.planning.training_plan import Proposal, TrainingPlan, propose, read_training_plan
+from hotrec.planning.trial import Trial, read_trial, write_trial
 from hotrec.planning.unsharded import make_machine
 from hotrec.runs.record import (
     accept_record,
@@ -41,6 +48,7 @@ from hotrec.runs.record import (
     write_environment,
     write_plan,
 )
+from hotrec.runs.trial import Candidate, run_trial, trial_seconds
 from hotrec.runtime.ranks import Ranks, broadcast_object, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, PARTITION, TRACES, read_finished
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
@@ -89,7 +97,13 @@ def _train(
     is_own = resume_from is not None and resume_from.resolve().is_relative_to(run_dir.resolve())
     if is_own:
         same_verdict(lambda: _check_placement(config, run_dir))
-    training_plan = _share_plan(config, dataset, machine, run_dir, staged, ranks, is_own=is_own)
+    if is_own:
+        training_plan = _read_plan(config, run_dir, ranks)
+    else:
+        training_plan = _choose_plan(config, dataset, machine, staged, ranks)
+    if (partition := training_plan.partition) is not None:
+        num_hot, num_rows = partition.total_hot, partition.total_rows
+        logger.info("%s: %d of %d rows hot", partition.policy, num_hot, num_rows)
     config = training_plan.config
     check_assign(config, training_plan.placement)
     facts = checkpoint_facts(config, dataset, training_plan.artifact)
@@ -104,15 +118,7 @@ def _train(
             logger.info("%s: already finished with %d steps", run_dir, saved["step"])
             return TrainResult(saved["step"], is_finished=True, summary=finished)
     alternation = make_alternation(config, all_hot, ranks.world_size)
-    torch.manual_seed(trainer.seed)
-    sharded = build_sharded(
-        config,
-        dataset.schema,
-        training_plan.placement,
-        training_plan.machine(machine),
-        ranks.device,
-        training_plan.cache_stats,
-    )
+    sharded = _build(training_plan, dataset, machine, ranks)
     assign = choose_assign(config, dataset.schema, training_plan.placement, sharded.plan)
     if ranks.is_first:
         write_plan(sharded.plan, staged, training_plan.prediction)
@@ -254,34 +260,99 @@ def placement_name(config: Config) -> str:
     return placement.kind.name
 
 
-def _share_plan(
-    config: Config,
-    dataset: Dataset,
-    machine: Machine,
-    run_dir: Path,
-    staged: Path,
-    ranks: Ranks,
-    *,
-    is_own: bool,
-) -> TrainingPlan:
-    """Make the training plan on rank 0 and broadcast it; collective.
+def _build(
+    training_plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ranks
+) -> Sharded:
+    torch.manual_seed(training_plan.config.trainer.seed)
+    return build_sharded(
+        training_plan.config,
+        dataset.schema,
+        training_plan.placement,
+        training_plan.machine(machine),
+        ranks.device,
+        training_plan.cache_stats,
+    )
 
-    A run that resumes its own checkpoint keeps its plan, even if costs were measured since.
-    """
 
-    def choose() -> TrainingPlan | None:
-        if not ranks.is_first:
-            return None
-        if is_own:
-            return read_training_plan(config, run_dir)
-        return make_training_plan(config, dataset, machine, output=staged / PARTITION)
-
-    training_plan = broadcast_object(same_verdict(choose))
+def _read_plan(config: Config, run_dir: Path, ranks: Ranks) -> TrainingPlan:
+    """The plan of a run that resumes its own checkpoint, even if costs were measured since."""
+    read = same_verdict(lambda: read_training_plan(config, run_dir) if ranks.is_first else None)
+    training_plan = broadcast_object(read)
     assert training_plan is not None
-    if (partition := training_plan.partition) is not None:
-        num_hot, num_rows = partition.total_hot, partition.total_rows
-        logger.info("%s: %d of %d rows hot", partition.policy, num_hot, num_rows)
     return training_plan
+
+
+def _choose_plan(
+    config: Config, dataset: Dataset, machine: Machine, staged: Path, ranks: Ranks
+) -> TrainingPlan:
+    """Predict the candidates on rank 0, try those in doubt on all ranks, settle; collective."""
+    proposal = same_verdict(lambda: propose(config, dataset, machine) if ranks.is_first else None)
+    trial = _try_candidates(config, dataset, machine, proposal, ranks)
+
+    def settle() -> TrainingPlan | None:
+        return None if proposal is None else proposal.settle(staged / PARTITION, trial)
+
+    training_plan = broadcast_object(same_verdict(settle))
+    assert training_plan is not None
+    return training_plan
+
+
+def _try_candidates(
+    config: Config, dataset: Dataset, machine: Machine, proposal: Proposal | None, ranks: Ranks
+) -> Trial | None:
+    """A trial of the candidates, if predictions leave a choice and it can pay; collective.
+
+    Args:
+        config: Configuration of the run.
+        dataset: Its dataset.
+        machine: The machine of the ranks.
+        proposal: The candidates, on rank 0.
+        ranks: Ranks of the process group.
+    """
+    order = config.order
+    if not config.plan.trial or not isinstance(order, ShuffledOrder):
+        return None
+    if order.assign is not OrderAssign.as_read:
+        return None
+    plans, recorded, run_s = broadcast_object(
+        ({}, None, 0.0)
+        if proposal is None or len(proposal.candidates) < 2
+        else (
+            proposal.candidates,
+            read_trial(proposal.trial_file),
+            proposal.predicted_s(_count_steps(config, dataset, ranks)),
+        )
+    )
+    if len(plans) < 2 or recorded is not None:
+        return recorded
+    limit_s = trial_seconds(config.plan.trial_s, run_s)
+    if run_s < limit_s:
+        logger.info(
+            "no trial of %d plans that predictions cannot tell apart: the run is predicted to take "
+            "%.3g s, a trial %.3g s",
+            *(len(plans), run_s, limit_s),
+        )
+        return None
+    logger.info("trial of %s, at most %.0f s or three rounds", ", ".join(plans), limit_s)
+    found = run_trial(
+        {name: _candidate(plan, dataset, machine, ranks) for name, plan in plans.items()},
+        ranks,
+        limit_s=limit_s,
+    )
+    if proposal is not None:
+        write_trial(found, proposal.trial_file)
+    return found
+
+
+def _candidate(plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ranks) -> Candidate:
+    config = plan.config
+
+    def build() -> tuple[Sharded, Iterable[Batch]]:
+        sharded = _build(plan, dataset, machine, ranks)
+        return sharded, make_train_loader(config, ranks, sharded.transform, None, None, None)
+
+    held = 2 * config.trainer.num_workers + config.pipeline.depth
+    return Candidate(build, plan.most_bytes, held)
 
 
 def _count_steps(

@@ -63,8 +63,8 @@ def test_plan_uses_what_was_measured(calibrated: Path, planned: dict[str, Any]) 
     document = prediction(calibrated / run_dir)
     assert document["costs"]["origin"] == "measured"
     assert document["costs"]["note"] is None  # this very machine
-    assert {"hot_cold", "all_cold", "torchrec planner"} <= set(document["plans"])
-    best = document["plans"]["hot_cold"]
+    assert {"hot_cold look_ahead", "all_cold", "torchrec planner"} <= set(document["plans"])
+    best = document["plans"]["hot_cold look_ahead"]
     assert best["step_s"] == pytest.approx(sum(best["stage_s"].values()))
     assert best["step_s"] <= document["plans"]["all_cold"]["step_s"]
     assert document["pipeline"] == best["pipeline"] == "look_ahead"
@@ -86,7 +86,7 @@ def test_a_run_is_compared_with_its_prediction(
 ) -> None:
     figures, run_dir = trained[pipeline], calibrated / "runs" / pipeline
     assert prediction(run_dir)["pipeline"] == pipeline
-    predicted = prediction(run_dir)["plans"]["hot_cold"]
+    predicted = prediction(run_dir)["plans"][f"hot_cold {pipeline}"]
     assert figures["predicted_step_s"] == pytest.approx(predicted["step_s"])
     assert figures["compared_from_step"] >= 50
     assert figures["measured_step_s"] > 0
@@ -109,7 +109,7 @@ def test_costs_are_fitted_to_a_run(calibrated: Path, trained: dict[str, dict[str
     words = [SMOKE, "placement=saved", "placement.partition_dir=runs/sparse_dist/partition"]
     words += ["plan.world_size=2", "pipeline=sparse_dist"]
     planned = hotrec_here("plan", *words, cwd=calibrated).figures
-    fitted = prediction(Path(planned["plan_json"]).parent)["plans"]["hot_cold"]["stage_s"]
+    fitted = prediction(Path(planned["plan_json"]).parent)["plans"]["hot_cold sparse_dist"]["stage_s"]
     for stage, seconds in run["predicted_stage_s"].items():
         if seconds > 0 and stage != "other":
             assert fitted[stage] == pytest.approx(run["measured_stage_s"][stage], rel=1e-6)
@@ -141,6 +141,49 @@ def test_what_if_sweep(calibrated: Path) -> None:
     assert len(fits) == 4
     assert sorted(fits) == [False, False, True, True]
     assert (calibrated / "runs" / "what_if" / "what_if.html").exists()
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:
+    """Its plan trains as it does without a trial, is resumed without another, and kept."""
+    words = [SMOKE, "launch.num_ranks=2", "trainer.log_every_steps=1"]
+    words += ["planner.costs=cpu_1gbit"]  # whose interval leaves several plans in doubt
+
+    def train(name: str, *more: str) -> tuple[dict[str, Any], dict[str, Any], Path]:
+        run_dir = calibrated / "runs" / name
+        done = hotrec("train", *words, *more, cwd=calibrated, HOTREC_RUN_DIR=str(run_dir))
+        return done.figures, prediction(run_dir), run_dir
+
+    tried = "plan.trial_s=0.001"
+    figures, document, run_dir = train("trial", tried, "trainer.max_steps=12")
+    trial, chosen = document["trial"], document["chosen"]
+    assert not trial["is_recorded"]
+    assert {len(of["block_s"]) for of in trial["plans"].values()} >= {3}
+    assert len(trial["plans"]) >= 2
+    assert chosen == min(trial["plans"], key=lambda n: trial["plans"][n]["step_s"])
+    assert document["why"].startswith(f"{chosen} took ")
+    assert figures["pipeline"] == document["plans"][chosen]["pipeline"]
+
+    placement = ["placement=torchrec", f"placement.plan={chosen.split()[1]}"]
+    if not chosen.startswith("torchrec"):
+        placement = ["placement=saved", f"placement.partition_dir={run_dir / 'partition'}"]
+    given = [*placement, f"pipeline={figures['pipeline']}", "plan.trial=false"]
+    _, without, given_dir = train("given", *given, "trainer.max_steps=12")
+    assert without["trial"] is None
+    assert losses(given_dir) == losses(run_dir)
+    assert len(losses(run_dir)) == 12
+
+    _, again, _ = train("tried_again", tried, "trainer.max_steps=12")
+    assert again["trial"] == trial | {"is_recorded": True}
+    shutil.rmtree(calibrated / "data" / "trials")
+    _, resumed, _ = train("trial", tried, "trainer.max_steps=16")
+    assert resumed == document
+    assert len(losses(run_dir)) == 16
+    assert not (calibrated / "data" / "trials").exists()
 
 
 def refusal(*words: str, cwd: Path) -> str:

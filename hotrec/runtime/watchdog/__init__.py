@@ -8,7 +8,9 @@ from hotrec.runtime.watchdog.progress import (
     FIRST_STEP,
     MAIN,
     METRICS,
+    START,
     STEP,
+    TRIAL,
     enter,
     passed,
 )
@@ -16,4 +18,13 @@ from hotrec.runtime.watchdog.watchdog import EXIT_CODE, LostRank, Watchdog
 
 __all__ = ["EXIT_CODE", "LostRank", "Watchdog", "enter", "passed"]
 __all__ += ["COMMUNICATION", "MAIN"]
-__all__ += ["CHECKPOINT", "CHECK_UP", "EVALUATION", "FIRST_STEP", "METRICS", "STEP"]
+__all__ += [
+    "CHECKPOINT",
+    "CHECK_UP",
+    "EVALUATION",
+    "FIRST_STEP",
+    "METRICS",
+    "START",
+    "STEP",
+    "TRIAL",
+]

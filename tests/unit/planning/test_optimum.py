@@ -17,6 +17,7 @@ from hotrec.cost_model.costs import CostsError, Link, World
 from hotrec.cost_model.demand import TableDemand, build_demand
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.histogram import build_histogram
+from hotrec.planning.choice import Decision
 from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import (
@@ -25,10 +26,10 @@ from hotrec.planning.optimum import (
     hottest_share,
     predict_sensitivity,
 )
-from hotrec.planning.predict import HOT_COLD, Decision, Predicted, predict_placement
+from hotrec.planning.predict import Predicted, own_name, predict_placement
 from hotrec.planning.scenario import Scenario
 from hotrec.report.plan import plan_report_text
-from hotrec.types import PipelineKind
+from hotrec.types import Exchange, PipelineKind
 
 NUM_ROWS, BATCH, RANKS = (40_000, 5_000, 300), 2048, 2
 COUNTS = {
@@ -88,11 +89,30 @@ def test_no_share_of_what_is_found_is_better() -> None:
         assert best.step.step_s <= step.step_s * (1 + 1e-9)
 
 
-def test_tables_that_the_user_decided_stay_and_none_is_pooled() -> None:
+@pytest.mark.parametrize("may_pool", [True, False])
+def test_tables_that_the_user_decided_stay(may_pool: bool) -> None:
     overrides: dict[str, Any] = {"t2": "hot", "t1": 17}
-    best = fastest(make_scenario(LOOK_AHEAD), overrides=overrides, may_pool=True)
+    best = fastest(make_scenario(LOOK_AHEAD), overrides=overrides, may_pool=may_pool)
     assert (best.num_hot["t2"], best.num_hot["t1"]) == (300, 17)
-    assert {placed.exchange.value for placed in best.tables.values()} == {"rows"}
+
+
+def test_tables_are_pooled_under_look_ahead_where_that_is_faster() -> None:
+    """Bags of many ids of a large table: vectors are fewer than rows."""
+    num_rows = 400_000
+    demand = build_demand(
+        "bags",
+        build_histogram(np.full(num_rows, 3)),
+        dim=16,
+        row_bytes=68,
+        lookups_per_sample=40.0,
+        num_columns=1,
+        batch_size=BATCH,
+        world_size=RANKS,
+    )
+    scenario = replace(make_scenario(LOOK_AHEAD, rate=2e7), demands=(demand,))
+    pooled, rows = (fastest(scenario, may_pool=may_pool) for may_pool in (True, False))
+    assert pooled.tables["bags"].exchange is Exchange.POOLED
+    assert pooled.step.step_s < rows.step.step_s
 
 
 def test_sensitivity() -> None:
@@ -169,7 +189,8 @@ def test_shares_are_nested(tables: Any, share: float, data: st.DataObject) -> No
 
 def make_document(pipeline: PipelineSpec) -> dict[str, Any]:
     scenario = make_scenario(pipeline)
-    decision = Decision(HOT_COLD, "It is fastest.", {HOT_COLD: fastest(scenario)})
+    name = own_name(pipeline.kind)
+    decision = Decision(name, "It is fastest.", {name: fastest(scenario)})
     document = prediction_document(
         scenario, decision, partition=None, counts=COUNTS, sensitivity=[]
     )
@@ -182,7 +203,7 @@ def make_document(pipeline: PipelineSpec) -> dict[str, Any]:
 )
 def test_the_document(pipeline: PipelineSpec) -> None:
     document = make_document(pipeline)
-    plan = document["plans"][HOT_COLD]
+    [plan] = document["plans"].values()
     assert document["pipeline"] == plan["pipeline"] == pipeline.kind.value
     assert plan["wire"] == pipeline.wire
     # Bytes by table add up to those of the plan.
@@ -193,4 +214,4 @@ def test_the_document(pipeline: PipelineSpec) -> None:
     text = " ".join(plan_report_text(document).split())
     assert ("communication that nothing hides. Row lookups" in text) == pipeline.is_look_ahead
     shown = "look_ahead" if pipeline.is_look_ahead else "sparse_dist"
-    assert shown in text[text.index("hot_cold (chosen)") :].split("Where a step")[0]
+    assert shown in text[text.index("(chosen)") :].split("Where a step")[0]

@@ -25,7 +25,7 @@ from hotrec.cost_model.histogram import build_histogram
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import decide
 from hotrec.planning.predict import (
-    HOT_COLD,
+    is_own,
     predict_baselines,
     torchrec_baselines,
     torchrec_name,
@@ -114,8 +114,15 @@ def test_what_does_not_fit_the_devices_is_left_to_host_tiers() -> None:
 
 def test_there_are_no_host_tiers_on_cpu() -> None:
     on = scenario(machine("cpu"))
-    predicted = predict_baselines(configure(AllColdPlacement()), SCHEMA, on)
-    assert list(predicted) == ["torchrec planner", "torchrec hand_tuned"]
+    in_line = ["torchrec planner", "torchrec hand_tuned"]
+    for kind, expected in (
+        (PipelineKind.sparse_dist, in_line),
+        (PipelineKind.auto, [*in_line, *(f"{name} base" for name in in_line)]),
+    ):
+        predicted = predict_baselines(configure(AllColdPlacement(), kind), SCHEMA, on)
+        assert list(predicted) == expected
+    for name in in_line:
+        assert predicted[f"{name} base"].shardings == predicted[name].shardings
 
 
 def test_a_chosen_baseline_is_a_configuration() -> None:
@@ -135,12 +142,11 @@ def test_the_fastest_is_chosen(device: str, may_decline: bool) -> None:
     config = configure(CostPlacement(may_decline=may_decline))
     decision = decide(config, SCHEMA, scenario(machine(device)))
     steps = {n: p.step.step_s for n, p in decision.predicted.items() if n != "all_cold"}
-    ours_s = steps.pop(HOT_COLD)
-    fastest = min(steps, key=lambda name: steps[name])
-    is_declined = steps[fastest] <= ours_s
-    assert ("does not pay" in decision.why) == is_declined
-    assert decision.chosen == (fastest if is_declined and may_decline else HOT_COLD)
-    assert f"{1e3 * ours_s:.4g} ms a step against {1e3 * steps[fastest]:.4g} ms" in decision.why
+    ours = {name: step_s for name, step_s in steps.items() if is_own(name)}
+    kinds = {decision.predicted[name].pipeline.kind.value for name in ours}
+    assert kinds == {"sparse_dist", "base"} | ({"look_ahead"} if device == "cpu" else set())
+    assert decision.chosen == min(steps if may_decline else ours, key=lambda name: steps[name])
+    assert decision.why.startswith(f"{decision.chosen} is predicted to take ")
 
 
 def test_prefetched_tables_are_lru_and_filled_ahead() -> None:

@@ -15,8 +15,10 @@ from hotrec.config.roots import Config
 from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
 from hotrec.planning.machine import Machine
-from hotrec.planning.training_plan import TrainingPlan, make_training_plan, read_training_plan
+from hotrec.planning.training_plan import Proposal, TrainingPlan, propose, read_training_plan
+from hotrec.planning.trial import Trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
+from hotrec.types import PipelineKind
 from tests.unit.data.logs import write_dataset
 
 ON = Machine(2, 2, "cpu", 0, 8 << 30, 32)
@@ -33,14 +35,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make(folder: Path, *words: str, run: str = "run") -> tuple[Config, TrainingPlan]:
+def propose_plan(folder: Path, *words: str) -> Proposal:
     names = ("dataset", "profile", "partition")
     paths = [f"paths.{name}={folder / name}" for name in names]
     given = ["trainer.batch_size=32", "planner.costs=cpu_1gbit", *paths, *words]
     config = build_config(compose_config("config", given))
-    dataset = Dataset.open(folder / "dataset")
-    output = folder / run / PARTITION
-    return config, make_training_plan(config, dataset, ON, output=output, is_plan=True)
+    return propose(config, Dataset.open(folder / "dataset"), ON, is_plan=True)
+
+
+def make(folder: Path, *words: str, run: str = "run") -> tuple[Config, TrainingPlan]:
+    proposal = propose_plan(folder, *words)
+    return proposal.config, proposal.settle(folder / run / PARTITION)
 
 
 @pytest.mark.parametrize(
@@ -77,3 +82,53 @@ def test_a_plan_without_its_inputs_is_refused(folder: Path) -> None:
         make(folder, f"paths.profile={folder / 'none'}", "placement=coverage")
     _, made = make(folder, f"paths.profile={folder / 'none'}", "placement=torchrec")
     assert made.prediction is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("placement=cost",), {"hot_cold look_ahead", "hot_cold sparse_dist", "torchrec planner"}),
+        (
+            ("placement=cost", "placement.may_decline=false"),
+            {"hot_cold look_ahead", "hot_cold sparse_dist", "hot_cold base"},
+        ),
+        (("placement=cost", "pipeline=base"), {"hot_cold base", "torchrec planner base"}),
+        (("placement=coverage",), {"hot_cold look_ahead", "hot_cold sparse_dist"}),
+        (("placement=coverage", "pipeline=look_ahead"), {"hot_cold look_ahead"}),
+        (("placement=torchrec",), set()),
+    ],
+)
+def test_candidates(
+    folder: Path, words: tuple[str, ...], expected: set[str], one_rank: Any
+) -> None:
+    """Built-in costs leave most plans in doubt; each candidate is a configuration to train."""
+    candidates = propose_plan(folder, *words).candidates
+    assert expected <= set(candidates)
+    for name, plan in candidates.items():
+        assert plan.config.pipeline.kind is not PipelineKind.auto
+        assert (plan.placement is None) == name.startswith("torchrec")
+        is_base = name.endswith("base")
+        assert (plan.config.pipeline.kind is PipelineKind.base) == is_base
+
+
+def test_a_trial_decides_and_is_read_back(folder: Path, one_rank: Any) -> None:
+    proposal = propose_plan(folder, "placement=cost")
+    names = list(proposal.candidates)
+    for number, name in enumerate(names):
+        run = folder / f"trial_{number}"
+        trial = Trial({other: [0.01 + 0.01 * (other != name)] * 3 for other in names}, 5.0)
+        made = proposal.settle(run / PARTITION, trial)
+        assert made.prediction is not None
+        assert (made.prediction["chosen"], made.prediction["why"]) == (name, trial.why)
+        assert made.prediction["trial"]["plans"][name]["step_s"] == 0.01
+        run.mkdir(exist_ok=True)
+        (run / PREDICTION).write_text(json.dumps(made.prediction))
+        read = read_training_plan(proposal.config, run)
+        assert read.config == made.config == proposal.candidates[name].config
+
+
+def test_a_trial_is_recorded_for_its_situation(folder: Path, one_rank: Any) -> None:
+    file = propose_plan(folder, "placement=cost").trial_file
+    assert propose_plan(folder, "placement=cost").trial_file == file
+    for change in ("trainer.num_workers=2", "trainer.batch_size=16", "optimizer=adagrad"):
+        assert propose_plan(folder, "placement=cost", change).trial_file != file

@@ -1,0 +1,154 @@
+"""What a trial measured of each candidate, what follows from it, and the record of past trials.
+
+Candidates train in turn, in rounds of one block of steps each, so that what disturbs the machine
+disturbs all of them. They are compared round by round: the logarithm of the ratio of two
+candidates' steps is taken as normal, and its mean lies within Student's t interval.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+
+logger = logging.getLogger(__name__)
+
+CONFIDENCE = 0.9  # of intervals, two-sided
+# A trial ends when no other candidate is likely to be faster than the leader by more than this.
+TOLERANCE = 0.02
+# Two blocks may agree by chance: the spread of ratios counts as at least this.
+LEAST_SPREAD = 0.01
+# After one block the spread is unknown; a candidate that takes this much longer is out.
+FIRST_RATIO = 1.5
+
+
+def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """The interval of the ratio of their step to ours, from the rounds that both took part in."""
+    logs = np.log(np.array(theirs[: len(ours)]) / np.array(ours[: len(theirs)]))
+    half = math.log(FIRST_RATIO)
+    if logs.size > 1:
+        spread = max(float(logs.std(ddof=1)), LEAST_SPREAD)
+        half = float(stdtrit(logs.size - 1, (1 + CONFIDENCE) / 2)) * spread / math.sqrt(logs.size)
+    return math.exp(logs.mean() - half), math.exp(logs.mean() + half)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The measured candidates.
+
+    Args:
+        block_s: Seconds per step of each block, by candidate. A candidate that was found to be
+            slower takes part in fewer rounds.
+        seconds: What the trial took, with the time to build the candidates.
+        is_recorded: Whether it was measured by an earlier run of the same situation.
+    """
+
+    block_s: Mapping[str, Sequence[float]]
+    seconds: float
+    is_recorded: bool = False
+
+    @cached_property
+    def open_candidates(self) -> list[str]:
+        """The fastest candidate, and those that may be as fast."""
+        rounds = max(map(len, self.block_s.values()))
+        names = [name for name, blocks in self.block_s.items() if len(blocks) == rounds]
+        first, *others = sorted(names, key=self.step_s)
+        return [first, *(name for name in others if self._ratio(name, first)[0] <= 1)]
+
+    @property
+    def chosen(self) -> str:
+        """The fastest candidate."""
+        return self.open_candidates[0]
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether no candidate is likely to be faster than the leader by more than TOLERANCE."""
+        return all(
+            self._ratio(name, self.chosen)[0] > 1 - TOLERANCE for name in self.open_candidates[1:]
+        )
+
+    def _ratio(self, name: str, first: str) -> tuple[float, float]:
+        return ratio_interval(self.block_s[first], self.block_s[name])
+
+    def step_s(self, name: str) -> float:
+        """The median step of a candidate."""
+        return float(np.median(self.block_s[name]))
+
+    @property
+    def why(self) -> str:
+        """The verdict for the user."""
+        others = sorted((n for n in self.block_s if n != self.chosen), key=self.step_s)
+        when = "an earlier trial of the same run" if self.is_recorded else "a trial"
+        text = (
+            f"{self.chosen} took {1e3 * self.step_s(self.chosen):.3g} ms a step in {when} of "
+            f"{self.seconds:.0f} s on this machine"
+        )
+        for name in others:
+            text += f"; {name} {1e3 * self.step_s(name):.3g} ms ({self._verdict(name)})"
+        return f"{text}."
+
+    def _verdict(self, name: str) -> str:
+        low, high = self._ratio(name, self.chosen)
+        if low <= 1 <= high:
+            return "no difference within the noise"
+        return f"{low - 1:.0%} to {high - 1:.0%} slower"
+
+    def document(self) -> dict[str, Any]:
+        """The trial for the prediction document."""
+        return {
+            "seconds": self.seconds,
+            "is_recorded": self.is_recorded,
+            "plans": {
+                name: {
+                    "step_s": self.step_s(name),
+                    "block_s": list(blocks),
+                    "slower": list(self._ratio(name, self.chosen)),
+                }
+                for name, blocks in self.block_s.items()
+            },
+        }
+
+
+def trial_file(folder: Path, situation: Mapping[str, Any]) -> Path:
+    """Where the trial of a situation is recorded: its data, model, machine and candidates."""
+    text = json.dumps(situation, sort_keys=True, default=str)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def read_trial(file: Path) -> Trial | None:
+    """The recorded trial; None, with a warning if the file is damaged, without one."""
+    try:
+        document = json.loads(file.read_text())
+        blocks = {str(n): [float(s) for s in of] for n, of in document["block_s"].items()}
+        trial = Trial(blocks, float(document["seconds"]), is_recorded=True)
+        if not blocks or not all(map(_are_seconds, blocks.values())):
+            raise ValueError(f"block_s {blocks}")
+        trial.why  # noqa: B018 (whatever is wrong in it shows here)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        logger.warning("%s: expected the record of a trial, got %r. Trying again.", file, error)
+        return None
+    return trial
+
+
+def _are_seconds(block_s: Sequence[float]) -> bool:
+    return len(block_s) > 0 and min(block_s) > 0 and math.isfinite(sum(block_s))
+
+
+def write_trial(trial: Trial, file: Path) -> None:
+    """Record a trial; a reader sees a whole file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".tmp")
+    part.write_text(json.dumps(dataclasses.asdict(trial)) + "\n")
+    part.replace(file)

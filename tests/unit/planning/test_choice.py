@@ -1,0 +1,119 @@
+"""What a choice by prediction claims, which candidates a trial gets, and what a trial says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.forms import PipelineSpec, StepPrediction
+from hotrec.planning.choice import MOST_TRIED, Decision, explain, in_doubt
+from hotrec.planning.predict import Predicted
+from hotrec.planning.trial import Trial, ratio_interval, read_trial, trial_file, write_trial
+from hotrec.types import PipelineKind
+
+COSTS = replace(BUILTIN["cpu_1gbit"], ratio_interval=(0.9, 1.2))
+
+
+def predictions(**steps_ms: float) -> dict[str, Predicted]:
+    found = {}
+    for key, step_ms in steps_ms.items():
+        name = key.replace("__", " ")
+        last = name.split()[-1]
+        kind = PipelineKind[last] if last in PipelineKind.__members__ else PipelineKind.sparse_dist
+        step = StepPrediction(step_ms / 1e3, {}, {}, {})
+        found[name] = Predicted(step, [], pipeline=PipelineSpec(kind))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ours_ms", "theirs_ms", "claim"),
+    [
+        (10.0, 20.0, "10 ms (9 to 12) a step, 50% less than torchrec planner, 20 ms (18 to 24)."),
+        (10.0, 11.0, "within the uncertainty of torchrec planner, 11 ms (9.9 to 13.2)."),
+        (12.0, 11.0, "more than torchrec planner, 11 ms (9.9 to 13.2); placement.may_decline="),
+    ],
+)
+def test_no_gain_is_claimed_within_the_interval(
+    ours_ms: float, theirs_ms: float, claim: str
+) -> None:
+    ours = {"hot_cold__sparse_dist": ours_ms, "all_cold": 1.0}
+    why = explain("hot_cold sparse_dist", predictions(**ours, torchrec__planner=theirs_ms), COSTS)
+    assert claim in why
+    assert "all_cold" not in why
+
+
+def test_candidates_in_doubt() -> None:
+    predicted = predictions(
+        hot_cold__look_ahead=11.0,
+        hot_cold__sparse_dist=10.0,
+        hot_cold__base=10.0,
+        all_cold=10.0,
+        torchrec__planner=13.0,
+        torchrec__hand_tuned=14.0,  # from 12.6 ms on, where the chosen one ends at 12
+    )
+    decision = Decision("hot_cold sparse_dist", "", predicted)
+    own = ["hot_cold sparse_dist", "hot_cold look_ahead"]
+    assert in_doubt(decision, COSTS) == [*own, "torchrec planner", "hot_cold base"]
+    assert in_doubt(decision, COSTS, may_decline=False) == [*own, "hot_cold base"]
+    many = {f"hot_cold {n}": plan for n in range(9) for plan in predictions(p=10.0).values()}
+    assert len(in_doubt(Decision("hot_cold 0", "", many), COSTS)) == MOST_TRIED
+
+
+def test_the_interval_of_a_ratio_holds_it_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        both = rng.lognormal(0, 0.3, 6)  # what disturbs the machine disturbs both
+        noise = rng.lognormal(0, 0.05, (2, 6))
+        low, high = ratio_interval(list(both * noise[0]), list(1.1 * both * noise[1]))
+        held += low <= 1.1 <= high
+        assert high / low < 1.3
+    assert 0.85 < held / 400 < 0.96
+
+
+@pytest.mark.parametrize(
+    ("block_s", "still_open", "is_decided"),
+    [
+        ({"a": [1.0], "b": [1.4], "c": [1.6]}, ["a", "b"], False),
+        ({"a": [1.0, 1.0, 1.0], "b": [1.1, 1.1, 1.1], "c": [1.6]}, ["a"], True),
+        ({"a": [1.0, 1.3, 1.0], "b": [1.1, 1.0, 1.2]}, ["a", "b"], False),
+        ({"a": [2.0] * 6, "b": [2.01] * 6}, ["a", "b"], True),  # as fast, as far as it matters
+    ],
+)
+def test_what_a_trial_knows(
+    block_s: dict[str, list[float]], still_open: list[str], is_decided: bool
+) -> None:
+    trial = Trial(block_s, 5.0)
+    assert (trial.open_candidates, trial.is_decided) == (still_open, is_decided)
+    assert trial.chosen == "a"
+    assert trial.why.startswith(f"a took {1e3 * trial.step_s('a'):.3g} ms a step in a trial")
+    assert ("b" in still_open) == ("no difference within the noise" in trial.why)
+
+
+def test_a_record_is_read_back(tmp_path: Path) -> None:
+    trial, file = Trial({"a": [1.0, 2.0], "b": [3.0]}, 5.0), trial_file(tmp_path, {"batch": 1})
+    assert read_trial(file) is None
+    write_trial(trial, file)
+    assert read_trial(file) == replace(trial, is_recorded=True)
+    assert trial_file(tmp_path, {"batch": 2}) != file
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"block_s": {}, "seconds": 1}', '{"block_s": {"a": []}, "seconds": 1}']
+    + [json.dumps({"block_s": {"a": [step]}, "seconds": 1}) for step in (-1, "x", float("nan"))],
+)
+def test_a_damaged_record_is_not_believed(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = trial_file(tmp_path, {})
+    file.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert read_trial(file) is None
+    assert f"{file}: expected the record of a trial" in caplog.text
