@@ -3,8 +3,8 @@
 #
 #   launch/quickstart.sh [BIN]     BIN: directory of hotrec and python; default .venv/bin
 #
-# Trains twice with two ranks, the same model on the same batches: as planned by measured costs, and
-# by TorchRec's own plan on unsplit tables, to compare with.
+# Trains twice with two ranks, the same model on the same batches: as planned by measured costs and a
+# trial, and by TorchRec's own plan on unsplit tables, to compare with.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,9 +26,9 @@ say "2/8 profile: how often is each row looked up"
 hotrec profile profile
 say "3/8 calibrate: what does this machine take for each part of a step"
 "$bin/hotrec" calibrate experiment=quickstart launch.num_ranks=2 >"$run/calibrate.json"
-say "4/8 plan: which rows are hot, by predicted time"
+say "4/8 plan: which rows are hot and which pipeline trains, by predicted time"
 hotrec plan plan plan.world_size=2
-say "5/8 train with two ranks: as planned"
+say "5/8 train with two ranks: what a short trial finds to be fastest"
 train hotcold
 say "6/8 train with two ranks: TorchRec's own plan on unsplit tables"
 train torchrec placement=torchrec
@@ -48,12 +48,13 @@ plan, ours, theirs, test = (
     json.loads((run / f"{name}.json").read_text().splitlines()[-1])
     for name in ("plan", "hotcold", "torchrec", "evaluate")
 )
+trained = json.loads((run / "hotcold" / "prediction.json").read_text())
+report = json.loads((run / "report" / "report.json").read_text())
 sent, sent_by_torchrec = ours["sent_bytes_total"], theirs["sent_bytes_total"]
-print(f"planned                    {plan['why']}")
-for name, figures in (("as planned", ours), ("TorchRec's plan", theirs)):
-    predicted, measured = figures["predicted_step_s"], figures["measured_step_s"]
-    print(f"step, {name:<20} {1e3 * predicted:.1f} ms predicted, {1e3 * measured:.1f} ms measured, "
-          "loader workers on the same cores included")
+print(f"predicted                  {plan['why']}")
+print(f"chosen                     {trained['why']}")
+for sentence in report["verdict"]:
+    print(f"measured                   {sentence}")
 print(f"AUC on the held-out days   {test['auc']:.4f} (TorchRec's plan: {theirs['auc']:.4f})")
 print(f"hot rows                   {ours['hot_rows']:,} of {ours['total_rows']:,} "
       f"({ours['hot_rows_frac']:.1%}), which take {ours['hot_lookup_frac']:.1%} of the lookups")

@@ -49,6 +49,7 @@ from hotrec.report.units import (
     show_ratio,
     show_seconds,
 )
+from hotrec.report.verdict import verdicts
 
 HTML_NAME, JSON_NAME = "report.html", "report.json"
 BASELINE_PLACEMENT = "torchrec"
@@ -121,6 +122,7 @@ def write_report(
             "title": title,
             "made_at": made_at.isoformat(),
             "baseline": None if against is None else against.name,
+            "verdict": verdicts(read, against),
             "runs": [_run_document(run, against) for run in read],
             "profile": contents[0],
             "partition": contents[1],
@@ -156,7 +158,7 @@ def report_page(
     models = dict.fromkeys(str(run.summary["model"]) for run in runs if run.summary.get("model"))
     num_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     sections: dict[str, list[Block]] = {
-        "Side by side": _comparison(runs, baseline),
+        "Side by side": [*_verdicts(runs, baseline), *_comparison(runs, baseline)],
         "What is hot": _coverage(profile, partition),
         "Learning": _figure(
             draw_learning(runs),
@@ -221,6 +223,11 @@ def _show_against(measure: Measure, run: Run, baseline: Run | None) -> str:
         return ""
     ratio = measure.against == "ratio"
     return show_ratio(value, reference) if ratio else f"{value - reference:+.4f}"
+
+
+def _verdicts(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
+    sentences = verdicts(runs, baseline)
+    return [Items(sentences)] if sentences else []
 
 
 def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:

@@ -109,7 +109,9 @@ def test_costs_are_fitted_to_a_run(calibrated: Path, trained: dict[str, dict[str
     words = [SMOKE, "placement=saved", "placement.partition_dir=runs/sparse_dist/partition"]
     words += ["plan.world_size=2", "pipeline=sparse_dist"]
     planned = hotrec_here("plan", *words, cwd=calibrated).figures
-    fitted = prediction(Path(planned["plan_json"]).parent)["plans"]["hot_cold sparse_dist"]["stage_s"]
+    fitted = prediction(Path(planned["plan_json"]).parent)["plans"]["hot_cold sparse_dist"][
+        "stage_s"
+    ]
     for stage, seconds in run["predicted_stage_s"].items():
         if seconds > 0 and stage != "other":
             assert fitted[stage] == pytest.approx(run["measured_stage_s"][stage], rel=1e-6)
