@@ -311,8 +311,9 @@ class Grid:
         if code == SKIPPED:
             raise Skipped(err.strip())
         if code != 0:
-            lines = [text for text in err.splitlines() if "error: " in text] or err.splitlines()
-            raise Failed(f"hotrec {command} ended with {code}: {' '.join(lines[-1:])}")
+            lines = [text for text in err.splitlines() if "error: " in text] or [err[-300:]]
+            # The first one; then other ranks say that they lost a rank.
+            raise Failed(f"hotrec {command} ended with {code}: {' '.join(lines[:1])}")
         figures: dict[str, Any] = json.loads(out.splitlines()[-1])
         return figures
 
