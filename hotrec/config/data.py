@@ -280,14 +280,42 @@ class SyntheticSpec:
 
 
 @dataclass
+class OutlineTableSpec:
+    """What is known of a table: its size and its skew."""
+
+    num_rows: int = key("number of rows", ge=1, le=2**31)
+    zipf_exponent: float = key(
+        "row of rank k is read with probability ~ k ** -exponent", ge=0, lt=10
+    )
+
+
+@dataclass
+class OutlineSpec:
+    """What is known of a log before it is there: enough to plan. One id per sample and table."""
+
+    origin: str = key("where the figures come from")
+    num_train: int = key("number of samples of the training split", ge=1)
+    num_dense: int = key("number of dense columns", ge=0)
+    tables: dict[str, OutlineTableSpec] = key("tables by name, each read by one feature", {})
+
+    def rules(self) -> Rules:
+        yield bool(self.tables), "tables: expected at least one table, got none."
+        for name in self.tables:
+            yield from name_rules(f"tables.{name}", name, is_of_module=True)
+
+
+@dataclass
 class DataSpec:
     """A dataset: exactly one of a log to read and a synthetic log."""
 
     source: SourceSpec | None = key("the log to read", None)
     synthetic: SyntheticSpec | None = key("the log to draw", None)
+    outline: OutlineSpec | None = key(
+        "what `hotrec plan` plans with where paths.dataset does not exist; null: nothing", None
+    )
 
     def rules(self) -> Rules:
-        given = [name for name, part in vars(self).items() if part is not None]
+        given = [name for name in ("source", "synthetic") if getattr(self, name) is not None]
         yield (
             len(given) == 1,
             f": expected exactly one of source and synthetic, got {given or 'none'}. "
