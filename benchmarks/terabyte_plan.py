@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from benchmarks.terabyte_page import (
     COLUMNS,
@@ -56,20 +57,15 @@ from hotrec.report.render import markdown_table
 from hotrec.report.units import show_count, show_frac
 from hotrec.types import TablePlacement, Tier
 
-# MLPerf training, recommendation_v2/torchrec_dlrm: num_embeddings_per_feature.
-TABLE_ROWS = (
-    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956),
-    *(405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152),
-    *(12_973, 108, 36),
-)
+CONF = Path(__file__).parents[1] / "conf"
+OUTLINE = yaml.safe_load((CONF / "data/criteo_terabyte.yaml").read_text())["outline"]
+# The same tables as `hotrec plan experiment=criteo_terabyte` has without the data.
+TABLE_ROWS = tuple(table["num_rows"] for table in OUTLINE["tables"].values())
 # Fitted by fit_exponent to the first 10,000 lines of day 0; at most MAX_EXPONENT.
-DAY0_EXPONENTS = (
-    *(1.19, 1.22, 1.06, 1.43, 1.26, 0.0, 1.11, 1.46, 2.0, 1.21, 1.32, 1.14, 2.0),
-    *(1.62, 1.31, 2.0, 0.0, 1.9, 2.0, 1.19, 1.25, 1.2, 1.34, 1.12, 2.0, 2.0),
-)
+DAY0_EXPONENTS = tuple(table["zipf_exponent"] for table in OUTLINE["tables"].values())
 MAX_EXPONENT = 2.0
 FLATTER_EXPONENT = 1.05
-NUM_DENSE = 13
+NUM_DENSE = OUTLINE["num_dense"]
 GLOBAL_BATCH = 65_536
 RANKS_PER_HOST = 8
 # Ranks and samples per rank: MLPerf's global batch divided, then a batch that grows with the ranks.

@@ -58,7 +58,10 @@ class ZipfTables:
     def batches(
         self, num_batches: int, *, batch_size: int, rank: int, world_size: int
     ) -> list[Batch]:
-        """Batches of one rank: an id per feature, and labels that a dense column predicts."""
+        """Batches of one rank: an id per feature, and labels that can be predicted.
+
+        From a dense column; without any, from the first feature.
+        """
         return [*self.stream(num_batches, batch_size=batch_size, rank=rank, world_size=world_size)]
 
     def stream(
@@ -75,7 +78,8 @@ class ZipfTables:
             for cumulative, rows in zip(self._cumulative, self._rows_by_rank, strict=True)
         ]
         dense_BN = rng.standard_normal((batch_size, len(self.schema.dense)), dtype=np.float32)
-        click_prob = 1 / (1 + np.exp(1.0 - dense_BN[:, 0]))
+        signal = dense_BN[:, 0] if self.schema.dense else 2.0 * (ids[0] % 2) - 1.0
+        click_prob = 1 / (1 + np.exp(1.0 - signal))
         labels = (rng.random(batch_size) < click_prob).astype(np.float32)
         sparse = KeyedJaggedTensor(
             keys=list(self.schema.feature_names),

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from hotrec.cli.profile import sampling_of
 from hotrec.config.roots import Config
+from hotrec.cost_model.outline import write_outline
 from hotrec.data.chunks import Dataset
 from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import TrainingPlan, propose
@@ -42,6 +46,7 @@ def _is_in_sweep() -> bool:
 
 
 def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
+    config = _use_outline(config)
     dataset = Dataset.open(config.paths.dataset, config.paths.verify)
     machine = _machine(config)
     # Each job of a sweep keeps its own partition.
@@ -70,6 +75,26 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
         figures |= _predicted_figures(training_plan)
         figures["page"] = write_plan_page(training_plan.prediction, run_dir)
     return figures | _partition_figures(training_plan)
+
+
+def _use_outline(config: Config) -> Config:
+    """The configuration; where the data is not there yet, with the paths of its outline."""
+    outline, dataset = config.data.outline, Path(config.paths.dataset)
+    if outline is None or dataset.exists():
+        return config
+    sampling = sampling_of(config.profile)
+    digest = sha256(repr((asdict(outline), sampling)).encode()).hexdigest()[:12]
+    directory = dataset.parent / f"outline-{digest}"
+    logger.warning(
+        "paths.dataset %s does not exist: planning for data.outline, %s; its profile is in %s",
+        *(dataset, outline.origin, directory),
+    )
+    paths = replace(
+        config.paths, dataset=str(directory / "dataset"), profile=str(directory / "profile")
+    )
+    if not Path(paths.profile).exists():
+        write_outline(outline, Path(paths.dataset), Path(paths.profile), sampling)
+    return replace(config, paths=paths)
 
 
 def _predicted_figures(training_plan: TrainingPlan) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             heldout_frac=config.profile.heldout_frac,
             heldout_blocks=blocks_of(dataset, "valid", bar) if holds_out_validation else None,
             num_heldout_samples=num_heldout,
-            sampling=_sampling(config.profile),
+            sampling=sampling_of(config.profile),
         )
     elapsed_s = time.perf_counter() - start_s
     picture = run_dir / COVERAGE_PICTURE
@@ -65,7 +65,8 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _sampling(profile: ProfileConfig) -> Sampling:
+def sampling_of(profile: ProfileConfig) -> Sampling:
+    """What is counted, as configured."""
     frac = profile.sample_frac if profile.mode is ProfileMode.sample else 1.0
     return Sampling(frac, profile.seed, profile.min_count, profile.confidence)
 

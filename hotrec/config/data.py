@@ -13,7 +13,7 @@ SourceFormat = StrEnum("SourceFormat", "criteo delimited parquet arrow")
 ColumnKind = StrEnum("ColumnKind", "label dense categorical categorical_list")
 Derive = StrEnum("Derive", "none hour_of_day day_of_week log_bucket")
 DenseTransform = StrEnum("DenseTransform", "none log1p")
-Encoding = StrEnum("Encoding", "vocabulary hashing")
+Encoding = StrEnum("Encoding", "vocabulary hashing rows")
 SplitKind = StrEnum("SplitKind", "fraction last time")
 OnBadLine = StrEnum("OnBadLine", "error skip")
 
@@ -61,7 +61,8 @@ class TableSpec:
 
     encoding: Encoding = key(
         "how raw ids become rows: vocabulary (a row per value seen min_count times in training, "
-        "else row 0) or hashing (1 + hash mod (num_rows - 1); missing values are row 0)",
+        "else row 0), hashing (1 + hash mod (num_rows - 1); missing values are row 0) or rows (the "
+        "ids are row numbers, counted from 0, and none is missing)",
         Encoding.vocabulary,
     )
     min_count: int = key(
@@ -70,7 +71,10 @@ class TableSpec:
         ge=1,
     )
     num_rows: int = key(
-        "for hashing, the number of rows, with row 0 for missing values", 0, le=MAX_ROWS
+        "number of rows: for hashing, with row 0 for missing values; for rows, 0 means the largest "
+        "id of the log + 1",
+        0,
+        le=MAX_ROWS,
     )
 
     def rules(self) -> Rules:
@@ -80,6 +84,8 @@ class TableSpec:
             f"num_rows: expected >= 2 with hashing, got {self.num_rows}. "
             "Set about as many rows as there are values.",
         )
+        is_count = self.encoding is not Encoding.rows or self.num_rows >= 0
+        yield is_count, f"num_rows: expected >= 0 with rows, got {self.num_rows}."
 
 
 @dataclass
@@ -274,14 +280,42 @@ class SyntheticSpec:
 
 
 @dataclass
+class OutlineTableSpec:
+    """What is known of a table: its size and its skew."""
+
+    num_rows: int = key("number of rows", ge=1, le=2**31)
+    zipf_exponent: float = key(
+        "row of rank k is read with probability ~ k ** -exponent", ge=0, lt=10
+    )
+
+
+@dataclass
+class OutlineSpec:
+    """What is known of a log before it is there: enough to plan. One id per sample and table."""
+
+    origin: str = key("where the figures come from")
+    num_train: int = key("number of samples of the training split", ge=1)
+    num_dense: int = key("number of dense columns", ge=0)
+    tables: dict[str, OutlineTableSpec] = key("tables by name, each read by one feature", {})
+
+    def rules(self) -> Rules:
+        yield bool(self.tables), "tables: expected at least one table, got none."
+        for name in self.tables:
+            yield from name_rules(f"tables.{name}", name, is_of_module=True)
+
+
+@dataclass
 class DataSpec:
     """A dataset: exactly one of a log to read and a synthetic log."""
 
     source: SourceSpec | None = key("the log to read", None)
     synthetic: SyntheticSpec | None = key("the log to draw", None)
+    outline: OutlineSpec | None = key(
+        "what `hotrec plan` plans with where paths.dataset does not exist; null: nothing", None
+    )
 
     def rules(self) -> Rules:
-        given = [name for name, part in vars(self).items() if part is not None]
+        given = [name for name in ("source", "synthetic") if getattr(self, name) is not None]
         yield (
             len(given) == 1,
             f": expected exactly one of source and synthetic, got {given or 'none'}. "

@@ -279,7 +279,7 @@ class BenchConfig:
     variants: dict[str, BenchVariant] = key("more cases by name", {})
     table_rows: list[int] = key("rows of each table; each is read by one feature", ge=1, size=1)
     zipf_exponent: float = key("exponent of the k-th row's popularity, k^-exponent", 1.05, ge=0)
-    num_dense: int = key("number of dense columns", 13, ge=1)
+    num_dense: int = key("number of dense columns", 13, ge=0)
     batch_size: int = key(BATCH_SIZE, 2048, ge=1)
     rounds: int = key("number of timed blocks of steps of each case", 5, ge=1)
     rounds_of: dict[str, int] = key("blocks of single cases, if fewer than rounds", {}, ge=1)

@@ -151,7 +151,9 @@ def count_rows(
     has_heldout = heldout_frac > 0 or heldout_blocks is not None
     parts = [
         (
-            _allocate(schema, directory, part) if part == TRAIN_DIRECTORY or has_heldout else {},
+            allocate_counts(schema, directory, part)
+            if part == TRAIN_DIRECTORY or has_heldout
+            else {},
             LocalityMeter(
                 schema, seed=sampling.seed, num_samples=size and math.ceil(size * sampling.frac)
             ),
@@ -187,7 +189,8 @@ def count_rows(
     )
 
 
-def _allocate(schema: Schema, directory: Path | None, part: str) -> dict[str, Rows]:
+def allocate_counts(schema: Schema, directory: Path | None, part: str) -> dict[str, Rows]:
+    """Counts of 0 for every row, in memory or in files of the artifact's directory ``part``."""
     if directory is None:
         return {table.name: np.zeros(table.num_rows, np.int64) for table in schema.tables}
     arrays: dict[str, Rows] = {}

@@ -1,7 +1,8 @@
 """Prepare: a raw log -> a dataset, in two streaming passes with bounded memory.
 
 The first pass counts the values of each table (in training samples only, so that every row can be
-trained) and the moments of dense columns; the second writes rows into chunks. Under torchrun the
+trained), checks ids that are row numbers, and sums up dense columns; the second writes rows into
+chunks. Under torchrun the
 ranks divide the files and exchange their counts through the scratch directory, which must be on a
 file system that all hosts share. The result does not depend on the number of ranks.
 """
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 from hotrec.artifact import Artifact, read_artifact
 from hotrec.config.data import (
+    MAX_ROWS,
     ColumnKind,
     Encoding,
     SourceFormat,
@@ -31,7 +33,7 @@ from hotrec.config.data import (
 )
 from hotrec.config.validate import validate
 from hotrec.data.chunks import DATASET, SPLITS, ChunkInfo, ChunkWriter, commit_dataset, write_arrow
-from hotrec.data.columns import Float64s
+from hotrec.data.columns import Float64s, RawBlock
 from hotrec.data.encode import (
     dense_columns,
     dense_values,
@@ -47,9 +49,11 @@ from hotrec.data.log import TRAIN, Log, Splitter, open_log
 from hotrec.data.vocabulary import (
     Counted,
     RowEncoder,
+    RowNumbers,
     ValueCounter,
     build_vocabulary,
     count_ids,
+    find_rows,
     read_vocabulary,
     write_vocabulary,
 )
@@ -117,11 +121,11 @@ def prepare(source: SourceSpec, output: str | Path) -> Artifact:
     is_first = distributed.rank() == 0
     with distributed.shared_scratch(target, kind=DATASET) as scratch:
         job = _start_job(source, log, scratch)
-        facts = _count(job)
+        facts, largest = _count(job)
         # In the order of the files, so that rounding does not depend on the number of ranks.
         total = sum(facts.values(), start=job.no_facts())
         distributed.same_verdict(lambda: _check_facts(total, len(facts)))
-        encoders = _build_encoders(job)
+        encoders = _build_encoders(job, largest)
         splits = _write(job, encoders, scaling_of(log.columns, total.moments), facts)
         distributed.same_verdict(
             lambda: _commit(job, target, encoders, splits, total) if is_first else None
@@ -169,17 +173,22 @@ def _progress(title: str, total: int | None = None) -> tqdm[Any]:
 # First pass: count.
 
 
-def _count(job: _Job) -> dict[int, FileFacts]:
-    """Count values into files of the scratch directory; the facts of all files on all ranks."""
-    counters = {
-        name: ValueCounter()
-        for name, table in tables_of(job.spec).items()
-        if table.encoding is Encoding.vocabulary
-    }
+def _count(job: _Job) -> tuple[dict[int, FileFacts], dict[str, int]]:
+    """Count values into files of the scratch directory.
+
+    Returns:
+        The facts of all files; and the largest row of each table with ``encoding: rows``, -1 if it
+        is never read; on all ranks.
+    """
+    tables = tables_of(job.spec)
+    counters = {n: ValueCounter() for n, t in tables.items() if t.encoding is Encoding.vocabulary}
+    largest = {name: -1 for name, t in tables.items() if t.encoding is Encoding.rows}
 
     def count_my_files() -> dict[int, FileFacts]:
         with _progress("1/2 count") as progress:
-            facts = {file: _count_file(job, file, counters, progress) for file in job.my_files}
+            facts = {
+                file: _count_file(job, file, counters, largest, progress) for file in job.my_files
+            }
         directory = job.scratch / _COUNTS_DIR
         directory.mkdir(exist_ok=True)
         for name, counter in counters.items():
@@ -187,11 +196,17 @@ def _count(job: _Job) -> dict[int, FileFacts]:
             write_arrow(path, counter.counts().to_table())
         return facts
 
-    return _on_all_ranks(count_my_files)
+    facts = _on_all_ranks(count_my_files)
+    of_ranks = distributed.all_gather_object(largest)
+    return facts, {name: max(found[name] for found in of_ranks) for name in largest}
 
 
 def _count_file(
-    job: _Job, file: int, counters: dict[str, ValueCounter], progress: tqdm[Any]
+    job: _Job,
+    file: int,
+    counters: dict[str, ValueCounter],
+    largest: dict[str, int],
+    progress: tqdm[Any],
 ) -> FileFacts:
     columns = job.log.columns
     needs_moments = any(column.standardize for column in columns.values())
@@ -208,10 +223,33 @@ def _count_file(
             moments_of(dense_values(train, columns)) if needs_moments else no_moments,
         )
         for name, column in feature_columns(columns).items():
-            if job.tables[name] in counters:
-                count_ids(raw_feature(train, name, column), counters[job.tables[name]])
+            table = job.tables[name]
+            if table in counters:
+                count_ids(raw_feature(train, name, column), counters[table])
+            elif table in largest:
+                largest[table] = max(largest[table], _largest_row(job, file, block, name))
         progress.update(len(block))
     return facts
+
+
+def _largest_row(job: _Job, file: int, block: RawBlock, feature: str) -> int:
+    """The largest id of a feature whose ids are row numbers; all splits must be within the table.
+
+    Raises:
+        ValueError: if an id is not a row number of the table.
+    """
+    column, table = job.log.columns[feature], job.tables[feature]
+    num_rows = tables_of(job.spec)[table].num_rows or MAX_ROWS
+    found = find_rows(raw_feature(block, feature, column), num_rows)
+    if found.outside is not None:
+        sample, text = found.outside
+        raise ValueError(
+            f"{job.log.files[file]} line {block.lines[sample]}: expected a row number below "
+            f"{num_rows} of table {table} in column {column.source or feature}, got "
+            f"{'nothing' if text is None else repr(text)}. Correct the id, set num_rows of "
+            f"data.source.tables.{table}, or choose another encoding."
+        )
+    return found.largest
 
 
 def _check_facts(total: FileFacts, num_files: int) -> None:
@@ -230,8 +268,12 @@ def _by_split(counts: Rows) -> dict[str, int]:
 # Between the passes: vocabularies, each built by one rank and read by all.
 
 
-def _build_encoders(job: _Job) -> dict[str, RowEncoder]:
-    """An encoder per table, the same on every rank."""
+def _build_encoders(job: _Job, largest: dict[str, int]) -> dict[str, RowEncoder]:
+    """An encoder per table, the same on every rank.
+
+    Args:
+        largest: The largest row of each table with ``encoding: rows``.
+    """
     tables = tables_of(job.spec)
     names = [name for name, table in tables.items() if table.encoding is Encoding.vocabulary]
 
@@ -250,14 +292,19 @@ def _build_encoders(job: _Job) -> dict[str, RowEncoder]:
         for path in (job.scratch / _COUNTS_DIR).iterdir():
             path.unlink()
         (job.scratch / _COUNTS_DIR).rmdir()
-    return distributed.same_verdict(
-        lambda: {
-            name: RowEncoder(vocabulary=read_vocabulary(job.scratch, name))
-            if table.encoding is Encoding.vocabulary
-            else RowEncoder(table.num_rows)
-            for name, table in tables.items()
-        }
-    )
+
+    def make_encoder(name: str) -> RowEncoder:
+        table = tables[name]
+        match table.encoding:
+            case Encoding.vocabulary:
+                return RowEncoder(vocabulary=read_vocabulary(job.scratch, name))
+            case Encoding.hashing:
+                return RowEncoder(table.num_rows)
+            case Encoding.rows:
+                # A table has at least one row, read or not.
+                return RowNumbers(table.num_rows or max(largest[name] + 1, 1))
+
+    return distributed.same_verdict(lambda: {name: make_encoder(name) for name in tables})
 
 
 # Second pass: encode and write.

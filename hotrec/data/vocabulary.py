@@ -1,4 +1,4 @@
-"""From texts to rows: exact counts merged over blocks and ranks, vocabularies, hashing.
+"""From texts to rows: counts merged over blocks and ranks, vocabularies, hashing, row numbers.
 
 Counts are arrays (24 bytes and the text per distinct value), not Python objects. Rows are numbered
 by the hash of the value, not by frequency: a row-wise shard is a range of rows, and with popular
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hotrec.data.chunks import one_array, write_arrow
 from hotrec.data.columns import Lists, Texts
@@ -22,6 +23,8 @@ from hotrec.types import Rows
 # Merging pays only when enough values are pending.
 _MIN_PENDING = 2_000_000
 
+# Digits enough for hotrec.config.data.MAX_ROWS.
+_ROW_NUMBER = "^[0-9]{1,13}$"
 _COUNTS_SCHEMA = pa.schema([("value", pa.large_string()), ("count", pa.int64())])
 
 
@@ -155,3 +158,56 @@ class RowEncoder:
         if values.null_count:
             rows[values.is_null().to_numpy(zero_copy_only=False)] = 0
         return rows
+
+
+class RowNumbers(RowEncoder):
+    """Takes texts that are row numbers already, as ``find_rows`` has checked them."""
+
+    def rows(self, values: pa.Array) -> Rows:
+        """int64 (n,): the values as numbers, -1 for what is not a row number."""
+        is_number = pc.match_substring_regex(values, _ROW_NUMBER).fill_null(False)
+        rows: Rows = pc.if_else(is_number, values, "-1").cast(pa.int64()).to_numpy()
+        return rows
+
+
+@dataclass(frozen=True)
+class FoundRows:
+    """The row numbers of a column.
+
+    Args:
+        largest: The largest of them; -1 without any.
+        outside: The first sample with an id that is not a row number of the table, and this id,
+            None for a missing one; None if there is no such sample.
+    """
+
+    largest: int
+    outside: tuple[int, str | None] | None
+
+
+def find_rows(column: Texts | Lists, num_rows: int) -> FoundRows:
+    """Read a column as row numbers below ``num_rows``; a missing list has none."""
+    texts = column if isinstance(column, Texts) else column.items
+    # A missing value has the code -1, the last entry.
+    values = np.append(RowNumbers().rows(texts.values), -1)
+    samples = _first_samples(column)
+    codes, samples = texts.codes[samples >= 0], samples[samples >= 0]
+    rows = values[codes]
+    is_outside = (rows < 0) | (rows >= num_rows)
+    if not is_outside.any():
+        return FoundRows(int(rows.max(initial=-1)), None)
+    at = np.flatnonzero(is_outside)
+    first = at[np.argmin(samples[at])]
+    text = None if codes[first] < 0 else texts.values[int(codes[first])].as_py()
+    return FoundRows(int(rows.max()), (int(samples[first]), text))
+
+
+def _first_samples(column: Texts | Lists) -> Rows:
+    """For each item the first sample that has its list, -1 if none has; for texts the sample."""
+    if isinstance(column, Texts):
+        return np.arange(column.codes.size)
+    lengths = np.diff(column.offsets)
+    first = np.full(lengths.size, -1)
+    is_list = column.codes >= 0
+    # Of several samples with one list the last assignment stands.
+    first[column.codes[is_list][::-1]] = np.flatnonzero(is_list)[::-1]
+    return np.repeat(first, lengths)

@@ -39,7 +39,8 @@ def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWo
         num_columns: The number F of pooled columns.
     """
     dim, num_vectors = model.embedding_dim, num_columns + 1
-    bottom_flops, bottom_values = _layers(num_dense, model.dense_layer_sizes, is_first=True)
+    num_inputs = num_bottom_inputs(num_dense)
+    bottom_flops, bottom_values = _layers(num_inputs, model.dense_layer_sizes, is_first=True)
     if isinstance(model, Dcnv2Config):
         width = num_vectors * dim
         rank, num_layers = model.cross_low_rank_dim, model.cross_num_layers
@@ -53,6 +54,11 @@ def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWo
     over_flops, over_values = _layers(width, model.over_layer_sizes, is_first=False)
     flops = bottom_flops + cross_flops + over_flops
     return DenseWork(flops, bottom_flops / flops, bottom_values + cross_values + over_values)
+
+
+def num_bottom_inputs(num_dense: int) -> int:
+    """Inputs of the bottom MLP: the dense columns, or a column of ones in place of none."""
+    return max(num_dense, 1)
 
 
 def _layers(num_inputs: int, sizes: Sequence[int], *, is_first: bool) -> tuple[float, int]:

@@ -11,6 +11,7 @@ from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from hotrec.models.flops import num_bottom_inputs
 from hotrec.models.interaction import CrossNet, DotInteraction
 from hotrec.runtime.stages import backward_point, mark, mark_backward
 from hotrec.types import ModelKind
@@ -24,8 +25,14 @@ def _stack_columns(pooled: KeyedTensor, names: list[str], dim: int) -> torch.Ten
     return torch.cat([columns[name] for name in names], dim=1).view(-1, len(names), dim)
 
 
+def _dense_inputs(dense_BN: torch.Tensor) -> torch.Tensor:
+    """The dense columns; in place of none a column of ones, (B, 1), as inputs of the bottom MLP."""
+    return dense_BN if dense_BN.size(1) else dense_BN.new_ones(dense_BN.size(0), 1)
+
+
 # Leaves for the tracer of TorchRec's pipelines, which cannot follow what is decided by a tensor.
 torch.fx.wrap("_stack_columns")
+torch.fx.wrap("_dense_inputs")
 torch.fx.wrap("backward_point")
 torch.fx.wrap("mark_backward")
 
@@ -43,7 +50,7 @@ class _LookupsFirst(DLRM):
         pooled = self.sparse_arch.embedding_bag_collection(sparse_features)
         mark("row_lookup")
         bottom_is_undone = backward_point("dense", dense_features)
-        dense_BD = self.dense_arch(dense_features)
+        dense_BD = self.dense_arch(_dense_inputs(dense_features))
         mark("dense")
         rows_are_sent = backward_point("grads_exchange", dense_features)
         sparse_BFD = _stack_columns(
@@ -78,7 +85,8 @@ def build_model(
         kind: The model.
         embeddings: ``EmbeddingBagCollection`` or ``HotColdEmbeddingBagCollection``; all tables of
             the same dimension D.
-        num_dense: The number N of dense columns; at least 1.
+        num_dense: The number N of dense columns. Without any the bottom MLP reads a column of
+            ones, so that its output is a learned vector, the same for all samples.
         dense_layer_sizes: The bottom MLP's; the last must be D.
         over_layer_sizes: The top MLP's; the last must be 1.
         cross_num_layers: The number of DCNv2's cross layers.
@@ -96,12 +104,7 @@ def build_model(
             f"model.embedding_dim: expected one dimension for all tables, got {sorted(dims)}. "
             f"{kind.value} needs equal dimensions."
         )
-    dim = dims.pop()
-    if num_dense < 1:
-        raise ValueError(
-            f"data dense features: expected at least 1 for {kind.value}, got {num_dense}. "
-            "Add a dense column."
-        )
+    dim, num_inputs = dims.pop(), num_bottom_inputs(num_dense)
     if _last(dense_layer_sizes) != dim:
         raise ValueError(
             f"model.dense_layer_sizes: expected the last to be the embedding dimension {dim}, "
@@ -117,12 +120,12 @@ def build_model(
         torch.random.default_generator.manual_seed(seed)
         if kind is ModelKind.dlrm:
             model: DLRM = _LookupsFirst(
-                embeddings, num_dense, list(dense_layer_sizes), list(over_layer_sizes), made_on
+                embeddings, num_inputs, list(dense_layer_sizes), list(over_layer_sizes), made_on
             )
         else:
             model = _Dcnv2(
                 embeddings,
-                num_dense,
+                num_inputs,
                 list(dense_layer_sizes),
                 list(over_layer_sizes),
                 cross_num_layers,

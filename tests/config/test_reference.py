@@ -63,9 +63,9 @@ def test_composed_keys_are_on_the_page(root: str, overrides: list[str], page: st
     composed = OmegaConf.to_container(compose_config(root, overrides))
     names = {leaf.lstrip(".") for leaf in leaves(composed, "")}
     # Entries of mappings have names of their own, and an empty source or mapping has no keys.
-    entries = r"(source\.(columns|tables|joins)|bench\.variants)\.\w+\."
+    entries = r"(source\.(?:columns|tables|joins)|outline\.tables|bench\.variants)\.\w+\."
     names = {re.sub(entries, r"\1.<name>.", name) for name in names}
-    empty = r".*\.kind|data\.(source|synthetic)|data\.source\.\w+|bench\.variants"
+    empty = r".*\.kind|data\.(source|synthetic|outline)|data\.source\.\w+|bench\.variants"
     missing = [n for n in sorted(names) if f"| `{n}` |" not in page and not re.fullmatch(empty, n)]
     assert missing == []
 

@@ -93,6 +93,16 @@ def test_samples_depend_on_seed_and_rank_alone() -> None:
     assert not torch.equal(draw(0, 0), draw(1, 0))
 
 
+def test_without_dense_columns_labels_follow_the_first_feature() -> None:
+    tables = ZipfTables([1000, 10], exponent=1.05, num_dense=0, seed=0)
+    (batch,) = tables.batches(1, batch_size=2000, rank=0, world_size=1)
+    assert batch.dense.shape == (2000, 0)
+    is_odd = batch.sparse.values()[:2000] % 2 == 1
+    # The logistic function of -2 and of 0.
+    for clicked, expected in ((batch.labels[~is_odd], 0.12), (batch.labels[is_odd], 0.5)):
+        assert clicked.mean().item() == pytest.approx(expected, abs=0.05)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_samples_by_owner_are_all_ranks_samples(world_size: int) -> None:
     tables = zipf_tables()

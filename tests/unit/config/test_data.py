@@ -84,6 +84,10 @@ def test_features_may_share_a_table():
         ),
         (criteo(block_mib=1 << 20), "data.source.block_mib", "1048576"),
         (
+            criteo(tables={"C3": TableSpec(Encoding.rows, num_rows=-1)}),
+            *("data.source.tables.C3.num_rows", "-1"),
+        ),
+        (
             criteo(table_defaults=TableSpec(Encoding.hashing, num_rows=MAX_ROWS + 1)),
             *("data.source.table_defaults.num_rows", "1099511627777"),
         ),

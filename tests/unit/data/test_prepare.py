@@ -429,3 +429,71 @@ def test_reading_ahead_keeps_order_and_passes_errors_on():
         found.extend(read_ahead(numbers()))
     assert found == [1, 2]
     assert list(read_ahead(iter([]))) == []
+
+
+def rows_spec(files: list[Path], num_rows: int = 0, **settings: object) -> SourceSpec:
+    tables = {name: TableSpec(Encoding.rows, num_rows=num_rows) for name in ("user", "videos")}
+    return delimited_spec(files, tables=tables, **settings)
+
+
+def write_rows(path: Path, *lines: str) -> Path:
+    """A log of lines "user,item,history"."""
+    path.write_text(HEADER + "".join(f"1,0,{line}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(0, (8, 10)), (20, (20, 20))])
+def test_row_numbers_are_taken_as_they_are(tmp_path, num_rows, expected):
+    # The largest of each table are in the second file and in the test split.
+    files = [
+        write_rows(tmp_path / "0.csv", *["3,1,2 0 2", "0,5,"] * 4),
+        write_rows(tmp_path / "1.csv", "7,002,9"),
+    ]
+    split = SplitSpec(SplitKind.last, valid_frac=0.0, test_frac=0.1)
+    dataset = run(rows_spec(files, num_rows, split=split), tmp_path / "d")
+    assert [dataset.schema.table(name).num_rows for name in ("user", "videos")] == [*expected]
+    train, test = (dataset.block(name, 0).features for name in ("train", "test"))
+    assert train["user"].tolist() == [3, 0] * 4
+    assert train["item"].tolist() == [1, 5] * 4
+    assert [bag(train["history"], n) for n in range(2)] == [[2, 0, 2], []]
+    assert (test["user"].tolist(), test["item"].tolist()) == ([7], [2])
+    assert not (tmp_path / "d/vocab").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "got", "column"),
+    [
+        ("10,0,0", "'10'", "user"),
+        ("-1,0,0", "'-1'", "user"),
+        ("u7,0,0", "'u7'", "user"),
+        ("0x3,0,0", "'0x3'", "user"),
+        (",0,0", "nothing", "user"),
+        ("0,99999999999999999999,0", "'9{20}'", "item"),
+        ("0,0,1 12 2", "'12'", "history"),
+    ],
+)
+def test_an_id_that_is_no_row_is_refused(tmp_path, line, got, column):
+    path = write_rows(tmp_path / "log.csv", "9,1,2", "1,0,", line, line)
+    pattern = f"log.csv line 4: expected a row number below 10 of .* column {column}, got {got}"
+    with pytest.raises(ValueError, match=pattern):
+        run(rows_spec([path], 10), tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_integers_of_parquet_are_row_numbers(tmp_path):
+    table = {"click": [1, 0, 1], "user": [4, 0, 2]}
+    pq.write_table(pa.table(table), tmp_path / "log.parquet")
+    columns = {
+        "label": ColumnSpec(ColumnKind.label, source="click"),
+        "user": ColumnSpec(ColumnKind.categorical),
+    }
+    spec = SourceSpec(
+        SourceFormat.parquet,
+        [str(tmp_path / "log.parquet")],
+        columns,
+        split=SplitSpec(valid_frac=0.0, test_frac=0.0),
+        table_defaults=TableSpec(Encoding.rows),
+    )
+    dataset = run(spec, tmp_path / "d")
+    assert dataset.schema.table("user").num_rows == 5
+    assert dataset.block("train", 0).features["user"].tolist() == [4, 0, 2]

@@ -23,7 +23,7 @@ NUM_DENSE, NUM_COLUMNS, NUM_SAMPLES = 5, 4, 10
 NAMES = [f"f{number}" for number in range(NUM_COLUMNS)]
 
 
-def built(model: ModelConfig) -> nn.Module:
+def built(model: ModelConfig, num_dense: int) -> nn.Module:
     cross = {}
     if isinstance(model, Dcnv2Config):
         cross = {name: getattr(model, name) for name in ("cross_num_layers", "cross_low_rank_dim")}
@@ -34,7 +34,7 @@ def built(model: ModelConfig) -> nn.Module:
     found = build_model(
         model.kind,
         EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
-        num_dense=NUM_DENSE,
+        num_dense=num_dense,
         dense_layer_sizes=model.dense_layer_sizes,
         over_layer_sizes=model.over_layer_sizes,
         seed=0,
@@ -45,14 +45,15 @@ def built(model: ModelConfig) -> nn.Module:
     return found
 
 
+@pytest.mark.parametrize("num_dense", [NUM_DENSE, 0])
 @pytest.mark.parametrize("kind", sorted(MODELS))
-def test_parameters_and_operations_are_those_of_the_layers(kind: str) -> None:
-    model, layers = MODELS[kind], built(MODELS[kind])
-    work = dense_flops(model, NUM_DENSE, NUM_COLUMNS)
+def test_parameters_and_operations_are_those_of_the_layers(kind: str, num_dense: int) -> None:
+    model, layers = MODELS[kind], built(MODELS[kind], num_dense)
+    work = dense_flops(model, num_dense, NUM_COLUMNS)
     assert work.num_dense_values == sum(p.numel() for p in layers.parameters())
     values = torch.randn(NUM_SAMPLES, NUM_COLUMNS * 8, requires_grad=True)
     pooled = KeyedTensor(NAMES, [8] * NUM_COLUMNS, values)
-    dense = torch.randn(NUM_SAMPLES, NUM_DENSE)
+    dense = torch.randn(NUM_SAMPLES, num_dense)
     with FlopCounterMode(display=False) as counter:
         layers(dense, pooled).sum().backward()
     assert work.flops * NUM_SAMPLES == counter.get_total_flops()

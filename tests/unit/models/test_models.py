@@ -74,6 +74,17 @@ def test_same_model_whatever_holds_the_embeddings(kind: ModelKind) -> None:
     torch.testing.assert_close(logits, second(batch.dense, routed), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", list(ModelKind))
+def test_without_dense_columns_the_bottom_layers_read_ones(kind: ModelKind) -> None:
+    embeddings = EmbeddingBagCollection(tables=tables())
+    without, with_ones = (build(kind, embeddings, num_dense=number) for number in (0, 1))
+    batch = make_batch([1.0] * 6, 6)
+    logits = without(batch.dense[:, :0], batch.sparse)
+    assert torch.equal(logits, with_ones(torch.ones(6, 1), batch.sparse))
+    logits.sum().backward()
+    assert all(p.grad is not None for p in without.parameters())
+
+
 def test_seed_decides_the_layers_and_the_callers_generator_goes_on() -> None:
     def layers(seed: int) -> torch.Tensor:
         collection = EmbeddingBagCollection(tables=tables(), device=torch.device("meta"))
@@ -93,7 +104,6 @@ def test_seed_decides_the_layers_and_the_callers_generator_goes_on() -> None:
     ("dims", "arguments", "message"),
     [
         ((4, 8), {}, r"^model\.embedding_dim: expected one dimension for all tables, got \[4, 8\]"),
-        ((4, 4), {"num_dense": 0}, r"^data dense features: expected at least 1 .*, got 0\."),
         ((4, 4), {"dense_layer_sizes": [8, 5]}, r"^model\.dense_layer_sizes: .* 4, got 5\."),
         ((4, 4), {"over_layer_sizes": [8, 2]}, r"^model\.over_layer_sizes: .* to be 1, got 2\."),
         ((4, 4), {"dense_layer_sizes": []}, r"^model\.dense_layer_sizes: "),

@@ -1,0 +1,462 @@
+"""Whether the defaults of `hotrec train` choose the fastest: every candidate trained in full.
+
+    PYTHONPATH=. python benchmarks/choice_grid.py [--cells PATTERN] [--sample N] [--limit-s S] ...
+
+A cell is a dataset, a batch size, a network and a number of ranks. In each the dataset is prepared
+and profiled, the machine is calibrated once, and then `hotrec train`, with its own loader and
+ranks, trains the defaults and every candidate in turn, --repeats times over. Every run begins with
+the calibrated costs as they were measured: what one run learns is not known to another. Results are
+added to DIRECTORY/<cell>.json after every run, so the same command goes on where it was stopped;
+in the end choice_page.py writes the page of all cells that are there.
+
+Hosts are network namespaces (on_hosts.sh), one rank in each; this needs root. Loopback needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.choice_page import DEFAULT, write_page
+from hotrec.bench.machine import machine_facts
+from hotrec.runtime.run_dir import CHECKPOINTS, PARTITION, PLAN_JSON, PREDICTION, SUMMARY
+
+ROOT = Path(__file__).parents[1]
+LOOPBACK = "loopback"
+NETWORKS = (LOOPBACK, "1gbit", "250mbit")
+BATCH_SIZES = (512, 2048, 8192)
+EXPONENTS = (0.8, 1.05, 1.2)
+NUM_DENSE = {"dense": 13, "nodense": 0}
+# Tables of Criteo Kaggle, cut to 200,000 rows; and fewer with bags, which read 160 rows a sample.
+ONE_HOT_ROWS = (
+    *(1460, 583, 200_000, 200_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 200_000, 3194, 27),
+    *(14_992, 200_000, 10, 5652, 2173, 4, 200_000, 18, 15, 200_000, 105, 142_572),
+)
+BAG_ROWS = (200_000, 100_000, 50_000, 20_000, 5000, 1000, 200, 50)
+# Name -> rows of the tables, mean ids of a bag, samples to train on.
+SHAPES = {"onehot": (ONE_HOT_ROWS, 1, 524_288), "bags20": (BAG_ROWS, 20, 262_144)}
+# What tells hotrec not to try plans on the run's first batches.
+NO_TRIAL = "plan.trial=false"
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    **{
+        f"hot_cold-{pipeline}": (
+            *("placement=cost", "placement.may_decline=false"),
+            f"pipeline={pipeline}",
+        )
+        for pipeline in ("look_ahead", "sparse_dist", "base")
+    },
+    **{
+        f"{plan}-{pipeline}": (
+            *("placement=torchrec", f"placement.plan={plan}"),
+            f"pipeline={pipeline}",
+        )
+        for plan, pipeline in product(("planner", "hand_tuned"), ("sparse_dist", "base"))
+    },
+}
+# Of summary.json; also all that begins with "trial".
+KEPT = (
+    *("step_p50_s", "step_p90_s", "measured_step_s", "samples_per_s", "data_wait_frac", "loss"),
+    *("predicted_step_s", "pipeline", "policy", "hot_rows", "sent_bytes_total", "elapsed_s"),
+    "peak_resident_bytes",
+)
+# Of a plan's entry in prediction.json: the bounds of the predicted step.
+INTERVAL = ("step_low_s", "step_high_s")
+SKIPPED = 77  # exit code of on_hosts.sh where there are no namespaces
+END_S = 60.0  # that ranks and namespaces get to end in order
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where the choice is made."""
+
+    data: str
+    batch_size: int
+    network: str
+    num_ranks: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.data}_b{self.batch_size}_{self.network}_w{self.num_ranks}"
+
+
+def data_overrides() -> dict[str, tuple[str, ...]]:
+    """Datasets by name, as words for `hotrec prepare`."""
+    found: dict[str, tuple[str, ...]] = {"kuairand": ("data=kuairand",)}
+    for exponent, shape, dense in product(EXPONENTS, SHAPES, NUM_DENSE):
+        rows, mean_length, num_train = SHAPES[shape]
+        found[f"zipf{exponent}-{shape}-{dense}"] = (
+            "data=synthetic",
+            f"data.synthetic.num_rows={list(rows)}".replace(" ", ""),
+            f"data.synthetic.mean_lengths=[{mean_length}]",
+            f"data.synthetic.zipf_exponent={exponent}",
+            f"data.synthetic.num_dense={NUM_DENSE[dense]}",
+            f"data.synthetic.num_train={num_train}",
+            *("data.synthetic.num_valid=0", "data.synthetic.num_test=0"),
+            *("data.synthetic.num_periods=1", "data.synthetic.drift_frac=0"),
+        )
+    return found
+
+
+def all_cells() -> list[Cell]:
+    """Every dataset, batch size and network; 4 ranks in a quarter of the cells, 2 in the others."""
+    factors = (enumerate(data_overrides()), enumerate(BATCH_SIZES), enumerate(NETWORKS))
+    return [
+        Cell(data, batch_size, network, 4 if (i + j + k) % 4 == 3 else 2)
+        for (i, data), (j, batch_size), (k, network) in product(*factors)
+    ]
+
+
+def sample_cells(cells: Sequence[Cell], number: int, seed: int) -> list[Cell]:
+    """A random choice that has every dataset, batch size and network about as often."""
+    rest, chosen, counts = list(cells), list[Cell](), Counter[str | int]()
+    random.Random(seed).shuffle(rest)
+    while rest and len(chosen) < number:
+        # min takes the first of equals, in shuffled order.
+        rarest = min(rest, key=lambda cell: sum(counts[level] for level in levels(cell)))
+        rest.remove(rarest)
+        chosen.append(rarest)
+        counts.update(levels(rarest))
+    return chosen
+
+
+def levels(cell: Cell) -> tuple[str | int, ...]:
+    return cell.data, cell.batch_size, cell.network
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cells", nargs="+", default=["*"], help="patterns of names of cells")
+    parser.add_argument("--sample", type=int, help="a balanced choice of so many of these cells")
+    parser.add_argument("--seed", type=int, default=0, help="of --sample")
+    parser.add_argument("--list", action="store_true", help="print the chosen cells and end")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps of a run")
+    parser.add_argument("--warmup-steps", type=int, default=20, help="steps before them")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each candidate")
+    parser.add_argument(
+        "--run-s",
+        type=float,
+        default=60.0,
+        help="fewer timed steps, but 20, where the defaults' first run took longer than this",
+    )
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")
+    parser.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="begin no command after so many seconds"
+    )
+    parser.add_argument(
+        "--without-trial-key",
+        action="store_true",
+        help=f"do not pass {NO_TRIAL}, for versions of hotrec that do not know it",
+    )
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="keep one core busy with another process while the machine is calibrated",
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/choice")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs/choice_grid")
+    parser.add_argument("--page", action="store_true", help="only make the page")
+    parser.add_argument("overrides", nargs="*", help="more words for every command of hotrec")
+    return parser.parse_args(arguments)
+
+
+class OutOfTime(Exception):  # noqa: N818 (nothing is wrong)
+    """The time limit of the grid is reached."""
+
+
+class Failed(Exception):  # noqa: N818 (a result)
+    """A command of hotrec failed, with its last words."""
+
+
+class Skipped(Exception):  # noqa: N818 (a result)
+    """A network cannot be made here."""
+
+
+class Grid:
+    """Runs the cells of the options, and keeps their results."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._end = time.monotonic() + options.limit_s
+
+    def run(self, cell: Cell) -> None:
+        """Do what is left to do of a cell.
+
+        Raises:
+            OutOfTime: if the time limit is reached; what was done is kept.
+            Failed: if it cannot be prepared, profiled or calibrated.
+            Skipped: if its network cannot be made.
+        """
+        path = self._options.output / f"{cell.name}.json"
+        document = read_cell(path, self._settings(cell))
+        place = self._options.work / cell.name
+        overrides = [*self._prepared(cell.data), f"trainer.batch_size={cell.batch_size}"]
+        if "calibrated" not in document or not (place / "costs").exists():
+            if document["runs"]:
+                raise Failed(f"{path} has runs, but {place / 'costs'} is gone: remove the file")
+            with busy_core(self._options.busy):
+                document["calibrated"] = self._hotrec(
+                    "calibrate",
+                    cell,
+                    place / "calibrate",
+                    [*overrides, f"paths.costs={place}/costs"],
+                )
+            write_cell(path, document)
+        done = {(run["repeat"], run["candidate"]) for run in document["runs"]}
+        for repeat in range(self._options.repeats):
+            for candidate in turn(repeat):
+                if (repeat, candidate) in done:
+                    continue
+                words = [*overrides, *self._words(candidate), *self._length(document["runs"])]
+                run = self._train(cell, place / f"{repeat}-{candidate}", words)
+                document["runs"].append({"repeat": repeat, "candidate": candidate, **run})
+                write_cell(path, document)
+                say(f"{cell.name} {repeat} {candidate}: {describe(run)}")
+
+    def _settings(self, cell: Cell) -> dict[str, Any]:
+        names = ("steps", "warmup_steps", "run_s", "without_trial_key", "busy", "overrides")
+        return {**asdict(cell), **{name: getattr(self._options, name) for name in names}}
+
+    def _words(self, candidate: str) -> list[str]:
+        if candidate == DEFAULT:
+            return []
+        return [*CANDIDATES[candidate], *([] if self._options.without_trial_key else [NO_TRIAL])]
+
+    def _length(self, runs: Sequence[Mapping[str, Any]]) -> list[str]:
+        options, steps = self._options, self._options.steps
+        if runs and "step_p50_s" in runs[0]:
+            steps = min(steps, max(20, int(options.run_s / runs[0]["step_p50_s"])))
+        return [
+            f"trainer.max_steps={options.warmup_steps + steps}",
+            f"trainer.warmup_steps={options.warmup_steps}",
+        ]
+
+    def _prepared(self, data: str) -> list[str]:
+        """Prepare and profile a dataset unless it was done before; returns where it is."""
+        overrides = data_overrides()[data]
+        digest = hashlib.sha256(repr((overrides, self._options.overrides)).encode()).hexdigest()[:8]
+        place = self._options.work / "data" / f"{data}-{digest}"
+        paths = [f"paths.dataset={place}/dataset", f"paths.profile={place}/profile"]
+        marker = place / "done.json"
+        if not marker.exists():
+            shutil.rmtree(place, ignore_errors=True)
+            figures = {
+                command: self._hotrec(command, None, place / f"{command}-run", [*overrides, *paths])
+                for command in ("prepare", "profile")
+            }
+            marker.write_text(json.dumps(figures, indent=1) + "\n")
+        return [overrides[0], *paths]
+
+    def _train(self, cell: Cell, run_dir: Path, words: Sequence[str]) -> dict[str, Any]:
+        """Train once; a failure is a result too."""
+        shutil.rmtree(run_dir, ignore_errors=True)
+        costs = run_dir.parent / f"{run_dir.name}-costs"
+        shutil.rmtree(costs, ignore_errors=True)
+        shutil.copytree(run_dir.parent / "costs", costs)
+        load = os.getloadavg()[0]
+        words = [
+            *words,
+            *("trainer.num_epochs=1000000", "trainer.eval_splits=[]", "trainer.resume=none"),
+            *("trainer.log_every_steps=1000000", f"paths.costs={costs}"),
+        ]
+        try:
+            self._hotrec("train", cell, run_dir, words)
+            found = read_run(run_dir)
+        except Failed as error:
+            found = {"error": str(error)}
+        # They are as large as the tables.
+        for large in (CHECKPOINTS, PARTITION):
+            shutil.rmtree(run_dir / large, ignore_errors=True)
+        shutil.rmtree(costs)
+        return {**found, "load_average": load}
+
+    def _hotrec(
+        self, command: str, cell: Cell | None, run_dir: Path, words: Sequence[str]
+    ) -> dict[str, Any]:
+        """Run a command of hotrec on the cell's ranks, or on one; returns its figures."""
+        if time.monotonic() >= self._end:
+            raise OutOfTime
+        line = ["-m", "hotrec", command, *words, *self._options.overrides]
+        if cell is None or cell.network == LOOPBACK:
+            ranks = [f"launch.num_ranks={cell.num_ranks}"] if cell else []
+            line = [sys.executable, *line, *ranks]
+        else:
+            hosts = [ROOT / "benchmarks/on_hosts.sh", cell.network, cell.num_ranks]
+            line = [*map(str, hosts), *line]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        environment = {
+            **os.environ,
+            "HOTREC_RUN_DIR": str(run_dir),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+        say(f"hotrec {command} -> {run_dir}", indent=True)
+        code, out, err = run_command(line, environment, self._options.timeout_s)
+        if code == SKIPPED:
+            raise Skipped(err.strip())
+        if code != 0:
+            lines = [text for text in err.splitlines() if "error: " in text] or [err[-300:]]
+            # The first one; then other ranks say that they lost a rank.
+            raise Failed(f"hotrec {command} ended with {code}: {' '.join(lines[:1])}")
+        figures: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return figures
+
+
+def run_command(
+    line: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> tuple[int, str, str]:
+    """Exit code, standard output and errors; after ``timeout_s`` all its processes are ended."""
+    child = subprocess.Popen(
+        line,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = child.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        out, err = end_session(child)
+        err += f"error: expected an end within {timeout_s:.0f} s, got none.\n"
+        return 124, out, err
+    except BaseException:
+        end_session(child)
+        raise
+    return child.returncode, out, err
+
+
+def end_session(child: subprocess.Popen[str]) -> tuple[str, str]:
+    os.killpg(child.pid, signal.SIGTERM)
+    try:
+        return child.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        return child.communicate()
+
+
+@contextmanager
+def busy_core(is_wanted: bool) -> Iterator[None]:
+    """Keep one core busy in another process meanwhile."""
+    if not is_wanted:
+        yield
+        return
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        child.kill()
+        child.wait()
+
+
+def turn(repeat: int) -> list[str]:
+    """The order of the runs: the defaults first in the first repeat, then each a place later."""
+    names = [DEFAULT, *CANDIDATES]
+    shift = repeat % len(names)
+    return [*names[-shift:], *names[:-shift]] if shift else names
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """What is kept of a run: its figures, the plan it chose, and what was predicted for that."""
+    summary = json.loads((run_dir / SUMMARY).read_text())
+    found = {k: v for k, v in summary.items() if k in KEPT or k.startswith("trial")}
+    if (run_dir / PREDICTION).exists():
+        prediction = json.loads((run_dir / PREDICTION).read_text())
+        chosen = prediction["plans"][prediction["chosen"]]
+        found |= {name: prediction[name] for name in ("chosen", "why")}
+        found |= {name: chosen[name] for name in INTERVAL if name in chosen}
+        found["cost_note"] = prediction["costs"]["note"]
+        if "trial" in prediction:
+            found["trial"] = prediction["trial"]
+    plan = (run_dir / PLAN_JSON).read_bytes() + repr(summary.get("hot_rows")).encode()
+    found["plan"] = hashlib.sha256(plan + summary["pipeline"].encode()).hexdigest()[:12]
+    return found
+
+
+def read_cell(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The results so far, or none yet.
+
+    Raises:
+        SystemExit: if they were made with other settings.
+    """
+    if not path.exists():
+        return {"settings": settings, "machine": machine_facts(), "runs": []}
+    document: dict[str, Any] = json.loads(path.read_text())
+    for name, value in settings.items():
+        before = document["settings"].get(name)
+        if before != value:
+            raise SystemExit(
+                f"{path}: expected {name} {before}, with which its runs were made, got {value}. "
+                "Choose another --output and --work, or remove the file."
+            )
+    return document
+
+
+def write_cell(path: Path, document: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".tmp")
+    written.write_text(json.dumps(document, indent=1) + "\n")
+    written.replace(path)
+
+
+def describe(run: Mapping[str, Any]) -> str:
+    if "error" in run:
+        return str(run["error"])
+    predicted = run.get("predicted_step_s")
+    text = f"{1e3 * run['step_p50_s']:.1f} ms a step"
+    return f"{text}, {1e3 * predicted:.1f} predicted" if predicted else text
+
+
+def say(text: str, *, indent: bool = False) -> None:
+    print(f"{'    ' if indent else 'choice_grid: '}{text}", file=sys.stderr, flush=True)
+
+
+def choose_cells(options: argparse.Namespace) -> list[Cell]:
+    cells = [c for c in all_cells() if any(fnmatch(c.name, pattern) for pattern in options.cells)]
+    if options.sample is not None:
+        cells = sample_cells(cells, options.sample, options.seed)
+    if not cells:
+        raise SystemExit(
+            f"--cells: expected patterns of some cells, got {options.cells}. See --list."
+        )
+    return cells
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    cells = choose_cells(options)
+    if options.list:
+        print("\n".join(cell.name for cell in cells))
+        return
+    grid = Grid(options)
+    for number, cell in enumerate([] if options.page else cells, 1):
+        say(f"cell {number} of {len(cells)}: {cell.name}")
+        try:
+            grid.run(cell)
+        except OutOfTime:
+            say(f"{options.limit_s:.0f} s are over; the same command goes on from here")
+            break
+        except (Failed, Skipped) as error:
+            say(f"{cell.name} left out: {error}")
+    print(json.dumps(write_page(options.output)))
+
+
+if __name__ == "__main__":
+    main()

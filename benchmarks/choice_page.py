@@ -1,0 +1,362 @@
+"""The page and the picture of benchmarks/choice_grid.py's files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import matplotlib
+import numpy as np
+
+from hotrec.report.render import markdown_table
+from hotrec.report.style import light_grid, report_style, run_color
+from hotrec.report.units import show_count, show_frac, show_seconds
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+T = TypeVar("T")
+# What `hotrec train` chooses by itself, among the names of the candidates.
+DEFAULT = "default"
+BASELINES = ("planner", "hand_tuned")
+# What is to be reached: (most that is lost, in which share of the cells).
+WITHIN, WITHIN_SHARE, WITHIN_ALL = 0.03, 0.95, 0.08
+WITHIN_BUSY, WITHIN_BUSY_SHARE = 0.05, 0.90
+PREDICTED, PREDICTED_SHARE, HELD_SHARE = 0.15, 0.90, 0.90
+
+HEADER = """# Choices of the defaults
+
+Made by `benchmarks/choice_grid.py`. In each cell the machine is calibrated once; then
+`hotrec train`, with its own loader and ranks, trains the defaults (`placement=cost pipeline=auto`)
+and every candidate in full, in turn. Hosts are network namespaces with one rank each, every link
+shaped to the rate both ways; loopback: all ranks on one host. `hot_cold` is the placement that the
+cost model chooses for that pipeline; `planner` and `hand_tuned` are TorchRec's plans.
+
+Step: median of a run's steps after the first {warmup_steps}, of rank 0; of several runs their
+median. Ratios are of runs of the same repeat, median over the repeats. Best: the candidate with the
+least step; as the least of several noisy figures it is a little too small."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What came of a cell.
+
+    Args:
+        default_s: The step of the defaults.
+        best: The fastest candidate, and its step in ``best_s``.
+        ratio: The defaults over the best.
+        baseline_ratios: The defaults over the faster run of each of TorchRec's plans.
+        torchrec_ratio: The faster of TorchRec's plans over the best; None if none was trained.
+        error_frac: (predicted - measured) / measured of the defaults; None without a prediction.
+        is_held: Whether the predicted interval holds the measured step; None without an interval.
+        noise_frac: How far the defaults and a candidate of the very same plan differ; None if no
+            candidate has it.
+    """
+
+    default_s: float
+    best: str
+    best_s: float
+    ratio: float
+    baseline_ratios: Mapping[str, float]
+    torchrec_ratio: float | None
+    error_frac: float | None
+    is_held: bool | None
+    noise_frac: float | None
+
+
+Runs = Sequence[Mapping[str, Any]]
+
+
+def steps_of(runs: Runs) -> dict[str, dict[int, float]]:
+    """Candidate -> repeat -> seconds of a step, of the runs that ended."""
+    found: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if run.get("step_p50_s"):
+            found.setdefault(run["candidate"], {})[run["repeat"]] = run["step_p50_s"]
+    return found
+
+
+def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float | None:
+    """Median over the repeats that both have of ours / theirs; None without such a repeat."""
+    ratios = [ours[repeat] / theirs[repeat] for repeat in ours if repeat in theirs]
+    return median(ratios) if ratios else None
+
+
+def judge(runs: Runs) -> Judged | None:
+    """Compare the defaults with the candidates; None where one of them is missing."""
+    steps = steps_of(runs)
+    default = steps.pop(DEFAULT, {})
+    of_candidates = {
+        name: median(found.values()) for name, found in steps.items() if default.keys() & found
+    }
+    if not of_candidates:
+        return None
+    best = min(of_candidates, key=of_candidates.__getitem__)
+    baselines = {}
+    for plan in BASELINES:
+        names = [name for name in of_candidates if name.startswith(f"{plan}-")]
+        if names:
+            baselines[plan] = min(names, key=of_candidates.__getitem__)
+    fastest = min(baselines.values(), key=of_candidates.__getitem__, default=None)
+    ours = [run for run in runs if run["candidate"] == DEFAULT and run.get("step_p50_s")]
+    same_plan = {run.get("plan") for run in ours}
+    twins = {run["candidate"] for run in runs if same_plan == {run.get("plan")} != {None}} - {
+        DEFAULT
+    }
+    noise = [paired_ratio(default, steps[name]) for name in sorted(twins & of_candidates.keys())]
+    return Judged(
+        default_s=median(default.values()),
+        best=best,
+        best_s=of_candidates[best],
+        ratio=_ratio(default, steps[best]),
+        baseline_ratios={plan: _ratio(default, steps[name]) for plan, name in baselines.items()},
+        torchrec_ratio=None if fastest is None else _ratio(steps[fastest], steps[best]),
+        error_frac=_median([error_frac(run) for run in ours]),
+        is_held=_majority([is_held(run) for run in ours]),
+        noise_frac=_median([abs(ratio - 1) for ratio in noise if ratio is not None]),
+    )
+
+
+def _ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """``paired_ratio``, or that of the medians where no repeat has both."""
+    paired = paired_ratio(ours, theirs)
+    return median(ours.values()) / median(theirs.values()) if paired is None else paired
+
+
+def error_frac(run: Mapping[str, Any]) -> float | None:
+    """(predicted - measured) / measured of a run; None without a prediction."""
+    predicted = run.get("predicted_step_s")
+    return predicted / run["step_p50_s"] - 1 if predicted and run.get("step_p50_s") else None
+
+
+def is_held(run: Mapping[str, Any]) -> bool | None:
+    """Whether the predicted interval holds the measured step; None without an interval."""
+    if run.get("step_low_s") is None or not run.get("step_p50_s"):
+        return None
+    return bool(run["step_low_s"] <= run["step_p50_s"] <= run["step_high_s"])
+
+
+def _known(values: Iterable[T | None]) -> list[T]:
+    return [value for value in values if value is not None]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = _known(values)
+    return median(known) if known else None
+
+
+def _majority(values: Iterable[bool | None]) -> bool | None:
+    known = _known(values)
+    return 2 * sum(known) > len(known) if known else None
+
+
+def share(values: Iterable[T | None], holds: Callable[[T], bool]) -> float | None:
+    """Share of the known values for which ``holds``; None without any."""
+    known = _known(values)
+    return sum(map(holds, known)) / len(known) if known else None
+
+
+def read(directory: Path) -> dict[str, dict[str, Any]]:
+    """The cells' documents by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(directory.glob("*_w*.json"))}
+
+
+def summarize(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of the verdict; None where nothing of the kind was measured."""
+    judged = {name: judge(document["runs"]) for name, document in documents.items()}
+    cells = _known(judged.values())
+    # The defaults may have tried plans, which corrects their predictions; candidates have not.
+    predicted = [
+        run
+        for document in documents.values()
+        for run in document["runs"]
+        if run["candidate"] != DEFAULT
+    ]
+    ratio_of = {name: cell.ratio for name, cell in judged.items() if cell is not None}
+    return {
+        "num_cells": len(cells),
+        "num_unfinished": len(judged) - len(cells),
+        "within_share": share(ratio_of.values(), lambda ratio: ratio <= 1 + WITHIN),
+        "within_busy_share": share(ratio_of.values(), lambda ratio: ratio <= 1 + WITHIN_BUSY),
+        "worst_ratio": max(ratio_of.values(), default=None),
+        "worst_cell": max(ratio_of, key=ratio_of.__getitem__, default=None),
+        **{
+            f"worst_over_{plan}": max(
+                (cell.baseline_ratios[plan] for cell in cells if plan in cell.baseline_ratios),
+                default=None,
+            )
+            for plan in BASELINES
+        },
+        "default_predicted_share": share(
+            [cell.error_frac for cell in cells], lambda error: abs(error) <= PREDICTED
+        ),
+        "default_held_share": share([cell.is_held for cell in cells], bool),
+        "num_predictions": len(_known(map(error_frac, predicted))),
+        "predicted_share": share(map(error_frac, predicted), lambda e: abs(e) <= PREDICTED),
+        "held_share": share(map(is_held, predicted), bool),
+        "median_noise_frac": _median([cell.noise_frac for cell in cells]),
+        "num_noise": len(_known(cell.noise_frac for cell in cells)),
+        "num_failed_runs": sum("error" in r for d in documents.values() for r in d["runs"]),
+    }
+
+
+def verdict(figures: Mapping[str, Any], *, is_busy: bool) -> str:
+    """One paragraph: what was to be reached, and what was found."""
+    if not figures["num_cells"]:
+        return "No cell is finished."
+    num_cells = figures["num_cells"]
+    within, least = (WITHIN_BUSY, WITHIN_BUSY_SHARE) if is_busy else (WITHIN, WITHIN_SHARE)
+    reached = figures["within_busy_share" if is_busy else "within_share"]
+    parts = [
+        f"In {num_cells} cells the defaults are within {within:.0%} of the best candidate in "
+        f"{_found(reached, reached >= least, f'at least {least:.0%}')}",
+        f"at worst they take {_found_times(figures['worst_ratio'], 1 + WITHIN_ALL)} "
+        f"(`{figures['worst_cell']}`)",
+        *(
+            f"against TorchRec's {name} at worst {_found_times(found, 1 + WITHIN)}"
+            for plan, name in zip(BASELINES, ("planner", "hand-tuned plan"), strict=True)
+            if (found := figures[f"worst_over_{plan}"]) is not None
+        ),
+    ]
+    text = "; ".join(parts) + "."
+    if (found := figures["predicted_share"]) is not None:
+        text += (
+            f" Of {figures['num_predictions']} predictions, made without a trial, "
+            f"{_found(found, found >= PREDICTED_SHARE, f'at least {PREDICTED_SHARE:.0%}')} are "
+            f"within {PREDICTED:.0%} of the measured step"
+        )
+        held = figures["held_share"]
+        text += (
+            "; no interval was predicted."
+            if held is None
+            else "; the interval holds the measured step in "
+            f"{_found(held, held >= HELD_SHARE, f'at least {HELD_SHARE:.0%}')}."
+        )
+    if figures["median_noise_frac"] is not None:
+        text += (
+            f" Noise: in {figures['num_noise']} cells the defaults train the very plan of a "
+            f"candidate; the two differ by {figures['median_noise_frac']:.1%} in the median."
+        )
+    left_out = [
+        f"{figures[key]} {what}"
+        for key, what in (
+            ("num_unfinished", "cells are not finished"),
+            ("num_failed_runs", "runs failed"),
+        )
+        if figures[key]
+    ]
+    return f"{text} {' and '.join(left_out)}.".strip() if left_out else text
+
+
+def _found(value: float, is_reached: bool, wanted: str) -> str:
+    return f"{show_frac(value)} (wanted: {wanted}{'' if is_reached else '; **missed**'})"
+
+
+def _found_times(ratio: float, limit: float) -> str:
+    change = f"{abs(ratio - 1):.1%} {'more' if ratio > 1 else 'less'}"
+    missed = "" if ratio <= limit else "; **missed**"
+    return f"{change} (wanted: at most {limit - 1:.0%} more{missed})"
+
+
+def cell_rows(documents: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[list[str]]:
+    """A row of text for every cell: steps in ms, what was chosen, ratios, prediction, trial."""
+    rows = []
+    for document in documents.values():
+        runs = document["runs"]
+        steps = {n: median(found.values()) for n, found in steps_of(runs).items()}
+        settings, cell = document["settings"], judge(runs)
+        row = [
+            settings["data"],
+            show_count(settings["batch_size"]),
+            settings["network"],
+            str(settings["num_ranks"]),
+            *(f"{1e3 * steps[n]:.1f}" if n in steps else "-" for n in names),
+        ]
+        ours = [run for run in runs if run["candidate"] == DEFAULT and "error" not in run]
+        chosen = sorted({f"{r.get('chosen', '?')}, {r['pipeline']}" for r in ours})
+        row += ["; ".join(chosen) or "-", "-" if cell is None else cell.best]
+        row += ["-" if cell is None else f"{cell.ratio:.3f}"]
+        row += ["-" if cell is None or cell.error_frac is None else f"{cell.error_frac:+.0%}"]
+        row += [_trial_words(ours)]
+        rows.append(row)
+    return rows
+
+
+def _trial_words(runs: Runs) -> str:
+    seconds = _median(run.get("trial_s") for run in runs)
+    return "-" if seconds is None else show_seconds(seconds)
+
+
+def draw(documents: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Chosen / best of every cell, sorted, and the faster of TorchRec's plans / best."""
+    cells = sorted(_known(judge(d["runs"]) for d in documents.values()), key=lambda c: c.ratio)
+    places = np.arange(1, len(cells) + 1)
+    with report_style():
+        figure, axes = plt.subplots(figsize=(8, 4), constrained_layout=True)
+        theirs = [np.nan if c.torchrec_ratio is None else c.torchrec_ratio for c in cells]
+        axes.scatter(places, theirs, color=run_color(1), marker="x", label="TorchRec's best plan")
+        axes.scatter(places, [c.ratio for c in cells], color=run_color(0), label="the defaults")
+        for limit in (WITHIN, WITHIN_ALL):
+            axes.axhline(1 + limit, linestyle="--", linewidth=0.8, color="gray")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("cells, sorted")
+        axes.set_ylabel("step / best candidate's step")
+        axes.legend()
+        light_grid(axes, "y")
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        plt.close(figure)
+
+
+def render(documents: Mapping[str, Mapping[str, Any]]) -> str:
+    """The whole page, from what ``read`` gives."""
+    first = next(iter(documents.values()))
+    machine, settings = first["machine"], first["settings"]
+    found = {run["candidate"] for document in documents.values() for run in document["runs"]}
+    names = [DEFAULT, *sorted(found - {DEFAULT})]
+    columns = ["data", "B", "network", "ranks", *(f"{name}, ms" for name in names)]
+    columns += ["chosen", "best", "default / best", "predicted", "trial"]
+    parts = [
+        HEADER.format(warmup_steps=settings["warmup_steps"]),
+        verdict(summarize(documents), is_busy=settings["busy"]),
+        "![the defaults and TorchRec's best plan over the best candidate](choice.png)",
+        markdown_table(columns, cell_rows(documents, names)),
+    ]
+    if settings["busy"]:
+        parts.insert(1, "One core was kept busy by another process during calibration.")
+    if settings["without_trial_key"]:
+        parts.insert(1, "This version of hotrec has no key `plan.trial`.")
+    errors = [
+        f"* `{name}`, {run['candidate']}: {run['error']}"
+        for name, document in documents.items()
+        for run in document["runs"]
+        if "error" in run
+    ]
+    if errors:
+        parts += ["## Runs that failed", "\n".join(errors)]
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    load = [run["load_average"] for d in documents.values() for run in d["runs"]]
+    codes = sorted({document["machine"]["code"] for document in documents.values()})
+    parts += [
+        "## Machine",
+        f"{machine['processor']}, {machine['num_cores']} cores, Linux {machine['kernel']}, Python "
+        f"{machine['python']}, {packages}; code {', '.join(codes)}; load average before a run "
+        f"{median(load) if load else 0:.1f} in the median. With more ranks than cores the ranks "
+        "share them.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_page(directory: Path) -> dict[str, Any]:
+    """Write choice.md and choice.png beside the cells of ``directory``; returns the figures."""
+    documents = read(directory)
+    if not documents:
+        raise SystemExit(f"{directory}: expected files of choice_grid.py, got none.")
+    draw(documents, directory / "choice.png")
+    (directory / "choice.md").write_text(render(documents))
+    return summarize(documents)

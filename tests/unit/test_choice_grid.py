@@ -1,0 +1,243 @@
+"""The grid of choices: which cells there are, and what the page makes of results made by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.choice_grid import (
+    CANDIDATES,
+    NO_TRIAL,
+    Failed,
+    Grid,
+    all_cells,
+    choose_cells,
+    data_overrides,
+    main,
+    parse,
+    read_cell,
+    read_run,
+    sample_cells,
+    turn,
+)
+from benchmarks.choice_page import DEFAULT, judge, summarize, verdict, write_page
+from hotrec.cli.store import build_config, compose_config
+
+NAMES = ("hot_cold-look_ahead", "planner-sparse_dist", "planner-base", "hand_tuned-sparse_dist")
+
+
+def run(candidate: str, repeat: int, step_ms: float, **more: Any) -> dict[str, Any]:
+    return {
+        "candidate": candidate,
+        "repeat": repeat,
+        "step_p50_s": step_ms / 1e3,
+        "pipeline": "sparse_dist",
+        "load_average": 1.0,
+        "plan": candidate,
+        **more,
+    }
+
+
+def runs(default: list[float], **candidates: list[float]) -> list[dict[str, Any]]:
+    """Steps in ms by repeat; a candidate's pipeline follows two underscores."""
+    steps = {DEFAULT: default, **{n.replace("__", "-"): found for n, found in candidates.items()}}
+    return [run(n, repeat, ms) for n, found in steps.items() for repeat, ms in enumerate(found)]
+
+
+def document(found: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    cell = {"data": "kuairand", "batch_size": 512, "network": "loopback", "num_ranks": 2}
+    options = {"warmup_steps": 5, "busy": False, "without_trial_key": False}
+    machine: dict[str, Any] = dict.fromkeys(("processor", "kernel", "python", "code"), "some")
+    machine |= {"num_cores": 2, "packages": {"torch": "2"}}
+    return {"settings": {**cell, **options, **settings}, "machine": machine, "runs": found}
+
+
+def test_a_quarter_of_the_cells_has_four_ranks() -> None:
+    cells = all_cells()
+    assert len({cell.name for cell in cells}) == len(cells) == 13 * 3 * 3
+    assert sum(cell.num_ranks == 4 for cell in cells) == len(cells) // 4
+
+
+def test_a_sample_is_balanced_and_follows_its_seed() -> None:
+    cells = all_cells()
+    chosen = sample_cells(cells, 39, seed=1)
+    assert chosen == sample_cells(cells, 39, seed=1) != sample_cells(cells, 39, seed=2)
+    for factor in ("data", "batch_size", "network"):
+        counts = Counter(getattr(cell, factor) for cell in chosen).values()
+        assert max(counts) - min(counts) <= 2, factor
+
+
+def test_cells_are_chosen_by_pattern() -> None:
+    chosen = choose_cells(parse(["--cells", "kuairand_*_loopback_*", "zipf0.8-*_b512_1gbit_w4"]))
+    assert {cell.network for cell in chosen} == {"loopback", "1gbit"}
+    with pytest.raises(SystemExit, match="--cells"):
+        choose_cells(parse(["--cells", "nothing"]))
+
+
+@pytest.mark.parametrize("words", CANDIDATES.values(), ids=CANDIDATES)
+def test_candidates_are_configurations(words: tuple[str, ...]) -> None:
+    build_config(compose_config("config", list(words)))
+
+
+@pytest.mark.parametrize("name", ["kuairand", "zipf0.8-bags20-nodense"])
+def test_datasets_are_configurations(name: str) -> None:
+    build_config(compose_config("config", list(data_overrides()[name])))
+
+
+def test_every_repeat_runs_all_and_the_defaults_begin() -> None:
+    orders = [turn(repeat) for repeat in range(3)]
+    assert orders[0][0] == DEFAULT
+    assert all(set(order) == {DEFAULT, *CANDIDATES} for order in orders)
+    assert len({order[0] for order in orders}) == 3
+
+
+def test_ratios_are_paired_within_repeats() -> None:
+    # The machine became twice as slow after the first repeat; the defaults are always 10% slower.
+    cell = judge(runs([11, 22, 22], hot_cold__base=[10, 20, 20], planner__base=[30, 60, 60]))
+    assert cell is not None
+    assert (cell.best, cell.ratio) == ("hot_cold-base", pytest.approx(1.1))
+    assert cell.torchrec_ratio == pytest.approx(3.0)
+    assert cell.noise_frac is None
+
+
+def test_each_of_torchrecs_plans_counts_with_its_faster_pipeline() -> None:
+    cell = judge(runs([12], planner__base=[10], planner__sparse_dist=[20], hand_tuned__base=[15]))
+    assert cell is not None
+    assert cell.baseline_ratios == {"planner": pytest.approx(1.2), "hand_tuned": pytest.approx(0.8)}
+
+
+def test_the_same_plan_twice_is_noise() -> None:
+    found = runs([10], hot_cold__base=[9], planner__base=[12])
+    found[0]["plan"] = found[1]["plan"]
+    cell = judge(found)
+    assert cell is not None
+    assert cell.noise_frac == pytest.approx(1 / 9)
+
+
+@pytest.mark.parametrize("found", [[], runs([]), runs([10]), runs([], planner__base=[10])], ids=str)
+def test_a_cell_without_both_is_not_judged(found: list[dict[str, Any]]) -> None:
+    assert judge(found) is None
+
+
+def test_figures_of_the_verdict() -> None:
+    good = runs([10.2], hot_cold__base=[10], planner__base=[20], hand_tuned__base=[10.1])
+    bad = runs([12], hot_cold__base=[10], planner__base=[11.9])
+    # Predicted of candidates: 10 and 16 ms for 10 and 20 ms; the first interval holds the step.
+    good[1] |= {"predicted_step_s": 0.010, "step_low_s": 0.009, "step_high_s": 0.011}
+    good[2] |= {"predicted_step_s": 0.016, "step_low_s": 0.015, "step_high_s": 0.017}
+    good[0]["predicted_step_s"] = 1.0  # after a trial: not a prediction alone
+    failed = {"candidate": "planner-base", "repeat": 0, "error": "out", "load_average": 1.0}
+    figures = summarize({"good": document(good), "bad": document(bad), "open": document([failed])})
+    assert figures["num_cells"] == 2
+    assert figures["num_unfinished"] == figures["num_failed_runs"] == 1
+    assert figures["within_share"] == figures["predicted_share"] == figures["held_share"] == 0.5
+    assert (figures["worst_cell"], figures["worst_ratio"]) == ("bad", pytest.approx(1.2))
+    assert figures["worst_over_planner"] == pytest.approx(12 / 11.9)
+    assert figures["worst_over_hand_tuned"] == pytest.approx(10.2 / 10.1)
+    assert figures["num_predictions"] == 2
+    text = verdict(figures, is_busy=False)
+    assert "`bad`" in text
+    # The share, the worst, and the predictions and their intervals.
+    assert text.count("missed") == 4
+
+
+def test_what_was_reached_is_not_called_missed() -> None:
+    found = runs([10.2], hot_cold__base=[10], planner__base=[10.1])
+    assert "missed" not in verdict(summarize({"one": document(found)}), is_busy=False)
+
+
+def test_page(tmp_path: Path) -> None:
+    found = runs([10.2], hot_cold__base=[10], planner__base=[20])
+    found[0] |= {"chosen": "hot_cold", "trial_s": 5.0}
+    found.append({"candidate": "planner-base", "repeat": 1, "error": "gone", "load_average": 1.0})
+    (tmp_path / "kuairand_b512_loopback_w2.json").write_text(json.dumps(document(found)))
+    figures = write_page(tmp_path)
+    page = (tmp_path / "choice.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| kuairand"))
+    for shown in ("10.2", "10.0", "20.0", "hot_cold, sparse_dist", "1.020", "5.0"):
+        assert shown in row
+    assert "planner-base: gone" in page
+    assert (tmp_path / "choice.png").stat().st_size > 1000
+    assert figures["num_cells"] == 1
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    summary = {"step_p50_s": 0.01, "pipeline": "base", "hot_rows": 3, "trial_s": 2.0, "name": "x"}
+    plan = {"step_low_s": 0.009, "step_high_s": 0.012}
+    prediction = {"chosen": "a", "why": "w", "plans": {"a": plan}, "costs": {"note": ""}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "prediction.json").write_text(json.dumps(prediction))
+    (tmp_path / "plan.json").write_text("{}")
+    return tmp_path
+
+
+def test_what_is_kept_of_a_run(run_dir: Path) -> None:
+    found = read_run(run_dir)
+    assert found["trial_s"] == 2.0
+    assert (found["chosen"], found["step_low_s"], found["step_high_s"]) == ("a", 0.009, 0.012)
+    assert "name" not in found
+    plan = found["plan"]
+    (run_dir / "plan.json").write_text("[]")
+    assert read_run(run_dir)["plan"] != plan
+
+
+class FakeGrid(Grid):
+    """Runs nothing: every command writes what a run would leave."""
+
+    def __init__(self, options: argparse.Namespace, run_dir: Path) -> None:
+        super().__init__(options)
+        self.commands: list[tuple[str, list[str]]] = []
+        self._files = {p.name: p.read_bytes() for p in run_dir.iterdir() if p.is_file()}
+
+    def _hotrec(self, command: str, cell: Any, run_dir: Path, words: Any) -> dict[str, Any]:
+        self.commands.append((command, list(words)))
+        if "placement.plan=planner" in words:
+            raise Failed("no")
+        run_dir.mkdir(parents=True)
+        for name, content in self._files.items():
+            (run_dir / name).write_bytes(content)
+        if command == "calibrate":
+            (run_dir.parent / "costs").mkdir()
+        return {"command": command}
+
+
+@pytest.mark.parametrize("more", [[], ["--without-trial-key"]], ids=["trial key", "no key"])
+def test_a_cell_goes_on_where_it_stopped(tmp_path: Path, run_dir: Path, more: list[str]) -> None:
+    output, work = tmp_path / "out", tmp_path / "work"
+    words = ["--repeats", "2", "--output", str(output), "--work", str(work), *more]
+    cell = all_cells()[0]
+    grid = FakeGrid(parse(words), run_dir)
+    grid.run(cell)
+    assert [command for command, _ in grid.commands[:3]] == ["prepare", "profile", "calibrate"]
+    trained = [words for command, words in grid.commands if command == "train"]
+    assert len(trained) == 2 * (1 + len(CANDIDATES))
+    assert sum(NO_TRIAL in words for words in trained) == (0 if more else 2 * len(CANDIDATES))
+    path = output / f"{cell.name}.json"
+    found = json.loads(path.read_text())
+    errors = {r["candidate"] for r in found["runs"] if "error" in r}
+    assert errors == {"planner-sparse_dist", "planner-base"}
+    del found["runs"][-3:]
+    path.write_text(json.dumps(found))
+    again = FakeGrid(parse(words), run_dir)
+    again.run(cell)
+    assert [command for command, _ in again.commands] == ["train"] * 3
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cell.json"
+    path.write_text(json.dumps(document([], steps=60)))
+    with pytest.raises(SystemExit, match="steps 60"):
+        read_cell(path, {"steps": 30})
+
+
+def test_nothing_begins_after_the_limit(tmp_path: Path) -> None:
+    output, work = tmp_path / "out", tmp_path / "work"
+    with pytest.raises(SystemExit, match="got none"):
+        main(["--limit-s", "0", "--output", str(output), "--work", str(work)])
+    assert not work.exists()
