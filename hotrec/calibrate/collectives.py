@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from hotrec.calibrate.kernels import Effort, slowest_rank, time_on_all_ranks
+from hotrec.calibrate.kernels import slowest_rank, time_on_all_ranks
+from hotrec.calibrate.rounds import REPEATS_A_ROUND, Series
 from hotrec.cost_model.costs import COLLECTIVES, CollectiveCurve, CostsError, Link, World
 from hotrec.runtime.ranks import Ranks, new_group
 
@@ -19,6 +20,8 @@ MIN_BYTES = 1024.0
 GROWTH = 4
 # On a slow network a size that would take longer is left out: the line is known by then.
 MAX_CALL_S = 0.5
+# Calls of a size in two rounds, warm-up included, times what the smaller sizes take beside it.
+CALLS_OF_LARGEST = 8
 MIN_SIZES = 3
 # The kinds that links are fitted from: the row exchange, and the ring of the other collectives.
 LINK_KINDS = ("all_to_all", "all_reduce")
@@ -78,32 +81,59 @@ def sizes_up_to(max_bytes: float) -> list[float]:
     return [*(size for size in sizes if size < max_bytes), max_bytes]
 
 
-def measure_curve(
+@dataclass
+class CurveSeries:
+    """A collective that is measured over sizes, in rounds."""
+
+    kind: str
+    world: World
+    sent_bytes: list[float] = field(default_factory=list)
+    series: list[Series] = field(default_factory=list)
+
+    @property
+    def curve(self) -> CollectiveCurve:
+        results = [one.result for one in self.series]
+        return CollectiveCurve(
+            self.kind,
+            self.world,
+            tuple(self.sent_bytes),
+            tuple(result.seconds for result in results),
+            tuple(result.spread for result in results),
+        )
+
+
+def start_curve(
     kind: str,
     world: World,
     group: dist.ProcessGroup | None,
     device: torch.device,
     *,
     max_bytes: float,
-    effort: Effort,
-) -> CollectiveCurve:
-    """Time a collective over sizes, on all groups at the same time; collective.
+    max_call_s: float,
+) -> CurveSeries:
+    """Time a collective over sizes for the first time, on all groups at once; collective.
 
-    Sizes grow to ``max_bytes`` a rank, or until the next would take longer than half a second.
+    Sizes grow to ``max_bytes`` a rank, or until the next would take longer than ``max_call_s``.
     """
-    found: list[tuple[float, float, float]] = []
+    found = CurveSeries(kind, world)
     for wanted in sizes_up_to(max_bytes):
         values = num_values(kind, wanted, world.num_ranks)
         size = values * bytes_per_value(kind, world.num_ranks)
-        if found and size <= found[-1][0]:
+        if found.sent_bytes and size <= found.sent_bytes[-1]:
             continue
-        call = make_call(kind, values, group, device)
-        timing = slowest_rank(time_on_all_ranks(call, device, effort))
-        found.append((size, timing.seconds, timing.spread))
+
+        def measure(num_warm: int, num_repeats: int, values: int = values) -> list[list[float]]:
+            call = make_call(kind, values, group, device)
+            return time_on_all_ranks(call, device, num_warm, num_repeats)
+
+        one = Series(slowest_rank, measure=measure)
+        one.run_round()
+        found.sent_bytes.append(size)
+        found.series.append(one)
         # The same figures on all ranks, so all stop at the same size.
-        if len(found) >= MIN_SIZES and timing.seconds * GROWTH > MAX_CALL_S:
+        if len(found.series) >= MIN_SIZES and one.result.seconds * GROWTH > max_call_s:
             break
-    return CollectiveCurve(kind, world, *zip(*found, strict=True))
+    return found
 
 
 def link_of(curves: Sequence[CollectiveCurve], ranks_sending: int = 1) -> Link:
@@ -123,42 +153,78 @@ def link_of(curves: Sequence[CollectiveCurve], ranks_sending: int = 1) -> Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Measurements between the ranks, all of them and, with several hosts, those of one host."""
+    """Measurements between the ranks, all of them and, with several hosts, those of one host.
 
-    curves: tuple[CollectiveCurve, ...]
-    intra: Link | None  # None with one rank per host
-    inter: Link | None  # None with one host
+    Args:
+        world: Ranks and hosts.
+        among_all: Collectives of all ranks.
+        in_host: Those of the ranks of a host, with several ranks on several hosts.
+        among_hosts: Those of ranks of different hosts, in the same case.
+    """
+
+    world: World
+    among_all: Sequence[CurveSeries] = ()
+    in_host: Sequence[CurveSeries] = ()
+    among_hosts: Sequence[CurveSeries] = ()
+
+    @property
+    def series(self) -> list[Series]:
+        of_all = (*self.among_all, *self.in_host, *self.among_hosts)
+        return [one for curve in of_all for one in curve.series]
+
+    @property
+    def curves(self) -> tuple[CollectiveCurve, ...]:
+        """Those that stand for the links in a world like the measured one."""
+        return tuple(found.curve for found in (*self.among_all, *self.in_host))
+
+    @property
+    def largest_bytes(self) -> float:
+        """Largest message that every collective of all ranks was measured with."""
+        return min((found.sent_bytes[-1] for found in self.among_all), default=0.0)
+
+    def links(self) -> tuple[Link | None, Link | None]:
+        """Inside a host, None with one rank per host, and between hosts, None with one host."""
+        if not self.among_all:
+            return None, None
+        if self.in_host:
+            in_host, among = ([c.curve for c in cs] for cs in (self.in_host, self.among_hosts))
+            return link_of(in_host), link_of(among, self.world.ranks_per_host)
+        link = link_of([found.curve for found in self.among_all if found.kind in LINK_KINDS])
+        return (link, None) if self.world.num_hosts == 1 else (None, link)
 
 
-def measure_network(ranks: Ranks, *, max_bytes: float, effort: Effort) -> Network:
-    """Measure all ranks together and, with several on several hosts, each level; collective.
+def start_network(ranks: Ranks, *, max_bytes: float, most_s: float) -> Network:
+    """Measure all ranks together and, with several on several hosts, each level once; collective.
 
     Inside a host its ranks form a group. Between hosts the ranks of equal local rank form a group,
     and all these groups send at the same time, so that together they saturate the host's link.
+
+    Args:
+        ranks: Ranks of the process group.
+        max_bytes: Largest number of bytes that a rank sends in one message.
+        most_s: Seconds that two rounds should take at most; on a slow network messages are smaller.
     """
+    world = World(ranks.world_size, ranks.local_world_size)
     if ranks.world_size == 1:
-        return Network((), None, None)
-
-    def measure(
-        kinds: Sequence[str], of: World, group: dist.ProcessGroup | None
-    ) -> list[CollectiveCurve]:
-        return [
-            measure_curve(kind, of, group, ranks.device, max_bytes=max_bytes, effort=effort)
-            for kind in kinds
-        ]
-
+        return Network(world)
     local, hosts = ranks.local_world_size, range(ranks.num_hosts)
-    curves = measure(COLLECTIVES, World(ranks.world_size, local), None)
-    link = link_of([curve for curve in curves if curve.kind in LINK_KINDS])
-    if len(hosts) == 1:
-        return Network(tuple(curves), link, None)
-    if local == 1:
-        return Network(tuple(curves), None, link)
+    has_levels = len(hosts) > 1 and local > 1
+    num_curves = len(COLLECTIVES) + (2 * len(LINK_KINDS) if has_levels else 0)
+    max_call_s = min(MAX_CALL_S, most_s / num_curves / CALLS_OF_LARGEST)
+
+    def start(
+        kinds: Sequence[str], of: World, group: dist.ProcessGroup | None
+    ) -> list[CurveSeries]:
+        sizes = {"max_bytes": max_bytes, "max_call_s": max_call_s}
+        return [start_curve(kind, of, group, ranks.device, **sizes) for kind in kinds]
+
+    among_all = start(COLLECTIVES, world, None)
+    if not has_levels:
+        return Network(world, among_all)
     inside = _own_group([[h * local + i for i in range(local)] for h in hosts], ranks.rank)
     between = _own_group([[h * local + i for h in hosts] for i in range(local)], ranks.rank)
-    in_host = measure(LINK_KINDS, World(local, local), inside)
-    among = measure(LINK_KINDS, World(len(hosts), 1), between)
-    return Network((*curves, *in_host), link_of(in_host), link_of(among, local))
+    in_host = start(LINK_KINDS, World(local, local), inside)
+    return Network(world, among_all, in_host, start(LINK_KINDS, World(len(hosts), 1), between))
 
 
 def _own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
@@ -167,7 +233,7 @@ def _own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup
     return next(group for of, group in zip(members, groups, strict=True) if rank in of)
 
 
-def measure_overlap(ranks: Ranks, *, max_bytes: float, effort: Effort) -> float:
+def measure_overlap(ranks: Ranks, *, max_bytes: float) -> float:
     """Fraction of a transfer that a concurrent computation hides, 0..1; collective.
 
     From an all_to_all and a matrix product of about the same length: t_both = t_wire + t_compute -
@@ -188,7 +254,7 @@ def measure_overlap(ranks: Ranks, *, max_bytes: float, effort: Effort) -> float:
             if work:
                 work.wait()
 
-        return slowest_rank(time_on_all_ranks(run, ranks.device, effort)).seconds
+        return slowest_rank(time_on_all_ranks(run, ranks.device, 1, REPEATS_A_ROUND)).seconds
 
     wire_s = seconds(0, sends=True)
     times = max(1, round(wire_s / seconds(1, sends=False)))

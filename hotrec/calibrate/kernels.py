@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ import torch
 from hotrec.cost_model.costs import CostsError, Line, fit_nonnegative
 from hotrec.runtime.ranks import all_gather_object, barrier
 
-# The least number of repeats of a point, however long it takes: a median of two is a mean.
-MIN_REPEATS = 3
+# A call that takes longer is warmed up once and timed MIN_REPEATS times in a row.
+SLOW_CALL_S = 0.05
+MIN_REPEATS = 2
 # Untimed calls: the first ones allocate, load and compile, and on CPU it takes several until the
 # allocator reuses freed memory, as it does in training.
 NUM_WARM = 3
@@ -24,29 +26,30 @@ FILLED_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Timing:
-    """Median of repeated measurements, and interquartile range / median."""
+    """Median of repeated measurements.
+
+    Args:
+        seconds: Median.
+        spread: Interquartile range / median.
+        error: Relative standard error of the median, of normal measurements with this spread.
+    """
 
     seconds: float
     spread: float
+    error: float = 0.0
 
 
-@dataclass(frozen=True)
-class Effort:
-    """At most this many repeats per point, in so many seconds if that allows MIN_REPEATS."""
-
-    repeats: int = 7
-    budget_s: float = 0.5
-
-    def num_repeats(self, call_s: float) -> int:
-        """Number of repeats of a call that takes ``call_s``."""
-        within = int(self.budget_s / call_s) if call_s > 0 else self.repeats
-        return max(MIN_REPEATS, min(self.repeats, within))
+# Interquartile range of a normal distribution, and the standard error of its median times sqrt(n),
+# both in standard deviations.
+NORMAL_RANGE, NORMAL_MEDIAN_ERROR = 1.349, 1.2533
 
 
 def median_and_spread(times_s: Sequence[float]) -> Timing:
-    """Median, and interquartile range / median."""
+    """Median, interquartile range / median, and standard error."""
     low, middle, high = np.percentile(np.asarray(times_s, np.float64), [25, 50, 75])
-    return Timing(float(middle), float((high - low) / middle) if middle > 0 else 0.0)
+    spread = float((high - low) / middle) if middle > 0 else 0.0
+    error = spread / NORMAL_RANGE * NORMAL_MEDIAN_ERROR / math.sqrt(len(times_s))
+    return Timing(float(middle), spread, error)
 
 
 def _once(run: Callable[[Any], object], prepare: Callable[[], Any], device: torch.device) -> float:
@@ -64,15 +67,21 @@ def _once(run: Callable[[Any], object], prepare: Callable[[], Any], device: torc
 def time_on_all_ranks(
     run: Callable[[Any], object],
     device: torch.device,
-    effort: Effort,
+    num_warm: int,
+    num_repeats: int,
     *,
     prepare: Callable[[], Any] = lambda: None,
 ) -> list[list[float]]:
-    """Seconds of each repeat by rank, on all ranks at once; ``prepare`` is untimed; collective."""
-    warm = [_once(run, prepare, device) for _ in range(NUM_WARM)]
-    warm_s = max(all_gather_object(warm[-1]))
+    """Seconds of each repeat by rank, on all ranks at once; ``prepare`` is untimed; collective.
+
+    Calls that take longer than SLOW_CALL_S are warmed up once and repeated MIN_REPEATS times.
+    """
     # All ranks must repeat equally often, or a barrier would wait for ever.
-    times = [_once(run, prepare, device) for _ in range(effort.num_repeats(warm_s))]
+    if max(all_gather_object(_once(run, prepare, device))) > SLOW_CALL_S:
+        num_warm, num_repeats = 1, min(num_repeats, MIN_REPEATS)
+    for _ in range(num_warm - 1):
+        _once(run, prepare, device)
+    times = [_once(run, prepare, device) for _ in range(num_repeats)]
     return all_gather_object(times)
 
 
@@ -126,21 +135,18 @@ class Point:
     spread: float
 
 
-def measure_probe(probe: Probe, device: torch.device, effort: Effort) -> list[Point]:
-    """Time a kernel at each of its sizes, on all ranks at once; collective."""
-    points = []
+def time_work(
+    work: Work, device: torch.device, num_warm: int, num_repeats: int
+) -> list[list[float]]:
+    """Seconds of each repeat of a call by rank, with cold caches; collective."""
     filled = torch.zeros(FILLED_BYTES // 4 if device.type == "cpu" else 0)
-    for num_items, dim in probe.sizes:
-        work = probe.make(num_items, dim)
 
-        def prepare(work: Work = work) -> Any:
-            prepared = work.prepare()
-            filled.add_(1.0)  # evicts the kernel's data from the cache, as the rest of a step does
-            return prepared
+    def prepare() -> Any:
+        prepared = work.prepare()
+        filled.add_(1.0)  # evicts the kernel's data from the cache, as the rest of a step does
+        return prepared
 
-        timing = slowest_median(time_on_all_ranks(work.run, device, effort, prepare=prepare))
-        points.append(Point(work.num_items, work.num_bytes, timing.seconds, timing.spread))
-    return points
+    return time_on_all_ranks(work.run, device, num_warm, num_repeats, prepare=prepare)
 
 
 def fit_line(

@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, astuple, replace
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from hotrec.calibrate.collectives import Network, measure_network, measure_overlap
-from hotrec.calibrate.kernels import Effort, Point, fit_line, measure_probe
+from hotrec.calibrate.collectives import Network, measure_overlap, start_network
+from hotrec.calibrate.kernels import Point, Probe, fit_line, slowest_median, time_work
+from hotrec.calibrate.noise import LoadMeter, doubts_of, median_drift, noise_text
 from hotrec.calibrate.probes import all_probes
-from hotrec.calibrate.steps import correct_by_steps
+from hotrec.calibrate.rounds import Budget, Series, run_rounds
+from hotrec.calibrate.steps import correct_by_steps, measure_steps
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.interval import interval_text
 from hotrec.runtime.memory import read_fingerprint, read_memory
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
+
+# Shares of the budget until which messages, and then messages and kernels, are measured; the rest
+# is for whole steps.
+NETWORK_FRAC, KERNELS_FRAC = 0.25, 0.55
+
+
+@dataclass
+class PointSeries(Series):
+    """A kernel at one of its sizes; ``counts`` are its items and bytes."""
+
+    counts: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def point(self) -> Point:
+        return Point(*self.counts, self.result.seconds, self.result.spread)
+
+
+def series_of(probe: Probe, device: torch.device) -> list[PointSeries]:
+    """A kernel at each of its sizes. The work is made anew in each round, which bounds memory."""
+    return [_point_series(probe, size, device) for size in probe.sizes]
+
+
+def _point_series(probe: Probe, size: tuple[int, int], device: torch.device) -> PointSeries:
+    def measure(num_warm: int, num_repeats: int) -> list[list[float]]:
+        work = probe.make(*size)
+        found.counts = (work.num_items, work.num_bytes)
+        return time_work(work, device, num_warm, num_repeats)
+
+    found = PointSeries(slowest_median, measure=measure)
+    return found
 
 
 def measure_costs(
@@ -25,8 +60,8 @@ def measure_costs(
     *,
     name: str | None = None,
     max_bytes: float = float(16 << 20),
-    repeats: int = 7,
-    budget_s: float = 0.5,
+    repeats: int = 24,
+    budget_s: float = 60.0,
 ) -> Costs:
     """Measure all kernels and collectives, on all ranks at the same time; collective.
 
@@ -35,8 +70,9 @@ def measure_costs(
         target: Tables, model, optimizer and batch size to measure with.
         name: Name of the costs; None for the device and its processor or GPU.
         max_bytes: Largest number of bytes that a rank sends in one message.
-        repeats: Repeats per size, fewer if they take longer than ``budget_s``.
-        budget_s: Seconds for the repeats of one size.
+        repeats: Most repeats of each size.
+        budget_s: Seconds for all measurements. Each is made once even if that takes longer; on a
+            slow network messages and the batches of whole steps are smaller.
 
     Returns:
         The costs, equal on every rank.
@@ -45,31 +81,43 @@ def measure_costs(
         CostsError: If the hosts have different numbers of ranks, or a measured time is not above 0.
         ValueError: If tables in host memory do not fit there.
     """
-    start_s = time.perf_counter()
+    budget = Budget(budget_s)
     World(ranks.world_size, ranks.local_world_size)  # validates the number of ranks per host
-    effort = Effort(repeats, budget_s)
     warm_memory(ranks.device, target.cap_bytes)
     workload = CalibrationWorkload(target, ranks, group_alone(ranks))
-    probes = all_probes(workload)
-    points: dict[str, list[Point]] = {}
-    lines: dict[str, Line] = {}
     # disable=None: shown on a terminal only.
     disable = None if ranks.is_first else True
-    with tqdm(total=len(probes) + 2, desc="calibrate", disable=disable) as bar:
-        bar.set_postfix_str("network")
-        network = measure_network(ranks, max_bytes=max_bytes, effort=effort)
-        overlap = measure_overlap(ranks, max_bytes=max_bytes, effort=effort)
-        bar.update()
-        for probe in probes:
-            bar.set_postfix_str(probe.name)
-            points[probe.name] = measure_probe(probe, ranks.device, effort)
-            lines[probe.name] = fit_line(
+    with tqdm(total=round(budget_s), desc="calibrate", unit="s", disable=disable) as bar:
+        load, shown = LoadMeter(), Progress(bar, budget)
+        shown("network")
+        network = start_network(ranks, max_bytes=max_bytes, most_s=NETWORK_FRAC * budget_s)
+        overlaps = [measure_overlap(ranks, max_bytes=max_bytes)]
+
+        def after_round() -> None:
+            load.sample()
+            overlaps.append(measure_overlap(ranks, max_bytes=max_bytes))
+
+        probes = all_probes(workload)
+        series = {probe.name: series_of(probe, ranks.device) for probe in probes}
+        every = [*network.series, *(one for of in series.values() for one in of)]
+        run_rounds(
+            every,
+            budget,
+            until_s=KERNELS_FRAC * budget_s,
+            max_repeats=repeats,
+            after_turn=partial(shown, "messages and kernels"),
+            after_round=after_round,
+        )
+        points = {name: [one.point for one in of] for name, of in series.items()}
+        lines = {
+            probe.name: fit_line(
                 points[probe.name],
                 is_by_items=probe.is_by_items,
                 is_by_bytes=probe.is_by_bytes,
                 is_growing=probe.is_by_items or probe.is_by_bytes,
             )
-            bar.update()
+            for probe in probes
+        }
         device_bytes, host_bytes = measure_memory(ranks.device)
         fingerprints = all_gather_object(read_fingerprint(ranks.device.type))
         intra, inter = _links(network, lines["copy"])
@@ -84,7 +132,7 @@ def measure_costs(
             device_bytes=device_bytes,
             host_bytes=host_bytes,
             curves=network.curves,
-            overlap=overlap,
+            overlap=float(np.median(overlaps)),
             host=host,
             facts={
                 "num_ranks": ranks.world_size,
@@ -98,24 +146,68 @@ def measure_costs(
                 "points": {name: [list(astuple(p)) for p in of] for name, of in points.items()},
             },
         )
-        bar.set_postfix_str("whole steps")
-        costs, anchors = correct_by_steps(workload, costs)
-        bar.update()
+        steps = measure_steps(
+            workload,
+            costs,
+            budget,
+            max_repeats=repeats,
+            after_turn=partial(shown, "whole steps"),
+        )
+        load.sample()
+        costs, anchors = correct_by_steps(costs, steps.cases)
+        hosts = load.hosts(ranks)
+        doubts = [*doubts_of(hosts, [*every, *steps.repeats]), *costs.doubts]
     # All ranks fitted the same measurements; the broadcast makes the costs equal to the bit.
-    more = {"elapsed_s": time.perf_counter() - start_s, "steps": [asdict(a) for a in anchors]}
-    costs = replace(costs, facts={**costs.facts, **more})
+    more = {
+        "elapsed_s": budget.spent_s(),
+        "steps": [asdict(anchor) for anchor in anchors],
+        "noise": {
+            "text": noise_text(hosts, every),
+            "median_error": float(np.median([one.error for one in every])),
+            "median_drift": median_drift(every),
+            "median_drift_of_steps": median_drift(steps.repeats),
+            "hosts": [asdict(host) for host in hosts],
+        },
+        "cut": cut_text(network, max_bytes, steps.batch_sizes, target.batch_size),
+    }
+    costs = replace(costs, facts={**costs.facts, **more}, doubts=tuple(doubts))
     return Costs.from_json(broadcast_object(costs.to_json()))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Shows what is measured, and how much of the budget is spent."""
+
+    bar: Any
+    budget: Budget
+
+    def __call__(self, what: str) -> None:
+        self.bar.set_postfix_str(what, refresh=False)
+        self.bar.update(max(0, min(self.bar.total, round(self.budget.own_s())) - self.bar.n))
+
+
+def cut_text(
+    network: Network, max_bytes: float, batch_sizes: Sequence[int], batch_size: int
+) -> str | None:
+    """What was measured smaller than asked for to keep to the budget; None if nothing was."""
+    cut = []
+    if network.among_all and network.largest_bytes < 0.9 * max_bytes:
+        cut.append(f"messages of up to {network.largest_bytes:,.0f} bytes, not {max_bytes:,.0f}")
+    if max(batch_sizes) < batch_size:
+        cut.append(f"whole steps of batches of up to {max(batch_sizes)}, not {batch_size}")
+    return f"measured {' and '.join(cut)}, to keep to calibrate.budget_s" if cut else None
 
 
 def _links(network: Network, copy: Line) -> tuple[Link, Link | None]:
     """The links; a memory copy stands in for the link inside a host with one rank."""
-    if network.intra is not None:
-        return network.intra, network.inter
+    intra, inter = network.links()
+    if intra is not None:
+        return intra, inter
     source = (
         "assumed: a copy in memory; no host had two ranks. Calibrate with as many ranks on a host "
         "as will train"
     )
-    return Link(copy.fixed_s, 1 / copy.per_byte_s, source), network.inter
+    return Link(copy.fixed_s, 1 / copy.per_byte_s, source), inter
 
 
 def measure_memory(device: torch.device) -> tuple[int, int]:
@@ -156,8 +248,14 @@ def costs_table(costs: Costs) -> str:
             rate = f"{link.bytes_per_s / 1e6:,.0f} MB/s"
             rows.append(f"link {level}: {rate}, latency {_time_text(link.latency_s).strip()}")
     rows.append(f"a predicted step holds within {interval_text(costs.ratio_interval)}")
+    rows += [text for text in (_noise_of(costs), costs.facts.get("cut"), costs.caveat) if text]
     rows.append(f"overlap {costs.overlap:.2f}, overhead {_time_text(costs.overhead_s).strip()}")
     return "\n".join(rows)
+
+
+def _noise_of(costs: Costs) -> str | None:
+    noise = costs.facts.get("noise")
+    return noise["text"] if noise else None
 
 
 def _time_text(seconds: float) -> str:

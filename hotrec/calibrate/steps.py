@@ -8,23 +8,26 @@ and those of look-ahead, whose communication thread competes with the layers for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
+from torchrec.distributed.types import ShardingPlan
 
 from hotrec.bench.cases import Case, Runner, build_runner, case_scenario, step_seconds
 from hotrec.bench.measure import run_block
 from hotrec.bench.samples import ZipfTables
-from hotrec.calibrate.kernels import Point, fit_line
+from hotrec.calibrate.kernels import Point, fit_line, slowest_rank
 from hotrec.calibrate.probes import row_spec
+from hotrec.calibrate.rounds import Budget, Repeats
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchConfig, BenchRootConfig, LaunchConfig, PlannerConfig
-from hotrec.cost_model.costs import Costs, Line, fit_nonnegative
+from hotrec.cost_model.costs import Costs, Line, fit_bounded
 from hotrec.cost_model.forms import TIERS
-from hotrec.cost_model.histogram import build_histogram
+from hotrec.cost_model.histogram import CountHistogram, build_histogram
 from hotrec.cost_model.interval import ratio_interval
+from hotrec.data.batch import Batch
 from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.planning.predict import Predicted, predict_placement, predict_plan
 from hotrec.planning.scenario import Scenario
@@ -40,9 +43,11 @@ AHEAD_COVERAGES = (ALL_COLD, 0.8)
 # With a smaller span of bytes, noise would decide the cost per byte.
 MIN_SPAN_BYTES = 1 << 16
 PROFILE_SAMPLES = 200_000
+# Timed steps of a batch size in a round, those before them, and batches that pipelines hold ahead.
 NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
-# Parts of the steps whose medians are repeats of one another.
-NUM_REPEATS = 2
+MIN_STEPS = 4
+# Parts of a round's steps whose medians are repeats of one another.
+NUM_PARTS = 2
 # The smaller batch shows the constant part of each stage.
 BATCH_PARTS = (4, 1)
 MIN_BATCH = 32
@@ -59,7 +64,15 @@ KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
     (TORCHREC, "row_update"): tuple(f"pooled_update_{tier}" for tier in TIERS),
     (TORCHREC, "optimizer"): ("replicated_update",),
 }
-MIN_FACTOR = 1.0
+# What is credible of measured over predicted seconds of a stage. A message is never faster than
+# when it is sent alone, and kernels that share caches, memory and cores with others are slower by a
+# small factor; those of tiny batches need less than in a cold cache. Assumed.
+COMPUTE_FACTORS, MESSAGE_FACTORS = (0.2, 4.0), (1.0, 4.0)
+# Ranks wait for the slowest for less than the dense layers take.
+WAITING_FRACS = (0.0, 1.0)
+# A stage that takes a smaller share of every step may be as far off as it likes.
+MIN_STAGE_FRAC = 0.05
+BOUND_TOLERANCE = 1e-3
 HOT_STAGES = ("hot_exchange", "optimizer")
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange")
 
@@ -76,32 +89,53 @@ class Anchor:
     row_bytes: float = 0.0  # of a rank's distinct cold rows, predicted
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class MeasuredCase:
-    """Measured steps of one case, and its prediction from any costs.
+    """Measured steps of one case and batch size, and their prediction from any costs.
 
     Args:
         family: HOT_COLD, TORCHREC or AHEAD.
         coverage: Fraction of lookups that are hot; None for TorchRec's plan.
-        stage_s: Seconds by stage, median over the steps and mean over the ranks.
-        step_s: Seconds of a step of the slowest rank.
-        repeats_s: The same of each repeat.
         predict: The case's prediction from costs.
+        repeats: Seconds of each step, by round.
+        stage_s: Seconds by stage of each round, median over the steps and mean over the ranks.
     """
 
     family: str
     coverage: float | None
-    stage_s: Mapping[str, float]
-    step_s: float
-    repeats_s: Sequence[float]
     predict: Callable[[Costs], Predicted]
+    repeats: Repeats = field(default_factory=lambda: Repeats(slowest_rank))
+    stage_s: list[Mapping[str, float]] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of the slowest rank."""
+        return self.repeats.result.seconds
+
+    def parts_s(self) -> list[float]:
+        """The same of parts of each round, which are as far apart as noise is."""
+        steps = (np.max(by_rank, axis=0) for by_rank in self.repeats.rounds)
+        return [float(np.median(part)) for of in steps for part in np.array_split(of, NUM_PARTS)]
 
     def anchor(self, costs: Costs) -> Anchor:
         """The case as predicted from ``costs``."""
         predicted = self.predict(costs)
         row_bytes = sum(predicted.quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
+        measured = {s: float(np.median([of[s] for of in self.stage_s])) for s in STAGES}
         stage_s = dict(predicted.step.stage_s)
-        return Anchor(self.family, self.coverage, stage_s, self.stage_s, self.step_s, row_bytes)
+        return Anchor(self.family, self.coverage, stage_s, measured, self.step_s, row_bytes)
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """Whole steps of all cases, and the batch sizes that they were measured at."""
+
+    cases: Sequence[MeasuredCase]
+    batch_sizes: Sequence[int]
+
+    @property
+    def repeats(self) -> list[Repeats]:
+        return [case.repeats for case in self.cases]
 
 
 def coverages(workload: CalibrationWorkload) -> tuple[float | None, ...]:
@@ -110,20 +144,12 @@ def coverages(workload: CalibrationWorkload) -> tuple[float | None, ...]:
     return (*COVERAGES, None) if has_cold else (1.0,)
 
 
-def correct_by_steps(workload: CalibrationWorkload, costs: Costs) -> tuple[Costs, list[Anchor]]:
-    """The costs corrected by whole steps, and the measured steps; collective."""
-    sizes = [max(MIN_BATCH, workload.target.batch_size // part) for part in BATCH_PARTS]
-    cases = coverages(workload)
-    runs = [(HOT_COLD if c is not None else TORCHREC, c, size) for size in sizes for c in cases]
-    # On CUDA steps with look-ahead have not been run yet.
-    ranks = workload.ranks
-    if ranks.device.type == "cpu" and ranks.world_size > 1 and None in cases:
-        runs += [(AHEAD, coverage, size) for size in sizes for coverage in AHEAD_COVERAGES]
-    measured = [_run(workload, *run) for run in runs]
-    anchors = {case: case.anchor(costs) for case in measured}
-    fitted = _correct(costs, measured, anchors)
-    interval = ratio_interval(_ratios(costs, measured, anchors))
-    shown = [case.anchor(fitted) if case.family == AHEAD else anchors[case] for case in measured]
+def correct_by_steps(costs: Costs, cases: Sequence[MeasuredCase]) -> tuple[Costs, list[Anchor]]:
+    """The costs corrected by whole steps with their interval, and the steps as predicted before."""
+    anchors = {case: case.anchor(costs) for case in cases}
+    fitted = _correct(costs, cases, anchors)
+    interval = ratio_interval(_ratios(costs, cases, anchors))
+    shown = [case.anchor(fitted) if case.family == AHEAD else anchors[case] for case in cases]
     return replace(fitted, ratio_interval=interval), shown
 
 
@@ -144,7 +170,7 @@ def _ratios(
     for case in cases:
         others = [other for other in cases if other is not case]
         step_s = case.predict(_correct(costs, others, anchors)).step.step_s
-        ratios.append([seconds / step_s for seconds in case.repeats_s])
+        ratios.append([seconds / step_s for seconds in case.parts_s()])
     return ratios
 
 
@@ -166,11 +192,16 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
     """
     kernels = dict(costs.kernels)
     corrections, overheads, waiting = {}, {}, {}
+    beyond: list[str] = []
     for stage in STAGES:
         if stage == "other":
             continue
         if stage in EXCHANGES:
-            overheads[stage], waiting[stage], corrections[stage] = _fit_exchange(anchors, stage)
+            overheads[stage], waiting[stage], factor = _fit_exchange(anchors, stage)
+            corrections[stage] = factor
+            # Waiting at its bound is noise of the same kind.
+            beyond += _beyond(anchors, stage, [factor], MESSAGE_FACTORS)
+            beyond += _beyond(anchors, stage, [waiting[stage]], WAITING_FRACS, "waiting in ")
             continue
         is_own = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
         # A large replica costs more per row, but a line has one slope. Fitting the large one errs
@@ -180,15 +211,14 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
         used = [point for point in points if point.seconds > 0]
         if len(used) < 2:
             continue
-        is_by_bytes = is_own and any(point.num_bytes for point in used)
-        line = fit_line(used, is_by_bytes=is_by_bytes and len(used) > 2)
-        overheads[stage] = line.fixed_s
+        overheads[stage], factors = _fit_compute(used)
+        beyond += _beyond(anchors, stage, factors, COMPUTE_FACTORS)
         if not is_own:
-            corrections[stage] = line.per_item_s
+            corrections[stage] = factors[0]
             continue
-        for family, factor in ((HOT_COLD, line.per_item_s), (TORCHREC, line.per_byte_s)):
+        for family, factor in zip((HOT_COLD, TORCHREC), factors, strict=True):
             for name in KERNELS_OF.get((family, stage), ()):
-                if name in kernels and factor > 0:
+                if name in kernels:
                     scaled = kernels[name]
                     kernels[name] = replace(
                         scaled,
@@ -196,6 +226,7 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
                         per_item_s=scaled.per_item_s * factor,
                         per_byte_s=scaled.per_byte_s * factor,
                     )
+    doubts = [f"were corrected by more than is credible ({', '.join(beyond)})"] if beyond else []
     corrections["other"] = _fit_dense_exchange(anchors)
     left = [a.step_s - sum(a.measured_s[s] for s in STAGES if s != "other") for a in anchors]
     return replace(
@@ -205,7 +236,47 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
         overhead_s=max(0.0, float(np.median(left))),
         stage_overhead_s=overheads,
         waiting_frac=waiting,
+        doubts=(*costs.doubts, *doubts),
     )
+
+
+def _fit_compute(points: Sequence[Point]) -> tuple[float, list[float]]:
+    """Overhead, and the factors of items and of bytes; 1 where none was measured.
+
+    Least squares of relative errors, with factors in COMPUTE_FACTORS.
+    """
+    seconds = np.array([point.seconds for point in points])
+    columns = np.array([(1.0, point.num_items, point.num_bytes) for point in points])
+    used = [at for at in range(min(3, len(points))) if columns[:, at].any()]
+    low, high = COMPUTE_FACTORS
+    found = fit_bounded(
+        columns[:, used] / seconds[:, None],
+        np.ones(seconds.size),
+        [0.0 if at == 0 else low for at in used],
+        [np.inf if at == 0 else high for at in used],
+    )
+    factors = dict(zip(used, found.tolist(), strict=True))
+    return factors[0], [factors.get(1, 1.0), factors.get(2, 1.0)]
+
+
+def _beyond(
+    anchors: Sequence[Anchor],
+    stage: str,
+    factors: Sequence[float],
+    bounds: tuple[float, float],
+    what: str = "",
+) -> list[str]:
+    """Factors at a bound of what is credible, if the stage matters."""
+    if max(a.measured_s[stage] / a.step_s for a in anchors) < MIN_STAGE_FRAC:
+        return []
+    low, high = bounds
+    return [
+        f"{what}{stage} {factor:.2g}"
+        for factor in factors
+        if factor >= high * (1 - BOUND_TOLERANCE)
+        or 0 < low < 1
+        and factor <= low * (1 + BOUND_TOLERANCE)
+    ]
 
 
 def _fit_dense_exchange(anchors: list[Anchor]) -> float:
@@ -225,8 +296,7 @@ def _fit_dense_exchange(anchors: list[Anchor]) -> float:
 def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, float]:
     """Overhead, waiting as a share of the dense layers, and the factor of the prediction.
 
-    Least squares of the errors relative to the step. Overhead and waiting are not negative, and the
-    factor is at least MIN_FACTOR, since a message is never faster than when it is sent alone.
+    Least squares of the errors relative to the step, within WAITING_FRACS and MESSAGE_FACTORS.
     """
     measured = np.array([a.measured_s[stage] for a in anchors])
     predicted = np.array([a.predicted_s[stage] for a in anchors])
@@ -237,10 +307,9 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, floa
     step = np.array([a.step_s for a in anchors])
     columns = np.stack([np.ones_like(dense), dense, predicted], axis=1)
     matrix = (columns / step[:, None])[used]
-    overhead, waiting, more = fit_nonnegative(
-        matrix, (measured / step)[used] - MIN_FACTOR * matrix[:, 2]
-    )
-    return float(overhead), float(waiting), MIN_FACTOR + float(more)
+    low, high = zip((0.0, np.inf), WAITING_FRACS, MESSAGE_FACTORS, strict=True)
+    overhead, waiting, factor = fit_bounded(matrix, (measured / step)[used], low, high).tolist()
+    return overhead, waiting, factor
 
 
 def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
@@ -253,52 +322,162 @@ def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
     return Point(predicted, 0.0, measured, 0.0)
 
 
-def _run(
-    workload: CalibrationWorkload, family: str, coverage: float | None, batch_size: int
-) -> MeasuredCase:
-    """Measure steps with a fraction of the lookups hot, or of TorchRec's hand-tuned plan."""
-    target, ranks = workload.target, workload.ranks
-    samples = ZipfTables(
-        cut_tables(target.table_rows, ranks.world_size * target.cap_bytes // (4 * workload.dim)),
-        exponent=target.zipf_exponent,
-        num_dense=target.num_dense,
-        seed=target.seed,
-    )
-    config = BenchRootConfig(
-        bench=BenchConfig(name="calibrate", batch_size=batch_size, seed=target.seed),
-        model=target.model,
-        optimizer=target.optimizer,
-        planner=PlannerConfig(),
-        launch=LaunchConfig(),
-    )
-    counts = samples.count(PROFILE_SAMPLES)
-    partition = None
-    if coverage is None:
-        case = Case(TORCHREC, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
-    else:
-        partition = choose_hot(counts, coverage)
-        kind = PipelineKind.look_ahead if family == AHEAD else PipelineKind.sparse_dist
-        case = Case(family, FractionPlacement(routing=Routing.device), partition, kind)
-    batches = samples.batches(
-        1 + NUM_WARM + NUM_STEPS + NUM_AHEAD,
-        batch_size=batch_size,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-    )
-    runner = build_runner(config, case, samples.schema, batches, ranks)
-    stage_s, times = (_time_ahead if family == AHEAD else _time_steps)(runner, ranks)
-    runner.pipeline.close()
-    histograms = {table: build_histogram(rows) for table, rows in counts.items()}
-    plan = broadcast_object(runner.sharded.plan)
+@dataclass(frozen=True)
+class StepTarget:
+    """What whole steps are measured on: tables, and how often each row is looked up."""
 
-    def predict(costs: Costs) -> Predicted:
-        scenario = case_scenario(
-            config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks
+    workload: CalibrationWorkload
+    samples: ZipfTables
+    counts: Mapping[str, Rows]
+    histograms: Mapping[str, CountHistogram]
+
+    @staticmethod
+    def of(workload: CalibrationWorkload) -> StepTarget:
+        target = workload.target
+        most_rows = workload.ranks.world_size * target.cap_bytes // (4 * workload.dim)
+        samples = ZipfTables(
+            cut_tables(target.table_rows, most_rows),
+            exponent=target.zipf_exponent,
+            num_dense=target.num_dense,
+            seed=target.seed,
         )
-        return predict_plan(scenario, plan) if partition is None else _predict(scenario, partition)
+        counts = samples.count(PROFILE_SAMPLES)
+        histograms = {table: build_histogram(rows) for table, rows in counts.items()}
+        return StepTarget(workload, samples, counts, histograms)
 
-    repeats_s = [float(np.median(part)) for part in np.array_split(times, NUM_REPEATS)]
-    return MeasuredCase(family, coverage, stage_s, float(np.median(times)), repeats_s, predict)
+    def config(self, batch_size: int) -> BenchRootConfig:
+        target = self.workload.target
+        return BenchRootConfig(
+            bench=BenchConfig(name="calibrate", batch_size=batch_size, seed=target.seed),
+            model=target.model,
+            optimizer=target.optimizer,
+            planner=PlannerConfig(),
+            launch=LaunchConfig(),
+        )
+
+    def case(self, family: str, coverage: float | None) -> Case:
+        """The case in which a fraction of the lookups is hot, or TorchRec's hand-tuned plan."""
+        if coverage is None:
+            return Case(TORCHREC, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
+        partition = choose_hot(self.counts, coverage)
+        kind = PipelineKind.look_ahead if family == AHEAD else PipelineKind.sparse_dist
+        return Case(family, FractionPlacement(routing=Routing.device), partition, kind)
+
+    def scenario(self, case: Case, batch_size: int, costs: Costs) -> Scenario:
+        config, schema, ranks = self.config(batch_size), self.samples.schema, self.workload.ranks
+        return case_scenario(config, case, schema, self.histograms, PROFILE_SAMPLES, costs, ranks)
+
+    def predict(
+        self, case: Case, batch_size: int, plan: ShardingPlan | None, costs: Costs
+    ) -> Predicted:
+        """The prediction of a case with hot rows, or of TorchRec's ``plan``."""
+        scenario = self.scenario(case, batch_size, costs)
+        if case.partition is None:
+            assert plan is not None, case.name
+            return predict_plan(scenario, plan)
+        num_hot = {t: case.partition.num_hot(t) for t in case.partition.num_rows}
+        return predict_placement(scenario, num_hot, dict.fromkeys(num_hot, TablePlacement()))
+
+    def batches(self, batch_size: int, num_batches: int) -> list[Batch]:
+        ranks = self.workload.ranks
+        return self.samples.batches(
+            num_batches, batch_size=batch_size, rank=ranks.rank, world_size=ranks.world_size
+        )
+
+
+def measure_steps(
+    workload: CalibrationWorkload,
+    costs: Costs,
+    budget: Budget,
+    *,
+    max_repeats: int = NUM_STEPS,
+    after_turn: Callable[[], object] = lambda: None,
+) -> MeasuredSteps:
+    """Measure steps of every case, in rounds until each is known or time is up; collective.
+
+    Args:
+        workload: Tables, model and ranks.
+        costs: Costs before any correction, by which steps are fitted into the budget.
+        budget: Clock of all measurements.
+        max_repeats: Most timed steps of each case and batch size, in whole rounds of NUM_STEPS.
+        after_turn: Called after each case.
+    """
+    target, ranks = StepTarget.of(workload), workload.ranks
+    of_coverage = coverages(workload)
+    runs = [(HOT_COLD if c is not None else TORCHREC, c) for c in of_coverage]
+    # On CUDA steps with look-ahead have not been run yet.
+    if ranks.device.type == "cpu" and ranks.world_size > 1 and None in of_coverage:
+        runs += [(AHEAD, coverage) for coverage in AHEAD_COVERAGES]
+    sizes, num_steps = _fit_in(target, costs, len(runs), budget)
+    measured: list[list[MeasuredCase]] = []
+    took_s: list[float] = []
+    for number in range(-(-max_repeats // NUM_STEPS)):
+        for at, (family, coverage) in enumerate(runs):
+            start_s = budget.spent_s()
+            if number == 0:
+                measured.append([])
+                took_s.append(0.0)
+            elif (
+                all(case.repeats.is_enough for case in measured[at])
+                or start_s + took_s[at] > budget.seconds
+            ):
+                continue
+            _run(target, family, coverage, sizes, num_steps, measured[at])
+            took_s[at] = budget.spent_s() - start_s
+            after_turn()
+    return MeasuredSteps([case for of_run in measured for case in of_run], sizes)
+
+
+def _fit_in(
+    target: StepTarget, costs: Costs, num_runs: int, budget: Budget
+) -> tuple[list[int], int]:
+    """Batch sizes, and timed steps of each, that fit into what is left of the budget; collective.
+
+    Batches become smaller only where MIN_STEPS do not fit.
+    """
+    left_s = budget.seconds - budget.spent_s()
+    batch_size = target.workload.target.batch_size
+    case = target.case(HOT_COLD, COVERAGES[0])
+    while True:
+        sizes = [max(MIN_BATCH, batch_size // part) for part in BATCH_PARTS]
+        step_s = sum(target.predict(case, size, None, costs).step.step_s for size in sizes)
+        num_steps = int(left_s / (num_runs * step_s)) - NUM_WARM
+        if num_steps >= MIN_STEPS or batch_size // 2 < BATCH_PARTS[0] * MIN_BATCH:
+            # Rank 0's own costs decide, since those of other ranks differ by counts of their rows.
+            return broadcast_object((sizes, max(MIN_STEPS, min(NUM_STEPS, num_steps))))
+        batch_size //= 2
+
+
+def _run(
+    target: StepTarget,
+    family: str,
+    coverage: float | None,
+    sizes: Sequence[int],
+    num_steps: int,
+    measured: list[MeasuredCase],
+) -> None:
+    """Build a case, and measure a round of its steps with each batch size into ``measured``."""
+    case, ranks = target.case(family, coverage), target.workload.ranks
+    num_batches = NUM_WARM + num_steps
+    batches = target.batches(sizes[0], 1) + [
+        batch for size in sizes for batch in target.batches(size, num_batches)
+    ]
+    batches += target.batches(sizes[-1], NUM_AHEAD)
+    runner = build_runner(target.config(sizes[-1]), case, target.samples.schema, batches, ranks)
+    plan = broadcast_object(runner.sharded.plan)
+    if not measured:
+        measured += [
+            MeasuredCase(case.name, coverage, partial(target.predict, case, size, plan))
+            for size in sizes
+        ]
+    for found in measured:
+        # The warm-up flushes what the pipeline holds of the other size.
+        runner.clock = StageClock(ranks.device)
+        time_steps = _time_ahead if case.name == AHEAD else _time_steps
+        stage_s, times = time_steps(runner, ranks, num_steps)
+        found.stage_s.append(stage_s)
+        found.repeats.rounds.append(times)
+    runner.pipeline.close()
 
 
 def choose_hot(counts: Mapping[str, Rows], coverage: float) -> Partition:
@@ -308,35 +487,34 @@ def choose_hot(counts: Mapping[str, Rows], coverage: float) -> Partition:
     return choose_coverage(counts, coverage=coverage) if coverage < 1 else choose_all_hot(counts)
 
 
-def _time_steps(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], npt.NDArray[np.float64]]:
-    """Seconds by stage and of each step, with a barrier before each step; collective."""
+# Seconds by stage, and of each step by rank.
+Times = tuple[dict[str, float], list[list[float]]]
+
+
+def _time_steps(runner: Runner, ranks: Ranks, num_steps: int) -> Times:
+    """Time steps with a barrier before each; collective."""
     for _ in range(NUM_WARM):
         runner.step()
-    clock, times = StageClock(ranks.device), []
-    for _ in range(NUM_STEPS):
+    clock, times = runner.clock, []
+    for _ in range(num_steps):
         barrier()
         with clock.step():
             runner.step()
         times.append(sum(float(s[-1]) for s in clock.seconds().values()))
     gathered = all_gather_object((clock.medians(), times))
-    return _mean_stages([medians for medians, _ in gathered]), np.max(
-        [times for _, times in gathered], axis=0
-    )
+    return _mean_stages([medians for medians, _ in gathered]), [times for _, times in gathered]
 
 
-def _time_ahead(runner: Runner, ranks: Ranks) -> tuple[dict[str, float], npt.NDArray[np.float64]]:
-    """The same for consecutive steps, since a barrier would end their overlap; collective."""
-    block = run_block(runner, NUM_WARM + NUM_STEPS, NUM_WARM, ranks)
+def _time_ahead(runner: Runner, ranks: Ranks, num_steps: int) -> Times:
+    """Time consecutive steps, since a barrier would end their overlap; collective.
+
+    The seconds are those of the ranks together.
+    """
+    block = run_block(runner, NUM_WARM + num_steps, NUM_WARM, ranks)
     gathered = all_gather_object((runner.clock.medians(), block))
-    return _mean_stages([medians for medians, _ in gathered]), step_seconds(
-        [block for _, block in gathered]
-    )
+    steps = step_seconds([block for _, block in gathered]).tolist()
+    return _mean_stages([medians for medians, _ in gathered]), [steps]
 
 
 def _mean_stages(medians: list[dict[str, float]]) -> dict[str, float]:
     return {stage: float(np.mean([of[stage] for of in medians])) for stage in STAGES}
-
-
-def _predict(scenario: Scenario, partition: Partition) -> Predicted:
-    num_hot = {table: partition.num_hot(table) for table in partition.num_rows}
-    return predict_placement(scenario, num_hot, dict.fromkeys(num_hot, TablePlacement()))

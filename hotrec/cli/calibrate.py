@@ -54,6 +54,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             name=settings.name,
             max_bytes=settings.max_bytes,
             repeats=settings.repeats,
+            budget_s=settings.budget_s,
         )
         same_verdict(lambda: write_costs(costs, target) if ranks.is_first else None)
         if ranks.is_first:
@@ -88,6 +89,8 @@ def _figures(costs: Costs, target: Path, start_s: float) -> dict[str, Any]:
         "overhead_s": costs.overhead_s,
         "corrections": dict(costs.corrections),
         "ratio_interval": list(costs.ratio_interval),
+        "is_trusted": costs.is_trusted,
+        "doubts": list(costs.doubts),
         "intra_bytes_per_s": costs.intra.bytes_per_s,
         "inter_bytes_per_s": None if costs.inter is None else costs.inter.bytes_per_s,
         "elapsed_s": time.perf_counter() - start_s,

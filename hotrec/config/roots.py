@@ -208,7 +208,8 @@ class CalibrateConfig:
 
     name: str | None = key("name of the costs; null: named by device and host", None)
     max_bytes: float = key("size of the largest message that a rank sends", 16777216.0, ge=4096)
-    repeats: int = key("largest number of timed calls of each size", 7, ge=3)
+    budget_s: float = key("seconds for all measurements; each is made at least once", 60.0, gt=0)
+    repeats: int = key("largest number of timed calls of each size", 24, ge=3)
     cap_mib: int = key("memory per rank of the tables on which lookups are timed", 256, ge=1)
     from_run: str | None = key(
         "run directory whose measured stages correct the costs; null: measure the machine", None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
+from scipy.optimize import lsq_linear, nnls
 
 from hotrec.cost_model.interval import UNKNOWN_INTERVAL
 from hotrec.types import STAGES
@@ -87,6 +87,17 @@ def fit_nonnegative(matrix: Floats, wanted: Floats) -> Floats:
     scales = np.abs(matrix).max(axis=0)
     scales[scales == 0] = 1.0
     return np.asarray(nnls(matrix / scales, wanted)[0] / scales)
+
+
+def fit_bounded(
+    matrix: Floats, wanted: Floats, low: Sequence[float], high: Sequence[float]
+) -> Floats:
+    """The same with each coefficient within its own bounds, (K,), ``low < high``."""
+    scales = np.abs(matrix).max(axis=0)
+    scales[scales == 0] = 1.0
+    bounds = np.asarray(low) * scales, np.asarray(high) * scales
+    found = lsq_linear(matrix / scales, wanted, bounds, method="bvls").x / scales
+    return np.clip(found, low, high)  # rounding may leave them
 
 
 @dataclass(frozen=True)
@@ -190,6 +201,8 @@ class Costs:
             in whole steps; nothing where it was not.
         ratio_interval: 5% and 95% quantiles of measured over predicted step, at most 1 and at
             least 1.
+        doubts: Why the costs are not to be trusted, each after the words "the costs"; none if they
+            are.
         host: Fingerprint of the machine that was measured, empty for built-in sets.
         facts: Free-form facts for the reader.
     """
@@ -210,6 +223,7 @@ class Costs:
     corrections: Mapping[str, float] = field(default_factory=dict)
     look_ahead: Line = Line(source="not measured")
     ratio_interval: tuple[float, float] = UNKNOWN_INTERVAL
+    doubts: tuple[str, ...] = ()
     host: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -231,6 +245,17 @@ class Costs:
 
     def correction(self, stage: str) -> float:
         return float(self.corrections.get(stage, 1.0))
+
+    @property
+    def is_trusted(self) -> bool:
+        return not self.doubts
+
+    @property
+    def caveat(self) -> str | None:
+        """What to tell the user of costs that are not to be trusted, else None."""
+        if self.is_trusted:
+            return None
+        return f"the costs {' and '.join(self.doubts)}: calibrate again on a quiet machine"
 
     def interval_s(self, step_s: float) -> tuple[float, float]:
         """The 90% interval of a step that is predicted to take ``step_s``, in seconds."""
@@ -294,6 +319,8 @@ class Costs:
                 parts["look_ahead"] = Line(**parts["look_ahead"])
             if "ratio_interval" in parts:
                 parts["ratio_interval"] = tuple(parts["ratio_interval"])
+            if "doubts" in parts:
+                parts["doubts"] = tuple(parts["doubts"])
             return Costs(**parts)
         except (AttributeError, KeyError, TypeError) as error:
             raise CostsError(

@@ -125,7 +125,8 @@ def choose_costs(config: Config, device: str) -> tuple[Costs, str | None]:
     is_there = name == "measured" or (name == "auto" and path.exists())
     costs = read_costs(path) if is_there else None
     if costs is not None and (name == "measured" or costs.device == device):
-        note = check_host(costs, read_fingerprint(device))
+        notes = [check_host(costs, read_fingerprint(device)), costs.caveat]
+        note = "; ".join(text for text in notes if text) or None
     else:
         chosen = NEAREST_BUILTIN[device] if name == "auto" else name
         if chosen not in BUILTIN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -77,6 +78,9 @@ def test_both_ranks_get_the_same_valid_costs() -> None:
         assert 0 <= costs.look_ahead.seconds(num_bytes=1e6) < 1
         assert set(costs.stage_overhead_s) <= set(STAGES)
         assert all(costs.correction(stage) >= 0 for stage in STAGES)
+        noise = costs.facts["noise"]
+        assert [host["num_cores"] for host in noise["hosts"]] == [len(os.sched_getaffinity(0))]
+        assert costs.facts["cut"] is None  # small messages and batches take little time
     # With Adam there are no cold rows on CPU to look ahead for.
     assert [d["look_ahead"]["source"] for d in first] == ["measured", "not measured"]
     # And two cases are too few for an interval.
@@ -94,17 +98,18 @@ def test_bytes_are_those_that_the_traffic_counter_sees() -> None:
 
 def measure_two_hosts() -> tuple[list[Any], float, float]:
     """Four ranks that take themselves for two hosts of two."""
-    from hotrec.calibrate.collectives import measure_network
-    from hotrec.calibrate.kernels import Effort
+    from hotrec.calibrate.collectives import start_network
     from hotrec.runtime.ranks import Ranks
 
     rank = dist.get_rank()
     ranks = Ranks(rank, 4, rank % 2, 2, torch.device("cpu"))
-    network = measure_network(ranks, max_bytes=16384.0, effort=Effort(3, 0.1))
-    assert network.intra is not None
-    assert network.inter is not None
+    network = start_network(ranks, max_bytes=16384.0, most_s=60.0)
+    intra, inter = network.links()
+    assert intra is not None
+    assert inter is not None
     worlds = [(curve.kind, curve.world) for curve in network.curves]
-    return worlds, network.intra.bytes_per_s, network.inter.bytes_per_s
+    assert len(network.series) > len(worlds)
+    return worlds, intra.bytes_per_s, inter.bytes_per_s
 
 
 def test_inside_and_between_hosts_are_told_apart() -> None:

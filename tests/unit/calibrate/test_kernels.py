@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotrec.calibrate import kernels
 from hotrec.calibrate.kernels import (
-    NUM_WARM,
-    Effort,
+    MIN_REPEATS,
     Point,
     fit_line,
     median_and_spread,
@@ -101,13 +101,6 @@ def test_the_slowest_rank_counts_and_noise_of_one_repeat_does_not() -> None:
     assert slowest_median([[1.0, 9.0, 1.0], [2.0, 2.0, 2.0]]).seconds == 2.0
 
 
-@pytest.mark.parametrize(
-    ("call_s", "repeats"), [(1e-5, 7), (0.1, 5), (0.2, 3), (10.0, 3), (0.0, 7)]
-)
-def test_repeats_fit_into_the_budget(call_s: float, repeats: int) -> None:
-    assert Effort(repeats=7, budget_s=0.5).num_repeats(call_s) == repeats
-
-
 def test_warm_up_is_left_out_and_preparation_is_not_timed() -> None:
     prepared: list[int] = []
     seen: list[int] = []
@@ -116,8 +109,22 @@ def test_warm_up_is_left_out_and_preparation_is_not_timed() -> None:
         prepared.append(len(prepared))
         return prepared[-1]
 
-    times = time_on_all_ranks(seen.append, torch.device("cpu"), Effort(5), prepare=prepare)
+    times = time_on_all_ranks(seen.append, torch.device("cpu"), 3, 5, prepare=prepare)
     assert seen == prepared  # each run gets what was prepared for it
-    assert len(seen) == 5 + NUM_WARM
+    assert len(seen) == 5 + 3
     assert [len(of_rank) for of_rank in times] == [5]
     assert min(times[0]) > 0
+
+
+def test_slow_calls_are_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SLOW_CALL_S", 0.0)
+    seen: list[None] = []
+    [times] = time_on_all_ranks(seen.append, torch.device("cpu"), 3, 5)
+    assert (len(times), len(seen)) == (MIN_REPEATS, 1 + MIN_REPEATS)
+
+
+def test_the_error_is_that_of_a_median() -> None:
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.normal(1, 0.1, (4000, 20)), axis=1)
+    errors = [median_and_spread(sample).error for sample in rng.normal(1, 0.1, (400, 20))]
+    assert np.mean(errors) == pytest.approx(medians.std(), rel=0.15)

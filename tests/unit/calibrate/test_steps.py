@@ -6,8 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from hotrec.calibrate.steps import AHEAD, HOT_COLD, TORCHREC, Anchor, fit_look_ahead, fit_steps
+from hotrec.calibrate.steps import (
+    AHEAD,
+    COMPUTE_FACTORS,
+    HOT_COLD,
+    MESSAGE_FACTORS,
+    TORCHREC,
+    Anchor,
+    MeasuredCase,
+    correct_by_steps,
+    fit_look_ahead,
+    fit_steps,
+)
 from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.costs import Costs
+from hotrec.cost_model.forms import StepPrediction
+from hotrec.cost_model.interval import NARROWEST_INTERVAL
+from hotrec.planning.predict import Predicted
 from hotrec.types import STAGES
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overhead_s=0.0)
@@ -120,3 +135,45 @@ def test_steps_of_nearly_as_many_bytes_say_nothing_of_a_byte_s_price() -> None:
     line = fit_look_ahead([ahead(1300.0, 2e-3), ahead(1400.0, 4e-3)])
     assert line.per_byte_s == 0
     assert 2e-3 < line.seconds(num_bytes=1e6) < 4e-3
+
+
+def noisy(family: str, predicted_s: float, size: float) -> float:
+    return 17.0 * predicted_s
+
+
+@pytest.mark.parametrize(
+    ("stage", "high"), [("rows_exchange", MESSAGE_FACTORS[1]), ("dense", COMPUTE_FACTORS[1])]
+)
+def test_a_factor_that_no_machine_needs_is_bounded_and_doubted(stage: str, high: float) -> None:
+    fitted = fit_steps(COSTS, all_anchors(**{stage: noisy}))
+    assert fitted.correction(stage) == pytest.approx(high)
+    assert not fitted.is_trusted
+    assert f"{stage} {high:g}" in (fitted.caveat or "")
+
+
+def test_a_strange_factor_of_a_stage_that_hardly_counts_is_not_doubted() -> None:
+    anchors = [replace(a, step_s=1e3) for a in all_anchors(rows_exchange=noisy)]
+    assert fit_steps(COSTS, anchors).is_trusted
+
+
+def measured(coverage: float, size: float, factor: float) -> MeasuredCase:
+    """Steps whose dense layers take ``factor`` times what is predicted."""
+    seconds = {s: 0.0 if s == "other" else size * PREDICTED[s] for s in STAGES}
+
+    def predict(costs: Costs) -> Predicted:
+        stage_s = {**seconds, "dense": costs.correction("dense") * seconds["dense"]}
+        return Predicted(StepPrediction(sum(stage_s.values()), stage_s, {}, {}), [])
+
+    case = MeasuredCase(HOT_COLD, coverage, predict)
+    case.stage_s.append({**seconds, "dense": factor * seconds["dense"]})
+    case.repeats.rounds.append([[sum(case.stage_s[0].values())] * 4])
+    return case
+
+
+def test_the_interval_is_of_cases_that_were_not_fitted_to() -> None:
+    alike = [measured(coverage, size, 2.0) for coverage in (0.8, 1.0) for size in (1.0, 4.0)]
+    costs, anchors = correct_by_steps(COSTS, alike)
+    assert costs.ratio_interval == NARROWEST_INTERVAL
+    assert [a.step_s for a in anchors] == [case.step_s for case in alike]
+    odd = [*alike, measured(0.9, 4.0, 3.0)]
+    assert correct_by_steps(COSTS, odd)[0].ratio_interval[1] > 1.1

@@ -101,7 +101,7 @@ def test_impossible_costs_are_refused(key: str, value: Any, message: str) -> Non
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("look_ahead", Line(1e-3, 0.0, 1e-9)), ("ratio_interval", (0.9, 1.2))],
+    [("look_ahead", Line(1e-3, 0.0, 1e-9)), ("ratio_interval", (0.9, 1.2)), ("doubts", ("a",))],
 )
 def test_costs_of_earlier_versions_can_be_read(key: str, value: Any) -> None:
     document = MEASURED.to_json()
@@ -152,6 +152,13 @@ def test_a_disturbed_small_message_does_not_count() -> None:
     disturbed = curve((1e3, 5e-3), (1e4, 1e-4), (1e6, 1e-2))
     assert disturbed.line_at(1e4).fixed_s == pytest.approx(1e-4)
     assert disturbed.line_at(5e5).seconds(num_bytes=5e5) < 1e-2
+
+
+def test_costs_in_doubt_are_not_trusted() -> None:
+    assert (MEASURED.is_trusted, MEASURED.caveat) == (True, None)
+    doubted = replace(MEASURED, doubts=("are old", "are odd"))
+    assert not doubted.is_trusted
+    assert "the costs are old and are odd: calibrate again" in (doubted.caveat or "")
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=6), st.floats(1.0, 1e8))
