@@ -18,7 +18,7 @@ import uuid
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -26,7 +26,14 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from hotrec.lock import LockedError, is_current, lock_file, other_lock_holders, try_flock
+from hotrec.lock import (
+    LockedError,
+    is_current,
+    is_of_lock,
+    lock_file,
+    other_lock_holders,
+    try_flock,
+)
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
@@ -197,9 +204,8 @@ def scratch_directory(target: Path, *, kind: str) -> Iterator[Path]:
     with lock_file(_sibling(target, "lock"), target):
         _restore_retired(target)
         check_replaceable(target, kind)
-        # Whoever wrote these is gone, since this process holds the lock.
-        for left in _siblings(target, "tmp"):
-            shutil.rmtree(left, ignore_errors=True)
+        _remove_scratch(target)
+        remove_abandoned(target.parent)
         scratch = _sibling(target, f"{uuid.uuid4().hex[:8]}.tmp")
         scratch.mkdir()
         try:
@@ -207,6 +213,21 @@ def scratch_directory(target: Path, *, kind: str) -> Iterator[Path]:
                 yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove scratch directories and locks that killed writers left in a directory."""
+    for lock in directory.glob(".?*.lock"):
+        with suppress(LockedError, OSError):
+            if is_of_lock(lock):
+                with lock_file(lock, directory):
+                    _remove_scratch(directory / lock.name[1:].removesuffix(".lock"))
+
+
+def _remove_scratch(target: Path) -> None:
+    """Remove those of a target; this process holds its lock, so their writer is gone."""
+    for left in _siblings(target, "tmp"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _resolve(path: Path) -> Path:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -30,6 +31,12 @@ def describe_process() -> str:
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"{command} (process {os.getpid()} on {socket.gethostname()} since {since})"
+
+
+def is_of_lock(path: Path) -> bool:
+    """Whether a file is one of ``lock_file``, and not another program's."""
+    with path.open("rb") as file:
+        return re.search(rb" \(process \d+ on \S+ since [-\d: ]+\)$", file.read(4096)) is not None
 
 
 def try_flock(descriptor: int, path: Path, *, is_shared: bool = False) -> bool:

@@ -6,6 +6,7 @@ on stderr, one line of JSON on stdout, one message for an error, and the start o
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import json
@@ -23,6 +24,7 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -55,6 +57,7 @@ from hotrec.cli.output import (
 from hotrec.cli.store import (
     VERSION_BASE,
     build_config,
+    check_overrides,
     check_yaml_files,
     conf_dir,
     register_schemas,
@@ -145,7 +148,8 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
         decide_run_dir(invocation.name, invocation.words, is_multirun=invocation.is_multirun)
         # With this variable Hydra raises errors instead of printing them in its own way.
         os.environ[FULL_TRACE] = "1"
-        sys.argv = [f"hotrec {invocation.name}", *_flags_first(invocation.words)]
+        flags, overrides = _split_flags(invocation.words)
+        sys.argv = [f"hotrec {invocation.name}", *flags, *overrides]
         if invocation.wants_help:
             # The help template is in conf/hydra/default.yaml.
             title = f"hotrec {invocation.name}"
@@ -174,14 +178,28 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
                 os.environ[key] = invocation.environment[key]
 
 
-def _flags_first(words: Sequence[str]) -> list[str]:
-    """Move flags before overrides, because Hydra's parser takes overrides in one run only."""
+def _split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags with their values, and overrides, which Hydra's parser takes in one run only."""
     flags: list[str] = []
     overrides: list[str] = []
     for previous, word in zip(["", *words], words, strict=False):
         is_flag = word.startswith("-") or previous in FLAGS_WITH_VALUE
         (flags if is_flag else overrides).append(word)
-    return [*flags, *overrides]
+    return flags, overrides
+
+
+def _check_flags(flags: Sequence[str]) -> None:
+    """Refuse what Hydra's parser would refuse by printing its usage."""
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        _, unknown = parser.parse_known_args(flags)
+    except argparse.ArgumentError as error:
+        raise ValueError(
+            f"flags {' '.join(flags)}: expected those of --help, got {error}."
+        ) from error
+    if unknown:
+        raise ValueError(f"{unknown[0]}: expected one of the flags of --help, got another.")
 
 
 def _exit_on_sigterm(number: int, _frame: FrameType | None) -> None:
@@ -201,6 +219,9 @@ def _run_hydra(invocation: Invocation) -> int:
     def job(composed: DictConfig) -> None:
         exit_codes.append(_run_job(invocation, composed))
 
+    flags, overrides = _split_flags(invocation.words)
+    _check_flags(flags)
+    check_overrides(overrides)
     try:
         for flag, value in itertools.pairwise([*invocation.words, ""]):
             if flag in FLAGS_OF_CONFIG_DIR:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 RUN_DIR = "HOTREC_RUN_DIR"
+# The process that a child of ours expects to be its parent.
+PARENT = "HOTREC_PARENT"
 _STORE_KEY = "hotrec/run_dir"
 # The runs of these commands are named by the experiment, all others by the command.
 _NAMED_BY_EXPERIMENT = ("train", "bench")
@@ -69,19 +71,17 @@ def check_environment() -> None:
     Raises:
         ValueError: If a variable is missing or contradicts another.
     """
-    if not is_under_torchrun():
-        return
     rank, world_size = environment_rank(), environment_world_size()
     if not rank < world_size:
         raise ValueError(
             f"environment RANK: expected below WORLD_SIZE {world_size}, got {rank}. Use torchrun."
         )
     if world_size > 1:
-        _integer("MASTER_PORT", -1)
         if not os.environ.get("MASTER_ADDR"):
             raise ValueError(
                 "environment MASTER_ADDR: expected the host of rank 0, got none. Use torchrun."
             )
+        _integer("MASTER_PORT", -1)
 
 
 def _integer(name: str, default: int) -> int:
@@ -134,10 +134,9 @@ def _agree(proposal: str) -> str:
     global _held_store
     from torch.distributed import rendezvous
 
-    from hotrec.runtime.process import announced
-    from hotrec.runtime.ranks import describe_rendezvous
+    from hotrec.runtime.ranks import joining
 
-    with announced(describe_rendezvous()):
+    with joining():
         _held_store, _, _ = next(iter(rendezvous("env://")))
         if environment_rank() == 0:
             _held_store.set(_STORE_KEY, proposal)
@@ -168,6 +167,7 @@ def run_under_torchrun(
     # By default ranks connect to this host's name, and wait for minutes if it has no address.
     launcher += ["--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
     variables = {**environment, RUN_DIR: run_dir, "TMPDIR": tempfile.gettempdir()}
+    variables[PARENT] = str(os.getpid())
     # The ranks share the host's cores; torchrun would set 1, with a warning.
     variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # In a session of its own the ranks get the terminal's Ctrl-C once, forwarded by this process.
@@ -189,6 +189,10 @@ def end_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        # It may have ended already, while the interpreter started.
+        if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
+            raise SystemExit(128 + signal.SIGTERM)
+        os.environ[PARENT] = str(os.getpid())
 
 
 @contextmanager
@@ -198,14 +202,18 @@ def private_temporary_directory() -> Iterator[None]:
     torchrun and multiprocessing leave theirs behind when they are killed. Directories of hotrec
     processes that are gone are removed as well.
     """
+    chosen = os.environ.get("TMPDIR")
+    if chosen and not os.path.isdir(chosen):  # Python would take another without a word
+        raise ValueError(f"environment TMPDIR: expected a directory, got {chosen}. Make it.")
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > _MAX_TMP_PATH:
         parent = Path("/tmp")
     for left in parent.glob(f"{_TMP_PREFIX}*-*"):
         pid = left.name.removeprefix(_TMP_PREFIX).partition("-")[0]
-        is_own = left.stat().st_uid == os.getuid()
-        if pid.isdigit() and is_own and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # its process has just ended
+            is_own = left.stat().st_uid == os.getuid()
+            if pid.isdigit() and is_own and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(left, ignore_errors=True)
     previous = os.environ.get("TMPDIR")
     made = tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{os.getpid()}-", dir=parent)
     os.environ["TMPDIR"] = tempfile.tempdir = made

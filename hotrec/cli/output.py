@@ -64,6 +64,10 @@ _OMEGACONF = (
     ),
     (r"does not support deletion", "to keep this key", "its deletion"),
 )
+_EXHAUSTED = re.compile(
+    "Resource temporarily unavailable|can't (?:start new thread|allocate memory)|std::bad_alloc|"
+    "[Cc]annot allocate memory"
+)
 _open_handlers: list[logging.Handler] = []
 
 
@@ -121,6 +125,7 @@ def _describe_kind(error: BaseException) -> str:
     return (
         _message_of_worker(error)
         or _describe_lost_worker(error)
+        or _describe_exhausted(error)
         or str(error)
         or type(error).__name__
     )
@@ -130,7 +135,8 @@ def _explains_itself(error: BaseException) -> bool:
     """Whether the message is enough without a trace."""
     if isinstance(error, HydraException | OmegaConfBaseException | OSError):
         return True
-    if _message_of_worker(error) is not None or _describe_lost_worker(error) is not None:
+    describers = (_message_of_worker, _describe_lost_worker, _describe_exhausted)
+    if any(describe(error) is not None for describe in describers):
         return True
     trace = error.__traceback__
     is_plain = isinstance(error, ValueError | RuntimeError)
@@ -166,7 +172,19 @@ def _describe_lost_worker(error: BaseException) -> str | None:
     end = found[2].split(".")[0].removesuffix(":")
     return (
         f"loader worker (process {found[1]}): expected to read until the end, got one that {end}. "
-        "See whether the system ran out of memory or of /dev/shm, or set trainer.num_workers=0."
+        "See whether it ran out of memory, /dev/shm or open files (ulimit -n), or set "
+        "trainer.num_workers=0."
+    )
+
+
+def _describe_exhausted(error: BaseException) -> str | None:
+    """What the system refused to a library, in whatever words that says it."""
+    text = str(error).split("\n")[0].removesuffix(".")
+    if not isinstance(error, MemoryError) and not _EXHAUSTED.search(text):
+        return None
+    return (
+        f"system: expected memory and threads for this process, got {text or 'no memory'}. Use a "
+        "host with more memory, raise ulimit -v and ulimit -u, or choose a smaller model."
     )
 
 

@@ -62,7 +62,7 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
         cache_stats=training_plan.cache_stats,
     )
     plan = unsharded.plan(training_plan.machine(machine))
-    print(write_plan(plan, run_dir, training_plan.prediction), file=sys.stderr)
+    text = write_plan(plan, run_dir, training_plan.prediction)
     figures: dict[str, Any] = {
         "command": "plan",
         "placement": config.placement.kind.name,
@@ -74,6 +74,8 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     if training_plan.prediction is not None:
         figures |= _predicted_figures(training_plan)
         figures["page"] = write_plan_page(training_plan.prediction, run_dir)
+    # When everything has been written: an error is then the only thing that is said.
+    print(text, file=sys.stderr)
     return figures | _partition_figures(training_plan)
 
 

@@ -12,6 +12,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hotrec.cli.output import describe_unknown_field
@@ -81,6 +83,35 @@ def build_config(composed: DictConfig) -> Any:
     return config
 
 
+def check_overrides(words: Sequence[str]) -> None:
+    """Read each override by itself, so that an error names it; Hydra's own often names none.
+
+    Raises:
+        ValueError: If one cannot be read, or gives a group something else than its choices.
+    """
+    parser = OverridesParser.create()
+    for word in words:
+        key = word.partition("=")[0].lstrip("+~").strip()
+        if not key:
+            raise ValueError(f"{word}: expected key=value, got no key. See --help.")
+        try:
+            override = parser.parse_rule(word, "override")
+            is_sweep = override.is_sweep_override()
+            value = None if is_sweep else override.value()
+        except (HydraException, ValueError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(
+                f"{key}: expected an override of the form key=value, got an error: {reason}. "
+                "See --help, and put text with special signs into quotes."
+            ) from error
+        choices = options_of(key) if (conf_dir() / key).is_dir() else []
+        is_choice = is_sweep or override.is_delete() or isinstance(value, str | list | dict)
+        if choices and not is_choice:
+            raise ValueError(
+                f"{key}: expected one of {', '.join(choices)}, got {value}. Choose one of them."
+            )
+
+
 def _check_known_keys(node: DictConfig, parent: str) -> None:
     """Refuse keys that Hydra's ``+key=value`` forced into a dataclass."""
     kind = OmegaConf.get_type(node)
@@ -110,12 +141,19 @@ def check_yaml_files(path: Path) -> None:
             )
         try:
             with file.open(encoding="utf-8") as text:
-                num_aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+                events = list(yaml.parse(text))
         except (UnicodeError, yaml.YAMLError) as error:
             raise ValueError(
                 f"{file}: expected YAML in UTF-8, got {type(error).__name__}: {error}. "
                 "Correct the file."
             ) from error
+        # After the starts of the stream and of the document, if there is one.
+        if len(events) > 2 and not isinstance(events[2], yaml.MappingStartEvent):
+            raise ValueError(
+                f"{file}: expected keys with values at the top, got a list or a single value. "
+                "Write key: value."
+            )
+        num_aliases = sum(isinstance(event, yaml.AliasEvent) for event in events)
         if num_aliases > MAX_YAML_ALIASES:
             raise ValueError(
                 f"{file}: expected at most {MAX_YAML_ALIASES} YAML aliases, got {num_aliases}. "

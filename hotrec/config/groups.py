@@ -24,6 +24,8 @@ Decay = StrEnum("Decay", "constant linear cosine polynomial")
 
 # FBGEMM asserts it for every table with a fused optimizer (construct_split_state).
 DIM_MULTIPLE = 4
+# Torch counts the bytes of a layer's weights in 64 bits.
+MAX_LAYER_SIZE = 2**20
 # Meanings of keys that several dataclasses have.
 MEMORY = "memory for hot rows and their optimizer state, in MiB per device"
 AVAILABLE_MEMORY = f"largest {MEMORY}; null: as much as is free"
@@ -272,10 +274,15 @@ class ModelConfig:
         "sizes of the layers over the dense columns; the last must be embedding_dim",
         [128, 64],
         ge=1,
+        le=MAX_LAYER_SIZE,
         size=1,
     )
     over_layer_sizes: list[int] = key(
-        "sizes of the layers over the interactions; the last must be 1", [256, 128, 1], ge=1, size=1
+        "sizes of the layers over the interactions; the last must be 1",
+        [256, 128, 1],
+        ge=1,
+        le=MAX_LAYER_SIZE,
+        size=1,
     )
 
     def rules(self) -> Rules:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import PurePath
 
 from hotrec.artifact import Verify
 from hotrec.config.data import DataSpec
@@ -146,6 +147,11 @@ class PathsConfig:
         Verify.size,
     )
 
+    def rules(self) -> Rules:
+        for name in ("dataset", "profile", "partition", "costs"):
+            # An empty path would be the working directory.
+            yield bool(getattr(self, name)), f"{name}: expected a directory, got an empty path."
+
 
 @dataclass
 class ProfileConfig:
@@ -180,7 +186,7 @@ class PlannerConfig:
 class PlanConfig:
     """What ``hotrec plan`` plans for, and how a run chooses between plans."""
 
-    world_size: int = key("number of ranks", 2, ge=1)
+    world_size: int = key("number of ranks", 2, ge=1, le=2**20)
     ranks_per_host: int | None = key("number of ranks per host; null: all on one", None, ge=1)
     device: Device = key(DEVICE, Device.auto)
     sensitivity: bool = key("also predict with half and twice the memory, batch and ranks", True)
@@ -372,6 +378,12 @@ class Config:
     paths: PathsConfig = section("the directories of each stage", PathsConfig)
 
     def rules(self) -> Rules:
+        parts = PurePath(self.dataset_name).parts
+        yield (
+            bool(parts) and self.dataset_name.isprintable() and not {"/", ".."} & set(parts),
+            "dataset_name: expected the name of a directory below data/, got "
+            f"{self.dataset_name!r}. Set paths.dataset for a directory elsewhere.",
+        )
         for group, variants in VARIANTS.items():
             chosen = getattr(self, group)
             expected = next(name for name, kind in variants.items() if type(chosen) is kind)

@@ -29,6 +29,8 @@ from hotrec.types import Rows, Schema
 
 KIND = "profile"
 TRAIN_DIRECTORY, HELDOUT_DIRECTORY = "counts", "heldout"
+# The fact of a table in the manifest that the counts of a part add up to.
+LOOKUPS = {TRAIN_DIRECTORY: "num_lookups", HELDOUT_DIRECTORY: "num_heldout_lookups"}
 NUM_CURVE_POINTS = 65
 # Read off the coverage curve for tables and messages.
 LANDMARK_FRACS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5)
@@ -387,9 +389,18 @@ def read_profile(path: Path) -> tuple[Profile, Artifact]:
                 table: np.load(artifact.file(_counts_name(part, table)), mmap_mode="r")
                 for table in content["tables"]
             }
+            names = {name for name in artifact.files if name.startswith(f"{part}/")}
+            if names != {_counts_name(part, table) for table in counts}:
+                raise ValueError(f"tables {sorted(counts)} and files {sorted(names)}")
             for table, rows in counts.items():
-                if rows.shape != (content["tables"][table]["num_rows"],):
+                facts = content["tables"][table]
+                if rows.shape != (facts["num_rows"],):
                     raise ValueError(f"{part}/{table}.npy of shape {rows.shape}")
+                if int(rows.sum()) != facts[LOOKUPS[part]]:
+                    raise ValueError(
+                        f"{LOOKUPS[part]} {facts[LOOKUPS[part]]} of table {table}, whose counts "
+                        f"add up to {rows.sum()}"
+                    )
             return counts
 
         for name in ("num_samples", "num_heldout_samples", "num_total_samples"):

@@ -7,10 +7,15 @@ depend on the number of workers. The position is one integer per worker; restori
 
 from __future__ import annotations
 
+import errno
+import multiprocessing.queues
 import os
 import signal
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,20 @@ from hotrec.data.locality import AS_READ, BY_OWNER, Assign
 from hotrec.data.order import SampleOrder, num_steps_of, select_pieces
 
 _RANK_CHECK_S = 1.0
+# Error numbers of the system and the same in libraries' words, and what the user can do.
+_REFUSALS = (
+    (
+        (errno.EMFILE, errno.ENFILE),
+        "Too many open files",
+        "Raise the limit of open files with ulimit -n",
+    ),
+    ((errno.ENOSPC,), "No space left on device", "Make /dev/shm larger"),
+    (
+        (errno.EAGAIN, errno.ENOMEM),
+        "can't start new thread",
+        "Free memory, raise the limits ulimit -u and ulimit -v",
+    ),
+)
 # Applied to the ids in the worker, e.g. hotrec.routing's routing.
 Transform = Callable[[KeyedJaggedTensor], Any]
 
@@ -137,7 +156,7 @@ def make_loader(
         None if is_all_hot else assign,
         is_all_hot,
     )
-    return StatefulDataLoader(
+    return Loader(
         batches,
         batch_size=None,
         num_workers=num_workers,
@@ -145,6 +164,66 @@ def make_loader(
         persistent_workers=keep_workers and num_workers > 0,
         worker_init_fn=_leave_sigterm_to_rank,
     )
+
+
+class Loader(StatefulDataLoader[Batch]):
+    """A loader that says what the system refused to its workers."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        with self._explaining():
+            iterator = super().__iter__()
+        return self._take(iterator)
+
+    def _take(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            with self._explaining():
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError, RuntimeError) as error:
+            # A connection ends where a descriptor in a message is one too many.
+            is_ended = isinstance(error, EOFError | ConnectionError)
+            number = errno.EMFILE if is_ended else getattr(error, "errno", None)
+            found = next(
+                (
+                    advice
+                    for numbers, text, advice in _REFUSALS
+                    if number in numbers or text in str(error)
+                ),
+                None,
+            )
+            if self.num_workers == 0 or found is None:
+                raise
+            sys.unraisablehook = _ignore_half_started
+            got = str(error).rstrip().rpartition("\n")[2] or "a connection that ended"
+            raise RuntimeError(
+                f"loader: expected the system to grant what {self.num_workers} worker processes "
+                f"need, got {got.removesuffix('.')}. {found}, or set trainer.num_workers=0."
+            ) from error
+
+
+def _leave_messages_to_rank() -> None:
+    """Print nothing in a worker: its rank gets the errors of batches, and sees when it is gone."""
+    # These get the errors of the threads that hand over batches, whose rank would wait for ever.
+    sys.excepthook = lambda *_: os._exit(1)
+    on_error = staticmethod(lambda *_: os._exit(1))
+    multiprocessing.queues.Queue._on_queue_feeder_error = on_error  # type: ignore[attr-defined]
+    # A directory of its own would be removed with a trace where too many files are open.
+    config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
+    config["tempdir"] = tempfile.gettempdir()
+
+
+def _ignore_half_started(unraisable: sys.UnraisableHookArgs) -> None:
+    """Leave out that torchdata cannot end an iterator that it could not start."""
+    owner = getattr(unraisable.object, "__qualname__", "")
+    if not owner.startswith("_StatefulMultiProcessingDataLoaderIter."):
+        sys.__unraisablehook__(unraisable)
 
 
 def _leave_sigterm_to_rank(worker: int) -> None:
@@ -155,6 +234,7 @@ def _leave_sigterm_to_rank(worker: int) -> None:
     exit and waits for them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    _leave_messages_to_rank()
     rank = os.getppid()
 
     def wait_for_rank() -> None:

@@ -23,7 +23,7 @@ from hotrec.report.render import (
     record_table,
     render_html,
     render_text,
-    write_file,
+    write_files,
 )
 from hotrec.report.style import to_svg
 from hotrec.report.units import (
@@ -176,7 +176,8 @@ def write_plan_page(document: Document, directory: Path) -> Path:
     sections["Where a step's time and bytes go"].insert(0, picture)
     title, subtitle = f"hotrec plan: {prediction.chosen}", prediction.describe()
     page = Page(title, sections, subtitle, data_file=PREDICTION_JSON)
-    return write_file(directory / PLAN_HTML, render_html(page))
+    write_files(directory, {PLAN_HTML: render_html(page)})
+    return directory / PLAN_HTML
 
 
 def draw_stages(axes: Axes, prediction: Prediction, names: Sequence[str]) -> None:

@@ -227,10 +227,14 @@ def _read_run(path: Path) -> Run:
             f"Pass a directory that `hotrec train` wrote."
         )
     notes: list[str] = []
-    summary = parse_object(_read_text(path / SUMMARY, notes) or "{}", str(path / SUMMARY))
+    recorded = _read_text(path / SUMMARY, notes)
+    summary = {} if recorded is None else parse_object(recorded, str(path / SUMMARY))
     _check_numbers(str(path / SUMMARY), summary)
     metrics, evals = _read_lines(path / METRICS, notes), _read_lines(path / EVAL, notes)
     found_texts = {name: _read_text(path / name, notes) for name in TEXTS}
+    for name, text in found_texts.items():
+        if text is not None and name.endswith(".json"):
+            parse_object(text, str(path / name))
     return Run(
         path=path,
         name=str(summary.get("name") or path.name),

@@ -168,14 +168,18 @@ def markdown_table(header: Row, rows: Iterable[Row], totals: Iterable[Row] = ())
     )
 
 
-def write_file(path: Path, content: str | bytes) -> Path:
-    """Write a file in one move, so that nobody reads half of it; return the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.tmp")
+def write_files(directory: Path, contents: Mapping[str, str | bytes]) -> None:
+    """Write files by name into a directory, all or none, and each in one move."""
+    directory.mkdir(parents=True, exist_ok=True)
+    scratches = {name: directory / f".{name}.tmp" for name in contents}
     try:
-        with naming(path):
-            scratch.write_bytes(content if isinstance(content, bytes) else content.encode())
-        os.replace(scratch, path)
+        for name, content in contents.items():
+            with naming(directory / name):
+                scratches[name].write_bytes(
+                    content if isinstance(content, bytes) else content.encode()
+                )
+        for name, scratch in scratches.items():
+            os.replace(scratch, directory / name)
     finally:
-        scratch.unlink(missing_ok=True)
-    return path
+        for scratch in scratches.values():
+            scratch.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ from hotrec.report.render import (
     Tile,
     record_table,
     render_html,
-    write_file,
+    write_files,
 )
 from hotrec.report.style import run_color, to_svg
 from hotrec.report.units import (
@@ -128,8 +128,8 @@ def write_report(
             "partition": contents[1],
         }
     )
-    write_file(output / JSON_NAME, json.dumps(document, indent=2, allow_nan=False) + "\n")
-    write_file(output / HTML_NAME, html)
+    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    write_files(output, {JSON_NAME: text, HTML_NAME: html})
     return document
 
 

@@ -17,7 +17,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hotrec.report.render import write_file
+from hotrec.report.render import write_files
 
 INK, SOFT_INK, GRID = "#1f2933", "#5b6672", "#e3e7eb"
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B6B6B")
@@ -113,4 +113,4 @@ def write_png(figure: Figure, path: Path) -> None:
     buffer = io.BytesIO()
     with report_style():
         figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
-    write_file(path, buffer.getvalue())
+    write_files(path.parent, {path.name: buffer.getvalue()})

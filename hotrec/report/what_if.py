@@ -21,7 +21,7 @@ from hotrec.report.render import (
     record_table,
     render_html,
     render_text,
-    write_file,
+    write_files,
 )
 from hotrec.report.units import show_bytes, show_count, show_rate, show_seconds
 
@@ -116,8 +116,10 @@ def write_what_if(
         "cheapest": None if cheapest is None else cheapest["name"],
         "points": points,
     }
-    write_file(directory / WHAT_IF_JSON, json.dumps(document, indent=2) + "\n")
-    return write_file(directory / WHAT_IF_HTML, render_html(_page(points, min_samples_per_s)))
+    html = render_html(_page(points, min_samples_per_s))
+    text = json.dumps(document, indent=2) + "\n"
+    write_files(directory, {WHAT_IF_JSON: text, WHAT_IF_HTML: html})
+    return directory / WHAT_IF_HTML
 
 
 def _page(points: Sequence[Point], min_samples_per_s: float | None) -> Page:

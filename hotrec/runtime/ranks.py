@@ -6,6 +6,8 @@ Nothing else asks whether the process group exists: each function here has a one
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ from hotrec.runtime.process import (
 T = TypeVar("T")
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+# Torch's own limit for ranks to join, and the seconds between two attempts to find rank 0.
+RENDEZVOUS_S, _CONNECT_S = 1800.0, 0.1
 
 # With several ranks a kernel that is loaded at its first launch may wait for the whole device, and
 # so for a collective of another thread whose peer waits in turn (CUDA programming guide, "Lazy
@@ -66,13 +70,44 @@ def _environment_int(name: str, default: int) -> int:
         ) from None
 
 
-def describe_rendezvous() -> str:
-    """What a rank waits for until all ranks have started."""
-    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    return (
-        f"all {os.environ.get('WORLD_SIZE', '1')} ranks to join at {where}; this is rank "
-        f"{os.environ.get('RANK', '0')}. See whether every host has started its ranks"
-    )
+@contextmanager
+def joining(timeout_s: float = RENDEZVOUS_S) -> Iterator[None]:
+    """Around the rendezvous: say what is waited for, and what is wrong if it fails.
+
+    Raises:
+        RuntimeError: If the store of rank 0 is not found in time, or not all ranks join it.
+    """
+    host, port = (os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    is_one, rank = os.environ.get("WORLD_SIZE", "1") == "1", os.environ.get("RANK", "0")
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    who = f"all {os.environ.get('WORLD_SIZE', '1')} ranks to join at {host}:{port}"
+    advice = "See whether every host has started its ranks"
+    with announced(f"{who}; this is rank {rank}. {advice}"):
+        try:
+            if not is_one and (is_agents or rank != "0") and port.isdecimal():
+                _wait_for_store(host, int(port), timeout_s)
+            yield
+        except (dist.DistError, OSError) as error:
+            reason = str(error).split("\n")[0].rstrip(".")
+            raise RuntimeError(
+                f"rendezvous of rank {rank}: expected {who} within {timeout_s:g} s, got an error: "
+                f"{reason}. {advice}, and MASTER_ADDR and MASTER_PORT."
+            ) from error
+
+
+def _wait_for_store(host: str, port: int, timeout_s: float) -> None:
+    """Wait until rank 0 listens; torch would print warnings and lines of C++ meanwhile."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=timeout_s).close()
+            return
+        except socket.gaierror:
+            raise
+        except OSError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_CONNECT_S)
 
 
 @contextmanager
@@ -108,7 +143,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
         keep_freed_memory()
     backend, timeout = BACKENDS[device], timedelta(seconds=timeout_s)
     make_forks_safe()
-    with announced(describe_rendezvous()), _threads_of(backend):
+    with joining(timeout_s), _threads_of(backend):
         store: dist.Store = dist.HashStore()
         if world_size > 1 or "MASTER_ADDR" in os.environ:
             store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))

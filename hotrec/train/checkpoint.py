@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from hotrec.artifact import ArtifactError, commit_artifact, read_artifact
+from hotrec.artifact import ArtifactError, commit_artifact, read_artifact, remove_abandoned
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
 from hotrec.train.run_log import replace_text
 
@@ -197,6 +197,8 @@ def load_checkpoint(
     if loader is not None:
         saved = same_verdict(lambda: _load_rank(path))
         loader.load_state_dict(saved["loader"])
+        if rank() == 0:
+            remove_abandoned(path.parent)
     return Position(step=content["step"], num_samples=content["num_samples"])
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hotrec.cli import main
-from hotrec.cli.app import _flags_first, _plain
+from hotrec.cli.app import _plain, _split_flags
 from hotrec.cli.commands import COMMANDS
 
 
@@ -50,7 +50,8 @@ def test_torch_is_not_loaded(words: list[str]) -> None:
 
 def test_flags_may_stand_anywhere() -> None:
     words = ["a=1", "--multirun", "b=2", "--config-dir", "d", "c=3", "--cfg", "job"]
-    assert _flags_first(words) == ["--multirun", "--config-dir", "d", "--cfg", "job"] + [
+    flags, overrides = _split_flags(words)
+    assert [*flags, *overrides] == ["--multirun", "--config-dir", "d", "--cfg", "job"] + [
         "a=1",
         "b=2",
         "c=3",

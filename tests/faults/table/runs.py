@@ -387,7 +387,8 @@ def _signal_cases() -> Iterator[Case]:
         quiet: dict[str, Any] = {"speaks": False, "may_leave": number == KILL}
         yield Case(f"signal/one-rank-{name}", (one,), act=send("launcher", number), exit_codes=code, **quiet, **more)
         for role in ("launcher", "agent"):
-            codes = (*code, 1) if role == "agent" else code
+            # Torchrun's agent has a handler of its own, which ends with the signal it got.
+            codes = (*code, 1, 128 + number) if role == "agent" else code
             yield Case(f"signal/{role}-{name}", (two,), act=send(role, number), exit_codes=codes, **quiet, **more)
         if number in (KILL, HUP):
             for rank in (0, 1):
