@@ -1,0 +1,89 @@
+"""A trial on real ranks: pipelines that only sleep, so that the fastest is known."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hotrec.planning.trial import Trial
+from hotrec.runs.trial import LEAST_ROUNDS, NUM_WARM, Candidate, run_trial, trial_seconds
+from hotrec.runtime.ranks import all_gather_object
+from tests.distributed.setups import this_rank
+from tests.helpers.ranks import run_ranks
+
+SLEEPS_S = {"slow": 0.03, "fast": 0.005, "slower": 0.06}
+# Rank 1 alone is slow with this candidate, and all ranks wait for it.
+UNEVEN = "uneven"
+
+
+class SleepingPipeline:
+    """Counts its steps, and how many pipelines are held at once."""
+
+    held = 0
+    most_held = 0
+
+    def __init__(self, sleep: Any) -> None:
+        self._sleep = sleep
+        self.steps = 0
+        SleepingPipeline.held += 1
+        SleepingPipeline.most_held = max(SleepingPipeline.held, SleepingPipeline.most_held)
+
+    def progress(self, batches: Iterator[int]) -> None:
+        next(batches)
+        self.steps += 1
+        self._sleep()
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        SleepingPipeline.held -= 1
+
+
+def try_sleeping(num_bytes: float) -> tuple[Trial, list[Trial], int]:
+    ranks = this_rank()
+
+    def candidate(name: str) -> Candidate:
+        seconds = SLEEPS_S.get(name, 0.04 if ranks.rank == 1 else 0.001)
+
+        def build() -> tuple[Any, range]:
+            pipeline = SleepingPipeline(lambda: time.sleep(seconds))
+            return SimpleNamespace(make_pipeline=lambda device: pipeline), range(3)
+
+        return Candidate(build, (0.0, num_bytes), num_ahead=1)
+
+    SleepingPipeline.held = SleepingPipeline.most_held = 0
+    before = torch.random.get_rng_state()
+    candidates = {name: candidate(name) for name in (*SLEEPS_S, UNEVEN)}
+    trial = run_trial(candidates, ranks, limit_s=60)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert SleepingPipeline.held == 0
+    return trial, all_gather_object(trial), SleepingPipeline.most_held
+
+
+@pytest.mark.parametrize(("num_bytes", "most_held"), [(1.0, 4), (1e18, 1)])
+def test_the_fastest_is_found_on_every_rank(num_bytes: float, most_held: int) -> None:
+    """At once, or one by one where the tables do not fit together."""
+    for trial, of_ranks, held in run_ranks(try_sleeping, 2, num_bytes=num_bytes):
+        assert held == most_held
+        assert [other.block_s for other in of_ranks] == [trial.block_s] * 2
+        assert trial.chosen == "fast"
+        assert trial.open_candidates == ["fast"]
+        assert set(trial.block_s) == {*SLEEPS_S, UNEVEN}
+        assert trial.step_s(UNEVEN) > 0.04  # the slowest rank's
+        # Clearly slower ones leave after one round, where they are held together.
+        rounds = 1 if most_held > 1 else LEAST_ROUNDS
+        assert len(trial.block_s["slower"]) == rounds
+
+
+def test_seconds_of_a_trial() -> None:
+    asked = [trial_seconds(None, run_s) for run_s in (1.0, 1000.0, math.inf)]
+    assert asked == [5.0, 10.0, 60.0]
+    assert trial_seconds(0.5, 1000.0) == 0.5
+    assert NUM_WARM > 0
