@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from hotrec.calibrate.collectives import Network, measure_overlap, start_network
 from hotrec.calibrate.kernels import Point, Probe, fit_line, slowest_median, time_work
+from hotrec.calibrate.loader import measure_loader
 from hotrec.calibrate.noise import LoadMeter, doubts_of, median_drift, noise_text
 from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.rounds import Budget, Series, run_rounds
@@ -62,6 +64,7 @@ def measure_costs(
     max_bytes: float = float(16 << 20),
     repeats: int = 24,
     budget_s: float = 60.0,
+    dataset: Path | None = None,
 ) -> Costs:
     """Measure all kernels and collectives, on all ranks at the same time; collective.
 
@@ -73,6 +76,7 @@ def measure_costs(
         repeats: Most repeats of each size.
         budget_s: Seconds for all measurements. Each is made once even if that takes longer; on a
             slow network messages and the batches of whole steps are smaller.
+        dataset: Dataset on which the loader is timed; None leaves it out.
 
     Returns:
         The costs, equal on every rank.
@@ -118,6 +122,8 @@ def measure_costs(
             )
             for probe in probes
         }
+        shown("loader")
+        loader = {} if dataset is None else measure_loader(dataset, workload)
         device_bytes, host_bytes = measure_memory(ranks.device)
         fingerprints = all_gather_object(read_fingerprint(ranks.device.type))
         intra, inter = _links(network, lines["copy"])
@@ -132,6 +138,7 @@ def measure_costs(
             device_bytes=device_bytes,
             host_bytes=host_bytes,
             curves=network.curves,
+            loader=loader,
             overlap=float(np.median(overlaps)),
             host=host,
             facts={
@@ -237,6 +244,8 @@ def costs_table(costs: Costs) -> str:
         lines[f"{curve.kind} {curve.world.num_ranks}r/{curve.world.num_hosts}h"] = curve.line()
     if costs.look_ahead.source == "measured":
         lines["look_ahead"] = costs.look_ahead  # of the bytes of cold rows, beside its stages
+    for name, line in costs.loader.items():
+        lines[f"loader {name}"] = line
     width = max(map(len, lines))
     rows = [f"costs {costs.name} ({costs.origin}, {costs.device})"]
     rows.append(f"{'kernel':<{width}}  {'per item':>10}  {'per byte':>10}  {'fixed':>10}  spread")

@@ -148,14 +148,21 @@ class CalibrationWorkload:
         return self._router(self.samples, self.hot_partition)
 
     @cached_property
+    def router_on_cpu(self) -> Router:
+        """The same for loader workers."""
+        return self._router(self.samples, self.hot_partition, torch.device("cpu"))
+
+    @cached_property
     def own_router(self) -> Router:
         """Router of this rank's shards, all rows cold."""
         return self._router(self.own_samples, choose_all_cold(self.own_samples.count(1)))
 
-    def _router(self, samples: ZipfTables, partition: Partition) -> Router:
+    def _router(
+        self, samples: ZipfTables, partition: Partition, device: torch.device | None = None
+    ) -> Router:
         names = samples.schema.feature_names
         columns = [Column(name, name, name, is_mean=False) for name in names]
-        return Router({self.dim: columns}, partition).to(self.device)
+        return Router({self.dim: columns}, partition).to(device or self.device)
 
     def features(self, samples: ZipfTables, num_ids: int) -> list[KeyedJaggedTensor]:
         """NUM_SAMPLES batches of about ``num_ids`` ids each."""

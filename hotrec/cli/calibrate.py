@@ -17,7 +17,7 @@ from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.store import write_costs
 from hotrec.data.chunks import Dataset
 from hotrec.planning.unsharded import chosen_device
-from hotrec.runtime.ranks import same_verdict
+from hotrec.runtime.ranks import broadcast_object, same_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         table_rows, num_dense = same_verdict(
             lambda: _read_sizes(config.paths.dataset, shows_warning=ranks.is_first)
         )
+        dataset = Path(config.paths.dataset)
+        # All ranks alike, whatever a file system shows each of them.
+        is_there = broadcast_object(dataset.exists())
         subject = CalibrationTarget(
             table_rows=table_rows,
             model=config.model,
@@ -55,6 +58,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             max_bytes=settings.max_bytes,
             repeats=settings.repeats,
             budget_s=settings.budget_s,
+            dataset=dataset if is_there else None,
         )
         same_verdict(lambda: write_costs(costs, target) if ranks.is_first else None)
         if ranks.is_first:

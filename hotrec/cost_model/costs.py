@@ -201,6 +201,8 @@ class Costs:
             in whole steps; nothing where it was not.
         ratio_interval: 5% and 95% quantiles of measured over predicted step, at most 1 and at
             least 1.
+        loader: Processor time of a loader worker: "read" by the samples of the measured dataset,
+            "route" by lookups. Empty where no dataset was there.
         doubts: Why the costs are not to be trusted, each after the words "the costs"; none if they
             are.
         host: Fingerprint of the machine that was measured, empty for built-in sets.
@@ -223,6 +225,7 @@ class Costs:
     corrections: Mapping[str, float] = field(default_factory=dict)
     look_ahead: Line = Line(source="not measured")
     ratio_interval: tuple[float, float] = UNKNOWN_INTERVAL
+    loader: Mapping[str, Line] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()
     host: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -256,6 +259,17 @@ class Costs:
         if self.is_trusted:
             return None
         return f"the costs {' and '.join(self.doubts)}: calibrate again on a quiet machine"
+
+    def loader_s(self, num_samples: float, num_routed: float = 0.0) -> float | None:
+        """Processor seconds of a loader worker for a batch, None where not measured.
+
+        Args:
+            num_samples: Samples of the batch.
+            num_routed: Lookups that the worker routes; 0 if ids are routed on the device.
+        """
+        if not self.loader:
+            return None
+        return self.loader["read"].seconds(num_samples) + self.loader["route"].seconds(num_routed)
 
     def interval_s(self, step_s: float) -> tuple[float, float]:
         """The 90% interval of a step that is predicted to take ``step_s``, in seconds."""
@@ -319,6 +333,8 @@ class Costs:
                 parts["look_ahead"] = Line(**parts["look_ahead"])
             if "ratio_interval" in parts:
                 parts["ratio_interval"] = tuple(parts["ratio_interval"])
+            if "loader" in parts:
+                parts["loader"] = {name: Line(**line) for name, line in parts["loader"].items()}
             if "doubts" in parts:
                 parts["doubts"] = tuple(parts["doubts"])
             return Costs(**parts)
@@ -347,6 +363,8 @@ def check_costs(costs: Costs) -> None:
     missing = ", ".join(name for name in REQUIRED if name not in costs.kernels)
     _expect(not missing, f"{where} kernels", ", ".join(REQUIRED), f"none for {missing}")
     _expect(0 <= costs.overlap <= 1, f"{where} overlap", "0..1", costs.overlap)
+    expected = ("read", "route") if costs.loader else ()
+    _expect(set(costs.loader) == set(expected), f"{where} loader", "read and route", costs.loader)
     interval = costs.ratio_interval
     holds_1 = len(interval) == 2 and 0 < interval[0] <= 1 <= interval[1] < math.inf
     _expect(holds_1, f"{where} ratio_interval", "0 < low <= 1 <= high", interval)
@@ -354,6 +372,7 @@ def check_costs(costs: Costs) -> None:
         where: {"overhead_s": costs.overhead_s, "device_bytes": costs.device_bytes},
         f"{where} look_ahead": asdict(costs.look_ahead),
         **{f"{where} kernel {name}": asdict(line) for name, line in costs.kernels.items()},
+        **{f"{where} loader {name}": asdict(line) for name, line in costs.loader.items()},
     }
     above_0: dict[str, float] = {f"{where} host_bytes": costs.host_bytes}
     for level, link in (("intra", costs.intra), ("inter", costs.inter)):

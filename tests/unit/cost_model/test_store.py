@@ -19,6 +19,7 @@ from hotrec.cost_model.costs import CollectiveCurve, Costs, CostsError, Line, Wo
 from hotrec.cost_model.store import COSTS_JSON, check_host, find_costs, read_costs, write_costs
 
 HOST = {"device": "cpu", "processor": "A", "num_cores": 2, "packages": {"torch": "2.13.0"}}
+LOADER = {"read": Line(1e-3, 2e-6), "route": Line(0.0, 1e-7)}
 MEASURED = replace(
     BUILTIN["cpu_1gbit"],
     name="here",
@@ -101,7 +102,12 @@ def test_impossible_costs_are_refused(key: str, value: Any, message: str) -> Non
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("look_ahead", Line(1e-3, 0.0, 1e-9)), ("ratio_interval", (0.9, 1.2)), ("doubts", ("a",))],
+    [
+        ("look_ahead", Line(1e-3, 0.0, 1e-9)),
+        ("ratio_interval", (0.9, 1.2)),
+        ("doubts", ("a",)),
+        ("loader", LOADER),
+    ],
 )
 def test_costs_of_earlier_versions_can_be_read(key: str, value: Any) -> None:
     document = MEASURED.to_json()

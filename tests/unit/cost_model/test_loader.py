@@ -1,0 +1,60 @@
+"""The step beside loader workers, on the cores that there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.costs import CostsError, Line
+from hotrec.cost_model.forms import StepPrediction
+from hotrec.cost_model.step import with_loader
+
+# 6 ms of computation and 4 of exposed communication, 2 more of it hidden.
+STEP = StepPrediction(
+    10e-3, {"dense": 5e-3, "rows_exchange": 4e-3, "other": 1e-3}, {"rows_exchange": 2e-3}, {}
+)
+
+
+@pytest.mark.parametrize(
+    ("loader_s", "num_workers", "ranks", "cores", "overlap", "step_s"),
+    [
+        (3e-3, 2, 2, 8, 1.0, 10e-3),  # there are cores for the workers
+        (3e-3, 0, 2, 8, 1.0, 13e-3),  # the main thread loads
+        (30e-3, 2, 1, 8, 1.0, 15e-3),  # too few workers
+        (30e-3, 1, 1, 8, 1.0, 30e-3),
+        (6e-3, 2, 2, 2, 1.0, 12e-3),  # workers compute while ranks wait, but there is more to do
+        (6e-3, 2, 2, 2, 0.0, 16e-3),  # and communication takes the cores as well
+        (0.0, 2, 4, 2, 1.0, 12e-3),  # more ranks than cores
+    ],
+)
+def test_a_step_waits_for_the_loader_and_for_the_cores(
+    loader_s: float, num_workers: int, ranks: int, cores: int, overlap: float, step_s: float
+) -> None:
+    found = with_loader(
+        STEP,
+        loader_s=loader_s,
+        num_workers=num_workers,
+        ranks_per_host=ranks,
+        cores_per_host=cores,
+        overlap=overlap,
+    )
+    assert found.step_s == pytest.approx(step_s)
+    assert sum(found.stage_s.values()) == pytest.approx(step_s)
+    assert found.stage_s["dense"] == STEP.stage_s["dense"]
+    assert found.hidden_s == STEP.hidden_s
+
+
+def test_a_batch_takes_reading_and_routing_where_the_worker_routes() -> None:
+    costs = replace(
+        BUILTIN["cpu_1gbit"], loader={"read": Line(1e-3, 2e-6), "route": Line(0.0, 1e-7)}
+    )
+    assert costs.loader_s(1000) == pytest.approx(3e-3)
+    assert costs.loader_s(1000, 20_000) == pytest.approx(5e-3)
+    assert BUILTIN["cpu_1gbit"].loader_s(1000) is None
+
+
+def test_half_of_a_loader_is_refused() -> None:
+    with pytest.raises(CostsError, match="loader: expected read and route"):
+        replace(BUILTIN["cpu_1gbit"], loader={"read": Line(1e-3)})
