@@ -36,7 +36,7 @@ def with_loader(
     loader_s: float,
     num_workers: int,
     ranks_per_host: int,
-    cores_per_host: int,
+    cores_per_host: float,
     overlap: float,
 ) -> StepPrediction:
     """Returns the step beside a loader, on the cores that the host has.

@@ -210,7 +210,7 @@ def predict_shardings(scenario: Scenario, shardings: Mapping[str, TableSharding]
         scenario.costs, scenario.world, scenario.workload, pipeline=pipeline, at=mean
     )
     return Predicted(
-        step=predict_torchrec(model, per_rank),
+        step=scenario.beside_loader(predict_torchrec(model, per_rank), is_routed=False),
         memory=_memory(scenario, {}, shardings, NUM_LASTING_GRADIENTS),
         shardings=shardings,
         pipeline=pipeline,
@@ -263,7 +263,7 @@ def predict_placement(
     )
     num_gradients = 0 if pipeline.is_look_ahead else NUM_LASTING_GRADIENTS
     return Predicted(
-        step=model.predict(quantities),
+        step=scenario.beside_loader(model.predict(quantities), is_routed=True),
         memory=_memory(scenario, num_hot, tables, num_gradients),
         num_hot=num_hot,
         tables=tables,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,10 @@ from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
 from hotrec.cost_model.demand import TableDemand, build_demand
-from hotrec.cost_model.forms import SPARSE_DIST, PipelineSpec, Workload
+from hotrec.cost_model.forms import SPARSE_DIST, PipelineSpec, StepPrediction, Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.locality import TableLocality, step_draws
+from hotrec.cost_model.step import with_loader
 from hotrec.cost_model.store import check_host, read_costs
 from hotrec.models.flops import dense_flops
 from hotrec.planning.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC, Machine
@@ -31,6 +33,14 @@ LEAST_BATCH_ON_ONE_HOST = 2048
 
 
 @dataclass(frozen=True)
+class Loader:
+    """The loader of each rank, which shares the host's cores with the ranks."""
+
+    num_workers: int
+    cores_per_host: int
+
+
+@dataclass(frozen=True)
 class Scenario:
     """Everything that a prediction depends on except the placement."""
 
@@ -41,6 +51,7 @@ class Scenario:
     demands: tuple[TableDemand, ...]  # in the schema's order
     machine: Machine  # for TorchRec's planner
     pipeline: PipelineSpec = SPARSE_DIST  # of hot/cold placements
+    loader: Loader | None = None  # None where batches are made beforehand, as in a benchmark
 
     @property
     def memory_bytes(self) -> tuple[float, float]:
@@ -58,6 +69,27 @@ class Scenario:
     def with_pipeline(self, kind: PipelineKind) -> Scenario:
         """Returns the scenario with another pipeline of the placements with hot rows."""
         return dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, kind=kind))
+
+    def beside_loader(self, step: StepPrediction, *, is_routed: bool) -> StepPrediction:
+        """Returns a step with what the loader takes; unchanged if the costs do not include it.
+
+        ``is_routed`` is whether the ids are routed somewhere, which the loader's workers may do.
+        """
+        batch = self.workload.batch_size
+        is_routed_there = is_routed and self.workload.is_routed_by_loader
+        lookups = sum(d.lookups_per_sample for d in self.demands) if is_routed_there else 0.0
+        loader_s = self.costs.loader_s(batch, batch * lookups)
+        if self.loader is None or loader_s is None:
+            return step
+        return with_loader(
+            step,
+            loader_s=loader_s,
+            num_workers=self.loader.num_workers,
+            ranks_per_host=self.world.ranks_per_host,
+            # A GPU's computing takes none of the cores that workers run on.
+            cores_per_host=self.loader.cores_per_host if self.costs.device == "cpu" else math.inf,
+            overlap=self.costs.overlap,
+        )
 
     @property
     def global_batch_size(self) -> int:

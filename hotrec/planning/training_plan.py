@@ -47,6 +47,7 @@ from hotrec.planning.predict import (
     with_pipeline,
 )
 from hotrec.planning.scenario import (
+    Loader,
     Scenario,
     candidate_pipelines,
     choose_costs,
@@ -268,7 +269,7 @@ def propose(
     costs, note = choose_costs(config, machine.device)
 
     def describe(machine: Machine) -> Scenario:
-        return describe_scenario(
+        scenario = describe_scenario(
             config,
             dataset.schema,
             histograms,
@@ -278,6 +279,9 @@ def propose(
             note,
             profile.locality,
         )
+        cores = costs.host.get("num_cores")
+        loader = Loader(config.trainer.num_workers, cores) if cores else None
+        return replace(scenario, loader=loader)
 
     sensitivity: list[dict[str, Any]] = []
     try:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from hotrec.config.groups import CostPlacement
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import CostsError, Link, World
+from hotrec.cost_model.costs import CostsError, Line, Link, World
 from hotrec.cost_model.demand import TableDemand, build_demand
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.histogram import build_histogram
+from hotrec.cost_model.quantities import TableSharding
 from hotrec.planning.choice import Decision
 from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
@@ -26,8 +27,8 @@ from hotrec.planning.optimum import (
     hottest_share,
     predict_sensitivity,
 )
-from hotrec.planning.predict import Predicted, own_name, predict_placement
-from hotrec.planning.scenario import Scenario
+from hotrec.planning.predict import Predicted, own_name, predict_placement, predict_shardings
+from hotrec.planning.scenario import Loader, Scenario
 from hotrec.report.plan import plan_report_text
 from hotrec.types import Exchange, PipelineKind
 
@@ -215,3 +216,26 @@ def test_the_document(pipeline: PipelineSpec) -> None:
     assert ("communication that nothing hides. Row lookups" in text) == pipeline.is_look_ahead
     shown = "look_ahead" if pipeline.is_look_ahead else "sparse_dist"
     assert shown in text[text.index("(chosen)") :].split("Where a step")[0]
+
+
+READ_S = 1e-3  # of a sample
+
+
+@pytest.mark.parametrize("pipeline", [LOOK_AHEAD, SPARSE_DIST])
+def test_the_loader_is_in_the_step(pipeline: PipelineSpec) -> None:
+    """Where it is the bottleneck; workers that route take longer, but not TorchRec's."""
+    scenario = make_scenario(pipeline)
+    found = fastest(scenario)
+    costs = replace(
+        scenario.costs, loader={"read": Line(per_item_s=READ_S), "route": Line(per_item_s=1e-6)}
+    )
+    workload = replace(scenario.workload, is_routed_by_loader=True)
+    slow = replace(scenario, costs=costs, workload=workload, loader=Loader(2, 64))
+    predicted = predict_placement(slow, found.num_hot, found.tables)
+    num_ids = BATCH * sum(d.lookups_per_sample for d in scenario.demands)
+    assert predicted.step.step_s == pytest.approx((READ_S * BATCH + 1e-6 * num_ids) / 2)
+    plain = predict_shardings(
+        slow, {d.name: TableSharding("table_wise", (0,)) for d in scenario.demands}
+    )
+    assert plain.step.step_s == pytest.approx(READ_S * BATCH / 2)
+    assert sum(predicted.step.stage_s.values()) == pytest.approx(predicted.step.step_s)
