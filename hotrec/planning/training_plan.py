@@ -144,7 +144,7 @@ def make_training_plan(
         )
 
     sensitivity: list[dict[str, Any]] = []
-    costs, note = choose_costs(config, machine.device)
+    costs, note = choose_costs(config, machine)
     try:
         scenario = describe(machine)
         if isinstance(kind, CostPlacement):
@@ -248,7 +248,7 @@ def _apply_policy(
     kind: HotColdConfig, config: Config, dataset: Dataset, machine: Machine, profile: Profile
 ) -> Placement:
     if isinstance(kind, ScarsPlacement):
-        machine = replace(machine, costs=choose_costs(config, machine.device)[0])
+        machine = replace(machine, costs=choose_costs(config, machine)[0])
     partition = choose_partition(
         kind,
         profile,
