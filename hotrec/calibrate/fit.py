@@ -12,7 +12,7 @@ from typing import Any
 from hotrec.cost_model.costs import Costs, CostsError
 from hotrec.cost_model.store import find_costs
 from hotrec.runtime.run_dir import PREDICTION, SUMMARY
-from hotrec.types import STAGES
+from hotrec.types import STAGES, PipelineKind
 
 # Joins the names of stages that were measured together, as in "row_update+hot_exchange".
 JOINT = "+"
@@ -52,17 +52,52 @@ def fit_corrections(
         waiting[stage] = waiting.get(stage, 0.0) * factor / factors.get("dense", 1.0)
     # The overhead already includes the exposed part of the dense layers' all-reduce.
     corrections["other"] = 0.0
-    num_fits = int(costs.facts.get("num_fits", 0)) + 1
-    base = str(costs.facts.get("fitted_name", costs.name))
-    return replace(
+    fitted = replace(
         costs,
-        # A new name, so that no run is compared with costs that it was not planned with.
-        name=f"{base}-fitted-{num_fits}",
-        origin="fitted",
         overhead_s=overhead_s,
         stage_overhead_s=overhead,
         waiting_frac=waiting,
         corrections=corrections,
+        loader={},  # the stages of a run include what it takes
+    )
+    return _renamed(fitted, facts)
+
+
+def fit_look_ahead_factor(
+    costs: Costs, predicted_s: Any, measured_s: Any, facts: Mapping[str, Any]
+) -> Costs:
+    """Scale predictions of look-ahead so that they meet the step of a run with it.
+
+    Its stages overlap those of other steps, so they are not corrected one by one.
+
+    Args:
+        costs: Costs that the run was planned with.
+        predicted_s: Predicted step.
+        measured_s: Measured step.
+        facts: More facts for the reader.
+
+    Raises:
+        CostsError: If a time is not a finite number above 0.
+    """
+    for what, seconds in (("predicted", predicted_s), ("measured", measured_s)):
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not is_number or not math.isfinite(seconds) or seconds <= 0:
+            raise CostsError(
+                f"run {what}_step_s: expected seconds above 0, got {seconds!r}. Take a run that "
+                "was planned with costs (placement=cost) and made more than 50 steps."
+            )
+    factor = costs.look_ahead_factor * measured_s / predicted_s
+    return _renamed(replace(costs, look_ahead_factor=factor), facts)
+
+
+def _renamed(costs: Costs, facts: Mapping[str, Any]) -> Costs:
+    """Fitted costs have a new name, so that no run is compared with others than it had."""
+    num_fits = int(costs.facts.get("num_fits", 0)) + 1
+    base = str(costs.facts.get("fitted_name", costs.name))
+    return replace(
+        costs,
+        name=f"{base}-fitted-{num_fits}",
+        origin="fitted",
         facts={**costs.facts, **facts, "fitted_name": base, "num_fits": num_fits},
     )
 
@@ -87,15 +122,12 @@ def _check_stages(predicted_s: Mapping[str, float], measured_s: Mapping[str, flo
 def fit_from_run(run_dir: Path, where: str) -> Costs:
     """Correct the costs that a run was planned with, a directory or a built-in set, by its stages.
 
+    A run with look-ahead corrects them by its whole step.
+
     Raises:
-        CostsError: If the run has no stage times, used look-ahead, or was planned with other costs.
+        CostsError: If the run has no stage times, or was planned with other costs.
     """
     summary = _read_document(run_dir / SUMMARY)
-    if summary.get("pipeline") == "look_ahead":
-        raise CostsError(
-            f"{run_dir / SUMMARY} pipeline: expected sparse_dist or base, whose stages are all on "
-            "the main thread, got look_ahead. Take a run with pipeline=sparse_dist."
-        )
     predicted, measured = summary.get("predicted_stage_s"), summary.get("measured_stage_s")
     if not (isinstance(predicted, dict) and isinstance(measured, dict) and predicted and measured):
         raise CostsError(
@@ -110,7 +142,11 @@ def fit_from_run(run_dir: Path, where: str) -> Costs:
             f"{run_dir / PREDICTION}: expected a run planned with the costs {costs.name!r} of "
             f"{where}, got one planned with {planned!r}. Set paths.costs to those."
         )
-    return fit_corrections(costs, predicted, measured, {"fitted_from": str(run_dir)})
+    facts = {"fitted_from": str(run_dir)}
+    if summary.get("pipeline") == PipelineKind.look_ahead.name:
+        predicted_s, measured_s = (summary.get(f"{w}_step_s") for w in ("predicted", "measured"))
+        return fit_look_ahead_factor(costs, predicted_s, measured_s, facts)
+    return fit_corrections(costs, predicted, measured, facts)
 
 
 def _read_document(path: Path) -> dict[str, Any]:

@@ -259,3 +259,5 @@ BUILTIN: Mapping[str, Costs] = {
         _CPU,
     )
 }
+# Sets for what was not measured, by device; each has a link between hosts.
+NEAREST_BUILTIN: Mapping[str, str] = {"cpu": "cpu_1gbit", "cuda": "dgx_h100_infiniband"}

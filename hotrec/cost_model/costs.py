@@ -199,6 +199,7 @@ class Costs:
         look_ahead: What a step with look-ahead takes beside its stages, by the bytes of a rank's
             cold rows: its thread of communication takes it from the cores that compute. Measured
             in whole steps; nothing where it was not.
+        look_ahead_factor: Measured over predicted step of a run with look-ahead; 1 without one.
         ratio_interval: 5% and 95% quantiles of measured over predicted step, at most 1 and at
             least 1.
         loader: Processor time of a loader worker: "read" by the samples of the measured dataset,
@@ -224,6 +225,7 @@ class Costs:
     waiting_frac: Mapping[str, float] = field(default_factory=dict)
     corrections: Mapping[str, float] = field(default_factory=dict)
     look_ahead: Line = Line(source="not measured")
+    look_ahead_factor: float = 1.0
     ratio_interval: tuple[float, float] = UNKNOWN_INTERVAL
     loader: Mapping[str, Line] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()
@@ -374,7 +376,10 @@ def check_costs(costs: Costs) -> None:
         **{f"{where} kernel {name}": asdict(line) for name, line in costs.kernels.items()},
         **{f"{where} loader {name}": asdict(line) for name, line in costs.loader.items()},
     }
-    above_0: dict[str, float] = {f"{where} host_bytes": costs.host_bytes}
+    above_0: dict[str, float] = {
+        f"{where} host_bytes": costs.host_bytes,
+        f"{where} look_ahead_factor": costs.look_ahead_factor,
+    }
     for level, link in (("intra", costs.intra), ("inter", costs.inter)):
         if link is not None:
             numbers[f"{where} link {level}"] = {"latency_s": link.latency_s}

@@ -106,7 +106,8 @@ class LookAheadModel:
         measured to take of the cores. All that travels in the background is hidden, and of what is
         critical (but the pooled exchange) OVERLAPPABLE_DENSE_FRAC of the dense layers' time.
         Stragglers are waited for once a step. Where the link is slower than the computation, the
-        difference is distributed over the exchanges in proportion to their hidden time.
+        difference is distributed over the exchanges in proportion to their hidden time. All of it
+        is scaled by what a run with look-ahead took, if the costs were fitted to one.
 
         Raises:
             CostsError: If the costs lack the link between hosts.
@@ -135,7 +136,13 @@ class LookAheadModel:
             for name in EXCHANGES:
                 stage_s[name] += shown_frac * hidden_s[name]
                 hidden_s[name] *= 1 - shown_frac
-        return StepPrediction(max(line_s, link_s), stage_s, hidden_s, sent)
+        factor = self.costs.look_ahead_factor
+        return StepPrediction(
+            factor * max(line_s, link_s),
+            {name: factor * seconds for name, seconds in stage_s.items()},
+            {name: factor * seconds for name, seconds in hidden_s.items()},
+            sent,
+        )
 
     @property
     def _others(self) -> float:

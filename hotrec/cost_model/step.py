@@ -38,25 +38,28 @@ def with_loader(
     ranks_per_host: int,
     cores_per_host: float,
     overlap: float,
+    slowdown: float = 1.0,
 ) -> StepPrediction:
     """Returns the step beside a loader, on the cores that the host has.
 
     The longest of
 
-        step + loader                       without workers, as the main thread makes the batch
-        loader / workers                    each worker makes every n-th batch
-        ranks (busy + loader) / cores       what a host does in a step, on all of its cores
+        step + loader                               without workers, in the main thread
+        loader / workers                            each worker makes every n-th batch
+        ranks (busy / slowdown + loader) / cores    a host's work in a step, on all of its cores
 
     where a rank is busy while its main thread computes, and for the share of communication that
     takes processor time, 1 - ``overlap``. The difference is put into the stage "other".
 
     Args:
-        step: Step of a rank that has a core to itself.
+        step: Step without a loader.
         loader_s: Processor seconds of a batch (``Costs.loader_s``).
         num_workers: Loader workers of a rank.
         ranks_per_host: Ranks of a host.
         cores_per_host: Cores of a host that they share.
         overlap: ``Costs.overlap``.
+        slowdown: How many times longer the step's computation takes than on a core of its own,
+            because ranks shared cores where it was measured.
     """
     computing_s = sum(s for name, s in step.stage_s.items() if name not in COVERED)
     sending_s = sum(step.stage_s.get(name, 0.0) for name in COVERED) + sum(step.hidden_s.values())
@@ -64,7 +67,7 @@ def with_loader(
     step_s = max(
         step.step_s + (loader_s if num_workers == 0 else 0.0),
         loader_s / max(1, num_workers),
-        ranks_per_host * (busy_s + loader_s) / cores_per_host,
+        ranks_per_host * (busy_s / slowdown + loader_s) / cores_per_host,
     )
     stage_s = {**step.stage_s, "other": step.stage_s.get("other", 0.0) + step_s - step.step_s}
     return replace(step, step_s=step_s, stage_s=stage_s)

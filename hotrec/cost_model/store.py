@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hotrec.artifact import Artifact, Verify, commit_artifact, read_artifact, scratch_directory
-from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import Costs, CostsError
+from hotrec.cost_model.builtin import BUILTIN, NEAREST_BUILTIN
+from hotrec.cost_model.costs import Costs, CostsError, World
+from hotrec.cost_model.interval import UNKNOWN_INTERVAL
 
 KIND, COSTS_JSON = "costs", "costs.json"
 
@@ -72,6 +74,50 @@ def find_costs(where: str) -> Costs:
             f"{sorted(BUILTIN)}, got {where!r}. Calibrate on the machines that will train."
         )
     return read_costs(path)
+
+
+def fit_to_world(costs: Costs, world: World, batch_size: int) -> tuple[Costs, list[str]]:
+    """Costs for ranks, hosts and a batch that may not be those that were measured.
+
+    Args:
+        costs: Measured or built-in costs.
+        world: Ranks and hosts to predict for.
+        batch_size: Batch of a rank.
+
+    Returns:
+        The costs, with a built-in link between hosts where they lack one for several hosts and the
+        interval of unmeasured costs, and what to tell the user of that and of extrapolation.
+    """
+    notes = []
+    if world.num_hosts > 1 and costs.inter is None:
+        assumed = BUILTIN[NEAREST_BUILTIN[costs.device]]
+        assert assumed.inter is not None, assumed.name
+        low, high = zip(costs.ratio_interval, UNKNOWN_INTERVAL, strict=True)
+        costs = replace(
+            costs,
+            inter=replace(assumed.inter, source=f"assumed, of {assumed.name}"),
+            ratio_interval=(min(low), max(high)),
+        )
+        notes.append(
+            f"costs {costs.name} are of one host: the link between hosts is assumed to be that of "
+            f"{assumed.name}, {assumed.inter.bytes_per_s / 1e6:,.0f} MB/s a host; calibrate under "
+            "torchrun on the hosts that will train"
+        )
+    asked = {
+        "num_ranks": world.num_ranks,
+        "ranks_per_host": world.ranks_per_host,
+        "batch_size": batch_size,
+    }
+    differences = ", ".join(
+        f"{key} {value} from {costs.facts[key]}"
+        for key, value in asked.items()
+        if costs.facts.get(key, value) != value
+    )
+    if differences:
+        low, high = zip(costs.ratio_interval, UNKNOWN_INTERVAL, strict=True)
+        costs = replace(costs, ratio_interval=(min(low), max(high)))
+        notes.append(f"extrapolated: {differences}")
+    return costs, notes
 
 
 def check_host(costs: Costs, fingerprint: Mapping[str, Any]) -> str | None:

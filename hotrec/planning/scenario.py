@@ -10,22 +10,20 @@ from pathlib import Path
 
 from hotrec.config.groups import HotColdConfig, Routing, TorchrecPlacement
 from hotrec.config.roots import Config
-from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.builtin import BUILTIN, NEAREST_BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
 from hotrec.cost_model.demand import TableDemand, build_demand
 from hotrec.cost_model.forms import SPARSE_DIST, PipelineSpec, StepPrediction, Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.locality import TableLocality, step_draws
 from hotrec.cost_model.step import with_loader
-from hotrec.cost_model.store import check_host, read_costs
+from hotrec.cost_model.store import check_host, fit_to_world, read_costs
 from hotrec.models.flops import dense_flops
 from hotrec.planning.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC, Machine
 from hotrec.planning.unsharded import row_bytes
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import ColdTier, PipelineKind, Schema, Tier
 
-# Built-in costs for planning without measured ones, by device.
-NEAREST_BUILTIN = {"cpu": "cpu_1gbit", "cuda": "dgx_h100_infiniband"}
 # Samples per rank from which look-ahead pays on one host. Smaller steps have little to hide, and
 # its thread competes with the loader's workers for the cores: the quickstart (two ranks on two
 # cores, 256 samples) takes 25 ms a step with look-ahead and 20 ms without.
@@ -71,24 +69,26 @@ class Scenario:
         return dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, kind=kind))
 
     def beside_loader(self, step: StepPrediction, *, is_routed: bool) -> StepPrediction:
-        """Returns a step with what the loader takes; unchanged if the costs do not include it.
+        """Returns a step with what the loader takes, on cores that ranks and workers share.
 
         ``is_routed`` is whether the ids are routed somewhere, which the loader's workers may do.
         """
+        if self.loader is None:
+            return step
         batch = self.workload.batch_size
         is_routed_there = is_routed and self.workload.is_routed_by_loader
         lookups = sum(d.lookups_per_sample for d in self.demands) if is_routed_there else 0.0
-        loader_s = self.costs.loader_s(batch, batch * lookups)
-        if self.loader is None or loader_s is None:
-            return step
+        cores = self.loader.cores_per_host
+        measured_ranks = self.costs.facts.get("ranks_per_host", 1)
         return with_loader(
             step,
-            loader_s=loader_s,
+            loader_s=self.costs.loader_s(batch, batch * lookups) or 0.0,
             num_workers=self.loader.num_workers,
             ranks_per_host=self.world.ranks_per_host,
             # A GPU's computing takes none of the cores that workers run on.
-            cores_per_host=self.loader.cores_per_host if self.costs.device == "cpu" else math.inf,
+            cores_per_host=cores if self.costs.device == "cpu" else math.inf,
             overlap=self.costs.overlap,
+            slowdown=max(1.0, measured_ranks / cores),
         )
 
     @property
@@ -146,19 +146,21 @@ def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
     return kind
 
 
-def choose_costs(config: Config, device: str) -> tuple[Costs, str | None]:
+def choose_costs(config: Config, machine: Machine) -> tuple[Costs, str | None]:
     """Returns the costs that ``planner.costs`` names, and a caveat about them or None.
+
+    The caveat says what is not measured, not of this host, extrapolated to the machine's ranks or
+    batch, or not to be trusted. Costs of one host have a built-in link for several.
 
     Raises:
         ArtifactError: If measured costs are configured, but missing or altered.
         CostsError: If they are invalid, of another kind of device, or the name is unknown.
     """
-    name, path = config.planner.costs, Path(config.paths.costs)
+    name, path, device = config.planner.costs, Path(config.paths.costs), machine.device
     is_there = name == "measured" or (name == "auto" and path.exists())
     costs = read_costs(path) if is_there else None
     if costs is not None and (name == "measured" or costs.device == device):
         notes = [check_host(costs, read_fingerprint(device)), costs.caveat]
-        note = "; ".join(text for text in notes if text) or None
     else:
         chosen = NEAREST_BUILTIN[device] if name == "auto" else name
         if chosen not in BUILTIN:
@@ -166,13 +168,15 @@ def choose_costs(config: Config, device: str) -> tuple[Costs, str | None]:
                 f"planner.costs: expected auto, measured or one of {sorted(BUILTIN)}, got {name!r}."
             )
         costs = BUILTIN[chosen]
-        note = f"built-in costs {chosen}, not measured; `hotrec calibrate` measures this machine"
+        notes = [f"built-in costs {chosen}, not measured; `hotrec calibrate` measures this machine"]
     if costs.device != device:
         raise CostsError(
             f"costs {costs.name}: expected costs of {device}, got costs of {costs.device}. "
             f"Calibrate on {device}, or choose a built-in set with planner.costs."
         )
-    return costs, note
+    world = World(machine.world_size, machine.local_world_size)
+    costs, of_world = fit_to_world(costs, world, machine.batch_size)
+    return costs, "; ".join(note for note in (*notes, *of_world) if note) or None
 
 
 def describe_scenario(

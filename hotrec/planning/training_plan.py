@@ -266,7 +266,7 @@ def propose(
     if isinstance(kind, HotColdConfig) and not isinstance(kind, SavedPlacement | CostPlacement):
         placement = _apply_policy(kind, config, dataset, machine, profile)
     without = Proposal(config, dataset, placement, artifact, counted, histograms)
-    costs, note = choose_costs(config, machine.device)
+    costs, note = choose_costs(config, machine)
 
     def describe(machine: Machine) -> Scenario:
         scenario = describe_scenario(
@@ -376,7 +376,7 @@ def _apply_policy(
     kind: HotColdConfig, config: Config, dataset: Dataset, machine: Machine, profile: Profile
 ) -> Placement:
     if isinstance(kind, ScarsPlacement):
-        machine = replace(machine, costs=choose_costs(config, machine.device)[0])
+        machine = replace(machine, costs=choose_costs(config, machine)[0])
     partition = choose_partition(
         kind,
         profile,

@@ -216,15 +216,15 @@ def test_impossible_costs_are_refused(edit: Any, message: str, calibrated: Path)
     assert message in refusal("paths.costs=damaged", "planner.costs=measured", cwd=calibrated)
 
 
-@pytest.mark.parametrize(
-    ("ranks_per_host", "message"),
-    [
-        (3, "plan.ranks_per_host: expected a divisor of plan.world_size=4, got 3"),
-        (2, "expected the link between hosts"),  # the costs are of one host
-    ],
-)
-def test_hosts_without_costs_are_refused(
-    ranks_per_host: int, message: str, calibrated: Path
-) -> None:
-    words = ["plan.world_size=4", f"plan.ranks_per_host={ranks_per_host}"]
+def test_hosts_of_unequal_size_are_refused(calibrated: Path) -> None:
+    words = ["plan.world_size=4", "plan.ranks_per_host=3"]
+    message = "plan.ranks_per_host: expected a divisor of plan.world_size=4, got 3"
     assert message in refusal(*words, cwd=calibrated)
+
+
+def test_costs_of_one_host_plan_two_with_an_assumed_link(calibrated: Path) -> None:
+    words = [SMOKE, *BY_COST, "plan.world_size=4", "plan.ranks_per_host=2"]
+    figures = hotrec_here("plan", *words, cwd=calibrated).figures
+    note = prediction(calibrated / Path(figures["plan_json"]).parent)["costs"]["note"]
+    assert "link between hosts is assumed to be that of cpu_1gbit" in note
+    assert "extrapolated: num_ranks 4 from 2" in note

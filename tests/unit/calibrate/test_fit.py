@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hotrec.calibrate.fit import fit_corrections, fit_from_run
+from hotrec.calibrate.fit import fit_corrections, fit_from_run, fit_look_ahead_factor
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
-from hotrec.cost_model.forms import Workload
-from hotrec.cost_model.step import make_step_model
+from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, Workload
+from hotrec.cost_model.step import make_model, make_step_model
 from hotrec.types import STAGES
 from tests.unit.cost_model.samples import work_of
 
@@ -115,11 +115,39 @@ def test_costs_are_fitted_from_a_run(tmp_path: Path) -> None:
     assert fitted.facts["fitted_from"] == str(tmp_path)
 
 
+def test_a_run_with_look_ahead_scales_its_step(tmp_path: Path) -> None:
+    run = write_run(tmp_path, pipeline="look_ahead", predicted_step_s=0.01, measured_step_s=0.013)
+    fitted = fit_from_run(run, "cpu_1gbit")
+    assert fitted.corrections == BUILTIN["cpu_1gbit"].corrections
+    ahead, plain = (
+        [
+            make_model(costs, World(2, 1), WORKLOAD, pipeline=pipeline).predict(QUANTITIES)
+            for costs in (BUILTIN["cpu_1gbit"], fitted)
+        ]
+        for pipeline in (LOOK_AHEAD, SPARSE_DIST)
+    )
+    assert ahead[1].step_s == pytest.approx(1.3 * ahead[0].step_s)
+    assert sum(ahead[1].stage_s.values()) == pytest.approx(ahead[1].step_s)
+    assert plain[1] == plain[0]
+    again = fit_look_ahead_factor(fitted, 0.013, 0.026, {})
+    assert again.look_ahead_factor == pytest.approx(2.6)
+    assert [fitted.name, again.name] == ["cpu_1gbit-fitted-1", "cpu_1gbit-fitted-2"]
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [
         ({"costs": "elsewhere"}, "planned with the costs 'cpu_1gbit' .* with 'elsewhere'"),
-        ({"pipeline": "look_ahead"}, "pipeline: expected sparse_dist or base, .* got look_ahead"),
+        *(
+            (
+                {"pipeline": "look_ahead", "predicted_step_s": 0.1, **step},
+                f"{key}: expected seconds",
+            )
+            for step, key in (
+                ({"measured_step_s": None}, "measured_step_s"),
+                ({"measured_step_s": 0.1, "predicted_step_s": 0}, "predicted_step_s"),
+            )
+        ),
         *(
             ({"measured_stage_s": none}, "measured_stage_s: expected seconds by stage, got")
             for none in (None, {}, 3)

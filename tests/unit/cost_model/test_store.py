@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from hotrec.artifact import ArtifactError
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CollectiveCurve, Costs, CostsError, Line, World
-from hotrec.cost_model.store import COSTS_JSON, check_host, find_costs, read_costs, write_costs
+from hotrec.cost_model.interval import UNKNOWN_INTERVAL
+from hotrec.cost_model.store import (
+    COSTS_JSON,
+    check_host,
+    find_costs,
+    fit_to_world,
+    read_costs,
+    write_costs,
+)
 
 HOST = {"device": "cpu", "processor": "A", "num_cores": 2, "packages": {"torch": "2.13.0"}}
 LOADER = {"read": Line(1e-3, 2e-6), "route": Line(0.0, 1e-7)}
@@ -139,6 +147,35 @@ def test_costs_from_elsewhere_say_so(costs: Costs, host: Any, notes: list[str] |
     assert (note is None) == (notes is None)
     assert all(part in (note or "") for part in notes or ())
     assert "packages" not in (note or "")
+
+
+def test_costs_of_one_host_get_a_link_for_two() -> None:
+    alone = replace(MEASURED, inter=None, ratio_interval=(0.9, 2.0))
+    costs, [note] = fit_to_world(alone, World(4, 2), 512)
+    assert costs.inter is not None
+    assert costs.inter.bytes_per_s == 0.94 * 1e9 / 8
+    assert costs.inter.source == "assumed, of cpu_1gbit"
+    assert costs.ratio_interval == (UNKNOWN_INTERVAL[0], 2.0)
+    assert "link between hosts is assumed" in note
+    assert costs.collective("all_to_all", World(4, 2)).per_byte_s > 0
+    assert fit_to_world(alone, World(2, 2), 512) == (alone, [])
+    assert fit_to_world(MEASURED, World(4, 2), 512) == (MEASURED, [])
+    for builtin in BUILTIN.values():
+        assert fit_to_world(builtin, World(16, 8), 512)[0].inter is not None
+
+
+@pytest.mark.parametrize(
+    ("world", "batch_size", "differences"),
+    [
+        (World(2, 2), 2048, None),
+        (World(2, 1), 2048, "ranks_per_host 1 from 2"),
+        (World(4, 2), 512, "num_ranks 4 from 2, batch_size 512 from 2048"),
+    ],
+)
+def test_extrapolation_is_said(world: World, batch_size: int, differences: str | None) -> None:
+    facts = {"num_ranks": 2, "ranks_per_host": 2, "batch_size": 2048}
+    _, notes = fit_to_world(replace(MEASURED, facts=facts), world, batch_size)
+    assert notes == ([f"extrapolated: {differences}"] if differences else [])
 
 
 def curve(*points: tuple[float, float]) -> CollectiveCurve:
