@@ -230,7 +230,12 @@ class Grid:
 
     def _settings(self, cell: Cell) -> dict[str, Any]:
         names = ("steps", "warmup_steps", "run_s", "without_trial_key", "busy", "overrides")
-        return {**asdict(cell), **{name: getattr(self._options, name) for name in names}}
+        candidates = list(CANDIDATES)
+        return {
+            **asdict(cell),
+            "candidates": candidates,
+            **{name: getattr(self._options, name) for name in names},
+        }
 
     def _words(self, candidate: str) -> list[str]:
         if candidate == DEFAULT:

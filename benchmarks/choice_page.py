@@ -38,7 +38,9 @@ cost model chooses for that pipeline; `planner` and `hand_tuned` are TorchRec's 
 
 Step: median of a run's steps after the first {warmup_steps}, of rank 0; of several runs their
 median. Ratios are of runs of the same repeat, median over the repeats. Best: the candidate with the
-least step; as the least of several noisy figures it is a little too small."""
+least step; as the least of several noisy figures it is a little too small. Its plan / best: with
+the run of the candidate that trained the very plan which the defaults chose, in place of their own
+run. Predicted: error of the defaults' prediction, which a trial may have corrected."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Judged:
         default_s: The step of the defaults.
         best: The fastest candidate, and its step in ``best_s``.
         ratio: The defaults over the best.
+        plan_ratio: The same, with the run of the candidate that trained the very plan which the
+            defaults chose, where there is one, in place of the defaults' own run: without the
+            noise between two runs of one plan.
         baseline_ratios: The defaults over the faster run of each of TorchRec's plans.
         torchrec_ratio: The faster of TorchRec's plans over the best; None if none was trained.
         error_frac: (predicted - measured) / measured of the defaults; None without a prediction.
@@ -61,6 +66,7 @@ class Judged:
     best: str
     best_s: float
     ratio: float
+    plan_ratio: float
     baseline_ratios: Mapping[str, float]
     torchrec_ratio: float | None
     error_frac: float | None
@@ -86,8 +92,11 @@ def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> floa
     return median(ratios) if ratios else None
 
 
-def judge(runs: Runs) -> Judged | None:
-    """Compare the defaults with the candidates; None where one of them is missing."""
+def judge(document: Mapping[str, Any]) -> Judged | None:
+    """Compare the defaults with the candidates; None where one of them has not been run yet."""
+    runs = document["runs"]
+    if not {DEFAULT, *document["settings"]["candidates"]} <= {run["candidate"] for run in runs}:
+        return None
     steps = steps_of(runs)
     default = steps.pop(DEFAULT, {})
     of_candidates = {
@@ -103,22 +112,31 @@ def judge(runs: Runs) -> Judged | None:
             baselines[plan] = min(names, key=of_candidates.__getitem__)
     fastest = min(baselines.values(), key=of_candidates.__getitem__, default=None)
     ours = [run for run in runs if run["candidate"] == DEFAULT and run.get("step_p50_s")]
-    same_plan = {run.get("plan") for run in ours}
-    twins = {run["candidate"] for run in runs if same_plan == {run.get("plan")} != {None}} - {
-        DEFAULT
-    }
-    noise = [paired_ratio(default, steps[name]) for name in sorted(twins & of_candidates.keys())]
+    twins = steps_of_same_plan(runs)
+    noise = [abs(default[repeat] / step_s - 1) for repeat, step_s in twins.items()]
     return Judged(
         default_s=median(default.values()),
         best=best,
         best_s=of_candidates[best],
         ratio=_ratio(default, steps[best]),
+        plan_ratio=_ratio({**default, **twins}, steps[best]),
         baseline_ratios={plan: _ratio(default, steps[name]) for plan, name in baselines.items()},
         torchrec_ratio=None if fastest is None else _ratio(steps[fastest], steps[best]),
         error_frac=_median([error_frac(run) for run in ours]),
         is_held=_majority([is_held(run) for run in ours]),
-        noise_frac=_median([abs(ratio - 1) for ratio in noise if ratio is not None]),
+        noise_frac=_median(noise),
     )
+
+
+def steps_of_same_plan(runs: Runs) -> dict[int, float]:
+    """Repeat -> step of the candidate whose plan is that of the defaults in this repeat."""
+    ended = [run for run in runs if run.get("step_p50_s") and run.get("plan")]
+    plans = {run["repeat"]: run["plan"] for run in ended if run["candidate"] == DEFAULT}
+    return {
+        run["repeat"]: run["step_p50_s"]
+        for run in ended
+        if run["candidate"] != DEFAULT and plans.get(run["repeat"]) == run["plan"]
+    }
 
 
 def _ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
@@ -167,7 +185,7 @@ def read(directory: Path) -> dict[str, dict[str, Any]]:
 
 def summarize(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of the verdict; None where nothing of the kind was measured."""
-    judged = {name: judge(document["runs"]) for name, document in documents.items()}
+    judged = {name: judge(document) for name, document in documents.items()}
     cells = _known(judged.values())
     # The defaults may have tried plans, which corrects their predictions; candidates have not.
     predicted = [
@@ -182,6 +200,10 @@ def summarize(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "num_unfinished": len(judged) - len(cells),
         "within_share": share(ratio_of.values(), lambda ratio: ratio <= 1 + WITHIN),
         "within_busy_share": share(ratio_of.values(), lambda ratio: ratio <= 1 + WITHIN_BUSY),
+        "plan_within_share": share(
+            [cell.plan_ratio for cell in cells], lambda ratio: ratio <= 1 + WITHIN
+        ),
+        "worst_plan_ratio": max((cell.plan_ratio for cell in cells), default=None),
         "worst_ratio": max(ratio_of.values(), default=None),
         "worst_cell": max(ratio_of, key=ratio_of.__getitem__, default=None),
         **{
@@ -200,6 +222,9 @@ def summarize(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "held_share": share(map(is_held, predicted), bool),
         "median_noise_frac": _median([cell.noise_frac for cell in cells]),
         "num_noise": len(_known(cell.noise_frac for cell in cells)),
+        "median_trial_s": _median(
+            run.get("trial_s") for document in documents.values() for run in document["runs"]
+        ),
         "num_failed_runs": sum("error" in r for d in documents.values() for r in d["runs"]),
     }
 
@@ -239,8 +264,13 @@ def verdict(figures: Mapping[str, Any], *, is_busy: bool) -> str:
     if figures["median_noise_frac"] is not None:
         text += (
             f" Noise: in {figures['num_noise']} cells the defaults train the very plan of a "
-            f"candidate; the two differ by {figures['median_noise_frac']:.1%} in the median."
+            f"candidate; the two differ by {figures['median_noise_frac']:.1%} in the median. With "
+            f"that candidate's run in place of their own, {show_frac(figures['plan_within_share'])}"
+            f" of the cells are within {WITHIN:.0%}, the worst at "
+            f"{figures['worst_plan_ratio'] - 1:+.1%}."
         )
+    if figures["median_trial_s"] is not None:
+        text += f" A trial takes {show_seconds(figures['median_trial_s'])} in the median."
     left_out = [
         f"{figures[key]} {what}"
         for key, what in (
@@ -268,7 +298,7 @@ def cell_rows(documents: Mapping[str, Mapping[str, Any]], names: Sequence[str]) 
     for document in documents.values():
         runs = document["runs"]
         steps = {n: median(found.values()) for n, found in steps_of(runs).items()}
-        settings, cell = document["settings"], judge(runs)
+        settings, cell = document["settings"], judge(document)
         row = [
             settings["data"],
             show_count(settings["batch_size"]),
@@ -279,7 +309,7 @@ def cell_rows(documents: Mapping[str, Mapping[str, Any]], names: Sequence[str]) 
         ours = [run for run in runs if run["candidate"] == DEFAULT and "error" not in run]
         chosen = sorted({f"{r.get('chosen', '?')}, {r['pipeline']}" for r in ours})
         row += ["; ".join(chosen) or "-", "-" if cell is None else cell.best]
-        row += ["-" if cell is None else f"{cell.ratio:.3f}"]
+        row += ["-"] * 2 if cell is None else [f"{cell.ratio:.3f}", f"{cell.plan_ratio:.3f}"]
         row += ["-" if cell is None or cell.error_frac is None else f"{cell.error_frac:+.0%}"]
         row += [_trial_words(ours)]
         rows.append(row)
@@ -293,7 +323,7 @@ def _trial_words(runs: Runs) -> str:
 
 def draw(documents: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Chosen / best of every cell, sorted, and the faster of TorchRec's plans / best."""
-    cells = sorted(_known(judge(d["runs"]) for d in documents.values()), key=lambda c: c.ratio)
+    cells = sorted(_known(judge(d) for d in documents.values()), key=lambda c: c.ratio)
     places = np.arange(1, len(cells) + 1)
     with report_style():
         figure, axes = plt.subplots(figsize=(8, 4), constrained_layout=True)
@@ -320,7 +350,7 @@ def render(documents: Mapping[str, Mapping[str, Any]]) -> str:
     found = {run["candidate"] for document in documents.values() for run in document["runs"]}
     names = [DEFAULT, *sorted(found - {DEFAULT})]
     columns = ["data", "B", "network", "ranks", *(f"{name}, ms" for name in names)]
-    columns += ["chosen", "best", "default / best", "predicted", "trial"]
+    columns += ["chosen", "best", "default / best", "its plan / best", "predicted", "trial"]
     parts = [
         HEADER.format(warmup_steps=settings["warmup_steps"]),
         verdict(summarize(documents), is_busy=settings["busy"]),

@@ -52,6 +52,7 @@ def runs(default: list[float], **candidates: list[float]) -> list[dict[str, Any]
 def document(found: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
     cell = {"data": "kuairand", "batch_size": 512, "network": "loopback", "num_ranks": 2}
     options = {"warmup_steps": 5, "busy": False, "without_trial_key": False}
+    options["candidates"] = sorted({run["candidate"] for run in found} - {DEFAULT})
     machine: dict[str, Any] = dict.fromkeys(("processor", "kernel", "python", "code"), "some")
     machine |= {"num_cores": 2, "packages": {"torch": "2"}}
     return {"settings": {**cell, **options, **settings}, "machine": machine, "runs": found}
@@ -98,7 +99,9 @@ def test_every_repeat_runs_all_and_the_defaults_begin() -> None:
 
 def test_ratios_are_paired_within_repeats() -> None:
     # The machine became twice as slow after the first repeat; the defaults are always 10% slower.
-    cell = judge(runs([11, 22, 22], hot_cold__base=[10, 20, 20], planner__base=[30, 60, 60]))
+    cell = judge(
+        document(runs([11, 22, 22], hot_cold__base=[10, 20, 20], planner__base=[30, 60, 60]))
+    )
     assert cell is not None
     assert (cell.best, cell.ratio) == ("hot_cold-base", pytest.approx(1.1))
     assert cell.torchrec_ratio == pytest.approx(3.0)
@@ -106,7 +109,9 @@ def test_ratios_are_paired_within_repeats() -> None:
 
 
 def test_each_of_torchrecs_plans_counts_with_its_faster_pipeline() -> None:
-    cell = judge(runs([12], planner__base=[10], planner__sparse_dist=[20], hand_tuned__base=[15]))
+    cell = judge(
+        document(runs([12], planner__base=[10], planner__sparse_dist=[20], hand_tuned__base=[15]))
+    )
     assert cell is not None
     assert cell.baseline_ratios == {"planner": pytest.approx(1.2), "hand_tuned": pytest.approx(0.8)}
 
@@ -114,14 +119,24 @@ def test_each_of_torchrecs_plans_counts_with_its_faster_pipeline() -> None:
 def test_the_same_plan_twice_is_noise() -> None:
     found = runs([10], hot_cold__base=[9], planner__base=[12])
     found[0]["plan"] = found[1]["plan"]
-    cell = judge(found)
+    found[2]["plan"] = "another"
+    cell = judge(document(found))
     assert cell is not None
     assert cell.noise_frac == pytest.approx(1 / 9)
+    # The defaults chose the best plan, whatever their own run took.
+    assert (cell.ratio, cell.plan_ratio) == (pytest.approx(10 / 9), 1.0)
 
 
 @pytest.mark.parametrize("found", [[], runs([]), runs([10]), runs([], planner__base=[10])], ids=str)
 def test_a_cell_without_both_is_not_judged(found: list[dict[str, Any]]) -> None:
-    assert judge(found) is None
+    assert judge(document(found)) is None
+
+
+def test_a_cell_with_a_candidate_still_to_run_is_not_judged() -> None:
+    cell = document(runs([10], planner__base=[10]))
+    assert judge(cell) is not None
+    cell["settings"]["candidates"].append("hand_tuned-base")
+    assert judge(cell) is None
 
 
 def test_figures_of_the_verdict() -> None:

@@ -393,9 +393,15 @@ def prepare_on_ranks(directory: str) -> dict[str, str]:
     files = sorted(place.glob("day_*"))
     answers = {"three files": prepare(criteo_spec(files), place / "two_ranks").content_hash}
     answers["one file"] = prepare(criteo_spec(files[:1]), place / "one_file").content_hash
-    for name, log in (("bad", [files[0], place / "bad"]), ("absent", [place / "absent"])):
+    numbered = sorted(place.glob("rows_*"))
+    answers["rows"] = prepare(rows_spec(numbered), place / "two_ranks").content_hash
+    for name, spec in (
+        ("bad", criteo_spec([files[0], place / "bad"])),
+        ("absent", criteo_spec([place / "absent"])),
+        ("outside", rows_spec(numbered, num_rows=9)),
+    ):
         try:
-            prepare(criteo_spec(log), place / "none")
+            prepare(spec, place / "none")
         except (ValueError, RuntimeError) as error:
             answers[name] = str(error)
     return answers
@@ -405,16 +411,25 @@ def test_ranks_make_the_same_dataset_and_reach_the_same_verdict(tmp_path):
     for index in range(3):
         write_criteo(tmp_path / f"day_{index}", 100 + index, start=1000 * index)
     (tmp_path / "bad").write_text(criteo_line() + "1\t2\n")
+    # The first rank has the largest row.
+    numbered = [
+        write_rows(tmp_path / f"rows_{index}", *lines)
+        for index, lines in enumerate((["9,1,2"], ["3,2,"]))
+    ]
     first, second = run_ranks(prepare_on_ranks, directory=str(tmp_path))
     files = sorted(tmp_path.glob("day_*"))
     one = run(criteo_spec(files), tmp_path / "one_rank").artifact.content_hash
     assert first["three files"] == second["three files"] == one
     alone = run(criteo_spec(files[:1]), tmp_path / "alone").artifact.content_hash
     assert first["one file"] == second["one file"] == alone
+    rows = run(rows_spec(numbered), tmp_path / "alone").artifact.content_hash
+    assert first["rows"] == second["rows"] == rows
     for answers in (first, second):
+        assert "rows_0 line 2: expected a row number below 9" in answers["outside"]
         assert "bad line 2: expected 40 columns, got 2" in answers["bad"]
         assert "expected files of format criteo" in answers["absent"]
-    left = {path.name for path in tmp_path.iterdir()} - {path.name for path in files}
+    logs = {path.name for path in (*files, *numbered)}
+    left = {path.name for path in tmp_path.iterdir()} - logs
     assert left == {"bad", "two_ranks", "one_file", "one_rank", "alone"}
 
 
