@@ -175,9 +175,8 @@ def write_files(directory: Path, contents: Mapping[str, str | bytes]) -> None:
     try:
         for name, content in contents.items():
             with naming(directory / name):
-                scratches[name].write_bytes(
-                    content if isinstance(content, bytes) else content.encode()
-                )
+                data = content.encode() if isinstance(content, str) else content
+                scratches[name].write_bytes(data)
         for name, scratch in scratches.items():
             os.replace(scratch, directory / name)
     finally:

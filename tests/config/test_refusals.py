@@ -62,7 +62,20 @@ OUT_OF_RANGE = [
     ("model.over_layer_sizes=[0,1]", "model.over_layer_sizes[0]: expected a value", "got 0"),
     ("model.over_layer_sizes=[8,2]", "model.over_layer_sizes: expected the last", "1"),
     ("data=synthetic data.synthetic.drift_frac=3", "data.synthetic.drift_frac: expected", "3.0"),
+    ("model.over_layer_sizes=[4611686018427387904,1]", "model.over_layer_sizes[0]:", "at most"),
+    ("paths.dataset=", "paths.dataset: expected a directory", "empty"),
+    ("dataset_name=", "dataset_name: expected the name", "''"),
+    ("dataset_name=a/../../b", "dataset_name: expected the name", "'a/../../b'"),
     ("data.source=null", "data: expected exactly one of source and synthetic", "none"),
+]
+UNREADABLE = [
+    ("trainer.batch_size={a:", "trainer.batch_size: expected an override", "'{a:'"),
+    (f"trainer.batch_size={'9' * 5000}", "trainer.batch_size: expected an override", "4300 digits"),
+    ("=1", "=1: expected key=value", "no key"),
+    ("trainer=5", "trainer: expected one of", "got 5"),
+    ("model=null", "model: expected one of", "got None"),
+    ("--cake", "--cake: expected one of the flags", ""),
+    ("--config-dir", "flags --config-dir: expected those of", "argument"),
 ]
 
 
@@ -72,7 +85,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "start", "part"), [*UNKNOWN, *WRONG_TYPE, *BAD_CHOICE, *OUT_OF_RANGE]
+    ("words", "start", "part"), [*UNKNOWN, *WRONG_TYPE, *BAD_CHOICE, *OUT_OF_RANGE, *UNREADABLE]
 )
 def test_refused(
     words: str, start: str, part: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -187,6 +187,18 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     assert left_over(tmp_path) == ["a"]
 
 
+def test_what_a_killed_writer_of_another_artifact_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".b.0a1b2c3d.tmp").mkdir()
+    (tmp_path / ".b.lock").write_text(
+        "hotrec prepare (process 1 on host since 2026-01-01 00:00:00)"
+    )
+    (tmp_path / ".mine.lock").write_text("of another program")
+    with scratch_directory(tmp_path / "c", kind="profile"):
+        write(tmp_path / "a")
+        assert (tmp_path / ".c.lock").exists(), "that of a writer at work stays"
+    assert left_over(tmp_path) == [".mine.lock", "a"]
+
+
 def test_what_is_being_read_is_not_replaced(tmp_path: Path) -> None:
     write(tmp_path / "a")
     opened = read_artifact(tmp_path / "a", kind="profile", stay_open=True)

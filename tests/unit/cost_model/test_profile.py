@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from hotrec.artifact import ArtifactError
 from hotrec.cost_model.blocks import Block, sample_mask
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.profile import (
@@ -162,6 +163,25 @@ def test_without_heldout_data_the_share_is_unknown(tmp_path):
     assert artifact.content["coverage"]["heldout"] is None
     assert artifact.content["tables"]["users"]["heldout_unseen_frac"] is None
     assert not (tmp_path / "profile" / "heldout").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tables: tables.clear(), r"tables \[\] and files"),
+        (lambda tables: tables["users"].update(num_lookups=1), "num_lookups 1 of table users"),
+        (lambda tables: tables["tags"].update(num_heldout_lookups=1), "num_heldout_lookups 1"),
+    ],
+)
+def test_facts_that_contradict_the_counts_are_refused(tmp_path, monkeypatch, change, message):
+    def summarize_otherwise(profile):
+        content = summarize_profile(profile)
+        change(content["tables"])
+        return content
+
+    monkeypatch.setattr("hotrec.cost_model.profile.summarize_profile", summarize_otherwise)
+    with pytest.raises(ArtifactError, match=message):
+        write(tmp_path / "profile")
 
 
 def test_failure_leaves_nothing_and_keeps_the_old_artifact(tmp_path):

@@ -1,11 +1,14 @@
+import errno
 import subprocess
 import sys
 import time
 from itertools import islice
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
@@ -190,6 +193,22 @@ def test_what_cannot_be_loaded_is_refused(path, settings, message):
 
 
 @pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+        (EOFError(), "ulimit -n"),
+        (OSError(errno.ENOSPC, "No space left on device"), "/dev/shm"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+    ],
+)
+def test_what_the_system_refuses_to_workers_is_said(path, monkeypatch, error, advice):
+    monkeypatch.setattr(StatefulDataLoader, "_get_iterator", Mock(side_effect=error))
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    with pytest.raises(RuntimeError, match=f"loader: expected .* 2 worker .* {advice}"):
+        iter(loader(path, num_workers=2))
+
+
+@pytest.mark.parametrize(
     ("schema", "feature", "row", "num_workers"),
     [(SCHEMA, "bag", 1000, 0), (SCHEMA, "a", -1, 0), (ONE_HOT_SCHEMA, "b", 1000, 1)],
 )
@@ -235,7 +254,7 @@ from hotrec.data.loader import make_loader
 loader = make_loader(sys.argv[1], "train", batch_size=4, rank=0, world_size=1, num_workers=2)
 batches = iter(loader)
 next(batches)
-for worker in batches._workers:
+for worker in loader._iterator._workers:
     os.system(f"kill -TERM {worker.pid}")  # from another process: it must not end the worker
 for step in range(20):
     next(batches)
@@ -285,7 +304,7 @@ def test_kept_workers_begin_anew_each_time(path, num_taken):
     workers = set()
     for _ in range(3):
         iterator = iter(kept)
-        workers.add(tuple(worker.pid for worker in iterator._workers))
+        workers.add(tuple(worker.pid for worker in kept._iterator._workers))
         list(islice(iterator, num_taken))
     for one, other in zip(kept, expected, strict=True):
         assert_same_batch(one, other)

@@ -72,6 +72,8 @@ def test_runs_of_one_name_are_numbered(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("summary.json", '{"auc": ', "expected JSON, got "),
+        ("summary.json", "", "expected JSON, got "),
+        ("environment.json", "[]", "expected a JSON object, got list"),
         ("summary.json", "[1]", "expected a JSON object, got list"),
         ("summary.json", '{"auc": "high"}', "auc: expected a number, got 'high'"),
         ("summary.json", '{"sent_bytes": 5}', "sent_bytes: expected numbers by name, got 5"),

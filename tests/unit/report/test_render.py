@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hotrec.report.render import (
     Tile,
     markdown_table,
     render_html,
+    write_files,
 )
 from tests.unit.report.golden import check_golden, check_page
 
@@ -48,6 +50,13 @@ PAGE = Page(
 def test_a_page_of_every_block() -> None:
     check_page("blocks.md", PAGE)
     check_golden("blocks.html", render_html(PAGE).partition("</style>")[2])
+
+
+def test_files_are_written_all_or_none(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a": "old", "b": b"old"})
+    with pytest.raises(TypeError):
+        write_files(tmp_path, {"a": "new", "b": None})  # type: ignore[dict-item]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "old", "b": "old"}
 
 
 def test_tables_keep_to_their_columns() -> None:

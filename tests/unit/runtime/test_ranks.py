@@ -193,6 +193,17 @@ def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_an_unknown_host_of_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "MASTER_ADDR": "a.invalid"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(RuntimeError, match="rendezvous of rank 1: .* a.invalid:1 "),
+        process_group(),
+    ):
+        pass
+
+
 def test_cuda_without_a_device_is_refused() -> None:
     with (
         pytest.raises(RuntimeError, match=r"^trainer\.device: expected a CUDA device, got none"),
