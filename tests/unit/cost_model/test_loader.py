@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -58,3 +59,11 @@ def test_a_batch_takes_reading_and_routing_where_the_worker_routes() -> None:
 def test_half_of_a_loader_is_refused() -> None:
     with pytest.raises(CostsError, match="loader: expected read and route"):
         replace(BUILTIN["cpu_1gbit"], loader={"read": Line(1e-3)})
+
+
+def test_cores_that_were_shared_when_measured_are_not_shared_twice() -> None:
+    shared: Any = {"num_workers": 1, "ranks_per_host": 4, "cores_per_host": 2, "overlap": 1.0}
+    alone = with_loader(STEP, loader_s=0.0, **shared, slowdown=2.0)
+    assert alone.step_s == STEP.step_s
+    beside = with_loader(STEP, loader_s=4e-3, **shared, slowdown=2.0)
+    assert beside.step_s == pytest.approx(4 * (3e-3 + 4e-3) / 2)
