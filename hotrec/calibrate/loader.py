@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from itertools import cycle
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +18,89 @@ from hotrec.data.loader import make_loader
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier
 
 SPLIT = "train"
-# Untimed batches, which bring files into memory, and timed ones.
-NUM_WARM, NUM_BATCHES = 2, 6
+# Untimed batches, which bring files into memory and start the worker, and timed ones.
+NUM_WARM, NUM_BATCHES = 4, 6
+# Of a worker: its time is known to 10 ms (proc(5)), so batches that take longer need be fewer.
+MIN_HANDED_OVER, MAX_HANDED_OVER, HANDED_OVER_S = 10, 60, 0.5
 # The smaller batch shows what a batch takes whatever its size.
 BATCH_PARTS = (4, 1)
 
 
 def measure_loader(dataset: Path, workload: CalibrationWorkload) -> dict[str, Line]:
-    """What ``Costs.loader`` holds: reading on all ranks at once, and routing; collective.
+    """What ``Costs.loader`` holds, measured on all ranks at once; collective.
 
-    Reading is timed with the training loader itself, in this process: what a worker spends on
-    handing a batch over is not in it. Time of the processor counts, not of the disk.
+    Batches are made by the training loader itself, in this process and in a worker, which spends
+    as much again on handing them over. Time of the processor counts, not of the disk.
     """
     target, ranks = workload.target, workload.ranks
     num_samples = Dataset.open(dataset).num_samples(SPLIT) // ranks.world_size
     largest = min(target.batch_size, num_samples)
     sizes = sorted({max(1, largest // part) for part in BATCH_PARTS})
-    read = [_read(dataset, size, ranks, target.seed) for size in sizes] if num_samples else []
-    if len(read) < len(BATCH_PARTS):
+    if num_samples == 0 or len(sizes) < len(BATCH_PARTS):
         return {}
+    read = [_read(dataset, size, ranks, target.seed) for size in sizes]
+    handed = [_hand_over(dataset, point, ranks, target.seed) for point in read]
+    receive, work = zip(*handed, strict=True)
     features = workload.features(workload.samples, workload.num_ids)
     router = workload.router_on_cpu
     turns = cycle(of_rank.to("cpu") for of_rank in features)
     route = _point(features[0].values().numel(), lambda: router(next(turns)))
     return {
         "read": fit_line(read, is_by_bytes=False, is_growing=True),
+        "work": fit_line(work, is_by_bytes=False, is_growing=True),
+        "receive": fit_line(receive, is_by_bytes=False),
         "route": Line(0.0, route.seconds / route.num_items, 0.0, route.spread),
     }
 
 
-def _read(dataset: Path, batch_size: int, ranks: Ranks, seed: int) -> Point:
-    loader = make_loader(
+def _make(dataset: Path, batch_size: int, ranks: Ranks, seed: int, num_workers: int) -> Any:
+    return make_loader(
         dataset,
         SPLIT,
         batch_size=batch_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
         seed=seed,
+        num_workers=num_workers,
     )
-    batches = iter(loader)
+
+
+def _read(dataset: Path, batch_size: int, ranks: Ranks, seed: int) -> Point:
+    batches = iter(_make(dataset, batch_size, ranks, seed, num_workers=0))
     return _point(batch_size, lambda: next(batches))
+
+
+def _hand_over(dataset: Path, read: Point, ranks: Ranks, seed: int) -> tuple[Point, Point]:
+    """Processor time of this process and of its worker for batches as read, of the slowest rank."""
+    batch_size = round(read.num_items)
+    num_batches = int(HANDED_OVER_S / max(read.seconds, 1e-6))
+    num_batches = max(MIN_HANDED_OVER, min(MAX_HANDED_OVER, num_batches))
+    others = {process.pid for process in active_children()}
+    batches = iter(_make(dataset, batch_size, ranks, seed, num_workers=1))
+    for _ in range(NUM_WARM):
+        next(batches)
+    [worker] = [process for process in active_children() if process.pid not in others]
+    barrier()
+    start_s = (time.process_time(), cpu_seconds(worker.pid))
+    for _ in range(num_batches):
+        next(batches)
+    end_s = (time.process_time(), cpu_seconds(worker.pid))
+    # The worker is as many batches ahead at the end as at the start.
+    own = [(end - start) / num_batches for start, end in zip(start_s, end_s, strict=True)]
+    receive_s, work_s = map(max, zip(*all_gather_object(own), strict=True))
+    tick_s = 1 / os.sysconf("SC_CLK_TCK") / num_batches
+    return (
+        Point(batch_size, 0.0, max(receive_s, tick_s), 0.0),
+        Point(batch_size, 0.0, max(work_s, tick_s), 0.0),
+    )
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """Processor seconds of all threads of a process so far, in ticks of 10 ms (proc(5), stat)."""
+    # The name, in brackets, may hold spaces.
+    values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = values[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _point(num_items: float, run: Callable[[], Any]) -> Point:

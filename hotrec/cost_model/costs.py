@@ -172,6 +172,13 @@ KERNELS: Mapping[str, str] = {
 }
 # Those without which no step can be predicted, on any device.
 REQUIRED = tuple(name for name in KERNELS if not name.endswith(("_host", "_hit", "_miss")))
+# By the samples of a batch of the measured dataset, but for "route" by lookups.
+LOADER_PARTS: Mapping[str, str] = {
+    "read": "the main thread makes the batch, without workers",
+    "work": "a worker makes the batch and hands it over",
+    "receive": "the main thread gets the batch from a worker",
+    "route": "whoever makes the batch routes its ids",
+}
 COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -202,8 +209,7 @@ class Costs:
         look_ahead_factor: Measured over predicted step of a run with look-ahead; 1 without one.
         ratio_interval: 5% and 95% quantiles of measured over predicted step, at most 1 and at
             least 1.
-        loader: Processor time of a loader worker: "read" by the samples of the measured dataset,
-            "route" by lookups. Empty where no dataset was there.
+        loader: Processor time of the loader, LOADER_PARTS. Empty where no dataset was there.
         doubts: Why the costs are not to be trusted, each after the words "the costs"; none if they
             are.
         host: Fingerprint of the machine that was measured, empty for built-in sets.
@@ -262,16 +268,23 @@ class Costs:
             return None
         return f"the costs {' and '.join(self.doubts)}: calibrate again on a quiet machine"
 
-    def loader_s(self, num_samples: float, num_routed: float = 0.0) -> float | None:
-        """Processor seconds of a loader worker for a batch, None where not measured.
+    def loader_s(
+        self, num_samples: float, num_routed: float, num_workers: int
+    ) -> tuple[float, float] | None:
+        """Processor seconds of a batch in the rank's main thread and in a worker; None if unknown.
 
         Args:
             num_samples: Samples of the batch.
-            num_routed: Lookups that the worker routes; 0 if ids are routed on the device.
+            num_routed: Lookups that the loader routes; 0 if ids are routed on the device.
+            num_workers: Loader workers of the rank.
         """
         if not self.loader:
             return None
-        return self.loader["read"].seconds(num_samples) + self.loader["route"].seconds(num_routed)
+        part = {name: line.seconds(num_samples) for name, line in self.loader.items()}
+        route_s = self.loader["route"].seconds(num_routed)
+        if num_workers == 0:
+            return part["read"] + route_s, 0.0
+        return part["receive"], part["work"] + route_s
 
     def interval_s(self, step_s: float) -> tuple[float, float]:
         """The 90% interval of a step that is predicted to take ``step_s``, in seconds."""
@@ -365,8 +378,8 @@ def check_costs(costs: Costs) -> None:
     missing = ", ".join(name for name in REQUIRED if name not in costs.kernels)
     _expect(not missing, f"{where} kernels", ", ".join(REQUIRED), f"none for {missing}")
     _expect(0 <= costs.overlap <= 1, f"{where} overlap", "0..1", costs.overlap)
-    expected = ("read", "route") if costs.loader else ()
-    _expect(set(costs.loader) == set(expected), f"{where} loader", "read and route", costs.loader)
+    has_all = set(costs.loader) in (set(), set(LOADER_PARTS))
+    _expect(has_all, f"{where} loader", f"{sorted(LOADER_PARTS)} or none", sorted(costs.loader))
     interval = costs.ratio_interval
     holds_1 = len(interval) == 2 and 0 < interval[0] <= 1 <= interval[1] < math.inf
     _expect(holds_1, f"{where} ratio_interval", "0 < low <= 1 <= high", interval)

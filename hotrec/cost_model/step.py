@@ -33,7 +33,7 @@ COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 def with_loader(
     step: StepPrediction,
     *,
-    loader_s: float,
+    loader_s: tuple[float, float],
     num_workers: int,
     ranks_per_host: int,
     cores_per_host: float,
@@ -44,16 +44,16 @@ def with_loader(
 
     The longest of
 
-        step + loader                               without workers, in the main thread
-        loader / workers                            each worker makes every n-th batch
-        ranks (busy / slowdown + loader) / cores    a host's work in a step, on all of its cores
+        step + main                                        the main thread gets or makes the batch
+        worker / workers                                   each worker makes every n-th batch
+        ranks (busy / slowdown + main + worker) / cores    a host's work, on all of its cores
 
     where a rank is busy while its main thread computes, and for the share of communication that
     takes processor time, 1 - ``overlap``. The difference is put into the stage "other".
 
     Args:
         step: Step without a loader.
-        loader_s: Processor seconds of a batch (``Costs.loader_s``).
+        loader_s: Processor seconds of a batch, main thread and worker (``Costs.loader_s``).
         num_workers: Loader workers of a rank.
         ranks_per_host: Ranks of a host.
         cores_per_host: Cores of a host that they share.
@@ -64,10 +64,11 @@ def with_loader(
     computing_s = sum(s for name, s in step.stage_s.items() if name not in COVERED)
     sending_s = sum(step.stage_s.get(name, 0.0) for name in COVERED) + sum(step.hidden_s.values())
     busy_s = min(computing_s + (1 - overlap) * sending_s, step.step_s)
+    main_s, worker_s = loader_s
     step_s = max(
-        step.step_s + (loader_s if num_workers == 0 else 0.0),
-        loader_s / max(1, num_workers),
-        ranks_per_host * (busy_s / slowdown + loader_s) / cores_per_host,
+        step.step_s + main_s,
+        worker_s / max(1, num_workers),
+        ranks_per_host * (busy_s / slowdown + main_s + worker_s) / cores_per_host,
     )
     stage_s = {**step.stage_s, "other": step.stage_s.get("other", 0.0) + step_s - step.step_s}
     return replace(step, step_s=step_s, stage_s=stage_s)

@@ -78,12 +78,12 @@ class Scenario:
         batch = self.workload.batch_size
         is_routed_there = is_routed and self.workload.is_routed_by_loader
         lookups = sum(d.lookups_per_sample for d in self.demands) if is_routed_there else 0.0
-        cores = self.loader.cores_per_host
+        cores, num_workers = self.loader.cores_per_host, self.loader.num_workers
         measured_ranks = self.costs.facts.get("ranks_per_host", 1)
         return with_loader(
             step,
-            loader_s=self.costs.loader_s(batch, batch * lookups) or 0.0,
-            num_workers=self.loader.num_workers,
+            loader_s=self.costs.loader_s(batch, batch * lookups, num_workers) or (0.0, 0.0),
+            num_workers=num_workers,
             ranks_per_host=self.world.ranks_per_host,
             # A GPU's computing takes none of the cores that workers run on.
             cores_per_host=cores if self.costs.device == "cpu" else math.inf,

@@ -21,17 +21,22 @@ STEP = StepPrediction(
 @pytest.mark.parametrize(
     ("loader_s", "num_workers", "ranks", "cores", "overlap", "step_s"),
     [
-        (3e-3, 2, 2, 8, 1.0, 10e-3),  # there are cores for the workers
-        (3e-3, 0, 2, 8, 1.0, 13e-3),  # the main thread loads
-        (30e-3, 2, 1, 8, 1.0, 15e-3),  # too few workers
-        (30e-3, 1, 1, 8, 1.0, 30e-3),
-        (6e-3, 2, 2, 2, 1.0, 12e-3),  # workers compute while ranks wait, but there is more to do
-        (6e-3, 2, 2, 2, 0.0, 16e-3),  # and communication takes the cores as well
-        (0.0, 2, 4, 2, 1.0, 12e-3),  # more ranks than cores
+        ((0.0, 3e-3), 2, 2, 8, 1.0, 10e-3),  # there are cores for the workers
+        ((1e-3, 3e-3), 2, 2, 8, 1.0, 11e-3),  # but the main thread gets the batch from them
+        ((0.0, 30e-3), 2, 1, 8, 1.0, 15e-3),  # too few workers
+        ((0.0, 30e-3), 1, 1, 8, 1.0, 30e-3),
+        ((0.0, 6e-3), 2, 2, 2, 1.0, 12e-3),  # workers compute while ranks wait, but have more to do
+        ((0.0, 6e-3), 2, 2, 2, 0.0, 16e-3),  # and communication takes the cores as well
+        ((0.0, 0.0), 2, 4, 2, 1.0, 12e-3),  # more ranks than cores
     ],
 )
 def test_a_step_waits_for_the_loader_and_for_the_cores(
-    loader_s: float, num_workers: int, ranks: int, cores: int, overlap: float, step_s: float
+    loader_s: tuple[float, float],
+    num_workers: int,
+    ranks: int,
+    cores: int,
+    overlap: float,
+    step_s: float,
 ) -> None:
     found = with_loader(
         STEP,
@@ -47,23 +52,24 @@ def test_a_step_waits_for_the_loader_and_for_the_cores(
     assert found.hidden_s == STEP.hidden_s
 
 
-def test_a_batch_takes_reading_and_routing_where_the_worker_routes() -> None:
-    costs = replace(
-        BUILTIN["cpu_1gbit"], loader={"read": Line(1e-3, 2e-6), "route": Line(0.0, 1e-7)}
-    )
-    assert costs.loader_s(1000) == pytest.approx(3e-3)
-    assert costs.loader_s(1000, 20_000) == pytest.approx(5e-3)
-    assert BUILTIN["cpu_1gbit"].loader_s(1000) is None
+def test_batches_are_made_in_the_main_thread_or_in_workers() -> None:
+    parts = {"read": 2e-6, "work": 5e-6, "receive": 1e-6}
+    lines = {name: Line(0.0, per_item_s) for name, per_item_s in parts.items()}
+    costs = replace(BUILTIN["cpu_1gbit"], loader={**lines, "route": Line(0.0, 1e-7)})
+    assert costs.loader_s(1000, 0, 0) == pytest.approx((2e-3, 0.0))
+    assert costs.loader_s(1000, 20_000, 0) == pytest.approx((4e-3, 0.0))
+    assert costs.loader_s(1000, 20_000, 2) == pytest.approx((1e-3, 7e-3))
+    assert BUILTIN["cpu_1gbit"].loader_s(1000, 0, 2) is None
 
 
 def test_half_of_a_loader_is_refused() -> None:
-    with pytest.raises(CostsError, match="loader: expected read and route"):
+    with pytest.raises(CostsError, match="loader: expected .*'receive', 'route', 'work'"):
         replace(BUILTIN["cpu_1gbit"], loader={"read": Line(1e-3)})
 
 
 def test_cores_that_were_shared_when_measured_are_not_shared_twice() -> None:
     shared: Any = {"num_workers": 1, "ranks_per_host": 4, "cores_per_host": 2, "overlap": 1.0}
-    alone = with_loader(STEP, loader_s=0.0, **shared, slowdown=2.0)
+    alone = with_loader(STEP, loader_s=(0.0, 0.0), **shared, slowdown=2.0)
     assert alone.step_s == STEP.step_s
-    beside = with_loader(STEP, loader_s=4e-3, **shared, slowdown=2.0)
+    beside = with_loader(STEP, loader_s=(0.0, 4e-3), **shared, slowdown=2.0)
     assert beside.step_s == pytest.approx(4 * (3e-3 + 4e-3) / 2)

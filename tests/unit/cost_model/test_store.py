@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from hotrec.artifact import ArtifactError
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import CollectiveCurve, Costs, CostsError, Line, World
+from hotrec.cost_model.costs import (
+    LOADER_PARTS,
+    CollectiveCurve,
+    Costs,
+    CostsError,
+    Line,
+    World,
+)
 from hotrec.cost_model.interval import UNKNOWN_INTERVAL
 from hotrec.cost_model.store import (
     COSTS_JSON,
@@ -27,7 +34,7 @@ from hotrec.cost_model.store import (
 )
 
 HOST = {"device": "cpu", "processor": "A", "num_cores": 2, "packages": {"torch": "2.13.0"}}
-LOADER = {"read": Line(1e-3, 2e-6), "route": Line(0.0, 1e-7)}
+LOADER = {name: Line(1e-3, 2e-6) for name in LOADER_PARTS}
 MEASURED = replace(
     BUILTIN["cpu_1gbit"],
     name="here",

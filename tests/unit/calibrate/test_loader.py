@@ -1,0 +1,49 @@
+"""The loader is timed on the dataset, in this process and in a worker."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hotrec.calibrate.loader import cpu_seconds, measure_loader
+from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
+from hotrec.config.groups import DlrmConfig, RowwiseAdagradConfig
+from hotrec.cost_model.costs import LOADER_PARTS
+from hotrec.runtime.ranks import Ranks
+from tests.unit.data.logs import write_dataset
+
+ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
+
+
+def make_workload(batch_size: int) -> CalibrationWorkload:
+    target = CalibrationTarget(
+        [50, 3],
+        DlrmConfig(embedding_dim=8),
+        RowwiseAdagradConfig(),
+        2,
+        batch_size,
+        cap_bytes=1 << 14,
+    )
+    return CalibrationWorkload(target, ALONE, group_alone(ALONE))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "parts"), [(16, set(LOADER_PARTS)), (200, set(LOADER_PARTS)), (1, set())]
+)
+def test_every_part_of_the_loader_takes_time(
+    tmp_path: Path, one_rank: Any, batch_size: int, parts: set[str]
+) -> None:
+    write_dataset(tmp_path / "dataset", {"train": 90})
+    found = measure_loader(tmp_path / "dataset", make_workload(batch_size))
+    assert set(found) == parts
+    assert all(line.seconds(1000) > 0 for line in found.values())
+
+
+def test_the_time_of_a_process_is_that_of_all_its_threads() -> None:
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    assert cpu_seconds(os.getpid()) == pytest.approx(time.process_time(), abs=5 * tick_s)
