@@ -39,7 +39,7 @@ _REFUSALS = (
     (
         (errno.EMFILE, errno.ENFILE),
         "Too many open files",
-        "Raise the limit of open files with ulimit -n",
+        "Raise the limit of open files with ulimit -n, see whether a worker was killed for memory",
     ),
     ((errno.ENOSPC,), "No space left on device", "Make /dev/shm larger"),
     (
@@ -202,7 +202,8 @@ class Loader(StatefulDataLoader[Batch]):
                 raise
             sys.unraisablehook = _ignore_half_started
             got = str(error).rstrip().rpartition("\n")[2] or "a connection that ended"
-            raise RuntimeError(
+            # No RuntimeError: in a step that is what a rank gets when another one is gone.
+            raise OSError(
                 f"loader: expected the system to grant what {self.num_workers} worker processes "
                 f"need, got {got.removesuffix('.')}. {found}, or set trainer.num_workers=0."
             ) from error

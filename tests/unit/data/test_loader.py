@@ -204,7 +204,7 @@ def test_what_cannot_be_loaded_is_refused(path, settings, message):
 def test_what_the_system_refuses_to_workers_is_said(path, monkeypatch, error, advice):
     monkeypatch.setattr(StatefulDataLoader, "_get_iterator", Mock(side_effect=error))
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    with pytest.raises(RuntimeError, match=f"loader: expected .* 2 worker .* {advice}"):
+    with pytest.raises(OSError, match=f"loader: expected .* 2 worker .* {advice}"):
         iter(loader(path, num_workers=2))
 
 
