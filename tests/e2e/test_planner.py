@@ -164,7 +164,7 @@ def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:
     figures, document, run_dir = train("trial", tried, "trainer.max_steps=12")
     trial, chosen = document["trial"], document["chosen"]
     assert not trial["is_recorded"]
-    assert {len(of["block_s"]) for of in trial["plans"].values()} >= {3}
+    assert all(len(of["block_s"]) >= 1 for of in trial["plans"].values())
     assert len(trial["plans"]) >= 2
     assert chosen == min(trial["plans"], key=lambda n: trial["plans"][n]["step_s"])
     assert document["why"].startswith(f"{chosen} took ")

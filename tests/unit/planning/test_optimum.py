@@ -226,9 +226,9 @@ def test_the_loader_is_in_the_step(pipeline: PipelineSpec) -> None:
     """Where it is the bottleneck; workers that route take longer, but not TorchRec's."""
     scenario = make_scenario(pipeline)
     found = fastest(scenario)
-    costs = replace(
-        scenario.costs, loader={"read": Line(per_item_s=READ_S), "route": Line(per_item_s=1e-6)}
-    )
+    loader = {name: Line(per_item_s=READ_S) for name in ("read", "work")}
+    loader |= {"receive": Line(), "route": Line(per_item_s=1e-6)}
+    costs = replace(scenario.costs, loader=loader)
     workload = replace(scenario.workload, is_routed_by_loader=True)
     slow = replace(scenario, costs=costs, workload=workload, loader=Loader(2, 64))
     predicted = predict_placement(slow, found.num_hot, found.tables)
