@@ -35,7 +35,8 @@ train torchrec placement=torchrec
 say "7/8 evaluate the checkpoint on the held-out days"
 "$bin/hotrec" evaluate run_dir="$run/hotcold" launch.num_ranks=2 >"$run/evaluate.json"
 say "8/8 report"
-"$bin/hotrec" report "runs=[$run/hotcold,$run/torchrec]" output="$run/report" >"$run/report.json"
+"$bin/hotrec" report "runs=[$run/hotcold,$run/torchrec]" output="$run/report" baseline=torchrec \
+    >"$run/report.json"
 
 say "done"
 "$bin/python" - "$run" "$bin" <<'PY'

@@ -1,8 +1,9 @@
 """What a trial measured of each candidate, what follows from it, and the record of past trials.
 
 Candidates train in turn, in rounds of one block of steps each, so that what disturbs the machine
-disturbs all of them. They are compared round by round: the logarithm of the ratio of two
-candidates' steps is taken as normal, and its mean lies within Student's t interval.
+disturbs all of them. The logarithm of a block's step is taken as the sum of a candidate's effect, a
+round's effect and normal noise (two-way analysis of variance without interaction), so the ratio of
+two candidates' steps lies within Student's t interval of the difference of their means.
 """
 
 from __future__ import annotations
@@ -32,14 +33,26 @@ LEAST_SPREAD = 0.01
 FIRST_RATIO = 3.0
 
 
-def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """The interval of the ratio of their step to ours, from the rounds that both took part in."""
-    logs = np.log(np.array(theirs[: len(ours)]) / np.array(ours[: len(theirs)]))
+def ratio_interval(
+    ours: Sequence[float], theirs: Sequence[float], *others: Sequence[float]
+) -> tuple[float, float]:
+    """The interval of the ratio of their step to ours, from the rounds that both took part in.
+
+    ``others`` are further candidates, which tell how large the noise is; those that took part in
+    fewer rounds are left out.
+    """
+    rounds = min(len(ours), len(theirs))
+    logs_CR = np.log([of[:rounds] for of in (ours, theirs, *others) if len(of) >= rounds])
+    mean = float((logs_CR[1] - logs_CR[0]).mean())
     half = math.log(FIRST_RATIO)
-    if logs.size > 1:
-        spread = max(float(logs.std(ddof=1)), LEAST_SPREAD)
-        half = float(stdtrit(logs.size - 1, (1 + CONFIDENCE) / 2)) * spread / math.sqrt(logs.size)
-    return math.exp(logs.mean() - half), math.exp(logs.mean() + half)
+    if rounds > 1:
+        noise = logs_CR - logs_CR.mean(axis=0) - logs_CR.mean(axis=1, keepdims=True)
+        noise += logs_CR.mean()
+        freedom = (logs_CR.shape[0] - 1) * (rounds - 1)
+        # The ratio has the noise of two blocks.
+        spread = max(math.sqrt(2 * float((noise**2).sum()) / freedom), LEAST_SPREAD)
+        half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * spread / math.sqrt(rounds)
+    return math.exp(mean - half), math.exp(mean + half)
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,8 @@ class Trial:
         )
 
     def _ratio(self, name: str, first: str) -> tuple[float, float]:
-        return ratio_interval(self.block_s[first], self.block_s[name])
+        others = [blocks for n, blocks in self.block_s.items() if n not in (first, name)]
+        return ratio_interval(self.block_s[first], self.block_s[name], *others)
 
     def step_s(self, name: str) -> float:
         """The median step of a candidate."""
