@@ -75,8 +75,6 @@ KEPT = (
     *("predicted_step_s", "pipeline", "policy", "hot_rows", "sent_bytes_total", "elapsed_s"),
     "peak_resident_bytes",
 )
-# Of a plan's entry in prediction.json: the bounds of the predicted step.
-INTERVAL = ("step_low_s", "step_high_s")
 SKIPPED = 77  # exit code of on_hosts.sh where there are no namespaces
 END_S = 60.0  # that ranks and namespaces get to end in order
 
@@ -158,11 +156,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--limit-s", type=float, default=float("inf"), help="begin no command after so many seconds"
     )
-    parser.add_argument(
-        "--without-trial-key",
-        action="store_true",
-        help=f"do not pass {NO_TRIAL}, for versions of hotrec that do not know it",
-    )
+    parser.add_argument("--trial-s", type=float, default=5.0, help="seconds of a trial")
     parser.add_argument(
         "--busy",
         action="store_true",
@@ -229,7 +223,7 @@ class Grid:
                 say(f"{cell.name} {repeat} {candidate}: {describe(run)}")
 
     def _settings(self, cell: Cell) -> dict[str, Any]:
-        names = ("steps", "warmup_steps", "run_s", "without_trial_key", "busy", "overrides")
+        names = ("steps", "warmup_steps", "run_s", "trial_s", "busy", "overrides")
         candidates = list(CANDIDATES)
         return {
             **asdict(cell),
@@ -238,9 +232,10 @@ class Grid:
         }
 
     def _words(self, candidate: str) -> list[str]:
+        # The grid's runs are too short for a trial by themselves; they stand for longer ones.
         if candidate == DEFAULT:
-            return []
-        return [*CANDIDATES[candidate], *([] if self._options.without_trial_key else [NO_TRIAL])]
+            return [f"plan.trial_s={self._options.trial_s:g}"]
+        return [*CANDIDATES[candidate], NO_TRIAL]
 
     def _length(self, runs: Sequence[Mapping[str, Any]]) -> list[str]:
         options, steps = self._options, self._options.steps
@@ -278,6 +273,7 @@ class Grid:
             *words,
             *("trainer.num_epochs=1000000", "trainer.eval_splits=[]", "trainer.resume=none"),
             *("trainer.log_every_steps=1000000", f"paths.costs={costs}"),
+            f"paths.trials={run_dir}/trials",
         ]
         try:
             self._hotrec("train", cell, run_dir, words)
@@ -386,10 +382,10 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         prediction = json.loads((run_dir / PREDICTION).read_text())
         chosen = prediction["plans"][prediction["chosen"]]
         found |= {name: prediction[name] for name in ("chosen", "why")}
-        found |= {name: chosen[name] for name in INTERVAL if name in chosen}
+        found["step_low_s"], found["step_high_s"] = chosen["interval_s"]
         found["cost_note"] = prediction["costs"]["note"]
-        if "trial" in prediction:
-            found["trial"] = prediction["trial"]
+        found["trial"] = prediction["trial"]
+        found["trial_s"] = (prediction["trial"] or {}).get("seconds")
     plan = (run_dir / PLAN_JSON).read_bytes() + repr(summary.get("hot_rows")).encode()
     found["plan"] = hashlib.sha256(plan + summary["pipeline"].encode()).hexdigest()[:12]
     return found

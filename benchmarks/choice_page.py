@@ -359,8 +359,6 @@ def render(documents: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     if settings["busy"]:
         parts.insert(1, "One core was kept busy by another process during calibration.")
-    if settings["without_trial_key"]:
-        parts.insert(1, "This version of hotrec has no key `plan.trial`.")
     errors = [
         f"* `{name}`, {run['candidate']}: {run['error']}"
         for name, document in documents.items()

@@ -199,8 +199,8 @@ class PlanConfig:
         True,
     )
     trial_s: float | None = key(
-        "seconds of a trial; null: the larger of 5 s and 1% of the predicted run, at most 60 s; "
-        "there is none before a run that is predicted to take less",
+        "seconds of a trial; null: the larger of 5 s and 1% of the predicted run, at most 60 s, "
+        "and none before a run that is predicted to take less",
         None,
         gt=0,
         le=MAX_SECONDS,

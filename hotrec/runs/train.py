@@ -326,7 +326,7 @@ def _try_candidates(
     if len(plans) < 2 or recorded is not None:
         return recorded
     limit_s = trial_seconds(config.plan.trial_s, run_s)
-    if run_s < limit_s:
+    if config.plan.trial_s is None and run_s < limit_s:
         logger.info(
             "no trial of %d plans that predictions cannot tell apart: the run is predicted to take "
             "%.3g s, a trial %.3g s",

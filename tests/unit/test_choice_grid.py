@@ -51,7 +51,7 @@ def runs(default: list[float], **candidates: list[float]) -> list[dict[str, Any]
 
 def document(found: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
     cell = {"data": "kuairand", "batch_size": 512, "network": "loopback", "num_ranks": 2}
-    options = {"warmup_steps": 5, "busy": False, "without_trial_key": False}
+    options = {"warmup_steps": 5, "busy": False}
     options["candidates"] = sorted({run["candidate"] for run in found} - {DEFAULT})
     machine: dict[str, Any] = dict.fromkeys(("processor", "kernel", "python", "code"), "some")
     machine |= {"num_cores": 2, "packages": {"torch": "2"}}
@@ -183,9 +183,10 @@ def test_page(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    summary = {"step_p50_s": 0.01, "pipeline": "base", "hot_rows": 3, "trial_s": 2.0, "name": "x"}
-    plan = {"step_low_s": 0.009, "step_high_s": 0.012}
-    prediction = {"chosen": "a", "why": "w", "plans": {"a": plan}, "costs": {"note": ""}}
+    summary = {"step_p50_s": 0.01, "pipeline": "base", "hot_rows": 3, "name": "x"}
+    plans = {"a": {"interval_s": [0.009, 0.012]}}
+    prediction = {"chosen": "a", "why": "w", "plans": plans, "costs": {"note": ""}}
+    prediction["trial"] = {"seconds": 2.0}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "prediction.json").write_text(json.dumps(prediction))
     (tmp_path / "plan.json").write_text("{}")
@@ -222,17 +223,16 @@ class FakeGrid(Grid):
         return {"command": command}
 
 
-@pytest.mark.parametrize("more", [[], ["--without-trial-key"]], ids=["trial key", "no key"])
-def test_a_cell_goes_on_where_it_stopped(tmp_path: Path, run_dir: Path, more: list[str]) -> None:
+def test_a_cell_goes_on_where_it_stopped(tmp_path: Path, run_dir: Path) -> None:
     output, work = tmp_path / "out", tmp_path / "work"
-    words = ["--repeats", "2", "--output", str(output), "--work", str(work), *more]
+    words = ["--repeats", "2", "--output", str(output), "--work", str(work)]
     cell = all_cells()[0]
     grid = FakeGrid(parse(words), run_dir)
     grid.run(cell)
     assert [command for command, _ in grid.commands[:3]] == ["prepare", "profile", "calibrate"]
     trained = [words for command, words in grid.commands if command == "train"]
     assert len(trained) == 2 * (1 + len(CANDIDATES))
-    assert sum(NO_TRIAL in words for words in trained) == (0 if more else 2 * len(CANDIDATES))
+    assert sum(NO_TRIAL in words for words in trained) == 2 * len(CANDIDATES)
     path = output / f"{cell.name}.json"
     found = json.loads(path.read_text())
     errors = {r["candidate"] for r in found["runs"] if "error" in r}
