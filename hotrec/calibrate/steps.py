@@ -266,16 +266,17 @@ def _beyond(
     bounds: tuple[float, float],
     what: str = "",
 ) -> list[str]:
-    """Factors at a bound of what is credible, if the stage matters."""
+    """Factors at the upper bound of what is credible, if the stage matters.
+
+    At the lower one the stage takes the same time whatever it does, which is its overhead.
+    """
     if max(a.measured_s[stage] / a.step_s for a in anchors) < MIN_STAGE_FRAC:
         return []
-    low, high = bounds
+    _, high = bounds
     return [
         f"{what}{stage} {factor:.2g}"
         for factor in factors
         if factor >= high * (1 - BOUND_TOLERANCE)
-        or 0 < low < 1
-        and factor <= low * (1 + BOUND_TOLERANCE)
     ]
 
 

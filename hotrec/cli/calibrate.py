@@ -71,10 +71,10 @@ def _read_sizes(dataset: str, *, shows_warning: bool) -> tuple[list[int], int]:
     if not Path(dataset).exists():
         if shows_warning:
             logger.warning(
-                "paths.dataset %s does not exist: calibrating on %d tables of %d rows",
-                dataset,
-                STAND_IN_TABLES,
-                STAND_IN_ROWS,
+                "paths.dataset %s does not exist: calibrating on %d tables of %d rows with one id "
+                "a sample each and %d dense columns, without the loader. Calibrate again after "
+                "prepare",
+                *(dataset, STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE),
             )
         return [STAND_IN_ROWS] * STAND_IN_TABLES, STAND_IN_DENSE
     schema = Dataset.open(dataset).schema

@@ -67,8 +67,12 @@ def write_partition(
     summary: Mapping[str, Any],
     dataset_hash: str,
     profile_hash: str,
+    planned_for: Mapping[str, int] | None = None,
 ) -> Artifact:
-    """Writes a partition; reports read ``parameters``, those of the policy, and ``summary``."""
+    """Writes a partition; reports read ``parameters``, those of the policy, and ``summary``.
+
+    ``planned_for`` is num_ranks, ranks_per_host and batch_size of the plan.
+    """
     partition = placement.partition
     tables = {
         name: {key: getattr(value, "value", value) for key, value in vars(table).items()}
@@ -89,6 +93,7 @@ def write_partition(
             content={
                 "policy": partition.policy,
                 "parameters": dict(parameters),
+                "planned_for": dict(planned_for or {}),
                 "num_rows": {table: int(n) for table, n in partition.num_rows.items()},
                 "placement": {"is_hot_dense": placement.is_hot_dense, "tables": tables},
                 **summary,

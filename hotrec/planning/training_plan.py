@@ -111,6 +111,7 @@ class Proposal:
     Args:
         config: The configuration.
         dataset: Its dataset.
+        machine: The ranks to plan for.
         placement: The configured placement; None to choose by cost, or for TorchRec's plans.
         artifact: The saved partition that was configured.
         counted: The profile and its artifact; None without one.
@@ -122,6 +123,7 @@ class Proposal:
 
     config: Config
     dataset: Dataset
+    machine: Machine
     placement: Placement | None
     artifact: Artifact | None
     counted: tuple[Profile, Artifact] | None = None
@@ -231,6 +233,7 @@ class Proposal:
             summary=summarize_partition(placement.partition, profile, bytes_of_row),
             dataset_hash=self.dataset.artifact.content_hash,
             profile_hash=profile_artifact.content_hash,
+            planned_for=_situation(self.machine),
         )
 
 
@@ -254,6 +257,7 @@ def propose(
     if isinstance(kind, SavedPlacement):
         placement, artifact = read_placement(Path(kind.partition_dir))
         check_made_from(artifact, dataset.artifact)
+        _warn_of_another_situation(artifact, machine)
     try:
         profile, profile_artifact = read_profile(Path(config.paths.profile))
         check_made_from(profile_artifact, dataset.artifact)
@@ -261,11 +265,11 @@ def propose(
         if not isinstance(kind, SavedPlacement | TorchrecPlacement):
             raise
         logger.info("no prediction: %s", error)
-        return Proposal(config, dataset, placement, artifact)
+        return Proposal(config, dataset, machine, placement, artifact)
     counted, histograms = (profile, profile_artifact), profile.build_histograms()
     if isinstance(kind, HotColdConfig) and not isinstance(kind, SavedPlacement | CostPlacement):
         placement = _apply_policy(kind, config, dataset, machine, profile)
-    without = Proposal(config, dataset, placement, artifact, counted, histograms)
+    without = Proposal(config, dataset, machine, placement, artifact, counted, histograms)
     costs, note = choose_costs(config, machine)
 
     def describe(machine: Machine) -> Scenario:
@@ -336,6 +340,29 @@ def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
         saved = Path(config.placement.partition_dir)
     placement, artifact = read_placement(saved)
     return TrainingPlan(config, placement, artifact, prediction)
+
+
+def _situation(machine: Machine) -> dict[str, int]:
+    return {
+        "num_ranks": machine.world_size,
+        "ranks_per_host": machine.local_world_size,
+        "batch_size": machine.batch_size,
+    }
+
+
+def _warn_of_another_situation(artifact: Artifact, machine: Machine) -> None:
+    # Partitions of earlier versions do not say what they were planned for.
+    planned_for = artifact.content.get("planned_for") or {}
+    differences = ", ".join(
+        f"{name} {value} instead of {planned_for[name]}"
+        for name, value in _situation(machine).items()
+        if planned_for.get(name, value) != value
+    )
+    if differences:
+        logger.warning(
+            "%s was planned for another situation: %s. Another choice may be faster",
+            *(artifact.path, differences),
+        )
 
 
 def _predict_given(

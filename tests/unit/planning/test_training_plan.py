@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,15 @@ def test_a_trial_is_recorded_for_its_situation(folder: Path, one_rank: Any) -> N
     assert propose_plan(folder, "placement=cost").trial_file == file
     for change in ("trainer.num_workers=2", "trainer.batch_size=16", "optimizer=adagrad"):
         assert propose_plan(folder, "placement=cost", change).trial_file != file
+
+
+def test_a_saved_partition_of_another_situation_is_told(
+    folder: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(folder, "placement=coverage", run="there")
+    saved = ("placement=saved", f"placement.partition_dir={folder / 'there' / PARTITION}")
+    propose_plan(folder, *saved)
+    assert "another situation" not in caplog.text
+    config = propose_plan(folder, *saved).config
+    propose(config, Dataset.open(folder / "dataset"), replace(ON, world_size=4, local_world_size=4))
+    assert "num_ranks 4 instead of 2, ranks_per_host 4 instead of 2. Another" in caplog.text
