@@ -23,7 +23,7 @@ from hotrec.routing.split import samples_reading, select_samples
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, record_use
 from hotrec.runtime.ranks import all_gather_object, new_group
 from hotrec.runtime.stages import mark, named_range
-from hotrec.runtime.watchdog import COMMUNICATION, enter
+from hotrec.runtime.watchdog import COMMUNICATION, enter, leave
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, WireType
 
@@ -343,6 +343,7 @@ class RowsAhead:
         for collection in self._collections:
             collection.__dict__.pop("forward", None)
         self._thread.close()
+        leave(COMMUNICATION)
 
 
 def _find_groups(

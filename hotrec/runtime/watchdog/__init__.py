@@ -12,11 +12,12 @@ from hotrec.runtime.watchdog.progress import (
     STEP,
     TRIAL,
     enter,
+    leave,
     passed,
 )
 from hotrec.runtime.watchdog.watchdog import EXIT_CODE, LostRank, Watchdog
 
-__all__ = ["EXIT_CODE", "LostRank", "Watchdog", "enter", "passed"]
+__all__ = ["EXIT_CODE", "LostRank", "Watchdog", "enter", "leave", "passed"]
 __all__ += ["COMMUNICATION", "MAIN"]
 __all__ += [
     "CHECKPOINT",

@@ -66,6 +66,9 @@ class Progress:
             self._passed = None
         self._moved_s = time.monotonic()
 
+    def leave(self, thread: str) -> None:
+        self._threads.pop(thread, None)
+
     def passed(self, stage: str) -> None:
         self._passed = stage
         self._moved_s = time.monotonic()
@@ -127,6 +130,12 @@ def enter(thread: str, stage: str, step: int | None = None) -> None:
     """
     if _progress is not None:
         _progress.enter(thread, stage, step)
+
+
+def leave(thread: str) -> None:
+    """Note for the watchdog, if one runs, that ``thread`` has ended, on all ranks alike."""
+    if _progress is not None:
+        _progress.leave(thread)
 
 
 def passed(stage: str) -> None:

@@ -26,6 +26,7 @@ from hotrec.runtime.watchdog import (
     STEP,
     Watchdog,
     enter,
+    leave,
 )
 from hotrec.runtime.watchdog.heartbeat import (
     Heartbeat,
@@ -80,6 +81,8 @@ def test_progress_of_stages_and_threads() -> None:
     age_s = progress.age_s
     mark("dense")
     assert progress.age_s < age_s
+    leave(COMMUNICATION)
+    assert progress.counts == {MAIN: 3}
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
