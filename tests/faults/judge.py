@@ -29,7 +29,8 @@ TORCH_CACHE = "torchinductor_"
 # What a forged file makes when it is unpickled.
 MARKER = "marker"
 # Where every command may leave its log.
-RECORDS = ("runs/", "small/runs/")
+# Directories of runs and of what they learn about the machine, which are never artifacts.
+RECORDS = ("runs/", "small/runs/", "data/trials/")
 
 
 @dataclass

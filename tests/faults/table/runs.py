@@ -198,7 +198,7 @@ def _together_cases() -> Iterator[Case]:
     yield works("together/two-runs-ranks", ranks, act=beside(ranks, step, codes=(1,), run_dir="runs/new"), check=latest_whole(1000, "runs/new"), limit_s=180, **NEW)
     prepare = f"{PREPARE} data.synthetic.num_train=1000000 data.synthetic.rows_per_chunk=20000"
     both: dict[str, Any] = {"outputs": (DATASET, PROFILED, PARTITION)}
-    yield works("together/two-prepares", prepare, act=beside(prepare, "data/tiny/.dataset*.tmp/**/*.arrow", codes=(1,)), check=_whole_dataset, limit_s=90, **both)
+    yield works("together/two-prepares", prepare, act=beside(prepare, "data/tiny/.dataset*.tmp/**/*.arrow", codes=(1,), stopped=True), check=_whole_dataset, limit_s=90, **both)
     other = f"{PREPARE} data.synthetic.seed=9"
     for workers in (0, 2):
         words = f"{TRAIN} trainer.num_workers={workers}"
