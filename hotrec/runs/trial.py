@@ -68,8 +68,8 @@ def run_trial(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: flo
     Args:
         candidates: At least two, the most promising first, equal on every rank.
         ranks: The process group.
-        limit_s: Seconds after which no further round begins. There are at least two candidates
-            and three rounds.
+        limit_s: Seconds after which no further round begins. There are at least two candidates,
+            and three rounds unless they take more than MOST_S.
 
     Returns:
         The trial, equal on every rank.
@@ -129,7 +129,7 @@ class _Rounds:
                 bar.update(max(0.0, min(self._limit_s, so_far.seconds) - bar.n))
                 for name in [name for name in names if name not in so_far.open_candidates]:
                     held.pop(name).close()
-                is_enough = number + 1 >= LEAST_ROUNDS
+                is_enough = number + 1 >= LEAST_ROUNDS or so_far.seconds >= MOST_S
                 if len(held) == 1 or (is_enough and (so_far.is_decided or self._is_over())):
                     break
         for contender in held.values():
