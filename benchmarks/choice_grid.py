@@ -210,6 +210,7 @@ class Grid:
                     place / "calibrate",
                     [*overrides, f"paths.costs={place}/costs"],
                 )
+            document["calibrated"].pop("costs", None)  # a path of this machine
             write_cell(path, document)
         done = {(run["repeat"], run["candidate"]) for run in document["runs"]}
         for repeat in range(self._options.repeats):
