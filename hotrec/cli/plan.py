@@ -19,7 +19,6 @@ from hotrec.cost_model.outline import write_outline
 from hotrec.data.chunks import Dataset
 from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import TrainingPlan, propose
-from hotrec.planning.trial import read_trial
 from hotrec.planning.unsharded import build_unsharded, chosen_device, make_machine
 from hotrec.report.plan import write_plan_page
 from hotrec.runs.record import write_plan
@@ -52,8 +51,7 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     # Each job of a sweep keeps its own partition.
     output = run_dir / PARTITION if _is_in_sweep() else Path(config.paths.partition)
     proposal = propose(config, dataset, machine, is_plan=True)
-    recorded = read_trial(proposal.trial_file) if len(proposal.candidates) > 1 else None
-    training_plan = proposal.settle(output, recorded if config.plan.trial else None)
+    training_plan = proposal.settle(output, proposal.recorded_trial if config.plan.trial else None)
     unsharded = build_unsharded(
         training_plan.config,
         dataset.schema,

@@ -53,7 +53,7 @@ from hotrec.planning.scenario import (
     choose_costs,
     describe_scenario,
 )
-from hotrec.planning.trial import Trial, trial_file
+from hotrec.planning.trial import Trial, read_trial, trial_file
 from hotrec.planning.unsharded import as_placement, row_bytes
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
@@ -167,6 +167,13 @@ class Proposal:
         """Predicted seconds of so many steps of the best candidate."""
         assert self.decision is not None
         return num_steps * self.decision.predicted[self.decision.chosen].step.step_s
+
+    @property
+    def recorded_trial(self) -> Trial | None:
+        """The trial of these candidates that an earlier run recorded, if any."""
+        if len(self.candidates) < 2:
+            return None
+        return read_trial(self.trial_file, self.candidates)
 
     @property
     def trial_file(self) -> Path:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -139,14 +139,16 @@ def trial_file(folder: Path, situation: Mapping[str, Any]) -> Path:
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def read_trial(file: Path) -> Trial | None:
-    """The recorded trial; None, with a warning if the file is damaged, without one."""
+def read_trial(file: Path, candidates: Collection[str]) -> Trial | None:
+    """The recorded trial of these candidates; None without one, or with a warning if damaged."""
     try:
         document = json.loads(file.read_text())
         blocks = {str(n): [float(s) for s in of] for n, of in document["block_s"].items()}
         trial = Trial(blocks, float(document["seconds"]), is_recorded=True)
         if not blocks or not all(map(_are_seconds, blocks.values())):
             raise ValueError(f"block_s {blocks}")
+        if not blocks.keys() <= set(candidates):
+            raise ValueError(f"candidates {sorted(blocks)}, not of {sorted(candidates)}")
         trial.why  # noqa: B018 (whatever is wrong in it shows here)
     except FileNotFoundError:
         return None

@@ -40,7 +40,7 @@ from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.table_memory import CacheCounters, fused_modules, memory_by_tier
 from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import Proposal, TrainingPlan, propose, read_training_plan
-from hotrec.planning.trial import Trial, read_trial, write_trial
+from hotrec.planning.trial import Trial, write_trial
 from hotrec.planning.unsharded import make_machine
 from hotrec.runs.record import (
     accept_record,
@@ -97,7 +97,6 @@ def _train(
     is_own = resume_from is not None and resume_from.resolve().is_relative_to(run_dir.resolve())
     if is_own:
         same_verdict(lambda: _check_placement(config, run_dir))
-    if is_own:
         training_plan = _read_plan(config, run_dir, ranks)
     else:
         training_plan = _choose_plan(config, dataset, machine, staged, ranks)
@@ -314,15 +313,15 @@ def _try_candidates(
         return None
     if order.assign is not OrderAssign.as_read:
         return None
-    plans, recorded, run_s = broadcast_object(
-        ({}, None, 0.0)
-        if proposal is None or len(proposal.candidates) < 2
-        else (
-            proposal.candidates,
-            read_trial(proposal.trial_file),
-            proposal.predicted_s(_count_steps(config, dataset, ranks)),
-        )
-    )
+
+    def describe() -> tuple[dict[str, TrainingPlan], Trial | None, float]:
+        if proposal is None or len(proposal.candidates) < 2:
+            return {}, None, 0.0
+        run_s = proposal.predicted_s(_count_steps(config, dataset, ranks))
+        return proposal.candidates, proposal.recorded_trial, run_s
+
+    # Whatever fails on rank 0 alone must reach the others before a collective.
+    plans, recorded, run_s = broadcast_object(same_verdict(describe))
     if len(plans) < 2 or recorded is not None:
         return recorded
     limit_s = trial_seconds(config.plan.trial_s, run_s)
@@ -339,8 +338,7 @@ def _try_candidates(
         ranks,
         limit_s=limit_s,
     )
-    if proposal is not None:
-        write_trial(found, proposal.trial_file)
+    same_verdict(lambda: None if proposal is None else write_trial(found, proposal.trial_file))
     return found
 
 

@@ -188,6 +188,19 @@ def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:
     assert not (calibrated / "data" / "trials").exists()
 
 
+def test_a_trial_that_cannot_be_recorded_ends_all_ranks(calibrated: Path) -> None:
+    """Rank 0 alone writes the record; no other rank waits for it."""
+    (calibrated / "taken").write_text("")
+    words = [SMOKE, "launch.num_ranks=2", "trainer.max_steps=12", "planner.costs=cpu_1gbit"]
+    words += ["plan.trial_s=0.001", "paths.trials=taken"]
+    done = hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/unrecorded")
+    assert done.exit_code == 1
+    for rank in (0, 1):
+        assert f"[rank {rank}] error: " in done.stderr
+    assert "taken" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def refusal(*words: str, cwd: Path) -> str:
     """The one message of a plan that is refused."""
     outcome = hotrec_here("plan", SMOKE, "placement=cost", *words, cwd=cwd)

@@ -101,15 +101,16 @@ def test_what_a_trial_knows(
 
 def test_a_record_is_read_back(tmp_path: Path) -> None:
     trial, file = Trial({"a": [1.0, 2.0], "b": [3.0]}, 5.0), trial_file(tmp_path, {"batch": 1})
-    assert read_trial(file) is None
+    assert read_trial(file, "ab") is None
     write_trial(trial, file)
-    assert read_trial(file) == replace(trial, is_recorded=True)
+    assert read_trial(file, "abc") == replace(trial, is_recorded=True)
     assert trial_file(tmp_path, {"batch": 2}) != file
 
 
 @pytest.mark.parametrize(
     "content",
     ["", "[]", "{}", '{"block_s": {}, "seconds": 1}', '{"block_s": {"a": []}, "seconds": 1}']
+    + ['{"block_s": {"gone": [1.0]}, "seconds": 1}']
     + [json.dumps({"block_s": {"a": [step]}, "seconds": 1}) for step in (-1, "x", float("nan"))],
 )
 def test_a_damaged_record_is_not_believed(
@@ -118,5 +119,5 @@ def test_a_damaged_record_is_not_believed(
     file = trial_file(tmp_path, {})
     file.write_text(content)
     with caplog.at_level(logging.WARNING):
-        assert read_trial(file) is None
+        assert read_trial(file, "a") is None
     assert f"{file}: expected the record of a trial" in caplog.text
