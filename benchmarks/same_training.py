@@ -251,19 +251,15 @@ def read_lines(path: Path) -> list[Figures]:
 def hash_weights(checkpoints: Path) -> str:
     """Hash the model's tensors of the newest checkpoint, whatever the parameters are called."""
     # torch takes a second to import, which printing the help need not wait for.
-    import torch
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from hotrec.train.checkpoint import open_tensors
 
     newest = checkpoints / (checkpoints / "latest").read_text().strip()
-    whole = newest / "whole.pt"
-    dcp_to_torch_save(newest / "tensors", whole)
-    model = torch.load(whole, weights_only=True)["model"]
-    digests = sorted(
-        hashlib.sha256(
-            f"{tuple(tensor.shape)} {tensor.dtype}".encode() + tensor.numpy().tobytes()
-        ).hexdigest()
-        for tensor in model.values()
-    )
+    with open_tensors(newest) as tensors:
+        digests = sorted(
+            hashlib.sha256(f"{shape}".encode() + tensors.whole(name).numpy().tobytes()).hexdigest()
+            for name, shape in tensors.shapes.items()
+            if "/" not in name
+        )
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
 
 

@@ -2,7 +2,8 @@
 
 Every rank takes the same number of steps; nothing is lost or seen twice in an epoch. Worker k of n
 makes steps k, k + n, ..., and the loader takes them in turn, so the order of batches does not
-depend on the number of workers. The position is one integer per worker; restoring it jumps.
+depend on the number of workers. The position is the number of samples that all ranks have taken.
+Restoring it jumps, with any number of ranks and workers and any batch size.
 """
 
 from __future__ import annotations
@@ -14,24 +15,23 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.all_hot import SampleSubset
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.gather import Gathered, Gatherer, select_bags
-from hotrec.data.locality import AS_READ, BY_OWNER, Assign
-from hotrec.data.order import SampleOrder, num_steps_of, select_pieces
+from hotrec.data.locality import Assign
+from hotrec.data.order import GlobalBatch, SampleOrder, StepSequence, num_steps_of, select_pieces
 
 _RANK_CHECK_S = 1.0
 # Error numbers of the system and the same in libraries' words, and what the user can do.
@@ -76,7 +76,7 @@ def make_loader(
     pin_memory: bool = False,
     subset: SampleSubset | None = None,
     assign: Assign | None = None,
-) -> StatefulDataLoader:
+) -> Loader:
     """Make one rank's loader of a split.
 
     Args:
@@ -98,8 +98,7 @@ def make_loader(
             then read the ids of the whole global batch. None keeps the order of the batch.
 
     Returns:
-        A loader of ``Batch``. With the same number of workers, ``state_dict`` and
-        ``load_state_dict`` continue exactly.
+        A loader of ``Batch``, whose ``state_dict`` is the same on every rank.
 
     Raises:
         ValueError: if the split is empty or, with ``shuffle`` or ``drop_last``, holds fewer samples
@@ -115,7 +114,6 @@ def make_loader(
     sizes = [chunk.num_samples for chunk in dataset.chunks(split)]
     order = SampleOrder(
         sizes if subset is None else subset.sizes,
-        batch_size=batch_size,
         rank=rank,
         world_size=world_size,
         seed=seed,
@@ -130,16 +128,12 @@ def make_loader(
             f"(batch size {batch_size} on {world_size} ranks), got {order.num_samples}. "
             "Choose a smaller batch, fewer ranks or more data."
         )
-    # A checkpoint's position has a meaning only under the same settings.
+    # A checkpoint's position has a meaning only in the same order of samples.
     identity = {
         "dataset": dataset.artifact.content_hash,
         "split": split,
-        "batch_size": batch_size,
-        "world_size": world_size,
         "seed": seed,
         "shuffle": shuffle,
-        "drop_last": drop_last,
-        "assign": AS_READ if assign is None else BY_OWNER,
     }
     is_all_hot = subset is not None and subset.is_all_hot
     if subset is not None:
@@ -149,7 +143,7 @@ def make_loader(
         Gatherer(dataset, split),
         order,
         identity,
-        num_steps_of(order.num_samples, batch_size, world_size, drop_last=drop_last),
+        StepSequence(order.num_samples, batch_size * world_size, drop_last=drop_last),
         epochs,
         transform,
         # All ranks hold the rows of all-hot samples, so there is nothing to assign them by.
@@ -166,10 +160,39 @@ def make_loader(
     )
 
 
-class Loader(StatefulDataLoader[Batch]):
-    """A loader that says what the system refused to its workers."""
+class Loader(DataLoader[Batch]):
+    """A loader that knows its position, and says what the system refused to its workers."""
 
-    def __iter__(self) -> Iterator[Batch]:
+    dataset: Batches
+
+    def __init__(self, batches: Batches, **settings: Any) -> None:
+        super().__init__(batches, **settings)
+        self._num_taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position before the next batch, in JSON values; the same on every rank."""
+        num_samples = self.dataset.steps.samples_before(self._num_taken)
+        return {"num_samples": num_samples, "identity": self.dataset.identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration start at a saved position.
+
+        Raises:
+            ValueError: if the position belongs to another dataset, order or selection of samples.
+        """
+        mine, saved = self.dataset.identity, state["identity"]
+        for key in mine | saved:
+            if saved.get(key) != mine.get(key):
+                raise ValueError(
+                    f"loader state {key}: expected {mine.get(key)!r}, got {saved.get(key)!r}. "
+                    "Resume with the settings of the run that saved it, or start anew."
+                )
+        steps = replace(self.dataset.steps, first_sample=int(state["num_samples"]))
+        self.dataset.steps = steps
+        self._num_taken = 0
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own class
+        self._num_taken = 0
         with self._explaining():
             iterator = super().__iter__()
         return self._take(iterator)
@@ -180,6 +203,7 @@ class Loader(StatefulDataLoader[Batch]):
                 batch = next(iterator, None)
             if batch is None:
                 return
+            self._num_taken += 1
             yield batch
 
     @contextmanager
@@ -221,9 +245,9 @@ def _leave_messages_to_rank() -> None:
 
 
 def _ignore_half_started(unraisable: sys.UnraisableHookArgs) -> None:
-    """Leave out that torchdata cannot end an iterator that it could not start."""
+    """Leave out that torch cannot end an iterator that it could not start."""
     owner = getattr(unraisable.object, "__qualname__", "")
-    if not owner.startswith("_StatefulMultiProcessingDataLoaderIter."):
+    if not owner.startswith("_MultiProcessingDataLoaderIter."):
         sys.__unraisablehook__(unraisable)
 
 
@@ -257,7 +281,7 @@ class Batches(IterableDataset[Batch]):
     gatherer: Gatherer
     order: SampleOrder
     identity: dict[str, Any]
-    steps_per_epoch: int
+    steps: StepSequence
     epochs: int | None
     transform: Transform | None
     assign: Assign | None
@@ -281,16 +305,16 @@ class BatchIterator(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        epoch, step = divmod(self._next_step, self._batches.steps_per_epoch)
-        if self._batches.epochs is not None and epoch >= self._batches.epochs:
+        drawn = self._batches.steps[self._next_step]
+        if self._batches.epochs is not None and drawn.epoch >= self._batches.epochs:
             raise StopIteration
-        batch = self._build(epoch, step)
+        batch = self._build(drawn)
         self._next_step += self._stride
         return batch
 
-    def _build(self, epoch: int, step: int) -> Batch:
+    def _build(self, drawn: GlobalBatch) -> Batch:
         schema = self._batches.gatherer.schema
-        gathered = self._gather(epoch, step)
+        gathered = self._gather(drawn)
         weight = np.float32(gathered is not None)
         if gathered is None:
             # One sample with empty bags, for a rank without samples in an epoch's last step.
@@ -311,46 +335,21 @@ class BatchIterator(Iterator[Batch]):
             sparse=self._batches.transform(sparse) if self._batches.transform else sparse,
             labels=torch.from_numpy(gathered.label),
             weights=torch.from_numpy(np.full(gathered.label.size, weight)),
-            num_global_samples=self._batches.order.num_global_samples(step),
+            num_global_samples=drawn.num_samples,
             is_all_hot=self._batches.is_all_hot,
         )
 
-    def _gather(self, epoch: int, step: int) -> Gathered | None:
-        """This rank's samples of a step; None if it has none."""
+    def _gather(self, drawn: GlobalBatch) -> Gathered | None:
+        """This rank's samples of a global batch; None if it has none."""
         batches, order = self._batches, self._batches.order
         if batches.assign is None:
-            pieces = order.pieces(epoch, step)
+            pieces = order.pieces(drawn)
             return batches.gatherer.read(pieces) if pieces else None
-        pieces = order.global_pieces(epoch, step)
+        pieces = order.global_pieces(drawn)
         values, lengths = batches.gatherer.read_ids(pieces)
-        mine = np.flatnonzero(batches.assign(values, lengths, order.shares(step)) == order.rank)
+        mine = np.flatnonzero(batches.assign(values, lengths, order.shares(drawn)) == order.rank)
         if mine.size == 0:
             return None
         numbers = batches.gatherer.read_numbers(select_pieces(pieces, mine))
         num_features = len(batches.gatherer.schema.features)
         return Gathered(*numbers, *select_bags(values, lengths, mine, num_features))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "next_step": self._next_step,
-            "stride": self._stride,
-            "identity": self._batches.identity,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Jump to a saved position.
-
-        Raises:
-            ValueError: if the position belongs to another dataset, batch size, number of ranks or
-                workers, seed, or assignment of samples to ranks.
-        """
-        mine = {**self._batches.identity, "num_workers": self._stride}
-        # Positions saved before samples could be assigned do not say so.
-        theirs = {"assign": AS_READ, **state["identity"], "num_workers": state["stride"]}
-        for key in mine | theirs:
-            if theirs.get(key) != mine.get(key):
-                raise ValueError(
-                    f"loader state {key}: expected {mine.get(key)!r}, got {theirs.get(key)!r}. "
-                    "Resume with the settings of the run that saved it, or start anew."
-                )
-        self._next_step = int(state["next_step"])

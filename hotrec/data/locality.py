@@ -17,7 +17,6 @@ import numpy.typing as npt
 from hotrec.types import Rows, Schema
 
 NOBODY = -1
-AS_READ, BY_OWNER = "as_read", "by_owner"
 
 # (values int64 (K,), lengths int32 (F * S,), both feature-major, samples per rank int64 (W,)) ->
 # the rank of each sample of the global batch, int64 (S,). The same on every rank.

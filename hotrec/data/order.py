@@ -3,8 +3,9 @@
 An epoch is the chunks in a shuffled order, each with its rows shuffled. Step s of the epoch covers
 samples [s * G, (s + 1) * G) of that order, G = batch_size * world_size, and rank r takes the r-th
 slice of it; so the number of ranks does not change the global batches. The last step holds the
-rest, split as evenly as possible. Any step can be computed directly, without state. Where only some
-of the samples take part, all this applies to them alone.
+rest, split as evenly as possible. Any step can be computed directly, without state, and a run can
+go on after any sample with another G. Where only some of the samples take part, all this applies to
+them alone.
 """
 
 from __future__ import annotations
@@ -37,6 +38,58 @@ def num_steps_of(
     return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
 
 
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Samples ``first`` to ``first + num_samples`` of the order of an epoch, over all ranks."""
+
+    epoch: int
+    first: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class StepSequence:
+    """The global batches of a run.
+
+    Args:
+        num_samples: Samples of an epoch, 1 or more.
+        global_batch: Samples of a full step over all ranks.
+        first_sample: Samples before the first step, counted over all epochs.
+        drop_last: Whether to leave out the last step of an epoch if it is not full.
+    """
+
+    num_samples: int
+    global_batch: int
+    first_sample: int = 0
+    drop_last: bool = False
+
+    def __getitem__(self, step: int) -> GlobalBatch:
+        """The global batch of a step, counted from 0."""
+        epoch, offset = divmod(self.first_sample, self.num_samples)
+        left = self._steps_of(self.num_samples - offset)
+        if step >= left:
+            whole, step = divmod(step - left, self._steps_of(self.num_samples))
+            epoch, offset = epoch + 1 + whole, 0
+        first = offset + step * self.global_batch
+        return GlobalBatch(epoch, first, min(self.global_batch, self.num_samples - first))
+
+    def samples_before(self, step: int) -> int:
+        """Samples before a step, counted over all epochs."""
+        batch = self[step]
+        return batch.epoch * self.num_samples + batch.first
+
+    def count_steps(self, epochs: int) -> int:
+        """Steps from ``first_sample`` to the end of the last of so many epochs."""
+        epoch, offset = divmod(self.first_sample, self.num_samples)
+        if epoch >= epochs:
+            return 0
+        whole = (epochs - epoch - 1) * self._steps_of(self.num_samples)
+        return whole + self._steps_of(self.num_samples - offset)
+
+    def _steps_of(self, num_samples: int) -> int:
+        return num_steps_of(num_samples, self.global_batch, 1, drop_last=self.drop_last)
+
+
 class SampleOrder:
     """Which samples a rank reads in which step; without ``shuffle`` in the order of the files.
 
@@ -48,7 +101,6 @@ class SampleOrder:
         self,
         chunk_sizes: Sequence[int],
         *,
-        batch_size: int,
         rank: int,
         world_size: int,
         seed: int,
@@ -57,7 +109,6 @@ class SampleOrder:
     ) -> None:
         self._sizes = np.asarray(chunk_sizes, np.int64)
         self.num_samples = int(self._sizes.sum())
-        self._batch_size = batch_size
         self.rank = rank
         self._world_size = world_size
         self._seed = seed
@@ -68,31 +119,25 @@ class SampleOrder:
         self._bounds = np.zeros(1, np.int64)
         self._permutations: OrderedDict[tuple[int, int], Rows] = OrderedDict()
 
-    def num_global_samples(self, step: int) -> int:
-        """Samples of a step over all ranks."""
-        global_batch = self._batch_size * self._world_size
-        return min(global_batch, self.num_samples - step * global_batch)
-
-    def shares(self, step: int) -> Rows:
-        """Samples of each rank in a step, int64 (W,).
+    def shares(self, batch: GlobalBatch) -> Rows:
+        """Samples of each rank in a global batch, int64 (W,).
 
         Equal in full steps; in the last one the first ranks hold one sample more.
         """
-        share, extra = divmod(self.num_global_samples(step), self._world_size)
+        share, extra = divmod(batch.num_samples, self._world_size)
         return share + (np.arange(self._world_size) < extra)
 
-    def pieces(self, epoch: int, step: int) -> list[Piece]:
-        """What this rank reads in a step; empty if the epoch's last step has nothing for it."""
-        self._enter_epoch(epoch)
-        shares = self.shares(step)
-        first = step * self._batch_size * self._world_size + int(shares[: self.rank].sum())
-        return self._pieces_between(epoch, first, first + int(shares[self.rank]))
+    def pieces(self, batch: GlobalBatch) -> list[Piece]:
+        """What this rank reads of a global batch; empty if there is nothing for it."""
+        self._enter_epoch(batch.epoch)
+        shares = self.shares(batch)
+        first = batch.first + int(shares[: self.rank].sum())
+        return self._pieces_between(batch.epoch, first, first + int(shares[self.rank]))
 
-    def global_pieces(self, epoch: int, step: int) -> list[Piece]:
-        """What all ranks read in a step, in the order of the ranks."""
-        self._enter_epoch(epoch)
-        first = step * self._batch_size * self._world_size
-        return self._pieces_between(epoch, first, first + self.num_global_samples(step))
+    def global_pieces(self, batch: GlobalBatch) -> list[Piece]:
+        """What all ranks read, in the order of the ranks."""
+        self._enter_epoch(batch.epoch)
+        return self._pieces_between(batch.epoch, batch.first, batch.first + batch.num_samples)
 
     def _pieces_between(self, epoch: int, first: int, last: int) -> list[Piece]:
         pieces = []

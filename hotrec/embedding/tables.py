@@ -19,7 +19,7 @@ from hotrec.routing.features import hot_name, hot_rows
 T = TypeVar("T")
 
 
-def _modules_of(model: nn.Module, kind: type[T]) -> Iterator[tuple[str, T]]:
+def modules_of(model: nn.Module, kind: type[T]) -> Iterator[tuple[str, T]]:
     """Modules, with the prefix of their parameters' names in the sharded model's state dict."""
     root = model.module if isinstance(model, DistributedModelParallel) else model
     assert isinstance(root, nn.Module), type(root)
@@ -32,12 +32,12 @@ def sharded_collections(
     model: nn.Module,
 ) -> Iterator[tuple[str, ShardedHotColdEmbeddingBagCollection]]:
     """The hot/cold collections of a sharded model, with the prefix of their parameters' names."""
-    return _modules_of(model, ShardedHotColdEmbeddingBagCollection)
+    return modules_of(model, ShardedHotColdEmbeddingBagCollection)
 
 
 def torchrec_collections(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingBagCollection]]:
     """TorchRec's own collections, likewise."""
-    return _modules_of(model, ShardedEmbeddingBagCollection)
+    return modules_of(model, ShardedEmbeddingBagCollection)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotrec.artifact import read_artifact
 from hotrec.build import build_sharded
 from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.data.chunks import Dataset
@@ -47,13 +46,13 @@ def evaluate_run(
         config: Split and checkpoint to evaluate.
         trained: Configuration of the run.
         trained_dir: Directory of the run.
-        ranks: Ranks of the process group, as many as trained the run.
+        ranks: Ranks of the process group, any number.
 
     Raises:
         ArtifactError: If the dataset, partition or checkpoint is missing or altered.
-        ValueError: If there is no such checkpoint, or it was trained with other ranks.
+        ValueError: If there is no such checkpoint.
     """
-    checkpoint = same_verdict(lambda: _checkpoint(trained_dir, config.checkpoint, ranks.world_size))
+    checkpoint = same_verdict(lambda: _checkpoint(trained_dir, config.checkpoint))
     dataset = same_verdict(lambda: Dataset.open(trained.paths.dataset, trained.paths.verify))
     training_plan = same_verdict(lambda: read_training_plan(trained, trained_dir))
     trained = training_plan.config
@@ -82,18 +81,10 @@ def evaluate_run(
     return EvaluatedRun(trained, checkpoint.name, position.step, quality)
 
 
-def _checkpoint(trained_dir: Path, name: str, world_size: int) -> Path:
+def _checkpoint(trained_dir: Path, name: str) -> Path:
     directory = trained_dir / CHECKPOINTS
     path = find_latest(directory) if name == "latest" else directory / name
     if path is None or not path.is_dir():
         names = sorted(found.name for found in directory.glob("step-*"))
         raise ValueError(f"checkpoint: expected latest or one of {names}, got {name!r}.")
-    artifact = read_artifact(path, kind="checkpoint")
-    with artifact.parsing():
-        saved = artifact.content["facts"]["world_size"]
-    if saved != world_size:
-        raise ValueError(
-            f"launch.num_ranks: expected {saved}, the ranks that {path} was trained with, got "
-            f"{world_size}. Set launch.num_ranks={saved}."
-        )
     return path

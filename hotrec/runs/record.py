@@ -32,7 +32,7 @@ from hotrec.runtime.run_dir import (
     STAGED,
 )
 
-PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchdata", "numpy")
+PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 
 
 @contextmanager
@@ -54,6 +54,8 @@ def staged_record(run_dir: Path, *, is_first: bool) -> Iterator[Path]:
 
 def accept_record(staged: Path, run_dir: Path) -> None:
     """Move the record of an accepted run into its directory."""
+    if not (staged / PREDICTION).exists():
+        (run_dir / PREDICTION).unlink(missing_ok=True)  # of the plan before a resume
     kinds = {PARTITION: PARTITION_KIND, ALL_HOT: ALL_HOT_KIND}
     for path in sorted(staged.iterdir()):
         if path.is_dir():

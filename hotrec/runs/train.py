@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from hotrec.artifact import Artifact
 from hotrec.build import (
+    SPLIT,
     Sharded,
     build_sharded,
     check_assign,
@@ -36,6 +38,7 @@ from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
+from hotrec.data.order import StepSequence
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.table_memory import CacheCounters, fused_modules, memory_by_tier
 from hotrec.planning.machine import Machine
@@ -50,12 +53,19 @@ from hotrec.runs.record import (
 )
 from hotrec.runs.trial import Candidate, run_trial, trial_seconds
 from hotrec.runtime.ranks import Ranks, broadcast_object, same_verdict
-from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, PARTITION, TRACES, read_finished
+from hotrec.runtime.run_dir import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    ENVIRONMENT,
+    PARTITION,
+    TRACES,
+    read_finished,
+)
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule, count_steps
 from hotrec.train.trace import TraceWindow
-from hotrec.types import ColdTier, OptimizerKind, Partition
+from hotrec.types import ColdTier, Partition
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +89,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     """
     dataset = same_verdict(lambda: Dataset.open(config.paths.dataset, config.paths.verify))
     same_verdict(lambda: _count_steps(config, dataset, ranks))  # fail early
-    resume_from = same_verdict(lambda: _resume_from(config, run_dir, ranks.device.type))
+    resume_from = same_verdict(lambda: _resume_from(config, run_dir))
     with staged_record(run_dir, is_first=ranks.is_first) as staged:
         return _train(config, dataset, run_dir, staged, resume_from, ranks)
 
@@ -95,8 +105,10 @@ def _train(
     trainer = config.trainer
     machine = make_run_machine(config, ranks)
     is_own = resume_from is not None and resume_from.resolve().is_relative_to(run_dir.resolve())
-    if is_own:
-        same_verdict(lambda: _check_placement(config, run_dir))
+    keeps_plan = is_own and broadcast_object(
+        same_verdict(lambda: _is_planned_so(config, run_dir, ranks))
+    )
+    if keeps_plan:
         training_plan = _read_plan(config, run_dir, ranks)
     else:
         training_plan = _choose_plan(config, dataset, machine, staged, ranks)
@@ -106,12 +118,14 @@ def _train(
     config = training_plan.config
     check_assign(config, training_plan.placement)
     facts = checkpoint_facts(config, dataset, training_plan.artifact)
-    all_hot = find_all_hot(config, dataset, training_plan, run_dir, staged, is_resumed=is_own)
+    all_hot = find_all_hot(config, dataset, training_plan, run_dir, staged, is_resumed=keeps_plan)
     steps = _count_steps(config, dataset, ranks, all_hot)
     # A new run in a directory with checkpoints must leave them of use.
     kept = resume_from or same_verdict(lambda: find_latest(run_dir / CHECKPOINTS))
     if kept is not None:
         saved = same_verdict(lambda: read_facts(kept, facts))
+        if resume_from is not None and all_hot is None:
+            steps = _count_steps(config, dataset, ranks, saved=saved)
         finished = broadcast_object(read_finished(run_dir)) if is_own else None
         if finished is not None and saved["step"] >= steps:
             logger.info("%s: already finished with %d steps", run_dir, saved["step"])
@@ -170,29 +184,37 @@ def _checkpoints(
     return checkpoints if lineage is None else replace(checkpoints, lineage=lineage)
 
 
-def _check_placement(config: Config, run_dir: Path) -> None:
-    """Check that the run was started with the placement that it is now resumed with."""
+def _is_planned_so(config: Config, run_dir: Path, ranks: Ranks) -> bool:
+    """Whether the run recorded a plan for these ranks and this placement, to go on with.
+
+    Raises:
+        ValueError: If its record cannot be read.
+    """
     recorded = run_dir / CONFIG_FILE
     if not recorded.exists():  # a run started from Python
-        return
+        return True
     try:
         placement = dict(yaml.safe_load(recorded.read_text())["placement"])
+        world_size = json.loads((run_dir / ENVIRONMENT).read_text())["world_size"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise ValueError(
-            f"{recorded}: expected the configuration that the run recorded, got {error!r}. "
-            "Start a new run."
+            f"{recorded}: expected the configuration that the run recorded, and {ENVIRONMENT} "
+            f"beside it, got {error!r}. Start a new run."
         ) from error
     asked = {
         name: value.name if isinstance(value, Enum) else value
         for name, value in asdict(config.placement).items()
     }
-    for name in sorted(placement.keys() | asked.keys()):
-        if placement.get(name) != asked.get(name):
-            raise ValueError(
-                f"placement.{name}: expected {placement.get(name)!r} (of the run that is resumed), "
-                f"got {asked.get(name)!r}. Resume with its placement, or start a new run with "
-                "another HOTREC_RUN_DIR."
-            )
+    differences = [
+        f"placement.{name} {asked.get(name)!r} instead of {placement.get(name)!r}"
+        for name in sorted(placement.keys() | asked.keys())
+        if placement.get(name) != asked.get(name)
+    ]
+    if world_size != ranks.world_size:
+        differences.append(f"{ranks.world_size} ranks instead of {world_size}")
+    if differences:
+        logger.info("the resumed run gets a new plan: %s", ", ".join(differences))
+    return not differences
 
 
 def make_run_machine(config: Config, ranks: Ranks) -> Machine:
@@ -234,20 +256,15 @@ def checkpoint_facts(
     model = {
         name: getattr(value, "name", value) for name, value in sorted(vars(config.model).items())
     }
-    placement = config.placement
-    if isinstance(placement, TorchrecPlacement):
-        split = f"torchrec {placement.plan.name}"
-    else:
-        assert partition is not None
-        split = partition.content_hash
     facts = {
         "dataset": dataset.artifact.content_hash,
-        "partition": split,
         "model": model,
         "optimizer": config.optimizer.kind.name,
     }
     if config.order.kind is OrderKind.all_hot:
-        facts["order"] = config.order.kind.name
+        assert partition is not None
+        # The order of samples depends on the hot rows.
+        facts |= {"order": config.order.kind.name, "partition": partition.content_hash}
     return facts
 
 
@@ -354,11 +371,22 @@ def _candidate(plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ra
 
 
 def _count_steps(
-    config: Config, dataset: Dataset, ranks: Ranks, all_hot: AllHotSamples | None = None
+    config: Config,
+    dataset: Dataset,
+    ranks: Ranks,
+    all_hot: AllHotSamples | None = None,
+    saved: Mapping[str, Any] | None = None,
 ) -> int:
+    """Updates of the whole run; ``saved`` is the content of the checkpoint that it goes on from."""
     trainer = config.trainer
-    per_epoch = count_epoch_steps(config, dataset, all_hot, ranks.world_size)
-    return count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
+    if saved is None:
+        per_epoch = count_epoch_steps(config, dataset, all_hot, ranks.world_size)
+        return count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
+    # Other ranks or another batch take another number of steps for the samples that remain.
+    num_samples, taken = dataset.num_samples(SPLIT), int(saved["loader"]["num_samples"])
+    remaining = StepSequence(num_samples, trainer.batch_size * ranks.world_size, taken)
+    steps = int(saved["step"]) + remaining.count_steps(trainer.num_epochs)
+    return steps if trainer.max_steps is None else min(steps, trainer.max_steps)
 
 
 def _eval_batches(
@@ -411,7 +439,7 @@ def _trace_window(config: Config, run_dir: Path) -> TraceWindow | None:
     )
 
 
-def _resume_from(config: Config, run_dir: Path, device: str) -> Path | None:
+def _resume_from(config: Config, run_dir: Path) -> Path | None:
     resume = config.trainer.resume
     if resume == "none":
         return None
@@ -424,12 +452,6 @@ def _resume_from(config: Config, run_dir: Path, device: str) -> Path | None:
                 "trainer.resume: expected latest, none or a checkpoint's directory, "
                 f"got {resume!r}."
             )
-    if path is not None and device == "cuda" and config.optimizer.kind is OptimizerKind.adam:
-        raise ValueError(
-            f"trainer.resume: expected sgd, adagrad or rowwise_adagrad to resume on CUDA, got adam "
-            f"for {path}: TorchRec does not save FBGEMM's update count, so cold rows would start "
-            "their bias correction anew. Start a new run with trainer.resume=none."
-        )
     return path
 
 

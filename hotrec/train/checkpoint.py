@@ -1,55 +1,59 @@
-"""Checkpoints: everything that a run needs to go on bit for bit.
+"""Checkpoints: everything that a run needs to go on, on any ranks and under any placement.
 
-So it does on CPU, and on CUDA where FBGEMM's updates are reproducible (``hotrec.embedding.fused``).
+``step-00000100/`` holds the weights and the optimizer state of the plain model in safetensors files
+(``hotrec.embedding.canonical``, ``hotrec.train.tensor_files``), the random generators of each rank,
+and a manifest with the step, the position in the data, the facts that must match, and every file's
+size and checksum. It is written under a hidden name and renamed when all ranks are done; the file
+``latest`` names the newest. All ranks write under one directory, so with several hosts it has to be
+on a shared file system.
 
-``step-00000100/`` holds model and optimizer (torch.distributed.checkpoint, written by all ranks in
-parallel), one file per rank with the loader's position and the random generators, and a manifest
-with the step, the facts that must match, and every file's size. It is written under a hidden name
-and renamed when all ranks are done; the file ``latest`` names the newest. All ranks write under one
-directory, so with several hosts it has to be on a shared file system.
-
-Loading is in place and strict: same facts, same world size, same tensors, all files whole. No file
-can run code: tensors and states are read with ``weights_only``, and of the pickled metadata of
-torch.distributed.checkpoint only its own classes.
+A run with the same ranks and plan goes on bit for bit on CPU, and on CUDA where FBGEMM's updates
+are reproducible (``hotrec.embedding.fused``); with others it goes on with the same weights, state
+and remaining samples. No file can run code: random generators are read with ``weights_only``.
 """
 
 from __future__ import annotations
 
-import io
 import logging
-import pickle
 import random
 import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hotrec.artifact import ArtifactError, commit_artifact, read_artifact, remove_abandoned
-from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
+from hotrec.embedding.canonical import Parts, canonical_parts
+from hotrec.embedding.tables import sharded_collections
+from hotrec.runtime.ranks import (
+    all_gather_object,
+    rank,
+    same_verdict,
+    shared_scratch,
+    world_size,
+)
 from hotrec.train.run_log import replace_text
+from hotrec.train.tensor_files import Piece, TensorFiles, make_index, write_tensors
 
 logger = logging.getLogger(__name__)
 
 KIND = "checkpoint"
 LATEST = "latest"
+TENSORS = "tensors"
+# The last commit that reads checkpoints of torch.distributed.checkpoint, with its ranks and plan.
+_LAST_COMMIT_OF_DCP = "a16b2ca"
 
 
 class StatefulLoader(Protocol):
-    """A loader whose position can be taken and set, such as torchdata's StatefulDataLoader."""
+    """A loader whose position can be taken and set; its state is JSON, the same on every rank."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -105,29 +109,41 @@ def save_checkpoint(
     To be called on every rank, with the pipeline drained. If any rank fails (a full disk), all
     ranks raise, and the directory is as before.
 
+    Args:
+        checkpoints: Where to write, and what to record.
+        position: The updates made, which Adam's bias correction goes on from, and samples seen.
+        model: The sharded model.
+        optimizer: Its optimizer.
+        loader: The loader of the training samples.
+
     Returns:
         The checkpoint's directory.
 
     Raises:
         RankError: on the ranks that did not fail themselves.
-        RuntimeError: if torch.distributed.checkpoint fails on any rank.
     """
     target = checkpoints.directory / f"step-{position.step:08d}"
-    # Before the scratch directory exists: what this raises, it raises on all ranks.
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    parts = same_verdict(lambda: canonical_parts(model, optimizer))
+    loader_state = same_verdict(loader.state_dict)
     with shared_scratch(target, kind=KIND) as scratch:
-        same_verdict(lambda: _save_rank(scratch, loader))
-        with _plain_errors(target):
-            writer = dcp.FileSystemWriter(scratch / "tensors")
-            dcp.save(_without_empty_state(state), storage_writer=writer)
-        content = {
-            "step": position.step,
-            "num_samples": position.num_samples,
-            "lineage": checkpoints.lineage,
-            "facts": {**checkpoints.facts, "world_size": world_size()},
-            "tensors": _shapes_of_all_ranks(state),
-        }
-        same_verdict(lambda: _commit(scratch, target, content, checkpoints))
+        pieces = same_verdict(lambda: _save_rank(scratch, parts))
+        of_ranks = all_gather_object(pieces)
+        same_verdict(
+            lambda: _commit(
+                scratch,
+                target,
+                {
+                    "step": position.step,
+                    "num_samples": position.num_samples,
+                    "lineage": checkpoints.lineage,
+                    "facts": dict(checkpoints.facts),
+                    "world_size": world_size(),
+                    "loader": loader_state,
+                    "tensors": make_index([piece for rank in of_ranks for piece in rank]),
+                },
+                checkpoints,
+            )
+        )
     return target
 
 
@@ -178,37 +194,61 @@ def load_checkpoint(
     Raises:
         ArtifactError: if it is cut short or altered, or any fact or tensor differs; RankError on
             the ranks that saw no fault themselves.
+        ValueError: if the loader has another dataset or order of samples.
     """
     content = same_verdict(lambda: read_facts(path, facts, verify_files=True))
     if optimizer is not None:
         same_verdict(lambda: _fill_optimizer_state(optimizer))
-    state: dict[str, Any] = {"model": model.state_dict()}
-    if optimizer is not None:
-        state["optimizer"] = optimizer.state_dict()
-    expected = _shapes_of_all_ranks(state)
-    same_verdict(lambda: _check_tensors(path, content["tensors"], expected, parts=set(state)))
-    loaded = _without_empty_state(state)
-    with _plain_errors(path):
-        reader = dcp.FileSystemReader(path / "tensors")
-        dcp.load(loaded, storage_reader=reader, planner=_LoadPlanner())
-    model.load_state_dict(loaded["model"])
-    if optimizer is not None:
-        optimizer.load_state_dict(_filled(state["optimizer"], loaded.get("optimizer", {})))
+    parts = same_verdict(lambda: canonical_parts(model, optimizer))
+    _load_tensors(path, parts, with_state=optimizer is not None)
+    parts.set_num_updates(content["step"])
+    model.load_state_dict(parts.weights)
+    for _, collection in sharded_collections(model):
+        collection.drop_cached_rows()
     if loader is not None:
-        saved = same_verdict(lambda: _load_rank(path))
-        loader.load_state_dict(saved["loader"])
+        same_verdict(lambda: _load_random(path))
+        same_verdict(lambda: loader.load_state_dict(content["loader"]))
         if rank() == 0:
             remove_abandoned(path.parent)
     return Position(step=content["step"], num_samples=content["num_samples"])
+
+
+def open_tensors(path: Path) -> TensorFiles:
+    """Open the weights and optimizer state of a checkpoint, under their canonical names.
+
+    Raises:
+        ArtifactError: If it is no whole checkpoint.
+    """
+    # Open until the end: the files are mapped, and must not be replaced meanwhile.
+    artifact = read_artifact(path, kind=KIND, stay_open=True)
+    with artifact.parsing():
+        return TensorFiles(artifact, artifact.content["tensors"])
+
+
+def _load_tensors(path: Path, parts: Parts, *, with_state: bool) -> None:
+    with same_verdict(lambda: open_tensors(path)) as files:
+        expected: dict[str, tuple[int, ...]] = {}
+        # A table's state is only on the ranks that hold its rows.
+        for shapes in all_gather_object({part.name: part.shape for part in parts.parts}):
+            expected.update(shapes)
+        saved = files.shapes
+        if not with_state:
+            saved = {name: shape for name, shape in saved.items() if "/" not in name}
+        same_verdict(lambda: _check_tensors(path, saved, expected))
+        same_verdict(lambda: files.read(parts.parts))
 
 
 def restore_random_state(path: Path) -> None:
     """Set this rank's random generators as they were when the checkpoint was taken.
 
     To be called last before the next step: starting a loader draws a number, which the run that
-    was not interrupted did not draw at this point.
+    was not interrupted did not draw at this point. A rank that the checkpoint does not know keeps
+    its own generators, moved on by its number.
     """
-    state = same_verdict(lambda: _load_rank(path))["random"]
+    state = same_verdict(lambda: _load_random(path))
+    if state is None:
+        torch.manual_seed(torch.initial_seed() + rank())
+        return
     torch.set_rng_state(state["torch"])
     keys = state["numpy"]["state"]
     np.random.set_state({**state["numpy"], "state": {**keys, "key": keys["key"].numpy()}})
@@ -229,88 +269,35 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _plain_errors(path: Path) -> Iterator[None]:
-    """DCP tells all ranks of a failure, but with a BaseException, which passes every handler."""
+def _random_file(path: Path) -> Path:
+    return path / f"random-{rank():05d}.pt"
+
+
+def _save_rank(scratch: Path, parts: Parts) -> list[Piece]:
+    file = _random_file(scratch)
     try:
-        yield
-    except CheckpointException as error:
-        causes = {f"rank {index}": repr(cause) for index, (cause, _) in error.failures.items()}
+        torch.save(_random_state(), file)
+        return write_tensors(parts, scratch, TENSORS, rank=rank(), world_size=world_size())
+    except (RuntimeError, SafetensorError) as error:  # of writers, which hide the system's
         raise RuntimeError(
-            f"{path}: expected to write or read its tensors, got {causes}. "
-            "Check space and permissions of the run directory."
+            f"{file.parent}: expected to write it, got {str(error).splitlines()[0]} Free disk "
+            "space or choose another run directory."
         ) from error
 
 
-def _rank_file(path: Path) -> Path:
-    return path / f"rank-{rank():05d}.pt"
-
-
-def _save_rank(scratch: Path, loader: StatefulLoader) -> None:
-    file = _rank_file(scratch)
-    try:
-        torch.save({"loader": loader.state_dict(), "random": _random_state()}, file)
-    except RuntimeError as error:  # of torch's writer, which hides the system's
-        raise RuntimeError(
-            f"{file}: expected to write it, got {str(error).splitlines()[0]} Free disk space or "
-            "choose another run directory."
-        ) from error
-
-
-def _load_rank(path: Path) -> dict[str, Any]:
-    file = _rank_file(path)
+def _load_random(path: Path) -> dict[str, Any] | None:
+    file = _random_file(path)
+    if not file.exists():
+        return None
     try:
         loaded: dict[str, Any] = torch.load(file, weights_only=True)
     except Exception as error:  # a damaged pickle raises almost anything
-        raise _not_plain(file, "the state of a rank in plain values and tensors", error) from error
+        raise ArtifactError(
+            f"{file}: expected random generators in plain values and tensors, got "
+            f"{type(error).__name__}: {str(error).splitlines()[0]} Use another checkpoint, and "
+            "find out who wrote this one."
+        ) from error
     return loaded
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads torch.distributed.checkpoint's metadata, and no class or function of other modules."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_allowed = (
-            module == "torch.distributed.checkpoint.metadata"
-            or (module, name)
-            in (
-                ("torch", "Size"),
-                ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-                ("torch.serialization", "_get_layout"),
-            )
-            or (module in ("pathlib", "pathlib._local") and name == "PosixPath")
-            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        )
-        if "." in name or not is_allowed:
-            raise pickle.UnpicklingError(f"{module}.{name}, which is no metadata")
-        return super().find_class(module, name)
-
-
-def _check_metadata(path: Path) -> None:
-    """Check that unpickling the metadata, as torch.distributed.checkpoint does, runs no code."""
-    file = path / "tensors" / ".metadata"
-    try:
-        with file.open("rb") as content:
-            _MetadataUnpickler(content).load()
-    except Exception as error:  # a damaged pickle raises almost anything
-        raise _not_plain(file, "metadata of torch.distributed.checkpoint", error) from error
-
-
-def _not_plain(file: Path, expected: str, error: Exception) -> ArtifactError:
-    text = str(error).split("\n")[0]
-    return ArtifactError(
-        f"{file}: expected {expected}, got {type(error).__name__}: {text} Use another checkpoint, "
-        "and find out who wrote this one."
-    )
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Refuses values that ``weights_only`` does not read, before the base class unpickles them."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)
-        value.seek(0)
-        super().load_bytes(read_item, value)
 
 
 def _commit(
@@ -351,97 +338,42 @@ def read_facts(
     content = artifact.content
     with artifact.parsing():
         saved = dict(content["facts"])
-        for name in ("step", "num_samples"):
+        if "loader" not in content:
+            raise ArtifactError(
+                f"{path}: expected a checkpoint in safetensors files, got one of "
+                f"torch.distributed.checkpoint. Resume it with commit {_LAST_COMMIT_OF_DCP} of "
+                "hotrec, or start a new run."
+            )
+        for name in ("step", "num_samples", "world_size"):
             if not isinstance(content[name], int) or content[name] < 0:
                 raise TypeError(f"{name} {content[name]!r}")
         if not path.name.startswith(f"step-{content['step']:08d}"):
             raise ValueError(f"step {content['step']} in {path.name}")
         dict(content["tensors"])
-    expected = {**facts, "world_size": world_size()}
-    for name in sorted(saved.keys() | expected.keys()):
-        if saved.get(name) != expected.get(name):
+    for name in sorted(saved.keys() | facts.keys()):
+        if saved.get(name) != facts.get(name):
             raise ArtifactError(
-                f"{path}: expected {name} {expected.get(name)!r} (of this run), got "
+                f"{path}: expected {name} {facts.get(name)!r} (of this run), got "
                 f"{saved.get(name)!r} (of the checkpoint). Resume with the settings of the "
                 "checkpoint, or start a new run."
             )
     if verify_files:
         for name in sorted(artifact.files)[rank() :: world_size()]:
             artifact.verify_file(name)
-        artifact.file("tensors/.metadata")
-        artifact.file(_rank_file(Path()).as_posix())
-        _check_metadata(path)
     return content
 
 
-def _without_empty_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop empty mappings from the optimizer's state, such as that of rows under SGD.
-
-    DCP leaves empty mappings out when it saves, but looks for them when it loads on a rank that
-    holds no shard of some table (default_planner.py falls back to the names of torch 2.3 there).
-    """
-    taken = {"model": state["model"]}
-    optimizer = _without_empty(state.get("optimizer", {}))
-    return taken | {"optimizer": optimizer} if optimizer else taken
-
-
-def _without_empty(state: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {}
-    for key, value in state.items():
-        inner = _without_empty(value) if isinstance(value, Mapping) else value
-        if not isinstance(inner, dict) or inner:
-            kept[key] = inner
-    return kept
-
-
-def _filled(state: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """The loaded values in the shape of the state, empty mappings included."""
-    return {
-        key: _filled(value, loaded.get(key, {})) if isinstance(value, Mapping) else loaded[key]
-        for key, value in state.items()
-    }
-
-
-def _shapes(state: Mapping[str, Any], prefix: str = "") -> dict[str, list[int]]:
-    """Global shape of every tensor by its full name."""
-    shapes: dict[str, list[int]] = {}
-    for key, value in state.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            shapes.update(_shapes(value, f"{name}/"))
-        elif isinstance(value, ShardedTensor):
-            shapes[name] = list(value.metadata().size)
-        elif isinstance(value, torch.Tensor):
-            shapes[name] = list(value.shape)
-    return shapes
-
-
-def _shapes_of_all_ranks(state: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The shapes that any rank knows: a table's optimizer state is only where its shards are."""
-    together: dict[str, list[int]] = {}
-    for shapes in all_gather_object(_shapes(state)):
-        together.update(shapes)
-    return together
-
-
 def _check_tensors(
-    path: Path,
-    saved: Mapping[str, list[int]],
-    expected: Mapping[str, list[int]],
-    *,
-    parts: set[str],
+    path: Path, saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    of_parts = {name: shape for name, shape in saved.items() if name.split("/")[0] in parts}
     differing = sorted(
-        name
-        for name in of_parts.keys() | expected.keys()
-        if of_parts.get(name) != expected.get(name)
+        name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name)
     )
     if differing:
         name = differing[0]
         raise ArtifactError(
             f"{path}: expected tensor {name} of shape {expected.get(name)} (of this model), got "
-            f"{of_parts.get(name)} (of the checkpoint), and {len(differing) - 1} more that differ. "
+            f"{saved.get(name)} (of the checkpoint), and {len(differing) - 1} more that differ. "
             "Resume with the model and optimizer of the checkpoint."
         )
 

@@ -212,6 +212,8 @@ def build(
     wire_type: WireType = WireType.fp32,
     dims: Mapping[str, int] = DIMS,
     dense_rate: float = 0.1,
+    dense: OptimizerSpec | None = None,
+    data_parallel: bool = True,
 ) -> Setup:
     """A model over ``splits`` collections of tables, by a partition or by a TorchRec plan.
 
@@ -245,9 +247,12 @@ def build(
     for layer in (click.hidden, click.out):
         layer.to(device)
     task = ClickTask(click, dist.get_world_size())
-    model = shard_task(task, sharder, constraints, device=device, seed=seed)
-    compress_dense(model, wire_type)
-    dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=dense_rate)
+    model = shard_task(
+        task, sharder, constraints, device=device, data_parallel=data_parallel, seed=seed
+    )
+    if data_parallel:
+        compress_dense(model, wire_type)
+    dense = dense or OptimizerSpec(OptimizerKind.sgd, learning_rate=dense_rate)
     return Setup(model, make_optimizer(model, spec, dense), route)
 
 

@@ -23,9 +23,9 @@ from hotrec.artifact import ArtifactError
 from hotrec.config.groups import Decay
 from hotrec.data.batch import Batch
 from hotrec.embedding.table_memory import CacheCounters, CacheFigures, fused_modules
-from hotrec.runtime.ranks import RankError, all_gather_object, process_group
+from hotrec.runtime.ranks import RankError, all_gather_object
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows, count_sent_bytes
-from hotrec.train.checkpoint import Checkpoints, find_latest, load_checkpoint
+from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.evaluate import evaluate, measure_quality
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.pipelines import make_pipeline
@@ -200,7 +200,7 @@ def check_failures_reach_all_ranks(folder: Path) -> None:
     assert isinstance(error, RankError if is_first else OSError), error
     assert "No space left on device" in str(error)
     dist.barrier()
-    assert list(target.iterdir()) == []
+    assert not target.exists()
     # One rank's loss is not finite.
     error = error_of(lambda: run(InfiniteOnOneRank(num_batches=16), Cadence(log_every=3)))
     assert "step 5: expected a finite loss" in str(error)
@@ -210,10 +210,10 @@ def check_failures_reach_all_ranks(folder: Path) -> None:
     damaged = folder / "damaged"
     if is_first:
         shutil.copytree(path, damaged)
-        (damaged / "rank-00001.pt").write_bytes(b"")
+        (damaged / "random-00001.pt").write_bytes(b"")
     dist.barrier()
     for resume_from, dataset, text in (
-        (damaged, "d1", "rank-00001.pt: expected"),
+        (damaged, "d1", "random-00001.pt: expected"),
         (path, "d2", "expected dataset 'd2' (of this run), got 'd1'"),
     ):
         checkpoints = Checkpoints(target, {"dataset": dataset}, resume_from=resume_from)
@@ -263,10 +263,3 @@ def check_ddp_is_counted() -> None:
 
 def test_training_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(check_training, folder=tmp_path, timeout_s=120)
-    # The checkpoint of two ranks is refused by one.
-    path = find_latest(tmp_path / "checkpoints")
-    assert path is not None
-    with process_group(device="cpu"):
-        model, _ = build_tiny()
-        with pytest.raises(ArtifactError, match="expected world_size 1 .* got 2"):
-            load_checkpoint(path, model=model, facts={"dataset": "d1"})

@@ -111,12 +111,38 @@ def test_torchrec_learns_the_same(workspace: Workspace, trained: dict[str, Any])
 def test_evaluate_repeats_the_last_evaluation(
     workspace: Workspace, trained: dict[str, Any]
 ) -> None:
-    words = ["run_dir=runs/hotcold", "launch.num_ranks=2", "split=test"]
-    figures = hotrec("evaluate", *words, cwd=workspace.folder).figures
+    words = ["run_dir=runs/hotcold", "split=test"]
+    figures = hotrec("evaluate", *words, "launch.num_ranks=2", cwd=workspace.folder).figures
     assert figures["num_samples"] == NUM_TEST
     assert figures["step"] == trained["num_steps"]
     assert figures["auc"] == trained["auc"]
     assert figures["log_loss"] == trained["log_loss"]
+    alone = hotrec("evaluate", *words, cwd=workspace.folder).figures
+    assert alone["num_samples"] == NUM_TEST
+    assert alone["log_loss"] == pytest.approx(trained["log_loss"], abs=1e-6)
+
+
+def test_a_run_goes_on_with_other_ranks_and_another_placement(
+    workspace: Workspace, trained: dict[str, Any]
+) -> None:
+    """Two ranks, then one with the same global batch, then three with what is left."""
+    run_dir = workspace.folder / "runs" / "elastic"
+    expected = losses(workspace.folder / "runs" / "hotcold")
+    last = max(expected)
+    size = 2 * trained["batch_size"]
+    for words in (
+        ["placement=saved", "launch.num_ranks=2", f"trainer.max_steps={last // 3}"],
+        ["placement=all_cold", f"trainer.batch_size={size}", f"trainer.max_steps={2 * last // 3}"],
+        ["placement=torchrec", "launch.num_ranks=2"],
+    ):
+        figures = hotrec(
+            "train", SMOKE, *words, cwd=workspace.folder, HOTREC_RUN_DIR=str(run_dir)
+        ).figures
+    assert figures["num_steps"] == trained["num_steps"]
+    found = losses(run_dir)
+    assert found.keys() == expected.keys()
+    assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-5)
+    assert figures["log_loss"] == pytest.approx(trained["log_loss"], abs=1e-5)
 
 
 def test_sweep_starts_ranks_for_each_job(workspace: Workspace) -> None:

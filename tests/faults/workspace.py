@@ -146,7 +146,7 @@ def compare_tensors(found: Path, expected: Path) -> str | None:
     latest = (found / "checkpoints/latest").read_text().strip()
     if latest != (expected / "checkpoints/latest").read_text().strip():
         return f"{found.name}: latest is {latest}"
-    for path in sorted((expected / "checkpoints" / latest / "tensors").glob("*.distcp")):
+    for path in sorted((expected / "checkpoints" / latest / "tensors").glob("*.safetensors")):
         own = found / "checkpoints" / latest / "tensors" / path.name
         if own.read_bytes() != path.read_bytes():
             return f"{found.name}: {latest}/tensors/{path.name} differs from an undisturbed run"

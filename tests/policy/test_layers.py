@@ -40,7 +40,7 @@ WALLS = {
     "omegaconf": {"hotrec.cli"},
     "torchx": set(),
     "fbgemm_gpu": {"hotrec.calibrate", "hotrec.embedding"},
-    "torchdata": {"hotrec.data"},
+    "safetensors": {"hotrec.train"},
     "tensorboard": {"hotrec.train"},
     "matplotlib": {"hotrec.report"},
     "jinja2": {"hotrec.report"},
@@ -63,7 +63,7 @@ WITHOUT_TORCH = [
     "hotrec.config.data",
     "hotrec.data.synthetic",
 ]
-HEAVY = {"torch", "torchrec", "fbgemm_gpu", "torchdata", "tensordict"}
+HEAVY = {"torch", "torchrec", "fbgemm_gpu", "tensordict"}
 
 
 def part_of(module: str) -> str:

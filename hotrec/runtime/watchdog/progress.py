@@ -42,9 +42,9 @@ _WAITING = (
     "/threading.py",
     "/concurrent/futures/",
 )
-_LOADERS = ("torch/utils/data/dataloader.py", "torchdata/", "hotrec/data/loader.py")
+_LOADERS = ("torch/utils/data/dataloader.py", "hotrec/data/loader.py")
 _OPTIMIZERS = ("torch/optim/", "torchrec/optim/")
-_LIBRARIES = ("/torch/", "/torchrec/", "/torchdata/", "/multiprocessing/", "/threading.py")
+_LIBRARIES = ("/torch/", "/torchrec/", "/multiprocessing/", "/threading.py")
 _MAX_FRAMES = 80
 
 

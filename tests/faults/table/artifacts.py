@@ -49,9 +49,8 @@ FILES = [
     (PROFILED, "heldout/t3.npy", "", ("plan",)),
     (PARTITION, "hot_rows.npz", "", ("train", "evaluate")),
     (COSTS, "costs.json", "", ("priced",)),
-    (CHECKPOINT, "tensors/__0_0.distcp", f"../{Path(FIRST).name}/tensors/__0_0.distcp", ("resume", "evaluate")),
-    (CHECKPOINT, "tensors/.metadata", "", ("resume", "evaluate")),
-    (CHECKPOINT, "rank-00000.pt", f"../{Path(FIRST).name}/rank-00000.pt", ("resume",)),
+    (CHECKPOINT, "tensors/00000-00000.safetensors", f"../{Path(FIRST).name}/tensors/00000-00000.safetensors", ("resume", "evaluate")),
+    (CHECKPOINT, "random-00000.pt", f"../{Path(FIRST).name}/random-00000.pt", ("resume",)),
 ]
 DAMAGES = {
     "cut": edits.cut,
@@ -298,9 +297,9 @@ RUN_FILES: list[tuple[str, str, Change, str]] = [
     ("environment-list", "report", edits.written(f"{ONE}/environment.json", "[]"), "environment.json"),
 ]
 TWO_RANKS: list[tuple[str, Change, str]] = [
-    ("rank-file", edits.deleted(f"{TWO}/{LAST}/rank-00001.pt"), "rank-00001.pt"),
-    ("tensors", edits.flipped(f"{TWO}/{LAST}/tensors/__1_0.distcp"), "__1_0.distcp"),
-    ("rank-files-swapped", edits.swapped(*(f"{TWO}/{LAST}/rank-0000{n}.pt" for n in "01")), "rank-0000"),
+    ("rank-file", edits.deleted(f"{TWO}/{LAST}/random-00001.pt"), "random-00001.pt"),
+    ("tensors", edits.flipped(f"{TWO}/{LAST}/tensors/00001-00000.safetensors"), "00001-00000.safetensors"),
+    ("rank-files-swapped", edits.swapped(*(f"{TWO}/{LAST}/random-0000{n}.pt" for n in "01")), "random-0000"),
     ("chunk", edits.cut(f"{DATASET}/chunks/train-00001.arrow"), "train-00001.arrow"),
 ]
 

@@ -119,23 +119,24 @@ def _resume_cases() -> Iterator[Case]:
         ("model-kind", "model=dcnv2", "model"),
         ("optimizer", "optimizer=sgd", "optimizer"),
         ("optimizer-dense", "optimizer.dense_kind=sgd", "optimizer"),
-        ("placement", "placement=all_cold", "placement|partition"),
-        ("placement-torchrec", "placement=torchrec", "placement|partition"),
-        ("placement-coverage", "placement=coverage placement.coverage_frac=0.2", "placement|partition"),
         ("dataset", "paths.dataset=data/other/dataset", "dataset"),
-        ("dataset-cold", "paths.dataset=data/other/dataset placement=all_cold", "dataset|placement"),
+        ("dataset-cold", "paths.dataset=data/other/dataset placement=all_cold", "dataset"),
         ("order", "order=all_hot", "order"),
     ]
     for name, override, key in changed:
         yield refused(f"resume/{name}-changed", f"{GO_ON} {override}", key, variables=in_run(ONE))
-        if name in ("model", "optimizer", "placement", "dataset"):
+        if name in ("model", "optimizer", "dataset"):
             yield refused(f"resume/{name}-changed-path", f"{TRAIN} trainer.resume={ONE}/{FIRST} {override}", key, **NEW)
     again = edits.several(edits.copied("data/other/dataset", DATASET))
     yield refused("resume/dataset-replaced", GO_ON, "dataset", again, variables=in_run(ONE))
     for name in ("batch_size=32", "seed=7", "precision=bf16"):
         yield either(f"resume/{name.partition('=')[0]}-changed", f"{GO_ON} trainer.{name}", name.partition("=")[0], **OWN)
-    yield refused("resume/more-ranks", f"{GO_ON} launch.num_ranks=2", "num_ranks|world_size", variables=in_run(ONE), **RANKS)
-    yield refused("resume/fewer-ranks", GO_ON, "num_ranks|world_size", variables=in_run(TWO))
+    for name in ("placement=all_cold", "placement=torchrec", "placement=coverage placement.coverage_frac=0.2"):
+        key = name.partition(" ")[0].replace("=", "-")
+        yield works(f"resume/{key}-changed", f"{GO_ON} {name}", check=latest_whole(24), **OWN)
+        yield works(f"resume/{key}-changed-path", f"{TRAIN} trainer.resume={ONE}/{FIRST} {name}", **NEW)
+    yield works("resume/more-ranks", f"{GO_ON} launch.num_ranks=2", check=latest_whole(20), variables=in_run(ONE), **RANKS)
+    yield works("resume/fewer-ranks", GO_ON, check=latest_whole(24), variables=in_run(TWO), outputs=(TWO,))
     yield refused("resume/model-changed-ranks", f"{GO_ON} launch.num_ranks=2 model.over_layer_sizes=[16,1]", "model", variables=in_run(TWO), **RANKS)
     yield works("resume/latest-missing", GO_ON, edits.deleted(f"{ONE}/checkpoints/latest"), check=latest_whole(24), **OWN)
     half = edits.copied(f"{ONE}/{FIRST}", f"{ONE}/checkpoints/.step-00000024.0a1b2c3d.tmp")
@@ -290,13 +291,11 @@ def _extension(pa: Any) -> Any:
 
 
 PAYLOADS: list[tuple[str, str, str, Callable[[], bytes]]] = [
-    ("resume", CHECKPOINT, "rank-00000.pt", _torch_file),
-    ("resume", CHECKPOINT, "rank-00000.pt", _plain),
-    ("resume", CHECKPOINT, "tensors/.metadata", _plain),
-    ("evaluate", CHECKPOINT, "tensors/.metadata", _plain),
-    ("resume", CHECKPOINT, "tensors/__0_0.distcp", _torch_file),
-    ("evaluate", CHECKPOINT, "tensors/__0_0.distcp", _torch_file),
-    ("evaluate", CHECKPOINT, "tensors/__0_0.distcp", _plain),
+    ("resume", CHECKPOINT, "random-00000.pt", _torch_file),
+    ("resume", CHECKPOINT, "random-00000.pt", _plain),
+    ("resume", CHECKPOINT, "tensors/00000-00000.safetensors", _torch_file),
+    ("evaluate", CHECKPOINT, "tensors/00000-00000.safetensors", _torch_file),
+    ("evaluate", CHECKPOINT, "tensors/00000-00000.safetensors", _plain),
     ("evaluate", CHECKPOINT, "manifest.json", _plain),
     ("evaluate", ONE, "config.yaml", _plain),
     ("evaluate", ONE, "checkpoints/latest", _plain),
@@ -324,8 +323,8 @@ def _payload_cases() -> Iterator[Case]:
         name = f"payload/{reader}-{Path(artifact).name}-{file.replace('/', '-')}-{make.__name__.strip('_')}"
         key = "step-00000016" if artifact == CHECKPOINT else Path(file).name
         yield refused(name, words, key, change, **more)
-    two = forged(f"{TWO}/{LAST}", "rank-00001.pt", _torch_file)
-    yield refused("payload/resume-two-ranks", f"{GO_ON} launch.num_ranks=2", "rank-00001.pt", two, variables=in_run(TWO), **RANKS)
+    two = forged(f"{TWO}/{LAST}", "random-00001.pt", _torch_file)
+    yield refused("payload/resume-two-ranks", f"{GO_ON} launch.num_ranks=2", "random-00001.pt", two, variables=in_run(TWO), **RANKS)
     output = {"outputs": ("data/log",)}
     yield refused("payload/prepare-text", LOG, "log.csv|columns", log(_plain()), **output)
     yield refused("payload/prepare-parquet", LOG, "log.parquet", table(damage=edits.written("log.parquet", _plain())), **output)
@@ -479,7 +478,7 @@ def _disk_cases() -> Iterator[Case]:
 
 FAST = (
     *("resume/finished", "resume/model-changed", "resume/from-older", "resume/goes-on"),
-    *("payload/resume-step-00000016-rank-00000.pt-torch_file", "payload/evaluate-step-00000016-tensors-.metadata-plain"),
+    *("payload/resume-step-00000016-random-00000.pt-torch_file", "payload/evaluate-step-00000016-tensors-00000-00000.safetensors-plain"),
     *("worker/id-too-large", "together/prepare-during-run-0", "disk/prepare-16k", "disk/train-48k"),
 )
 CASES = [

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrec.data.order import SampleOrder, num_steps_of
+from hotrec.data.order import SampleOrder, StepSequence, num_steps_of
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
@@ -12,15 +14,9 @@ def global_step(sizes, batch_size, world_size, epoch, step, *, seed=3, shuffle=T
     """The samples of a step over all ranks, as (chunk, row), rank by rank."""
     ranks = []
     for rank in range(world_size):
-        order = SampleOrder(
-            sizes,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            shuffle=shuffle,
-        )
-        pieces = order.pieces(epoch, step)
+        order = SampleOrder(sizes, rank=rank, world_size=world_size, seed=seed, shuffle=shuffle)
+        drawn = replace(StepSequence(sum(sizes), batch_size * world_size)[step], epoch=epoch)
+        pieces = order.pieces(drawn)
         ranks.append([(piece.chunk, int(row)) for piece in pieces for row in piece.rows])
     return ranks
 
@@ -81,6 +77,24 @@ def test_without_shuffling_samples_come_in_the_order_of_the_files():
 )
 def test_number_of_steps(num_samples, drop_last, expected):
     assert num_steps_of(num_samples, 3, 2, drop_last=drop_last) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 50), st.integers(0, 9), st.booleans())
+def test_another_batch_goes_on_after_the_samples_taken(num_samples, one, other, stop, drop_last):
+    """Whatever the batch was before, the samples of two epochs come in the same order, once."""
+    if drop_last:
+        one, other = min(one, num_samples), min(other, num_samples)
+    first = StepSequence(num_samples, one, drop_last=drop_last)
+    stop = min(stop, first.count_steps(2))
+    then = StepSequence(num_samples, other, first.samples_before(stop), drop_last)
+    drawn = [first[step] for step in range(stop)]
+    drawn += [then[step] for step in range(then.count_steps(2))]
+    taken = [(b.epoch, b.first + i) for b in drawn for i in range(b.num_samples)]
+    assert taken == sorted(set(taken))
+    if not drop_last:
+        assert taken == [(epoch, sample) for epoch in range(2) for sample in range(num_samples)]
+    assert then[then.count_steps(2)].epoch == 2
 
 
 def test_permutations_are_uniform_enough():

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hotrec.data.batch import Batch
 from hotrec.runtime.ranks import Ranks
@@ -319,11 +318,21 @@ class TinyStream(IterableDataset[Batch]):
             yield tiny_batch(seed, 8, num_global_samples=8)
 
 
+class StreamLoader(DataLoader[Batch]):
+    """With a position, as a checkpoint needs it; nothing resumes from it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
 def test_loader_workers_outlive_the_sigterm_of_their_process_group(
     one_rank: Ranks, tmp_path: Path
 ) -> None:
     """torchrun signals the whole group; the rank still needs its workers to get to a safe step."""
-    loader = StatefulDataLoader(TinyStream(40), batch_size=None, num_workers=1)
+    loader = StreamLoader(TinyStream(40), batch_size=None, num_workers=1)
 
     def factor(step: int) -> float:
         if step == 3:
@@ -379,7 +388,7 @@ def test_no_process_is_forked_between_steps(
         return 1.0
 
     monkeypatch.setattr(os, "fork", noted_fork)
-    split = StatefulDataLoader(
+    split = StreamLoader(
         TinyStream(1),
         batch_size=None,
         num_workers=1,

@@ -1,0 +1,193 @@
+"""Weights and optimizer state of a sharded model under the names and in the rows of the plain one.
+
+A table is one tensor float (R, D) in original ids, named as in the model before it was sharded or
+split into hot and cold rows, and so is each state tensor of its optimizer. Dense parameters and
+their state keep their names. These names, shapes and values do not depend on ranks, plan or
+placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+from hotrec.embedding.fused import update_counters
+from hotrec.embedding.table_memory import fused_modules
+from hotrec.embedding.tables import modules_of, sharded_collections
+from hotrec.routing.features import hot_name, hot_rows
+
+# Torch's names of a table's state, where FBGEMM's are used.
+_STATE_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "momentum2"}
+_UPDATES = "step"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of a canonical tensor, in the memory of the model or optimizer.
+
+    Args:
+        name: "<parameter>", or "<parameter>/<state>" for optimizer state.
+        shape: The shape of the whole tensor.
+        value: The values; writing to them changes the model.
+        first: The position of ``value`` in the whole tensor, by dimension.
+        rows: The rows of ``value`` in the whole tensor, int64 (H,), for a replica of hot rows; None
+            if they are consecutive.
+        is_shard: Whether no other rank holds these values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    value: torch.Tensor
+    first: tuple[int, ...]
+    rows: torch.Tensor | None = None
+    is_shard: bool = False
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tensors of a model on this rank.
+
+    Args:
+        parts: Of weights and of optimizer state.
+        counters: Numbers of updates, which belong to all rows of a table or of several.
+        weights: The model's state dict, to load once its tensors have been written.
+        sharded: Names of the parameters that have shards, on this rank or on others.
+    """
+
+    parts: list[Part]
+    counters: list[torch.Tensor]
+    weights: Mapping[str, Any]
+    sharded: frozenset[str]
+
+    def has_shards(self, name: str) -> bool:
+        """Whether some rank holds shards of a tensor; else all ranks hold it or its hot rows."""
+        return name.partition("/")[0] in self.sharded
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Set the counts of updates of tables, by which Adam corrects its bias."""
+        for counter in self.counters:
+            counter.fill_(num_updates)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The canonical name of a table; for a replica its rows int64 (H,) and those of the table."""
+
+    name: str
+    num_rows: int = 0
+    hot_rows: torch.Tensor | None = None
+
+
+def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Parts:
+    """Find the parts of all tensors that this rank holds; not a collective.
+
+    Args:
+        model: A sharded model.
+        optimizer: Its optimizer; None for the weights alone.
+
+    Raises:
+        RuntimeError: If a parameter of the optimizer is not one of the model.
+    """
+    weights = model.state_dict()
+    tables = _tables(model, weights)
+    parts: list[Part] = []
+    for key, value in weights.items():
+        if isinstance(value, torch.Tensor | ShardedTensor):
+            parts += _parts(tables.get(key, _Table(key)), value)
+    is_sharded = [key for key, value in weights.items() if isinstance(value, ShardedTensor)]
+    sharded = frozenset(tables.get(key, _Table(key)).name for key in is_sharded)
+    counters: list[torch.Tensor] = []
+    if optimizer is not None:
+        for fused in fused_modules(model):
+            counters += update_counters(fused)
+        for key, state in _states(optimizer):
+            param = _param_of(key, weights)
+            for full_name, value in state.items():
+                name = full_name.rpartition(".")[2]  # FBGEMM's are "<table>.<state>"
+                if not isinstance(value, torch.Tensor | ShardedTensor):
+                    continue
+                if param not in tables:
+                    parts += _parts(_Table(param), value, state=name)
+                elif name == _UPDATES:
+                    assert isinstance(value, torch.Tensor)
+                    counters.append(value)
+                else:
+                    name = _STATE_NAMES.get(name, name)
+                    parts += _parts(tables[param], value, state=name, of_table=True)
+    return Parts(parts, counters, weights, sharded)
+
+
+def _tables(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, _Table]:
+    """The tables of TorchRec's and our collections, by the names of their parameters."""
+    paths = tuple(path for path, _ in modules_of(model, ShardedModule))
+    tables = {key: _Table(key) for key in weights if key.startswith(paths)} if paths else {}
+    for path, collection in sharded_collections(model):
+        partition = collection.partition
+        for dim, group in collection.router.groups.items():
+            prefix = f"{path}rows.dim{dim}.embeddings."
+            for table in group.cold_tables:
+                tables[f"{prefix}{table}.weight"] = _Table(_plain_name(path, table))
+            for table in group.hot_tables:
+                rows = hot_rows(partition, table)
+                key = f"{prefix}{hot_name(table)}.weight"
+                tables[key] = _Table(_plain_name(path, table), partition.num_rows[table], rows)
+        pooled = collection.router.pooled
+        for table in () if pooled is None else pooled.tables:
+            key = f"{path}pooled.embedding_bags.{table}.weight"
+            tables[key] = _Table(_plain_name(path, table))
+    return tables
+
+
+def _plain_name(path: str, table: str) -> str:
+    """The name of a table's parameter in TorchRec's ``EmbeddingBagCollection``."""
+    return f"{path}embedding_bags.{table}.weight"
+
+
+def _states(optimizer: KeyedOptimizer) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The state of every parameter, by a name that ends with that of the parameter."""
+    if isinstance(optimizer, CombinedOptimizer):
+        for prefix, part in optimizer.optimizers:
+            for key, state in _states(part):
+                yield CombinedOptimizer.prepend_opt_key(key, prefix), state
+    else:
+        yield from optimizer.state_dict()["state"].items()
+
+
+def _param_of(key: str, weights: Mapping[str, Any]) -> str:
+    """The parameter of an optimizer's key, which may begin with names of optimizers."""
+    parts = key.split(".")
+    for first in range(len(parts)):
+        name = ".".join(parts[first:])
+        if name in weights:
+            return name
+    raise RuntimeError(
+        f"optimizer {key}: expected the name of a parameter of the model, got none. Make the "
+        "optimizer from the sharded model."
+    )
+
+
+def _parts(
+    table: _Table, value: torch.Tensor | ShardedTensor, *, state: str = "", of_table: bool = False
+) -> Iterator[Part]:
+    name = f"{table.name}/{state}" if state else table.name
+    shape = tuple(value.metadata().size) if isinstance(value, ShardedTensor) else tuple(value.shape)
+    if of_table and shape[1:] == (1,):
+        shape = shape[:1]  # TorchRec's row-wise Adagrad has (R, 1) where FBGEMM has (R,)
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            first = tuple(shard.metadata.shard_offsets)[: len(shape)]
+            held = shard.tensor.detach()
+            held = held.view(-1) if len(shape) == 1 else held
+            yield Part(name, shape, held, first, is_shard=True)
+        return
+    held = value.detach().view(shape)
+    if table.hot_rows is not None:
+        shape = (table.num_rows, *shape[1:])
+    yield Part(name, shape, held, (0,) * len(shape), table.hot_rows)

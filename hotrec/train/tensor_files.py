@@ -1,0 +1,275 @@
+"""Canonical tensors in safetensors files: written by all ranks at once, read by any number.
+
+Every rank writes the rows that it owns, so no rank holds a table that is not its own, and at most
+``MAX_FILE_BYTES`` of copies. An index names the files that hold a tensor and the part of it that
+each has. A reader maps the files into memory and copies only the rows that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hotrec.artifact import Artifact, ArtifactError
+from hotrec.embedding.canonical import Part, Parts
+
+MAX_FILE_BYTES = 256 << 20
+_CHUNK_BYTES = 64 << 20
+# Replicated tensors from this size on are written by all ranks, smaller ones by rank 0.
+_SHARED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor in a file.
+
+    Args:
+        tensor: Name of the canonical tensor.
+        file: Path of the file in the checkpoint.
+        key: Name of the box in the file.
+        first: Position of the box in the tensor, by dimension.
+        shape: Shape of the box.
+        of: Shape of the tensor.
+        dtype: Type of its values, such as "float32".
+    """
+
+    tensor: str
+    file: str
+    key: str
+    first: tuple[int, ...]
+    shape: tuple[int, ...]
+    of: tuple[int, ...]
+    dtype: str
+
+
+def write_tensors(
+    parts: Parts, directory: Path, folder: str, *, rank: int, world_size: int
+) -> list[Piece]:
+    """Write this rank's share of the tensors of a model; not a collective.
+
+    Args:
+        parts: What this rank holds.
+        directory: Directory of the checkpoint.
+        folder: Folder in it, made if it is missing.
+        rank: This rank.
+        world_size: Number of ranks, which all write.
+
+    Returns:
+        What was written, for ``make_index``.
+    """
+    (directory / folder).mkdir(exist_ok=True)
+    pieces: list[Piece] = []
+    held: dict[str, torch.Tensor] = {}
+    num_files = 0
+
+    def flush() -> None:
+        nonlocal num_files
+        if held:
+            save_file(held, directory / file_name())
+            held.clear()
+            num_files += 1
+
+    def file_name() -> str:
+        return f"{folder}/{rank:05d}-{num_files:05d}.safetensors"
+
+    for part, first, value in _own_boxes(parts, rank, world_size):
+        if sum(tensor.nbytes for tensor in held.values()) + value.nbytes > MAX_FILE_BYTES:
+            flush()
+        key = _key(part, first, value)
+        held[key] = value
+        dtype = str(value.dtype).removeprefix("torch.")
+        pieces.append(
+            Piece(part.name, file_name(), key, first, tuple(value.shape), part.shape, dtype)
+        )
+    flush()
+    return pieces
+
+
+def _key(part: Part, first: Sequence[int], value: torch.Tensor) -> str:
+    if tuple(value.shape) == part.shape:
+        return part.name
+    ranges = (f"{at}:{at + size}" for at, size in zip(first, value.shape, strict=True))
+    return f"{part.name}[{', '.join(ranges)}]"
+
+
+def _own_boxes(
+    parts: Parts, rank: int, world_size: int
+) -> Iterator[tuple[Part, tuple[int, ...], torch.Tensor]]:
+    """The boxes that this rank writes, with their positions; hot rows in their tables' places."""
+    hot = {part.name: part for part in parts.parts if part.rows is not None}
+    for part in parts.parts:
+        replica = hot.get(part.name)
+        if part.is_shard:
+            begin, end = 0, part.value.shape[0]
+        elif parts.has_shards(part.name):
+            continue  # the owners of the table write its hot rows
+        elif part.value.nbytes < _SHARED_BYTES:
+            if rank == 0 and part.value.dim() == 0:
+                yield part, (), part.value.cpu()
+            begin, end = 0, part.value.shape[0] if rank == 0 and part.value.dim() else 0
+        else:
+            begin, end = (part.value.shape[0] * r // world_size for r in (rank, rank + 1))
+        take = _taker(part, replica)
+        row_bytes = max(1, part.value.nbytes // max(1, len(part.value))) if part.value.dim() else 1
+        step = max(1, _CHUNK_BYTES // row_bytes)
+        for row in range(begin, end, step):
+            value = take(row, min(row + step, end))
+            yield part, (part.first[0] + row, *part.first[1:]), value
+
+
+def _taker(part: Part, replica: Part | None) -> Callable[[int, int], torch.Tensor]:
+    """Reads rows of a part, by their range in it, as the whole tensor has them."""
+    if replica is None:
+        return lambda begin, end: part.value[begin:end].contiguous().cpu()
+    assert replica.rows is not None
+    rows_H, slots_H = replica.rows.sort()
+    if not part.is_shard:  # all rows are hot
+        return lambda begin, end: replica.value[slots_H[begin:end].to(replica.value.device)].cpu()
+
+    def take(begin: int, end: int) -> torch.Tensor:
+        first = part.first[0]
+        bounds = torch.tensor([first + begin, first + end])
+        low, high = torch.searchsorted(rows_H, bounds).tolist()
+        if low == high:
+            return part.value[begin:end].contiguous().cpu()
+        value = part.value[begin:end].to("cpu", copy=True)
+        slots = slots_H[low:high].to(replica.value.device)
+        value[rows_H[low:high] - first - begin] = replica.value[slots].cpu()
+        return value
+
+    return take
+
+
+def make_index(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The pieces of all ranks as a JSON document."""
+    index: dict[str, Any] = {}
+    for piece in pieces:
+        document = asdict(piece)
+        name, shape, dtype = (document.pop(key) for key in ("tensor", "of", "dtype"))
+        entry = index.setdefault(name, {"shape": list(shape), "dtype": dtype, "pieces": []})
+        entry["pieces"].append(document)
+    return index
+
+
+class TensorFiles:
+    """The tensors of a checkpoint.
+
+    Args:
+        artifact: The checkpoint.
+        index: The document of ``make_index``.
+
+    Raises:
+        ArtifactError: If the index is damaged, or a tensor is not whole.
+    """
+
+    def __init__(self, artifact: Artifact, index: Mapping[str, Any]) -> None:
+        self._artifact = artifact
+        self._pieces: dict[str, list[Piece]] = {}
+        with artifact.parsing():
+            for name, entry in index.items():
+                of, dtype = tuple(map(int, entry["shape"])), str(entry["dtype"])
+                self._pieces[name] = [
+                    Piece(
+                        name,
+                        str(piece["file"]),
+                        str(piece["key"]),
+                        tuple(map(int, piece["first"])),
+                        tuple(map(int, piece["shape"])),
+                        of,
+                        dtype,
+                    )
+                    for piece in entry["pieces"]
+                ]
+        for name, pieces in self._pieces.items():
+            found = sum(prod(piece.shape) for piece in pieces)
+            if not pieces or found != prod(pieces[0].of):
+                raise ArtifactError(
+                    f"{artifact.path}: expected tensor {name} whole, got {found} of its values. "
+                    "Use another checkpoint."
+                )
+        self._files = ExitStack()
+        self._opened: dict[str, Any] = {}
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.clear()
+        self._files.close()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor by its name."""
+        return {name: pieces[0].of for name, pieces in self._pieces.items()}
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All values of a tensor."""
+        first = self._pieces[name][0]
+        value = torch.empty(first.of, dtype=getattr(torch, first.dtype))
+        self._read(Part(name, first.of, value, (0,) * value.dim()))
+        return value
+
+    def read(self, parts: Iterable[Part]) -> None:
+        """Copy the values of parts from the files into them."""
+        for part in parts:
+            self._read(part)
+
+    def _read(self, part: Part) -> None:
+        for piece in self._pieces[part.name]:
+            if part.rows is None:
+                self._copy_box(piece, part)
+            else:
+                self._copy_rows(piece, part, part.rows)
+
+    def _copy_box(self, piece: Piece, part: Part) -> None:
+        source, target = [], []
+        for at, size, own_at, own_size in zip(
+            piece.first, piece.shape, part.first, part.value.shape, strict=True
+        ):
+            low, high = max(at, own_at), min(at + size, own_at + own_size)
+            if low >= high:
+                return
+            source.append(slice(low - at, high - at))
+            target.append(slice(low - own_at, high - own_at))
+        part.value[tuple(target)] = self._open(piece)[tuple(source)].to(part.value.device)
+
+    def _copy_rows(self, piece: Piece, part: Part, rows_H: torch.Tensor) -> None:
+        first, *columns = piece.first
+        is_in = (rows_H >= first) & (rows_H < first + piece.shape[0])
+        slots = is_in.nonzero().squeeze(1)
+        if slots.numel() == 0:
+            return
+        saved = self._open(piece)
+        place = [slice(at, at + n) for at, n in zip(columns, piece.shape[1:], strict=True)]
+        step = max(1, _CHUNK_BYTES // (4 * prod(piece.shape[1:])))
+        for chunk in slots.split(step):
+            device = part.value.device
+            values = saved[rows_H[chunk] - first].to(device)
+            part.value[(chunk.to(device), *place)] = values
+
+    def _open(self, piece: Piece) -> torch.Tensor:
+        """The values of a piece, mapped from its file."""
+        try:
+            if piece.file not in self._opened:
+                path = self._artifact.file(piece.file)
+                self._opened[piece.file] = self._files.enter_context(safe_open(path, "pt"))
+            value: torch.Tensor = self._opened[piece.file].get_tensor(piece.key)
+        except SafetensorError as error:
+            raise ArtifactError(
+                f"{self._artifact.path / piece.file}: expected {piece.key}, got "
+                f"{str(error).splitlines()[0]}. Use another checkpoint."
+            ) from error
+        if tuple(value.shape) != piece.shape or str(value.dtype) != f"torch.{piece.dtype}":
+            raise ArtifactError(
+                f"{self._artifact.path / piece.file} {piece.key}: expected {piece.dtype} "
+                f"{piece.shape}, got {value.dtype} {tuple(value.shape)}. Use another checkpoint."
+            )
+        return value

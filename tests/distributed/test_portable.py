@@ -1,0 +1,236 @@
+"""A checkpoint of any ranks, placement and pipeline goes on under any other, as the unsplit model.
+
+Every world size saves some runs; every world size then loads them, under placements and pipelines
+that are drawn, and trains on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hotrec.embedding.canonical import canonical_parts
+from hotrec.embedding.initialize import initial_rows
+from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
+from hotrec.train.pipelines import LookAhead, make_pipeline
+from hotrec.types import OptimizerKind, TorchrecPlan
+from tests.distributed import setups
+from tests.distributed.setups import make_batch, mean_over_ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference import (
+    PlainBags,
+    PlainLazyAdam,
+    PlainRowWiseAdagrad,
+    PlainTable,
+    TinyClickModel,
+    mean_loss,
+)
+from tests.helpers.tiny import TinyLoader
+
+WORLD_SIZES = (1, 2, 3, 4)
+# By each world size; HOTREC_PORTABLE_CASES=40 makes it 160 in all.
+NUM_LOADED = int(os.environ.get("HOTREC_PORTABLE_CASES", "12"))
+SAVED_STEP, LAST_STEP = 3, 8
+TOLERANCE = 1e-5
+DENSE = OptimizerSpec(OptimizerKind.adam, learning_rate=0.01, eps=1e-3)
+SPLIT = {
+    **setups.PARTITIONS,
+    "placement": setups.PLACEMENT,
+    "pooled": setups.ALL_POOLED,
+}
+PLANS = {plan.value: plan for plan in TorchrecPlan}
+PIPELINES = ("sparse_dist", "look_ahead")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is trained."""
+
+    optimizer: OptimizerKind
+    placement: str
+    pipeline: str
+
+
+def draw_way(rng: np.random.Generator, optimizer: OptimizerKind) -> Way:
+    """Adam needs all rows hot on CPU; TorchRec's plans have no look-ahead."""
+    if optimizer is OptimizerKind.adam:
+        return Way(optimizer, "all_hot", str(rng.choice(PIPELINES)))
+    placement = str(rng.choice([*SPLIT, *PLANS]))
+    pipeline = str(rng.choice(PIPELINES)) if placement in SPLIT else "sparse_dist"
+    return Way(optimizer, placement, pipeline)
+
+
+def saved_ways(world_size: int) -> list[Way]:
+    rng = np.random.default_rng(world_size)
+    return [draw_way(rng, kind) for kind in OptimizerKind for _ in range(2)]
+
+
+def loaded_ways(world_size: int) -> list[tuple[str, Way]]:
+    """What is loaded, by its directory, and how it is trained then."""
+    rng = np.random.default_rng(10 + world_size)
+    saved = [
+        (directory(size, index), way.optimizer)
+        for size in WORLD_SIZES
+        for index, way in enumerate(saved_ways(size))
+    ]
+    chosen = itertools.islice(itertools.cycle(rng.permutation(len(saved)).tolist()), NUM_LOADED)
+    return [(saved[at][0], draw_way(rng, saved[at][1])) for at in chosen]
+
+
+def directory(world_size: int, index: int) -> str:
+    return f"{world_size}-{index}"
+
+
+class Run:
+    """A model, trained by a way on these ranks."""
+
+    def __init__(self, way: Way) -> None:
+        is_ahead = way.pipeline == "look_ahead"
+        placement: Any = SPLIT.get(way.placement) or PLANS[way.placement]
+        self.setup = setups.build(way.optimizer, placement, dense=DENSE, data_parallel=not is_ahead)
+        self._pipeline = way.pipeline
+
+    def train(self, first: int, last: int) -> list[float]:
+        device, model = torch.device("cpu"), self.setup.model
+        make_rows = partial(RowsAhead, model, device, depth=2)
+        pipeline = make_pipeline(
+            self._pipeline, model, self.setup.optimizer, device, LookAhead(make_rows, False)
+        )
+        pipeline.start()
+        batches = iter([make_batch(step) for step in range(first, last)])
+        losses = [mean_over_ranks(pipeline.progress(batches)[0]) for _ in range(first, last)]
+        pipeline.drain()
+        pipeline.close()
+        return losses
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {name.rpartition(".")[2]: t for name, t in gather_tables(self.setup.model).items()}
+        for part in canonical_parts(self.setup.model).parts:
+            if "hidden" in part.name or "out" in part.name:
+                found[part.name.removeprefix("model.")] = part.value.clone()
+        return found
+
+
+def save_all(folder: Path) -> list[list[float]]:
+    """Train and save every way of this world size; the losses."""
+    losses = []
+    for index, way in enumerate(saved_ways(dist.get_world_size())):
+        run = Run(way)
+        losses.append(run.train(0, SAVED_STEP))
+        checkpoints = Checkpoints(folder / directory(dist.get_world_size(), index), facts={})
+        position = Position(SAVED_STEP, SAVED_STEP * setups.GLOBAL_BATCH)
+        setup = run.setup
+        save_checkpoint(
+            checkpoints, position, setup.model, setup.optimizer, TinyLoader(num_batches=1)
+        )
+    return losses
+
+
+def load_all(folder: Path) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Load and train on; losses and weights of every way."""
+    found = []
+    for name, way in loaded_ways(dist.get_world_size()):
+        run = Run(way)
+        load_checkpoint(
+            folder / name / f"step-{SAVED_STEP:08d}",
+            model=run.setup.model,
+            optimizer=run.setup.optimizer,
+            facts={},
+        )
+        losses = run.train(SAVED_STEP, LAST_STEP)
+        tensors = run.tensors()
+        found.append((losses, tensors if dist.get_rank() == 0 else {}))
+    return found
+
+
+def train_plain(kind: OptimizerKind) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the unsplit model in plain PyTorch, on one rank."""
+    tables = [
+        PlainTable(name, rows, setups.DIMS[name], tuple(setups.FEATURES[name]), name == "t1")
+        for name, rows in setups.NUM_ROWS.items()
+    ]
+    weights = {
+        table.name: initial_rows(
+            5, table.name, torch.arange(table.num_rows), table.dim, table.num_rows
+        )
+        for table in tables
+    }
+    bags = PlainBags(tables, weights)
+    width = sum(table.dim * len(table.features) for table in tables)
+    model = TinyClickModel(bags, setups.NUM_DENSE, width)
+    rows, spec = list(bags.bags.parameters()), setups.spec_of(kind)
+    betas = (spec.beta1, spec.beta2)
+    of_rows: dict[OptimizerKind, Any] = {
+        OptimizerKind.sgd: partial(torch.optim.SGD, lr=spec.learning_rate),
+        OptimizerKind.adagrad: partial(torch.optim.Adagrad, lr=spec.learning_rate, eps=spec.eps),
+        OptimizerKind.rowwise_adagrad: partial(
+            PlainRowWiseAdagrad, lr=spec.learning_rate, eps=spec.eps
+        ),
+        OptimizerKind.adam: partial(
+            PlainLazyAdam, lr=spec.learning_rate, betas=betas, eps=spec.eps
+        ),
+    }
+    layers = [*model.hidden.parameters(), *model.out.parameters()]
+    optimizers = [
+        of_rows[kind](rows),
+        torch.optim.Adam(layers, lr=DENSE.learning_rate, eps=DENSE.eps),
+    ]
+    losses = []
+    for step in range(LAST_STEP):
+        batch = make_batch(step)
+        of_feature = batch.sparse.to_dict()
+        ids = {
+            name: [(bag.tolist(), None) for bag in f.to_dense()] for name, f in of_feature.items()
+        }
+        if isinstance(optimizers[0], PlainLazyAdam):
+            for table in tables:
+                touched = torch.cat([of_feature[name].values() for name in table.features])
+                optimizers[0].touched[bags.bags[table.name].weight] = touched.unique()
+        loss = mean_loss(model(batch.dense, ids), batch.labels)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(float(loss.detach()))
+    found = {name: bag.weight.detach() for name, bag in bags.bags.items()}
+    found |= {
+        f"{name}.{kind}": value.detach()
+        for name in ("hidden", "out")
+        for kind, value in getattr(model, name).named_parameters()
+    }
+    return losses, found
+
+
+@pytest.fixture(scope="module")
+def plain(one_rank: Any) -> dict[OptimizerKind, tuple[list[float], dict[str, torch.Tensor]]]:
+    return {kind: train_plain(kind) for kind in OptimizerKind}
+
+
+def test_any_checkpoint_goes_on_as_the_unsplit_model(plain: Any, tmp_path: Path) -> None:
+    for size in WORLD_SIZES:
+        [losses, *_] = run_ranks(save_all, size, timeout_s=280, folder=tmp_path)
+        for way, of_way in zip(saved_ways(size), losses, strict=True):
+            assert of_way == pytest.approx(plain[way.optimizer][0][:SAVED_STEP], abs=TOLERANCE), way
+    for size in WORLD_SIZES:
+        [found, *_] = run_ranks(load_all, size, timeout_s=280, folder=tmp_path)
+        for (name, way), (losses, tensors) in zip(loaded_ways(size), found, strict=True):
+            expected_losses, expected = plain[way.optimizer]
+            what = f"{name} on {size} ranks by {way}"
+            assert losses == pytest.approx(expected_losses[SAVED_STEP:], abs=TOLERANCE), what
+            assert tensors.keys() == expected.keys(), what
+            for key, value in tensors.items():
+                worst = float((value - expected[key]).abs().max())
+                assert worst <= TOLERANCE, f"{what}: {key} differs by {worst}"
