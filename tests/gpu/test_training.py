@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,19 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import Ranks
+from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.types import ColdTier, OptimizerKind, TorchrecPlan
-from tests.distributed.setups import DIMS, NUM_ROWS, PARTITIONS, Setup, batches, build, make_batch
+from tests.distributed.setups import (
+    DIMS,
+    GLOBAL_BATCH,
+    NUM_ROWS,
+    PARTITIONS,
+    Setup,
+    batches,
+    build,
+    make_batch,
+)
+from tests.helpers.tiny import TinyLoader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,14 +80,21 @@ def test_evaluation_does_not_count_as_an_update(gpu: Ranks, tier: ColdTier) -> N
 
 
 @pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
-def test_state_goes_on(gpu: Ranks, tier: ColdTier, kind: OptimizerKind) -> None:
+def test_a_checkpoint_goes_on(
+    gpu: Ranks, tier: ColdTier, kind: OptimizerKind, tmp_path: Path
+) -> None:
     """Adam's update count must be saved with the moments, for cold rows as well."""
     first = setup_of(tier, kind)
     steps(first, 0, 3, gpu.device)
-    model_state, optimizer_state = first.model.state_dict(), first.optimizer.state_dict()
+    path = save_checkpoint(
+        Checkpoints(tmp_path, facts={}),
+        Position(3, 3 * GLOBAL_BATCH),
+        first.model,
+        first.optimizer,
+        TinyLoader(num_batches=1),
+    )
     second = setup_of(tier, kind, seed=99)
-    second.model.load_state_dict(model_state)
-    second.optimizer.load_state_dict(optimizer_state)
+    load_checkpoint(path, model=second.model, optimizer=second.optimizer, facts={})
     assert steps(first, 3, 6, gpu.device) == pytest.approx(
         steps(second, 3, 6, gpu.device), abs=1e-6
     )
