@@ -102,6 +102,11 @@ class TrainerConfig:
     )
     warmup_steps: int = key("number of first steps that all rates exclude", 10, ge=0)
     resume: str = key("checkpoint to resume: latest (of this directory), none, or a path", "latest")
+    warm_start: str | None = key(
+        "run or checkpoint whose weights and optimizer state a new run starts from; a row gets "
+        "those of its raw id there, so the dataset may be another; null: initial weights",
+        None,
+    )
     timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
     watchdog_s: float = key(
         "seconds without progress after which the run ends and names the rank",

@@ -40,6 +40,7 @@ class Part:
         rows: The rows of ``value`` in the whole tensor, int64 (H,), for a replica of hot rows; None
             if they are consecutive.
         is_shard: Whether no other rank holds these values.
+        table: Name of the embedding table; None for dense parameters and their state.
     """
 
     name: str
@@ -48,6 +49,13 @@ class Part:
     first: tuple[int, ...]
     rows: torch.Tensor | None = None
     is_shard: bool = False
+    table: str | None = None
+
+    def own_rows(self) -> torch.Tensor:
+        """The rows of ``value`` in the whole tensor, int64 (R,)."""
+        if self.rows is not None:
+            return self.rows
+        return torch.arange(self.first[0], self.first[0] + self.value.shape[0])
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -
     parts: list[Part] = []
     for key, value in weights.items():
         if isinstance(value, torch.Tensor | ShardedTensor):
-            parts += _parts(tables.get(key, _Table(key)), value)
+            parts += _parts(tables.get(key, _Table(key)), value, of_table=key in tables)
     is_sharded = [key for key, value in weights.items() if isinstance(value, ShardedTensor)]
     sharded = frozenset(tables.get(key, _Table(key)).name for key in is_sharded)
     counters: list[torch.Tensor] = []
@@ -176,18 +184,19 @@ def _param_of(key: str, weights: Mapping[str, Any]) -> str:
 def _parts(
     table: _Table, value: torch.Tensor | ShardedTensor, *, state: str = "", of_table: bool = False
 ) -> Iterator[Part]:
+    table_name = table.name.removesuffix(".weight").rpartition(".")[2] if of_table else None
     name = f"{table.name}/{state}" if state else table.name
     shape = tuple(value.metadata().size) if isinstance(value, ShardedTensor) else tuple(value.shape)
-    if of_table and shape[1:] == (1,):
+    if of_table and state and shape[1:] == (1,):
         shape = shape[:1]  # TorchRec's row-wise Adagrad has (R, 1) where FBGEMM has (R,)
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             first = tuple(shard.metadata.shard_offsets)[: len(shape)]
             held = shard.tensor.detach()
             held = held.view(-1) if len(shape) == 1 else held
-            yield Part(name, shape, held, first, is_shard=True)
+            yield Part(name, shape, held, first, is_shard=True, table=table_name)
         return
     held = value.detach().view(shape)
     if table.hot_rows is not None:
         shape = (table.num_rows, *shape[1:])
-    yield Part(name, shape, held, (0,) * len(shape), table.hot_rows)
+    yield Part(name, shape, held, (0,) * len(shape), table.hot_rows, table=table_name)

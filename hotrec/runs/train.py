@@ -52,6 +52,7 @@ from hotrec.runs.record import (
     write_plan,
 )
 from hotrec.runs.trial import Candidate, run_trial, trial_seconds
+from hotrec.runs.warm_start import WarmStart
 from hotrec.runtime.ranks import Ranks, broadcast_object, same_verdict
 from hotrec.runtime.run_dir import (
     CHECKPOINTS,
@@ -90,8 +91,12 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     dataset = same_verdict(lambda: Dataset.open(config.paths.dataset, config.paths.verify))
     same_verdict(lambda: _count_steps(config, dataset, ranks))  # fail early
     resume_from = same_verdict(lambda: _resume_from(config, run_dir))
+    warm = None
+    if config.trainer.warm_start is not None and resume_from is None:
+        source = config.trainer.warm_start
+        warm = same_verdict(lambda: WarmStart.open(source, dataset))
     with staged_record(run_dir, is_first=ranks.is_first) as staged:
-        return _train(config, dataset, run_dir, staged, resume_from, ranks)
+        return _train(config, dataset, run_dir, staged, resume_from, warm, ranks)
 
 
 def _train(
@@ -100,6 +105,7 @@ def _train(
     run_dir: Path,
     staged: Path,
     resume_from: Path | None,
+    warm: WarmStart | None,
     ranks: Ranks,
 ) -> TrainResult:
     trainer = config.trainer
@@ -132,6 +138,8 @@ def _train(
             return TrainResult(saved["step"], is_finished=True, summary=finished)
     alternation = make_alternation(config, all_hot, ranks.world_size)
     sharded = _build(training_plan, dataset, machine, ranks)
+    if warm is not None:
+        warm.load(sharded.model, sharded.optimizer)
     assign = choose_assign(config, dataset.schema, training_plan.placement, sharded.plan)
     if ranks.is_first:
         write_plan(sharded.plan, staged, training_plan.prediction)

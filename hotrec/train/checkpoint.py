@@ -19,7 +19,7 @@ import random
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -201,16 +201,21 @@ def load_checkpoint(
         same_verdict(lambda: _fill_optimizer_state(optimizer))
     parts = same_verdict(lambda: canonical_parts(model, optimizer))
     _load_tensors(path, parts, with_state=optimizer is not None)
-    parts.set_num_updates(content["step"])
-    model.load_state_dict(parts.weights)
-    for _, collection in sharded_collections(model):
-        collection.drop_cached_rows()
+    _accept(model, parts, content["step"])
     if loader is not None:
         same_verdict(lambda: _load_random(path))
         same_verdict(lambda: loader.load_state_dict(content["loader"]))
         if rank() == 0:
             remove_abandoned(path.parent)
     return Position(step=content["step"], num_samples=content["num_samples"])
+
+
+def _accept(model: nn.Module, parts: Parts, num_updates: int) -> None:
+    """Tell the model and its caches that the tensors were written."""
+    parts.set_num_updates(num_updates)
+    model.load_state_dict(parts.weights)
+    for _, collection in sharded_collections(model):
+        collection.drop_cached_rows()
 
 
 def open_tensors(path: Path) -> TensorFiles:
@@ -236,6 +241,80 @@ def _load_tensors(path: Path, parts: Parts, *, with_state: bool) -> None:
             saved = {name: shape for name, shape in saved.items() if "/" not in name}
         same_verdict(lambda: _check_tensors(path, saved, expected))
         same_verdict(lambda: files.read(parts.parts))
+
+
+def load_rows(
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    find_rows: Callable[[str, torch.Tensor, int], torch.Tensor],
+) -> dict[str, int]:
+    """Load what a changed model or dataset shares with a checkpoint; collective.
+
+    What the checkpoint lacks keeps its values: rows, tables, layers, and the state of another
+    optimizer.
+
+    Args:
+        path: One ``step-...`` directory.
+        model: The sharded model.
+        optimizer: Its optimizer.
+        find_rows: Maps a table's name, rows int64 (R,) of the model, and the number of rows in the
+            checkpoint to their rows in the checkpoint, int64 (R,), -1 for none.
+
+    Returns:
+        The number of rows that were loaded, by table.
+
+    Raises:
+        ArtifactError: If the checkpoint is damaged, or a tensor has another width or shape.
+    """
+    content = same_verdict(lambda: read_facts(path, None, verify_files=True))
+    same_verdict(lambda: _fill_optimizer_state(optimizer))
+    parts = same_verdict(lambda: canonical_parts(model, optimizer))
+    with same_verdict(lambda: open_tensors(path)) as files:
+        saved = files.shapes
+        same_verdict(lambda: _check_shapes(path, saved, parts))
+        missing = sorted({part.name for part in parts.parts} - saved.keys())
+        if missing and rank() == 0:
+            logger.warning(
+                "%s lacks %d tensors of this model, which start anew: %s",
+                *(path, len(missing), ", ".join(missing[:5])),
+            )
+
+        def load() -> dict[str, int]:
+            num_rows: dict[str, int] = {}
+            for part in parts.parts:
+                if part.name not in saved:
+                    continue
+                if part.table is None:
+                    files.read([part])
+                    continue
+                rows = find_rows(part.table, part.own_rows(), saved[part.name][0])
+                files.read_rows(part, rows)
+                is_counted = part.is_shard or (rank() == 0 and not parts.has_shards(part.name))
+                if is_counted and "/" not in part.name:
+                    found = int((rows >= 0).sum())
+                    num_rows[part.table] = num_rows.get(part.table, 0) + found
+            return num_rows
+
+        of_ranks = all_gather_object(same_verdict(load))
+    _accept(model, parts, content["step"])
+    return {
+        table: sum(of_rank.get(table, 0) for of_rank in of_ranks)
+        for table in sorted({table for of_rank in of_ranks for table in of_rank})
+    }
+
+
+def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], parts: Parts) -> None:
+    for part in parts.parts:
+        shape = saved.get(part.name, part.shape)
+        first = 0 if part.table is None else 1  # tables may have another number of rows
+        if len(shape) != len(part.shape) or shape[first:] != part.shape[first:]:
+            raise ArtifactError(
+                f"{path}: expected tensor {part.name} of shape {part.shape} (of this model), got "
+                f"{shape} (of the checkpoint). Start from a model of the same dimensions, or "
+                "without trainer.warm_start."
+            )
 
 
 def restore_random_state(path: Path) -> None:
@@ -322,13 +401,13 @@ def _commit(
 
 
 def read_facts(
-    path: Path, facts: Mapping[str, Any], *, verify_files: bool = False
+    path: Path, facts: Mapping[str, Any] | None, *, verify_files: bool = False
 ) -> Mapping[str, Any]:
     """The manifest's content of a checkpoint that agrees with a run.
 
     Args:
         path: One ``step-...`` directory.
-        facts: As at saving.
+        facts: As at saving; None to compare none.
         verify_files: Whether to compare the checksums of this rank's share of the files.
 
     Raises:
@@ -350,6 +429,7 @@ def read_facts(
         if not path.name.startswith(f"step-{content['step']:08d}"):
             raise ValueError(f"step {content['step']} in {path.name}")
         dict(content["tensors"])
+    facts = saved if facts is None else facts
     for name in sorted(saved.keys() | facts.keys()):
         if saved.get(name) != facts.get(name):
             raise ArtifactError(

@@ -222,6 +222,11 @@ class TensorFiles:
         for part in parts:
             self._read(part)
 
+    def read_rows(self, part: Part, rows: torch.Tensor) -> None:
+        """Copy rows int64 (R,) of the saved tensor into a part; those of -1 keep their values."""
+        for piece in self._pieces[part.name]:
+            self._copy_rows(piece, part, rows)
+
     def _read(self, part: Part) -> None:
         for piece in self._pieces[part.name]:
             if part.rows is None:
@@ -230,30 +235,24 @@ class TensorFiles:
                 self._copy_rows(piece, part, part.rows)
 
     def _copy_box(self, piece: Piece, part: Part) -> None:
-        source, target = [], []
-        for at, size, own_at, own_size in zip(
-            piece.first, piece.shape, part.first, part.value.shape, strict=True
-        ):
-            low, high = max(at, own_at), min(at + size, own_at + own_size)
-            if low >= high:
-                return
-            source.append(slice(low - at, high - at))
-            target.append(slice(low - own_at, high - own_at))
-        part.value[tuple(target)] = self._open(piece)[tuple(source)].to(part.value.device)
+        boxes = _overlap(piece.first, piece.shape, part.first, part.value.shape)
+        if boxes is not None:
+            source, target = boxes
+            part.value[target] = self._open(piece)[source].to(part.value.device)
 
     def _copy_rows(self, piece: Piece, part: Part, rows_H: torch.Tensor) -> None:
-        first, *columns = piece.first
+        first = piece.first[0]
         is_in = (rows_H >= first) & (rows_H < first + piece.shape[0])
         slots = is_in.nonzero().squeeze(1)
-        if slots.numel() == 0:
+        columns = _overlap(piece.first[1:], piece.shape[1:], part.first[1:], part.value.shape[1:])
+        if slots.numel() == 0 or columns is None:
             return
-        saved = self._open(piece)
-        place = [slice(at, at + n) for at, n in zip(columns, piece.shape[1:], strict=True)]
-        step = max(1, _CHUNK_BYTES // (4 * prod(piece.shape[1:])))
-        for chunk in slots.split(step):
-            device = part.value.device
+        source, target = columns
+        saved = self._open(piece)[(slice(None), *source)]
+        device = part.value.device
+        for chunk in slots.split(max(1, _CHUNK_BYTES // (4 * prod(piece.shape[1:])))):
             values = saved[rows_H[chunk] - first].to(device)
-            part.value[(chunk.to(device), *place)] = values
+            part.value[(slice(None), *target)].index_copy_(0, chunk.to(device), values)
 
     def _open(self, piece: Piece) -> torch.Tensor:
         """The values of a piece, mapped from its file."""
@@ -273,3 +272,17 @@ class TensorFiles:
                 f"{piece.shape}, got {value.dtype} {tuple(value.shape)}. Use another checkpoint."
             )
         return value
+
+
+def _overlap(
+    first: Sequence[int], shape: Sequence[int], own_first: Sequence[int], own_shape: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What two boxes of a tensor share, as slices of each; None for nothing."""
+    source, target = [], []
+    for at, size, own_at, own_size in zip(first, shape, own_first, own_shape, strict=True):
+        low, high = max(at, own_at), min(at + size, own_at + own_size)
+        if low >= high:
+            return None
+        source.append(slice(low - at, high - at))
+        target.append(slice(low - own_at, high - own_at))
+    return tuple(source), tuple(target)

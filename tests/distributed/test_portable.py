@@ -23,7 +23,14 @@ from hotrec.embedding.initialize import initial_rows
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
+from hotrec.train.checkpoint import (
+    Checkpoints,
+    Position,
+    load_checkpoint,
+    load_rows,
+    open_tensors,
+    save_checkpoint,
+)
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import OptimizerKind, TorchrecPlan
 from tests.distributed import setups
@@ -214,6 +221,39 @@ def train_plain(kind: OptimizerKind) -> tuple[list[float], dict[str, torch.Tenso
     return losses, found
 
 
+def map_rows(table: str, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Another order of rows, every fourth of which is new."""
+    mapped = (rows * 7 + 3) % num_rows if num_rows % 7 else num_rows - 1 - rows
+    return torch.where(rows % 4 == 1, -1, mapped)
+
+
+def start_warm(folder: Path) -> list[str]:
+    """Load saved runs with other rows into every kind of placement; what differs on this rank."""
+    wrong = []
+    for index, way in enumerate(saved_ways(2)):
+        path = folder / directory(2, index) / f"step-{SAVED_STEP:08d}"
+        with open_tensors(path) as files:
+            for placement in (
+                ["all_hot"] if way.optimizer is OptimizerKind.adam else [*SPLIT, *PLANS]
+            ):
+                run = Run(Way(way.optimizer, placement, "sparse_dist"))
+                before = run.tensors()
+                optimizer = run.setup.optimizer
+                num = load_rows(
+                    path, model=run.setup.model, optimizer=optimizer, find_rows=map_rows
+                )
+                for name, found in run.tensors().items():
+                    full = f"model.first.embedding_bags.{name}.weight"
+                    expected = files.whole(full if name in num else f"model.{name}")
+                    if name in num:
+                        rows = map_rows(name, torch.arange(len(found)), len(found))
+                        expected = expected[rows].where(rows[:, None] >= 0, before[name])
+                        wrong += [f"{placement} {name}"] * (num[name] != int((rows >= 0).sum()))
+                    wrong += [f"{placement} {name}"] * (not torch.equal(found, expected))
+                wrong += [f"{placement} tables"] * (num.keys() != setups.NUM_ROWS.keys())
+    return wrong
+
+
 @pytest.fixture(scope="module")
 def plain(one_rank: Any) -> dict[OptimizerKind, tuple[list[float], dict[str, torch.Tensor]]]:
     return {kind: train_plain(kind) for kind in OptimizerKind}
@@ -224,6 +264,8 @@ def test_any_checkpoint_goes_on_as_the_unsplit_model(plain: Any, tmp_path: Path)
         [losses, *_] = run_ranks(save_all, size, timeout_s=280, folder=tmp_path)
         for way, of_way in zip(saved_ways(size), losses, strict=True):
             assert of_way == pytest.approx(plain[way.optimizer][0][:SAVED_STEP], abs=TOLERANCE), way
+    for wrong in run_ranks(start_warm, 3, timeout_s=280, folder=tmp_path):
+        assert not wrong
     for size in WORLD_SIZES:
         [found, *_] = run_ranks(load_all, size, timeout_s=280, folder=tmp_path)
         for (name, way), (losses, tensors) in zip(loaded_ways(size), found, strict=True):

@@ -50,7 +50,7 @@ FILES = [
     (PARTITION, "hot_rows.npz", "", ("train", "evaluate")),
     (COSTS, "costs.json", "", ("priced",)),
     (CHECKPOINT, "tensors/00000-00000.safetensors", f"../{Path(FIRST).name}/tensors/00000-00000.safetensors", ("resume", "evaluate")),
-    (CHECKPOINT, "random-00000.pt", f"../{Path(FIRST).name}/random-00000.pt", ("resume",)),
+    (CHECKPOINT, "random-00000.pt", "", ("resume",)),
 ]
 DAMAGES = {
     "cut": edits.cut,

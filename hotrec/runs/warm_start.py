@@ -1,0 +1,133 @@
+"""Start a new run from the weights of another, by raw ids."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from hotrec.artifact import ArtifactError
+from hotrec.data.chunks import Dataset, one_array
+from hotrec.data.vocabulary import RowEncoder, read_vocabulary
+from hotrec.runtime.ranks import rank
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE
+from hotrec.train.checkpoint import find_latest, load_rows, read_facts
+
+logger = logging.getLogger(__name__)
+
+# Ids that are looked up at once.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """A checkpoint, the dataset that it was trained on, and the dataset to train on."""
+
+    checkpoint: Path
+    trained_on: Dataset
+    dataset: Dataset
+    _encoders: dict[str, RowEncoder] = field(default_factory=dict, init=False, repr=False)
+
+    @staticmethod
+    def open(source: str, dataset: Dataset) -> WarmStart:
+        """Find a checkpoint and its dataset.
+
+        Args:
+            source: Directory of a run, whose newest checkpoint is taken, or of a checkpoint.
+            dataset: The dataset to train on.
+
+        Raises:
+            ValueError: If there is no checkpoint, or the tables of the datasets do not match.
+            ArtifactError: If the checkpoint is damaged, or its dataset is gone.
+        """
+        path = Path(source)
+        checkpoint = find_latest(path / CHECKPOINTS) if (path / CHECKPOINTS).is_dir() else path
+        if checkpoint is None or not checkpoint.is_dir():
+            raise ValueError(
+                "trainer.warm_start: expected the directory of a run with checkpoints, or of a "
+                f"checkpoint, got {source!r}."
+            )
+        facts = read_facts(checkpoint, None)["facts"]
+        if facts["dataset"] == dataset.artifact.content_hash:
+            return WarmStart(checkpoint, dataset, dataset)
+        trained_on = _dataset_of(checkpoint)
+        if trained_on.artifact.content_hash != facts["dataset"]:
+            raise ArtifactError(
+                f"{trained_on.artifact.path}: expected the dataset {facts['dataset'][:12]} that "
+                f"{checkpoint} was trained on, got {trained_on.artifact.content_hash[:12]}. Keep "
+                "the dataset of a run whose weights are used again."
+            )
+        warm = WarmStart(checkpoint, trained_on, dataset)
+        warm._check_tables()
+        return warm
+
+    def _check_tables(self) -> None:
+        before = {table.name: table.num_rows for table in self.trained_on.schema.tables}
+        for table in self.dataset.schema.tables:
+            if table.name not in before:
+                continue  # starts anew
+            has = [_has_vocabulary(data, table.name) for data in (self.trained_on, self.dataset)]
+            if has[0] != has[1] or (not has[0] and before[table.name] != table.num_rows):
+                raise ValueError(
+                    f"trainer.warm_start table {table.name}: expected a vocabulary in both "
+                    f"datasets, or the same {before[table.name]} hashed or numbered rows, got "
+                    f"{table.num_rows} rows in {self.dataset.artifact.path}. Prepare it with the "
+                    "encoding and num_rows of the other one."
+                )
+
+    def load(self, model: nn.Module, optimizer: KeyedOptimizer) -> None:
+        """Load weights and optimizer state by raw id; collective.
+
+        Raises:
+            ArtifactError: If the checkpoint is damaged, or has other dimensions.
+        """
+        found = load_rows(
+            self.checkpoint, model=model, optimizer=optimizer, find_rows=self._find_rows
+        )
+        if rank() == 0:
+            total = {table.name: table.num_rows for table in self.dataset.schema.tables}
+            logger.info(
+                "warm start from %s: %s",
+                self.checkpoint,
+                ", ".join(f"{name} {num} of {total[name]} rows" for name, num in found.items()),
+            )
+
+    def _find_rows(self, table: str, rows: torch.Tensor, _: int) -> torch.Tensor:
+        """The rows of the same raw ids in the checkpoint; row 0 stands for unknown ids in both."""
+        if self.trained_on is self.dataset or not _has_vocabulary(self.dataset, table):
+            return rows
+        if table not in self._encoders:  # which hashes all its ids
+            vocabulary = read_vocabulary(self.trained_on.artifact.path, table)
+            self._encoders[table] = RowEncoder(vocabulary=vocabulary)
+        encoder = self._encoders[table]
+        values = one_array(read_vocabulary(self.dataset.artifact.path, table)["value"])
+        found = torch.empty_like(rows)
+        for begin in range(0, len(rows), _CHUNK):
+            part = rows[begin : begin + _CHUNK]
+            ids = values.take((part - 1).clamp(min=0).numpy())
+            known = torch.from_numpy(encoder.rows(ids))
+            found[begin : begin + _CHUNK] = torch.where(part == 0, 0, known.where(known > 0, -1))
+        return found
+
+
+def _has_vocabulary(dataset: Dataset, table: str) -> bool:
+    return f"vocab/{table}.arrow" in dataset.artifact.files
+
+
+def _dataset_of(checkpoint: Path) -> Dataset:
+    """The dataset that the run of a checkpoint recorded."""
+    recorded = checkpoint.resolve().parents[1] / CONFIG_FILE
+    try:
+        return Dataset.open(yaml.safe_load(recorded.read_text())["paths"]["dataset"])
+    except ArtifactError:
+        raise
+    except (OSError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise ArtifactError(
+            f"{recorded}: expected the configuration of the run that saved {checkpoint}, got "
+            f"{error!r}. Name a run of `hotrec train`."
+        ) from error
