@@ -1,14 +1,20 @@
 """hotrec: recommendation models on TorchRec, hot embedding rows replicated, cold rows sharded.
 
-Library use: ``use_hot_cold(model, partition)`` swaps the collections of a TorchRec model,
-``make_plan`` plans, ``shard`` shards; see examples/dlrm_library_use.py. The names below are
-imported when they are first used, so that ``import hotrec`` needs no torch.
+Library use: ``profile`` counts the ids of a loader, ``parallelize`` shards a TorchRec model,
+``Pipeline`` trains it; see examples/. The names below are imported when they are first used, so
+that ``import hotrec`` needs no torch.
 """
 
 from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "profile": "hotrec.program.count",
+    "parallelize": "hotrec.program.parallel",
+    "choice_of": "hotrec.program.parallel",
+    "Pipeline": "hotrec.program.pipeline",
+    "Choice": "hotrec.program.choice",
+    "Profile": "hotrec.cost_model.profile",
     "Partition": "hotrec.types",
     "Placement": "hotrec.types",
     "TablePlacement": "hotrec.types",

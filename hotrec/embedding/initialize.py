@@ -12,12 +12,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.tables import TablePart, sharded_collections, table_parts
+from hotrec.embedding.tables import (
+    TablePart,
+    sharded_collections,
+    table_parts,
+    torchrec_collections,
+)
 from hotrec.routing.features import hot_name, hot_rows
+from hotrec.runtime.ranks import world_size
 
 # The least and the largest initial weight of a table.
 Bounds = tuple[float, float]
@@ -114,6 +121,41 @@ def initialize_embeddings(
             _fill(value, seed, part, of_table)
     for _, collection in sharded_collections(model):
         collection.drop_cached_rows()
+
+
+@torch.no_grad()
+def set_unsplit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Set the rows of the tables that TorchRec's own collections hold, by table; a collective.
+
+    Those do not keep the weights of the module that is sharded. Shards take this rank's weights,
+    replicated tables the first rank's.
+
+    Args:
+        model: The sharded model.
+        weights: Float (R, D) of each table to set.
+    """
+    unsplit = {config.name for _, bags in torchrec_collections(model) for config in _configs(bags)}
+    for part in table_parts(model):
+        if part.table not in unsplit or part.table not in weights:
+            continue
+        source = weights[part.table].detach()
+        if isinstance(part.value, ShardedTensor):
+            for shard in part.value.local_shards():
+                (row, column), (num_rows, dim) = (
+                    shard.metadata.shard_offsets,
+                    shard.metadata.shard_sizes,
+                )
+                shard.tensor.copy_(source[row : row + num_rows, column : column + dim])
+        else:
+            part.value.copy_(source)
+            if world_size() > 1:
+                dist.broadcast(part.value.detach(), src=0)
+    for _, collection in sharded_collections(model):
+        collection.drop_cached_rows()
+
+
+def _configs(bags: Any) -> list[Any]:
+    return bags._embedding_bag_configs
 
 
 @torch.no_grad()

@@ -74,6 +74,23 @@ class HotOptimizer(KeyedOptimizer):
             replica.drop_gradient()
 
 
+class ModelOptimizer(CombinedOptimizer):
+    """The parts of ``make_optimizer``; a pipeline finishes its updates before the state is read."""
+
+    before_reading: Callable[[], None] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.before_reading is not None:
+            self.before_reading()
+        state: dict[str, Any] = super().state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self.before_reading is not None:
+            self.before_reading()
+        super().load_state_dict(state_dict)
+
+
 def hot_replicas(model: nn.Module) -> dict[str, HotReplicas]:
     """All hot replicas of a sharded model, by the prefix of their parameters' names."""
     return {
@@ -137,7 +154,7 @@ def make_optimizer(
     model: DistributedModelParallel,
     embedding: OptimizerSpec,
     dense: OptimizerSpec | Callable[[list[torch.Tensor]], torch.optim.Optimizer],
-) -> CombinedOptimizer:
+) -> ModelOptimizer:
     """Combine the fused, hot and dense optimizers of a sharded model.
 
     Make one backward pass per step: fused kernels update cold rows in every backward pass, so with
@@ -176,4 +193,4 @@ def make_optimizer(
     ):
         if params:
             parts.append((part, KeyedOptimizerWrapper(params, make)))
-    return CombinedOptimizer(parts)
+    return ModelOptimizer(parts)

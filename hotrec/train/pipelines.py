@@ -21,6 +21,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hotrec.data.batch import Batch
+from hotrec.embedding.optimizers import ModelOptimizer
 from hotrec.embedding.prefetch.row_ahead import Part, RowsAhead
 from hotrec.routing.batches import features_of_each
 from hotrec.runtime.ranks import new_group
@@ -178,6 +179,7 @@ class TorchRecPipeline(Pipeline):
             )
         super().__init__(kind, model, device)
         self._is_checked = kind == "base"
+        self._source: Iterator[Any] | None = None
         clipped = list(dense_parameters(model).values())
         marked: Any = MarkedOptimizer(optimizer, clipped, grad_clip_norm)
         self._pipeline: Any = TORCHREC_PIPELINES[kind](model, marked, device)
@@ -191,6 +193,10 @@ class TorchRecPipeline(Pipeline):
             self._check_drained(self._pipeline.batches)
 
     def progress(self, batches: Iterator[Any]) -> Any:
+        if batches is not self._source:
+            self._source = batches
+            if isinstance(self._pipeline, TrainPipelineBase) and self._pipeline._data_iter_stopped:
+                self._pipeline.reset()
         try:
             output = self._pipeline.progress(batches)
         except StopIteration:
@@ -268,8 +274,11 @@ class LookAheadPipeline(Pipeline):
             model, parts["dense"], new_group(), look_ahead.wire_type, grad_clip_norm
         )
         self._held: deque[Any] = deque()
+        self._source: Iterator[Any] | None = None
         self._has_ended = False
         self._was_training: bool | None = None
+        if isinstance(optimizer, ModelOptimizer):
+            optimizer.before_reading = self.drain
 
     def start(self) -> None:
         self._check_drained(self._held)
@@ -281,6 +290,8 @@ class LookAheadPipeline(Pipeline):
         if is_training is not self._was_training:
             self._check_drained(self._held, " between training and evaluation")
         self._was_training = is_training
+        if batches is not self._source:  # held batches of the one before come first
+            self._source, self._has_ended = batches, False
         self._fill(batches, is_training)
         if not self._held:
             raise self._no_batch()
