@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -376,3 +378,40 @@ def test_every_rank_hears_of_a_loader_without_batches() -> None:
     found = run_ranks(one_rank_fails, 2, timeout_s=60)
     assert [text.split(":")[0] for text in found] == ["RankError", "ValueError"]
     assert all("expected a batch or more to count" in text for text in found)
+
+
+def resumed(hot: Any, kind: PipelineKind, folder: str) -> None:
+    """Save after half of the steps as a TorchRec user would, load into a new model, go on."""
+    _, _, pipeline = parallelized(hot, pipeline=kind)
+    straight = train(pipeline, iter(batches()))
+    pipeline.close()
+    model, optimizer, pipeline = parallelized(hot, pipeline=kind)
+    losses, data = [], iter(batches())
+    losses += [mean_over_ranks(pipeline.progress(data)[0]) for _ in range(3)]
+    state = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
+    dcp.save(state, checkpoint_id=folder)
+    pipeline.close()
+    model, optimizer = hotrec.parallelize(
+        Model("meta"),
+        hotrec.choice_of(model),
+        embedding_optimizer=EMBEDDING,
+        dense_optimizer=DENSE,
+    )
+    state = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    pipeline = hotrec.Pipeline(model, optimizer)
+    losses += train(pipeline, iter(batches(3, first=3)))
+    pipeline.close()
+    np.testing.assert_allclose(losses, straight, rtol=1e-6)
+
+
+def resume_all(folder: str) -> None:
+    cases = itertools.product((some_hot(9), mixed_placement()), (LOOK_AHEAD, SPARSE_DIST))
+    for number, (hot, kind) in enumerate(cases):
+        resumed(hot, kind, f"{folder}/{number}")
+
+
+def test_a_checkpoint_of_torch_resumes(tmp_path: Path) -> None:
+    run_ranks(resume_all, 2, timeout_s=100, folder=str(tmp_path))
