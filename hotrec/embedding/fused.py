@@ -55,9 +55,7 @@ def rule_of(
     given = {key: value for key, value in kwargs.items() if key != "optimizer"}
     rate = given.pop("lr", given.pop("learning_rate", None))
     if rate is None:
-        raise ValueError(
-            f"embedding optimizer {name}: expected its learning rate, got no lr. Give it."
-        )
+        raise ValueError(f"embedding optimizer {name}: expected its lr, got none. Give it.")
     constants = {key: given.pop(key) for key in ("eps", "beta1", "beta2") if key in given}
     unknown = {key: value for key, value in given.items() if value}
     if unknown:

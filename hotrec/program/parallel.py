@@ -238,7 +238,7 @@ def _plain(
     if replicated:
         logger.warning(
             "hot=%r: as in TorchRec's recipe, the dense optimizer trains the tables that the plan "
-            "replicates: %s",
+            "gives no fused one, such as replicated ones: %s",
             *(OFF, replicated[:4]),
         )
     if rest:
