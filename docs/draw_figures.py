@@ -16,6 +16,7 @@ LAYERS = [
     ("bench, calibrate", "cases to compare; measurements of the machine"),
     ("runs", "a training run and an evaluation, from top to bottom"),
     ("report", "run directories to figures and pages"),
+    ("program", "the library: counts, a parallel model, its pipeline"),
     ("build", "configuration and plan to model, loader, pipeline"),
     ("planning", "policies, baselines, search, TorchRec's plan"),
     ("train", "loop, pipelines, dense synchronization, checkpoints"),
@@ -26,7 +27,7 @@ LAYERS = [
     ("data", "readers, prepare, chunks, loader"),
     ("runtime", "ranks, communication, stages, watchdog"),
     ("config", "dataclasses of all groups"),
-    ("types, artifact", "value objects, enumerations, manifests"),
+    ("types, lock, artifact", "value objects, enumerations, locks, manifests"),
 ]
 # Begin, width and text of each span, in units of a twentieth of a step.
 COMPUTING = [

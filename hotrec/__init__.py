@@ -1,45 +1,77 @@
 """hotrec: recommendation models on TorchRec, hot embedding rows replicated, cold rows sharded.
 
-Library use: ``use_hot_cold(model, partition)`` swaps the collections of a TorchRec model,
-``make_plan`` plans, ``shard`` shards; see examples/dlrm_library_use.py. The names below are
-imported when they are first used, so that ``import hotrec`` needs no torch.
+Library use: ``profile`` counts the ids of a loader, ``parallelize`` shards a TorchRec model,
+``Pipeline`` trains it; see examples/. The names below are imported when they are first used, so
+that ``import hotrec`` needs no torch.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
+    from hotrec.cost_model.profile import Profile
+    from hotrec.embedding.convert import check_replicas
+    from hotrec.embedding.tables import gather_tables
+    from hotrec.embedding.update_rules import OptimizerSpec
+    from hotrec.planning.machine import Machine
+    from hotrec.planning.torchrec_plan import plan_document, plan_text
+    from hotrec.program.choice import Choice
+    from hotrec.program.count import profile
+    from hotrec.program.parallel import choice_of, parallelize
+    from hotrec.program.pipeline import Pipeline
+    from hotrec.types import (
+        Exchange,
+        OptimizerKind,
+        Partition,
+        PipelineKind,
+        Placement,
+        Sharding,
+        TablePlacement,
+        Tier,
+        TorchrecPlan,
+    )
+
+__all__ = [
+    "Choice",
+    "Exchange",
+    "Machine",
+    "OptimizerKind",
+    "OptimizerSpec",
+    "Partition",
+    "Pipeline",
+    "PipelineKind",
+    "Placement",
+    "Profile",
+    "Sharding",
+    "TablePlacement",
+    "Tier",
+    "TorchrecPlan",
+    "check_replicas",
+    "choice_of",
+    "gather_tables",
+    "parallelize",
+    "plan_document",
+    "plan_text",
+    "profile",
+]
 
 _HOME = {
-    "Partition": "hotrec.types",
-    "Placement": "hotrec.types",
-    "TablePlacement": "hotrec.types",
-    "ColdTier": "hotrec.types",
-    "HotColdPlanner": "hotrec.planning.torchrec_plan",
+    "Choice": "hotrec.program.choice",
     "Machine": "hotrec.planning.machine",
-    "hot_cold_constraints": "hotrec.planning.constraints",
-    "make_plan": "hotrec.planning.torchrec_plan",
-    "placement_constraints": "hotrec.planning.constraints",
+    "OptimizerSpec": "hotrec.embedding.update_rules",
+    "Pipeline": "hotrec.program.pipeline",
+    "Profile": "hotrec.cost_model.profile",
+    "check_replicas": "hotrec.embedding.convert",
+    "choice_of": "hotrec.program.parallel",
+    "gather_tables": "hotrec.embedding.tables",
+    "parallelize": "hotrec.program.parallel",
     "plan_document": "hotrec.planning.torchrec_plan",
     "plan_text": "hotrec.planning.torchrec_plan",
-    "HotColdEmbeddingBagCollection": "hotrec.embedding.collection",
-    "HotColdSharder": "hotrec.embedding.sharding",
-    "HotExchange": "hotrec.types",
-    "OptimizerKind": "hotrec.types",
-    "OptimizerSpec": "hotrec.embedding.update_rules",
-    "RowsAhead": "hotrec.embedding.prefetch.row_ahead",
-    "check_replicas": "hotrec.embedding.convert",
-    "gather_tables": "hotrec.embedding.tables",
-    "initialize_embeddings": "hotrec.embedding.initialize",
-    "make_optimizer": "hotrec.embedding.optimizers",
-    "shard": "hotrec.embedding.convert",
-    "use_hot_cold": "hotrec.embedding.convert",
-    "LookAhead": "hotrec.train.pipelines",
-    "make_pipeline": "hotrec.train.pipelines",
+    "profile": "hotrec.program.count",
 }
-
-__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'hotrec' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_HOME.get(name, "hotrec.types")), name)

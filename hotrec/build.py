@@ -38,6 +38,7 @@ from hotrec.embedding.convert import shard
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import check_compiler, use_precision
 from hotrec.planning.machine import Machine
 from hotrec.planning.scenario import choose_pipeline
@@ -122,9 +123,7 @@ def build_sharded(
     plan = unsharded.plan(machine)
     embedding, dense = optimizer_specs(config.optimizer)
     if device.type == "cuda":
-        mapped = host_tier_bytes(plan, machine.local_world_size, embedding.state_bytes_per_row)
-        # The smallest free memory of all hosts, so that all ranks reach the same verdict.
-        check_mappable("plan host tiers", mapped, min(all_gather_object(read_memory()[1])))
+        check_host_memory(plan, machine, embedding)
     kind = choose_pipeline(config, machine)
     is_ahead = kind is PipelineKind.look_ahead
     model = shard(unsharded.task, plan, unsharded.sharders, device, data_parallel=not is_ahead)
@@ -154,6 +153,17 @@ def build_sharded(
         look_ahead,
         config.trainer.grad_clip_norm,
     )
+
+
+def check_host_memory(plan: ShardingPlan, machine: Machine, rule: OptimizerSpec) -> None:
+    """Refuse host tiers that no host can map for its devices; collective.
+
+    Raises:
+        ValueError: If they exceed the free memory.
+    """
+    mapped = host_tier_bytes(plan, machine.local_world_size, rule.state_bytes_per_row)
+    # The smallest free memory of all hosts, so that all ranks reach the same verdict.
+    check_mappable("plan host tiers", mapped, min(all_gather_object(read_memory()[1])))
 
 
 def _inspector(

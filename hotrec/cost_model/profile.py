@@ -71,6 +71,7 @@ class Profile:
         heldout: int64 (R,) per table, held-out accesses; empty when nothing was held out.
         locality: Locality of train batches by table; empty if not measured.
         heldout_locality: The same for held-out batches.
+        batch_size: Samples of a batch, if a loader's batches were counted.
     """
 
     num_samples: int
@@ -81,6 +82,7 @@ class Profile:
     heldout: Mapping[str, Rows] = field(default_factory=dict)
     locality: Mapping[str, TableLocality] = field(default_factory=dict)
     heldout_locality: Mapping[str, TableLocality] = field(default_factory=dict)
+    batch_size: int | None = None
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -92,6 +94,20 @@ class Profile:
             table: build_histogram(counts, self.heldout.get(table))
             for table, counts in self.counts.items()
         }
+
+    def save(self, path: Path) -> Artifact:
+        """Write the profile for ``read_profile``, on one rank; an earlier profile is replaced.
+
+        Raises:
+            ArtifactError: If something else is there.
+        """
+        with scratch_directory(path, kind=KIND) as scratch:
+            for part, arrays in ((TRAIN_DIRECTORY, self.counts), (HELDOUT_DIRECTORY, self.heldout)):
+                for table, counts in arrays.items():
+                    file = scratch / _counts_name(part, table)
+                    file.parent.mkdir(exist_ok=True)
+                    np.save(file, counts)
+            return commit_artifact(scratch, path, kind=KIND, content=summarize_profile(self))
 
 
 class CountOptions(TypedDict, total=False):
@@ -269,7 +285,8 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
     together = merge_histograms(histograms.values())
     sampling = profile.sampling
     confidence = None if sampling.is_exact else sampling.confidence
-    return {
+    of_loader = {} if profile.batch_size is None else {"batch_size": profile.batch_size}
+    return of_loader | {
         "num_samples": profile.num_samples,
         "num_heldout_samples": profile.num_heldout_samples,
         "num_total_samples": profile.num_total_samples,
@@ -418,5 +435,6 @@ def read_profile(path: Path) -> tuple[Profile, Artifact]:
             heldout=load(HELDOUT_DIRECTORY),
             locality=localities_from_json(locality.get("train")),
             heldout_locality=localities_from_json(locality.get("heldout")),
+            batch_size=content.get("batch_size"),
         )
     return profile, artifact

@@ -6,11 +6,14 @@ equal only for rows that are exchanged, or with ``torch.use_deterministic_algori
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torchrec import optim
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import OptimizerKind
@@ -21,6 +24,56 @@ _FBGEMM_OPTIMIZER = {
     OptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     OptimizerKind.adam: EmbOptimType.ADAM,
 }
+_KIND_OF_FBGEMM = {fbgemm: kind for kind, fbgemm in _FBGEMM_OPTIMIZER.items()}
+# These ignore arguments that only FBGEMM knows.
+_CLASS_OF_KIND: dict[OptimizerKind, type[torch.optim.Optimizer]] = {
+    OptimizerKind.sgd: optim.SGD,
+    OptimizerKind.adagrad: optim.Adagrad,
+    OptimizerKind.rowwise_adagrad: optim.RowWiseAdagrad,
+    OptimizerKind.adam: optim.Adam,
+}
+
+
+def rule_of(
+    optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]
+) -> OptimizerSpec:
+    """The update rule of a class and its arguments, as given to ``apply_optimizer_in_backward``.
+
+    TorchRec hands the arguments to FBGEMM, so defaults are FBGEMM's: an eps of 1e-8.
+
+    Raises:
+        ValueError: If the rule has no hot form, or its learning rate is not given.
+    """
+    kind = _KIND_OF_FBGEMM.get(optimizer_type_to_emb_opt_type(optimizer_class))
+    name = optimizer_class.__name__
+    if kind is None:
+        raise ValueError(
+            "embedding optimizer: expected SGD, Adagrad, RowWiseAdagrad or Adam for hot and cold "
+            f'rows, got {name}. Choose one of them, or keep TorchRec\'s own plan with hot="off".'
+        )
+    # TorchRec adds the key optimizer to the arguments itself.
+    given = {key: value for key, value in kwargs.items() if key != "optimizer"}
+    rate = given.pop("lr", given.pop("learning_rate", None))
+    if rate is None:
+        raise ValueError(f"embedding optimizer {name}: expected its lr, got none. Give it.")
+    constants = {key: given.pop(key) for key in ("eps", "beta1", "beta2") if key in given}
+    unknown = {key: value for key, value in given.items() if value}
+    if unknown:
+        raise ValueError(
+            f"embedding optimizer {name}: expected lr, eps, beta1 and beta2 alone, got {unknown}. "
+            'Leave them out, or keep TorchRec\'s own plan with hot="off".'
+        )
+    return OptimizerSpec(kind, float(rate), **constants)
+
+
+def optimizer_of(spec: OptimizerSpec) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """TorchRec's class and its arguments of a rule, the inverse of ``rule_of``."""
+    kwargs: dict[str, Any] = {"lr": spec.learning_rate}
+    if spec.kind is not OptimizerKind.sgd:
+        kwargs["eps"] = spec.eps
+    if spec.kind is OptimizerKind.adam:
+        kwargs |= {"beta1": spec.beta1, "beta2": spec.beta2}
+    return _CLASS_OF_KIND[spec.kind], kwargs
 
 
 def fused_params(spec: OptimizerSpec) -> dict[str, Any]:

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.tables import sharded_collections, table_parts
+from hotrec.embedding.tables import (
+    TablePart,
+    sharded_collections,
+    table_parts,
+    torchrec_collections,
+)
 from hotrec.routing.features import hot_name, hot_rows
+from hotrec.runtime.ranks import world_size
+
+# The least and the largest initial weight of a table.
+Bounds = tuple[float, float]
 
 # Values per chunk. On CPU a chunk fits the cache; on a device it needs 320 MiB, since with the
 # chunks of a CPU the launches alone would take half a minute for 1e9 rows of 128 floats.
@@ -35,14 +46,23 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def initial_rows(
-    seed: int, table: str, rows: torch.Tensor, dim: int, num_rows: int
+    seed: int,
+    table: str,
+    rows: torch.Tensor,
+    dim: int,
+    num_rows: int,
+    bounds: Bounds | None = None,
 ) -> torch.Tensor:
-    """Float32 (R, D), uniform in +-1 / sqrt(num_rows) of the whole table, as TorchRec's default."""
+    """Float32 (R, D), uniform between the bounds.
+
+    Bounds are by default +-1 / sqrt(num_rows) of the whole table, as TorchRec's.
+    """
     table_key = zlib.crc32(f"{seed}/{table}".encode())
     table_key -= (table_key >> 31) << 32  # as int32
     key_R = _mix(_mix((rows >> 31).int() ^ table_key) ^ (rows & 0x7FFFFFFF).int())
     columns_D = torch.arange(dim, dtype=torch.int32, device=rows.device) * -1640531527  # 2^32 / phi
     bound = 1.0 / math.sqrt(num_rows)
+    low, high = bounds or (-bound, bound)
     out = torch.empty(rows.numel(), dim, device=rows.device)
     chunk_values = _CHUNK_VALUES if rows.device.type == "cpu" else _DEVICE_CHUNK_VALUES
     step = max(1, chunk_values // dim)
@@ -50,11 +70,16 @@ def initial_rows(
         bits = _mix(key_R[begin : begin + step, None] + columns_D)
         # 24 bits, as many as a float32 holds exactly.
         out[begin : begin + step] = ((bits >> 8) & 0xFFFFFF).float()
-    return out.mul_(2 * bound / (1 << 24)).sub_(bound)
+    return out.mul_((high - low) / (1 << 24)).add_(low)
 
 
 def _fill(
-    target: torch.Tensor, seed: int, table: str, num_rows: int, first_row: int, first_column: int
+    target: torch.Tensor,
+    seed: int,
+    part: TablePart,
+    bounds: Bounds | None,
+    first_row: int = 0,
+    first_column: int = 0,
 ) -> None:
     """Fill a shard in place, a few rows at a time."""
     dim = first_column + target.shape[1]
@@ -62,28 +87,75 @@ def _fill(
     for begin in range(0, target.shape[0], step):
         end = min(begin + step, target.shape[0])
         rows = torch.arange(first_row + begin, first_row + end, device=target.device)
-        target[begin:end] = initial_rows(seed, table, rows, dim, num_rows)[:, first_column:]
+        values = initial_rows(seed, part.table, rows, dim, part.num_rows, bounds)
+        target[begin:end] = values[:, first_column:]
 
 
 @torch.no_grad()
-def initialize_embeddings(model: nn.Module, seed: int) -> None:
-    """Set the initial weights of all embedding rows of a sharded model, in place.
+def initialize_embeddings(
+    model: nn.Module, seed: int, bounds: Mapping[str, Bounds] | None = None
+) -> None:
+    """Set the initial weights of embedding rows of a sharded model, in place.
 
     They depend on the seed, the table and the row alone, not on the partition, plan or world size.
+
+    Args:
+        model: The sharded model.
+        seed: Seed of the weights.
+        bounds: The tables to set, with the least and the largest weight; None for all, with
+            TorchRec's default bounds.
     """
     for part in table_parts(model):
+        if bounds is not None and part.table not in bounds:
+            continue
         value, num_rows = part.value, part.num_rows
+        of_table = None if bounds is None else bounds[part.table]
         if part.hot_rows is not None:
-            rows = part.hot_rows.to(value.device)
-            value.copy_(initial_rows(seed, part.table, rows, value.shape[1], num_rows))
+            rows, dim = part.hot_rows.to(value.device), value.shape[1]
+            value.copy_(initial_rows(seed, part.table, rows, dim, num_rows, of_table))
         elif isinstance(value, ShardedTensor):
             for shard in value.local_shards():
                 first_row, first_column = shard.metadata.shard_offsets
-                _fill(shard.tensor, seed, part.table, num_rows, first_row, first_column)
+                _fill(shard.tensor, seed, part, of_table, first_row, first_column)
         else:
-            _fill(value, seed, part.table, num_rows, 0, 0)
+            _fill(value, seed, part, of_table)
     for _, collection in sharded_collections(model):
         collection.drop_cached_rows()
+
+
+@torch.no_grad()
+def set_unsplit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Set the rows of the tables that TorchRec's own collections hold, by table; a collective.
+
+    Those do not keep the weights of the module that is sharded. Shards take this rank's weights,
+    replicated tables the first rank's.
+
+    Args:
+        model: The sharded model.
+        weights: Float (R, D) of each table to set.
+    """
+    unsplit = {config.name for _, bags in torchrec_collections(model) for config in _configs(bags)}
+    for part in table_parts(model):
+        if part.table not in unsplit or part.table not in weights:
+            continue
+        source = weights[part.table].detach()
+        if isinstance(part.value, ShardedTensor):
+            for shard in part.value.local_shards():
+                (row, column), (num_rows, dim) = (
+                    shard.metadata.shard_offsets,
+                    shard.metadata.shard_sizes,
+                )
+                shard.tensor.copy_(source[row : row + num_rows, column : column + dim])
+        else:
+            part.value.copy_(source)
+            if world_size() > 1:
+                dist.broadcast(part.value.detach(), src=0)
+    for _, collection in sharded_collections(model):
+        collection.drop_cached_rows()
+
+
+def _configs(bags: Any) -> list[Any]:
+    return bags._embedding_bag_configs
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.embedding.tables import sharded_collections, torchrec_collections
+from hotrec.embedding.tables import sharded_collections, torchrec_modules
 from hotrec.embedding.update_rules import OptimizerSpec, update_rows
 from hotrec.routing.features import hot_name
 from hotrec.types import OptimizerKind
@@ -72,6 +72,23 @@ class HotOptimizer(KeyedOptimizer):
         """Drop unused gradients; ``step`` already clears those that it uses."""
         for replica in self._replicas.values():
             replica.drop_gradient()
+
+
+class ModelOptimizer(CombinedOptimizer):
+    """The parts of ``make_optimizer``; a pipeline finishes its updates before the state is read."""
+
+    before_reading: Callable[[], None] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.before_reading is not None:
+            self.before_reading()
+        state: dict[str, Any] = super().state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self.before_reading is not None:
+            self.before_reading()
+        super().load_state_dict(state_dict)
 
 
 def hot_replicas(model: nn.Module) -> dict[str, HotReplicas]:
@@ -134,8 +151,10 @@ def make_replicated_tables(
 
 
 def make_optimizer(
-    model: DistributedModelParallel, embedding: OptimizerSpec, dense: OptimizerSpec
-) -> CombinedOptimizer:
+    model: DistributedModelParallel,
+    embedding: OptimizerSpec,
+    dense: OptimizerSpec | Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+) -> ModelOptimizer:
     """Combine the fused, hot and dense optimizers of a sharded model.
 
     Make one backward pass per step: fused kernels update cold rows in every backward pass, so with
@@ -144,11 +163,13 @@ def make_optimizer(
     Args:
         model: A model sharded with ``HotColdSharder``, or by a TorchRec plan.
         embedding: The rule of the embedding rows.
-        dense: The rule of the dense layers, where row-wise Adagrad means Adagrad.
+        dense: The rule of the dense layers, where row-wise Adagrad means Adagrad; or makes their
+            optimizer from their parameters, as ``torch.optim.Adagrad`` does.
 
     Raises:
         ValueError: if a data-parallel TorchRec table cannot follow the rule exactly.
     """
+    make_layers = partial(make_dense, dense) if isinstance(dense, OptimizerSpec) else dense
     parts: list[tuple[str, KeyedOptimizer]] = [("fused", model.fused_optimizer)]
     hot = _make_hot(model, embedding)
     if hot is not None:
@@ -159,13 +180,17 @@ def make_optimizer(
         for name, parameter in in_backward_optimizer_filter(model.named_parameters())
         if name not in hot_names
     }
-    prefixes = tuple(f"{path}embedding_bags." for path, _ in torchrec_collections(model))
+    prefixes = tuple(
+        f"{path}{tables}."
+        for path, _ in torchrec_modules(model)
+        for tables in ("embedding_bags", "embeddings")
+    )
     tables = {name: p for name, p in rest.items() if name.startswith(prefixes)}
     layers = {name: p for name, p in rest.items() if name not in tables}
     for part, params, make in (
         ("tables", tables, partial(make_replicated_tables, embedding)),
-        ("dense", layers, partial(make_dense, dense)),
+        ("dense", layers, make_layers),
     ):
         if params:
             parts.append((part, KeyedOptimizerWrapper(params, make)))
-    return CombinedOptimizer(parts)
+    return ModelOptimizer(parts)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
 
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.routing.features import hot_name, hot_rows
@@ -38,6 +39,13 @@ def sharded_collections(
 def torchrec_collections(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingBagCollection]]:
     """TorchRec's own collections, likewise."""
     return modules_of(model, ShardedEmbeddingBagCollection)
+
+
+def torchrec_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules that TorchRec shards itself, likewise."""
+    for path, module in _modules_of(model, ShardedModule):
+        if not isinstance(module, ShardedHotColdEmbeddingBagCollection):
+            yield path, module
 
 
 @dataclass(frozen=True)

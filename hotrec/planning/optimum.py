@@ -147,8 +147,37 @@ def decide(config: Config, schema: Schema, scenario: Scenario) -> Decision:
     """
     placement = config.placement
     assert isinstance(placement, CostPlacement)
+    return decide_between(
+        placement,
+        scenario,
+        candidate_pipelines(config, scenario.machine),
+        predict_baselines(config, schema, scenario),
+        micro_batches=config.pipeline.micro_batches,
+    )
+
+
+def decide_between(
+    placement: CostPlacement,
+    scenario: Scenario,
+    kinds: Sequence[PipelineKind],
+    baselines: Mapping[str, Predicted],
+    *,
+    micro_batches: bool = False,
+) -> Decision:
+    """Chooses among placements with hot rows in these pipelines and TorchRec's own plans.
+
+    Args:
+        placement: Limits of the search, and whether TorchRec's plans may win.
+        scenario: What is predicted for.
+        kinds: Pipelines of the placements with hot rows.
+        baselines: TorchRec's own plans by name.
+        micro_batches: Whether look_ahead computes micro-batches, which no pooled table can.
+
+    Raises:
+        InfeasibleError: If no placement fits the memory.
+    """
     predicted = dict[str, Predicted]()
-    for kind in candidate_pipelines(config, scenario.machine):
+    for kind in kinds:
         of_kind, in_line = scenario.with_pipeline(kind), own_name(PipelineKind.sparse_dist)
         if kind is PipelineKind.base and in_line in predicted:
             # The same forms but for the cover of the ids, so the same placement.
@@ -158,7 +187,7 @@ def decide(config: Config, schema: Schema, scenario: Scenario) -> Decision:
             )
         else:
             limited = placement
-            if config.pipeline.micro_batches and kind is PipelineKind.look_ahead:
+            if micro_batches and kind is PipelineKind.look_ahead:
                 limited = dataclasses.replace(placement, may_pool=False)
             found = fastest_placement(limited, of_kind)
         predicted[own_name(kind)] = found
@@ -170,7 +199,6 @@ def decide(config: Config, schema: Schema, scenario: Scenario) -> Decision:
         dict.fromkeys(fastest.tables, 0),
         dict.fromkeys(fastest.tables, cold),
     )
-    baselines = predict_baselines(config, schema, scenario)
     chosen = best
     if baselines and placement.may_decline:
         theirs = fastest_of(baselines)

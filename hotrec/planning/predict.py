@@ -86,10 +86,14 @@ def torchrec_name(config: Config) -> str:
     """The name of a configuration with placement=torchrec among the predictions."""
     placement = config.placement
     assert isinstance(placement, TorchrecPlacement), placement
-    tier = "" if placement.tier is ColdTier.auto else f" {placement.tier.name}"
-    kind = config.pipeline.kind
+    return baseline_name(placement.plan, config.pipeline.kind, placement.tier)
+
+
+def baseline_name(plan: TorchrecPlan, kind: PipelineKind, tier: ColdTier = ColdTier.auto) -> str:
+    """The name of one of TorchRec's own plans in a pipeline among the predictions."""
+    in_tier = "" if tier is ColdTier.auto else f" {tier.name}"
     ahead = f" {kind.name}" if kind in (PipelineKind.prefetch, PipelineKind.base) else ""
-    return f"torchrec {placement.plan.name}{tier}{ahead}"
+    return f"torchrec {plan.name}{in_tier}{ahead}"
 
 
 def torchrec_baselines(config: Config, device: str = "cuda") -> dict[str, Config]:
@@ -183,8 +187,11 @@ def predict_plan(
     """
     shardings = {}
     is_prefetched = scenario.pipeline.kind is PipelineKind.prefetch
+    names = {demand.name for demand in scenario.demands}
     for tables in plan_document(plan).values():
         for name, facts in tables.items():
+            if name not in names:  # of a module that is not an EmbeddingBagCollection
+                continue
             kernel = facts["compute_kernel"]
             tier = Tier.DEVICE if kernel == "dense" else TIER_OF_KERNEL[ColdTier(kernel)]
             is_cached = tier is Tier.HOST_CACHED

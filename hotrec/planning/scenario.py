@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,10 +104,14 @@ def candidate_pipelines(config: Config, machine: Machine) -> tuple[PipelineKind,
     """
     if config.pipeline.kind is not PipelineKind.auto:
         return (choose_pipeline(config, machine),)
+    return auto_pipelines(machine, is_own=isinstance(config.placement, HotColdConfig))
+
+
+def auto_pipelines(machine: Machine, *, is_own: bool) -> tuple[PipelineKind, ...]:
+    """Returns what ``auto`` stands for; ``is_own`` is whether the tables may be hot and cold."""
     kinds = (PipelineKind.sparse_dist, PipelineKind.base)
     # look_ahead has not been run on CUDA yet, and one rank exchanges nothing.
     is_ahead = machine.device == "cpu" and machine.world_size > 1
-    is_own = isinstance(config.placement, HotColdConfig)
     return (PipelineKind.look_ahead, *kinds) if is_ahead and is_own else kinds
 
 
@@ -146,8 +150,14 @@ def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
     return kind
 
 
-def choose_costs(config: Config, machine: Machine) -> tuple[Costs, str | None]:
+def choose_costs(name: str, path: Path, machine: Machine) -> tuple[Costs, str | None]:
     """Returns the costs that ``planner.costs`` names, and a caveat about them or None.
+
+    Args:
+        name: "measured" (those at ``path``), a built-in set, or "auto" (measured if there are any
+            for this kind of device, else the nearest built-in set).
+        path: Where `hotrec calibrate` writes.
+        machine: The ranks to predict for.
 
     The caveat says what is not measured, not of this host, extrapolated to the machine's ranks or
     batch, or not to be trusted. Costs of one host have a built-in link for several.
@@ -156,7 +166,7 @@ def choose_costs(config: Config, machine: Machine) -> tuple[Costs, str | None]:
         ArtifactError: If measured costs are configured, but missing or altered.
         CostsError: If they are invalid, of another kind of device, or the name is unknown.
     """
-    name, path, device = config.planner.costs, Path(config.paths.costs), machine.device
+    device = machine.device
     is_there = name == "measured" or (name == "auto" and path.exists())
     costs = read_costs(path) if is_there else None
     if costs is not None and (name == "measured" or costs.device == device):
@@ -177,6 +187,81 @@ def choose_costs(config: Config, machine: Machine) -> tuple[Costs, str | None]:
     world = World(machine.world_size, machine.local_world_size)
     costs, of_world = fit_to_world(costs, world, machine.batch_size)
     return costs, "; ".join(note for note in (*notes, *of_world) if note) or None
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """What a prediction needs to know of a table besides its lookups.
+
+    Args:
+        name: Name of the table.
+        dim: Embedding dimension D.
+        row_bytes: Bytes of a row with its optimizer state.
+        num_columns: Features that read the table.
+    """
+
+    name: str
+    dim: int
+    row_bytes: int
+    num_columns: int
+
+
+def build_scenario(
+    shapes: Sequence[TableShape],
+    workload: Workload,
+    histograms: Mapping[str, CountHistogram],
+    num_samples: int,
+    machine: Machine,
+    costs: Costs,
+    note: str | None = None,
+    locality: Mapping[str, TableLocality] | None = None,
+    pipeline: PipelineSpec = SPARSE_DIST,
+) -> Scenario:
+    """Builds the scenario of a model with these tables; see ``describe_scenario``.
+
+    Raises:
+        ValueError: If the profile lacks a table, or counted no sample.
+    """
+    names = [shape.name for shape in shapes]
+    missing = [name for name in names if name not in histograms]
+    if missing or num_samples < 1:
+        raise ValueError(
+            f"profile: expected counts of the tables {names}, got none "
+            f"of {missing or 'any: it counted no sample'}. Make the profile again from this "
+            "dataset."
+        )
+    demands = []
+    for shape in shapes:
+        histogram = histograms[shape.name]
+        per_sample = histogram.num_lookups / num_samples
+        demands.append(
+            build_demand(
+                shape.name,
+                histogram,
+                dim=shape.dim,
+                row_bytes=shape.row_bytes,
+                lookups_per_sample=per_sample,
+                num_columns=shape.num_columns,
+                batch_size=machine.batch_size,
+                world_size=machine.world_size,
+                num_draws=step_draws(
+                    histogram,
+                    (locality or {}).get(shape.name),
+                    batch_size=machine.batch_size,
+                    world_size=machine.world_size,
+                    lookups_per_sample=per_sample,
+                ),
+            )
+        )
+    return Scenario(
+        costs=costs,
+        note=note,
+        world=World(machine.world_size, machine.local_world_size),
+        workload=workload,
+        demands=tuple(demands),
+        machine=machine,
+        pipeline=pipeline,
+    )
 
 
 def describe_scenario(
@@ -201,44 +286,20 @@ def describe_scenario(
         ValueError: If the profile lacks a table, or counted no sample, or the configured pipeline
             cannot train the placement.
     """
-    missing = [table.name for table in schema.tables if table.name not in histograms]
-    if missing or num_samples < 1:
-        raise ValueError(
-            f"profile: expected counts of the tables {[t.name for t in schema.tables]}, got none "
-            f"of {missing or 'any: it counted no sample'}. Make the profile again from this "
-            "dataset."
-        )
     placement, pipeline = config.placement, config.pipeline
     dense = dense_flops(config.model, len(schema.dense), len(schema.features))
     bytes_of_row = row_bytes(schema, config)
-    demands = []
-    for table in schema.tables:
-        histogram = histograms[table.name]
-        per_sample = histogram.num_lookups / num_samples
-        demands.append(
-            build_demand(
-                table.name,
-                histogram,
+    return build_scenario(
+        [
+            TableShape(
+                name=table.name,
                 dim=config.model.embedding_dim,
                 row_bytes=bytes_of_row[table.name],
-                lookups_per_sample=per_sample,
                 num_columns=len(schema.features_of(table.name)),
-                batch_size=machine.batch_size,
-                world_size=machine.world_size,
-                num_draws=step_draws(
-                    histogram,
-                    (locality or {}).get(table.name),
-                    batch_size=machine.batch_size,
-                    world_size=machine.world_size,
-                    lookups_per_sample=per_sample,
-                ),
             )
-        )
-    return Scenario(
-        costs=costs,
-        note=note,
-        world=World(machine.world_size, machine.local_world_size),
-        workload=Workload(
+            for table in schema.tables
+        ],
+        Workload(
             batch_size=machine.batch_size,
             dense_flops=dense.flops,
             bottom_frac=dense.bottom_frac,
@@ -247,11 +308,13 @@ def describe_scenario(
             and placement.routing is Routing.loader
             and config.trainer.num_workers > 0,
         ),
-        demands=tuple(demands),
-        machine=machine,
-        pipeline=PipelineSpec(
-            choose_pipeline(config, machine), pipeline.wire.value, pipeline.depth
-        ),
+        histograms,
+        num_samples,
+        machine,
+        costs,
+        note,
+        locality,
+        PipelineSpec(choose_pipeline(config, machine), pipeline.wire.value, pipeline.depth),
     )
 
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
@@ -22,22 +21,20 @@ from torchrec.distributed.planner.shard_estimators import (
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError, ShardEstimator, ShardingOption, Storage
 from torchrec.distributed.types import (
-    CacheStatistics,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ModuleSharder,
     ParameterSharding,
     ShardingPlan,
-    ShardingPlanner,
     ShardingType,
     ShardMetadata,
 )
 
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
-from hotrec.planning.constraints import cold_tier_for, placement_constraints
+from hotrec.planning.constraints import cold_tier_for
 from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine
-from hotrec.types import ColdTier, Partition, Placement
+from hotrec.types import ColdTier
 
 # FBGEMM's device cache: its associativity, the sets it can count, the share of the rows that it
 # holds by default (split_table_batched_embeddings_ops_training.py).
@@ -278,87 +275,3 @@ def plan_text(plan: ShardingPlan) -> str:
                 f"{facts['compute_kernel']:<17}  {rows}"
             )
     return "\n".join(lines) + "\n"
-
-
-class HotColdPlanner(ShardingPlanner):
-    """Plans the sharding of a model with hot/cold collections from a placement.
-
-    ::
-
-        model = use_hot_cold(model, placement)
-        planner = HotColdPlanner(placement, machine=machine)
-        sharders = [HotColdSharder(spec)]
-        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-        model = shard(model, plan, sharders, device)
-
-    Args:
-        placement: The placement, or a partition for cold rows row-wise in device memory.
-        machine: Ranks, memory, batch size and measured costs.
-        stats: Statistics of the device caches by table, for TorchRec's estimates.
-        constraints: Constraints of tables in other collections of the model.
-
-    Raises:
-        ValueError: If the placement cannot be sharded.
-    """
-
-    def __init__(
-        self,
-        placement: Placement | Partition,
-        *,
-        machine: Machine,
-        stats: Mapping[str, CacheStatistics] | None = None,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
-    ) -> None:
-        if isinstance(placement, Partition):
-            placement = Placement.alike(placement)
-        self._machine = machine
-        self._constraints = {**(constraints or {}), **placement_constraints(placement, stats)}
-
-    @property
-    def constraints(self) -> dict[str, ParameterConstraints]:
-        """Constraints of each hot and cold table."""
-        return dict(self._constraints)
-
-    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Plans on this rank alone, see ``make_plan``."""
-        return make_plan(module, sharders, self._machine, self._constraints)
-
-    def collective_plan(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[nn.Module]] | None = None,
-        pg: dist.ProcessGroup | None = None,
-    ) -> ShardingPlan:
-        """Plans on the group's first rank and broadcasts the plan, or the same error.
-
-        Args:
-            sharders: Sharders of the module's collections. They are required, since TorchRec's
-                defaults have none for hot/cold collections.
-
-        Raises:
-            ValueError: On every rank, if there are no sharders or the tables do not fit.
-            RuntimeError: On every rank, with the text of any other error of the first rank.
-        """
-        if sharders is None:
-            raise ValueError(
-                "planner sharders: expected a list with a HotColdSharder, got None. "
-                "Pass the sharders that DistributedModelParallel gets."
-            )
-        group = pg if pg is not None else dist.group.WORLD
-        outcome: list[Any] = [None]
-        error: Exception | None = None
-        if dist.get_rank(group) == 0:
-            try:
-                outcome = [self.plan(module, sharders)]
-            except Exception as caught:  # any kind: the other ranks wait for the result
-                error = caught
-                # The error itself may hold what cannot be sent.
-                kind = ValueError if isinstance(caught, ValueError) else RuntimeError
-                outcome = [kind(str(caught))]
-        if dist.get_world_size(group) > 1:
-            dist.broadcast_object_list(outcome, group=group, group_src=0)
-        if error is not None:
-            raise error
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        return outcome[0]

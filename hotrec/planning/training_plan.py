@@ -277,7 +277,7 @@ def propose(
     if isinstance(kind, HotColdConfig) and not isinstance(kind, SavedPlacement | CostPlacement):
         placement = _apply_policy(kind, config, dataset, machine, profile)
     without = Proposal(config, dataset, machine, placement, artifact, counted, histograms)
-    costs, note = choose_costs(config, machine)
+    costs, note = _choose_costs(config, machine)
 
     def describe(machine: Machine) -> Scenario:
         scenario = describe_scenario(
@@ -349,6 +349,10 @@ def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
     return TrainingPlan(config, placement, artifact, prediction)
 
 
+def _choose_costs(config: Config, machine: Machine) -> tuple[Costs, str | None]:
+    return choose_costs(config.planner.costs, Path(config.paths.costs), machine)
+
+
 def _situation(machine: Machine) -> dict[str, int]:
     return {
         "num_ranks": machine.world_size,
@@ -410,7 +414,7 @@ def _apply_policy(
     kind: HotColdConfig, config: Config, dataset: Dataset, machine: Machine, profile: Profile
 ) -> Placement:
     if isinstance(kind, ScarsPlacement):
-        machine = replace(machine, costs=choose_costs(config, machine)[0])
+        machine = replace(machine, costs=_choose_costs(config, machine)[0])
     partition = choose_partition(
         kind,
         profile,

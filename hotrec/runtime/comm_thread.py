@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 T = TypeVar("T")
+Task = tuple[Callable[[], Any], "CommunicationFuture[Any]", torch.cuda.Event | None]
+
+# Threads that were started, with their tasks.
+_STARTED: WeakKeyDictionary[threading.Thread, SimpleQueue[Task | None]] = WeakKeyDictionary()
+# At exit; longer than any task whose peers are alive needs when nothing more is submitted.
+_LEAVE_S = 1.0
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End all threads while Python still can: one that runs into its end aborts the process."""
+    for tasks in _STARTED.values():
+        tasks.put(None)
+    for thread in list(_STARTED):
+        thread.join(_LEAVE_S)
 
 
 def record_use(*values: torch.Tensor) -> None:
@@ -59,9 +76,7 @@ class CommunicationThread:
     def __init__(self, device: torch.device, name: str) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._tasks: SimpleQueue[
-            tuple[Callable[[], Any], CommunicationFuture[Any], torch.cuda.Event | None] | None
-        ] = SimpleQueue()
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.error: BaseException | None = None
 
@@ -75,6 +90,7 @@ class CommunicationThread:
             raise self.error
         if self._thread.ident is None:
             self._thread.start()
+            _STARTED[self._thread] = self._tasks
         future: CommunicationFuture[T] = CommunicationFuture()
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._tasks.put((task, future, ready))

@@ -5,6 +5,7 @@ Nothing else asks whether the process group exists: each function here has a one
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import time
@@ -173,6 +174,35 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
                 _abort_process_group()
             else:
                 dist.destroy_process_group()
+
+
+def joined_ranks(device: torch.device | str | None = None) -> Ranks:
+    """Where this process stands in the process group, which it joins if there is none yet.
+
+    A group that it joins is left when the process ends. Collective.
+
+    Args:
+        device: Device of this rank; None for the one of the group's backend, or cuda where there is
+            one.
+    """
+    if not dist.is_initialized():
+        kind = "auto" if device is None else torch.device(device).type
+        stack = ExitStack()
+        ranks = stack.enter_context(process_group(device=kind))
+        atexit.register(stack.close)
+        return ranks
+    if device is None:
+        assert dist.group.WORLD is not None
+        has_nccl = "nccl" in dist.get_backend_config(dist.group.WORLD)
+        device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else "cpu"
+    found = torch.device(device)
+    if found.type == "cpu":
+        keep_freed_memory()
+    make_forks_safe()
+    hosts = all_gather_object(socket.gethostname())
+    of_host = [at for at, host in enumerate(hosts) if host == hosts[rank()]]
+    local = _environment_int("LOCAL_WORLD_SIZE", len(of_host))
+    return Ranks(rank(), world_size(), of_host.index(rank()) % local, local, found)
 
 
 def _connect(group: dist.ProcessGroup) -> None:

@@ -407,7 +407,7 @@ class DenseSync:
     ) -> None:
         named = dense_parameters(model)
         _check_optimizer(named, optimizer)
-        _check_modules(model)
+        check_modules(model)
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._names = {parameter: name for name, parameter in named.items()}
@@ -582,7 +582,8 @@ def _check_optimizer(named: Mapping[str, nn.Parameter], optimizer: torch.optim.O
         )
 
 
-def _check_modules(model: nn.Module) -> None:
+def check_modules(model: nn.Module) -> None:
+    """Raise ValueError if ``DenseSync`` cannot train a dense layer of a model, sharded or not."""
     for path, module in _dense_modules(model):
         for name, expected in (
             ("track_running_stats", "no running statistics, which differ between ranks"),

@@ -21,7 +21,9 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hotrec.data.batch import Batch
+from hotrec.embedding.optimizers import ModelOptimizer
 from hotrec.embedding.prefetch.row_ahead import Part, RowsAhead
+from hotrec.routing.batches import features_of_each
 from hotrec.runtime.ranks import new_group
 from hotrec.runtime.stages import backward_point, mark, mark_backward, named_range
 from hotrec.train.dense_sync import DenseSync, dense_parameters
@@ -29,6 +31,10 @@ from hotrec.types import WireType
 
 # The model's detached outputs: loss (), logits (B,), labels (B,).
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class EndOfDataError(RuntimeError):
+    """There is no batch left; an escaping StopIteration would silently end a caller's loop."""
 
 
 class Pipeline(ABC):
@@ -57,14 +63,16 @@ class Pipeline(ABC):
         """
 
     @abstractmethod
-    def progress(self, batches: Iterator[Batch]) -> Output:
+    def progress(self, batches: Iterator[Any]) -> Any:
         """Compute the next batch and, in training mode, update the model.
 
         Returns:
-            Loss (), logits (B,) and labels (B,), detached.
+            What the model returns beside the loss; of ``ClickTask``, loss (), logits (B,) and
+            labels (B,), detached.
 
         Raises:
-            RuntimeError: if ``batches`` has ended, or the model does not fit the pipeline.
+            EndOfDataError: if ``batches`` has ended.
+            RuntimeError: if the model does not fit the pipeline.
         """
 
     @abstractmethod
@@ -85,9 +93,8 @@ class Pipeline(ABC):
                 "Progress until the iterator's last batch is computed."
             )
 
-    def _no_batch(self) -> RuntimeError:
-        # An escaping StopIteration would silently end a loop of the caller.
-        return RuntimeError(
+    def _no_batch(self) -> EndOfDataError:
+        return EndOfDataError(
             f"pipeline {self.kind}: expected another batch, got the end of the data. "
             "Ask for as many steps as the loader has."
         )
@@ -172,6 +179,7 @@ class TorchRecPipeline(Pipeline):
             )
         super().__init__(kind, model, device)
         self._is_checked = kind == "base"
+        self._source: Iterator[Any] | None = None
         clipped = list(dense_parameters(model).values())
         marked: Any = MarkedOptimizer(optimizer, clipped, grad_clip_norm)
         self._pipeline: Any = TORCHREC_PIPELINES[kind](model, marked, device)
@@ -184,9 +192,13 @@ class TorchRecPipeline(Pipeline):
         else:
             self._check_drained(self._pipeline.batches)
 
-    def progress(self, batches: Iterator[Batch]) -> Output:
+    def progress(self, batches: Iterator[Any]) -> Any:
+        if batches is not self._source:
+            self._source = batches
+            if isinstance(self._pipeline, TrainPipelineBase) and self._pipeline._data_iter_stopped:
+                self._pipeline.reset()
         try:
-            output: Output = self._pipeline.progress(batches)
+            output = self._pipeline.progress(batches)
         except StopIteration:
             raise self._no_batch() from None
         if not self._is_checked:
@@ -257,23 +269,29 @@ class LookAheadPipeline(Pipeline):
         self._hot = parts.get("hot")
         self._micro_batches = look_ahead.micro_batches
         self._rows = look_ahead.make_rows()
+        self._feature_names = self._rows.feature_names
         self._dense = DenseSync(
             model, parts["dense"], new_group(), look_ahead.wire_type, grad_clip_norm
         )
-        self._held: deque[Batch] = deque()
+        self._held: deque[Any] = deque()
+        self._source: Iterator[Any] | None = None
         self._has_ended = False
         self._was_training: bool | None = None
+        if isinstance(optimizer, ModelOptimizer):
+            optimizer.before_reading = self.drain
 
     def start(self) -> None:
         self._check_drained(self._held)
         self.drain()
         self._has_ended = False
 
-    def progress(self, batches: Iterator[Batch]) -> Output:
+    def progress(self, batches: Iterator[Any]) -> Any:
         is_training = self.model.training
         if is_training is not self._was_training:
             self._check_drained(self._held, " between training and evaluation")
         self._was_training = is_training
+        if batches is not self._source:  # held batches of the one before come first
+            self._source, self._has_ended = batches, False
         self._fill(batches, is_training)
         if not self._held:
             raise self._no_batch()
@@ -287,17 +305,19 @@ class LookAheadPipeline(Pipeline):
             self.drain()
         return output
 
-    def _fill(self, batches: Iterator[Batch], is_training: bool) -> None:
+    def _fill(self, batches: Iterator[Any], is_training: bool) -> None:
         while len(self._held) <= self._rows.depth and not self._has_ended:
             batch = next(batches, None)
             if batch is None:
                 self._has_ended = True
                 return
             batch = batch.to(self.device, non_blocking=True)
-            self._rows.prefetch(batch.sparse, will_update=is_training, is_all_hot=batch.is_all_hot)
+            features = features_of_each(batch, self._feature_names)
+            is_all_hot = isinstance(batch, Batch) and batch.is_all_hot
+            self._rows.prefetch(features, will_update=is_training, is_all_hot=is_all_hot)
             self._held.append(batch)
 
-    def _train(self, batch: Batch) -> Output:
+    def _train(self, batch: Any) -> Any:
         parts = self._rows.parts(split=self._micro_batches)
         outputs = [self._compute(batch, part) for part in parts]
         self._rows.end_backward()
@@ -310,17 +330,17 @@ class LookAheadPipeline(Pipeline):
         mark("optimizer")
         return _joined(outputs, [part.samples for part in parts])
 
-    def _compute(self, batch: Batch, part: Part) -> Output:
+    def _compute(self, batch: Any, part: Part) -> Any:
         self._rows.wait_for_rows(part)
         with named_range("forward"):
             loss, output = self.model(_select(batch, part))
         mark("dense")
         if self.model.training:
             with named_range("backward"), self._dense.backward(is_last=part.is_last):
-                loss.backward()
+                # As in TorchRec's pipelines, a loss may be a vector.
+                torch.sum(loss, dim=0).backward()
             mark("dense")
-        detached: Output = output
-        return detached
+        return output
 
     def drain(self) -> None:
         self._rows.drain()
@@ -342,13 +362,14 @@ def _parts_of(optimizer: torch.optim.Optimizer) -> dict[str, KeyedOptimizer]:
     return parts
 
 
-def _select(batch: Batch, part: Part) -> Batch:
+def _select(batch: Any, part: Part) -> Any:
     if part.samples is None:
-        return replace(batch, sparse=part.features)
+        return batch
+    [features] = part.features
     return replace(
         batch,
         dense=batch.dense.index_select(0, part.samples),
-        sparse=part.features,
+        sparse=features,
         labels=batch.labels.index_select(0, part.samples),
         weights=batch.weights.index_select(0, part.samples),
     )

@@ -1,7 +1,8 @@
-"""The example a TorchRec team starts from, run as they would run it."""
+"""The examples a TorchRec team starts from, run as they would run them."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import subprocess
@@ -10,22 +11,23 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "dlrm_library_use.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
 ]  # fmt: skip
+MOST_LINES, MOST_ADDED = 60, 6
 
 
-@pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN], ids=["python", "torchrun"])
-def test_example_trains(launcher: list[str]) -> None:
+def run(launcher: list[str], name: str, *given: str, **variables: str) -> list[str]:
+    """The lines that an example prints; the first rank alone does."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     }
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parents[1])}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent), **variables}
     done = subprocess.run(
-        [*launcher, str(EXAMPLE)],
+        [*launcher, str(EXAMPLES / name), *given],
         capture_output=True,
         text=True,
         timeout=120,
@@ -33,15 +35,41 @@ def test_example_trains(launcher: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2, done.stdout  # the first rank alone prints
-    losses = re.fullmatch(r"loss (\d\.\d+) -> (\d\.\d+)", lines[0])
-    hot = re.fullmatch(r"hot fraction of lookups (0\.\d+)", lines[1])
+    return done.stdout.splitlines()
+
+
+def losses_of(lines: list[str]) -> list[float]:
+    return [float(line.split()[1]) for line in lines]
+
+
+def test_a_torchrec_program_changes_a_few_lines() -> None:
+    plain, ours = (
+        (EXAMPLES / name).read_text().splitlines() for name in ("dlrm_torchrec.py", "dlrm.py")
+    )
+    assert max(len(plain), len(ours)) <= MOST_LINES
+    changes = [line for line in difflib.ndiff(plain[1:], ours[1:]) if line.startswith("+ ")]
+    assert len([line for line in changes if line[2:].strip()]) <= MOST_ADDED, changes
+
+
+def test_the_program_trains_and_off_is_torchrec() -> None:
+    plain, off = run(TORCHRUN, "dlrm_torchrec.py"), run(TORCHRUN, "dlrm.py", HOT="off")
+    assert off == plain  # every digit of every loss
+    losses = losses_of(run(TORCHRUN, "dlrm.py"))
+    assert len(losses) == len(plain)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN], ids=["python", "torchrun"])
+def test_a_model_of_several_collections(launcher: list[str]) -> None:
+    choice, trained = run(launcher, "several_collections.py")
+    assert re.match(r"(hot_cold|torchrec) .*, \d+ hot rows: ", choice)
+    losses = re.match(r"loss (\d\.\d+) -> (\d\.\d+) in 40 steps", trained)
     assert losses is not None
-    assert hot is not None
     assert float(losses[2]) < 0.5 * float(losses[1])
-    assert 0.5 < float(hot[1]) < 0.9  # neither none nor all
 
 
-def test_example_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) < 60
+def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    straight = run(TORCHRUN, "resume.py", str(tmp_path / "straight"), "12")
+    first = run(TORCHRUN, "resume.py", str(tmp_path / "stopped"), "6")
+    second = run(TORCHRUN, "resume.py", str(tmp_path / "stopped"), "12")
+    assert first + second == straight

@@ -25,6 +25,7 @@ ORDER = (
     "train",
     "planning",
     "build",
+    "program",
     "report",
     "runs",
     "bench",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -61,6 +62,21 @@ def test_public_names_have_docstrings() -> None:
         and not inspect.getdoc(thing)
     ]
     assert bare == []
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    text = (REPOSITORY / "hotrec" / "__init__.py").read_text()
+    [block] = [node for node in ast.parse(text).body if isinstance(node, ast.If)]
+    imported = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(imported) == public_names()
+    hotrec = importlib.import_module("hotrec")
+    for name, module in imported.items():
+        assert getattr(hotrec, name) is getattr(importlib.import_module(module or ""), name)
 
 
 def test_the_api_page_has_every_public_name() -> None:

@@ -118,7 +118,7 @@ class PrefetchedBatch:
     """One batch of this rank; groups are the embedding dimensions of all collections."""
 
     number: int  # the same on all ranks
-    features: Any  # that the model is called with
+    features: list[Any]  # that each collection is called with
     routed: list[RoutedFeatures]  # by collection
     groups: list[RoutedGroup]
     will_update: bool

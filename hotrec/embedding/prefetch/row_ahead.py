@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Part:
     """The samples of a batch that are computed together."""
 
     samples: torch.Tensor | None  # int64 (B',), ascending; None for all
-    features: Any  # that the model is called with
+    features: list[Any]  # that each collection is called with
     routed: list[RoutedFeatures]  # by collection
     is_last: bool  # the last part of the batch needs the rows that arrive last
 
@@ -48,8 +49,11 @@ class RowsAhead:
     call ``prefetch`` with new batches, ``start_step``, ``wait_for_rows`` before the forward pass of
     each part, ``end_backward`` and ``wait_for_hot_gradients``.
 
+    Between steps the model may be called with any features in evaluation mode, by all ranks, and
+    its state may be read: both wait for what is in flight.
+
     Args:
-        model: The sharded model, whose collections all read the same features.
+        model: The sharded model.
         device: The model's device.
         depth: The number of batches whose rows are fetched ahead of the step; 0 for none.
         wire_type: The type in which rows and gradients are sent.
@@ -99,14 +103,27 @@ class RowsAhead:
         self._leaves: list[torch.Tensor] = []
         self._num_arrived = 0
         self._hot_future: CommunicationFuture[list[SparseGradient]] | None = None
+        self._hooks = []
         for collection in self._collections:
             collection.forward = self._make_forward(collection)
+            before_reading = partial(_drain_before, self)
+            self._hooks.append(collection.register_state_dict_pre_hook(before_reading))
 
-    def prefetch(self, features: Any, *, will_update: bool, is_all_hot: bool = False) -> None:
+    @property
+    def feature_names(self) -> list[set[str]]:
+        """The names of the features that each collection reads."""
+        return [
+            {name for table in collection.embedding_bag_configs() for name in table.feature_names}
+            for collection in self._collections
+        ]
+
+    def prefetch(
+        self, features: Sequence[Any], *, will_update: bool, is_all_hot: bool = False
+    ) -> None:
         """Request a batch's rows; they are sent when the next step starts.
 
         Args:
-            features: Ids, or what the router made of them.
+            features: By collection, ids, or what the router made of them.
             will_update: Whether the batch is trained on; the same for all batches held.
             is_all_hot: Whether no rank's batch reads a cold row in this step; equal on all ranks.
 
@@ -115,9 +132,10 @@ class RowsAhead:
         """
         mark("other")
         with named_range("route"):
-            routed = [collection.route(features) for collection in self._collections]
-        if len(self._collections) == 1:
-            features = routed[0]
+            routed = [
+                collection.route(ids)
+                for collection, ids in zip(self._collections, features, strict=True)
+            ]
         groups = [group for part in routed for group in part.groups]
         pairs = list(zip(self._groups, groups, strict=True))
         num_hot = [group.num_hot(of_batch.rows) for group, of_batch in pairs]
@@ -133,7 +151,7 @@ class RowsAhead:
                 f"got {num_cold} cold rows. Pack the batches with the partition that is used."
             )
         batch = PrefetchedBatch(
-            number, features, routed, groups, will_update, is_all_hot, num_hot, rows
+            number, list(features), routed, groups, will_update, is_all_hot, num_hot, rows
         )
         mark("route")
         self._num_prefetched += 1
@@ -190,7 +208,7 @@ class RowsAhead:
         parts = []
         for samples, is_last in zip(chosen, (False, True), strict=True):
             some = select_samples(routed, samples, batch.num_hot)
-            parts.append(Part(samples, some, [some], is_last))
+            parts.append(Part(samples, [some], [some], is_last))
         mark("route")
         return parts
 
@@ -234,12 +252,16 @@ class RowsAhead:
 
         def forward(features: Any) -> KeyedTensor:
             part = self._part
-            if part is None or features is not part.features:
-                raise RuntimeError(
-                    f"pipeline look_ahead collection {at}: expected the features of the batch, "
-                    "got others. Call the collection with the batch's features as they are, or "
-                    "use pipeline=base."
-                )
+            if part is None or features is not part.features[at]:
+                if collection.training and torch.is_grad_enabled():
+                    raise RuntimeError(
+                        f"pipeline look_ahead collection {at}: expected the features of the "
+                        "batch, got others. Call the collection with the batch's features as they "
+                        "are, or use pipeline=base."
+                    )
+                self.drain()
+                evaluated: KeyedTensor = type(collection).forward(collection, features)
+                return evaluated
             routed = part.routed[at]
             mark("dense")
             pooled = []
@@ -340,10 +362,16 @@ class RowsAhead:
 
     def close(self) -> None:
         """Restore the collections' forward and stop the thread."""
+        for hook in self._hooks:
+            hook.remove()
         for collection in self._collections:
             collection.__dict__.pop("forward", None)
         self._thread.close()
         leave(COMMUNICATION)
+
+
+def _drain_before(rows: RowsAhead, *_: Any) -> None:
+    rows.drain()
 
 
 def _find_groups(

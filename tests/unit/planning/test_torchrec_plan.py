@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.constants import kernel_bw_lookup
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import (
@@ -22,7 +20,7 @@ from torchrec.distributed.planner.shard_estimators import (
     EmbeddingStorageEstimator,
 )
 from torchrec.distributed.planner.types import CollectiveType
-from torchrec.distributed.types import CacheAlgorithm, ShardingPlanner
+from torchrec.distributed.types import CacheAlgorithm
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -41,7 +39,6 @@ from hotrec.planning.constraints import (
 )
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import (
-    HotColdPlanner,
     TrainedStorageEstimator,
     host_tier_bytes,
     make_plan,
@@ -62,7 +59,6 @@ from hotrec.types import (
     Tier,
     TorchrecPlan,
 )
-from tests.helpers.ranks import run_ranks
 
 META = torch.device("meta")
 SGD = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
@@ -451,45 +447,3 @@ def test_costs_of_another_machine_are_refused() -> None:
     free = costs("cpu", pooled_device=Line(fixed_s=1e-6))
     with pytest.raises(CostsError, match="expected above 0 seconds for a row"):
         machine(costs=free).topology()
-
-
-# --- the planner
-
-
-def test_planner_stands_in_for_torchrecs(one_rank: Ranks) -> None:
-    planner = HotColdPlanner(ON_CPU, machine=machine())
-    assert isinstance(planner, ShardingPlanner)
-    plan = planner.plan(Model(ON_CPU), SHARDERS)
-    torchrecs = EmbeddingShardingPlanner(
-        topology=machine().topology(), batch_size=64, constraints=planner.constraints
-    )
-    assert plan_document(plan) == plan_document(torchrecs.plan(Model(ON_CPU), SHARDERS))
-    assert plan_document(planner.collective_plan(Model(ON_CPU), SHARDERS)) == plan_document(plan)
-    assert "big_hot" in HotColdPlanner(PARTITION, machine=machine()).constraints
-    with pytest.raises(ValueError, match="expected a list with a HotColdSharder, got None"):
-        planner.collective_plan(Model(ON_CPU))
-
-
-def plan_on_ranks() -> list[Any]:
-    results: list[Any] = []
-    broken: Any = [object()] if dist.get_rank() == 0 else SHARDERS
-    for on, sharders in (
-        (machine(), SHARDERS),
-        (machine(host_bytes=10_000), SHARDERS),
-        (machine(), broken),
-    ):
-        try:
-            plan = HotColdPlanner(ON_CPU, machine=on).collective_plan(Model(ON_CPU), sharders)
-            results.append(plan_document(plan))
-        except Exception as error:
-            results.append((isinstance(error, ValueError), str(error)))
-    return results
-
-
-def test_every_rank_ends_with_the_same_plan_or_the_same_error() -> None:
-    first, second = run_ranks(plan_on_ranks, 2, timeout_s=60)
-    assert first == second
-    assert first[0]["e"]["owned"]["sharding_type"] == "table_wise"
-    assert first[1][0]
-    assert "expected the tables to fit" in first[1][1]
-    assert first[2][1]

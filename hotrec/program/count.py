@@ -1,0 +1,173 @@
+"""Counts the ids in a loader's batches: the profile from which hot rows are chosen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hotrec.cost_model.blocks import Block, IntArray
+from hotrec.cost_model.profile import Profile, count_rows, read_profile
+from hotrec.program.tables import embedding_bags, tables_of
+from hotrec.routing.batches import features_of_each
+from hotrec.routing.checks import select_features
+from hotrec.runtime.ranks import broadcast_object, same_verdict, world_size
+from hotrec.types import Feature, Schema, Table
+
+# Ids of a feature: one per sample, or the ids of all bags and the length of each.
+Ids = IntArray | tuple[IntArray, IntArray]
+
+
+def profile(
+    source: Iterable[Any] | Mapping[str, Ids] | str | Path,
+    model: nn.Module | None = None,
+    *,
+    num_batches: int | None = None,
+) -> Profile:
+    """Count how often each row of each embedding table is read.
+
+    ::
+
+        hot = hotrec.profile(loader, model, num_batches=500)
+
+    With a process group, every rank counts its own loader, and all ranks get the sums: a
+    collective then.
+
+    Args:
+        source: Batches with ``KeyedJaggedTensor`` in them, such as a loader, whose first batches
+            are read; or arrays by feature, int32 or int64 (S,) with an id per sample, or
+            (ids (K,), lengths (S,)) with a bag per sample; or the directory of a profile that
+            ``Profile.save`` or `hotrec profile` wrote.
+        model: The model, not sharded yet, whose ``EmbeddingBagCollection`` name the tables and
+            their features; only a saved profile needs none.
+        num_batches: Batches to count on this rank; None for all.
+
+    Returns:
+        The profile, in 8 bytes per row; ``save`` writes it.
+
+    Raises:
+        ValueError: If there is no batch, a feature is missing, or an id is outside its table.
+        ArtifactError: If there is no profile in the directory.
+    """
+    if isinstance(source, str | Path):
+        return read_profile(Path(source))[0]
+    if model is None:
+        raise ValueError(
+            "profile model: expected the model whose tables are counted, got None. Pass it."
+        )
+    bags = embedding_bags(model)
+    schema = _schema(bags)
+    sizes: list[int] = []
+
+    def blocks() -> Iterator[Block]:
+        if isinstance(source, Mapping):
+            yield _block_of_arrays(source, schema)
+            return
+        names = [
+            {name for table in bag.embedding_bag_configs() for name in table.feature_names}
+            for bag in bags
+        ]
+        for batch in itertools.islice(source, num_batches):
+            features = features_of_each(batch, names)
+            block = _block_of(dict(zip(bags, features, strict=True)))
+            sizes.append(block.num_samples)
+            yield block
+
+    def count() -> Profile:
+        counted = count_rows(blocks(), schema)
+        if counted.num_samples == 0:
+            raise ValueError(
+                "profile: expected a batch or more to count, got none. Pass a loader that has "
+                "batches left."
+            )
+        return replace(counted, batch_size=max(sizes, default=None))
+
+    return _summed(same_verdict(count))
+
+
+def _schema(bags: list[Any]) -> Schema:
+    """The tables, each with its columns: several tables may read one feature."""
+    tables = tables_of(bags)
+    return Schema(
+        dense=(),
+        features=tuple(
+            Feature(_column(name, table.name), table.name, is_multi_hot=True)
+            for table in tables
+            for name in table.feature_names
+        ),
+        tables=tuple(Table(table.name, table.num_embeddings) for table in tables),
+    )
+
+
+def _column(feature: str, table: str) -> str:
+    return f"{feature}@{table}"
+
+
+def _block_of(features_of: Mapping[Any, Any]) -> Block:
+    rows, lengths, stride = {}, {}, 0
+    for bag, features in features_of.items():
+        ids, stride = features.to(torch.device("cpu")), features.stride()
+        for table in bag.embedding_bag_configs():
+            for name in table.feature_names:
+                [of_name] = select_features(ids, [name]).to_dict().values()
+                column = _column(name, table.name)
+                rows[column] = of_name.values().numpy()
+                lengths[column] = of_name.lengths().numpy()
+    return Block(stride, rows, lengths)
+
+
+def _block_of_arrays(arrays: Mapping[str, Ids], schema: Schema) -> Block:
+    rows: dict[str, Any] = {}
+    lengths: dict[str, Any] = {}
+    sizes = set()
+    for column in schema.features:
+        name = column.name.removesuffix(f"@{column.table}")
+        if name not in arrays:
+            raise ValueError(
+                f"profile arrays: expected the feature {name!r}, got {sorted(arrays)[:8]}. Pass "
+                "an array for each feature of the model's tables."
+            )
+        given = arrays[name]
+        ids, of_bags = given if isinstance(given, tuple) else (given, None)
+        rows[column.name] = np.asarray(ids)
+        if of_bags is not None:
+            lengths[column.name] = np.asarray(of_bags)
+        sizes.add(len(ids if of_bags is None else of_bags))
+    if len(sizes) != 1:
+        raise ValueError(
+            f"profile arrays: expected as many samples in each, got {sorted(sizes)}. Give a "
+            "feature with several ids per sample as (ids, lengths)."
+        )
+    return Block(sizes.pop(), rows, lengths)
+
+
+def _summed(counted: Profile) -> Profile:
+    """The counts of all ranks, and the first rank's locality; collective."""
+    if world_size() == 1:
+        return counted
+    device = torch.device("cpu")
+    assert dist.group.WORLD is not None
+    if "gloo" not in dist.get_backend_config(dist.group.WORLD):
+        device = torch.device("cuda", torch.cuda.current_device())
+    for counts in counted.counts.values():
+        total = torch.from_numpy(counts).to(device)
+        dist.all_reduce(total)
+        counts[:] = total.cpu().numpy()
+    numbers = torch.tensor([counted.num_samples, counted.num_total_samples], device=device)
+    dist.all_reduce(numbers)
+    num_samples, num_total_samples = numbers.tolist()
+    locality, batch_size = broadcast_object((counted.locality, counted.batch_size))
+    return replace(
+        counted,
+        num_samples=num_samples,
+        num_total_samples=num_total_samples,
+        locality=locality,
+        batch_size=batch_size,
+    )

@@ -1,0 +1,94 @@
+"""The training pipeline of a program of its own, in the place of TorchRec's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.program.choice import OFF, Choice
+from hotrec.program.parallel import choice_of
+from hotrec.train.pipelines import EndOfDataError, LookAhead, make_pipeline
+
+
+class Pipeline:
+    """Trains what ``parallelize`` returned, as ``TrainPipelineSparseDist`` would.
+
+    ::
+
+        pipeline = hotrec.Pipeline(model, optimizer, device)
+        batches = iter(loader)
+        while True:
+            try:
+                loss, logits, labels = pipeline.progress(batches)
+            except StopIteration:
+                break
+
+    Batches are of any type with ``to(device, non_blocking=...)`` and ``record_stream``
+    (``torchrec.streamable.Pipelineable``) and hold ``KeyedJaggedTensor`` in their attributes.
+    Every rank has as many batches as the others. With hot="off" this is TorchRec's pipeline.
+
+    With look-ahead, gradients may still travel when ``progress`` returns. Reading the state of the
+    model or the optimizer waits for them; ``drain`` does so at other times.
+
+    Args:
+        model: The sharded model.
+        optimizer: Its optimizer.
+        device: The model's device; None for the one it was sharded on.
+        grad_clip_norm: Largest joint norm of the dense layers' mean gradients; None for no
+            clipping. Rows are not clipped: their owners update them in backward.
+
+    Raises:
+        ValueError: If the model or the optimizer is not one of ``parallelize``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | None = None,
+        *,
+        grad_clip_norm: float | None = None,
+    ) -> None:
+        self.choice: Choice = choice_of(model)
+        target = torch.device(device if device is not None else model.device)  # type: ignore[arg-type]
+        self._pipeline: Any
+        if self.choice.name == OFF and grad_clip_norm is None:
+            self._pipeline = TrainPipelineSparseDist(model, optimizer, target)
+            return
+        kind = self.choice.pipeline.value
+        ahead = LookAhead(lambda: RowsAhead(model, target))
+        self._pipeline = make_pipeline(kind, model, optimizer, target, ahead, grad_clip_norm)
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        """Compute the next batch and, in training mode, update the model.
+
+        Some batches are read ahead. With another iterator than before, those of the one before come
+        first.
+
+        Returns:
+            What the model returns beside the loss.
+
+        Raises:
+            StopIteration: If all batches are computed.
+            RuntimeError: If the model changes the features before a collection reads them.
+        """
+        try:
+            return self._pipeline.progress(batches)
+        except EndOfDataError:
+            raise StopIteration from None
+
+    def drain(self) -> None:
+        """Wait until all updates are applied on this rank; batches that were read stay."""
+        if not isinstance(self._pipeline, TrainPipelineSparseDist):
+            self._pipeline.drain()
+
+    def close(self) -> None:
+        """Apply all updates and stop the pipeline's threads."""
+        self.drain()
+        if not isinstance(self._pipeline, TrainPipelineSparseDist):
+            self._pipeline.close()
