@@ -316,7 +316,7 @@ class LookAheadPipeline(Pipeline):
             loss, output = self.model(_select(batch, part))
         mark("dense")
         if self.model.training:
-            with named_range("backward"), self._dense.backward(is_last=part.is_last):
+            with named_range("backward"), self._dense.backward():
                 loss.backward()
             mark("dense")
         detached: Output = output
