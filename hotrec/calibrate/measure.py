@@ -13,15 +13,22 @@ import torch
 from tqdm import tqdm
 
 from hotrec.calibrate.collectives import Network, measure_overlap, start_network
-from hotrec.calibrate.kernels import Point, Probe, fit_line, slowest_median, time_work
 from hotrec.calibrate.loader import measure_loader
 from hotrec.calibrate.noise import LoadMeter, doubts_of, median_drift, noise_text
 from hotrec.calibrate.probes import all_probes
-from hotrec.calibrate.rounds import Budget, Series, run_rounds
 from hotrec.calibrate.steps import correct_by_steps, measure_steps
+from hotrec.calibrate.timing import (
+    Budget,
+    Point,
+    Probe,
+    Series,
+    fit_line,
+    run_rounds,
+    slowest_median,
+    time_work,
+)
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
-from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
-from hotrec.cost_model.interval import interval_text
+from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World, interval_text
 from hotrec.runtime.memory import read_fingerprint, read_memory
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 

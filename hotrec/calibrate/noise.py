@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotrec.calibrate.rounds import MAX_ERROR, Repeats
+from hotrec.calibrate.timing import MAX_ERROR, Repeats
 from hotrec.runtime.ranks import Ranks, all_gather_object
 
 STAT = Path("/proc/stat")

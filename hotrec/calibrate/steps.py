@@ -17,16 +17,14 @@ from torchrec.distributed.types import ShardingPlan
 from hotrec.bench.cases import Case, Runner, build_runner, case_scenario, step_seconds
 from hotrec.bench.measure import run_block
 from hotrec.bench.samples import ZipfTables
-from hotrec.calibrate.kernels import Point, fit_line, slowest_rank
 from hotrec.calibrate.probes import row_spec
-from hotrec.calibrate.rounds import Budget, Repeats
+from hotrec.calibrate.timing import Budget, Point, Repeats, fit_line, slowest_rank
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchConfig, BenchRootConfig, LaunchConfig, PlannerConfig
-from hotrec.cost_model.costs import Costs, Line, fit_bounded
+from hotrec.cost_model.costs import Costs, Line, fit_bounded, ratio_interval
 from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
-from hotrec.cost_model.interval import ratio_interval
 from hotrec.data.batch import Batch
 from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.planning.predict import Predicted, predict_placement, predict_plan

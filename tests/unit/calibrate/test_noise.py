@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hotrec.calibrate import noise
-from hotrec.calibrate.kernels import slowest_median
 from hotrec.calibrate.noise import HostLoad, LoadMeter, doubts_of, noise_text
-from hotrec.calibrate.rounds import Repeats
+from hotrec.calibrate.timing import Repeats, slowest_median
 from hotrec.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 1, 0, 1, torch.device("cpu"))

@@ -18,11 +18,11 @@ from hotrec.cost_model.demand import TableDemand, build_demand
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.quantities import TableSharding
-from hotrec.planning.choice import Decision
 from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import (
     HOT_SHARES,
+    Decision,
     fastest_placement,
     hottest_share,
     predict_sensitivity,
