@@ -40,7 +40,7 @@ def test_gain_changes_sign_where_it_says():
         costs = dataclasses.replace(make_costs(rng, "cuda", hosts=1), overlap=0.0, overhead_s=0.0)
         at = break_even(costs, WORLD, WORKLOAD, 8)
         answers.append(at)
-        lookups = np.geomspace(1e-9, 100, 200)
+        lookups = np.geomspace(1e-9, 100, 50)
         gains = np.array([gain(costs, 8, m) for m in lookups])
         scale = np.abs(gains).max() * 1e-7
         if at is None:
