@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from scipy.optimize import brentq
+
 from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.forms import (
     BYTES_OF,
@@ -32,8 +34,6 @@ from hotrec.types import STAGES, PipelineKind
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 
 
-# Halvings of the logarithm of m: to rounding.
-NUM_HALVINGS = 200
 LEAST_LOOKUPS = 1e-12
 
 
@@ -335,10 +335,7 @@ def break_even(
     low, high = math.log(LEAST_LOOKUPS), math.log(50.0 * world.num_ranks)
     if gain(math.exp(high)) <= 0:
         return None
-    for _ in range(NUM_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if gain(math.exp(middle)) > 0 else (middle, high)
-    return math.exp(high)
+    return float(math.exp(brentq(lambda log: gain(math.exp(log)), low, high)))
 
 
 def marginal_s(
