@@ -124,18 +124,6 @@ class MeasuredCase:
         return Anchor(self.family, self.coverage, stage_s, measured, self.step_s, row_bytes)
 
 
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """Whole steps of all cases, and the batch sizes that they were measured at."""
-
-    cases: Sequence[MeasuredCase]
-    batch_sizes: Sequence[int]
-
-    @property
-    def repeats(self) -> list[Repeats]:
-        return [case.repeats for case in self.cases]
-
-
 def coverages(workload: CalibrationWorkload) -> tuple[float | None, ...]:
     """Coverages of the cases to run; None is TorchRec's plan. Adam has no cold rows on CPU."""
     has_cold = row_spec(workload) == workload.specs[0]
@@ -391,8 +379,10 @@ def measure_steps(
     *,
     max_repeats: int = NUM_STEPS,
     after_turn: Callable[[], object] = lambda: None,
-) -> MeasuredSteps:
+) -> tuple[list[MeasuredCase], list[int]]:
     """Measure steps of every case, in rounds until each is known or time is up; collective.
+
+    Returns the cases, and the batch sizes that they were measured at.
 
     Args:
         workload: Tables, model and ranks.
@@ -424,7 +414,7 @@ def measure_steps(
             _run(target, family, coverage, sizes, num_steps, measured[at])
             took_s[at] = budget.spent_s() - start_s
             after_turn()
-    return MeasuredSteps([case for of_run in measured for case in of_run], sizes)
+    return [case for of_run in measured for case in of_run], sizes
 
 
 def _fit_in(
