@@ -18,6 +18,7 @@ from hotrec.cost_model.forms import (
     BYTES_OF,
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
+    SPARSE_DIST,
     TIERS,
     Form,
     PipelineSpec,
@@ -32,8 +33,6 @@ from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel
 from hotrec.types import STAGES, PipelineKind
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
-
-
 LEAST_LOOKUPS = 1e-12
 
 
@@ -114,35 +113,9 @@ def make_model(
     """
     if pipeline.is_look_ahead:
         return LookAheadModel(costs, world, workload, pipeline, is_hot_dense)
-    return make_torchrec_model(
+    return make_step_model(
         costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense, at=at
     )
-
-
-def make_torchrec_model(
-    costs: Costs,
-    world: World,
-    workload: Workload,
-    *,
-    pipeline: PipelineSpec,
-    is_hot_dense: bool = False,
-    at: Mapping[str, float] | None = None,
-) -> StepModel:
-    """Makes the model of TorchRec's pipeline: base, prefetch, or sparse_dist for any other.
-
-    ``base`` is ``sparse_dist`` without overlap of the ids. ``prefetch`` is ``sparse_dist`` whose
-    device caches fetch the next batch's rows under the dense layers; FBGEMM's backward waits for
-    them. Arguments and errors are those of ``make_step_model``.
-    """
-    model = make_step_model(
-        costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=pipeline.narrow_frac
-    )
-    stages = dict(model.stages)
-    if pipeline.kind is PipelineKind.base:
-        stages["ids_exchange"] = replace(stages["ids_exchange"], cover=Form())
-    elif pipeline.kind is PipelineKind.prefetch:
-        stages["row_lookup"] = _prefetched(stages["row_lookup"], stages["dense"].compute)
-    return StepModel(stages, costs.overlap)
 
 
 def _prefetched(lookup: StageForm, dense: Form) -> StageForm:
@@ -161,17 +134,19 @@ def make_step_model(
     world: World,
     workload: Workload,
     *,
+    pipeline: PipelineSpec = SPARSE_DIST,
     is_hot_dense: bool = False,
     at: Mapping[str, float] | None = None,
-    narrow_frac: float = 1.0,
 ) -> StepModel:
-    """Makes the linear model of a step.
+    """Makes the linear model of a step of TorchRec's pipeline.
 
     Args:
+        pipeline: ``base`` is sparse_dist without overlap of the ids. ``prefetch`` is sparse_dist
+            whose device caches fetch the next batch's rows under the dense layers; FBGEMM's
+            backward waits for them. Any other counts as sparse_dist.
         is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
         at: Quantities of a step at whose message sizes measured collectives are linearised. None
             takes the line that fits all sizes best.
-        narrow_frac: Bytes of a value on the wire, as a fraction of those of a float32.
 
     Raises:
         CostsError: If the costs lack the link between hosts.
@@ -179,7 +154,7 @@ def make_step_model(
     stages = {name: StageForm() for name in STAGES}
     add_compute(stages, costs, workload)
     if world.num_ranks > 1:
-        _add_messages(stages, costs, world, workload, is_hot_dense, at, narrow_frac)
+        _add_messages(stages, costs, world, workload, is_hot_dense, at, pipeline.narrow_frac)
     for name, form in stages.items():
         factor = costs.correction(name)
         form.compute.scale(factor)
@@ -195,6 +170,10 @@ def make_step_model(
         # The share that cannot be hidden counts as computation.
         stages[name].compute.add_form(stages[name].wire, 1 - costs.overlap)
         stages[name].wire.scale(costs.overlap)
+    if pipeline.kind is PipelineKind.base:
+        stages["ids_exchange"] = replace(stages["ids_exchange"], cover=Form())
+    elif pipeline.kind is PipelineKind.prefetch:
+        stages["row_lookup"] = _prefetched(stages["row_lookup"], stages["dense"].compute)
     return StepModel(stages, costs.overlap)
 
 

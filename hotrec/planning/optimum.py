@@ -75,7 +75,7 @@ def fastest_placement(placement: CostPlacement, scenario: Scenario) -> Predicted
             limits,
             at=at,
             hot_range={name: (number, number) for name, number in num_fixed.items()},
-            narrow_frac=scenario.pipeline.narrow_frac,
+            wire=scenario.pipeline.wire,
         )
         found.append(
             predict_placement(

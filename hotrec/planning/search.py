@@ -20,7 +20,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.demand import Floats, TableDemand
-from hotrec.cost_model.forms import BYTES_PER_FLOAT, BYTES_PER_ID, StepPrediction, Workload
+from hotrec.cost_model.forms import (
+    BYTES_PER_FLOAT,
+    BYTES_PER_ID,
+    PipelineSpec,
+    StepPrediction,
+    Workload,
+)
 from hotrec.cost_model.memory import (
     ROUTER_BYTES,
     cached_row_bytes,
@@ -93,7 +99,7 @@ def search_placement(
     *,
     hot_range: Mapping[str, tuple[int, int]] | None = None,
     at: Mapping[str, float] | None = None,
-    narrow_frac: float = 1.0,
+    wire: str = "fp32",
 ) -> Choice:
     """Searches for the fastest placement of these tables in TorchRec's pipeline.
 
@@ -102,7 +108,7 @@ def search_placement(
             may have any number.
         at: The quantities of a step near the best one. Measured collectives become lines at its
             message sizes (``make_step_model``).
-        narrow_frac: Bytes of a value on the wire, as a fraction of those of a float32.
+        wire: Type of rows and gradients on the wire, as in ``PipelineSpec``.
 
     Raises:
         InfeasibleError: If nothing fits. The message gives a budget that does.
@@ -113,7 +119,12 @@ def search_placement(
     # One rank exchanges nothing, so both exchanges of hot rows are equal there.
     for is_hot_dense in (False, True)[: min(world.num_ranks, 2)]:
         model = make_step_model(
-            costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=narrow_frac
+            costs,
+            world,
+            workload,
+            pipeline=PipelineSpec(wire=wire),
+            is_hot_dense=is_hot_dense,
+            at=at,
         )
         problem = _Problem(demands, ranges, costs, world, workload, limits, model)
         plans = _search(problem, [entry[-1] for entry in found])
