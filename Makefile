@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 # Fast tests first: a typo shows within seconds, before ranks are started.
 FAST_TESTS := $(wildcard tests/policy tests/unit tests/config)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/data tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
-# What make test runs, e.g. make test TESTS=tests/unit/planner.
+# What make test runs, e.g. make test TESTS=tests/unit/planning.
 TESTS ?= $(FAST_TESTS) $(OTHER_TESTS)
 # What a difference between torchrec's releases breaks first: parity, look-ahead, training, checkpoints
 # and use as a library.

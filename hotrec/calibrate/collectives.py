@@ -10,8 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hotrec.calibrate.kernels import slowest_rank, time_on_all_ranks
-from hotrec.calibrate.rounds import REPEATS_A_ROUND, Series
+from hotrec.calibrate.timing import REPEATS_A_ROUND, Series, slowest_rank, time_on_all_ranks
 from hotrec.cost_model.costs import COLLECTIVES, CollectiveCurve, CostsError, Link, World
 from hotrec.runtime.ranks import Ranks, new_group
 

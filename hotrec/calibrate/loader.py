@@ -10,7 +10,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-from hotrec.calibrate.kernels import Point, fit_line, median_and_spread
+from hotrec.calibrate.timing import Point, fit_line, median_and_spread
 from hotrec.calibrate.workload import CalibrationWorkload
 from hotrec.cost_model.costs import Line
 from hotrec.data.chunks import Dataset

@@ -13,15 +13,22 @@ import torch
 from tqdm import tqdm
 
 from hotrec.calibrate.collectives import Network, measure_overlap, start_network
-from hotrec.calibrate.kernels import Point, Probe, fit_line, slowest_median, time_work
 from hotrec.calibrate.loader import measure_loader
 from hotrec.calibrate.noise import LoadMeter, doubts_of, median_drift, noise_text
 from hotrec.calibrate.probes import all_probes
-from hotrec.calibrate.rounds import Budget, Series, run_rounds
 from hotrec.calibrate.steps import correct_by_steps, measure_steps
+from hotrec.calibrate.timing import (
+    Budget,
+    Point,
+    Probe,
+    Series,
+    fit_line,
+    run_rounds,
+    slowest_median,
+    time_work,
+)
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
-from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
-from hotrec.cost_model.interval import interval_text
+from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World, interval_text
 from hotrec.runtime.memory import read_fingerprint, read_memory
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 
@@ -97,10 +104,6 @@ def measure_costs(
         network = start_network(ranks, max_bytes=max_bytes, most_s=NETWORK_FRAC * budget_s)
         overlaps = [measure_overlap(ranks, max_bytes=max_bytes)]
 
-        def after_round() -> None:
-            load.sample()
-            overlaps.append(measure_overlap(ranks, max_bytes=max_bytes))
-
         probes = all_probes(workload)
         series = {probe.name: series_of(probe, ranks.device) for probe in probes}
         every = [*network.series, *(one for of in series.values() for one in of)]
@@ -110,7 +113,7 @@ def measure_costs(
             until_s=KERNELS_FRAC * budget_s,
             max_repeats=repeats,
             after_turn=partial(shown, "messages and kernels"),
-            after_round=after_round,
+            after_round=lambda: overlaps.append(measure_overlap(ranks, max_bytes=max_bytes)),
         )
         points = {name: [one.point for one in of] for name, of in series.items()}
         lines = {
@@ -153,17 +156,17 @@ def measure_costs(
                 "points": {name: [list(astuple(p)) for p in of] for name, of in points.items()},
             },
         )
-        steps = measure_steps(
+        cases, batch_sizes = measure_steps(
             workload,
             costs,
             budget,
             max_repeats=repeats,
             after_turn=partial(shown, "whole steps"),
         )
-        load.sample()
-        costs, anchors = correct_by_steps(costs, steps.cases)
+        costs, anchors = correct_by_steps(costs, cases)
         hosts = load.hosts(ranks)
-        doubts = [*doubts_of(hosts, [*every, *steps.repeats]), *costs.doubts]
+        of_steps = [case.repeats for case in cases]
+        doubts = [*doubts_of(hosts, [*every, *of_steps]), *costs.doubts]
     # All ranks fitted the same measurements; the broadcast makes the costs equal to the bit.
     more = {
         "elapsed_s": budget.spent_s(),
@@ -172,10 +175,10 @@ def measure_costs(
             "text": noise_text(hosts, every),
             "median_error": float(np.median([one.error for one in every])),
             "median_drift": median_drift(every),
-            "median_drift_of_steps": median_drift(steps.repeats),
+            "median_drift_of_steps": median_drift(of_steps),
             "hosts": [asdict(host) for host in hosts],
         },
-        "cut": cut_text(network, max_bytes, steps.batch_sizes, target.batch_size),
+        "cut": cut_text(network, max_bytes, batch_sizes, target.batch_size),
     }
     costs = replace(costs, facts={**costs.facts, **more}, doubts=tuple(doubts))
     return Costs.from_json(broadcast_object(costs.to_json()))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotrec.calibrate.rounds import MAX_ERROR, Repeats
+from hotrec.calibrate.timing import MAX_ERROR, Repeats
 from hotrec.runtime.ranks import Ranks, all_gather_object
 
 STAT = Path("/proc/stat")
@@ -31,14 +31,12 @@ class CpuTimes:
         own_s: Processor time of this process.
         busy_s: Time in which each core ran any process, by core, without interrupts.
         stolen_s: Time in which the hypervisor ran another machine, by core.
-        num_runnable: Processes and threads that run or wait for a core.
     """
 
     wall_s: float
     own_s: float
     busy_s: Mapping[int, float]
     stolen_s: Mapping[int, float]
-    num_runnable: int
 
 
 def read_cpu_times(stat: Path = STAT) -> CpuTimes | None:
@@ -46,17 +44,15 @@ def read_cpu_times(stat: Path = STAT) -> CpuTimes | None:
     if not stat.exists():
         return None
     tick_s, cores = 1 / os.sysconf("SC_CLK_TCK"), os.sched_getaffinity(0)
-    busy_s, stolen_s, num_runnable = {}, {}, 0
+    busy_s, stolen_s = {}, {}
     for line in stat.read_text().splitlines():
         name, *values = line.split()
-        if name == "procs_running":
-            num_runnable = int(values[0])
         if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
             user, nice, system, _, _, _, _, stolen = (int(value) for value in values[:8])
             busy_s[int(name[3:])] = (user + nice + system) * tick_s
             stolen_s[int(name[3:])] = stolen * tick_s
     own_s = time.process_time()
-    return CpuTimes(time.perf_counter(), own_s, busy_s, stolen_s, num_runnable)
+    return CpuTimes(time.perf_counter(), own_s, busy_s, stolen_s)
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,6 @@ class HostLoad:
     num_wanted: float  # cores that the ranks of this host can use
     others: float
     stolen: float
-    runnable: float  # threads that ran or waited, those of this job included
 
     @property
     def is_disturbed(self) -> bool:
@@ -82,16 +77,10 @@ class LoadMeter:
     def __init__(self, stat: Path = STAT) -> None:
         self._stat = stat
         self._first = read_cpu_times(stat)
-        self._runnable: list[int] = []
-
-    def sample(self) -> None:
-        """Note the number of runnable processes."""
-        now = read_cpu_times(self._stat)
-        self._runnable += [now.num_runnable] if now else []
 
     def hosts(self, ranks: Ranks) -> list[HostLoad]:
         """The load of each host so far; empty where one does not say; collective."""
-        own = (self._first, read_cpu_times(self._stat), self._runnable)
+        own = (self._first, read_cpu_times(self._stat))
         readings = all_gather_object((own, torch.get_num_threads()))
         local = ranks.local_world_size
         hosts = [readings[at : at + local] for at in range(0, len(readings), local)]
@@ -100,7 +89,7 @@ class LoadMeter:
 
 def _load_of(readings: Sequence[tuple[Any, int]]) -> HostLoad | None:
     """The load of a host from what its ranks read."""
-    pairs = [(first, last) for (first, last, _), _ in readings if first and last]
+    pairs = [(first, last) for (first, last), _ in readings if first and last]
     if len(pairs) < len(readings):
         return None
     busy: dict[int, float] = {}
@@ -111,13 +100,11 @@ def _load_of(readings: Sequence[tuple[Any, int]]) -> HostLoad | None:
         busy |= {core: (s - first.busy_s[core]) / wall_s for core, s in last.busy_s.items()}
         stolen |= {core: (s - first.stolen_s[core]) / wall_s for core, s in last.stolen_s.items()}
     own = sum((last.own_s - first.own_s) / (last.wall_s - first.wall_s) for first, last in pairs)
-    samples = [number for (_, _, numbers), _ in readings for number in numbers]
     return HostLoad(
         num_cores=len(busy),
         num_wanted=float(sum(num_threads for _, num_threads in readings)),
         others=max(0.0, sum(busy.values()) - own),
         stolen=sum(stolen.values()),
-        runnable=float(np.mean(samples)) if samples else 0.0,
     )
 
 

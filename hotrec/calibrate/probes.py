@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from hotrec.calibrate.kernels import Probe, Work
+from hotrec.calibrate.timing import Probe, Work
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.data.batch import Batch
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu

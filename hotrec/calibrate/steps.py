@@ -17,16 +17,14 @@ from torchrec.distributed.types import ShardingPlan
 from hotrec.bench.cases import Case, Runner, build_runner, case_scenario, step_seconds
 from hotrec.bench.measure import run_block
 from hotrec.bench.samples import ZipfTables
-from hotrec.calibrate.kernels import Point, fit_line, slowest_rank
 from hotrec.calibrate.probes import row_spec
-from hotrec.calibrate.rounds import Budget, Repeats
+from hotrec.calibrate.timing import Budget, Point, Repeats, fit_line, slowest_rank
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchConfig, BenchRootConfig, LaunchConfig, PlannerConfig
-from hotrec.cost_model.costs import Costs, Line, fit_bounded
+from hotrec.cost_model.costs import Costs, Line, fit_bounded, ratio_interval
 from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
-from hotrec.cost_model.interval import ratio_interval
 from hotrec.data.batch import Batch
 from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.planning.predict import Predicted, predict_placement, predict_plan
@@ -124,18 +122,6 @@ class MeasuredCase:
         measured = {s: float(np.median([of[s] for of in self.stage_s])) for s in STAGES}
         stage_s = dict(predicted.step.stage_s)
         return Anchor(self.family, self.coverage, stage_s, measured, self.step_s, row_bytes)
-
-
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """Whole steps of all cases, and the batch sizes that they were measured at."""
-
-    cases: Sequence[MeasuredCase]
-    batch_sizes: Sequence[int]
-
-    @property
-    def repeats(self) -> list[Repeats]:
-        return [case.repeats for case in self.cases]
 
 
 def coverages(workload: CalibrationWorkload) -> tuple[float | None, ...]:
@@ -393,8 +379,10 @@ def measure_steps(
     *,
     max_repeats: int = NUM_STEPS,
     after_turn: Callable[[], object] = lambda: None,
-) -> MeasuredSteps:
+) -> tuple[list[MeasuredCase], list[int]]:
     """Measure steps of every case, in rounds until each is known or time is up; collective.
+
+    Returns the cases, and the batch sizes that they were measured at.
 
     Args:
         workload: Tables, model and ranks.
@@ -426,7 +414,7 @@ def measure_steps(
             _run(target, family, coverage, sizes, num_steps, measured[at])
             took_s[at] = budget.spent_s() - start_s
             after_turn()
-    return MeasuredSteps([case for of_run in measured for case in of_run], sizes)
+    return [case for of_run in measured for case in of_run], sizes
 
 
 def _fit_in(

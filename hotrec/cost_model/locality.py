@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 
 from hotrec.cost_model.blocks import Block, IntArray
 from hotrec.cost_model.demand import prob_drawn
@@ -222,7 +223,7 @@ def _draw_ratio(histogram: CountHistogram, locality: TableLocality, index: int) 
     independent = _expected_distinct(histogram, num_lookups)
     if target == 0 or abs(independent - target) <= max(2 * error, NEGLIGIBLE_FRAC * target):
         return 1.0
-    return _solve_draws(histogram, target, num_lookups) / num_lookups
+    return _solve_draws(histogram, target) / num_lookups
 
 
 def _expected_distinct(histogram: CountHistogram, num_draws: float) -> float:
@@ -230,28 +231,14 @@ def _expected_distinct(histogram: CountHistogram, num_draws: float) -> float:
     return float(histogram.num_rows @ prob_drawn(counts, histogram.num_lookups, num_draws))
 
 
-def _solve_draws(histogram: CountHistogram, num_distinct: float, start: float) -> float:
-    """The draws that read ``num_distinct`` rows in the mean; all lookups if even they read fewer.
-
-    By the secant through the ends of a bracket, the far end's weight halved each time it stays
-    ("Illinois": Dowell and Jarratt, BIT 11, 1971): a few evaluations, each over all counts.
-    """
-    low, high = 0.0, float(histogram.num_lookups)
-    below, above = -num_distinct, histogram.num_distinct - num_distinct
-    if above <= 0:
-        return high
-    draws, side = min(start, high), 0
-    for _ in range(60):
-        excess = _expected_distinct(histogram, draws) - num_distinct
-        if abs(excess) <= 1e-6 * num_distinct:
-            break
-        if excess < 0:
-            low, below = draws, excess
-            above, side = (above / 2, -1) if side == -1 else (above, -1)
-        else:
-            high, above = draws, excess
-            below, side = (below / 2, 1) if side == 1 else (below, 1)
-        draws = (low * above - high * below) / (above - below)
+def _solve_draws(histogram: CountHistogram, num_distinct: float) -> float:
+    """The draws that read ``num_distinct`` rows in the mean, at most all lookups."""
+    most = float(histogram.num_lookups)
+    if histogram.num_distinct <= num_distinct:
+        return most
+    draws: float = brentq(
+        lambda draws: _expected_distinct(histogram, draws) - num_distinct, 0.0, most, rtol=1e-7
+    )
     return draws
 
 

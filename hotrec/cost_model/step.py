@@ -7,13 +7,18 @@ Bytes on the wire are counted as ``hotrec.runtime.traffic`` counts them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from scipy.optimize import brentq
+
 from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.forms import (
+    BYTES_OF,
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
+    SPARSE_DIST,
     TIERS,
     Form,
     PipelineSpec,
@@ -28,6 +33,7 @@ from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel
 from hotrec.types import STAGES, PipelineKind
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
+LEAST_LOOKUPS = 1e-12
 
 
 def with_loader(
@@ -107,35 +113,9 @@ def make_model(
     """
     if pipeline.is_look_ahead:
         return LookAheadModel(costs, world, workload, pipeline, is_hot_dense)
-    return make_torchrec_model(
+    return make_step_model(
         costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense, at=at
     )
-
-
-def make_torchrec_model(
-    costs: Costs,
-    world: World,
-    workload: Workload,
-    *,
-    pipeline: PipelineSpec,
-    is_hot_dense: bool = False,
-    at: Mapping[str, float] | None = None,
-) -> StepModel:
-    """Makes the model of TorchRec's pipeline: base, prefetch, or sparse_dist for any other.
-
-    ``base`` is ``sparse_dist`` without overlap of the ids. ``prefetch`` is ``sparse_dist`` whose
-    device caches fetch the next batch's rows under the dense layers; FBGEMM's backward waits for
-    them. Arguments and errors are those of ``make_step_model``.
-    """
-    model = make_step_model(
-        costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=pipeline.narrow_frac
-    )
-    stages = dict(model.stages)
-    if pipeline.kind is PipelineKind.base:
-        stages["ids_exchange"] = replace(stages["ids_exchange"], cover=Form())
-    elif pipeline.kind is PipelineKind.prefetch:
-        stages["row_lookup"] = _prefetched(stages["row_lookup"], stages["dense"].compute)
-    return StepModel(stages, costs.overlap)
 
 
 def _prefetched(lookup: StageForm, dense: Form) -> StageForm:
@@ -154,17 +134,19 @@ def make_step_model(
     world: World,
     workload: Workload,
     *,
+    pipeline: PipelineSpec = SPARSE_DIST,
     is_hot_dense: bool = False,
     at: Mapping[str, float] | None = None,
-    narrow_frac: float = 1.0,
 ) -> StepModel:
-    """Makes the linear model of a step.
+    """Makes the linear model of a step of TorchRec's pipeline.
 
     Args:
+        pipeline: ``base`` is sparse_dist without overlap of the ids. ``prefetch`` is sparse_dist
+            whose device caches fetch the next batch's rows under the dense layers; FBGEMM's
+            backward waits for them. Any other counts as sparse_dist.
         is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
         at: Quantities of a step at whose message sizes measured collectives are linearised. None
             takes the line that fits all sizes best.
-        narrow_frac: Bytes of a value on the wire, as a fraction of those of a float32.
 
     Raises:
         CostsError: If the costs lack the link between hosts.
@@ -172,7 +154,7 @@ def make_step_model(
     stages = {name: StageForm() for name in STAGES}
     add_compute(stages, costs, workload)
     if world.num_ranks > 1:
-        _add_messages(stages, costs, world, workload, is_hot_dense, at, narrow_frac)
+        _add_messages(stages, costs, world, workload, is_hot_dense, at, pipeline.narrow_frac)
     for name, form in stages.items():
         factor = costs.correction(name)
         form.compute.scale(factor)
@@ -188,6 +170,10 @@ def make_step_model(
         # The share that cannot be hidden counts as computation.
         stages[name].compute.add_form(stages[name].wire, 1 - costs.overlap)
         stages[name].wire.scale(costs.overlap)
+    if pipeline.kind is PipelineKind.base:
+        stages["ids_exchange"] = replace(stages["ids_exchange"], cover=Form())
+    elif pipeline.kind is PipelineKind.prefetch:
+        stages["row_lookup"] = _prefetched(stages["row_lookup"], stages["dense"].compute)
     return StepModel(stages, costs.overlap)
 
 
@@ -279,3 +265,74 @@ def _add_covers(stages: Mapping[str, StageForm], workload: Workload) -> None:
     stages["hot_exchange"].cover.add_form(stages["row_update"].compute)
     cover = stages["other"].cover.add_form(stages["row_update"].compute)
     cover.add_form(stages["grads_exchange"].wire)
+
+
+def break_even(
+    costs: Costs,
+    world: World,
+    workload: Workload,
+    dim: int,
+    quantities: Mapping[str, float] | None = None,
+) -> float | None:
+    """Expected lookups of a row per step, over all ranks, above which a replica is faster.
+
+    Of m lookups over W ranks, Poisson, a rank makes one with q = 1 - e^(-m/W), any with
+    Q = 1 - e^(-m). With the marginal seconds of a distinct cold row of a rank c, a hot one h, a hot
+    row of any rank u and a replica r, read or not, a replica is faster where
+
+        (c - h) q - u Q - r > 0
+
+    Q / q falls as m grows, so this falls at first, if at all, and then rises to c - h - u - r.
+    Memory and message groups are not considered: the rule is for one row among many.
+
+    Args:
+        dim: Embedding dim D of the row.
+        quantities: What a rank does in the step that the row joins; its stages' messages count only
+            where they are not hidden. None: as if nothing were hidden.
+
+    Returns:
+        Lookups per step; 0.0 if a replica is faster however rare the row; None if it never is.
+
+    Raises:
+        CostsError: If the costs lack the link between hosts.
+    """
+    model = make_step_model(costs, world, workload)
+    cold, hot, union, replica = (
+        marginal_s(model, {items: 1.0, BYTES_OF[items]: BYTES_PER_FLOAT * dim}, quantities)
+        for items in ("rows_device", "hot_rows", "union_rows", "replica_rows")
+    )
+
+    def gain(lookups: float) -> float:
+        by_rank, by_any = -math.expm1(-lookups / world.num_ranks), -math.expm1(-lookups)
+        return (cold - hot) * by_rank - union * by_any - replica
+
+    if cold - hot - union - replica <= 0:
+        return None
+    if gain(LEAST_LOOKUPS) > 0:
+        return 0.0
+    # At this number of lookups a rank is certain to read the row, and gain is at its limit.
+    low, high = math.log(LEAST_LOOKUPS), math.log(50.0 * world.num_ranks)
+    if gain(math.exp(high)) <= 0:
+        return None
+    return float(math.exp(brentq(lambda log: gain(math.exp(log)), low, high)))
+
+
+def marginal_s(
+    model: StepModel, added: Mapping[str, float], quantities: Mapping[str, float] | None
+) -> float:
+    """Marginal seconds of added quantities in a step of ``quantities``.
+
+    Computation counts in all stages; what travels, less what hides it, where it is not hidden. None
+    assumes that no communication is hidden.
+    """
+    total = 0.0
+    for form in model.stages.values():
+        total += sum(form.compute.terms.get(q, 0.0) * n for q, n in added.items())
+        hides = 0.0
+        if quantities is not None:
+            hides = model.overlap
+            if form.wire.value(quantities) <= hides * form.cover.value(quantities):
+                continue
+        total += sum(form.wire.terms.get(q, 0.0) * n for q, n in added.items())
+        total -= hides * sum(form.cover.terms.get(q, 0.0) * n for q, n in added.items())
+    return total

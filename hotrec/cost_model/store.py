@@ -10,8 +10,7 @@ from typing import Any
 
 from hotrec.artifact import Artifact, Verify, commit_artifact, read_artifact, scratch_directory
 from hotrec.cost_model.builtin import BUILTIN, NEAREST_BUILTIN
-from hotrec.cost_model.costs import Costs, CostsError, World
-from hotrec.cost_model.interval import UNKNOWN_INTERVAL
+from hotrec.cost_model.costs import UNKNOWN_INTERVAL, Costs, CostsError, World
 
 KIND, COSTS_JSON = "costs", "costs.json"
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.cost_model.break_even import break_even
 from hotrec.cost_model.caches import lfu_hit_frac
 from hotrec.cost_model.demand import (
     TableDemand,
@@ -18,7 +17,8 @@ from hotrec.cost_model.demand import (
     expected_urgent,
 )
 from hotrec.cost_model.quantities import TableSharding, cached_rows, served_by_shard
-from hotrec.planning.choice import Decision, fastest_of
+from hotrec.cost_model.step import break_even
+from hotrec.planning.optimum import Decision, fastest_of
 from hotrec.planning.predict import (
     ALL_COLD,
     Predicted,

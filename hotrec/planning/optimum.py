@@ -1,9 +1,13 @@
-"""Chooses by predicted step between hot/cold placements and TorchRec's own plans."""
+"""Chooses by predicted step between hot/cold placements and TorchRec's own plans.
+
+A choice says what it can claim, and which candidates a trial should measure.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,14 +15,15 @@ import numpy as np
 
 from hotrec.config.groups import CostPlacement
 from hotrec.config.roots import Config
+from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.demand import TableDemand, take_rows
 from hotrec.cost_model.quantities import hot_cold_quantities
-from hotrec.planning.choice import Decision, explain, fastest_of
 from hotrec.planning.machine import Machine
 from hotrec.planning.policies import num_overridden
 from hotrec.planning.predict import (
     ALL_COLD,
     Predicted,
+    is_own,
     own_name,
     predict_baselines,
     predict_placement,
@@ -31,6 +36,10 @@ MIB = 1 << 20
 NUM_LINEARISATIONS = 3
 # Shares of the hot rows that are tried as smaller hot sets where the step is not linear.
 HOT_SHARES = (0.0, *(2.0**-k for k in range(10, 0, -1)), 0.75, 1.0)
+
+
+# Of more candidates each would get too few steps of a trial.
+MOST_TRIED = 6
 
 
 def fastest_placement(placement: CostPlacement, scenario: Scenario) -> Predicted:
@@ -66,7 +75,7 @@ def fastest_placement(placement: CostPlacement, scenario: Scenario) -> Predicted
             limits,
             at=at,
             hot_range={name: (number, number) for name, number in num_fixed.items()},
-            narrow_frac=scenario.pipeline.narrow_frac,
+            wire=scenario.pipeline.wire,
         )
         found.append(
             predict_placement(
@@ -257,3 +266,66 @@ def _vary(what: str, placement: CostPlacement, describe: Callable[[], Scenario])
         "hot_rows": sum(predicted.num_hot.values()),
         "sent_bytes": predicted.step.total_sent_bytes,
     }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The choice between predictions, which are by name."""
+
+    chosen: str  # ``own_name``, or "torchrec <plan>"
+    why: str  # for the user
+    predicted: Mapping[str, Predicted]
+
+
+def fastest_of(predicted: Mapping[str, Predicted]) -> str:
+    """The name of the fastest prediction."""
+    return min(predicted, key=lambda name: predicted[name].step.step_s)
+
+
+def in_doubt(decision: Decision, costs: Costs, *, may_decline: bool = True) -> list[str]:
+    """The candidates that may be fastest, as far as predictions can tell, the likeliest first.
+
+    Their intervals reach below the upper end of the chosen one's. Without ``may_decline``
+    TorchRec's own plans are not among them.
+    """
+    predicted = decision.predicted
+    _, most_s = costs.interval_s(predicted[decision.chosen].step.step_s)
+    names = [
+        name
+        for name, plan in predicted.items()
+        if name != ALL_COLD
+        and (may_decline or is_own(name))
+        and costs.interval_s(plan.step.step_s)[0] < most_s
+    ]
+
+    def order(name: str) -> tuple[bool, float]:
+        # base is predicted as sparse_dist is, but for what that overlaps.
+        is_base = predicted[name].pipeline.kind is PipelineKind.base
+        return is_base, predicted[name].step.step_s
+
+    return sorted(names, key=order)[:MOST_TRIED]
+
+
+def explain(chosen: str, predicted: Mapping[str, Predicted], costs: Costs) -> str:
+    """Says what was chosen against the best of the other kind; claims no gain within the noise."""
+    others = {n: p for n, p in predicted.items() if is_own(n) is not is_own(chosen)}
+    others.pop(ALL_COLD, None)
+    step_s = predicted[chosen].step.step_s
+    ours = f"{chosen} is predicted to take {show_interval(step_s, costs)} a step"
+    if not others:
+        return f"{ours}."
+    other = fastest_of(others)
+    other_s = others[other].step.step_s
+    theirs = f"{other}, {show_interval(other_s, costs)}"
+    if costs.interval_s(step_s)[1] < costs.interval_s(other_s)[0]:
+        return f"{ours}, {1 - step_s / other_s:.0%} less than {theirs}."
+    if step_s > other_s:
+        return f"{ours}, more than {theirs}; placement.may_decline=false keeps hot and cold rows."
+    reason = "" if is_own(chosen) else " Splitting rows is not predicted to pay here."
+    return f"{ours}, within the uncertainty of {theirs}.{reason}"
+
+
+def show_interval(step_s: float, costs: Costs) -> str:
+    """Such as ``12.9 ms (12.1 to 14.0)``."""
+    low_s, high_s = costs.interval_s(step_s)
+    return f"{1e3 * step_s:.3g} ms ({1e3 * low_s:.3g} to {1e3 * high_s:.3g})"

@@ -25,7 +25,7 @@ from hotrec.cost_model.quantities import (
     predict_torchrec,
     torchrec_quantities,
 )
-from hotrec.cost_model.step import make_model, make_torchrec_model
+from hotrec.cost_model.step import make_model, make_step_model
 from hotrec.planning.constraints import TIER_OF_KERNEL, offload_stats
 from hotrec.planning.scenario import Scenario, choose_pipeline
 from hotrec.planning.torchrec_plan import plan_document
@@ -213,7 +213,7 @@ def predict_shardings(scenario: Scenario, shardings: Mapping[str, TableSharding]
     )
     names = {name for quantities in per_rank for name in quantities}
     mean = {name: sum(q.get(name, 0.0) for q in per_rank) / len(per_rank) for name in names}
-    model = make_torchrec_model(
+    model = make_step_model(
         scenario.costs, scenario.world, scenario.workload, pipeline=pipeline, at=mean
     )
     return Predicted(

@@ -1,26 +1,32 @@
 """Searches for the placement with the least predicted step time that fits in memory.
 
-Simple placements (one frequency threshold for all tables) start the search, column generation
-proposes plans of tables, a mixed-integer program selects one for each, and a descent changes one
-at a time. This is a heuristic: no bound on the distance from the optimum is computed.
+Simple placements (one frequency threshold for all tables) start the search. A descent changes one
+table at a time, and a mixed-integer program shares out memory between all of them. This is a
+heuristic: no bound on the distance from the optimum is computed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.demand import Floats, TableDemand
-from hotrec.cost_model.forms import BYTES_PER_FLOAT, BYTES_PER_ID, StepPrediction, Workload
+from hotrec.cost_model.forms import (
+    BYTES_PER_FLOAT,
+    BYTES_PER_ID,
+    PipelineSpec,
+    StepPrediction,
+    Workload,
+)
 from hotrec.cost_model.memory import (
     ROUTER_BYTES,
     cached_row_bytes,
@@ -36,21 +42,22 @@ Integers = npt.NDArray[np.int64]
 
 # Letters of array shapes: T tables, J cuts between groups of equally frequent rows, M modes, K
 # resources (seconds of computation, then of exposed communication by stage, then bytes by
-# MEMORIES), P plans, F flags, D dimensions.
+# MEMORIES), P plans, F flags, D dimensions, Q prices.
 MODES = tuple((exchange, tier) for exchange in Exchange for tier in Tier)
+FIRST_POOLED = MODES.index((Exchange.POOLED, Tier.DEVICE))
 # Pooled first, which needs no router; cached last.
 SMALLEST_MODES = (3, 0, 4, 1, 5, 2)
 MEMORIES = ("device_bytes", "host_bytes", "replica_bytes")
 # Fixed costs of messages, which the tables of one dimension share.
 FLAGS = ("cold_groups", "hot_groups", "pooled_groups")
 NUM_THRESHOLDS = 10
-MAX_ROUNDS = 20
 MAX_SWEEPS = 5
+# Programs solved one after another, and the prices of a memory in each: from PRICES[0] to PRICES[1]
+# steps for all of it.
+NUM_PROGRAMS, NUM_PRICES, PRICES = 3, 8, (1e-2, 1e2)
 MAX_NODES = 200
-# A step counts as this much in the programs, which keeps the solver's tolerances (1e-7) harmless.
+# A step counts as this much in the program, which keeps the solver's tolerances (1e-7) harmless.
 SCALE = 1e4
-# Cost in steps of exceeding a memory by its whole size, in the linear program.
-OVERFLOW_COST = 1e3
 REL_GAP = 1e-4
 
 
@@ -92,7 +99,7 @@ def search_placement(
     *,
     hot_range: Mapping[str, tuple[int, int]] | None = None,
     at: Mapping[str, float] | None = None,
-    narrow_frac: float = 1.0,
+    wire: str = "fp32",
 ) -> Choice:
     """Searches for the fastest placement of these tables in TorchRec's pipeline.
 
@@ -101,7 +108,7 @@ def search_placement(
             may have any number.
         at: The quantities of a step near the best one. Measured collectives become lines at its
             message sizes (``make_step_model``).
-        narrow_frac: Bytes of a value on the wire, as a fraction of those of a float32.
+        wire: Type of rows and gradients on the wire, as in ``PipelineSpec``.
 
     Raises:
         InfeasibleError: If nothing fits. The message gives a budget that does.
@@ -112,7 +119,12 @@ def search_placement(
     # One rank exchanges nothing, so both exchanges of hot rows are equal there.
     for is_hot_dense in (False, True)[: min(world.num_ranks, 2)]:
         model = make_step_model(
-            costs, world, workload, is_hot_dense=is_hot_dense, at=at, narrow_frac=narrow_frac
+            costs,
+            world,
+            workload,
+            pipeline=PipelineSpec(wire=wire),
+            is_hot_dense=is_hot_dense,
+            at=at,
         )
         problem = _Problem(demands, ranges, costs, world, workload, limits, model)
         plans = _search(problem, [entry[-1] for entry in found])
@@ -124,8 +136,7 @@ def search_placement(
     return Choice(num_hot, tables, is_hot_dense, model.predict(quantities), quantities)
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """The plan of one table; the most frequent rows are replicated."""
 
     table: int
@@ -288,7 +299,7 @@ class _Problem:
 
     @cached_property
     def unit_s(self) -> float:
-        """The seconds of some placement, to scale the programs by."""
+        """The seconds of some placement, to scale the program by."""
         plans = [
             _Plan(t, int(modes.argmax()), int(self.low_T[t]), int(self.low_T[t]))
             for t, modes in enumerate(self.can_TM)
@@ -300,24 +311,28 @@ class _Problem:
         cuts, at = self.cuts_TJ4[table], np.asarray(num_rows, np.float64)
         return np.stack([np.interp(at, cuts[:, 0], c) for c in cuts.T], axis=-1)
 
-    def take(self, plan: _Plan) -> Floats:
-        """Returns float64 (K,), what a plan takes without FLAGS."""
-        at = plan.table, plan.mode
-        hot, held = self.sums(plan.table, [plan.num_hot, plan.num_held])
-        return np.asarray(self.base_TMK[at] + hot @ self.hot_TM4K[at] + held @ self.held_TM4K[at])
+    def take(
+        self, table: int, mode: Integers | int, num_hot: Integers | int, num_held: Integers | int
+    ) -> Floats:
+        """Returns float64 (..., K), what plans of a table take without FLAGS."""
+        taken = self.base_TMK[table][mode]
+        for num_rows, unit in ((num_hot, self.hot_TM4K), (num_held, self.held_TM4K)):
+            rows = self.sums(table, num_rows)[..., None, :]
+            taken = taken + (rows @ unit[table][mode])[..., 0, :]
+        return np.asarray(taken)
 
-    def flags(self, plan: _Plan) -> tuple[bool, bool, bool]:
-        """Returns which of FLAGS a plan raises."""
-        if MODES[plan.mode][0] is Exchange.POOLED:
-            return False, False, True
-        return plan.num_hot < self.demands[plan.table].num_rows, plan.num_hot > 0, False
+    def flags(self, table: int, mode: Integers | int, num_hot: Integers | int) -> Mask:
+        """Returns bool (..., F), which of FLAGS plans of a table raise."""
+        is_pooled, hot = np.asarray(mode) >= FIRST_POOLED, np.asarray(num_hot)
+        is_partly_cold = ~is_pooled & (hot < self.demands[table].num_rows)
+        return np.stack([is_partly_cold, hot > 0, is_pooled], axis=-1)
 
     def total(self, plans: Sequence[_Plan]) -> Floats:
         """Returns float64 (K,), what one plan for each table takes together."""
         used = np.zeros((self.num_dims, len(FLAGS)), bool)
         for plan in plans:
-            used[self.dim_T[plan.table]] |= self.flags(plan)
-        taken = self.constant_K + np.sum([self.take(plan) for plan in plans], axis=0)
+            used[self.dim_T[plan.table]] |= self.flags(*plan[:3])
+        taken = self.constant_K + np.sum([self.take(*plan) for plan in plans], axis=0)
         return np.asarray(taken + used.sum(axis=0) @ self.flags_FK)
 
     def step_s(self, taken: Floats) -> Floats:
@@ -335,51 +350,6 @@ class _Problem:
             return math.inf
         taken = self.total(plans)
         return float(self.step_s(taken)) if self.fits(taken) else math.inf
-
-    def cheapest(self, prices_K: Floats) -> Iterator[tuple[float, _Plan]]:
-        """Yields the cheapest plan of each table for each combination of FLAGS, with its price.
-
-        The combinations are: no hot row, all rows hot, some rows hot, pooled.
-        """
-        num_tables, every = len(self.demands), np.arange(len(self.demands))
-        shape = (num_tables, 4)
-        price, mode = np.full(shape, np.inf), np.zeros(shape, np.int64)
-        hot, held = mode.copy(), mode.copy()
-        rows = self.cuts_TJ4[:, :, 0].astype(np.int64)
-        is_in = (rows >= self.low_T[:, None]) & (rows <= self.high_T[:, None])
-        for m, (exchange, tier) in enumerate(MODES):
-            can = self.can_TM[:, m]
-            if not can.any():
-                continue
-            base = np.where(can, self.base_TMK[:, m] @ prices_K, np.inf)
-            start, end = (
-                (self.cuts_TJ4 @ (unit[:, m] @ prices_K)[:, :, None])[:, :, 0]
-                for unit in (self.hot_TM4K, self.held_TM4K)
-            )
-            start = np.where(is_in, start, np.inf) + base[:, None]
-            last = np.full(num_tables, rows.shape[1] - 1)
-            if tier is Tier.HOST_CACHED:
-                # The best hot rows before each cut, then the best cut after them: a cache holds
-                # at least one group.
-                until = np.minimum.accumulate(start, axis=1)[:, :-1]
-                some = 1 + (until + end[:, 1:]).argmin(axis=1)
-                before = np.arange(rows.shape[1]) < some[:, None]
-                first = np.where(before, start, np.inf).argmin(axis=1)
-                cold = 1 + end[:, 1:].argmin(axis=1)
-            else:
-                some = first = start.argmin(axis=1)
-                cold = np.zeros_like(last)
-            pairs = [(0 * last, cold), (last, last), (first, some)]
-            is_pooled = exchange is Exchange.POOLED
-            for need, (h, c) in [(3, pairs[0])] if is_pooled else enumerate(pairs):
-                values = start[every, h] + end[every, c]
-                is_less = values < price[:, need]
-                price[is_less, need], mode[is_less, need] = values[is_less], m
-                hot[is_less, need] = rows[every, h][is_less]
-                held[is_less, need] = rows[every, c][is_less]
-        for t, n in np.argwhere(np.isfinite(price)):
-            plan = _Plan(int(t), int(mode[t, n]), int(hot[t, n]), int(held[t, n]))
-            yield float(price[t, n]), plan
 
 
 def _weigh(model: StepModel) -> tuple[dict[str, Floats], Floats]:
@@ -431,16 +401,13 @@ def _search(problem: _Problem, others: Sequence[list[_Plan]]) -> list[_Plan]:
     if math.isinf(problem.evaluate(best)):
         best = _split(problem)
     best = _descend(problem, best)
-    chosen = _generate(problem, best).choose(problem.evaluate(best))
-    if chosen is not None:
-        # The program's plans are far apart in a large table, so memory is shared out again among
-        # the modes that it chose.
-        fixed = copy(problem)
-        fixed.can_TM = np.array([p.mode for p in chosen])[:, None] == np.arange(len(MODES))
-        blended = _generate(fixed, chosen).blend()
-        chosen = min(chosen, blended, key=problem.evaluate)
-        if math.isfinite(problem.evaluate(chosen)):
-            best = min(best, _descend(problem, chosen), key=problem.evaluate)
+    for number in range(NUM_PROGRAMS):
+        combined = _combine(problem, best, number / NUM_PROGRAMS)
+        if combined is None:
+            break
+        before, best = best, min(best, _descend(problem, combined), key=problem.evaluate)
+        if problem.evaluate(best) >= problem.evaluate(before) * (1 - REL_GAP):
+            break
     return _prefer_device(problem, best)
 
 
@@ -452,7 +419,7 @@ def _split(problem: _Problem) -> list[_Plan]:
     """
     pairs = [_smallest_plans(problem, t) for t in range(len(problem.demands))]
     # float64 (T, 2, 3): on the device and on the host, by MEMORIES.
-    sizes = np.array([[problem.take(p)[-len(MEMORIES) :] for p in pair] for pair in pairs])
+    sizes = np.array([[problem.take(*p)[-len(MEMORIES) :] for p in pair] for pair in pairs])
     limits, which = problem.limits_3, MEMORIES.index("host_bytes")
     total = max(float(sizes.sum()), 1.0)
     rows = np.concatenate([(sizes[:, 0] - sizes[:, 1]).T / total, np.zeros((3, 1))], axis=1)
@@ -498,16 +465,6 @@ def _smallest_plans(problem: _Problem, table: int) -> tuple[_Plan, _Plan]:
     return (sides[0] or sides[1])[0], (sides[1] or sides[0])[0]
 
 
-def _generate(problem: _Problem, plans: Sequence[_Plan]) -> _Program:
-    """Returns a program with the plans that are worth combining, these among them."""
-    program = _Program(problem)
-    program.add(plans)
-    for _ in range(MAX_ROUNDS):
-        if not program.add(program.price()):
-            break
-    return program
-
-
 def _simple_placements(problem: _Problem) -> Iterator[list[_Plan]]:
     """Yields placements with all tables in one mode and one threshold of lookups per byte."""
     demands, low, high = problem.demands, problem.low_T, problem.high_T
@@ -525,151 +482,105 @@ def _simple_placements(problem: _Problem) -> Iterator[list[_Plan]]:
                 yield [_Plan(t, m, n, n) for t, n in plans]
 
 
-class _Program:
-    """The linear and mixed-integer program over a growing set of plans (Dantzig and Wolfe 1960).
+def _combine(problem: _Problem, around: Sequence[_Plan], shift: float) -> list[_Plan] | None:
+    """Returns the best of the plans worth trying for all tables, None if the solver finds none.
 
-    It minimises the step over the shares of the plans, which add up to 1 for each table, the
-    exposed communication of each stage, the FLAGS of each dimension, and, in the relaxation, the
-    overflow of each memory.
+    A mixed-integer program over the plans, the exposed communication of each stage, and the FLAGS
+    of each dimension. ``shift`` is that of ``_prices``.
     """
+    prices_KQ = _prices(problem, around, shift)
+    plans = [plan for old in around for plan in _worth_trying(problem, old, prices_KQ)]
+    taken_PK = np.array([problem.take(*plan) for plan in plans])
+    flags_ZK = np.tile(problem.flags_FK, (problem.num_dims, 1))
+    num_plans, num_flags = len(plans), len(flags_ZK)
+    limits_K = np.concatenate([np.zeros(1 + problem.num_stages), problem.limits_3])
+    bounded = 1 + np.flatnonzero(np.isfinite(limits_K[1:]))
+    is_stage = bounded <= problem.num_stages
+    # Memories are scaled as seconds are: a rounding error of the solver must still fit.
+    scale = SCALE / problem.unit_s
+    factors = np.where(is_stage, scale, SCALE / np.maximum(limits_K[bounded], 1.0))
+    of_plans, of_flags = (k[:, bounded].T * factors[:, None] for k in (taken_PK, flags_ZK))
+    exposed = np.eye(bounded.size)[:, is_stage]
+    # The shares of a table's plans with a flag, which is that of its dimension.
+    table_P = np.array([plan.table for plan in plans])
+    plan_i, flag_i = np.nonzero([problem.flags(*plan[:3]) for plan in plans])
+    shape = (len(around) * len(FLAGS), num_plans)
+    rows = table_P[plan_i] * len(FLAGS) + flag_i
+    raised = sparse.coo_array((np.ones(rows.size), (rows, plan_i)), shape)
+    is_of_dim = np.arange(problem.num_dims) == problem.dim_T[:, None]
+    flags = sparse.kron(is_of_dim, sparse.eye_array(len(FLAGS)))
+    upper = sparse.block_array(
+        [[of_plans, -exposed, of_flags], [raised, None, -flags]], format="csr"
+    )
+    ends = np.append((limits_K - problem.constant_K)[bounded] * factors, np.zeros(shape[0]))
+    seconds = (taken_PK[:, 0] * scale, np.ones(exposed.shape[1]), flags_ZK[:, 0] * scale)
+    costs = np.concatenate(seconds)
+    at = np.arange(costs.size)
+    most = np.where((at < num_plans) | (at >= costs.size - num_flags), 1.0, np.inf)
+    ones = np.ones(num_plans), (table_P, np.arange(num_plans))
+    shares = sparse.csr_array(ones, (len(around), costs.size))
+    answer = milp(
+        costs,
+        integrality=at < num_plans,
+        bounds=Bounds(0.0, most),
+        constraints=[LinearConstraint(upper, ub=ends), LinearConstraint(shares, 1.0, 1.0)],
+        options={"mip_rel_gap": REL_GAP, "node_limit": MAX_NODES, "presolve": False},
+    )
+    if answer.x is None:
+        return None
+    return [plan for plan, share in zip(plans, answer.x, strict=False) if share > 0.5]
 
-    def __init__(self, problem: _Problem) -> None:
-        self.problem = problem
-        self.taken: dict[_Plan, Floats] = {}
-        self.scale = SCALE / problem.unit_s
-        limits_K = np.concatenate([np.zeros(1 + problem.num_stages), problem.limits_3])
-        # The resources with a constraint, and their slack: exposed seconds, overflow of memory.
-        self.bounded = 1 + np.flatnonzero(np.isfinite(limits_K[1:]))
-        is_memory = self.bounded > problem.num_stages
-        # Memories are scaled as seconds are: a rounding error of the solver must still fit.
-        sizes = SCALE / np.maximum(limits_K[self.bounded], 1.0)
-        self.factors = np.where(is_memory, sizes, self.scale)
-        self.ends = (limits_K - problem.constant_K)[self.bounded] * self.factors
-        self.slack_costs = np.where(is_memory, OVERFLOW_COST, 1.0)
 
-    def add(self, plans: Sequence[_Plan]) -> int:
-        """Adds plans and returns how many of them are new."""
-        new = [plan for plan in plans if plan not in self.taken]
-        self.taken |= {plan: self.problem.take(plan) for plan in new}
-        return len(new)
+def _prices(problem: _Problem, around: Sequence[_Plan], shift: float) -> Floats:
+    """Returns prices of the resources to try, float64 (K, Q).
 
-    def price(self) -> list[_Plan]:
-        """Returns plans that may improve the relaxation, none where it is within REL_GAP."""
-        value, prices_K, shares_T, flags_TF = self.relax()
-        plans, gains = [], np.zeros(len(self.problem.demands))
-        for price, plan in self.problem.cheapest(prices_K):
-            gain = shares_T[plan.table] - price - flags_TF[plan.table] @ self.problem.flags(plan)
-            gains[plan.table] = max(gains[plan.table], gain)
-            plans.append(plan)
-        # The relaxation over all plans is at most the sum lower. Plans without a gain are added
-        # too: the relaxation charges a message to any one of the tables that share it, so the
-        # others' plans that do without it would come one table a round.
-        return plans if gains.sum() > REL_GAP * abs(value) else []
+    Communication costs nothing, all its seconds, or those of the stages that expose some in these
+    plans; a memory nothing or one of NUM_PRICES. ``shift`` from 0 to 1 moves these by one.
+    """
+    exposed = problem.total(around)[1 : 1 + problem.num_stages] > 0
+    stages = np.unique([exposed & False, exposed | True, exposed], axis=0).astype(np.float64)
+    ratio = (PRICES[1] / PRICES[0]) ** (1 / NUM_PRICES)
+    grid = np.append(0.0, PRICES[0] * ratio ** (np.arange(NUM_PRICES) + shift))
+    memories = np.meshgrid(*(grid if math.isfinite(n) else [0.0] for n in problem.limits_3))
+    of_memory = np.stack(memories).reshape(len(MEMORIES), -1)
+    of_memory *= problem.unit_s / np.maximum(problem.limits_3, 1.0)[:, None]
+    of_stage = np.repeat(stages.T, of_memory.shape[1], axis=1)
+    seconds = np.ones((1, of_stage.shape[1]))
+    return np.concatenate([seconds, of_stage, np.tile(of_memory, len(stages))])
 
-    def relax(self) -> tuple[float, Floats, Floats, Floats]:
-        """Returns the relaxation's value and the prices of resources, of tables, and of FLAGS."""
-        problem = self.problem
-        costs, upper, ends, equal = self._arrays()
-        answer = linprog(costs, A_ub=upper, b_ub=ends, A_eq=equal, b_eq=np.ones(equal.shape[0]))
-        assert answer.status == 0, answer.message
-        self.shares = answer.x[: len(self.taken)]
-        duals = -np.asarray(answer.ineqlin.marginals)
-        prices_K = np.zeros(problem.constant_K.size)
-        prices_K[0] = self.scale
-        prices_K[self.bounded] = duals[: self.bounded.size] * self.factors
-        flags_TF = duals[self.bounded.size :].reshape(-1, len(FLAGS))
-        return float(answer.fun), prices_K, np.asarray(answer.eqlin.marginals), flags_TF
 
-    def choose(self, most_s: float) -> list[_Plan] | None:
-        """Returns the best whole plans below ``most_s``, or None if the solver finds none."""
-        problem = self.problem
-        value, prices_K, shares_T, flags_TF = self.relax()
-        # A plan whose reduced cost exceeds the gap cannot be in a better placement.
-        gap = (most_s - problem.constant_K[0]) * self.scale - value
-        reduced = [
-            prices_K @ taken - shares_T[plan.table] + flags_TF[plan.table] @ problem.flags(plan)
-            for plan, taken in self.taken.items()
-        ]
-        self.taken = {
-            plan: taken
-            for (plan, taken), price in zip(self.taken.items(), reduced, strict=True)
-            if price <= gap + 1e-6 * SCALE
-        }
-        costs, upper, ends, equal = self._arrays()
-        slack = slice(len(self.taken), len(self.taken) + self.bounded.size)
-        is_whole, highs = np.ones(costs.size), np.ones(costs.size)
-        is_whole[slack] = 0
-        highs[slack] = np.where(self.slack_costs == OVERFLOW_COST, 0.0, np.inf)
-        answer = milp(
-            costs,
-            integrality=is_whole,
-            bounds=Bounds(0.0, highs),
-            constraints=[LinearConstraint(upper, ub=ends), LinearConstraint(equal, 1.0, 1.0)],
-            options={"mip_rel_gap": REL_GAP, "node_limit": MAX_NODES},
-        )
-        if answer.x is None:
-            return None
-        chosen = [p for p, share in zip(self.taken, answer.x, strict=False) if share > 0.5]
-        return sorted(chosen, key=lambda plan: plan.table)
+def _worth_trying(problem: _Problem, old: _Plan, prices_KQ: Floats) -> list[_Plan]:
+    """Returns ``old`` and the plans of its table that are cheapest at some prices.
 
-    def blend(self) -> list[_Plan]:
-        """Returns the mean of each table's plans, all of one mode, by their shares."""
-        self.relax()
-        mode_T = np.zeros(len(self.problem.demands), np.int64)
-        rows_T2 = np.zeros((mode_T.size, 2))
-        for plan, share in zip(self.taken, self.shares, strict=True):
-            mode_T[plan.table] = plan.mode
-            rows_T2[plan.table] += share * np.array([plan.num_hot, plan.num_held])
-        rows_T2 = np.floor(rows_T2 + 1e-6).astype(np.int64)
-        return [_Plan(t, int(m), *rows_T2[t].tolist()) for t, m in enumerate(mode_T)]
-
-    def _arrays(self) -> tuple[Floats, sparse.csr_array, Floats, sparse.csr_array]:
-        """Returns the costs, the upper-bounded rows with their ends, and the sums of shares.
-
-        Columns: plans, slack of bounded resources, flags by dimension.
-        """
-        problem, num_plans, num_tables = self.problem, len(self.taken), len(self.problem.demands)
-        taken_PK = np.array(list(self.taken.values()))
-        table_P = np.array([plan.table for plan in self.taken])
-        flags_ZK = np.tile(problem.flags_FK, (problem.num_dims, 1))
-        plan_i, flag_i = np.nonzero([problem.flags(plan) for plan in self.taken])
-        rows = table_P[plan_i] * len(FLAGS) + flag_i
-        shape = (num_tables * len(FLAGS), num_plans)
-        raised = sparse.coo_array((np.ones(rows.size), (rows, plan_i)), shape)
-        is_of_dim = np.arange(problem.num_dims) == problem.dim_T[:, None]
-        of_plans, of_flags = (
-            k[:, self.bounded].T * self.factors[:, None] for k in (taken_PK, flags_ZK)
-        )
-        upper = sparse.block_array(
-            [
-                [of_plans, -sparse.eye_array(self.bounded.size), of_flags],
-                [raised, None, -sparse.kron(is_of_dim, sparse.eye_array(len(FLAGS)))],
-            ],
-            format="csr",
-        )
-        ends = np.concatenate([self.ends, np.zeros(shape[0])])
-        seconds = (taken_PK[:, 0] * self.scale, self.slack_costs, flags_ZK[:, 0] * self.scale)
-        costs = np.concatenate(seconds)
-        ones = np.ones(num_plans), (table_P, np.arange(num_plans))
-        return costs, upper, ends, sparse.csr_array(ones, (num_tables, costs.size))
+    They are the cheapest of those that raise the same FLAGS, whose cost the tables share.
+    """
+    plans_3P = _candidates(problem, old, problem.constant_K)
+    prices_PQ = problem.take(old.table, *plans_3P) @ prices_KQ
+    kind_P = problem.flags(old.table, *plans_3P[:2]) @ (1 << np.arange(len(FLAGS)))
+    found = {old: None}
+    for kind in np.unique(kind_P):
+        of_kind = np.flatnonzero(kind_P == kind)
+        for at in np.unique(of_kind[prices_PQ[of_kind].argmin(axis=0)]):
+            found[_Plan(old.table, *plans_3P[:, at].tolist())] = None
+    return list(found)
 
 
 def _descend(problem: _Problem, plans: Sequence[_Plan]) -> list[_Plan]:
     """Improves one table at a time, all else equal, until no change helps."""
     plans = list(plans)
-    taken = [problem.take(plan) for plan in plans]
+    taken = [problem.take(*plan) for plan in plans]
     used_DF = np.zeros((problem.num_dims, len(FLAGS)), np.int64)
     for plan in plans:
-        used_DF[problem.dim_T[plan.table]] += problem.flags(plan)
+        used_DF[problem.dim_T[plan.table]] += problem.flags(*plan[:3])
     rest_K = problem.constant_K + np.sum(taken, axis=0)
     before = problem.evaluate(plans)
     for _ in range(MAX_SWEEPS):
         for t, old in enumerate(plans):
-            used_DF[problem.dim_T[t]] -= problem.flags(old)
+            used_DF[problem.dim_T[t]] -= problem.flags(*old[:3])
             rest_K -= taken[t]
             plans[t] = _best_plan(problem, old, rest_K, used_DF)
-            taken[t] = problem.take(plans[t])
-            used_DF[problem.dim_T[t]] += problem.flags(plans[t])
+            taken[t] = problem.take(*plans[t])
+            used_DF[problem.dim_T[t]] += problem.flags(*plans[t][:3])
             rest_K += taken[t]
         after = problem.evaluate(plans)
         if after >= before * (1 - REL_GAP):
@@ -683,27 +594,26 @@ def _best_plan(problem: _Problem, old: _Plan, rest_K: Floats, used_DF: Integers)
 
     They take ``rest_K`` without FLAGS; ``used_DF`` of them raise each flag.
     """
-    t, num_rows = old.table, problem.demands[old.table].num_rows
-    first = np.array([[old.mode], [old.num_hot], [old.num_held]])
-    others = [_candidates(problem, old, rest_K, int(m)) for m in np.flatnonzero(problem.can_TM[t])]
-    modes_P, hot_P, held_P = np.concatenate([first, *others], axis=1)
-    is_pooled = modes_P >= MODES.index((Exchange.POOLED, Tier.DEVICE))
-    flags_PF = np.stack([~is_pooled & (hot_P < num_rows), hot_P > 0, is_pooled], axis=1)
-    used_PDF = np.repeat(used_DF[None] > 0, len(modes_P), axis=0)
-    used_PDF[:, problem.dim_T[t]] |= flags_PF
-    taken_PK = rest_K + used_PDF.sum(axis=1) @ problem.flags_FK + problem.base_TMK[t, modes_P]
-    for num_P, unit_M4K in ((hot_P, problem.hot_TM4K[t]), (held_P, problem.held_TM4K[t])):
-        taken_PK += np.einsum("pi,pik->pk", problem.sums(t, num_P), unit_M4K[modes_P])
+    t = old.table
+    # The old plan comes first, so that ties change nothing.
+    plans_3P = np.insert(_candidates(problem, old, rest_K), 0, old[1:], axis=1)
+    used_PDF = np.repeat(used_DF[None] > 0, plans_3P.shape[1], axis=0)
+    used_PDF[:, problem.dim_T[t]] |= problem.flags(t, *plans_3P[:2])
+    taken_PK = rest_K + used_PDF.sum(axis=1) @ problem.flags_FK + problem.take(t, *plans_3P)
     steps_s = np.where(problem.fits(taken_PK), problem.step_s(taken_PK), np.inf)
-    best = int(steps_s.argmin())  # the old plan comes first, so that ties change nothing
-    return _Plan(t, int(modes_P[best]), int(hot_P[best]), int(held_P[best]))
+    return _Plan(t, *plans_3P[:, steps_s.argmin()].tolist())
 
 
-def _candidates(problem: _Problem, old: _Plan, rest_K: Floats, mode: int) -> Integers:
-    """Returns plans of the table in a mode, int64 (3, P): modes, hot rows, held rows.
+def _candidates(problem: _Problem, old: _Plan, rest_K: Floats) -> Integers:
+    """Returns plans of a table, int64 (3, P): modes, hot rows, held rows.
 
     One of the two numbers varies over all cuts, and up to what memory can still hold.
     """
+    modes = np.flatnonzero(problem.can_TM[old.table]).tolist()
+    return np.concatenate([_of_mode(problem, old, rest_K, mode) for mode in modes], axis=1)
+
+
+def _of_mode(problem: _Problem, old: _Plan, rest_K: Floats, mode: int) -> Integers:
     t, num_rows = old.table, problem.demands[old.table].num_rows
     exchange, tier = MODES[mode]
     low, high = int(problem.low_T[t]), int(problem.high_T[t])
@@ -724,7 +634,7 @@ def _candidates(problem: _Problem, old: _Plan, rest_K: Floats, mode: int) -> Int
         pairs = np.stack([hots, hots])
     else:
         parts = [np.stack([hots, np.full_like(hots, old.num_held)])]
-        for hot in {int(np.clip(old.num_hot, low, high)) * (mode < 3), low}:
+        for hot in {int(np.clip(old.num_hot, low, high)) * (mode < FIRST_POOLED), low}:
             held = np.append(cuts, [hot + 1, fill(free - hot * hot_bytes, held_bytes)])
             parts.append(np.stack([np.full_like(held, hot), held]))
         pairs = np.concatenate(parts, axis=1)
@@ -746,7 +656,7 @@ def _prefer_device(problem: _Problem, plans: Sequence[_Plan]) -> list[_Plan]:
         mode = MODES.index((exchange, Tier.DEVICE))
         if tier is not Tier.DEVICE and problem.can_TM[t, mode]:
             new = _Plan(t, mode, old.num_hot, old.num_hot)
-            changed = taken + problem.take(new) - problem.take(old)
+            changed = taken + problem.take(*new) - problem.take(*old)
             if problem.fits(changed) and problem.step_s(changed) <= step_s:
                 plans[t], taken = new, changed
     return plans

@@ -29,9 +29,9 @@ from hotrec.cost_model.costs import Costs, CostsError
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
-from hotrec.planning.choice import Decision, fastest_of, in_doubt
 from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
+from hotrec.planning.optimum import Decision, fastest_of, in_doubt
 from hotrec.planning.partition import read_placement, summarize_partition, write_partition
 from hotrec.planning.policies import choose_partition, policy_parameters
 from hotrec.planning.predict import (

@@ -26,6 +26,7 @@ from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
+from hotrec.models.zoo import build_model
 from hotrec.planning.constraints import (
     hot_cold_constraints,
     placement_constraints,
@@ -39,6 +40,7 @@ from hotrec.types import (
     ColdTier,
     Exchange,
     HotExchange,
+    ModelKind,
     OptimizerKind,
     Partition,
     Placement,
@@ -254,6 +256,45 @@ def build(
         compress_dense(model, wire_type)
     dense = dense or OptimizerSpec(OptimizerKind.sgd, learning_rate=dense_rate)
     return Setup(model, make_optimizer(model, spec, dense), route)
+
+
+# Models of ``hotrec.models`` on tables of one dimension, one id of each table in a sample.
+ZOO_DIM = 4
+
+
+def zoo_tables(num_rows: Mapping[str, int]) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(name=t, num_embeddings=n, embedding_dim=ZOO_DIM, feature_names=[t])
+        for t, n in num_rows.items()
+    ]
+
+
+def zoo_model(kind: ModelKind, embeddings: nn.Module) -> nn.Module:
+    return build_model(
+        kind,
+        embeddings,
+        num_dense=NUM_DENSE,
+        dense_layer_sizes=[8, ZOO_DIM],
+        over_layer_sizes=[8, 1],
+        cross_num_layers=2,
+        cross_low_rank_dim=3,
+        seed=1,
+        device=torch.device("cpu"),
+    )
+
+
+def zoo_batch(num_rows: Mapping[str, int], step: int, rank: int, size: int, total: int) -> Batch:
+    """The samples of a rank, of ``total`` on all ranks."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids = [torch.randint(0, n, (size,), generator=generator) for n in num_rows.values()]
+    lengths = torch.ones(size * len(ids), dtype=torch.int64)
+    return Batch(
+        4 * torch.rand(size, NUM_DENSE, generator=generator),
+        KeyedJaggedTensor(list(num_rows), torch.cat(ids), lengths=lengths),
+        torch.randint(0, 2, (size,), generator=generator).float(),
+        torch.ones(size),
+        total,
+    )
 
 
 def make_batch(step: int, *, route: Callable[[KeyedJaggedTensor], Any] | None = None) -> Batch:

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.cost_model.costs import COLLECTIVES, KERNELS, Costs, World
-from hotrec.cost_model.interval import UNKNOWN_INTERVAL
+from hotrec.cost_model.costs import COLLECTIVES, KERNELS, UNKNOWN_INTERVAL, Costs, World
 from hotrec.types import STAGES
 from tests.helpers.ranks import run_ranks
 

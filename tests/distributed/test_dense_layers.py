@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
@@ -24,17 +22,22 @@ from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_model
 from hotrec.planning.constraints import hot_cold_constraints
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
 from hotrec.types import ModelKind, OptimizerKind, Partition, Precision
-from tests.distributed.setups import assert_same_on_ranks, mean_over_ranks, shard_task
+from tests.distributed.setups import (
+    assert_same_on_ranks,
+    mean_over_ranks,
+    shard_task,
+    zoo_batch,
+    zoo_model,
+    zoo_tables,
+)
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
-DIM, NUM_DENSE = 4, 3
 NUM_ROWS = {"a": 40, "b": 9, "c": 17}
 PARTITION = Partition(NUM_ROWS, {"a": torch.arange(6).numpy(), "c": torch.arange(17).numpy()})
 # The last batch is a smaller one.
@@ -45,53 +48,24 @@ PIPELINES = ("base", "sparse_dist", "look_ahead", "micro_batches")
 MAX_NORM = 0.13
 
 
-def tables() -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(name=t, num_embeddings=n, embedding_dim=DIM, feature_names=[t])
-        for t, n in NUM_ROWS.items()
-    ]
-
-
 def make_model(kind: ModelKind, embeddings: nn.Module, **how: Any) -> nn.Module:
-    model = build_model(
-        kind,
-        embeddings,
-        num_dense=NUM_DENSE,
-        dense_layer_sizes=[8, DIM],
-        over_layer_sizes=[8, 1],
-        cross_num_layers=2,
-        cross_low_rank_dim=3,
-        seed=1,
-        device=CPU,
-    )
+    model = zoo_model(kind, embeddings)
     precision = how.get("precision", Precision.fp32)
     set_up_dense_layers(model, CPU, precision, is_compiled=how.get("is_compiled", False))
     return model
 
 
-def make_batch(step: int, rank: int, size: int, num_global: int) -> Batch:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    ids = [torch.randint(0, n, (size,), generator=generator) for n in NUM_ROWS.values()]
-    lengths = torch.ones(size * len(ids), dtype=torch.int64)
-    return Batch(
-        4 * torch.rand(size, NUM_DENSE, generator=generator),
-        KeyedJaggedTensor(list(NUM_ROWS), torch.cat(ids), lengths=lengths),
-        torch.randint(0, 2, (size,), generator=generator).float(),
-        torch.ones(size),
-        num_global,
-    )
-
-
 def batches(rank: int, world_size: int) -> Iterator[Batch]:
     for step, size in enumerate(SIZES):
-        yield make_batch(step, rank, size, size * world_size)
+        yield zoo_batch(NUM_ROWS, step, rank, size, size * world_size)
 
 
 def shard_model(kind: ModelKind, pipeline: str, **how: Any) -> tuple[Any, Any, Pipeline]:
     spec = OptimizerSpec(OptimizerKind.sgd, learning_rate=LR)
-    embeddings = HotColdEmbeddingBagCollection(tables(), PARTITION, device=torch.device("meta"))
+    tables, meta = zoo_tables(NUM_ROWS), torch.device("meta")
+    embeddings = HotColdEmbeddingBagCollection(tables, PARTITION, device=meta)
     task = ClickTask(make_model(kind, embeddings, **how), dist.get_world_size())
-    constraints = hot_cold_constraints(tables(), PARTITION)
+    constraints = hot_cold_constraints(tables, PARTITION)
     is_ahead = pipeline in ("look_ahead", "micro_batches")
     sharder = HotColdSharder(spec)
     model = shard_task(task, sharder, constraints, data_parallel=not is_ahead, seed=1)
@@ -112,7 +86,7 @@ def train_plainly(
     kind: ModelKind, weights: dict[str, torch.Tensor], **how: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     """The unsplit model on the concatenated batches: losses, weights, norms before clipping."""
-    model = make_model(kind, EmbeddingBagCollection(tables()), **how)
+    model = make_model(kind, EmbeddingBagCollection(zoo_tables(NUM_ROWS)), **how)
     bags = model.sparse_arch.embedding_bag_collection.embedding_bags
     with torch.no_grad():
         for table, weight in weights.items():
@@ -161,7 +135,7 @@ def train_sharded(
     model.eval()
     made.start()
     with torch.no_grad():
-        made.progress(iter([make_batch(9, dist.get_rank(), 5, 10)]))
+        made.progress(iter([zoo_batch(NUM_ROWS, 9, dist.get_rank(), 5, 10)]))
     model.train()
     made.close()
     assert all(weight.dtype is torch.float32 for weight in weights.values())

@@ -25,9 +25,7 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
 from hotrec.embedding import cpu_rows, pooling, sharding
@@ -38,7 +36,6 @@ from hotrec.embedding.optimizers import HotOptimizer, make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_model
 from hotrec.planning.constraints import hot_cold_constraints, torchrec_constraints
 from hotrec.runtime import stages
 from hotrec.runtime.stages import EXPOSED_STAGES, StageClock, exposed_s, named_range
@@ -55,7 +52,7 @@ from hotrec.types import (
     Partition,
     TorchrecPlan,
 )
-from tests.distributed.setups import shard_task, this_rank
+from tests.distributed.setups import shard_task, this_rank, zoo_batch, zoo_model, zoo_tables
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, build_tiny
 from tests.helpers.traces import read_events
@@ -63,7 +60,7 @@ from tests.helpers.traces import read_events
 CPU = torch.device("cpu")
 LOADING_S = 0.02
 NUM_ROWS = {"a": 200, "b": 12, "c": 90}
-DIM, BATCH, NUM_DENSE = 4, 8, 3
+BATCH = 8
 NUM_STEPS, STEADY = 7, slice(2, 4)
 PARTS = (
     *("data", "route", "cold_read", "hot_read", "pool", "bottom", "top", "bottom_backward"),
@@ -124,10 +121,7 @@ class SlowWork(dist.Work):
 
 def build(placement: Partition | TorchrecPlan) -> tuple[Any, Any]:
     spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.1)
-    tables = [
-        EmbeddingBagConfig(name=t, num_embeddings=n, embedding_dim=DIM, feature_names=[t])
-        for t, n in NUM_ROWS.items()
-    ]
+    tables = zoo_tables(NUM_ROWS)
     embeddings: nn.Module
     constraints: Any
     if isinstance(placement, Partition):
@@ -138,32 +132,15 @@ def build(placement: Partition | TorchrecPlan) -> tuple[Any, Any]:
         embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
         sharder = EmbeddingBagCollectionSharder(fused_params(spec))
         constraints = torchrec_constraints(tables, placement, batch_size=20)
-    model = build_model(
-        ModelKind.dlrm,
-        embeddings,
-        num_dense=NUM_DENSE,
-        dense_layer_sizes=[8, DIM],
-        over_layer_sizes=[8, 1],
-        seed=1,
-        device=CPU,
-    )
+    model = zoo_model(ModelKind.dlrm, embeddings)
     sharded = shard_task(ClickTask(model, dist.get_world_size()), sharder, constraints, seed=1)
     dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
     return sharded, make_optimizer(sharded, spec, dense)
 
 
 def make_batches(num: int) -> Iterator[Batch]:
-    rng = np.random.default_rng(dist.get_rank())
-    for _ in range(num):
-        ids = np.concatenate([rng.integers(0, n, BATCH) for n in NUM_ROWS.values()])
-        lengths = torch.ones(len(ids), dtype=torch.int64)
-        yield Batch(
-            torch.rand(BATCH, NUM_DENSE),
-            KeyedJaggedTensor(list(NUM_ROWS), torch.from_numpy(ids), lengths=lengths),
-            torch.ones(BATCH),
-            torch.ones(BATCH),
-            BATCH * dist.get_world_size(),
-        )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return (zoo_batch(NUM_ROWS, step, rank, BATCH, BATCH * size) for step in range(num))
 
 
 def measure(model: Any, optimizer: Any, kind: str, source: Iterator[Batch]) -> dict[str, Any]:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hotrec.calibrate import noise
-from hotrec.calibrate.kernels import slowest_median
 from hotrec.calibrate.noise import HostLoad, LoadMeter, doubts_of, noise_text
-from hotrec.calibrate.rounds import Repeats
+from hotrec.calibrate.timing import Repeats, slowest_median
 from hotrec.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 1, 0, 1, torch.device("cpu"))
@@ -24,7 +23,7 @@ def write_stat(path: Path, *cores: tuple[float, float]) -> Path:
     for number, (user_s, stolen_s) in enumerate(cores):
         user, stolen = round(user_s * TICKS), round(stolen_s * TICKS)
         lines.append(f"cpu{number} {user} 0 0 7 0 9 9 {stolen} 0 0")
-    path.write_text("\n".join([*lines, "intr 5 0", "procs_running 3"]) + "\n")
+    path.write_text("\n".join([*lines, "intr 5 0"]) + "\n")
     return path
 
 
@@ -39,12 +38,10 @@ def test_the_work_of_others_is_what_the_cores_did_beside_this_job(
     meter = LoadMeter(stat)
     now |= {"wall": 110.0, "own": 13.0}
     write_stat(stat, (59, 0), (66, 3), (80, 5))
-    meter.sample()
     [load] = meter.hosts(RANKS)
     assert load.num_cores == 2
     assert load.others == pytest.approx((9 + 6 - 8) / 10)
     assert load.stolen == pytest.approx(0.2)
-    assert load.runnable == 3
 
 
 def test_a_system_that_does_not_say_has_no_load(tmp_path: Path) -> None:
@@ -53,7 +50,7 @@ def test_a_system_that_does_not_say_has_no_load(tmp_path: Path) -> None:
 
 
 def host(cores: int, wanted: float, others: float, stolen: float = 0.0) -> HostLoad:
-    return HostLoad(cores, wanted, others, stolen, runnable=0.0)
+    return HostLoad(cores, wanted, others, stolen)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from hotrec.calibrate.steps import (
     fit_steps,
 )
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import Costs
+from hotrec.cost_model.costs import NARROWEST_INTERVAL, Costs
 from hotrec.cost_model.forms import StepPrediction
-from hotrec.cost_model.interval import NARROWEST_INTERVAL
 from hotrec.planning.predict import Predicted
 from hotrec.types import STAGES
 

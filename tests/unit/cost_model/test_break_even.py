@@ -4,12 +4,11 @@ import math
 import numpy as np
 import pytest
 
-from hotrec.cost_model.break_even import break_even, marginal_s
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.quantities import hot_cold_quantities
-from hotrec.cost_model.step import make_step_model
+from hotrec.cost_model.step import break_even, make_step_model, marginal_s
 from hotrec.planning.search import Limits, search_placement
 from hotrec.types import TablePlacement
 from tests.unit.cost_model.samples import work_of
@@ -41,7 +40,7 @@ def test_gain_changes_sign_where_it_says():
         costs = dataclasses.replace(make_costs(rng, "cuda", hosts=1), overlap=0.0, overhead_s=0.0)
         at = break_even(costs, WORLD, WORKLOAD, 8)
         answers.append(at)
-        lookups = np.geomspace(1e-9, 100, 200)
+        lookups = np.geomspace(1e-9, 100, 50)
         gains = np.array([gain(costs, 8, m) for m in lookups])
         scale = np.abs(gains).max() * 1e-7
         if at is None:

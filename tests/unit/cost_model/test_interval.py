@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hotrec.cost_model.interval import (
+from hotrec.cost_model.costs import (
     NARROWEST_INTERVAL,
     UNKNOWN_INTERVAL,
     interval_text,

@@ -17,13 +17,13 @@ from hotrec.artifact import ArtifactError
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import (
     LOADER_PARTS,
+    UNKNOWN_INTERVAL,
     CollectiveCurve,
     Costs,
     CostsError,
     Line,
     World,
 )
-from hotrec.cost_model.interval import UNKNOWN_INTERVAL
 from hotrec.cost_model.store import (
     COSTS_JSON,
     check_host,

@@ -12,7 +12,7 @@ import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.forms import PipelineSpec, StepPrediction
-from hotrec.planning.choice import MOST_TRIED, Decision, explain, in_doubt
+from hotrec.planning.optimum import MOST_TRIED, Decision, explain, in_doubt
 from hotrec.planning.predict import Predicted
 from hotrec.planning.trial import Trial, ratio_interval, read_trial, trial_file, write_trial
 from hotrec.types import PipelineKind

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from hotrec.config.groups import CostPlacement
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CostsError, Line, Link, World
-from hotrec.cost_model.demand import TableDemand, build_demand
+from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
-from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.quantities import TableSharding
-from hotrec.planning.choice import Decision
 from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import (
     HOT_SHARES,
+    Decision,
     fastest_placement,
     hottest_share,
     predict_sensitivity,
@@ -31,6 +30,7 @@ from hotrec.planning.predict import Predicted, own_name, predict_placement, pred
 from hotrec.planning.scenario import Loader, Scenario
 from hotrec.report.plan import plan_report_text
 from hotrec.types import Exchange, PipelineKind
+from tests.unit.cost_model.samples import make_demand
 
 NUM_ROWS, BATCH, RANKS = (40_000, 5_000, 300), 2048, 2
 COUNTS = {
@@ -51,19 +51,8 @@ def make_scenario(pipeline: PipelineSpec, *, rate: float = 1.2e8, **changes: Any
     kernels = {**BUILTIN["cpu_1gbit"].kernels, **slow}
     link = Link(3e-4, rate)
     costs = replace(BUILTIN["cpu_1gbit"], overlap=0.9, inter=link, kernels=kernels)
-    demands = tuple(
-        build_demand(
-            name,
-            build_histogram(counts),
-            dim=64,
-            row_bytes=260,
-            lookups_per_sample=4.0,
-            num_columns=4,
-            batch_size=BATCH,
-            world_size=RANKS,
-        )
-        for name, counts in COUNTS.items()
-    )
+    shape: Any = {"dim": 64, "lookups": 4.0, "num_columns": 4, "batch_size": BATCH}
+    demands = tuple(make_demand(counts, name, **shape) for name, counts in COUNTS.items())
     machine = Machine(RANKS, 1, "cpu", 0, 32 << 30, BATCH)
     workload = Workload(BATCH, 1e6, 0.2, 100_000)
     parts = {"costs": costs, "note": None, "world": World(RANKS, 1), "workload": workload}
@@ -99,17 +88,7 @@ def test_tables_that_the_user_decided_stay(may_pool: bool) -> None:
 
 def test_tables_are_pooled_under_look_ahead_where_that_is_faster() -> None:
     """Bags of many ids of a large table: vectors are fewer than rows."""
-    num_rows = 400_000
-    demand = build_demand(
-        "bags",
-        build_histogram(np.full(num_rows, 3)),
-        dim=16,
-        row_bytes=68,
-        lookups_per_sample=40.0,
-        num_columns=1,
-        batch_size=BATCH,
-        world_size=RANKS,
-    )
+    demand = make_demand(np.full(400_000, 3), "bags", dim=16, lookups=40.0, batch_size=BATCH)
     scenario = replace(make_scenario(LOOK_AHEAD, rate=2e7), demands=(demand,))
     pooled, rows = (fastest(scenario, may_pool=may_pool) for may_pool in (True, False))
     assert pooled.tables["bags"].exchange is Exchange.POOLED
@@ -143,9 +122,7 @@ def test_sensitivity() -> None:
 
 def counted_demand(name: str, counts: Any) -> TableDemand:
     dim = 16 if name == "wide" else 4
-    shape: Any = {"dim": dim, "row_bytes": 4 * dim, "lookups_per_sample": 1.0, "num_columns": 1}
-    histogram = build_histogram(np.asarray(counts))
-    return build_demand(name, histogram, **shape, batch_size=4, world_size=2)
+    return make_demand(counts, name, dim=dim, row_bytes=4 * dim, batch_size=4)
 
 
 # Lookups per byte, the same in all tables: 8, 4, 2, 1, 1 of 16 and 5, 5, 4, 2 of 16.

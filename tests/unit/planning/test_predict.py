@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,7 @@ from hotrec.config.groups import (
 from hotrec.config.roots import Config, PipelineConfig, TrainerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import World
-from hotrec.cost_model.demand import build_demand
 from hotrec.cost_model.forms import Workload
-from hotrec.cost_model.histogram import build_histogram
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import decide
 from hotrec.planning.predict import (
@@ -32,8 +29,8 @@ from hotrec.planning.predict import (
 )
 from hotrec.planning.scenario import Scenario, choose_pipeline
 from hotrec.planning.unsharded import build_unsharded
-from hotrec.runtime.ranks import process_group
 from hotrec.types import ColdTier, PipelineKind, Tier, TorchrecPlan
+from tests.unit.cost_model.samples import make_demand
 
 NUM_ROWS, BATCH, RANKS = (400_000, 5_000, 300), 512, 2
 SAMPLES = ZipfTables(NUM_ROWS, exponent=1.05, num_dense=4, seed=0)
@@ -44,10 +41,7 @@ UVM, PREFETCHED = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank() -> Iterator[None]:
-    with process_group(device="cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def configure(placement: Any, pipeline: PipelineKind = PipelineKind.auto) -> Config:
@@ -68,15 +62,11 @@ def machine(device: str = "cuda", *, device_bytes: int = 1 << 30) -> Machine:
 
 def scenario(on: Machine) -> Scenario:
     demands = [
-        build_demand(
+        make_demand(
+            np.maximum(4e6 / np.arange(1, table.num_rows + 1), 1).astype(int),
             table.name,
-            build_histogram(np.maximum(4e6 / np.arange(1, table.num_rows + 1), 1).astype(int)),
             dim=16,
-            row_bytes=68,
-            lookups_per_sample=1.0,
-            num_columns=1,
             batch_size=BATCH,
-            world_size=RANKS,
         )
         for table in SCHEMA.tables
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hotrec.report.read import read_runs
-from hotrec.report.verdict import verdicts
+from hotrec.report.runs import verdicts
 from tests.unit.report.runs import COMPARED, SUMMARY, TORCHREC, metrics_line, write_run
 
 STEPS = range(20, 200, 20)
