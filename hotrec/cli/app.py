@@ -48,6 +48,7 @@ from hotrec.cli.output import (
     LOG_FILE,
     CommandFailed,
     EndedEarly,
+    is_reader_gone,
     log_trace,
     print_error,
     quiet_torch,
@@ -76,6 +77,7 @@ FLAGS_OF_MULTIRUN = ("-m", "--multirun")
 FLAGS_OF_HELP = ("-h", "--help")
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
+EXIT_CODE_OF_SIGPIPE = 128 + signal.SIGPIPE
 
 Figures = dict[str, Any]
 
@@ -121,6 +123,8 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
         print(f"{rank_prefix()}interrupted", file=sys.stderr)
         return EXIT_CODE_OF_SIGINT
     except Exception as error:
+        if is_reader_gone(error):
+            return EXIT_CODE_OF_SIGPIPE
         print_error(error, wants_trace=invocation.wants_trace)
         return 1
 
@@ -254,6 +258,8 @@ def _run_job(invocation: Invocation, composed: DictConfig) -> int:
     except CommandFailed as failure:
         return failure.exit_code
     except Exception as error:
+        if is_reader_gone(error):
+            return EXIT_CODE_OF_SIGPIPE
         log_trace(error)
         print_error(error, wants_trace=invocation.wants_trace)
         _remove_if_empty(run_dir)
