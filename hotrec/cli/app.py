@@ -62,6 +62,7 @@ from hotrec.cli.store import (
     check_yaml_files,
     conf_dir,
     register_schemas,
+    user_conf_dir,
 )
 from hotrec.doctor import check_versions
 from hotrec.lock import lock_file
@@ -111,7 +112,7 @@ class Invocation:
 
 def run_command(name: str, overrides: Sequence[str]) -> int:
     """Run one command; the exit code."""
-    invocation = Invocation(name, tuple(overrides), dict(os.environ))
+    invocation = Invocation(name, tuple(_complete(name, overrides)), dict(os.environ))
     try:
         if name != "doctor" and not invocation.wants_help:
             check_versions()
@@ -127,6 +128,18 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
             return EXIT_CODE_OF_SIGPIPE
         print_error(error, wants_trace=invocation.wants_trace)
         return 1
+
+
+def _complete(name: str, words: Sequence[str]) -> list[str]:
+    """The words with the key that a command's first one sets, and the user's own ``conf``."""
+    flags, overrides = _split_flags(words)
+    if COMMANDS[name].first and overrides and "=" not in overrides[0]:
+        # In quotes: a path may have signs that mean something in an override.
+        escaped = overrides[0].replace("\\", "\\\\").replace("'", "\\'")
+        overrides[0] = f"{COMMANDS[name].first}='{escaped}'"
+    names_one = any(flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR for flag in flags)
+    own = None if names_one else user_conf_dir()
+    return [*(() if own is None else ("--config-dir", str(own))), *flags, *overrides]
 
 
 def _check_processes(invocation: Invocation) -> None:

@@ -141,7 +141,7 @@ def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
         case SourceFormat.parquet:
             return tuple(_open_parquet(path).schema_arrow.names)
         case SourceFormat.arrow:
-            return tuple(_open_arrow(path).schema.names)
+            return tuple(open_arrow(path).schema.names)
 
 
 def count_samples(path: Path, log_format: LogFormat) -> int:
@@ -225,7 +225,12 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
         ) from error
 
 
-def _open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
+def open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
+    """Open an Arrow IPC file or stream.
+
+    Raises:
+        ValueError: if it is neither.
+    """
     try:
         source = pa.memory_map(str(path))
         try:
@@ -245,7 +250,7 @@ def _open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamRe
 
 
 def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    reader = _open_arrow(path)
+    reader = open_arrow(path)
     if isinstance(reader, pa.RecordBatchFileReader):
         yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
