@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 
 from hotrec.bench.cases import Block, Runner
 from hotrec.bench.machine import interface_sent_bytes
 from hotrec.config.roots import BenchConfig
+from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import count_sent_bytes
 
@@ -126,9 +126,11 @@ def _run_counted(
 
 def _progress(
     steps: Sequence[tuple[int, Runner]], what: str, ranks: Ranks
-) -> Iterable[tuple[int, Runner]]:
-    # disable=None: shown on a terminal only.
-    return tqdm(steps, desc=what, unit="step", disable=None if ranks.is_first else True)
+) -> Iterator[tuple[int, Runner]]:
+    with Progress(what, len(steps), unit="steps", is_shown=ranks.is_first) as bar:
+        for step in steps:
+            yield step
+            bar.update()
 
 
 def _run_profiled(runner: Runner, num_steps: int) -> dict[str, float]:

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from hotrec.calibrate.collectives import Network, measure_overlap, start_network
 from hotrec.calibrate.loader import measure_loader
@@ -30,6 +28,7 @@ from hotrec.calibrate.timing import (
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World, interval_text
 from hotrec.runtime.memory import read_fingerprint, read_memory
+from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 
 # Shares of the budget until which messages, and then messages and kernels, are measured; the rest
@@ -96,10 +95,8 @@ def measure_costs(
     World(ranks.world_size, ranks.local_world_size)  # validates the number of ranks per host
     warm_memory(ranks.device, target.cap_bytes)
     workload = CalibrationWorkload(target, ranks, group_alone(ranks))
-    # disable=None: shown on a terminal only.
-    disable = None if ranks.is_first else True
-    with tqdm(total=round(budget_s), desc="calibrate", unit="s", disable=disable) as bar:
-        load, shown = LoadMeter(), Progress(bar, budget)
+    with Progress("calibrate", round(budget_s), unit="s", is_shown=ranks.is_first) as bar:
+        load, shown = LoadMeter(), BudgetProgress(bar, budget)
         shown("network")
         network = start_network(ranks, max_bytes=max_bytes, most_s=NETWORK_FRAC * budget_s)
         overlaps = [measure_overlap(ranks, max_bytes=max_bytes)]
@@ -185,10 +182,10 @@ def measure_costs(
 
 
 @dataclass(frozen=True)
-class Progress:
+class BudgetProgress:
     """Shows what is measured, and how much of the budget is spent."""
 
-    bar: Any
+    bar: Progress
     budget: Budget
 
     def __call__(self, what: str) -> None:

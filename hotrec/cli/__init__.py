@@ -7,6 +7,8 @@ once, and a misspelt command or key is refused before torch is loaded.
 from __future__ import annotations
 
 import difflib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +27,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 if the command failed, 2 if there is no such command.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except BrokenPipeError:  # of the list of commands; the others say themselves what was broken
+        return 128 + signal.SIGPIPE
+    finally:
+        _end_output()
+
+
+def _end_output() -> None:
+    """Flush standard output; without a complaint if its reader has gone, as ``head`` does."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in FLAGS_OF_HELP or words == ["help"]:
         print(_overview())
         return 0
@@ -63,7 +82,7 @@ def _overview() -> str:
             "",
             "`hotrec <command> --help` lists a command's groups and flags;",
             "docs/configuration.md has the meaning, default and limits of every key.",
-            "Start here: hotrec prepare experiment=quickstart",
+            "Start here: hotrec init <a CSV or Parquet file>, or hotrec prepare experiment=quickstart",
         ]
     )
 

@@ -48,6 +48,7 @@ from hotrec.cli.output import (
     LOG_FILE,
     CommandFailed,
     EndedEarly,
+    is_reader_gone,
     log_trace,
     print_error,
     quiet_torch,
@@ -61,6 +62,7 @@ from hotrec.cli.store import (
     check_yaml_files,
     conf_dir,
     register_schemas,
+    user_conf_dir,
 )
 from hotrec.doctor import check_versions
 from hotrec.lock import lock_file
@@ -76,6 +78,7 @@ FLAGS_OF_MULTIRUN = ("-m", "--multirun")
 FLAGS_OF_HELP = ("-h", "--help")
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
+EXIT_CODE_OF_SIGPIPE = 128 + signal.SIGPIPE
 
 Figures = dict[str, Any]
 
@@ -109,7 +112,7 @@ class Invocation:
 
 def run_command(name: str, overrides: Sequence[str]) -> int:
     """Run one command; the exit code."""
-    invocation = Invocation(name, tuple(overrides), dict(os.environ))
+    invocation = Invocation(name, tuple(_complete(name, overrides)), dict(os.environ))
     try:
         if name != "doctor" and not invocation.wants_help:
             check_versions()
@@ -121,8 +124,22 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
         print(f"{rank_prefix()}interrupted", file=sys.stderr)
         return EXIT_CODE_OF_SIGINT
     except Exception as error:
+        if is_reader_gone(error):
+            return EXIT_CODE_OF_SIGPIPE
         print_error(error, wants_trace=invocation.wants_trace)
         return 1
+
+
+def _complete(name: str, words: Sequence[str]) -> list[str]:
+    """The words with the key that a command's first one sets, and the user's own ``conf``."""
+    flags, overrides = _split_flags(words)
+    if COMMANDS[name].first and overrides and "=" not in overrides[0]:
+        # In quotes: a path may have signs that mean something in an override.
+        escaped = overrides[0].replace("\\", "\\\\").replace("'", "\\'")
+        overrides[0] = f"{COMMANDS[name].first}='{escaped}'"
+    names_one = any(flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR for flag in flags)
+    own = None if names_one else user_conf_dir()
+    return [*(() if own is None else ("--config-dir", str(own))), *flags, *overrides]
 
 
 def _check_processes(invocation: Invocation) -> None:
@@ -254,6 +271,8 @@ def _run_job(invocation: Invocation, composed: DictConfig) -> int:
     except CommandFailed as failure:
         return failure.exit_code
     except Exception as error:
+        if is_reader_gone(error):
+            return EXIT_CODE_OF_SIGPIPE
         log_trace(error)
         print_error(error, wants_trace=invocation.wants_trace)
         _remove_if_empty(run_dir)

@@ -14,14 +14,17 @@ class Command:
         config_name: The root configuration in ``conf/``. Commands that share one accept the same
             overrides, so one ``experiment=`` describes a whole chain of them.
         is_parallel: Whether several ranks can share the work.
+        first: The key that the first word sets, if that has no "=".
     """
 
     summary: str
     config_name: str = "config"
     is_parallel: bool = False
+    first: str = ""
 
 
 COMMANDS = {
+    "init": Command("look at a log and describe it in conf/data", "init", first="path"),
     "prepare": Command(
         "turn raw click logs into a dataset of memory-mapped chunks", is_parallel=True
     ),

@@ -11,6 +11,7 @@ import difflib
 import errno
 import logging
 import re
+import select
 import sys
 import threading
 import traceback
@@ -30,6 +31,7 @@ from omegaconf.errors import (
 
 from hotrec.cli.launch import environment_rank, rank_prefix
 from hotrec.config.fields import VARIANTS
+from hotrec.runtime.progress import Progress, is_line_of_progress
 
 PACKAGE = Path(__file__).resolve().parents[1]
 HYDRA = Path(hydra.__file__).resolve().parent
@@ -86,6 +88,18 @@ class EndedEarly(Exception):  # noqa: N818 (nothing is wrong)
         super().__init__(f"exit code {exit_code}")
         self.figures = figures
         self.exit_code = exit_code
+
+
+def is_reader_gone(error: BaseException) -> bool:
+    """Whether an error says that nobody reads standard output any more, as after ``| head``."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # no file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def print_error(error: BaseException, *, wants_trace: bool) -> None:
@@ -264,7 +278,7 @@ def start_logging(run_dir: Path) -> None:
     is_first = environment_rank() == 0
     form = f"%(asctime)s {rank_prefix()}%(levelname).1s %(name)s: %(message)s"
     formatter = logging.Formatter(form, datefmt="%H:%M:%S")
-    console = logging.StreamHandler(sys.stderr)
+    console = _Console(sys.stderr)
     console.setLevel(logging.INFO if is_first else logging.WARNING)
     console.addFilter(_is_for_console)
     handlers: list[logging.Handler] = [console]
@@ -274,6 +288,7 @@ def start_logging(run_dir: Path) -> None:
     root = logging.getLogger()
     for handler in handlers:
         handler.setFormatter(formatter)
+        handler.addFilter(_Repeats())
         root.addHandler(handler)
     _open_handlers.extend(handlers)
     root.setLevel(logging.WARNING)  # of other libraries
@@ -282,6 +297,14 @@ def start_logging(run_dir: Path) -> None:
     # A full disk is reported by whatever else cannot be written, not by a trace for each record.
     logging.raiseExceptions = False
     threading.excepthook = _log_thread_error
+
+
+class _Console(logging.StreamHandler[Any]):
+    """Standard error, where a record stands above the bar that is being shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with Progress.external_write_mode(file=self.stream):
+            super().emit(record)
 
 
 def _log_thread_error(args: threading.ExceptHookArgs) -> None:
@@ -299,10 +322,32 @@ def _is_for_console(record: logging.LogRecord) -> bool:
     """Whether the console shows a record; the file has all of them.
 
     Warnings of other libraries are left out, because the planner gives one for every hot table. So
-    are traces, because the exception is printed once, at the end of the command.
+    are traces, because the exception is printed once, at the end of the command, and lines of
+    progress where there is a bar.
     """
-    is_ours = record.name == "hotrec" or record.name.startswith("hotrec.")
-    return (is_ours or record.levelno >= logging.ERROR) and not record.exc_info
+    if is_line_of_progress(record) and sys.stderr.isatty():
+        return False
+    return (_is_ours(record) or record.levelno >= logging.ERROR) and not record.exc_info
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.name == "hotrec" or record.name.startswith("hotrec.")
+
+
+class _Repeats:
+    """Passes each message of another library once: TorchRec repeats some for every table."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a handler gets the record."""
+        if _is_ours(record):
+            return True
+        message = (record.name, record.getMessage())
+        is_new = message not in self._seen
+        self._seen.add(message)
+        return is_new
 
 
 def stop_logging() -> None:

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from hotrec.config.roots import Config, ProfileConfig, ProfileMode
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.profile import Sampling, write_profile
 from hotrec.data.chunks import Dataset, Jagged
 from hotrec.report import plot_coverage
+from hotrec.runtime.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +28,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     holds_out_validation = config.profile.heldout_frac == 0 and dataset.num_samples("valid") > 0
     num_heldout = dataset.num_samples("valid") if holds_out_validation else None
     num_samples = dataset.num_samples("train") + (num_heldout or 0)
-    with tqdm(
-        total=num_samples, desc="profile", unit=" samples", unit_scale=True, disable=None
-    ) as bar:
+    with Progress("profile", num_samples, unit="samples") as bar:
         profile, artifact = write_profile(
             blocks_of(dataset, "train", bar),
             dataset.schema,
@@ -71,7 +68,7 @@ def sampling_of(profile: ProfileConfig) -> Sampling:
     return Sampling(frac, profile.seed, profile.min_count, profile.confidence)
 
 
-def blocks_of(dataset: Dataset, split: str, bar: tqdm[Any] | None = None) -> Iterator[Block]:
+def blocks_of(dataset: Dataset, split: str, bar: Progress | None = None) -> Iterator[Block]:
     """The chunks of a split as the cost model reads them."""
     for index in range(len(dataset.chunks(split))):
         chunk = dataset.block(split, index)

@@ -23,6 +23,7 @@ from hotrec.config.validate import validate
 
 PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
+USER_CONF = Path("conf")
 MAX_YAML_BYTES, MAX_YAML_ALIASES = 1 << 20, 20
 
 
@@ -40,6 +41,14 @@ def conf_dir() -> Path:
         f"conf: expected config.yaml in one of {[str(place) for place in places]}, got none. "
         "Install hotrec again."
     )
+
+
+def user_conf_dir() -> Path | None:
+    """``conf`` in the current directory, if it holds groups of the user's."""
+    if not USER_CONF.is_dir() or USER_CONF.samefile(conf_dir()):
+        return None
+    groups = (path.name for path in conf_dir().iterdir() if path.is_dir())
+    return USER_CONF if any((USER_CONF / group).is_dir() for group in groups) else None
 
 
 def options_of(group: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from hotrec.config.fields import Rules, key, section
@@ -14,11 +15,24 @@ ColumnKind = StrEnum("ColumnKind", "label dense categorical categorical_list")
 Derive = StrEnum("Derive", "none hour_of_day day_of_week log_bucket")
 DenseTransform = StrEnum("DenseTransform", "none log1p")
 Encoding = StrEnum("Encoding", "vocabulary hashing rows")
+TimeUnit = StrEnum("TimeUnit", "iso s ms us ns")
 SplitKind = StrEnum("SplitKind", "fraction last time")
 OnBadLine = StrEnum("OnBadLine", "error skip")
 
 # More rows than any table that fits; sums and products of row numbers stay below 2**63.
 MAX_ROWS = 2**40
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def time_ms(text: str) -> float:
+    """A date or time in ISO 8601 as milliseconds since 1970; UTC where it has no offset.
+
+    Raises:
+        ValueError: If it is no date or time.
+    """
+    moment = datetime.fromisoformat(text.strip())
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return (moment - EPOCH) / timedelta(milliseconds=1)
 
 
 @dataclass
@@ -30,7 +44,7 @@ class ColumnSpec:
     table: str = key("for categorical kinds, the table it reads; empty: this entry's name", "")
     derive: Derive = key(
         "how to compute the value from the source: hour_of_day and day_of_week (0 is Monday) from "
-        "Unix time in milliseconds; log_bucket: floor(4 * log2(1 + abs(x))) with the sign of x",
+        "a time, see data.source.times; log_bucket: floor(4 * log2(1 + abs(x))) with the sign of x",
         Derive.none,
     )
     utc_offset_h: float = key("for hour_of_day and day_of_week, hours to add to UTC", 0.0)
@@ -120,17 +134,20 @@ class SplitSpec:
     )
     test_frac: float = key("for fraction and last, the share of test samples", 0.1, ge=0, lt=1)
     seed: int = key("for fraction, the seed of the random split", 0)
-    column: str = key("for time, a numeric column of the log", "")
-    valid_from: float = key("for time, first value of the validation split", math.inf, le=math.inf)
-    test_from: float = key("for time, first value of the test split", math.inf, le=math.inf)
+    column: str = key("for time, a column of the log with times or other numbers", "")
+    valid_from: int | float | str = key(
+        "for time, first value of the validation split: a date or time in ISO 8601, such as "
+        "2024-05-01, or a number, which for times is of milliseconds since 1970",
+        math.inf,
+        le=math.inf,
+    )
+    test_from: int | float | str = key(
+        "for time, first value of the test split, as valid_from", math.inf, le=math.inf
+    )
 
     def rules(self) -> Rules:
         if self.kind is SplitKind.time:
-            expected, got = f">= valid_from, which is {self.valid_from}", self.test_from
-            yield (
-                self.valid_from <= got,
-                f"test_from: expected {expected}, got {got}. Test samples come last.",
-            )
+            yield from self._bound_rules()
         else:
             total = self.valid_frac + self.test_frac
             yield (
@@ -138,6 +155,36 @@ class SplitSpec:
                 f"valid_frac + test_frac: expected less than 1, got {total}. "
                 "Leave a share for training.",
             )
+
+    def _bound_rules(self) -> Rules:
+        for name in ("valid_from", "test_from"):
+            bound = getattr(self, name)
+            yield (
+                _is_bound(bound),
+                f"{name}: expected a number or a time such as 2024-05-01T12:30:00, got {bound!r}.",
+            )
+        valid_from, test_from = self.bounds
+        yield (
+            valid_from <= test_from,
+            f"test_from: expected >= valid_from, which is {self.valid_from}, got "
+            f"{self.test_from}. Test samples come last.",
+        )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """valid_from and test_from as numbers, times in milliseconds since 1970."""
+        valid_from, test_from = (
+            time_ms(bound) if isinstance(bound, str) else float(bound)
+            for bound in (self.valid_from, self.test_from)
+        )
+        return valid_from, test_from
+
+
+def _is_bound(bound: float | str) -> bool:
+    try:
+        return isinstance(bound, int | float) or time_ms(bound) is not None
+    except ValueError:
+        return False
 
 
 @dataclass
@@ -163,6 +210,12 @@ class SourceSpec:
     tables: dict[str, TableSpec] = key("settings of tables that differ from table_defaults", {})
     table_defaults: TableSpec = section("settings of all other tables", TableSpec)
     joins: dict[str, JoinSpec] = key("side tables by name", {})
+    times: dict[str, TimeUnit] = key(
+        "columns that hold times, with their form: iso (text such as 2024-05-01T12:30:00+02:00, "
+        "UTC where it has no offset) or the unit of numbers since 1970: s, ms, us or ns. Without "
+        "an entry numbers are ms; what Parquet and Arrow files store as times needs none",
+        {},
+    )
     split: SplitSpec = section("how samples are divided into train, valid and test", SplitSpec)
     separator: str = key("for delimited text, the ASCII character between two columns", "\t")
     null_values: list[str] = key('texts that mean "missing"', [""])

@@ -426,6 +426,23 @@ class ReportConfig:
 
 
 @dataclass
+class InitConfig:
+    """The configuration of init."""
+
+    path: str | None = key(
+        "the log: a file of CSV, TSV, Parquet or Arrow, a directory of them, or a pattern; "
+        "`hotrec init PATH` sets it",
+        None,
+    )
+    name: str | None = key("name of the dataset; null: that of the file", None)
+    label: str | None = key("column of 0 and 1 to train for; null: found by name", None)
+    time: str | None = key("column of times to split by; null: the first there is", None)
+    directory: str = key(
+        "directory of your configuration, in which data/<name>.yaml is made", "conf"
+    )
+
+
+@dataclass
 class DoctorConfig:
     """The configuration of doctor, which has no keys."""
 
@@ -436,4 +453,5 @@ ROOTS: dict[str, type] = {
     "evaluate": EvaluateConfig,
     "report": ReportConfig,
     "doctor": DoctorConfig,
+    "init": InitConfig,
 }

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from hotrec.artifact import Artifact, commit_artifact, scratch_directory
 from hotrec.config.data import OutlineSpec
@@ -23,6 +22,7 @@ from hotrec.cost_model.profile import (
     summarize_profile,
 )
 from hotrec.data.chunks import DATASET, commit_dataset
+from hotrec.runtime.progress import Progress
 from hotrec.types import Feature, Rows, Schema, Table
 
 # Ranks of popularity are spread over the rows in steps of about this share of the table.
@@ -62,7 +62,7 @@ def _write_profile(
     num_rows = sum(table.num_rows for table in schema.tables)
     with (
         scratch_directory(output, kind=KIND) as scratch,
-        tqdm(total=num_rows, desc="outline", unit=" rows", unit_scale=True, disable=None) as bar,
+        Progress("outline", num_rows, unit="rows") as bar,
     ):
         counts = allocate_counts(schema, scratch, TRAIN_DIRECTORY)
         for number, (name, table) in enumerate(spec.tables.items()):

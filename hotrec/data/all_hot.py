@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from hotrec.artifact import (
     Artifact,
@@ -27,6 +26,7 @@ from hotrec.artifact import (
 )
 from hotrec.data.chunks import Dataset, Integers, Jagged
 from hotrec.data.order import num_steps_of
+from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, world_size
 from hotrec.types import Partition, Rows, Schema
 
@@ -176,11 +176,8 @@ def _classify_share(dataset: Dataset, split: str, partition: Partition) -> dict[
     chunks = dataset.chunks(split)
     my_chunks = range(rank(), len(chunks), world_size())
     total = sum(chunks[chunk].num_samples for chunk in my_chunks)
-    disable = None if rank() == 0 else True
     bits = {}
-    with tqdm(
-        desc="all-hot samples", total=total, unit=" samples", unit_scale=True, disable=disable
-    ) as bar:
+    with Progress("all-hot samples", total, unit="samples", is_shown=rank() == 0) as bar:
         for chunk in my_chunks:
             features = dataset.block(split, chunk).features
             info = chunks[chunk]

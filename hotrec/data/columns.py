@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hotrec.config.data import Derive
+from hotrec.config.data import Derive, TimeUnit, time_ms
 from hotrec.data.chunks import one_array
 
 Codes = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -24,6 +24,7 @@ Float64s = npt.NDArray[np.float64]
 
 _NUMBER = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _MS_PER_HOUR = 3_600_000
+MS_PER_UNIT = {TimeUnit.s: 1e3, TimeUnit.ms: 1.0, TimeUnit.us: 1e-3, TimeUnit.ns: 1e-6}
 # 1970-01-01 was a Thursday, day 3 of a week that begins on Monday.
 _EPOCH_WEEKDAY = 3
 
@@ -111,7 +112,7 @@ def texts_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts:
 
 
 def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
-    """A column of numbers, booleans or times as float64, NaN where null.
+    """A column of numbers or booleans as float64, NaN where null.
 
     Infinite where a value is NaN already, for the reader to find: NaN means missing.
 
@@ -119,14 +120,44 @@ def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
         pa.ArrowInvalid: if a value is not a number.
     """
     array = one_array(column)
-    if pa.types.is_temporal(array.type):
-        array = array.cast(pa.timestamp("ms")).cast(pa.int64())
     # safe=False: integers beyond 2**53 lose their last digits instead of failing.
     values = array.cast(pa.float64(), safe=pa.types.is_string(array.type))
     if pc.any(pc.is_nan(values)).as_py():
         values = pc.if_else(pc.is_nan(values), math.inf, values)
     found: Float64s = values.to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
     return found
+
+
+def times_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
+    """A column of Arrow's dates or times as milliseconds since 1970; NaN where null."""
+    # safe=False: nanoseconds are cut off.
+    times = one_array(column).cast(pa.timestamp("us"), safe=False)
+    return numbers_from_arrow(times.cast(pa.int64())) / 1000
+
+
+def times_from_texts(texts: Texts) -> Float64s:
+    """Texts in ISO 8601 as milliseconds since 1970; infinite where one is no date or time."""
+    # Arrow wants to know whether there is an offset, and reads six digits of a second at most.
+    values = pc.replace_substring_regex(texts.values, r"(\.[0-9]{6})[0-9]+", r"\1")
+    has_offset = pc.match_substring_regex(values, r":.*(Z|[+-][0-9:]+)$")
+    nothing = pa.scalar(None, pa.string())
+    try:
+        found = [
+            pc.if_else(has_offset, values, nothing).cast(pa.timestamp("us", "UTC")),
+            pc.if_else(has_offset, nothing, values).cast(pa.timestamp("us")),
+        ]
+        since_1970 = pc.coalesce(*(times.cast(pa.int64()) for times in found))
+        milliseconds = numbers_from_arrow(since_1970) / 1000
+    except pa.ArrowInvalid:  # one by one, to find which; and for forms that Arrow does not know
+        milliseconds = np.array([_time_or_inf(text) for text in texts.values.to_pylist()])
+    return np.append(milliseconds, np.nan)[texts.codes]
+
+
+def _time_or_inf(text: str | None) -> float:
+    try:
+        return math.nan if text is None else time_ms(text)
+    except ValueError:
+        return math.inf
 
 
 def item_type(kind: pa.DataType) -> pa.DataType:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hotrec.config.data import (
     SourceSpec,
     SplitKind,
     SplitSpec,
+    TimeUnit,
     columns_of,
 )
 from hotrec.data.chunks import Jagged
@@ -103,7 +105,7 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
     columns = columns_of(spec)
     ids: dict[str, list[str]] = {place: [] for place in known}
     numbers: dict[str, list[str]] = {place: [] for place in known}
-    times: dict[str, list[str]] = {place: [] for place in known}
+    times: dict[str, dict[str, TimeUnit]] = {place: {} for place in known}
     # The key of a side table repeats the column that it is matched with.
     keys = {name: side.key or side.on for name, side in spec.joins.items()}
     offered = {
@@ -124,20 +126,24 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
             )
         (numbers if needs_numbers(column) else ids)[place].append(source)
         if column.derive in (Derive.hour_of_day, Derive.day_of_week):
-            times[place].append(source)
+            times[place][source] = spec.times.get(source, TimeUnit.ms)
     required: tuple[str, ...] = ()
     if spec.split.kind is SplitKind.time:
         _require(spec.split.column, known[_LOG], "data.source.split.column")
         numbers[_LOG].append(spec.split.column)
-        times[_LOG].append(spec.split.column)
+        times[_LOG][spec.split.column] = spec.times.get(spec.split.column, TimeUnit.ms)
         required = (spec.split.column,)
+    for name in spec.times:
+        _require(name, tuple(dict.fromkeys(chain(*known.values()))), f"data.source.times.{name}")
+    for place, units in times.items():
+        ids[place] += [name for name, unit in units.items() if unit is TimeUnit.iso]
     return {
         place: Wanted(
             tuple(dict.fromkeys(ids[place])),
             tuple(dict.fromkeys(numbers[place])),
             label=label_source(columns) if place == _LOG else None,
             required=required if place == _LOG else (),
-            times=tuple(times[place]),
+            times=times[place],
         )
         for place in known
     }
@@ -280,10 +286,10 @@ class Splitter:
     def split_of(self, block: RawBlock, file: int) -> npt.NDArray[np.int8]:
         """The split of each sample of a block of one file of the log, int8 (n,)."""
         spec = self.spec
-        valid_from, test_from = spec.valid_from, spec.test_from
         match spec.kind:
             case SplitKind.time:
                 values = block.numbers[spec.column]
+                valid_from, test_from = spec.bounds
             case SplitKind.fraction:
                 hashes = hash_numbers(spec.seed, file, block.lines)
                 values = hashes.astype(np.float64) / 2.0**64

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
 from hotrec.artifact import Artifact, read_artifact
 from hotrec.config.data import (
@@ -58,6 +57,7 @@ from hotrec.data.vocabulary import (
     write_vocabulary,
 )
 from hotrec.runtime import ranks as distributed
+from hotrec.runtime.progress import Progress
 from hotrec.types import Feature, Rows, Schema, Table
 
 _LOGGER = logging.getLogger(__name__)
@@ -164,10 +164,8 @@ def read_ahead(items: Iterator[T]) -> Iterator[T]:
             yield item  # type: ignore[misc]
 
 
-def _progress(title: str, total: int | None = None) -> tqdm[Any]:
-    """A bar on rank 0, if it has a terminal."""
-    disable = None if distributed.rank() == 0 else True
-    return tqdm(desc=title, total=total, unit=" samples", unit_scale=True, disable=disable)
+def _progress(title: str, total: int | None = None) -> Progress:
+    return Progress(title, total, unit="samples", is_shown=distributed.rank() == 0)
 
 
 # First pass: count.
@@ -206,7 +204,7 @@ def _count_file(
     file: int,
     counters: dict[str, ValueCounter],
     largest: dict[str, int],
-    progress: tqdm[Any],
+    progress: Progress,
 ) -> FileFacts:
     columns = job.log.columns
     needs_moments = any(column.standardize for column in columns.values())
@@ -344,7 +342,7 @@ def _write_file(
     schema: Schema,
     encoders: dict[str, RowEncoder],
     scaling: Float64s,
-    progress: tqdm[Any],
+    progress: Progress,
 ) -> dict[str, list[ChunkInfo]]:
     rows_per_chunk = job.spec.rows_per_chunk
     writers = {

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import glob
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hotrec.config.data import CRITEO_COLUMNS, OnBadLine, SourceFormat
+from hotrec.config.data import CRITEO_COLUMNS, OnBadLine, SourceFormat, TimeUnit
 from hotrec.data import text
 from hotrec.data.columns import (
+    MS_PER_UNIT,
     Float64s,
     Lists,
     RawBlock,
@@ -27,6 +28,8 @@ from hotrec.data.columns import (
     item_type,
     numbers_from_arrow,
     numbers_from_texts,
+    times_from_arrow,
+    times_from_texts,
 )
 from hotrec.types import Rows
 
@@ -54,14 +57,15 @@ class Wanted:
         numbers: Columns whose values are numbers. A column may be in both.
         label: The number column that must be 0 or 1.
         required: Number columns without missing values, besides the label.
-        times: Number columns that may hold times, which are read as milliseconds.
+        times: Number columns that may hold times, with their units; they become milliseconds since
+            1970. Those of texts are among ``ids``, too.
     """
 
     ids: tuple[str, ...]
     numbers: tuple[str, ...]
     label: str | None = None
     required: tuple[str, ...] = ()
-    times: tuple[str, ...] = ()
+    times: Mapping[str, TimeUnit] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -137,7 +141,7 @@ def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
         case SourceFormat.parquet:
             return tuple(_open_parquet(path).schema_arrow.names)
         case SourceFormat.arrow:
-            return tuple(_open_arrow(path).schema.names)
+            return tuple(open_arrow(path).schema.names)
 
 
 def count_samples(path: Path, log_format: LogFormat) -> int:
@@ -221,7 +225,12 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
         ) from error
 
 
-def _open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
+def open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
+    """Open an Arrow IPC file or stream.
+
+    Raises:
+        ValueError: if it is neither.
+    """
     try:
         source = pa.memory_map(str(path))
         try:
@@ -241,7 +250,7 @@ def _open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamRe
 
 
 def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    reader = _open_arrow(path)
+    reader = open_arrow(path)
     if isinstance(reader, pa.RecordBatchFileReader):
         yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
@@ -282,11 +291,7 @@ def _block(
             if name in wanted.ids:
                 ids[name] = ids_from_arrow(column)
             if name in wanted.numbers:
-                found = ids.get(name)
-                if isinstance(found, Texts):
-                    numbers[name] = numbers_from_texts(found)
-                else:
-                    numbers[name] = numbers_from_arrow(column)
+                numbers[name] = _numbers(column, ids.get(name), wanted.times.get(name))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise ValueError(
                 f"{path} lines {lines[0]} to {lines[-1]}: expected "
@@ -294,6 +299,21 @@ def _block(
                 "Correct the values, or the columns of the specification."
             ) from error
     return RawBlock(lines, ids, numbers, num_skipped)
+
+
+def _numbers(
+    column: pa.ChunkedArray | pa.Array, found: Texts | Lists | None, unit: TimeUnit | None
+) -> Float64s:
+    """A column as numbers, given its texts if it is read as ids, too, and its unit if of times."""
+    if unit is not None and pa.types.is_temporal(column.type):
+        return times_from_arrow(column)
+    if isinstance(found, Texts):
+        if unit is TimeUnit.iso:
+            return times_from_texts(found)
+        numbers = numbers_from_texts(found)
+    else:
+        numbers = numbers_from_arrow(column)
+    return numbers if unit is None else numbers * MS_PER_UNIT[unit]
 
 
 def _check_type(kind: pa.DataType, name: str, wanted: Wanted, path: Path) -> None:
@@ -308,6 +328,17 @@ def _check_type(kind: pa.DataType, name: str, wanted: Wanted, path: Path) -> Non
             f"{path} column {name}: expected numbers, got type {kind}. "
             "Cast the column to integers, or set derive to hour_of_day or day_of_week."
         )
+    is_iso = wanted.times.get(name) is TimeUnit.iso
+    if is_iso and not pa.types.is_temporal(kind) and not _is_text(kind):
+        raise ValueError(
+            f"{path} column {name}: expected texts as data.source.times says, got type {kind}. "
+            f"Set data.source.times.{name} to s, ms, us or ns."
+        )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _bad_line_error(path: Path, number: int, expected: str, got: str) -> ValueError:
@@ -336,6 +367,8 @@ def _checked(block: RawBlock, path: Path, wanted: Wanted, on_bad_line: OnBadLine
             # NaN stands for nothing here, and what was NaN is infinite.
             got = "nothing" if np.isnan(values[at]) else f"{values[at]}"
             got = "inf or nan" if got == "inf" else got
+            if wanted.times.get(name) is TimeUnit.iso:
+                expected = "a time such as 2024-05-01T12:30:00"
             texts = block.ids.get(name)
             if isinstance(texts, Texts) and texts.codes[at] >= 0:
                 got = repr(texts.values[int(texts.codes[at])].as_py())

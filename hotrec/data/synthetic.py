@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from hotrec.artifact import Artifact, scratch_directory
 from hotrec.config.data import SyntheticSpec
 from hotrec.config.validate import validate
 from hotrec.data.chunks import DATASET, SPLITS, Block, ChunkWriter, Integers, Jagged, commit_dataset
 from hotrec.data.columns import offsets_of
+from hotrec.runtime.progress import Progress
 from hotrec.types import Feature, Rows, Schema, Table
 
 # Samples drawn at once. Part of the definition of the data: another value, other samples.
@@ -204,10 +204,7 @@ def write_synthetic(spec: SyntheticSpec, output: str | Path) -> Artifact:
         writers = {
             split: ChunkWriter(scratch, split, schema, spec.rows_per_chunk) for split in SPLITS
         }
-        # disable=None: a bar on terminals only.
-        with tqdm(
-            desc="synthetic", total=log.num_samples, unit=" samples", unit_scale=True, disable=None
-        ) as progress:
+        with Progress("synthetic", log.num_samples, unit="samples") as progress:
             for split, block in log.blocks():
                 writers[split].write(block)
                 progress.update(len(block))

@@ -9,16 +9,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from hotrec.build import Sharded
 from hotrec.data.batch import Batch
 from hotrec.planning.trial import Trial
 from hotrec.runtime import watchdog
 from hotrec.runtime.memory import read_memory
+from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier
 from hotrec.train.pipelines import Pipeline
 
@@ -113,7 +112,7 @@ class _Rounds:
 
     def run_together(self, candidates: Mapping[str, Candidate]) -> None:
         held: dict[str, _Contender] = {}
-        with self._bar() as bar:
+        with Progress("trial", self._limit_s, unit="s", is_shown=self._ranks.is_first) as bar:
             for name, candidate in candidates.items():
                 bar.set_postfix_str(name)
                 held[name] = _Contender(candidate, self._ranks)
@@ -149,11 +148,6 @@ class _Rounds:
 
     def _is_over(self) -> bool:
         return self._seconds() >= self._limit_s
-
-    def _bar(self) -> tqdm[Any]:
-        disable = None if self._ranks.is_first else True
-        form = "{l_bar}{bar}| {n:.0f}/{total:.0f} s {postfix}"
-        return tqdm(total=self._limit_s, desc="trial", bar_format=form, disable=disable)
 
 
 class _Contender:

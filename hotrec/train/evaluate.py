@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hotrec.data.batch import Batch
 from hotrec.runtime import watchdog
+from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import all_gather_object, broadcast_object, rank, same_verdict, world_size
 from hotrec.train.pipelines import Pipeline
 from hotrec.train.watch import sigterm_held_back
@@ -120,8 +121,12 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
     model.eval()
     try:
         # Starting a loader draws a random number, which must not affect training.
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            predictions = _predict(pipeline, same_verdict(lambda: _start(batches)), step)
+        with (
+            torch.random.fork_rng(devices=devices),
+            torch.no_grad(),
+            Progress("evaluate", _count(batches), unit="batches", is_shown=rank() == 0) as bar,
+        ):
+            predictions = _predict(pipeline, same_verdict(lambda: _start(batches)), step, bar)
     finally:
         model.train(was_training)
     gathered = _gather_on_first(predictions)
@@ -131,13 +136,16 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
     return broadcast_object(quality)  # type: ignore[return-value]
 
 
+def _count(batches: Iterable[Batch]) -> int | None:
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except TypeError:  # a DataLoader over a stream has a length by type only
+        return None
+
+
 def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Start the loader; ranks with unequal numbers of batches would wait for one another."""
-    try:
-        num = len(batches) if isinstance(batches, Sized) else None
-    except TypeError:  # a DataLoader over a stream has a length by type only
-        num = None
-    nums = all_gather_object(num)
+    nums = all_gather_object(_count(batches))
     if len(set(nums)) > 1:
         raise ValueError(
             f"evaluation: expected as many batches on every rank, got {nums}. "
@@ -147,7 +155,9 @@ def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
         return iter(batches)
 
 
-def _predict(pipeline: Pipeline, iterator: Iterator[Batch], step: int | None) -> torch.Tensor:
+def _predict(
+    pipeline: Pipeline, iterator: Iterator[Batch], step: int | None, bar: Progress
+) -> torch.Tensor:
     """Logits and labels of this rank, float32 (S, 2) on the host, padding left out."""
     weights: deque[torch.Tensor] = deque()  # of the batches that the pipeline holds
 
@@ -169,6 +179,7 @@ def _predict(pipeline: Pipeline, iterator: Iterator[Batch], step: int | None) ->
         _, logits, labels = pipeline.progress(batches)
         pairs.append(torch.stack([logits.float(), labels.float()], dim=1))
         are_samples.append(weights.popleft() > 0)
+        bar.update()
     return torch.cat(pairs).cpu()[torch.cat(are_samples).cpu()]
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
-from tqdm import tqdm
 
 from hotrec.data.batch import Batch
 from hotrec.runtime import watchdog
+from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.traffic import BatchFacts
 from hotrec.train.alternate import Alternation
@@ -133,10 +133,8 @@ def train(
         with closing(pipeline), ExitStack() as stack:
             stack.callback(gc.unfreeze)
             run_log = RunLog(run_dir if ranks.is_first else None, start_step=start.step)
-            # On standard error of rank 0, if that is a terminal.
-            disable = None if ranks.is_first else True
-            bar = tqdm(
-                total=num_steps, initial=start.step, desc="train", unit="step", disable=disable
+            bar = Progress(
+                "train", num_steps, unit="steps", initial=start.step, is_shown=ranks.is_first
             )
             tracer = Tracer(trace, ranks, start_step=start.step, num_steps=num_steps)
             records = Records(

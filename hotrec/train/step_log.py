@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.checkpoint import Position
 from hotrec.train.evaluate import Quality
@@ -31,7 +31,7 @@ class Records:
 
     position: Position  # after the last step made
     run_log: RunLog
-    bar: tqdm
+    bar: Progress
     traffic: TrafficMeter
     stages: StageTimes
     tracer: Tracer
@@ -128,7 +128,7 @@ class Records:
             self._cache.update(num_steps=num_steps, **counted)
         self._losses.clear()
         self._wait_s = 0.0
-        self.bar.set_postfix(loss=f"{self._loss:.4f}", refresh=False)
+        self.bar.set_postfix_str(f"loss {self._loss:.4f}", refresh=False)
         if is_line_due:
             self._write_line(step, lr, [sum_ / self.ranks.world_size for sum_ in sums["stage_s"]])
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hotrec.cli import main
 from hotrec.cli.app import _plain, _split_flags
 from hotrec.cli.commands import COMMANDS
+from tests.policy.source import REPOSITORY
 
 
 def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,3 +64,19 @@ def test_flags_may_stand_anywhere() -> None:
 def test_figures_are_json() -> None:
     figures = {"a": float("nan"), "b": [float("inf"), 1.5, (2, None)], "c": {"d": "x"}}
     assert _plain(figures) == {"a": None, "b": [None, 1.5, [2, None]], "c": {"d": "x"}}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--cfg", "job"]])
+def test_a_reader_that_stops_reading_is_no_error(words: list[str], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "hotrec", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    os.close(writer)
+    assert done.stderr == b""

@@ -65,6 +65,10 @@ def test_features_may_share_a_table():
         ),
         (criteo(split=SplitSpec(valid_frac=-0.1)), "data.source.split.valid_frac", "-0.1"),
         (
+            criteo(split=SplitSpec(SplitKind.time, column="I1", valid_from="1 May")),
+            *("data.source.split.valid_from", "'1 May'"),
+        ),
+        (
             criteo(split=SplitSpec(SplitKind.time, column="I1", valid_from=5, test_from=4)),
             *("data.source.split.test_from", "4"),
         ),

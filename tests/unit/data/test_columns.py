@@ -16,6 +16,8 @@ from hotrec.data.columns import (
     numbers_from_texts,
     texts_from_arrow,
     texts_from_numbers,
+    times_from_arrow,
+    times_from_texts,
 )
 
 
@@ -72,11 +74,51 @@ def test_the_last_items_are_kept(values, max_length):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (1_700_000_000, pa.timestamp("s")),
+        (1_700_000_000_000, pa.timestamp("ms", "Europe/Berlin")),
+        (1_700_000_000_000_000, pa.timestamp("us")),
+        (1_700_000_000_000_000_999, pa.timestamp("ns")),
+    ],
+)
+def test_times_of_any_unit(value, kind):
+    found = times_from_arrow(pa.chunked_array([pa.array([value, None], kind)]))
+    assert found[0] == 1.7e12
+    assert np.isnan(found[1])
+
+
+MAY_1_MS = 1_714_521_600_000
+HALF_PAST_12_MS = MAY_1_MS + 45_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2024-05-01", MAY_1_MS),
+        ("2024-05-01 12:30", HALF_PAST_12_MS),
+        ("2024-05-01T12:30:00Z", HALF_PAST_12_MS),
+        ("2024-05-01T12:30:00+02:00", HALF_PAST_12_MS - 7_200_000),
+        ("2024-05-01 12:30:00-0130", HALF_PAST_12_MS + 5_400_000),
+        ("2024-05-01T12:30:00.250000999", HALF_PAST_12_MS + 250),
+        ("1969-12-31T23:59:59.5", -500),
+        ("20240501", MAY_1_MS),  # as Arrow does not read it
+        ("2024-02-30", np.inf),
+        ("yesterday", np.inf),
+        (None, np.nan),
+    ],
+)
+@pytest.mark.parametrize("beside", [["2024-05-01"], ["2024-05-01", "2024-05-01T00:00Z"], ["no"]])
+def test_texts_of_times(text, expected, beside):
+    found = times_from_texts(texts_from_arrow(pa.array([*beside, text, text], pa.string())))
+    np.testing.assert_array_equal(found[-2:], [expected, expected])
+    assert found[0] == (np.inf if beside == ["no"] else MAY_1_MS)
+
+
 def test_numbers():
     assert numbers_from_arrow(pa.array([True, False])).tolist() == [1.0, 0.0]
     assert np.isnan(numbers_from_arrow(pa.array([None], pa.int64()))[0])
-    times = pa.array([1_700_000_000_000], pa.timestamp("ms"))
-    assert numbers_from_arrow(times).tolist() == [1.7e12]
     large = pa.array([2**60 + 1], pa.int64())
     assert numbers_from_arrow(large).tolist() == [float(2**60)]
     texts = texts_from_arrow(pa.array(["1", None, "x", "1"]))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ from hotrec.config.data import (
     SplitKind,
     SplitSpec,
     TableSpec,
+    TimeUnit,
 )
 from hotrec.data import prepare as module
 from hotrec.data.chunks import Dataset
@@ -187,6 +189,49 @@ def test_split_by_time(tmp_path, log):
     assert prices == {"train": [5, 1, 3], "valid": [7, 6], "test": [9]}
 
 
+SECONDS = [1_714_521_600 + 3600 * hours for hours in (0, 5, 30, 60)]
+
+
+@pytest.mark.parametrize(
+    ("times", "unit"),
+    [
+        (pa.array(SECONDS, pa.timestamp("s")), None),
+        (pa.array([second * 10**9 for second in SECONDS], pa.timestamp("ns", "UTC")), None),
+        (pa.array(SECONDS), TimeUnit.s),
+        (pa.array([second * 10**6 for second in SECONDS]), TimeUnit.us),
+        (pa.array(SECONDS, pa.timestamp("s")).cast(pa.string()), TimeUnit.iso),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_split_and_derive_by_times_of_any_form(tmp_path, times, unit, suffix):
+    if suffix == "csv" and pa.types.is_timestamp(times.type):
+        times, unit = times.cast(pa.string()), TimeUnit.iso
+    table = pa.table({"click": [0, 1, 0, 1], "at": times})
+    path = tmp_path / f"log.{suffix}"
+    (pq.write_table if suffix == "parquet" else pacsv.write_csv)(table, path)
+    categorical = ColumnKind.categorical
+    spec = SourceSpec(
+        SourceFormat.parquet if suffix == "parquet" else SourceFormat.delimited,
+        [str(path)],
+        separator=",",
+        columns={
+            "label": ColumnSpec(ColumnKind.label, source="click"),
+            "hour": ColumnSpec(categorical, source="at", derive=Derive.hour_of_day),
+            "weekday": ColumnSpec(categorical, source="at", derive=Derive.day_of_week),
+        },
+        times={} if unit is None else {"at": unit},
+        # A number is of milliseconds, whatever the unit of the column.
+        split=SplitSpec(
+            SplitKind.time, column="at", valid_from="2024-05-02", test_from=1_714_694_400_000
+        ),
+    )
+    dataset = run(spec, tmp_path / "d")
+    found = {split: decoded(dataset, split) for split in ("train", "valid", "test")}
+    assert [(s["hour"], s["weekday"]) for s in found["train"]] == [("0", "2"), ("5", "2")]
+    assert [s["label"] for s in found["valid"]] == [0]
+    assert [s["label"] for s in found["test"]] == [1]
+
+
 def test_split_by_fraction_is_random_but_always_the_same(tmp_path, log):
     files = log(*(f"1,{n},u" for n in range(4000)))
     spec = delimited_spec(files, split=SplitSpec(valid_frac=0.2, test_frac=0.1))
@@ -309,6 +354,7 @@ def side(on: str = "user", key: str = "") -> JoinSpec:
             {"split": SplitSpec(SplitKind.time, column="price", valid_from=-5, test_from=9)},
             r"split: expected samples in the training split, got \{'train': 0, 'valid",
         ),
+        ({"times": {"when": TimeUnit.s}}, "times.when: .*got 'when'"),
         ({"joins": {"a": side(on="usr")}}, "joins.a.on: expected a column of .*got 'usr'"),
         ({"joins": {"a": side(key="id")}}, "joins.a.key: expected one of the .*got 'id'"),
     ],

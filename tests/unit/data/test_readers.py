@@ -14,6 +14,7 @@ from hotrec.config.data import (
     CRITEO_FEATURES,
     OnBadLine,
     SourceFormat,
+    TimeUnit,
 )
 from hotrec.data.columns import Lists, RawBlock, Texts
 from hotrec.data.readers import (
@@ -236,9 +237,27 @@ def test_times_are_numbers_only_where_times_are_wanted(tmp_path):
     wanted = Wanted(ids=(), numbers=("click", "day"), label="click")
     with pytest.raises(ValueError, match=r"column day: expected numbers, got type date32\[day\]"):
         list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
-    wanted = replace(wanted, times=("day",))
+    wanted = replace(wanted, times={"day": TimeUnit.ms})
     [block] = read_blocks(path, LogFormat(SourceFormat.parquet), wanted)
     assert block.numbers["day"].tolist() == [0.0, 86_400_000.0]
+
+
+def test_text_that_is_no_time_is_named_or_skipped(tmp_path):
+    content = "click,day\n1,2024-05-01\n0,1 May\n1,2024-05-02T00:00Z\n"
+    wanted = Wanted(("day",), ("click", "day"), label="click", times={"day": TimeUnit.iso})
+    with pytest.raises(ValueError, match="line 3: expected a time such as .* got '1 May'"):
+        read_csv(tmp_path, content, wanted)
+    block = read_csv(tmp_path, content, wanted, **SKIP)
+    assert np.diff(block.numbers["day"]).tolist() == [86_400_000.0]
+    assert block.num_skipped == 1
+
+
+def test_numbers_that_are_declared_as_text_are_refused(tmp_path):
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"click": [1, 0], "at": [1, 2]}), path)
+    wanted = Wanted(("at",), ("click", "at"), times={"at": TimeUnit.iso})
+    with pytest.raises(ValueError, match=r"column at: .* Set data\.source\.times\.at to s, ms"):
+        list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
 
 
 @pytest.mark.parametrize("at", [40, 74])

@@ -1,0 +1,121 @@
+"""``hotrec init``: look at a log, and describe it in a file of the user's configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from hotrec.artifact import naming
+from hotrec.cli.store import USER_CONF, options_of
+from hotrec.config.data import DataSpec
+from hotrec.config.roots import InitConfig, TrainerConfig
+from hotrec.config.validate import validate
+from hotrec.data.infer import infer, to_yaml
+from hotrec.data.log import open_log
+from hotrec.data.sample import Sample, read_sample
+
+logger = logging.getLogger(__name__)
+
+# Fewer steps than that learn little, so a short log is trained in smaller batches.
+_LEAST_STEPS, _LEAST_BATCH, _MOST_RANKS = 300, 64, 2
+
+
+def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
+    """Write <directory>/data/<name>.yaml; never over another file."""
+    if config.path is None:
+        raise ValueError("path: expected a file or directory, got none. Run `hotrec init PATH`.")
+    name = config.name or _name_of(config.path)
+    file = Path(config.directory) / "data" / f"{name}.yaml"
+    _check_name(name, file)
+    sample = read_sample(config.path)
+    found = infer(sample, config.label, config.time)
+    command = f"hotrec run {_config_dir(config.directory)}data={name} {_settings(sample)}".strip()
+    heading = [
+        f"Made by `hotrec init {shlex.quote(config.path)}`. Correct it, then:",
+        f"  {command}",
+    ]
+    text = to_yaml(sample, found, heading)
+    _check_text(text)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with naming(file), file.open("x", encoding="utf-8") as stream:
+        stream.write(text)
+    used = [entry for entry in found.entries if entry.is_used]
+    kinds = [entry.spec["kind"] for entry in used]
+    left_out = sorted({entry.name for entry in found.entries} - {entry.name for entry in used})
+    logger.info(
+        "%s: label %s, %d dense, %d categorical, %d lists; split by %s; left out: %s",
+        *(file, found.label.name, kinds.count("dense"), kinds.count("categorical")),
+        kinds.count("categorical_list"),
+        "time" if found.split["kind"] == "time" else "chance, at random",
+        ", ".join(left_out) or "nothing",
+    )
+    logger.info("look at it, then: %s", command)
+    return {
+        "command": "init",
+        "file": file,
+        "name": name,
+        "label": found.label.name,
+        "columns": {entry.name: entry.spec["kind"] for entry in used},
+        "left_out": left_out,
+        "split": found.split,
+        "num_rows": sample.num_rows,
+        "is_whole": sample.is_whole,
+        "next": command,
+    }
+
+
+def _name_of(path: str) -> str:
+    """The first part of the name of the file or directory that can be part of a command."""
+    stem = Path(path).name.split(".")[0] or Path(path).parent.name
+    name = re.sub(r"\W+", "_", stem, flags=re.ASCII).strip("_").lower()
+    if not name:
+        raise ValueError(
+            f"name: expected a file name with letters or digits, got {path!r}. Add name=<a name>."
+        )
+    return name if name[0].isalpha() else f"log_{name}"
+
+
+def _check_name(name: str, file: Path) -> None:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, flags=re.ASCII):
+        raise ValueError(f"name: expected letters, digits and '_', got {name!r}.")
+    if file.exists():
+        raise ValueError(
+            f"{file}: expected no such file, got one. Use or remove it, or add name=<another name>."
+        )
+    if name in options_of("data"):
+        raise ValueError(
+            f"name: expected another name than {', '.join(options_of('data'))}, got {name}. Add "
+            "name=<another name>."
+        )
+
+
+def _check_text(text: str) -> None:
+    """Read the specification as Hydra will, and the log with it as far as ``prepare`` checks it."""
+    merged = OmegaConf.merge(OmegaConf.structured(DataSpec), OmegaConf.create(text))
+    spec: Any = OmegaConf.to_object(merged)
+    validate(spec, "data")
+    open_log(spec.source)
+
+
+def _config_dir(directory: str) -> str:
+    is_found = Path(directory) == USER_CONF
+    return "" if is_found else f"--config-dir {shlex.quote(directory)} "
+
+
+def _settings(sample: Sample) -> str:
+    """What a first run of this log needs on this host besides the defaults."""
+    num_ranks = min(_MOST_RANKS, os.cpu_count() or 1)
+    num_train = 0.8 * sample.num_rows
+    batch_size = TrainerConfig().batch_size
+    while batch_size > _LEAST_BATCH and num_train < _LEAST_STEPS * num_ranks * batch_size:
+        batch_size //= 2
+    settings = [f"launch.num_ranks={num_ranks}"] if num_ranks > 1 else []
+    if batch_size < TrainerConfig().batch_size:
+        settings.append(f"trainer.batch_size={batch_size}")
+    return " ".join(settings)

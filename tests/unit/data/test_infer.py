@@ -1,0 +1,186 @@
+"""What a log is taken for, from a sample of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from hotrec.cli import main
+from hotrec.config.data import DataSpec
+from hotrec.config.validate import validate
+from hotrec.data import sample as sampling
+from hotrec.data.infer import Inferred, infer, to_yaml
+from hotrec.data.prepare import prepare
+from hotrec.data.sample import read_sample
+
+NUM = 2000
+RNG = np.random.default_rng(0)
+HOURS = np.arange(NUM) * 1200  # 28 days
+USERS = RNG.integers(0, 300, NUM)
+ITEMS = RNG.integers(0, 100, NUM)
+LISTS = [
+    [f"i{item}" for item in RNG.integers(0, 100, length)] for length in RNG.integers(1, 5, NUM)
+]
+START_S = 1_714_521_600
+
+
+def log(**columns: Any) -> pa.Table:
+    return pa.table(
+        {
+            "is_member": RNG.integers(0, 2, NUM),
+            "clicked": RNG.integers(0, 2, NUM),
+            "user_id": USERS,
+            "item": [f"i{item}" for item in ITEMS],
+            "price": pa.array(np.exp(RNG.normal(3, 2, NUM)), mask=ITEMS < 5),
+            "age": RNG.integers(18, 90, NUM),
+            "recent_items": LISTS,
+            "event": [f"e{number}" for number in range(NUM)],
+            "shop": ["only"] * NUM,
+            **columns,
+        }
+    )
+
+
+def write(table: pa.Table, path: Path) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=300)
+        return str(path)
+    lists = [None if bag is None else "|".join(bag) for bag in table["recent_items"].to_pylist()]
+    where = table.column_names.index("recent_items")
+    table = table.set_column(where, "recent_items", pa.array(lists))
+    with pa.output_stream(str(path), compression="detect") as stream:
+        pacsv.write_csv(table, stream, pacsv.WriteOptions(quoting_style="needed"))
+    return str(path)
+
+
+def used(found: Inferred) -> dict[str, dict[str, Any]]:
+    return {entry.name: dict(entry.spec) for entry in found.entries if entry.is_used}
+
+
+@pytest.mark.parametrize("name", ["log.parquet", "log.csv", "log.csv.gz"])
+def test_columns_of_a_log(tmp_path: Path, name: str) -> None:
+    at = pa.array(START_S + HOURS, pa.timestamp("s"))
+    sample = read_sample(write(log(at=at), tmp_path / name))
+    found = infer(sample)
+    assert (sample.num_rows, sample.is_whole) == (NUM, True)
+    specs = used(found)
+    assert (
+        specs.pop("recent_items").items() >= {"kind": "categorical_list", "table": "item"}.items()
+    )
+    assert specs.pop("price").items() >= {"kind": "dense", "transform": "log1p"}.items()
+    assert specs == {
+        "label": {"kind": "label", "source": "clicked"},
+        "is_member": {"kind": "categorical"},
+        "user_id": {"kind": "categorical"},
+        "item": {"kind": "categorical"},
+        "age": {"kind": "dense", "standardize": True},
+        "hour": {"kind": "categorical", "source": "at", "derive": "hour_of_day"},
+        "weekday": {"kind": "categorical", "source": "at", "derive": "day_of_week"},
+    }
+    assert found.split == {
+        **{"kind": "time", "column": "at"},
+        **{"valid_from": "2024-05-23", "test_from": "2024-05-25"},
+    }
+    assert found.times == ({} if name == "log.parquet" else {"at": "iso"})
+
+
+@pytest.mark.parametrize(("unit", "scale"), [("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)])
+def test_numbers_that_are_times(tmp_path: Path, unit: str, scale: int) -> None:
+    table = log(event_ts=(START_S + HOURS) * scale)
+    found = infer(read_sample(write(table, tmp_path / "log.parquet")))
+    assert found.times == {"event_ts": unit}
+    assert found.split["valid_from"] == "2024-05-23"
+
+
+def test_without_times_the_split_is_by_chance(tmp_path: Path) -> None:
+    assert infer(read_sample(write(log(), tmp_path / "a.csv"))).split["kind"] == "fraction"
+
+
+def test_texts_that_mean_missing(tmp_path: Path) -> None:
+    score = np.where(ITEMS < 20, "NA", RNG.integers(0, 1000, NUM).astype(str))
+    country = np.where(ITEMS < 50, "NA", "de")  # Namibia
+    found = infer(read_sample(write(log(score=score), tmp_path / "a.csv")))
+    assert "NA" in found.null_values
+    assert used(found)["score"]["kind"] == "dense"
+    found = infer(read_sample(write(log(country=country), tmp_path / "b.csv")))
+    assert "NA" not in found.null_values
+
+
+@pytest.mark.parametrize(
+    ("columns", "asked", "message"),
+    [
+        ({"clicked": [3] * NUM}, {}, r"^label: .* got \['is_member', 'second'\]"),
+        ({}, {"label": "age"}, r"^label: .* got 'age'"),
+        ({}, {"time": "age"}, r"^time: .* got 'age'"),
+    ],
+)
+def test_what_cannot_be_guessed(
+    tmp_path: Path, columns: dict[str, Any], asked: dict[str, str], message: str
+) -> None:
+    table = log(second=RNG.integers(0, 2, NUM), **columns)
+    with pytest.raises(ValueError, match=message):
+        infer(read_sample(write(table, tmp_path / "log.parquet")), **asked)
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz", "log.parquet"])
+def test_a_large_log_is_sampled(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "MAX_TEXT_BYTES", 20_000)
+    monkeypatch.setattr(sampling, "MAX_ROWS", 700)
+    monkeypatch.setattr(sampling, "_PIECE_BYTES", 2000)
+    monkeypatch.setattr(sampling, "_BLOCK_BYTES", 4000)
+    sample = read_sample(write(log(many=np.arange(NUM) // 2), tmp_path / name))
+    assert not sample.is_whole
+    assert 100 < sample.table.num_rows < 1000
+    factor = 4 if name == "log.csv.gz" else 1.2  # of compressed text the length is a guess
+    assert NUM / factor < sample.num_rows < NUM * factor
+
+
+def test_the_file_says_what_prepare_reads(tmp_path: Path) -> None:
+    odd = {"on": ["a b", "c: d"] * (NUM // 2), "x.y": ["1 'q\"", "#"] * (NUM // 2)}
+    sample = read_sample(write(log(**odd, keys=ITEMS), tmp_path / "log.csv"))
+    text = to_yaml(sample, infer(sample), ["by a test"])
+    assert yaml.safe_load(text)["source"]["columns"]["x_y"]["source"] == "x.y"
+    merged = OmegaConf.merge(OmegaConf.structured(DataSpec), OmegaConf.create(text))
+    spec = OmegaConf.to_object(merged)
+    validate(spec, "data")
+    artifact = prepare(spec.source, tmp_path / "dataset")
+    assert sum(artifact.content["source"]["num_samples"].values()) == NUM
+
+
+def test_a_directory_of_one_format(tmp_path: Path) -> None:
+    for day in (1, 2):
+        (tmp_path / "log" / f"day={day}").mkdir(parents=True)
+        write(log(), tmp_path / "log" / f"day={day}" / "part.parquet")
+    sample = read_sample(str(tmp_path / "log"))
+    assert (sample.files, sample.num_rows) == ([f"{tmp_path}/log/**/*.parquet"], 2 * NUM)
+    (tmp_path / "log" / "more.csv.gz").write_bytes(gzip.compress(b"a,b\n1,2\n"))
+    with pytest.raises(ValueError, match=r"got \['.csv.gz', '.parquet'\] among 3 files"):
+        read_sample(str(tmp_path / "log"))
+
+
+def test_init(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(log(), tmp_path / "my log,1.csv")
+    assert main(["init", path]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["name"] == "my_log_1"
+    assert figures["next"].startswith("hotrec run data=my_log_1")
+    written = Path("conf/data/my_log_1.yaml").read_bytes()
+    assert main(["init", path]) == 1
+    assert "expected no such file" in capsys.readouterr().err
+    assert Path("conf/data/my_log_1.yaml").read_bytes() == written
+    # What it wrote is found without --config-dir.
+    assert main(["prepare", "data=my_log_1", "paths.dataset=dataset"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_samples"]["train"] > 1000
