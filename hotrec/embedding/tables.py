@@ -43,7 +43,7 @@ def torchrec_collections(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddi
 
 def torchrec_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules that TorchRec shards itself, likewise."""
-    for path, module in _modules_of(model, ShardedModule):
+    for path, module in modules_of(model, ShardedModule):
         if not isinstance(module, ShardedHotColdEmbeddingBagCollection):
             yield path, module
 
