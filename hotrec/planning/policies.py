@@ -646,3 +646,40 @@ def _scars_curve(
             num_none[at[0]] -= 1
     all_hot = np.exp(np.minimum(np.cumsum(log_hot), 0.0)) * (np.cumsum(num_none) <= 0)
     return all_hot, np.maximum(np.cumsum(cold_rows), 0.0)
+
+
+def choose_resident_rows(
+    partition: Partition, counts: Counts, share: float, world_size: int
+) -> dict[str, Rows]:
+    """Chooses the cold rows that their owners keep in slots for good.
+
+    Each rank, of TorchRec's row-wise shards, keeps those of its rows that were looked up most, of
+    all tables together; never one that was not looked up.
+
+    Args:
+        partition: The hot rows, which have replicas.
+        counts: Lookups of each row by table, int64 (R,).
+        share: Fraction of a rank's rows that it keeps, in 0..1.
+        world_size: World size.
+
+    Returns:
+        By table int64 rows, ascending.
+    """
+    chosen: dict[str, list[Rows]] = {table: [] for table in counts}
+    for rank in range(world_size):
+        num_rows, found = 0, []
+        for table, lookups in counts.items():
+            begin = rank * -(-lookups.size // world_size)
+            block = np.array(lookups[begin : begin + -(-lookups.size // world_size)])
+            hot = partition.hot(table) - begin
+            block[hot[(hot >= 0) & (hot < block.size)]] = 0
+            num_rows += block.size
+            rows = np.flatnonzero(block)
+            found.append((table, rows + begin, block[rows]))
+        order = np.argsort(-np.concatenate([part for _, _, part in found]), kind="stable")
+        is_kept = np.zeros(order.size, np.bool_)
+        is_kept[order[: int(share * num_rows)]] = True
+        for table, rows, part in found:
+            chosen[table].append(rows[is_kept[: part.size]])
+            is_kept = is_kept[part.size :]
+    return {table: np.concatenate(rows) for table, rows in chosen.items()}

@@ -312,7 +312,8 @@ class HotColdPlanner(ShardingPlanner):
         if isinstance(placement, Partition):
             placement = Placement.alike(placement)
         self._machine = machine
-        self._constraints = {**(constraints or {}), **placement_constraints(placement, stats)}
+        of_placement = placement_constraints(placement, stats, machine.device)
+        self._constraints = {**(constraints or {}), **of_placement}
 
     @property
     def constraints(self) -> dict[str, ParameterConstraints]:

@@ -418,4 +418,6 @@ def _apply_policy(
         row_bytes=row_bytes(dataset.schema, config),
         dim=config.model.embedding_dim,
     )
-    return as_placement(kind, partition, machine.device)
+    return as_placement(
+        kind, partition, machine.device, counts=profile.counts, world_size=machine.world_size
+    )

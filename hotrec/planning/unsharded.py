@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from hotrec.planning.constraints import (
     torchrec_constraints,
 )
 from hotrec.planning.machine import Machine, free_device_bytes
+from hotrec.planning.policies import choose_resident_rows
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.memory import read_memory
@@ -46,6 +47,7 @@ from hotrec.types import (
     Partition,
     PipelineKind,
     Placement,
+    Rows,
     Schema,
 )
 
@@ -163,7 +165,7 @@ def build_unsharded(
             tables,
             placement.plan,
             batch_size=config.trainer.batch_size,
-            tier=cold_tier_for(machine.device, placement.tier, "placement.tier"),
+            tier=_torchrec_tier(machine.device, placement.tier),
             cache_load_factor=placement.cache_load_frac,
             is_prefetched=config.pipeline.kind is PipelineKind.prefetch,
         )
@@ -171,7 +173,7 @@ def build_unsharded(
         assert placed is not None
         embeddings = HotColdEmbeddingBagCollection(tables, placed, device=META)
         sharders = [HotColdSharder(spec, hot_exchange_of(placement, placed), wire_type)]
-        constraints = placement_constraints(placed, cache_stats)
+        constraints = placement_constraints(placed, cache_stats, machine.device)
     model, trainer = config.model, config.trainer
     cross: dict[str, int] = {}
     if isinstance(model, Dcnv2Config):
@@ -193,20 +195,47 @@ def build_unsharded(
     return Unsharded(ClickTask(built, machine.world_size), embeddings, sharders, constraints)
 
 
-def as_placement(placement: HotColdConfig, partition: Partition, device: str) -> Placement:
+def _torchrec_tier(device: str, tier: ColdTier) -> ColdTier:
+    """Returns the tier of the rows of TorchRec's own plans."""
+    if tier is ColdTier.cached:
+        raise ValueError(
+            "placement.tier: expected a compute kernel of TorchRec for placement=torchrec, got "
+            "cached. Set placement.tier=fused_uvm_caching, or a placement with hot and cold rows."
+        )
+    return cold_tier_for(device, tier, "placement.tier")
+
+
+def as_placement(
+    placement: HotColdConfig,
+    partition: Partition,
+    device: str,
+    *,
+    counts: Mapping[str, Rows] | None = None,
+    world_size: int = 1,
+) -> Placement:
     """Returns the placement of a partition with the configured exchange and tier.
+
+    Args:
+        device: "cpu" or "cuda".
+        counts: Lookups of each row by table, int64 (R,), for the rows that stay in slots.
+        world_size: Ranks that share the rows.
 
     Raises:
         ValueError: If the device has no such memory tier.
     """
     assert isinstance(placement, TieredConfig), placement
     tier = cold_tier_for(device, placement.cold_tier, on_cuda=ColdTier.fused_uvm_caching)
-    return Placement.alike(
+    placed = Placement.alike(
         partition,
         TIER_OF_KERNEL[tier],
         placement.cache_load_frac,
         is_hot_dense=placement.hot_exchange is HotExchange.dense,
     )
+    if tier is not ColdTier.cached or counts is None:
+        return placed
+    share = placement.cache_load_frac * placement.resident_frac
+    rows = choose_resident_rows(partition, counts, share, world_size)
+    return replace(placed, resident_rows=rows)
 
 
 def hot_exchange_of(placement: PlacementConfig, placed: Placement) -> HotExchange:

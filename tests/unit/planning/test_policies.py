@@ -35,10 +35,11 @@ from hotrec.planning.policies import (
     choose_freq_cache,
     choose_min_accesses,
     choose_partition,
+    choose_resident_rows,
     choose_scars,
     hugectr_threshold,
 )
-from hotrec.types import HugectrLink
+from hotrec.types import HugectrLink, Partition
 
 TABLES = ("a", "b", "c")
 ROW_BYTES = {"a": 8, "b": 12, "c": 20}
@@ -396,3 +397,15 @@ def test_configured_policies(placement, policy):
         short = Machine(4, 4, "cpu", 0, 4 * (100 * partition.total_hot - 1), 16, costs)
         with pytest.raises(ValueError, match=r"expected .*at most .* got"):
             choose_partition(placement, profile, short, **given)
+
+
+def test_each_rank_keeps_its_most_looked_up_cold_rows():
+    counts = {"a": np.array([9, 8, 7, 6, 5, 0]), "b": np.array([4, 10, 1])}
+    partition = Partition({"a": 6, "b": 3}, {"a": np.array([1])})
+    # Rank 0 has a0 to a2 and b0, b1; rank 1 has a3 to a5 and b2.
+    found = choose_resident_rows(partition, counts, 0.5, 2)
+    assert {name: rows.tolist() for name, rows in found.items()} == {"a": [0, 3, 4], "b": [1]}
+    whole = choose_resident_rows(partition, counts, 1.0, 2)
+    assert {name: rows.tolist() for name, rows in whole.items()} == {
+        "a": [0, 2, 3, 4], "b": [0, 1, 2],
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ from hotrec.planning.predict import (
     torchrec_baselines,
     torchrec_name,
 )
-from hotrec.planning.scenario import Scenario, choose_pipeline
+from hotrec.planning.scenario import Scenario, candidate_pipelines, choose_pipeline
 from hotrec.planning.unsharded import build_unsharded
 from hotrec.runtime.ranks import process_group
 from hotrec.types import ColdTier, PipelineKind, Tier, TorchrecPlan
@@ -173,6 +174,21 @@ def test_prefetch_without_a_cache_is_refused(placement: Any, device: str, found:
     config = configure(placement, PipelineKind.prefetch)
     with pytest.raises(ValueError, match=rf"^pipeline\.kind: expected .* for prefetch.*{found}"):
         choose_pipeline(config, machine(device))
+
+
+def test_slots_need_look_ahead() -> None:
+    """On any device and any number of ranks; predictions choose among no other pipeline."""
+    placement = AllColdPlacement(cold_tier=ColdTier.cached)
+    for device in ("cuda", "cpu"):
+        on = dataclasses.replace(machine(device), world_size=1, local_world_size=1)
+        found = configure(placement, PipelineKind.auto)
+        assert choose_pipeline(found, on) is PipelineKind.look_ahead
+        assert candidate_pipelines(found, on) == (PipelineKind.look_ahead,)
+    with pytest.raises(ValueError, match=r"^pipeline\.kind: expected look_ahead .* got base\."):
+        choose_pipeline(configure(placement, PipelineKind.base), machine())
+    unsplit = configure(TorchrecPlacement(tier=ColdTier.cached))
+    with pytest.raises(ValueError, match=r"^placement\.tier: expected .* got cached\."):
+        build_unsharded(unsplit, SCHEMA, None, machine())
 
 
 @pytest.mark.parametrize("tier", [ColdTier.fused_uvm, CACHED])
