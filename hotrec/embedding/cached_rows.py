@@ -69,37 +69,44 @@ class RowMover:
 
     def submit(
         self, out_rows: Rows, out_slots: Slots, in_rows: Rows, in_slots: Slots
-    ) -> CommunicationFuture[None]:
-        """Write rows back from their slots, then fetch others, into these slots among others."""
-        return self._thread.submit(partial(self.move, out_rows, out_slots, in_rows, in_slots))
+    ) -> CommunicationFuture[list[torch.Tensor]]:
+        """Write rows back from their slots and fetch others into these slots among others.
 
-    def move(self, out_rows: Rows, out_slots: Slots, in_rows: Rows, in_slots: Slots) -> None:
-        """The same at once, on the current stream."""
-        with named_range("move rows"):
-            leaving = self._read_slots(out_slots)
-            if in_rows.size:
-                for host, slots in self._pairs:
-                    rows = torch.from_numpy(in_rows).to(host.device)
-                    arriving = _staged(host.index_select(0, rows), self._device)
-                    index = torch.from_numpy(in_slots).long().to(self._device)
-                    put_rows(slots, index, arriving.to(self._device, non_blocking=True))
-            if out_rows.size:
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()
-                for (host, _), values in zip(self._pairs, leaving, strict=True):
-                    rows = torch.from_numpy(out_rows).to(host.device)
-                    put_rows(host, rows, values.to(host.device))
+        The result is there when the others are; what was read is written to the host afterwards.
+        """
+        fetched = self._thread.submit(partial(self.fetch, in_rows, in_slots, out_slots))
+        if out_rows.size:
+            self._thread.submit(lambda: self.put_back(out_rows, fetched.result()))
+        return fetched
 
-    def _read_slots(self, slots: Slots) -> list[torch.Tensor]:
-        """The rows and states of slots, on their way to the host."""
-        if not slots.size:
-            return []
+    def fetch(self, rows: Rows, slots: Slots, leaving: Slots) -> list[torch.Tensor]:
+        """Fetch rows into slots, of which ``leaving`` are read first; what they held."""
+        with named_range("fetch rows"):
+            held = self.read_slots(leaving)
+            for host, of_slots in self._pairs:
+                arriving = host.index_select(0, torch.from_numpy(rows).to(host.device))
+                if self._device.type == "cuda" and not arriving.is_cuda:
+                    arriving = arriving.pin_memory()
+                index = torch.from_numpy(slots).long().to(self._device)
+                put_rows(of_slots, index, arriving.to(self._device, non_blocking=True))
+            return held
+
+    def read_slots(self, slots: Slots) -> list[torch.Tensor]:
+        """Rows and states of slots, on their way to the host."""
         index = torch.from_numpy(slots).long().to(self._device)
         parts = [of_slots.index_select(0, index) for _, of_slots in self._pairs]
         if self._device.type == "cpu":
             return parts
         here = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
         return [to.copy_(part, non_blocking=True) for to, part in zip(here, parts, strict=True)]
+
+    def put_back(self, rows: Rows, held: list[torch.Tensor]) -> None:
+        """Write to the host what ``read_slots`` returned."""
+        with named_range("write rows back"):
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            for (host, _), values in zip(self._pairs, held, strict=True):
+                put_rows(host, torch.from_numpy(rows).to(host.device), values.to(host.device))
 
     def drain(self) -> None:
         """Wait until all tasks are done."""
@@ -108,11 +115,6 @@ class RowMover:
     def close(self) -> None:
         """Let the thread end."""
         self._thread.close()
-
-
-def _staged(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """In pinned memory where the values go to a device by DMA."""
-    return values.pin_memory() if device.type == "cuda" and not values.is_cuda else values
 
 
 class CachedRows:
@@ -189,7 +191,7 @@ class CachedRows:
         self._released = -1
         self._queue = np.empty(0, np.int32)  # slots to give away, the first first
         self._queued_at = -1  # the batch that was released when they were ranked
-        self._moved: CommunicationFuture[None] | None = None
+        self._moved: CommunicationFuture[list[torch.Tensor]] | None = None
         self._is_warm = False
 
     def reserve(self, rows_K: torch.Tensor, number: int) -> torch.Tensor:
@@ -296,7 +298,7 @@ class CachedRows:
         self._mover.drain()
         slots = np.flatnonzero(self._is_changed).astype(np.int32)
         rows = self._row_of_slot[slots]
-        self._mover.move(rows, slots, rows[:0], slots[:0])
+        self._mover.put_back(rows, self._mover.read_slots(slots))
         self.written_bytes += rows.size * self._mover.row_bytes
         self._is_changed[slots] = False
 

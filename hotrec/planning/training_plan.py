@@ -36,6 +36,7 @@ from hotrec.planning.partition import read_placement, summarize_partition, write
 from hotrec.planning.policies import choose_partition, policy_parameters
 from hotrec.planning.predict import (
     cache_statistics,
+    check_slots,
     is_own,
     make_placement,
     own_name,
@@ -388,6 +389,7 @@ def _predict_given(
     if placement is None:
         given = {torchrec_name(config): predict_torchrec_config(config, dataset.schema, scenario)}
     else:
+        check_slots(scenario, placement)
         num_hot = {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
         given = {
             own_name(kind): predict_placement(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.data.batch import Batch
+from hotrec.embedding.cached_rows import RowMover
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import Ranks
@@ -147,13 +149,45 @@ def check_cases(cases: list[Case]) -> list[str]:
     return wrong
 
 
+def test_a_step_is_computed_while_rows_of_the_next_one_are_moved(
+    one_rank: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns before they have arrived."""
+    case = replace(
+        make_cache_cases(1, 0)[0], partition="all_cold", placement="row_wise", depth=1,
+        micro_batches=False, batches="drawn", cache_load_frac=1.0, resident_frac=0.0,
+    )  # fmt: skip
+    model, optimizer, _ = build_hot_cold(case)
+    device, fetch = torch.device("cpu"), RowMover.fetch
+    is_fetching, may_fetch = threading.Event(), threading.Event()
+
+    def fetch_later(*given: Any) -> list[torch.Tensor]:
+        is_fetching.set()
+        assert may_fetch.wait(20)
+        return fetch(*given)
+
+    ahead = LookAhead(lambda: RowsAhead(model, device))
+    pipeline = make_pipeline("look_ahead", model, optimizer, device, ahead)
+    pipeline.start()
+    batches = batches_of(case, 0, 4)
+    pipeline.progress(batches)
+    pipeline.drain()
+    monkeypatch.setattr(RowMover, "fetch", fetch_later)
+    pipeline.progress(batches)
+    assert is_fetching.wait(20)
+    may_fetch.set()
+    pipeline.progress(batches)
+    pipeline.drain()
+    pipeline.close()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_slots_change_no_bit_on_one_rank(one_rank: Ranks, seed: int) -> None:
     assert check_cases(make_cache_cases(20, seed)) == []
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_slots_change_no_bit_on_several_ranks(world_size: int) -> None:
-    cases = make_cache_cases(12, 10 * world_size)
+@pytest.mark.parametrize(("world_size", "num_cases"), [(2, 8), (3, 6)])
+def test_slots_change_no_bit_on_several_ranks(world_size: int, num_cases: int) -> None:
+    cases = make_cache_cases(num_cases, 10 * world_size)
     for wrong in run_ranks(check_cases, world_size, timeout_s=240, cases=cases):
         assert wrong == []

@@ -129,8 +129,8 @@ def test_a_row_is_fetched_after_its_write_back(monkeypatch: pytest.MonkeyPatch) 
     """However slow the mover is: row 1 leaves with its update, and comes back at once."""
     rows, _ = make_rows(num_slots=2)
     train(rows, 0, 1, 2)
-    may_move, move = threading.Event(), rows._mover.move
-    monkeypatch.setattr(rows._mover, "move", lambda *given: (may_move.wait(10), move(*given)))
+    may_move, put_back = threading.Event(), rows._mover.put_back
+    monkeypatch.setattr(rows._mover, "put_back", lambda *of: (may_move.wait(10), put_back(*of)))
     rows.reserve(torch.tensor([3, 4]), 1)
     rows.release(1, is_changed=False)
     slots = rows.reserve(torch.tensor([1, 2]), 2)
@@ -144,7 +144,7 @@ def test_a_failure_of_the_mover_reaches_the_reader(monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> None:
         raise RuntimeError("no such memory")
 
-    monkeypatch.setattr(rows._mover, "move", fail)
+    monkeypatch.setattr(rows._mover, "fetch", fail)
     rows.reserve(torch.tensor([3]), 0)
     with pytest.raises(RuntimeError, match="no such memory"):
         rows.wait()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,11 +23,12 @@ from hotrec.config.roots import Config, PipelineConfig, TrainerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import build_demand
-from hotrec.cost_model.forms import Workload
+from hotrec.cost_model.forms import PipelineSpec, Workload
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import decide
 from hotrec.planning.predict import (
+    check_slots,
     is_own,
     predict_baselines,
     torchrec_baselines,
@@ -34,7 +37,7 @@ from hotrec.planning.predict import (
 from hotrec.planning.scenario import Scenario, candidate_pipelines, choose_pipeline
 from hotrec.planning.unsharded import build_unsharded
 from hotrec.runtime.ranks import process_group
-from hotrec.types import ColdTier, PipelineKind, Tier, TorchrecPlan
+from hotrec.types import ColdTier, Partition, PipelineKind, Placement, Tier, TorchrecPlan
 
 NUM_ROWS, BATCH, RANKS = (400_000, 5_000, 300), 512, 2
 SAMPLES = ZipfTables(NUM_ROWS, exponent=1.05, num_dense=4, seed=0)
@@ -174,6 +177,31 @@ def test_prefetch_without_a_cache_is_refused(placement: Any, device: str, found:
     config = configure(placement, PipelineKind.prefetch)
     with pytest.raises(ValueError, match=rf"^pipeline\.kind: expected .* for prefetch.*{found}"):
         choose_pipeline(config, machine(device))
+
+
+@pytest.mark.parametrize(("depth", "share"), [(0, 0.0), (1, 0.0), (1, 0.5), (3, 0.2)])
+def test_slots_hold_the_rows_of_all_batches_in_flight(depth: int, share: float) -> None:
+    """The number that would do is named, and does; resident rows need a slot each."""
+    on = scenario(machine("cpu"))
+    on = dataclasses.replace(on, pipeline=PipelineSpec(PipelineKind.look_ahead, "fp32", depth))
+    num_rows = {d.name: d.num_rows for d in on.demands}
+    read = sum(float(d.rows_G @ (1 - (1 - d.by_any_G) ** (depth + 1))) for d in on.demands)
+
+    def check(frac: float) -> None:
+        resident = {t: np.arange(int(share * frac * n)) for t, n in num_rows.items()}
+        placed = Placement.alike(Partition(num_rows), Tier.CACHED, frac)
+        check_slots(on, dataclasses.replace(placed, resident_rows=resident))
+
+    few = 0.5 * read / sum(num_rows.values())
+    with pytest.raises(ValueError, match=r"^placement\.cache_load_frac: expected") as error:
+        check(few)
+    [needed] = re.findall(r"expected (\d+) slots", str(error.value))
+    if share == 0:
+        assert int(needed) == math.ceil(read)
+        check(1.01 * read / sum(num_rows.values()))
+    else:
+        assert int(needed) < read + share * 0.5 * read
+        check(0.999)
 
 
 def test_slots_need_look_ahead() -> None:
