@@ -26,7 +26,7 @@ CACHE_TAG_BYTES = 8
 CACHE_CLOCK_BYTES = 8
 CACHE_LOCK_BYTES = 4
 CACHE_MAP_BYTES = 4
-# Our slots (embedding/cached_rows.py): the slot and the decayed lookups of a row; the row, the last
+# Our slots (embedding/slots.py): the slot and the decayed lookups of a row; the row, the last
 # batch, a mark and a scratch number of a slot. All on the host.
 SLOT_MAP_BYTES = 4 + 4
 SLOT_BYTES = 8 + 8 + 1 + 8

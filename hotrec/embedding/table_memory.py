@@ -137,12 +137,13 @@ class SlotCounters:
         """Return the counts since the last call."""
         total = CacheFigures()
         for cache in self._caches:
+            slots = cache.slots
             total += CacheFigures(
-                num_lookups=cache.num_lookups,
-                num_rows=cache.num_read,
-                num_hits=cache.num_read - cache.num_misses,
-                num_misses=cache.num_misses,
-                num_evictions=cache.num_evictions,
+                num_lookups=slots.num_lookups,
+                num_rows=slots.num_read,
+                num_hits=slots.num_read - slots.num_misses,
+                num_misses=slots.num_misses,
+                num_evictions=slots.num_evictions,
                 read_bytes=cache.read_bytes,
                 written_bytes=cache.written_bytes,
                 wait_s=cache.wait_s,

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.cached_rows import TooFewSlotsError
 from hotrec.embedding.flat import put_rows
 from hotrec.embedding.hot_reduce import HotPlan
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.messages import RowCounts, exchange_rows, row_counts
 from hotrec.embedding.prefetch.owned_rows import OwnedRows, RequestedRows, RowOwners
+from hotrec.embedding.slots import TooFewSlotsError
 from hotrec.routing.features import RoutedFeatures, RoutedGroup
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import CommunicationFuture, HostInts, ints_on, record_use

@@ -178,7 +178,7 @@ class OwnedRows:
                 own = kernel.forward
                 is_own = isinstance(own, ColdRowsOnCpu | CachedRows)
                 part = own if is_own else FbgemmRows(kernel)
-                size = part.num_slots if isinstance(part, CachedRows) else end - begin
+                size = part.slots.num_slots if isinstance(part, CachedRows) else end - begin
                 self._by_position.append((begin, end, part))
                 self._parts.append((num_places, num_places + size, part))
                 num_places += size

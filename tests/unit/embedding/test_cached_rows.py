@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hotrec.embedding.cached_rows import CachedRows, TooFewSlotsError
+from hotrec.embedding.cached_rows import CachedRows
+from hotrec.embedding.slots import TooFewSlotsError
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import OptimizerKind
 
@@ -64,25 +65,25 @@ def test_released_rows_stay_until_their_slots_are_needed_those_looked_up_least_l
     for number, ids in enumerate([[1, 2, 3], [1, 2], [2], [4]]):
         rows.reserve(torch.tensor(ids), number)
         rows.release(number, is_changed=False)
-    assert (rows.num_misses, rows.num_evictions, rows.num_read) == (4, 0, 7)
+    assert (rows.slots.num_misses, rows.slots.num_evictions, rows.slots.num_read) == (4, 0, 7)
     rows.reserve(torch.tensor([5, 6]), 4)
-    assert rows.num_evictions == 2
+    assert rows.slots.num_evictions == 2
     rows.reserve(torch.tensor([1, 2]), 5)
-    assert rows.num_misses == 6
+    assert rows.slots.num_misses == 6
 
 
 def test_resident_rows_are_there_from_the_start_for_good() -> None:
     rows, _ = make_rows(num_slots=5, resident=(4, 11))
     slots = rows.reserve(torch.tensor([11, 4, 11]), 0)
     assert values(rows, slots) == [11, 4, 11]
-    assert rows.num_misses == 0
+    assert rows.slots.num_misses == 0
     rows.release(0, is_changed=False)
     for number in range(1, 9):
         rows.reserve(torch.tensor([number + 10 + (number > 0), 1, 2]), number)
         rows.release(number, is_changed=False)
-    num_misses = rows.num_misses
+    num_misses = rows.slots.num_misses
     assert rows.reserve(torch.tensor([4]), 9).item() == slots[1]
-    assert rows.num_misses == num_misses
+    assert rows.slots.num_misses == num_misses
 
 
 def test_only_changed_rows_are_written_back_with_their_state() -> None:
@@ -113,7 +114,7 @@ def test_flush_writes_updates_and_keeps_rows_in_their_slots() -> None:
     rows.flush()
     assert host.weights[3, 0] == 2
     assert host.state[2] == 2
-    assert rows.num_misses == 3
+    assert rows.slots.num_misses == 3
 
 
 def test_rows_that_were_written_in_host_memory_are_read_after_a_restart() -> None:
@@ -152,8 +153,8 @@ def test_a_failure_of_the_mover_reaches_the_reader(monkeypatch: pytest.MonkeyPat
 
 def test_old_lookups_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 1 was read three times long ago, row 2 twice just now; weights start anew on the way."""
-    monkeypatch.setattr("hotrec.embedding.cached_rows.HALF_LIFE", 1)
-    monkeypatch.setattr("hotrec.embedding.cached_rows.MOST_WEIGHT", 10.0)
+    monkeypatch.setattr("hotrec.embedding.slots.HALF_LIFE", 1)
+    monkeypatch.setattr("hotrec.embedding.slots.MOST_WEIGHT", 10.0)
     rows, _ = make_rows(num_slots=2)
     for number, row in enumerate([1, 1, 1, 2, 2]):
         rows.reserve(torch.tensor([row]), number)
@@ -161,7 +162,7 @@ def test_old_lookups_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
     rows.reserve(torch.tensor([3]), 5)
     rows.release(5, is_changed=False)
     rows.reserve(torch.tensor([2]), 6)
-    assert rows.num_misses == 3
+    assert rows.slots.num_misses == 3
 
 
 def test_a_lookup_of_another_pipeline_is_refused() -> None:
