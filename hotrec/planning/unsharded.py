@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,7 +36,6 @@ from hotrec.planning.constraints import (
     torchrec_constraints,
 )
 from hotrec.planning.machine import Machine, free_device_bytes
-from hotrec.planning.policies import choose_resident_rows
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.memory import read_memory
@@ -209,16 +208,13 @@ def as_placement(
     placement: HotColdConfig,
     partition: Partition,
     device: str,
-    *,
-    counts: Mapping[str, Rows] | None = None,
-    world_size: int = 1,
+    resident: Callable[[TieredConfig], Mapping[str, Rows]] | None = None,
 ) -> Placement:
     """Returns the placement of a partition with the configured exchange and tier.
 
     Args:
         device: "cpu" or "cuda".
-        counts: Lookups of each row by table, int64 (R,), for the rows that stay in slots.
-        world_size: Ranks that share the rows.
+        resident: Chooses the rows that stay in slots; None for none.
 
     Raises:
         ValueError: If the device has no such memory tier.
@@ -231,11 +227,9 @@ def as_placement(
         placement.cache_load_frac,
         is_hot_dense=placement.hot_exchange is HotExchange.dense,
     )
-    if tier is not ColdTier.cached or counts is None:
+    if tier is not ColdTier.cached or resident is None:
         return placed
-    share = placement.cache_load_frac * placement.resident_frac
-    rows = choose_resident_rows(partition, counts, share, world_size)
-    return replace(placed, resident_rows=rows)
+    return replace(placed, resident_rows=resident(placement))
 
 
 def hot_exchange_of(placement: PlacementConfig, placed: Placement) -> HotExchange:
