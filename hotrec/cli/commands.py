@@ -33,6 +33,7 @@ COMMANDS = {
         "measure how long each part of a step takes on this machine", is_parallel=True
     ),
     "plan": Command("choose the hot rows and the sharding plan for a number of ranks"),
+    "cache": Command("replay the dataset's rows through caches of several sizes and policies"),
     "train": Command("train a model; one process, or many under torchrun", is_parallel=True),
     "evaluate": Command(
         "evaluate a run's checkpoint on a split of its dataset", "evaluate", is_parallel=True

@@ -43,7 +43,9 @@ Integers = npt.NDArray[np.int64]
 # Letters of array shapes: T tables, J cuts between groups of equally frequent rows, M modes, K
 # resources (seconds of computation, then of exposed communication by stage, then bytes by
 # MEMORIES), P plans, F flags, D dimensions, Q prices.
-MODES = tuple((exchange, tier) for exchange in Exchange for tier in Tier)
+# Those that it chooses from; the user chooses Tier.CACHED.
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.HOST_CACHED)
+MODES = tuple((exchange, tier) for exchange in Exchange for tier in TIERS)
 FIRST_POOLED = MODES.index((Exchange.POOLED, Tier.DEVICE))
 # Pooled first, which needs no router; cached last.
 SMALLEST_MODES = (3, 0, 4, 1, 5, 2)
@@ -188,7 +190,7 @@ def _table_memory(
         "replica": np.array([replica_row_bytes(demand), 0.0, demand.row_bytes]),
         "held": np.array([cached_row_bytes(demand) / num_ranks, 0.0, 0.0]),
     }
-    for tier in Tier:
+    for tier in TIERS:
         share = np.array([*shard_row_bytes(demand, tier), 0])
         sizes[tier.value] = share * demand.num_rows / num_ranks
     return sizes

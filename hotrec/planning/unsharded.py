@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ from hotrec.types import (
     Partition,
     PipelineKind,
     Placement,
+    Rows,
     Schema,
 )
 
@@ -163,7 +164,7 @@ def build_unsharded(
             tables,
             placement.plan,
             batch_size=config.trainer.batch_size,
-            tier=cold_tier_for(machine.device, placement.tier, "placement.tier"),
+            tier=_torchrec_tier(machine.device, placement.tier),
             cache_load_factor=placement.cache_load_frac,
             is_prefetched=config.pipeline.kind is PipelineKind.prefetch,
         )
@@ -171,7 +172,7 @@ def build_unsharded(
         assert placed is not None
         embeddings = HotColdEmbeddingBagCollection(tables, placed, device=META)
         sharders = [HotColdSharder(spec, hot_exchange_of(placement, placed), wire_type)]
-        constraints = placement_constraints(placed, cache_stats)
+        constraints = placement_constraints(placed, cache_stats, machine.device)
     model, trainer = config.model, config.trainer
     cross: dict[str, int] = {}
     if isinstance(model, Dcnv2Config):
@@ -193,20 +194,42 @@ def build_unsharded(
     return Unsharded(ClickTask(built, machine.world_size), embeddings, sharders, constraints)
 
 
-def as_placement(placement: HotColdConfig, partition: Partition, device: str) -> Placement:
+def _torchrec_tier(device: str, tier: ColdTier) -> ColdTier:
+    """Returns the tier of the rows of TorchRec's own plans."""
+    if tier is ColdTier.cached:
+        raise ValueError(
+            "placement.tier: expected a compute kernel of TorchRec for placement=torchrec, got "
+            "cached. Set placement.tier=fused_uvm_caching, or a placement with hot and cold rows."
+        )
+    return cold_tier_for(device, tier, "placement.tier")
+
+
+def as_placement(
+    placement: HotColdConfig,
+    partition: Partition,
+    device: str,
+    resident: Callable[[TieredConfig], Mapping[str, Rows]] | None = None,
+) -> Placement:
     """Returns the placement of a partition with the configured exchange and tier.
+
+    Args:
+        device: "cpu" or "cuda".
+        resident: Chooses the rows that stay in slots; None for none.
 
     Raises:
         ValueError: If the device has no such memory tier.
     """
     assert isinstance(placement, TieredConfig), placement
     tier = cold_tier_for(device, placement.cold_tier, on_cuda=ColdTier.fused_uvm_caching)
-    return Placement.alike(
+    placed = Placement.alike(
         partition,
         TIER_OF_KERNEL[tier],
         placement.cache_load_frac,
         is_hot_dense=placement.hot_exchange is HotExchange.dense,
     )
+    if tier is not ColdTier.cached or resident is None:
+        return placed
+    return replace(placed, resident_rows=resident(placement))
 
 
 def hot_exchange_of(placement: PlacementConfig, placed: Placement) -> HotExchange:
