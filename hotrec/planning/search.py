@@ -537,12 +537,14 @@ def _prices(problem: _Problem, around: Sequence[_Plan], shift: float) -> Floats:
     """Returns prices of the resources to try, float64 (K, Q).
 
     Communication costs nothing, all its seconds, or those of the stages that expose some in these
-    plans; a memory nothing or one of NUM_PRICES. ``shift`` from 0 to 1 moves these by one.
+    plans; a memory nothing or one of up to NUM_PRICES. ``shift`` from 0 to 1 moves these by one.
     """
     exposed = problem.total(around)[1 : 1 + problem.num_stages] > 0
     stages = np.unique([exposed & False, exposed | True, exposed], axis=0).astype(np.float64)
-    ratio = (PRICES[1] / PRICES[0]) ** (1 / NUM_PRICES)
-    grid = np.append(0.0, PRICES[0] * ratio ** (np.arange(NUM_PRICES) + shift))
+    # Combinations of three memories are many; the programs' shifts make up for fewer prices.
+    num_prices = NUM_PRICES // 2 if np.isfinite(problem.limits_3).all() else NUM_PRICES
+    ratio = (PRICES[1] / PRICES[0]) ** (1 / num_prices)
+    grid = np.append(0.0, PRICES[0] * ratio ** (np.arange(num_prices) + shift))
     memories = np.meshgrid(*(grid if math.isfinite(n) else [0.0] for n in problem.limits_3))
     of_memory = np.stack(memories).reshape(len(MEMORIES), -1)
     of_memory *= problem.unit_s / np.maximum(problem.limits_3, 1.0)[:, None]

@@ -10,12 +10,13 @@ from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheStatistics, ModuleSharder, ShardingPlan
+from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.config.groups import (
-    Dcnv2Config,
     HotColdConfig,
+    ModelConfig,
     OptimizerConfig,
     PlacementConfig,
     TieredConfig,
@@ -173,25 +174,27 @@ def build_unsharded(
         embeddings = HotColdEmbeddingBagCollection(tables, placed, device=META)
         sharders = [HotColdSharder(spec, hot_exchange_of(placement, placed), wire_type)]
         constraints = placement_constraints(placed, cache_stats, machine.device)
-    model, trainer = config.model, config.trainer
-    cross: dict[str, int] = {}
-    if isinstance(model, Dcnv2Config):
-        cross = {
-            "cross_num_layers": model.cross_num_layers,
-            "cross_low_rank_dim": model.cross_low_rank_dim,
-        }
-    built = build_model(
-        model.kind,
-        embeddings,
-        num_dense=len(schema.dense),
-        dense_layer_sizes=model.dense_layer_sizes,
-        over_layer_sizes=model.over_layer_sizes,
-        seed=trainer.seed,
-        device=dense_device,
-        **cross,
-    )
+    trainer, num_dense = config.trainer, len(schema.dense)
+    built = configured_model(config.model, embeddings, num_dense, trainer.seed, dense_device)
     set_up_dense_layers(built, dense_device, trainer.precision, is_compiled=trainer.compile)
     return Unsharded(ClickTask(built, machine.world_size), embeddings, sharders, constraints)
+
+
+def configured_model(
+    model: ModelConfig, embeddings: nn.Module, num_dense: int, seed: int, device: torch.device
+) -> DLRM:
+    """The configured model on these embeddings, its dense layers on ``device``."""
+    cross = {name: value for name, value in vars(model).items() if name.startswith("cross_")}
+    return build_model(
+        model.kind,
+        embeddings,
+        num_dense=num_dense,
+        dense_layer_sizes=model.dense_layer_sizes,
+        over_layer_sizes=model.over_layer_sizes,
+        seed=seed,
+        device=device,
+        **cross,
+    )
 
 
 def _torchrec_tier(device: str, tier: ColdTier) -> ColdTier:

@@ -15,7 +15,7 @@ import pytest
 from hotrec.artifact import ArtifactError
 from hotrec.report import plot_coverage, write_report
 from hotrec.report.read import read_runs
-from hotrec.report.runs import report_page
+from hotrec.report.runs import report_page, verdicts
 from tests.unit.report.golden import check_golden, check_html, check_page, visible_text
 from tests.unit.report.runs import (
     CACHE,
@@ -145,3 +145,52 @@ def test_report_starts_without_torch_or_pyplot() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+STEPS = range(20, 200, 20)
+NOISE = (1.0, 1.02, 0.99, 1.01, 1.0, 0.98, 1.03, 1.0, 0.99)
+
+
+def lines(step_s: float) -> list[dict[str, object]]:
+    """The first line is of a cold start, and of no account."""
+    noisy = zip(STEPS, (5.0, *NOISE[1:]), strict=True)
+    return [metrics_line(step, step_p50_s=step_s * factor) for step, factor in noisy]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "said"),
+    [
+        (0.150, "slower than planner. A longer trial (plan.trial_s)"),
+        (0.120, "no difference from planner within the noise."),
+        (0.090, "faster than planner."),
+    ],
+)
+def test_a_difference_is_named_where_it_is_one(tmp_path: Path, step_s: float, said: str) -> None:
+    ours = {**SUMMARY, **COMPARED, "pipeline": "look_ahead", "step_p50_s": step_s}
+    theirs = {**TORCHREC, "pipeline": "sparse_dist", "step_p50_s": 0.1205}
+    other = [
+        line | {"step_p50_s": 0.1205 * n} for line, n in zip(lines(1), NOISE[::-1], strict=True)
+    ]
+    runs = read_runs(
+        [
+            write_run(tmp_path / "a", ours, lines(step_s)),
+            write_run(tmp_path / "b", theirs, other),
+        ]
+    )
+    first, second = verdicts(runs, runs[1])
+    assert first.startswith(f"{runs[0].name} (look_ahead): {1e3 * step_s:.3g}")
+    assert "predicted 100 ms (-20.0%)" in first
+    assert said in first
+    assert second == "planner (sparse_dist): 120 ms a step."
+
+
+def test_what_was_not_measured_is_not_judged(tmp_path: Path) -> None:
+    runs = read_runs(
+        [
+            write_run(tmp_path / "a", SUMMARY, lines(0.1)[:3]),
+            write_run(tmp_path / "b", TORCHREC, lines(0.1)),
+            write_run(tmp_path / "c", {"name": "bare"}),
+        ]
+    )
+    short, _ = verdicts(runs, runs[1])
+    assert "too few lines of metrics to compare it with planner" in short
