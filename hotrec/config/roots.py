@@ -126,6 +126,15 @@ class TrainerConfig:
 
 
 @dataclass
+class RunConfig:
+    """What ``hotrec run`` does besides its stages."""
+
+    compare: bool = key(
+        "also train with TorchRec's own plan, on the same batches, and compare the two", False
+    )
+
+
+@dataclass
 class LaunchConfig:
     """Processes on this host."""
 
@@ -374,6 +383,7 @@ class Config:
     planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
     plan: PlanConfig = section("the machine size that `hotrec plan` plans for", PlanConfig)
     calibrate: CalibrateConfig = section("what `hotrec calibrate` measures", CalibrateConfig)
+    run: RunConfig = section("what `hotrec run` does besides its stages", RunConfig)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
     paths: PathsConfig = section("the directories of each stage", PathsConfig)
 
