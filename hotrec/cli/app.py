@@ -356,7 +356,7 @@ def _check_run_dir(run_dir: Path) -> None:
 def _config_dir_flags(words: Sequence[str]) -> list[str]:
     """Hydra's flags that a child needs too: the directories of configuration groups."""
     kept = []
-    for flag, value in zip(words, [*words[1:], ""], strict=True):
+    for flag, value in itertools.pairwise([*words, ""]):
         if flag in FLAGS_OF_CONFIG_DIR:
             kept += [flag, value]
         elif flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR:

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shlex
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from benchmarks.own_data import write_log
 from tests.e2e.conftest import REPOSITORY, Outcome, hotrec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # A stage that measures for a minute takes seconds, and batches suit a small log, as init prints.
 QUICK = ("calibrate.budget_s=1", "calibrate.repeats=3", "calibrate.cap_mib=1")
 QUICK += ("trainer.batch_size=64",)
-
-
-def write_events(path: Path, num_rows: int = 3000) -> None:
-    """A log with strings, missing values, a list and dates."""
-    rng = np.random.default_rng(0)
-    users, items = rng.zipf(1.3, num_rows) % 200, rng.zipf(1.3, num_rows) % 80
-    clicked = rng.random(num_rows) < 0.1 + 0.5 * (items % 2)
-    at = datetime(2024, 5, 1)
-    with path.open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["at", "session", "clicked", "user_id", "item_id", "recent_items", "price"])
-        for row in range(num_rows):
-            at += timedelta(minutes=14)
-            recent = " ".join(f"i{item}" for item in rng.integers(0, 80, rng.integers(0, 5)))
-            price = "NULL" if row % 9 == 0 else f"{np.exp(rng.normal(3, 1)):.2f}"
-            user = "" if row % 50 == 0 else f"u{users[row]}"
-            columns = (at.isoformat(), f"s{row}", int(clicked[row]), user, f"i{items[row]}")
-            writer.writerow([*columns, recent, price])
 
 
 def commands(page: str) -> list[list[str]]:
@@ -49,16 +29,18 @@ def commands(page: str) -> list[list[str]]:
 
 
 def run_all(page: str, folder: Path) -> list[Outcome]:
-    return [
+    outcomes = [
         hotrec(*words, *(QUICK if words[0] == "run" else ()), cwd=folder, timeout_s=500)
         for words in commands(page)
     ]
+    assert [(outcome.exit_code, outcome.stderr) for outcome in outcomes if outcome.exit_code] == []
+    return outcomes
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
-    write_events(folder / "events.csv")
+    write_log(folder / "events.csv", 3000)
     return folder
 
 
@@ -74,7 +56,7 @@ def test_your_own_data(folder: Path, made: dict[str, Any]) -> None:
     stages = ["prepare", "profile", "calibrate", "plan", "train", "report"]
     assert (made["made"], made["current"]) == (stages, ["evaluate"])
     assert made["split"] == "test"
-    assert 0.6 < made["auc"] < 1  # the label follows the item
+    assert 0.5 < made["auc"] < 1
     page = (folder / made["page"]).read_text()
     assert "<svg" in page
     dataset = json.loads((folder / "data/events/dataset/manifest.json").read_text())
@@ -91,7 +73,7 @@ def test_what_is_current_is_not_made_again(folder: Path, made: dict[str, Any]) -
 
 
 def test_a_log_that_grew_is_prepared_again(folder: Path, made: dict[str, Any]) -> None:
-    write_events(folder / "events.csv", 3100)
+    write_log(folder / "events.csv", 3100)
     again = hotrec("run", "data=events", "launch.num_ranks=2", *QUICK, cwd=folder).figures
     assert again["made"] == ["prepare", "profile", "plan", "train", "report"]
     assert again["run_dir"] != made["run_dir"]
@@ -122,7 +104,7 @@ def test_a_stage_that_fails_ends_the_chain(tmp_path: Path) -> None:
 def test_a_missing_input_names_the_command_that_makes_it(
     tmp_path: Path, words: tuple[str, ...], command: str
 ) -> None:
-    outcome = hotrec(*words, cwd=tmp_path, timeout_s=20)
+    outcome = hotrec(*words, cwd=tmp_path, timeout_s=60)
     assert outcome.exit_code == 1
     assert outcome.stderr.splitlines()[-1].endswith(f"Run `{command}`.")
     assert len(outcome.stderr.splitlines()) == 1  # not once for each rank
