@@ -57,11 +57,16 @@ def read_made(record: Path, digest: str) -> Figures | None:
 
 
 def artifact_inputs(name: str, config: Any) -> str | None:
-    """The digest of what ``prepare`` or ``profile`` is about to read; None for other commands."""
-    if name == "prepare":
-        return digest_of(asdict(config.data), _files_of(config))
-    if name == "profile":
-        with suppress(ArtifactError):
+    """The digest of what ``prepare`` or ``profile`` is about to read, on rank 0.
+
+    None for other commands, and where an input is missing, which the command itself reports.
+    """
+    if environment_rank() != 0:
+        return None
+    with suppress(OSError, ValueError):
+        if name == "prepare":
+            return digest_of(asdict(config.data), _files_of(config))
+        if name == "profile":
             return digest_of(asdict(config.profile), content_hash(config.paths.dataset, DATASET))
     return None
 
@@ -86,8 +91,8 @@ def content_hash(path: str, kind: str) -> str:
 
 
 def record_artifact(name: str, config: Config, digest: str | None, figures: Figures) -> None:
-    """Record what ``prepare`` or ``profile`` has made; on rank 0."""
-    if digest is not None and environment_rank() == 0:
+    """Record what ``prepare`` or ``profile`` has made of inputs with this digest."""
+    if digest is not None:
         write_made(_artifact_record(name, config), digest, figures)
 
 

@@ -265,7 +265,11 @@ def _shown(path: Path) -> Path:
 
 
 def _num_files(source: SourceSpec | None) -> int:
-    return 1 if source is None else len(find_files(source.files, source.format))
+    return (
+        1
+        if source is None
+        else len(find_files(source.files, source.format, key="data.source.files"))
+    )
 
 
 def _name_of(run_dir: Path) -> str:

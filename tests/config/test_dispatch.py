@@ -31,7 +31,7 @@ def test_unknown_command(word: str, advice: str, capsys: pytest.CaptureFixture[s
     assert main([word]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: command: expected one of prepare, profile, calibrate, plan, ")
+    assert err.startswith("error: command: expected one of init, run, prepare, profile, ")
     assert f"got {word!r}" in err
     assert advice in err
 
