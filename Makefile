@@ -62,7 +62,8 @@ $(INSTALLED_DOCS): $(INSTALLED) requirements/docs.lock
 install: $(INSTALLED) ## Make .venv with the pinned packages and hotrec in it.
 
 quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with two workers.
-	launch/quickstart.sh $(BIN)
+	HOTREC_RUN_DIR=runs/quickstart/$$(date +%Y%m%d-%H%M%S) $(BIN)/hotrec run experiment=quickstart \
+	    launch.num_ranks=2 run.compare=true >/dev/null
 
 test: $(INSTALLED_DEV) ## Install what the tests need, then run the whole suite.
 	$(BIN)/python -m pytest $(TESTS) --durations=10 $(ARGS)

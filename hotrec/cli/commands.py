@@ -25,6 +25,7 @@ class Command:
 
 COMMANDS = {
     "init": Command("look at a log and describe it in conf/data", "init", first="path"),
+    "run": Command("prepare, profile, calibrate, plan, train and report, where not yet done"),
     "prepare": Command(
         "turn raw click logs into a dataset of memory-mapped chunks", is_parallel=True
     ),

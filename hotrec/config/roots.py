@@ -131,6 +131,15 @@ class TrainerConfig:
 
 
 @dataclass
+class RunConfig:
+    """What ``hotrec run`` does besides its stages."""
+
+    compare: bool = key(
+        "also train with TorchRec's own plan, on the same batches, and compare the two", False
+    )
+
+
+@dataclass
 class LaunchConfig:
     """Processes on this host."""
 
@@ -395,6 +404,7 @@ class Config:
     plan: PlanConfig = section("the machine size that `hotrec plan` plans for", PlanConfig)
     calibrate: CalibrateConfig = section("what `hotrec calibrate` measures", CalibrateConfig)
     cache: CacheConfig = section("what `hotrec cache` replays", CacheConfig)
+    run: RunConfig = section("what `hotrec run` does besides its stages", RunConfig)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
     paths: PathsConfig = section("the directories of each stage", PathsConfig)
 
