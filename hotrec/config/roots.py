@@ -287,6 +287,11 @@ class BenchVariant:
             f"the tier {tier.name}. Set pipeline=sparse_dist.",
         )
         yield (
+            tier is not ColdTier.cached or (is_hot_cold and pipeline is PipelineKind.look_ahead),
+            f"tier: expected another than cached with the placement {placement.name} and the "
+            f"pipeline {name}, got cached. Give it pipeline=look_ahead and hot and cold rows.",
+        )
+        yield (
             (self.depth == 1 and not self.micro_batches) or pipeline is PipelineKind.look_ahead,
             f": expected depth 1 and no micro_batches with the pipeline {name}, got depth "
             f"{self.depth}, micro_batches {self.micro_batches}. They are look_ahead's.",

@@ -27,6 +27,12 @@ from hotrec.runtime.stages import named_range
 from hotrec.types import Placement, Rows, Tier
 
 
+def to_device(slots: Slots, device: torch.device) -> torch.Tensor:
+    """Slots as int64 on a device; the host does not wait for the copy."""
+    here = torch.from_numpy(slots).long()
+    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
+
+
 class RowMover:
     """Moves rows between host memory and slots, on a thread and a stream of its own.
 
@@ -63,13 +69,16 @@ class RowMover:
                 arriving = host.index_select(0, torch.from_numpy(rows).to(host.device))
                 if self._device.type == "cuda" and not arriving.is_cuda:
                     arriving = arriving.pin_memory()
-                index = torch.from_numpy(slots).long().to(self._device)
-                put_rows(of_slots, index, arriving.to(self._device, non_blocking=True))
+                put_rows(
+                    of_slots,
+                    to_device(slots, self._device),
+                    arriving.to(self._device, non_blocking=True),
+                )
             return held
 
     def read_slots(self, slots: Slots) -> list[torch.Tensor]:
         """Rows and states of slots, on their way to the host."""
-        index = torch.from_numpy(slots).long().to(self._device)
+        index = to_device(slots, self._device)
         parts = [of_slots.index_select(0, index) for _, of_slots in self._pairs]
         if self._device.type == "cpu":
             return parts
@@ -171,7 +180,7 @@ class CachedRows:
                 self.read_bytes += to_move.in_rows.size * self._mover.row_bytes
                 self.written_bytes += to_move.out_rows.size * self._mover.row_bytes
         self._resident = None
-        return torch.from_numpy(slots_K).long().to(self._device)
+        return to_device(slots_K, self._device)
 
     def wait(self) -> None:
         """Wait until the slots of all batches that reserved some hold their rows."""

@@ -296,16 +296,17 @@ def _pooled_imbalance(scenario: Scenario, tables: Mapping[str, TablePlacement]) 
 
 
 def check_slots(scenario: Scenario, placement: Placement) -> None:
-    """Checks that the slots of CACHED tables suffice for the batches that look-ahead holds.
+    """Checks that the slots of CACHED tables fit, and suffice for the batches of look-ahead.
 
     They hold the resident rows, and the distinct others that a rank's share of the rows is expected
     to be read of in depth + 1 global batches: that q of any row is read in one of n of them is
     1 - (1 - q)^n, as if batches were independent.
 
     Raises:
-        ValueError: If a mean rank is expected to need more.
+        ValueError: If a mean rank is expected to need more, or its device cannot hold them.
     """
     num_batches, needed, num_slots = scenario.pipeline.depth + 1, 0.0, 0.0
+    num_bytes, free_bytes = 0.0, scenario.memory_bytes[0]
     for demand in scenario.demands:
         placed, num_hot = placement.tables[demand.name], placement.partition.num_hot(demand.name)
         if placed.tier is not Tier.CACHED or num_hot == demand.num_rows:
@@ -314,6 +315,13 @@ def check_slots(scenario: Scenario, placement: Placement) -> None:
         others_G = demand.rows_G - take_rows(demand, num_hot + resident)
         needed += resident + float(others_G @ (1 - (1 - demand.by_any_G) ** num_batches))
         num_slots += cached_rows(demand, placed)
+        num_bytes += cached_rows(demand, placed) * demand.row_bytes / scenario.world.num_ranks
+    if num_bytes > free_bytes and scenario.machine.device == "cuda":
+        raise ValueError(
+            f"placement.cache_load_frac: expected slots, with optimizer state, of at most "
+            f"{int(free_bytes)} bytes, the device's memory, got {math.ceil(num_bytes)}. Set it "
+            f"{free_bytes / num_bytes:.2f} times as large or less."
+        )
     if needed > num_slots:
         raise ValueError(
             f"placement.cache_load_frac: expected {math.ceil(needed)} slots or more over all ranks "

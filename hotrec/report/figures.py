@@ -206,6 +206,7 @@ def draw_caches(document: Content) -> Figure:
         ),
     }
     policies = list(dict.fromkeys(one["policy"] for one in document["replayed"]))
+    ticks = sorted({one["num_slots"] / document["num_rows"] for one in document["replayed"]})
     with report_style():
         figure = Figure(figsize=(11, 4.2), layout="constrained")
         for axes, (title, (value_of, formatter)) in zip(
@@ -218,7 +219,7 @@ def draw_caches(document: Content) -> Figure:
                 axes.plot(sizes, values, "o-", color=run_color(position), label=policy)
             axes.set_title(title)
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda frac, _: f"{frac * 100:g}%"))
+            axes.set_xticks(ticks, [f"{100 * frac:.3g}%" for frac in ticks])
             axes.yaxis.set_major_formatter(formatter)
             axes.set_ylim(bottom=0)
             axes.set_xlabel(f"slots, share of {show_count(document['num_rows'])} rows (log scale)")

@@ -381,7 +381,7 @@ def build_hot_cold(case: Case) -> tuple[DistributedModelParallel, CombinedOptimi
     model = shard_task(
         task,
         HotColdSharder(spec, case.exchange),
-        placement_constraints(placement),
+        placement_constraints(placement, device=device.type),
         device=case.device,
         data_parallel=case.pipeline != "look_ahead",
         seed=SEED,

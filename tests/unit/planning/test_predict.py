@@ -194,6 +194,18 @@ def test_slots_hold_the_rows_of_all_batches_in_flight(depth: int, share: float) 
         check(0.999)
 
 
+def test_slots_that_the_device_cannot_hold_are_refused() -> None:
+    num_rows = {d.name: d.num_rows for d in scenario(machine()).demands}
+    placed = Placement.alike(Partition(num_rows), Tier.CACHED, 0.9)
+    row_bytes = [d.row_bytes for d in scenario(machine()).demands][0]
+    needed = 0.9 * sum(num_rows.values()) * row_bytes / RANKS
+    check_slots(scenario(machine(device_bytes=int(1.5 * needed))), placed)
+    on = scenario(machine(device_bytes=int(0.9 * needed)))
+    with pytest.raises(ValueError, match=rf"of at most .* got {math.ceil(needed)}\. Set it 0\."):
+        check_slots(on, placed)
+    check_slots(dataclasses.replace(on, machine=machine("cpu")), placed)
+
+
 def test_slots_need_look_ahead() -> None:
     """On any device and any number of ranks; predictions choose among no other pipeline."""
     placement = AllColdPlacement(cold_tier=ColdTier.cached)
