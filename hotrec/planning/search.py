@@ -7,16 +7,19 @@ heuristic: no bound on the distance from the optimum is computed.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 
 from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.demand import Floats, TableDemand
@@ -426,7 +429,7 @@ def _split(problem: _Problem) -> list[_Plan]:
     total = max(float(sizes.sum()), 1.0)
     rows = np.concatenate([(sizes[:, 0] - sizes[:, 1]).T / total, np.zeros((3, 1))], axis=1)
     rows[which, -1] = -1.0  # the bytes by which host memory is exceeded
-    answer = milp(
+    answer = _solve(
         np.append(np.zeros(len(pairs)), 1.0),
         integrality=np.append(np.ones(len(pairs)), 0),
         bounds=Bounds(0, np.append(np.ones(len(pairs)), np.inf)),
@@ -521,7 +524,7 @@ def _combine(problem: _Problem, around: Sequence[_Plan], shift: float) -> list[_
     most = np.where((at < num_plans) | (at >= costs.size - num_flags), 1.0, np.inf)
     ones = np.ones(num_plans), (table_P, np.arange(num_plans))
     shares = sparse.csr_array(ones, (len(around), costs.size))
-    answer = milp(
+    answer = _solve(
         costs,
         integrality=at < num_plans,
         bounds=Bounds(0.0, most),
@@ -531,6 +534,25 @@ def _combine(problem: _Problem, around: Sequence[_Plan], shift: float) -> list[_
     if answer.x is None:
         return None
     return [plan for plan, share in zip(plans, answer.x, strict=False) if share > 0.5]
+
+
+def _solve(costs: Floats, **problem: Any) -> OptimizeResult:
+    """``milp``, silent: HiGHS prints lines to standard output that no option turns off.
+
+    There a command prints its result, and nothing else.
+    """
+    if sys.stdout is None:  # closed by whoever started the process
+        return milp(costs, **problem)
+    sys.stdout.flush()
+    standard_output = os.dup(1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    try:
+        return milp(costs, **problem)
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C buffers
+        os.dup2(standard_output, 1)
+        os.close(standard_output)
 
 
 def _prices(problem: _Problem, around: Sequence[_Plan], shift: float) -> Floats:
