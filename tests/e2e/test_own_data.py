@@ -65,7 +65,7 @@ def test_your_own_data(folder: Path, made: dict[str, Any]) -> None:
 
 def test_what_is_current_is_not_made_again(folder: Path, made: dict[str, Any]) -> None:
     words = ("data=events", "launch.num_ranks=2", *QUICK)
-    again = hotrec("run", *words, cwd=folder).figures
+    again = hotrec("run", *words, cwd=folder, timeout_s=500).figures
     assert again["made"] == []
     assert {k: again[k] for k in ("auc", "page", "run_dir")} == {
         k: made[k] for k in ("auc", "page", "run_dir")
@@ -74,7 +74,8 @@ def test_what_is_current_is_not_made_again(folder: Path, made: dict[str, Any]) -
 
 def test_a_log_that_grew_is_prepared_again(folder: Path, made: dict[str, Any]) -> None:
     write_log(folder / "events.csv", 3100)
-    again = hotrec("run", "data=events", "launch.num_ranks=2", *QUICK, cwd=folder).figures
+    words = ("data=events", "launch.num_ranks=2", *QUICK)
+    again = hotrec("run", *words, cwd=folder, timeout_s=500).figures
     assert again["made"] == ["prepare", "profile", "plan", "train", "report"]
     assert again["run_dir"] != made["run_dir"]
 
