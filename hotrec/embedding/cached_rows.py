@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -34,9 +35,10 @@ def to_device(slots: Slots, device: torch.device) -> torch.Tensor:
 
 
 class RowMover:
-    """Moves rows between host memory and slots, on a thread and a stream of its own.
+    """Moves rows between host memory and slots, both ways at once.
 
-    Tasks run in order, so a row is fetched only after it has been written back.
+    Each way has a thread and a stream of its own and keeps its order. A row that is fetched while
+    it is still being written back waits for that.
 
     Args:
         host: Weights and states in host memory, each (R, ...).
@@ -49,31 +51,46 @@ class RowMover:
     ) -> None:
         self._pairs = list(zip(host, slots, strict=True))
         self._device = device
-        self._thread = CommunicationThread(device, "row cache")
+        self._fetching = CommunicationThread(device, "fetch rows")
+        self._writing = CommunicationThread(device, "write rows back")
+        self._leaving: deque[tuple[Rows, CommunicationFuture[None]]] = deque()
         self.row_bytes = sum(part[:1].numel() * part.element_size() for part in slots)
 
     def submit(self, moves: Moves) -> CommunicationFuture[list[torch.Tensor]]:
-        """Start to move rows; those fetched are there with the result, then others go back."""
-        fetched = self._thread.submit(
-            partial(self.fetch, moves.in_rows, moves.in_slots, moves.out_slots)
+        """Start to move rows; those fetched are there with the result."""
+        while self._leaving and self._leaving[0][1].done():
+            self._leaving.popleft()
+        before = [
+            written
+            for rows, written in self._leaving
+            if np.isin(moves.in_rows, rows, assume_unique=True).any()
+        ]
+        fetched = self._fetching.submit(
+            partial(self.fetch, moves.in_rows, moves.in_slots, moves.out_slots, before)
         )
         if moves.out_rows.size:
-            self._thread.submit(lambda: self.put_back(moves.out_rows, fetched.result()))
+            written = self._writing.submit(lambda: self.put_back(moves.out_rows, fetched.wait()))
+            self._leaving.append((moves.out_rows, written))
         return fetched
 
-    def fetch(self, rows: Rows, slots: Slots, leaving: Slots) -> list[torch.Tensor]:
+    def fetch(
+        self,
+        rows: Rows,
+        slots: Slots,
+        leaving: Slots,
+        before: Sequence[CommunicationFuture[None]] = (),
+    ) -> list[torch.Tensor]:
         """Fetch rows into slots, of which ``leaving`` are read first; what they held."""
         with named_range("fetch rows"):
             held = self.read_slots(leaving)
+            for written in before:
+                written.wait()
             for host, of_slots in self._pairs:
                 arriving = host.index_select(0, torch.from_numpy(rows).to(host.device))
                 if self._device.type == "cuda" and not arriving.is_cuda:
                     arriving = arriving.pin_memory()
-                put_rows(
-                    of_slots,
-                    to_device(slots, self._device),
-                    arriving.to(self._device, non_blocking=True),
-                )
+                arrived = arriving.to(self._device, non_blocking=True)
+                put_rows(of_slots, to_device(slots, self._device), arrived)
             return held
 
     def read_slots(self, slots: Slots) -> list[torch.Tensor]:
@@ -92,14 +109,18 @@ class RowMover:
                 torch.cuda.current_stream(self._device).synchronize()
             for (host, _), values in zip(self._pairs, held, strict=True):
                 put_rows(host, torch.from_numpy(rows).to(host.device), values.to(host.device))
+            if any(host.is_cuda for host, _ in self._pairs):  # FBGEMM's state of one float a row
+                torch.cuda.current_stream(self._device).synchronize()
 
     def drain(self) -> None:
-        """Wait until all tasks are done."""
-        self._thread.drain()
+        """Wait until all rows have been moved."""
+        self._fetching.drain()
+        self._writing.drain()
 
     def close(self) -> None:
-        """Let the thread end."""
-        self._thread.close()
+        """Let the threads end."""
+        self._fetching.close()
+        self._writing.close()
 
 
 class CachedRows:
@@ -212,7 +233,7 @@ class CachedRows:
         self.written_bytes += rows.size * self._mover.row_bytes
 
     def close(self) -> None:
-        """Let the mover's thread end."""
+        """Let the mover's threads end."""
         self._mover.close()
 
 
