@@ -1,7 +1,7 @@
 """Stops a training run and resumes it from a checkpoint; for python or torchrun.
 
 torchrun --nproc-per-node 2 resume.py DIRECTORY 20    # trains 20 steps and saves
-torchrun --nproc-per-node 2 resume.py DIRECTORY 40    # resumes there and trains 20 more
+torchrun --nproc-per-node 3 resume.py DIRECTORY 40    # goes on there, on other ranks if need be
 """
 
 import itertools
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from clicks import NUM_DENSE, NUM_ROWS, Clicks
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -40,29 +39,14 @@ def main(directory: Path, last_step: int) -> None:
             [32, 1],
         )
     )
-    saved = sorted(directory.glob("step_*"))
-    # The hot rows of the run that is resumed, or its state would be of other tables.
-    choice = directory / "choice.pt"
-    if saved:
-        hot = torch.load(choice, weights_only=False)
-    else:
-        hot = hotrec.profile(Clicks(rank, BATCH_SIZE, 20), model)
+    hot = hotrec.profile(Clicks(rank, BATCH_SIZE, 20), model)
     model, optimizer = hotrec.parallelize(
         model,
         hot,
         embedding_optimizer=partial(RowWiseAdagrad, lr=0.1),
         dense_optimizer=partial(torch.optim.Adagrad, lr=0.1),
     )
-    first_step = 0
-    if saved:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp.load(state, checkpoint_id=saved[-1])
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first_step = int(saved[-1].name.removeprefix("step_"))
-    elif rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        torch.save(hotrec.choice_of(model), choice)
+    first_step, _ = hotrec.load_checkpoint(directory, model, optimizer)
 
     pipeline = hotrec.Pipeline(model, optimizer)
     # The pipeline reads ahead, so it gets the batches up to the checkpoint and no more.
@@ -71,8 +55,7 @@ def main(directory: Path, last_step: int) -> None:
         loss, _, _ = pipeline.progress(batches)
         if rank == 0:
             print(step, float(loss))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=directory / f"step_{last_step:06d}")
+    hotrec.save_checkpoint(directory, model, optimizer, last_step)
     pipeline.close()
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from hotrec.embedding.update_rules import OptimizerSpec
     from hotrec.planning.machine import Machine
     from hotrec.planning.torchrec_plan import plan_document, plan_text
+    from hotrec.program.checkpoint import load_checkpoint, save_checkpoint
     from hotrec.program.choice import Choice
     from hotrec.program.count import profile
     from hotrec.program.parallel import choice_of, parallelize
@@ -49,10 +50,12 @@ __all__ = [
     "check_replicas",
     "choice_of",
     "gather_tables",
+    "load_checkpoint",
     "parallelize",
     "plan_document",
     "plan_text",
     "profile",
+    "save_checkpoint",
 ]
 
 _HOME = {
@@ -64,10 +67,12 @@ _HOME = {
     "check_replicas": "hotrec.embedding.convert",
     "choice_of": "hotrec.program.parallel",
     "gather_tables": "hotrec.embedding.tables",
+    "load_checkpoint": "hotrec.program.checkpoint",
     "parallelize": "hotrec.program.parallel",
     "plan_document": "hotrec.planning.torchrec_plan",
     "plan_text": "hotrec.planning.torchrec_plan",
     "profile": "hotrec.program.count",
+    "save_checkpoint": "hotrec.program.checkpoint",
 }
 
 

@@ -276,7 +276,7 @@ def _shard(
         split = placement
         same_verdict(lambda: use_hot_cold(model, split))
         sharders.append(HotColdSharder(tables.rule))
-        constraints = placement_constraints(placement, choice.cache_stats)
+        constraints = placement_constraints(placement, choice.cache_stats, ranks.device.type)
     sharding = same_verdict(lambda: make_plan(model, sharders, machine, constraints))
     if ranks.device.type == "cuda":
         check_host_memory(sharding, machine, tables.rule)

@@ -407,11 +407,38 @@ def resumed(hot: Any, kind: PipelineKind, folder: str) -> None:
     np.testing.assert_allclose(losses, straight, rtol=1e-6)
 
 
+def resumed_elsewhere(hot: Any, kind: PipelineKind, other: Any, folder: str) -> None:
+    """Save, then go on with other hot rows in the other pipeline."""
+    _, _, pipeline = parallelized(hot, pipeline=kind)
+    straight = train(pipeline, iter(batches()))
+    pipeline.close()
+    model, optimizer, pipeline = parallelized(hot, pipeline=kind)
+    data = iter(batches())
+    losses = [mean_over_ranks(pipeline.progress(data)[0]) for _ in range(3)]
+    hotrec.save_checkpoint(folder, model, optimizer, 3, state={"seen": 3})
+    pipeline.close()
+    model, optimizer = hotrec.parallelize(
+        Model("meta"),
+        other,
+        embedding_optimizer=EMBEDDING,
+        dense_optimizer=DENSE,
+        pipeline=SPARSE_DIST if kind is LOOK_AHEAD else LOOK_AHEAD,
+    )
+    assert hotrec.load_checkpoint(folder, model, optimizer) == (3, {"seen": 3})
+    pipeline = hotrec.Pipeline(model, optimizer)
+    losses += train(pipeline, iter(batches(3, first=3)))
+    pipeline.close()
+    np.testing.assert_allclose(losses, straight, rtol=1e-5)
+
+
 def resume_all(folder: str) -> None:
+    resumed_elsewhere(some_hot(9), LOOK_AHEAD, mixed_placement(), f"{folder}/ahead")
+    resumed_elsewhere(mixed_placement(), SPARSE_DIST, some_hot(4), f"{folder}/in_line")
+
     cases = itertools.product((some_hot(9), mixed_placement()), (LOOK_AHEAD, SPARSE_DIST))
     for number, (hot, kind) in enumerate(cases):
         resumed(hot, kind, f"{folder}/{number}")
 
 
-def test_a_checkpoint_of_torch_resumes(tmp_path: Path) -> None:
+def test_checkpoints_of_hotrec_and_of_torch_resume(tmp_path: Path) -> None:
     run_ranks(resume_all, 2, timeout_s=100, folder=str(tmp_path))

@@ -1,0 +1,99 @@
+"""Checkpoints of a program of its own: on any ranks, and with any hot rows, like those of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from hotrec.runtime.ranks import same_verdict
+from hotrec.train import checkpoint
+from hotrec.train.checkpoint import Checkpoints, Position
+
+
+@dataclass
+class _Kept:
+    """What the program keeps in a checkpoint, where a run keeps the position of its loader."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = state_dict
+
+
+def save_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    step: int,
+    *,
+    state: Mapping[str, Any] | None = None,
+    keep_last: int = 2,
+) -> Path:
+    """Save a sharded model and its optimizer as ``step-...`` in a directory; collective.
+
+    Tables are saved in their own rows, under the names of the model before it was sharded, in
+    safetensors files. Random generators of each rank are saved with them.
+
+    Args:
+        directory: Holds the checkpoints of one training, on a file system that all ranks share.
+        model: The model that ``parallelize`` returned, or another sharded one.
+        optimizer: Its optimizer.
+        step: Updates made so far, from which Adam's bias correction goes on.
+        state: JSON values to keep, such as the position in the data; equal on every rank.
+        keep_last: Number of newest checkpoints to keep.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        RankError: On the ranks that did not fail themselves.
+    """
+    checkpoints = Checkpoints(Path(directory), {}, keep_last=keep_last)
+    newest = same_verdict(lambda: checkpoint.find_latest(checkpoints.directory))
+    lineage = None if newest is None else checkpoint.lineage_of(newest)
+    if lineage is not None:
+        checkpoints = replace(checkpoints, lineage=lineage)
+    position, kept = Position(step, num_samples=0), _Kept(state or {})
+    return checkpoint.save_checkpoint(checkpoints, position, model, optimizer, kept)
+
+
+def load_checkpoint(
+    directory: str | Path, model: nn.Module, optimizer: KeyedOptimizer
+) -> tuple[int, dict[str, Any]]:
+    """Load the newest checkpoint of a directory, before the pipeline is made; collective.
+
+    The ranks, the hot rows, the sharding plan and the pipeline may be others than at saving, and
+    the device, too. With the same ranks, random generators go on where they were.
+
+    Args:
+        directory: As at saving.
+        model: A sharded model of the same tables and layers.
+        optimizer: Its optimizer, of the same kind.
+
+    Returns:
+        Updates made, and the ``state`` that was kept; 0 and {} if there is no checkpoint.
+
+    Raises:
+        ArtifactError: If the checkpoint is damaged, or of another model or optimizer.
+        RankError: On the ranks that did not fail themselves.
+    """
+    newest = same_verdict(lambda: checkpoint.find_latest(Path(directory)))
+    if newest is None:
+        return 0, {}
+    kept = _Kept()
+    position = checkpoint.load_checkpoint(
+        newest, model=model, optimizer=optimizer, loader=kept, facts={}
+    )
+    checkpoint.restore_random_state(newest)
+    return position.step, dict(kept.values)
