@@ -136,7 +136,7 @@ def _complete(name: str, words: Sequence[str]) -> list[str]:
     if COMMANDS[name].first and overrides and "=" not in overrides[0]:
         # In quotes: a path may have signs that mean something in an override.
         escaped = overrides[0].replace("\\", "\\\\").replace("'", "\\'")
-        overrides[0] = f"{COMMANDS[name].first}='{escaped}'"
+        overrides[0] = COMMANDS[name].first.format(f"'{escaped}'")
     names_one = any(flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR for flag in flags)
     own = None if names_one else user_conf_dir()
     return [*(() if own is None else ("--config-dir", str(own))), *flags, *overrides]

@@ -160,6 +160,11 @@ def test_sweep_starts_ranks_for_each_job(workspace: Workspace) -> None:
     assert sweep.parent == workspace.folder / "runs" / "sweep" / "synthetic_smoke"
     for job in ("0", "1"):
         assert (sweep / job / "summary.json").exists()
+    document = json.loads((sweep / "report.json").read_text())
+    assert [job["placement"] for job in document["sweep"]] == ["all_hot", "all_cold"]
+    assert [run["name"] for run in document["runs"]] == ["placement=all_hot", "placement=all_cold"]
+    assert {"report.html", "sweep.csv"} <= {path.name for path in sweep.iterdir()}
+    assert "| 1   |  all_cold |" in outcome.stderr
 
 
 def test_sigterm_saves_and_exits(workspace: Workspace) -> None:

@@ -81,7 +81,10 @@ def test_golden_page(runs: list[Path], artifacts: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("summary", "shown"),
     [
-        ({"sent_bytes": {"a2a": 0}, "sent_bytes_total": 0}, "by collective: none were sent."),
+        (
+            {"sent_bytes": {"a2a": 0}, "sent_bytes_total": 0},
+            "Bytes sent per step and rank: none were sent.",
+        ),
         ({"cache": {**dict.fromkeys(CACHE, 0), "num_steps": 10}}, "Distinct rows 0 Misses"),
         ({**COMPARED, "predicted_stage_s": {"dense": 0.08}}, "route 0.00 ms 5.00 ms 6.00 ms -4.0%"),
     ],
