@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from hotrec.cli.launch import (
     private_temporary_directory,
     rank_prefix,
     run_under_torchrun,
+    use_default_start_method,
 )
 from hotrec.cli.output import (
     FULL_TRACE,
@@ -232,9 +234,17 @@ def _run_hydra(invocation: Invocation) -> int:
     """Run the job, or all jobs of a sweep; the exit code of the last that failed, else 0."""
     register_schemas()
     exit_codes: list[int] = []
+    # A job that a launcher, such as joblib's, runs in another process has a copy of the list.
+    main_process, exit_codes_file = os.getpid(), Path(tempfile.gettempdir()) / "exit_codes"
 
     def job(composed: DictConfig) -> None:
-        exit_codes.append(_run_job(invocation, composed))
+        if os.getpid() == main_process:
+            exit_codes.append(_run_job(invocation, composed))
+            return
+        use_default_start_method()
+        exit_code = _run_job(invocation, composed)
+        with exit_codes_file.open("a") as stream:
+            stream.write(f"{exit_code}\n")
 
     flags, overrides = _split_flags(invocation.words)
     _check_flags(flags)
@@ -252,6 +262,8 @@ def _run_hydra(invocation: Invocation) -> int:
         raise ValueError(
             f"configuration: expected YAML, got {type(error).__name__}: {error}. Correct the file."
         ) from error
+    if invocation.is_multirun and exit_codes_file.exists():
+        exit_codes += map(int, exit_codes_file.read_text().split())
     return next((code for code in reversed(exit_codes) if code != 0), 0)
 
 

@@ -78,7 +78,7 @@ def best_tiles(runs: Sequence[Run]) -> list[Tile]:
     for name, (best, text) in SWEPT.items():
         figures = [(run.number(name), run) for run in runs]
         known = [(value, run) for value, run in figures if value is not None and not isnan(value)]
-        if known:
+        if len({value for value, _ in known}) > 1:
             value, run = best(known, key=lambda pair: pair[0])
             tiles.append(Tile(MEASURES[name].show(value), text, f"with {run.name}"))
     return tiles
