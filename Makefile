@@ -39,7 +39,7 @@ CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distribute
 PAIR_TESTS := $(sort $(patsubst requirements/torch-%.lock,test-%,$(wildcard requirements/torch-*.lock)))
 
 .PHONY: help install quickstart test faults test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
-    lint format docs bench clean
+    test-wheel lint format docs bench clean
 
 help: ## Show this text.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -62,7 +62,8 @@ $(INSTALLED_DOCS): $(INSTALLED) requirements/docs.lock
 install: $(INSTALLED) ## Make .venv with the pinned packages and hotrec in it.
 
 quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with two workers.
-	launch/quickstart.sh $(BIN)
+	HOTREC_RUN_DIR=runs/quickstart/$$(date +%Y%m%d-%H%M%S) $(BIN)/hotrec run experiment=quickstart \
+	    launch.num_ranks=2 run.compare=true >/dev/null
 
 test: $(INSTALLED_DEV) ## Install what the tests need, then run the whole suite.
 	$(BIN)/python -m pytest $(TESTS) --durations=10 $(ARGS)
@@ -82,6 +83,9 @@ test-oldest: ## Run the tests of the core with the oldest torch and its torchrec
 
 test-cuda-lock: ## Install the CUDA lock into a temporary environment and import it; no GPU needed.
 	requirements/check_cuda_lock.sh
+
+test-wheel: ## Install the wheel with the extra cpu into a bare environment by pip alone, and train with it.
+	requirements/check_wheel.sh
 
 lint: $(INSTALLED_DEV) ## Run ruff and mypy.
 	$(BIN)/ruff check .

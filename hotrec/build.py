@@ -52,7 +52,7 @@ from hotrec.runtime.ranks import Ranks, all_gather_object, same_verdict
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
 from hotrec.train.alternate import AlternatingLoader, Alternation
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import Exchange, HotExchange, PipelineKind, Placement, Schema, Sharding
+from hotrec.types import Exchange, HotExchange, PipelineKind, Placement, Schema, Sharding, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class Sharded:
         pipeline_kind: Kind of pipeline that the model is sharded for.
         look_ahead: Settings of the pipeline look_ahead; None for other pipelines.
         grad_clip_norm: Largest norm of the dense layers' gradients; None for no clipping.
+        has_slots: Whether rows of the host are in slots that look-ahead fills.
     """
 
     model: DistributedModelParallel
@@ -82,6 +83,7 @@ class Sharded:
     pipeline_kind: str
     look_ahead: LookAhead | None
     grad_clip_norm: float | None
+    has_slots: bool = False
 
     def make_pipeline(self, device: torch.device) -> Pipeline:
         """The model's pipeline; a collective."""
@@ -126,6 +128,12 @@ def build_sharded(
         check_host_memory(plan, machine, embedding)
     kind = choose_pipeline(config, machine)
     is_ahead = kind is PipelineKind.look_ahead
+    tiers = {table.tier for table in placed.tables.values()} if placed is not None else set()
+    if Tier.CACHED in tiers and not is_ahead:
+        raise ValueError(
+            f"pipeline.kind: expected look_ahead for a placement in tier cached, got {kind.name}. "
+            "Set pipeline=look_ahead."
+        )
     model = shard(unsharded.task, plan, unsharded.sharders, device, data_parallel=not is_ahead)
     wire_type = config.pipeline.wire
     if not is_ahead:
@@ -152,6 +160,7 @@ def build_sharded(
         kind.name,
         look_ahead,
         config.trainer.grad_clip_norm,
+        Tier.CACHED in tiers,
     )
 
 

@@ -194,11 +194,15 @@ class Sharding(Enum):
 
 
 class Tier(Enum):
-    """Memory of sharded rows: the device's, the host's, or the host's behind a device cache."""
+    """Memory of sharded rows: the device's, the host's, or the host's behind a device cache.
+
+    FBGEMM finds the rows of HOST_CACHED in its cache; look-ahead gives those of CACHED slots.
+    """
 
     DEVICE = "device"
     HOST = "host"
     HOST_CACHED = "host_cached"
+    CACHED = "cached"
 
 
 # Enumerations of the configuration, whose YAML shows these names: hence lower case.
@@ -248,12 +252,16 @@ class HotExchange(Enum):
 
 
 class ColdTier(Enum):
-    """TorchRec's compute kernel of sharded rows; all but ``fused`` need CUDA."""
+    """TorchRec's compute kernel of sharded rows, of which the UVM kernels need CUDA; or ``cached``.
+
+    ``cached`` is hotrec's own: host rows behind device slots that the pipeline look_ahead fills.
+    """
 
     auto = "auto"
     fused = "fused"
     fused_uvm = "fused_uvm"
     fused_uvm_caching = "fused_uvm_caching"
+    cached = "cached"
 
 
 class TorchrecPlan(Enum):
@@ -280,8 +288,8 @@ class TablePlacement:
         exchange: POOLED only for tables without hot rows: the pooled volume does not depend on how
             many rows are hot, so splitting such a table would save nothing.
         sharding: Sharding of the rows.
-        tier: Memory of the rows; always DEVICE on CPU.
-        cache_load_frac: Cached fraction of the rows in HOST_CACHED, in 0..1; else None.
+        tier: Memory of the rows; DEVICE or CACHED on CPU.
+        cache_load_frac: Cached fraction of the rows in HOST_CACHED and CACHED, in 0..1; else None.
     """
 
     exchange: Exchange = Exchange.ROWS
@@ -298,11 +306,13 @@ class Placement:
         partition: The hot rows.
         tables: Placement of every table.
         is_hot_dense: Whether all hot rows' gradients are all-reduced, instead of touched rows.
+        resident_rows: Rows of CACHED tables that their owner keeps in slots for good, int64.
     """
 
     partition: Partition
     tables: Mapping[str, TablePlacement]
     is_hot_dense: bool = False
+    resident_rows: Mapping[str, Rows] = field(default_factory=dict)
 
     @staticmethod
     def alike(
@@ -313,9 +323,8 @@ class Placement:
         is_hot_dense: bool = False,
     ) -> Placement:
         """All tables alike: cold rows exchanged as rows, row-wise, in one tier."""
-        table = TablePlacement(
-            tier=tier, cache_load_frac=cache_load_frac if tier is Tier.HOST_CACHED else None
-        )
+        is_cached = tier in (Tier.HOST_CACHED, Tier.CACHED)
+        table = TablePlacement(tier=tier, cache_load_frac=cache_load_frac if is_cached else None)
         return Placement(partition, dict.fromkeys(partition.num_rows, table), is_hot_dense)
 
     def __post_init__(self) -> None:
@@ -329,4 +338,13 @@ class Placement:
                 raise ValueError(
                     f"placement table {name}: expected no hot rows in a table whose exchange is "
                     f"pooled, got {self.partition.num_hot(name)}."
+                )
+            frac = table.cache_load_frac
+            if table.tier is Tier.CACHED and (
+                table.exchange is Exchange.POOLED or frac is None or not 0 < frac <= 1
+            ):
+                raise ValueError(
+                    f"placement table {name}: expected rows to be exchanged and a cache_load_frac "
+                    f"in 0..1 in tier cached, got exchange {table.exchange.value}, cache_load_frac "
+                    f"{frac}."
                 )

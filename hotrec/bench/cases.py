@@ -42,6 +42,7 @@ from hotrec.config.roots import (
 )
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.histogram import CountHistogram
+from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.batch import Batch
 from hotrec.planning.machine import Machine
 from hotrec.planning.policies import (
@@ -49,13 +50,14 @@ from hotrec.planning.policies import (
     choose_all_hot,
     choose_fraction,
     choose_min_accesses,
+    choose_resident_rows,
 )
 from hotrec.planning.scenario import Scenario, describe_scenario
 from hotrec.planning.unsharded import as_placement, make_machine
 from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.train.pipelines import Pipeline
-from hotrec.types import Partition, PipelineKind, Rows, Schema, TorchrecPlan, WireType
+from hotrec.types import ColdTier, Partition, PipelineKind, Rows, Schema, TorchrecPlan, WireType
 
 logger = logging.getLogger("hotrec.bench")
 
@@ -72,6 +74,7 @@ class Case:
     depth: int = 1  # number of batches that look_ahead prefetches
     micro_batches: bool = False  # look_ahead first computes the samples whose rows have arrived
     assign: OrderAssign = OrderAssign.as_read  # which rank computes which sample
+    resident_rows: Mapping[str, Rows] = field(default_factory=dict)  # that stay in slots
 
     @property
     def is_exact(self) -> bool:
@@ -106,7 +109,17 @@ def make_cases(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) 
         placement, partition = _place(variant, bench, counts, world_size)
         pipeline = variant.pipeline or bench.pipeline
         same = {key: getattr(variant, key) for key in ("wire", "depth", "micro_batches", "assign")}
-        cases.append(Case(name, placement, partition, pipeline, **same))
+        resident = {}
+        if variant.tier is ColdTier.cached and partition is not None:
+            resident = choose_resident_rows(
+                partition,
+                Profile(bench.profile_samples, 0, bench.profile_samples, Sampling(), counts),
+                load_frac=variant.cache_load_frac,
+                resident_frac=None,
+                samples_in_flight=bench.batch_size * world_size * (variant.depth + 1),
+                world_size=world_size,
+            )
+        cases.append(Case(name, placement, partition, pipeline, **same, resident_rows=resident))
     return cases
 
 
@@ -246,7 +259,8 @@ def build_runner(
     placed = None
     if case.partition is not None:
         assert isinstance(case.placement, HotColdConfig)
-        placed = as_placement(case.placement, case.partition, ranks.device.type)
+        device = ranks.device.type
+        placed = as_placement(case.placement, case.partition, device, lambda _: case.resident_rows)
     sharded = build_sharded(case_config(config, case), schema, placed, machine, ranks.device)
     pipeline = sharded.make_pipeline(ranks.device)
     if case.assign is OrderAssign.by_owner:

@@ -33,7 +33,7 @@ from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.flops import dense_flops
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_model
+from hotrec.planning.unsharded import configured_model
 from hotrec.routing.features import RoutedGroup
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
@@ -117,17 +117,9 @@ def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
         )
         for name in workload.samples.schema.feature_names
     ]
-    cross = {key: value for key, value in vars(model).items() if key.startswith("cross_")}
-    built: Any = build_model(
-        model.kind,
-        EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
-        num_dense=workload.target.num_dense,
-        dense_layer_sizes=model.dense_layer_sizes,
-        over_layer_sizes=model.over_layer_sizes,
-        seed=workload.target.seed,
-        device=workload.device,
-        **cross,
-    )
+    embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    target = workload.target
+    built: Any = configured_model(model, embeddings, target.num_dense, target.seed, workload.device)
     built.sparse_arch.embedding_bag_collection = nn.Identity()
     return ClickTask(built, workload.ranks.world_size)
 

@@ -82,8 +82,7 @@ def _overview() -> str:
             "",
             "`hotrec <command> --help` lists a command's groups and flags;",
             "docs/configuration.md has the meaning, default and limits of every key.",
-            "Start here: hotrec init <a CSV or Parquet file>, or "
-            "hotrec prepare experiment=quickstart",
+            "Start here: hotrec init <a CSV or Parquet file>, or hotrec run experiment=quickstart",
         ]
     )
 

@@ -32,6 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from hotrec.artifact import MANIFEST, naming
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.launch import (
+    PARENT,
     RUN_DIR,
     check_environment,
     decide_run_dir,
@@ -45,6 +46,7 @@ from hotrec.cli.launch import (
     run_under_torchrun,
     use_default_start_method,
 )
+from hotrec.cli.made import artifact_inputs, check_inputs, record_artifact
 from hotrec.cli.output import (
     FULL_TRACE,
     LOG_FILE,
@@ -176,7 +178,7 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
                 f"hydra.help.app_name={title}",
                 f'hydra.help.header="{title}: {COMMANDS[invocation.name].summary}"',
             ]
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if PARENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
         # An exit unwinds, so that half-written artifacts are removed.
         signal.signal(signal.SIGTERM, _exit_on_sigterm)
@@ -303,11 +305,14 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
         if finished is not None:
             print(f"{run_dir}: already finished; nothing was changed", file=sys.stderr)
             return {"command": name, "run_dir": run_dir, **finished}
+    words = [*_config_dir_flags(invocation.words), *HydraConfig.get().overrides.task]
+    if not is_under_torchrun():
+        check_inputs(name, config, run_dir, words)
     num_ranks = config.launch.num_ranks if COMMANDS[name].is_parallel else 1
     if num_ranks > 1 and not is_under_torchrun():
         exit_code = run_under_torchrun(
             name,
-            [*_config_dir_flags(invocation.words), *HydraConfig.get().overrides.task],
+            words,
             num_ranks=num_ranks,
             run_dir=str(run_dir),
             environment=invocation.environment,
@@ -324,9 +329,12 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
             _write_config(name, text, run_dir)
         command = importlib.import_module(f"hotrec.cli.{name}")
         quiet_torch()
+        more = (words, invocation.environment) if name == "run" else ()
+        digest = artifact_inputs(name, config)
         # Standard output is for the line of figures alone, whatever libraries print.
         with redirect_stdout(sys.stderr):
-            figures: Figures = command.run(config, run_dir)
+            figures: Figures = command.run(config, run_dir, *more)
+        record_artifact(name, config, digest, _plain(figures))
     return figures
 
 
@@ -360,7 +368,7 @@ def _check_run_dir(run_dir: Path) -> None:
 def _config_dir_flags(words: Sequence[str]) -> list[str]:
     """Hydra's flags that a child needs too: the directories of configuration groups."""
     kept = []
-    for flag, value in zip(words, [*words[1:], ""], strict=True):
+    for flag, value in itertools.pairwise([*words, ""]):
         if flag in FLAGS_OF_CONFIG_DIR:
             kept += [flag, value]
         elif flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR:

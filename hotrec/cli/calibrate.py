@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from hotrec.calibrate.fit import fit_from_run
 from hotrec.calibrate.measure import costs_table, measure_costs
 from hotrec.calibrate.workload import CalibrationTarget
+from hotrec.cli.launch import BRIEF
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs
@@ -61,7 +63,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             dataset=dataset if is_there else None,
         )
         same_verdict(lambda: write_costs(costs, target) if ranks.is_first else None)
-        if ranks.is_first:
+        if ranks.is_first and BRIEF not in os.environ:
             print(costs_table(costs), file=sys.stderr)
     return _figures(costs, target, start_s)
 

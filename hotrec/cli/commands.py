@@ -25,6 +25,7 @@ class Command:
 
 COMMANDS = {
     "init": Command("look at a log and describe it in conf/data", "init", first="path={}"),
+    "run": Command("prepare, profile, calibrate, plan, train and report, where not yet done"),
     "prepare": Command(
         "turn raw click logs into a dataset of memory-mapped chunks", is_parallel=True
     ),
@@ -33,6 +34,7 @@ COMMANDS = {
         "measure how long each part of a step takes on this machine", is_parallel=True
     ),
     "plan": Command("choose the hot rows and the sharding plan for a number of ranks"),
+    "cache": Command("replay the dataset's rows through caches of several sizes and policies"),
     "train": Command("train a model; one process, or many under torchrun", is_parallel=True),
     "evaluate": Command(
         "evaluate a run's checkpoint on a split of its dataset", "evaluate", is_parallel=True

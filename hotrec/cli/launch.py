@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 RUN_DIR = "HOTREC_RUN_DIR"
 # The process that a child of ours expects to be its parent.
 PARENT = "HOTREC_PARENT"
+# Set for the stages of ``hotrec run``, which write their tables to files alone.
+BRIEF = "HOTREC_BRIEF"
 _STORE_KEY = "hotrec/run_dir"
 # The runs of these commands are named by the experiment, all others by the command.
 _NAMED_BY_EXPERIMENT = ("train", "bench")
@@ -170,10 +172,22 @@ def run_under_torchrun(
     variables[PARENT] = str(os.getpid())
     # The ranks share the host's cores; torchrun would set 1, with a warning.
     variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    # In a session of its own the ranks get the terminal's Ctrl-C once, forwarded by this process.
-    child = subprocess.Popen(
-        [*launcher, "-m", "hotrec", command, *overrides], env=variables, start_new_session=True
-    )
+    return wait_for_child([*launcher, "-m", "hotrec", command, *overrides], variables)
+
+
+def wait_for_child(
+    words: Sequence[str], environment: Mapping[str, str], stdout: IO[str] | None = None
+) -> int:
+    """Run a program that gets the signals of this one, and wait for its end.
+
+    Returns:
+        The exit code; 128 + n after signal n.
+
+    Raises:
+        SystemExit: If this process received a signal.
+    """
+    # In a session of its own it gets the terminal's Ctrl-C once, forwarded by this process.
+    child = subprocess.Popen(words, env=environment, stdout=stdout, start_new_session=True)
     with _forward_signals(child) as received:
         exit_code = child.wait()
     exit_code = exit_code if exit_code >= 0 else 128 - exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -13,6 +14,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from hotrec.cli.launch import BRIEF
 from hotrec.cli.profile import sampling_of
 from hotrec.config.roots import Config
 from hotrec.cost_model.outline import write_outline
@@ -73,7 +75,8 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
         figures |= _predicted_figures(training_plan)
         figures["page"] = write_plan_page(training_plan.prediction, run_dir)
     # When everything has been written: an error is then the only thing that is said.
-    print(text, file=sys.stderr)
+    if BRIEF not in os.environ:
+        print(text, file=sys.stderr)
     return figures | _partition_figures(training_plan)
 
 

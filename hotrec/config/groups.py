@@ -29,7 +29,7 @@ MAX_LAYER_SIZE = 2**20
 # Meanings of keys that several dataclasses have.
 MEMORY = "memory for hot rows and their optimizer state, in MiB per device"
 AVAILABLE_MEMORY = f"largest {MEMORY}; null: as much as is free"
-CACHE_LOAD = "fraction of the sharded rows that fused_uvm_caching keeps in GPU memory"
+CACHE_LOAD = "fraction of the sharded rows that fused_uvm_caching and cached keep on the device"
 ACCESSES = "smallest expected lookups per global batch of a hot row"
 ASSIGN = "rank of each sample of a global batch: as_read, or by_owner (of its cold rows)"
 
@@ -90,11 +90,19 @@ class TieredConfig(HotColdConfig):
         HotExchange.auto,
     )
     cold_tier: ColdTier = key(
-        "memory of the cold rows: the device's (fused) or the host's (fused_uvm, "
-        "fused_uvm_caching); auto: fused on CPU, fused_uvm_caching on CUDA",
+        "memory of the cold rows: the device's (fused), the host's (fused_uvm, fused_uvm_caching), "
+        "or the host's behind slots on the device that pipeline=look_ahead fills (cached, also on "
+        "CPU); auto: fused on CPU, fused_uvm_caching on CUDA",
         ColdTier.auto,
     )
     cache_load_frac: float = key(CACHE_LOAD, 0.2, gt=0, lt=1)
+    resident_frac: float | None = key(
+        "fraction of the slots of cold_tier=cached that hold the rows looked up most for good, the "
+        "others turn over; null: up to 0.8, as far as the rows of the batches in flight leave room",
+        None,
+        ge=0,
+        lt=1,
+    )
 
 
 @dataclass

@@ -131,6 +131,15 @@ class TrainerConfig:
 
 
 @dataclass
+class RunConfig:
+    """What ``hotrec run`` does besides its stages."""
+
+    compare: bool = key(
+        "also train with TorchRec's own plan, on the same batches, and compare the two", False
+    )
+
+
+@dataclass
 class LaunchConfig:
     """Processes on this host."""
 
@@ -228,6 +237,21 @@ class CalibrateConfig:
 
 
 @dataclass
+class CacheConfig:
+    """What ``hotrec cache`` replays."""
+
+    num_batches: int = key("number of global batches to replay, if the data has them", 400, ge=2)
+    skip_frac: float = key("fraction of these, the first, that is not counted", 0.25, ge=0, lt=1)
+    load_fracs: list[float] = key(
+        "sizes of the cache, as fractions of all rows",
+        [0.002, 0.005, 0.01, 0.015, 0.02, 0.05, 0.1, 0.2, 0.5],
+        gt=0,
+        le=1,
+        size=1,
+    )
+
+
+@dataclass
 class BenchVariant:
     """A case with its own name; null keys are as in bench."""
 
@@ -261,6 +285,11 @@ class BenchVariant:
             expected is None or can_run.get(pipeline, False),
             f"pipeline: expected {expected}, got {name} with the placement {placement.name} and "
             f"the tier {tier.name}. Set pipeline=sparse_dist.",
+        )
+        yield (
+            tier is not ColdTier.cached or (is_hot_cold and pipeline is PipelineKind.look_ahead),
+            f"tier: expected another than cached with the placement {placement.name} and the "
+            f"pipeline {name}, got cached. Give it pipeline=look_ahead and hot and cold rows.",
         )
         yield (
             (self.depth == 1 and not self.micro_batches) or pipeline is PipelineKind.look_ahead,
@@ -379,6 +408,8 @@ class Config:
     planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
     plan: PlanConfig = section("the machine size that `hotrec plan` plans for", PlanConfig)
     calibrate: CalibrateConfig = section("what `hotrec calibrate` measures", CalibrateConfig)
+    cache: CacheConfig = section("what `hotrec cache` replays", CacheConfig)
+    run: RunConfig = section("what `hotrec run` does besides its stages", RunConfig)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
     paths: PathsConfig = section("the directories of each stage", PathsConfig)
 

@@ -26,6 +26,10 @@ CACHE_TAG_BYTES = 8
 CACHE_CLOCK_BYTES = 8
 CACHE_LOCK_BYTES = 4
 CACHE_MAP_BYTES = 4
+# Our slots (embedding/slots.py): the slot and the decayed lookups of a row; the row, the last
+# batch, a mark and a scratch number of a slot. All on the host.
+SLOT_MAP_BYTES = 4 + 4
+SLOT_BYTES = 8 + 8 + 1 + 8
 # Copies of a replica's gradient at the first steps, the peak: DDP makes its bucket anew in its
 # third iteration beside the old one.
 NUM_REPLICA_GRADIENTS = 2
@@ -48,7 +52,8 @@ def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
         return demand.row_bytes, 0
     on_host = BYTES_PER_FLOAT * demand.dim + host_state_bytes(demand)
     maps = CACHE_MAP_BYTES if tier is Tier.HOST_CACHED else 0
-    return demand.row_bytes - on_host + maps, on_host
+    own_maps = SLOT_MAP_BYTES if tier is Tier.CACHED else 0
+    return demand.row_bytes - on_host + maps, on_host + own_maps
 
 
 def cached_row_bytes(
@@ -157,4 +162,7 @@ def _shard_bytes(
             is_prefetched=isinstance(placed, TableSharding) and placed.is_prefetched,
         )
         shard[0] += num_rows * cached_rows(demand, placed) / demand.num_rows * slot_bytes
+    elif placed.tier is Tier.CACHED:
+        num_slots = num_rows * cached_rows(demand, placed) / demand.num_rows
+        shard += num_slots * np.array([demand.row_bytes, SLOT_BYTES])
     return shard

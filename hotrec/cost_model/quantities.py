@@ -99,7 +99,7 @@ def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> 
     Raises:
         ValueError: If a placement with a cache does not say how large it is.
     """
-    if placed.tier is not Tier.HOST_CACHED:
+    if placed.tier not in (Tier.HOST_CACHED, Tier.CACHED):
         return 0.0
     load_frac = placed.cache_load_frac
     if load_frac is None and isinstance(placed, TableSharding):
@@ -107,7 +107,7 @@ def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> 
     if load_frac is None or not 0 <= load_frac <= 1:
         raise ValueError(
             f"placement table {demand.name} cache_load_frac: expected a fraction in 0..1 with the "
-            f"tier host_cached, got {load_frac}."
+            f"tier {placed.tier.value}, got {load_frac}."
         )
     return load_frac * demand.num_rows
 
@@ -240,7 +240,7 @@ def _add_state(
     done: dict[str, float], demand: TableDemand, tier: Tier, num_hot: int, share: float
 ) -> None:
     """Adds the optimizer state in host memory of ``share`` of the cold rows, each updated once."""
-    if tier is not Tier.DEVICE:
+    if tier in (Tier.HOST, Tier.HOST_CACHED):
         cold_G = demand.rows_G - take_rows(demand, num_hot)
         touched = share * float(cold_G @ demand.by_any_G)
         done["state_bytes_host"] += touched * host_state_bytes(demand)
@@ -254,7 +254,8 @@ def _add_by_tier(
     row_bytes: float,
     shares: CacheShares,
 ) -> None:
-    by_tier = {tier.value: 1.0}
+    # Look-ahead fills the slots of CACHED before they are read.
+    by_tier = {Tier.DEVICE.value if tier is Tier.CACHED else tier.value: 1.0}
     if tier is Tier.HOST_CACHED:
         by_tier = {"hit": shares.hit, "miss": shares.miss, "host": shares.conflict}
     for name, share in by_tier.items():

@@ -20,21 +20,46 @@ from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
 from hotrec.runtime.stages import mark
 
 
-def _flat_view(flat: torch.Tensor, parts: list[torch.Tensor], what: str) -> torch.Tensor:
+def _flat_view(module: nn.Module, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     """View FBGEMM's flat buffer as rows, after checking that it concatenates the tables."""
-    first = flat.data_ptr()
+    size = sum(part.numel() for part in parts)
+    buffers = {f"{name}_{place}": getattr(module, f"{name}_{place}") for place in _PLACES}
+    what, flat = next((item for item in buffers.items() if item[1].numel() == size), ("host", None))
+    first = 0 if flat is None else flat.data_ptr()
     for part in parts:
         if part.numel() == 0:  # a rank without rows of a small table
             continue
-        if part.data_ptr() != first or not part.is_contiguous():
+        if flat is None or part.data_ptr() != first or not part.is_contiguous():
             raise RuntimeError(
                 f"fbgemm {what}: expected tables one after the other in memory, got a table at "
                 f"{part.data_ptr() - first} bytes from its place. This version of fbgemm-gpu lays "
                 "tables out otherwise; use the pinned one (see `hotrec doctor`)."
             )
         first += part.numel() * part.element_size()
-    shape = (-1, *parts[0].shape[1:])
-    return flat.detach().view(shape)
+    assert flat is not None
+    if what.endswith("uvm"):
+        flat = torch.ops.fbgemm.uvm_to_cpu(flat)
+    return flat.detach().view(-1, *parts[0].shape[1:])
+
+
+# Where a module keeps its tables: host memory, host memory that the device maps, the device.
+_PLACES = ("host", "uvm", "dev")
+
+
+def fbgemm_rows(
+    module: SplitTableBatchedEmbeddingBagsCodegen, spec: OptimizerSpec
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Weights (R, D) and states by name of a module's concatenated tables, as they lie in memory.
+
+    Those in mapped host memory are host tensors.
+    """
+    weights_RD = _flat_view(module, "weights", module.split_embedding_weights())
+    of_tables = module.split_optimizer_states() if spec.state_names else []
+    states = {
+        name: _flat_view(module, name, [part[index] for part in of_tables])
+        for index, name in enumerate(spec.state_names)
+    }
+    return weights_RD, states
 
 
 class _ReadAndUpdate(torch.autograd.Function):
@@ -55,41 +80,36 @@ class _ReadAndUpdate(torch.autograd.Function):
         return None, None, None
 
 
-class ColdRowsOnCpu:
-    """The cold rows of a fused FBGEMM module on CPU; ``optimizer`` has the learning rate."""
+class RowsInMemory:
+    """Rows float (R, D) and their optimizer state by name; ``optimizer`` has the learning rate."""
 
     def __init__(
         self,
-        module: SplitTableBatchedEmbeddingBagsCodegen,
+        weights_RD: torch.Tensor,
+        states: dict[str, torch.Tensor],
         optimizer: torch.optim.Optimizer,
         spec: OptimizerSpec,
     ) -> None:
-        parts = module.split_embedding_weights()
-        self.weights_RD = _flat_view(module.weights_host, parts, "weights_host")
-        self.states: dict[str, torch.Tensor] = {}
-        for index, name in enumerate(spec.state_names):
-            flat, states = getattr(module, f"{name}_host"), module.split_optimizer_states()
-            self.states[name] = _flat_view(flat, [part[index] for part in states], f"{name}_host")
-        self._begins_T = table_begins([part.shape[0] for part in parts])
+        self.weights_RD = weights_RD
+        self.states = states
         self._optimizer = optimizer
         self._spec = spec
-        self._anchor = torch.zeros((), requires_grad=True)
-
-    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        rows_K = flat_rows(features, self._begins_T)
-        out: torch.Tensor = _ReadAndUpdate.apply(self._anchor, self, rows_K)
-        return out
 
     def read(self, rows_K: torch.Tensor) -> torch.Tensor:
-        """Copy rows of the module's concatenated tables, float (K, D)."""
+        """Copy rows, float (K, D)."""
         return self.weights_RD.index_select(0, rows_K)
 
     def update(
-        self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float | None = None
+        self,
+        rows_K: torch.Tensor,
+        grad_KD: torch.Tensor,
+        learning_rate: float | None = None,
+        num_updates: int = 1,
     ) -> None:
         """Update rows int64 (K,) once; gradients float (K, D) of the same row are summed in order.
 
-        The learning rate is the optimizer's current one by default.
+        The learning rate is the optimizer's current one by default; only Adam reads
+        ``num_updates``, 1 at the first update.
         """
         rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous(), self.weights_RD.shape[0])
         update_rows(
@@ -99,12 +119,31 @@ class ColdRowsOnCpu:
             rows_U,
             grad_UD,
             learning_rate=self.learning_rate if learning_rate is None else learning_rate,
-            num_updates=1,  # only used by Adam, which FBGEMM lacks on CPU
+            num_updates=num_updates,
         )
 
     @property
     def learning_rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
+
+
+class ColdRowsOnCpu(RowsInMemory):
+    """The cold rows of a fused FBGEMM module on CPU."""
+
+    def __init__(
+        self,
+        module: SplitTableBatchedEmbeddingBagsCodegen,
+        optimizer: torch.optim.Optimizer,
+        spec: OptimizerSpec,
+    ) -> None:
+        super().__init__(*fbgemm_rows(module, spec), optimizer, spec)
+        self._begins_T = table_begins([part.shape[0] for part in module.split_embedding_weights()])
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        rows_K = flat_rows(features, self._begins_T)
+        out: torch.Tensor = _ReadAndUpdate.apply(self._anchor, self, rows_K)
+        return out
 
 
 def use_cpu_rows(lookup: nn.Module, spec: OptimizerSpec) -> None:

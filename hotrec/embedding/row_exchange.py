@@ -20,6 +20,7 @@ from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.embedding.cached_rows import is_cached, use_cached_rows
 from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.flat import cut_bags
 from hotrec.embedding.fused import fused_params, undo_update_count
@@ -28,7 +29,7 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.comm_thread import HostInts
 from hotrec.runtime.stages import backward_point, mark, mark_backward
-from hotrec.types import HotExchange, WireType
+from hotrec.types import HotExchange, Placement, WireType
 
 
 class IdsExchange(nn.Module):
@@ -214,6 +215,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         sharding: dict[str, ParameterSharding],
         hot_tables: list[str],
         settings: ShardSettings,
+        placement: Placement,
     ) -> None:
         for config in module.embedding_configs():
             is_hot = config.name in hot_tables
@@ -237,11 +239,15 @@ class ShardedRows(ShardedEmbeddingCollection):
             )
         self._is_in_order = arriving == self._keys
         self._is_cuda = device.type == "cuda"
+        cold_tables = [name for name in self._keys if name not in hot_tables]
+        has_slots = is_cached(placement, cold_tables)
         for lookup in self._lookups:
             if isinstance(lookup, DistributedDataParallel):
                 tables = [c for c in self._embedding_configs if c.name in hot_tables]
                 num_rows_T = [config.num_embeddings for config in tables]
                 self.hot = _hook_up(lookup, num_rows_T, self.dim, settings)
+            elif has_slots:
+                use_cached_rows(lookup, spec, placement, device)
             elif not self._is_cuda:
                 use_cpu_rows(lookup, spec)
 

@@ -110,7 +110,9 @@ class ShardedHotColdEmbeddingBagCollection(
         ):
             of_group = {key: sharding[key] for key in group.keys}
             hot_tables = group.keys[: len(group.hot_tables)]
-            self.rows[name] = ShardedRows(collection, of_group, hot_tables, settings)
+            self.rows[name] = ShardedRows(
+                collection, of_group, hot_tables, settings, module.placement
+            )
         self.pooled: ShardedPooledBags | None = None
         if module.pooled is not None:
             of_pooled = {c.name: sharding[c.name] for c in module.pooled.embedding_bag_configs()}

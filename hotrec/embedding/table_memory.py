@@ -14,6 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer
 
+from hotrec.embedding.cached_rows import CachedRows
 from hotrec.embedding.tables import sharded_collections
 
 HOT_ROWS, COLD_ROWS = "hot_rows", "cold_rows"
@@ -54,7 +55,10 @@ def _tensors(
                     if isinstance(tensor, torch.Tensor):
                         yield STATE, tensor, None
     for kernel in _kernels(model):
-        yield from _tensors_of(kernel)
+        yield from _tensors_of(kernel.emb_module)
+        if isinstance(kernel.forward, CachedRows):
+            for tensor in kernel.forward.tensors():
+                yield CACHE, tensor, None
     for _, collection in sharded_collections(model):
         for router in (collection.router, collection._device_router):
             for group in () if router is None else router.groups.values():
@@ -63,14 +67,13 @@ def _tensors(
                         yield ROUTER, tensor, None
 
 
-def _kernels(model: nn.Module) -> Iterator[nn.Module]:
-    """FBGEMM's modules; TorchRec keeps its lookups in plain lists, not as submodules."""
+def _kernels(model: nn.Module) -> Iterator[Any]:
+    """TorchRec's kernels; it keeps its lookups in plain lists, not as submodules."""
     for module in model.modules():
         lookups: Any = getattr(module, "_lookups", ())
         for lookup in lookups:
             for inner in lookup.modules():
-                for kernel in getattr(inner, "_emb_modules", ()):
-                    yield kernel.emb_module
+                yield from getattr(inner, "_emb_modules", ())
 
 
 def _tensors_of(kernel: nn.Module) -> Iterator[tuple[str, torch.Tensor, str | None]]:
@@ -109,6 +112,7 @@ class CacheFigures:
     num_evictions: float = 0  # which are written back
     read_bytes: float = 0  # from host memory over the bus
     written_bytes: float = 0  # to host memory
+    wait_s: float = 0  # for which the exchange of rows waited for slots to be filled
 
     def __add__(self, other: CacheFigures) -> CacheFigures:
         pairs = zip(astuple(self), astuple(other), strict=True)
@@ -117,7 +121,36 @@ class CacheFigures:
 
 def fused_modules(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """FBGEMM's fused modules of a sharded model."""
-    return [m for m in _kernels(model) if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+    modules = (kernel.emb_module for kernel in _kernels(model))
+    return [m for m in modules if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+class SlotCounters:
+    """Reads the counters of this rank's slots, as ``CacheCounters`` does those of FBGEMM."""
+
+    def __init__(self, model: nn.Module) -> None:
+        forwards = (kernel.forward for kernel in _kernels(model))
+        self._caches = [part for part in forwards if isinstance(part, CachedRows)]
+        self._last = CacheFigures()
+
+    def end_line(self) -> CacheFigures:
+        """Return the counts since the last call."""
+        total = CacheFigures()
+        for cache in self._caches:
+            slots = cache.slots
+            total += CacheFigures(
+                num_lookups=slots.num_lookups,
+                num_rows=slots.num_read,
+                num_hits=slots.num_read - slots.num_misses,
+                num_misses=slots.num_misses,
+                num_evictions=slots.num_evictions,
+                read_bytes=cache.read_bytes,
+                written_bytes=cache.written_bytes,
+                wait_s=cache.wait_s,
+            )
+        pairs = zip(astuple(total), astuple(self._last), strict=True)
+        self._last = total
+        return CacheFigures(*(now - before for now, before in pairs))
 
 
 class CacheCounters:

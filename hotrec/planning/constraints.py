@@ -36,8 +36,11 @@ TIER_OF_KERNEL = {
     ColdTier.fused: Tier.DEVICE,
     ColdTier.fused_uvm: Tier.HOST,
     ColdTier.fused_uvm_caching: Tier.HOST_CACHED,
+    ColdTier.cached: Tier.CACHED,
 }
 KERNEL_OF_TIER = {tier: kernel for kernel, tier in TIER_OF_KERNEL.items()}
+# FBGEMM's modules hold the rows behind our slots, in host memory.
+KERNEL_BEHIND_SLOTS = {"cpu": ColdTier.fused, "cuda": ColdTier.fused_uvm}
 
 
 def offload_stats(
@@ -90,7 +93,7 @@ def cold_tier_for(
     """
     if tier is ColdTier.auto:
         return on_cuda if device == "cuda" else ColdTier.fused
-    if device == "cpu" and tier is not ColdTier.fused:
+    if device == "cpu" and tier in (ColdTier.fused_uvm, ColdTier.fused_uvm_caching):
         raise ValueError(
             f"{key}: expected fused on CPU (UVM kernels need CUDA), got {tier.value}."
             f" Set {key}=fused, or train on CUDA."
@@ -99,7 +102,9 @@ def cold_tier_for(
 
 
 def placement_constraints(
-    placement: Placement, stats: Mapping[str, CacheStatistics] | None = None
+    placement: Placement,
+    stats: Mapping[str, CacheStatistics] | None = None,
+    device: str = "cpu",
 ) -> dict[str, ParameterConstraints]:
     """Returns constraints that leave only the choice of ranks to TorchRec's planner.
 
@@ -109,6 +114,7 @@ def placement_constraints(
 
     Args:
         stats: Statistics of device caches by table, where known.
+        device: "cpu" or "cuda", which decides on the kernel of rows behind our slots.
 
     Raises:
         ValueError: If a pooled table is to be row-wise, or a cache has no size.
@@ -135,9 +141,12 @@ def placement_constraints(
                     f"host_cached, got {fraction}. Give the cache a size, or take tier host."
                 )
             cache = _cache_params(fraction, (stats or {}).get(name))
+        kernel = KERNEL_OF_TIER[table.tier]
+        if kernel is ColdTier.cached:
+            kernel = KERNEL_BEHIND_SLOTS[device]
         constraints[name] = ParameterConstraints(
             sharding_types=[table.sharding.value],
-            compute_kernels=[KERNEL_OF_TIER[table.tier].value],
+            compute_kernels=[kernel.value],
             cache_params=cache,
         )
     return constraints

@@ -162,7 +162,7 @@ def _expected(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
     hits = [
         (lfu_hit_frac(d, round(cached_rows(d, best.tables[d.name])), n), cold)
         for d, n, cold in zip(demands, hot, distinct[:, 1], strict=True)
-        if best.tables[d.name].tier is Tier.HOST_CACHED
+        if best.tables[d.name].tier in (Tier.HOST_CACHED, Tier.CACHED)
     ]
     weight = float(sum(rows for _, rows in hits))
     hot_rows, cold_rows, union_rows = distinct.sum(axis=0).tolist()

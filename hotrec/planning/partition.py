@@ -17,10 +17,11 @@ from hotrec.artifact import (
     scratch_directory,
 )
 from hotrec.cost_model.profile import Profile
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
+from hotrec.types import Exchange, Partition, Placement, Rows, Sharding, TablePlacement, Tier
 
 KIND = "partition"
 HOT_ROWS = "hot_rows.npz"
+RESIDENT_ROWS = "resident_rows.npz"
 
 
 def summarize_partition(
@@ -79,13 +80,9 @@ def write_partition(
         for name, table in placement.tables.items()
     }
     with scratch_directory(output, kind=KIND) as scratch:
-        # ``np.savez`` takes names as keywords and so fails for a table named "file".
-        with zipfile.ZipFile(scratch / HOT_ROWS, "w", zipfile.ZIP_STORED) as archive:
-            for table in partition.num_rows:
-                # A fixed time stamp: the same partition is the same bytes, hence the same hash.
-                member = zipfile.ZipInfo(f"{table}.npy")
-                with archive.open(member, "w", force_zip64=True) as file:
-                    np.lib.format.write_array(file, partition.hot(table), allow_pickle=False)
+        _write_rows(scratch / HOT_ROWS, {t: partition.hot(t) for t in partition.num_rows})
+        if placement.resident_rows:
+            _write_rows(scratch / RESIDENT_ROWS, placement.resident_rows)
         return commit_artifact(
             scratch,
             output,
@@ -102,6 +99,23 @@ def write_partition(
         )
 
 
+def _write_rows(path: Path, rows: Mapping[str, Rows]) -> None:
+    # ``np.savez`` takes names as keywords and so fails for a table named "file".
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for table, of_table in rows.items():
+            # A fixed time stamp: the same partition is the same bytes, hence the same hash.
+            member = zipfile.ZipInfo(f"{table}.npy")
+            with archive.open(member, "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, of_table, allow_pickle=False)
+
+
+def _read_rows(artifact: Artifact, name: str) -> dict[str, Rows]:
+    if name not in artifact.files:
+        return {}
+    with np.load(artifact.file(name), allow_pickle=False) as arrays:
+        return {table: arrays[table] for table in artifact.content["num_rows"]}
+
+
 def read_placement(path: Path) -> tuple[Placement, Artifact]:
     """Reads a partition with the exchange and tier of each table.
 
@@ -112,8 +126,8 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
     artifact = read_artifact(path, kind=KIND, verify=Verify.full)
     content = artifact.content
     with artifact.parsing():
-        with np.load(artifact.file(HOT_ROWS), allow_pickle=False) as arrays:
-            hot_rows = {table: arrays[table] for table in content["num_rows"]}
+        artifact.file(HOT_ROWS)
+        hot_rows = _read_rows(artifact, HOT_ROWS)
         partition = Partition(dict(content["num_rows"]), hot_rows, policy=content["policy"])
         tables = {
             name: TablePlacement(
@@ -125,4 +139,5 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
             for name, table in content["placement"]["tables"].items()
         }
         is_hot_dense = bool(content["placement"]["is_hot_dense"])
-        return Placement(partition, tables, is_hot_dense=is_hot_dense), artifact
+        resident_rows = _read_rows(artifact, RESIDENT_ROWS)
+        return Placement(partition, tables, is_hot_dense, resident_rows), artifact

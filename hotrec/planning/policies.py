@@ -32,7 +32,7 @@ from hotrec.config.groups import (
     TieredConfig,
 )
 from hotrec.cost_model.costs import World
-from hotrec.cost_model.demand import Floats, prob_met
+from hotrec.cost_model.demand import Floats, prob_drawn, prob_met
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.histogram import (
     CountHistogram,
@@ -646,3 +646,65 @@ def _scars_curve(
             num_none[at[0]] -= 1
     all_hot = np.exp(np.minimum(np.cumsum(log_hot), 0.0)) * (np.cumsum(num_none) <= 0)
     return all_hot, np.maximum(np.cumsum(cold_rows), 0.0)
+
+
+# Slots for each row that batches in flight are expected to read beside the resident ones, and the
+# largest share of the slots that are resident, since popularity drifts.
+SPARE_SLOTS, MOST_RESIDENT_FRAC = 1.25, 0.8
+
+
+def choose_resident_rows(
+    partition: Partition,
+    profile: Profile,
+    *,
+    load_frac: float,
+    resident_frac: float | None,
+    samples_in_flight: int,
+    world_size: int,
+) -> dict[str, Rows]:
+    """Chooses the cold rows that their owners keep in slots for good.
+
+    Each rank, of TorchRec's row-wise shards, keeps those of its rows that were looked up most, of
+    all tables together; never one that was not looked up.
+
+    Args:
+        partition: The hot rows, which have replicas.
+        load_frac: Slots, as a fraction of a rank's rows.
+        resident_frac: Fraction of the slots; None leaves SPARE_SLOTS of what the batches in flight
+            are expected to read else, and at least 1 - MOST_RESIDENT_FRAC, to the others.
+        samples_in_flight: Samples of all ranks whose rows look-ahead holds at once.
+        world_size: World size.
+
+    Returns:
+        By table int64 rows, ascending.
+    """
+    counts = profile.counts
+    chosen: dict[str, list[Rows]] = {table: [] for table in counts}
+    for rank in range(world_size):
+        num_rows, found = 0, []
+        for table, lookups in counts.items():
+            begin = rank * -(-lookups.size // world_size)
+            block = np.array(lookups[begin : begin + -(-lookups.size // world_size)])
+            hot = partition.hot(table) - begin
+            block[hot[(hot >= 0) & (hot < block.size)]] = 0
+            num_rows += block.size
+            rows = np.flatnonzero(block)
+            total = int(lookups.sum())
+            drawn = total / profile.num_samples * samples_in_flight
+            probs = prob_drawn(block[rows].astype(np.float64), total, drawn) if total else rows
+            found.append((table, rows + begin, block[rows], probs))
+        order = np.argsort(-np.concatenate([part for _, _, part, _ in found]), kind="stable")
+        num_slots = load_frac * num_rows
+        if resident_frac is None:
+            read = np.concatenate([probs for *_, probs in found])[order]
+            others = SPARE_SLOTS * (read.sum() - np.cumsum(read))
+            fits = np.flatnonzero(np.arange(1, read.size + 1) + others <= num_slots)
+            num = min(int(MOST_RESIDENT_FRAC * num_slots), int(fits[-1]) + 1 if fits.size else 0)
+        else:
+            num = int(resident_frac * num_slots)
+        is_kept = np.zeros(order.size, np.bool_)
+        is_kept[order[:num]] = True
+        for table, rows, part, _ in found:
+            chosen[table].append(rows[is_kept[: part.size]])
+            is_kept = is_kept[part.size :]
+    return {table: np.concatenate(rows) for table, rows in chosen.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,12 +15,13 @@ from torchrec.distributed.types import CacheStatistics, ShardingPlan
 from hotrec.config.groups import TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.caches import lru_miss_ratios
-from hotrec.cost_model.demand import expected_distinct
+from hotrec.cost_model.demand import expected_distinct, take_rows
 from hotrec.cost_model.forms import SPARSE_DIST, TIERS, PipelineSpec, StepPrediction
 from hotrec.cost_model.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.cost_model.memory import NUM_LASTING_GRADIENTS, memory_by_rank
 from hotrec.cost_model.quantities import (
     TableSharding,
+    cached_rows,
     hot_cold_caches,
     hot_cold_quantities,
     predict_torchrec,
@@ -291,6 +293,42 @@ def _pooled_imbalance(scenario: Scenario, tables: Mapping[str, TablePlacement]) 
     for load in sorted(loads, reverse=True):
         heapq.heapreplace(ranks, ranks[0] + load)
     return max(ranks) * len(ranks) / sum(loads) if loads else 1.0
+
+
+def check_slots(scenario: Scenario, placement: Placement) -> None:
+    """Checks that the slots of CACHED tables fit, and suffice for the batches of look-ahead.
+
+    They hold the resident rows, and the distinct others that a rank's share of the rows is expected
+    to be read of in depth + 1 global batches: that q of any row is read in one of n of them is
+    1 - (1 - q)^n, as if batches were independent.
+
+    Raises:
+        ValueError: If a mean rank is expected to need more, or its device cannot hold them.
+    """
+    num_batches, needed, num_slots = scenario.pipeline.depth + 1, 0.0, 0.0
+    num_bytes, free_bytes = 0.0, scenario.memory_bytes[0]
+    for demand in scenario.demands:
+        placed, num_hot = placement.tables[demand.name], placement.partition.num_hot(demand.name)
+        if placed.tier is not Tier.CACHED or num_hot == demand.num_rows:
+            continue
+        resident = len(placement.resident_rows.get(demand.name, ()))
+        others_G = demand.rows_G - take_rows(demand, num_hot + resident)
+        needed += resident + float(others_G @ (1 - (1 - demand.by_any_G) ** num_batches))
+        num_slots += cached_rows(demand, placed)
+        num_bytes += cached_rows(demand, placed) * demand.row_bytes / scenario.world.num_ranks
+    if num_bytes > free_bytes and scenario.machine.device == "cuda":
+        raise ValueError(
+            f"placement.cache_load_frac: expected slots, with optimizer state, of at most "
+            f"{int(free_bytes)} bytes, the device's memory, got {math.ceil(num_bytes)}. Set it "
+            f"{free_bytes / num_bytes:.2f} times as large or less."
+        )
+    if needed > num_slots:
+        raise ValueError(
+            f"placement.cache_load_frac: expected {math.ceil(needed)} slots or more over all ranks "
+            f"for the resident rows and those of {num_batches} batches in flight, got "
+            f"{math.ceil(num_slots)}. Set it {needed / num_slots:.2f} times as large or more, or "
+            "lower placement.resident_frac, pipeline.depth or trainer.batch_size."
+        )
 
 
 def cache_statistics(scenario: Scenario, placement: Placement) -> dict[str, CacheStatistics]:

@@ -102,7 +102,7 @@ def candidate_pipelines(config: Config, machine: Machine) -> tuple[PipelineKind,
     Raises:
         ValueError: If the configured one cannot train the placement.
     """
-    if config.pipeline.kind is not PipelineKind.auto:
+    if config.pipeline.kind is not PipelineKind.auto or _has_slots(config):
         return (choose_pipeline(config, machine),)
     return auto_pipelines(machine, is_own=isinstance(config.placement, HotColdConfig))
 
@@ -115,6 +115,11 @@ def auto_pipelines(machine: Machine, *, is_own: bool) -> tuple[PipelineKind, ...
     return (PipelineKind.look_ahead, *kinds) if is_ahead and is_own else kinds
 
 
+def _has_slots(config: Config) -> bool:
+    """Whether the configuration asks for slots, as a saved placement may do too."""
+    return getattr(config.placement, "cold_tier", None) is ColdTier.cached
+
+
 def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
     """Returns the pipeline that trains the configuration's placement, never auto.
 
@@ -124,6 +129,13 @@ def choose_pipeline(config: Config, machine: Machine) -> PipelineKind:
         ValueError: If the configured one cannot.
     """
     placement, kind = config.placement, config.pipeline.kind
+    if _has_slots(config):
+        if kind not in (PipelineKind.auto, PipelineKind.look_ahead):
+            raise ValueError(
+                "pipeline.kind: expected look_ahead for placement.cold_tier=cached, whose slots it "
+                f"fills, got {kind.name}. Set pipeline=look_ahead, or another cold_tier."
+            )
+        return PipelineKind.look_ahead
     is_torchrec = isinstance(placement, TorchrecPlacement)
     if kind is PipelineKind.auto:
         # look_ahead has not been run on CUDA yet.

@@ -7,16 +7,19 @@ heuristic: no bound on the distance from the optimum is computed.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 
 from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.demand import Floats, TableDemand
@@ -43,7 +46,9 @@ Integers = npt.NDArray[np.int64]
 # Letters of array shapes: T tables, J cuts between groups of equally frequent rows, M modes, K
 # resources (seconds of computation, then of exposed communication by stage, then bytes by
 # MEMORIES), P plans, F flags, D dimensions, Q prices.
-MODES = tuple((exchange, tier) for exchange in Exchange for tier in Tier)
+# Those that it chooses from; the user chooses Tier.CACHED.
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.HOST_CACHED)
+MODES = tuple((exchange, tier) for exchange in Exchange for tier in TIERS)
 FIRST_POOLED = MODES.index((Exchange.POOLED, Tier.DEVICE))
 # Pooled first, which needs no router; cached last.
 SMALLEST_MODES = (3, 0, 4, 1, 5, 2)
@@ -188,7 +193,7 @@ def _table_memory(
         "replica": np.array([replica_row_bytes(demand), 0.0, demand.row_bytes]),
         "held": np.array([cached_row_bytes(demand) / num_ranks, 0.0, 0.0]),
     }
-    for tier in Tier:
+    for tier in TIERS:
         share = np.array([*shard_row_bytes(demand, tier), 0])
         sizes[tier.value] = share * demand.num_rows / num_ranks
     return sizes
@@ -424,7 +429,7 @@ def _split(problem: _Problem) -> list[_Plan]:
     total = max(float(sizes.sum()), 1.0)
     rows = np.concatenate([(sizes[:, 0] - sizes[:, 1]).T / total, np.zeros((3, 1))], axis=1)
     rows[which, -1] = -1.0  # the bytes by which host memory is exceeded
-    answer = milp(
+    answer = _solve(
         np.append(np.zeros(len(pairs)), 1.0),
         integrality=np.append(np.ones(len(pairs)), 0),
         bounds=Bounds(0, np.append(np.ones(len(pairs)), np.inf)),
@@ -519,7 +524,7 @@ def _combine(problem: _Problem, around: Sequence[_Plan], shift: float) -> list[_
     most = np.where((at < num_plans) | (at >= costs.size - num_flags), 1.0, np.inf)
     ones = np.ones(num_plans), (table_P, np.arange(num_plans))
     shares = sparse.csr_array(ones, (len(around), costs.size))
-    answer = milp(
+    answer = _solve(
         costs,
         integrality=at < num_plans,
         bounds=Bounds(0.0, most),
@@ -531,16 +536,37 @@ def _combine(problem: _Problem, around: Sequence[_Plan], shift: float) -> list[_
     return [plan for plan, share in zip(plans, answer.x, strict=False) if share > 0.5]
 
 
+def _solve(costs: Floats, **problem: Any) -> OptimizeResult:
+    """``milp``, silent: HiGHS prints lines to standard output that no option turns off.
+
+    There a command prints its result, and nothing else.
+    """
+    if sys.stdout is None:  # closed by whoever started the process
+        return milp(costs, **problem)
+    sys.stdout.flush()
+    standard_output = os.dup(1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    try:
+        return milp(costs, **problem)
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C buffers
+        os.dup2(standard_output, 1)
+        os.close(standard_output)
+
+
 def _prices(problem: _Problem, around: Sequence[_Plan], shift: float) -> Floats:
     """Returns prices of the resources to try, float64 (K, Q).
 
     Communication costs nothing, all its seconds, or those of the stages that expose some in these
-    plans; a memory nothing or one of NUM_PRICES. ``shift`` from 0 to 1 moves these by one.
+    plans; a memory nothing or one of up to NUM_PRICES. ``shift`` from 0 to 1 moves these by one.
     """
     exposed = problem.total(around)[1 : 1 + problem.num_stages] > 0
     stages = np.unique([exposed & False, exposed | True, exposed], axis=0).astype(np.float64)
-    ratio = (PRICES[1] / PRICES[0]) ** (1 / NUM_PRICES)
-    grid = np.append(0.0, PRICES[0] * ratio ** (np.arange(NUM_PRICES) + shift))
+    # Combinations of three memories are many; the programs' shifts make up for fewer prices.
+    num_prices = NUM_PRICES // 2 if np.isfinite(problem.limits_3).all() else NUM_PRICES
+    ratio = (PRICES[1] / PRICES[0]) ** (1 / num_prices)
+    grid = np.append(0.0, PRICES[0] * ratio ** (np.arange(num_prices) + shift))
     memories = np.meshgrid(*(grid if math.isfinite(n) else [0.0] for n in problem.limits_3))
     of_memory = np.stack(memories).reshape(len(MEMORIES), -1)
     of_memory *= problem.unit_s / np.maximum(problem.limits_3, 1.0)[:, None]

@@ -22,6 +22,7 @@ from hotrec.config.groups import (
     HotColdConfig,
     SavedPlacement,
     ScarsPlacement,
+    TieredConfig,
     TorchrecPlacement,
 )
 from hotrec.config.roots import Config
@@ -33,9 +34,10 @@ from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import Decision, fastest_of, in_doubt
 from hotrec.planning.partition import read_placement, summarize_partition, write_partition
-from hotrec.planning.policies import choose_partition, policy_parameters
+from hotrec.planning.policies import choose_partition, choose_resident_rows, policy_parameters
 from hotrec.planning.predict import (
     cache_statistics,
+    check_slots,
     is_own,
     make_placement,
     own_name,
@@ -57,7 +59,7 @@ from hotrec.planning.trial import Trial, read_trial, trial_file
 from hotrec.planning.unsharded import as_placement, row_bytes
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import Partition, PipelineKind, Placement
+from hotrec.types import Partition, PipelineKind, Placement, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -392,6 +394,7 @@ def _predict_given(
     if placement is None:
         given = {torchrec_name(config): predict_torchrec_config(config, dataset.schema, scenario)}
     else:
+        check_slots(scenario, placement)
         num_hot = {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
         given = {
             own_name(kind): predict_placement(
@@ -422,4 +425,22 @@ def _apply_policy(
         row_bytes=row_bytes(dataset.schema, config),
         dim=config.model.embedding_dim,
     )
-    return as_placement(kind, partition, machine.device)
+
+    def resident(tiered: TieredConfig) -> dict[str, Rows]:
+        return choose_resident_rows(
+            partition,
+            profile,
+            load_frac=tiered.cache_load_frac,
+            resident_frac=tiered.resident_frac,
+            samples_in_flight=samples_in_flight(config, machine.world_size),
+            world_size=machine.world_size,
+        )
+
+    return as_placement(kind, partition, machine.device, resident)
+
+
+def samples_in_flight(config: Config, world_size: int) -> int:
+    """Most samples of all ranks whose rows look-ahead holds at once, in training and evaluation."""
+    trainer = config.trainer
+    of_rank = max(trainer.batch_size, trainer.eval_batch_size if trainer.eval_splits else 0)
+    return of_rank * world_size * (config.pipeline.depth + 1)

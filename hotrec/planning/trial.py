@@ -30,7 +30,7 @@ TOLERANCE = 0.02
 # Two blocks may agree by chance: the spread of ratios counts as at least this.
 LEAST_SPREAD = 0.01
 # After one block the spread is unknown; a candidate that takes this much longer is out.
-FIRST_RATIO = 3.0
+FIRST_RATIO = 2.0
 
 
 def ratio_interval(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheStatistics, ModuleSharder, ShardingPlan
+from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.config.groups import (
-    Dcnv2Config,
     HotColdConfig,
+    ModelConfig,
     OptimizerConfig,
     PlacementConfig,
     TieredConfig,
@@ -46,6 +47,7 @@ from hotrec.types import (
     Partition,
     PipelineKind,
     Placement,
+    Rows,
     Schema,
 )
 
@@ -163,7 +165,7 @@ def build_unsharded(
             tables,
             placement.plan,
             batch_size=config.trainer.batch_size,
-            tier=cold_tier_for(machine.device, placement.tier, "placement.tier"),
+            tier=_torchrec_tier(machine.device, placement.tier),
             cache_load_factor=placement.cache_load_frac,
             is_prefetched=config.pipeline.kind is PipelineKind.prefetch,
         )
@@ -171,42 +173,66 @@ def build_unsharded(
         assert placed is not None
         embeddings = HotColdEmbeddingBagCollection(tables, placed, device=META)
         sharders = [HotColdSharder(spec, hot_exchange_of(placement, placed), wire_type)]
-        constraints = placement_constraints(placed, cache_stats)
-    model, trainer = config.model, config.trainer
-    cross: dict[str, int] = {}
-    if isinstance(model, Dcnv2Config):
-        cross = {
-            "cross_num_layers": model.cross_num_layers,
-            "cross_low_rank_dim": model.cross_low_rank_dim,
-        }
-    built = build_model(
-        model.kind,
-        embeddings,
-        num_dense=len(schema.dense),
-        dense_layer_sizes=model.dense_layer_sizes,
-        over_layer_sizes=model.over_layer_sizes,
-        seed=trainer.seed,
-        device=dense_device,
-        **cross,
-    )
+        constraints = placement_constraints(placed, cache_stats, machine.device)
+    trainer, num_dense = config.trainer, len(schema.dense)
+    built = configured_model(config.model, embeddings, num_dense, trainer.seed, dense_device)
     set_up_dense_layers(built, dense_device, trainer.precision, is_compiled=trainer.compile)
     return Unsharded(ClickTask(built, machine.world_size), embeddings, sharders, constraints)
 
 
-def as_placement(placement: HotColdConfig, partition: Partition, device: str) -> Placement:
+def configured_model(
+    model: ModelConfig, embeddings: nn.Module, num_dense: int, seed: int, device: torch.device
+) -> DLRM:
+    """The configured model on these embeddings, its dense layers on ``device``."""
+    cross = {name: value for name, value in vars(model).items() if name.startswith("cross_")}
+    return build_model(
+        model.kind,
+        embeddings,
+        num_dense=num_dense,
+        dense_layer_sizes=model.dense_layer_sizes,
+        over_layer_sizes=model.over_layer_sizes,
+        seed=seed,
+        device=device,
+        **cross,
+    )
+
+
+def _torchrec_tier(device: str, tier: ColdTier) -> ColdTier:
+    """Returns the tier of the rows of TorchRec's own plans."""
+    if tier is ColdTier.cached:
+        raise ValueError(
+            "placement.tier: expected a compute kernel of TorchRec for placement=torchrec, got "
+            "cached. Set placement.tier=fused_uvm_caching, or a placement with hot and cold rows."
+        )
+    return cold_tier_for(device, tier, "placement.tier")
+
+
+def as_placement(
+    placement: HotColdConfig,
+    partition: Partition,
+    device: str,
+    resident: Callable[[TieredConfig], Mapping[str, Rows]] | None = None,
+) -> Placement:
     """Returns the placement of a partition with the configured exchange and tier.
+
+    Args:
+        device: "cpu" or "cuda".
+        resident: Chooses the rows that stay in slots; None for none.
 
     Raises:
         ValueError: If the device has no such memory tier.
     """
     assert isinstance(placement, TieredConfig), placement
     tier = cold_tier_for(device, placement.cold_tier, on_cuda=ColdTier.fused_uvm_caching)
-    return Placement.alike(
+    placed = Placement.alike(
         partition,
         TIER_OF_KERNEL[tier],
         placement.cache_load_frac,
         is_hot_dense=placement.hot_exchange is HotExchange.dense,
     )
+    if tier is not ColdTier.cached or resident is None:
+        return placed
+    return replace(placed, resident_rows=resident(placement))
 
 
 def hot_exchange_of(placement: PlacementConfig, placed: Placement) -> HotExchange:

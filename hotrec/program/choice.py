@@ -61,6 +61,7 @@ class Choice:
         pipeline: The pipeline.
         placement: Hot rows and the place of the others; None for plans of TorchRec.
         torchrec_plan: Which plan of TorchRec's; None with a placement, and with "off".
+        batch_size: Samples of a rank's batch that it was chosen for; None if that is unknown.
         step_s: Predicted seconds of a step; None without a prediction.
         cache_stats: Statistics of the device caches of host tables, by table.
     """
@@ -70,6 +71,7 @@ class Choice:
     pipeline: PipelineKind
     placement: Placement | None = None
     torchrec_plan: TorchrecPlan | None = None
+    batch_size: int | None = None
     step_s: float | None = None
     cache_stats: Mapping[str, CacheStatistics] = field(default_factory=dict)
 
@@ -127,7 +129,7 @@ def choose_given(
         best = _pipelines(tables, machine)[0]
         kind = best if is_large else PipelineKind.sparse_dist
     why = f"{placement.partition.total_hot} hot rows are given."
-    return Choice(f"hot_cold {kind.value}", why, kind, placement)
+    return Choice(f"hot_cold {kind.value}", why, kind, placement, batch_size=machine.batch_size)
 
 
 def choose_by_cost(
@@ -188,6 +190,7 @@ def choose_by_cost(
             decision.why,
             chosen,
             torchrec_plan=of_name[decision.chosen],
+            batch_size=machine.batch_size,
             step_s=predicted.step.step_s,
         )
     policy = f"least step, {measured.name}"
@@ -197,6 +200,7 @@ def choose_by_cost(
         decision.why,
         chosen,
         placement,
+        batch_size=machine.batch_size,
         step_s=predicted.step.step_s,
         cache_stats=cache_statistics(scenario, placement),
     )

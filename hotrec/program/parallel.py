@@ -126,7 +126,7 @@ def parallelize(
     kind = same_verdict(lambda: _check_arguments(hot, pipeline, plan))
     ranks = joined_ranks(device)
     same_verdict(lambda: apply_rule(model, embedding_optimizer))
-    if isinstance(hot, str):
+    if isinstance(hot, str) or hot == PLAIN:
         return _plain(model, plan, ranks.device, dense_optimizer)
     bags = same_verdict(lambda: embedding_bags(model))
     rule, bounds = same_verdict(lambda: (shared_rule(bags), initial_bounds(bags)))
@@ -136,7 +136,7 @@ def parallelize(
         for name, table in bag.embedding_bags.items()
         if name not in bounds
     }
-    if isinstance(hot, Profile):
+    if isinstance(hot, Profile | Choice):
         batch_size = batch_size or hot.batch_size
 
     def make_machine_here() -> Machine:

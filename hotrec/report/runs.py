@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from hotrec.artifact import check_made_from, read_artifact
 from hotrec.report.figures import (
-    MIN_AUC_RANGE,
     draw_coverage,
     draw_learning,
     draw_steps,
@@ -211,7 +210,7 @@ def report_page(
             learning,
             "Training loss and AUC over steps",
             "Placements that train exactly draw the same line: runs with one seed and one order of "
-            f"samples differ only by rounding. An axis of AUC spans at least {MIN_AUC_RANGE:g}.",
+            "samples differ only by rounding.",
         ),
         "Where a step's time goes": _picture(
             steps,
@@ -314,7 +313,9 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
             f"{name}.{kind}", f"{kind.replace('_', ' ')} on the {name.split('_')[0]}", show_bytes
         )
         for name in BY_KIND
-        for kind in dict.fromkeys(kind for run in runs for kind in run.by_name(name))
+        for kind in dict.fromkeys(
+            k for run in runs for k, size in run.by_name(name).items() if size
+        )
     ]
     for group, measures in {**GROUPS, "Tables by kind, the rank with most": by_kind}.items():
         recorded = [m for m in measures if any(run.number(m.name) is not None for run in runs)]

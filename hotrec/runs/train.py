@@ -40,7 +40,12 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.data.order import StepSequence
 from hotrec.embedding.convert import check_replicas
-from hotrec.embedding.table_memory import CacheCounters, fused_modules, memory_by_tier
+from hotrec.embedding.table_memory import (
+    CacheCounters,
+    SlotCounters,
+    fused_modules,
+    memory_by_tier,
+)
 from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import Proposal, TrainingPlan, propose, read_training_plan
 from hotrec.planning.trial import Trial, write_trial
@@ -243,8 +248,11 @@ def cache_counts(
     """Counters of the device caches for ``train``; None, on all ranks alike, if no rank has one.
 
     The decision follows the plan, which all ranks share, even if a rank's own shards have no cache.
-    FBGEMM has no caches on CPU, whatever the plan.
+    FBGEMM has no caches on CPU, whatever the plan; slots that look-ahead fills are on any device.
     """
+    if sharded.has_slots:
+        slots = SlotCounters(sharded.model)
+        return lambda: asdict(slots.end_line())
     kernels = {
         sharding.compute_kernel
         for module in sharded.plan.plan.values()

@@ -14,7 +14,7 @@ import torch
 
 from hotrec.build import Sharded
 from hotrec.data.batch import Batch
-from hotrec.planning.trial import Trial
+from hotrec.planning.trial import FIRST_RATIO, Trial
 from hotrec.runtime import watchdog
 from hotrec.runtime.memory import read_memory
 from hotrec.runtime.progress import Progress
@@ -26,12 +26,14 @@ logger = logging.getLogger(__name__)
 # A trial takes this share of the predicted run, within these bounds in seconds.
 SHARE, LEAST_S, MOST_S = 0.01, 5.0, 60.0
 # A block of steps takes about so long, and has so many steps.
-BLOCK_S, LEAST_STEPS, MOST_STEPS = 0.3, 6, 200
+BLOCK_S, LEAST_STEPS, MOST_STEPS = 0.3, 4, 200
 LEAST_ROUNDS = 3
 # No further candidate is built after this share of the time.
 BUILD_SHARE = 0.5
 # First steps compile, allocate and start the loader's workers.
 NUM_WARM = 4
+# Where steps take longer, loaders keep up anyway, and the pipeline is full after so many steps.
+LONG_STEP_S, MOST_SKIPPED = 0.1, 4
 # Candidates are held at once if they take at most this share of the free memory.
 MEMORY_SHARE = 0.7
 
@@ -106,9 +108,10 @@ class _Rounds:
         self._limit_s = limit_s
         self._start_s = time.perf_counter()
         self._block_s: dict[str, list[float]] = {}
+        self._hopeless_s: dict[str, list[float]] = {}
 
     def result(self) -> Trial:
-        return Trial(self._block_s, self._seconds())
+        return Trial({**self._block_s, **self._hopeless_s}, self._seconds())
 
     def run_together(self, candidates: Mapping[str, Candidate]) -> None:
         held: dict[str, _Contender] = {}
@@ -118,6 +121,12 @@ class _Rounds:
                 held[name] = _Contender(candidate, self._ranks)
                 if len(held) >= 2 and self._seconds() >= BUILD_SHARE * self._limit_s:
                     break
+            # The first steps show who is out of the question, before any round.
+            least_s = min(contender.step_s for contender in held.values())
+            for name in [n for n, c in held.items() if c.step_s > FIRST_RATIO * least_s]:
+                contender = held.pop(name)
+                self._hopeless_s[name] = [contender.step_s]
+                contender.close()
             for number in itertools.count():
                 names = list(held)
                 shift = number % len(names)
@@ -164,8 +173,10 @@ class _Contender:
         self._num_skipped = candidate.num_ahead + 2
         for _ in range(NUM_WARM):
             self._pipeline.progress(self._batches)
-        step_s = max(all_gather_object(self._time(NUM_WARM)))
-        self._num_steps = max(LEAST_STEPS, min(MOST_STEPS, round(BLOCK_S / step_s)))
+        self.step_s = max(all_gather_object(self._time(NUM_WARM)))
+        self._num_steps = max(LEAST_STEPS, min(MOST_STEPS, round(BLOCK_S / self.step_s)))
+        if self.step_s > LONG_STEP_S:
+            self._num_skipped = min(self._num_skipped, MOST_SKIPPED)
 
     def block(self) -> float:
         """Seconds per step of consecutive steps on the slowest rank; collective."""

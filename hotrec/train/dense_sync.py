@@ -290,6 +290,8 @@ class _Bucket:
         self, parameters: list[nn.Parameter], layers: list[nn.Linear], sender: Sender
     ) -> None:
         self.parameters, self.layers, self._sender = parameters, layers, sender
+        # Those whose gradient the step's last backward pass has completed.
+        self.arrived: set[nn.Parameter] = set()
         # Settings of the optimizer's groups for the pending update; None without one.
         self.noted: list[dict[str, Any]] | None = None
         # The mean gradients, once received and until the update.
@@ -370,13 +372,13 @@ def _make_buckets(
 class DenseSync:
     """Averages the gradients of a model's dense layers over the ranks and updates them late.
 
-    A step is one or more of ``with dense.backward(): loss.backward()``, whose gradients add up,
-    then ``dense.finish_backward()`` and ``dense.step()``. Gradients are cleared and the optimizer
-    is called here only. As in DDP, every rank starts with the first rank's weights and buffers.
+    A step is one or more of ``with dense.backward(is_last=...): loss.backward()``, then
+    ``dense.finish_backward()`` and ``dense.step()``. Gradients are cleared and the optimizer is
+    called here only. As in DDP, every rank starts with the first rank's weights and buffers.
 
     The ranks exchange one message per bucket: a part of the model (for DLRM the bottom and the top
-    layers), split by whether gradients are deferred. Those that backward has computed are sent
-    first, last part first; then the deferred ones, first part first.
+    layers), split by whether gradients are deferred. Direct buckets are sent as backward completes
+    them, last part first; then the deferred ones, first part first.
 
     A parameter is updated on every rank if some rank used it in the step, else on none.
 
@@ -415,10 +417,17 @@ class DenseSync:
         modules = [module for _, module in _dense_modules(model)]
         layers = [layer for layer in deferrable_layers(modules) if layer not in compiled]
         self._buckets = _make_buckets(parts, layers, self._sender)
+        self._direct = [bucket for bucket in self._buckets if not bucket.layers]
+        self._num_started = 0
+        self._is_last = False
         self._is_new_step = True
         self._deferred = DeferredLinears(layers)
         self._hooks: list[Any] = []
         self._watch_forward(parts, compiled)
+        for bucket in self._direct:
+            for parameter in bucket.parameters:
+                arrival = partial(self._note_arrival, bucket)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrival))
 
     def _watch_forward(
         self, parts: Mapping[nn.Module, Sequence[nn.Module]], compiled: set[nn.Module]
@@ -444,18 +453,35 @@ class DenseSync:
                 self._update(bucket)
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Wrap one backward pass of the step."""
+    def backward(self, is_last: bool = True) -> Iterator[None]:
+        """Wrap one backward pass of the step; gradients of passes before the last add up."""
         if self._is_new_step:
             for parameter in self._names:
                 parameter.grad = None
-        self._is_new_step = False
+        self._is_new_step, self._is_last = False, is_last
         with self._deferred.deferring():
             yield
+        self._is_last = False
+
+    def _note_arrival(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
+        if not self._is_last:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        if parameter in bucket.arrived:
+            raise RuntimeError(
+                f"dense parameter {self._names[parameter]}: expected one gradient in a "
+                "backward pass, got a second. Do not nest backward passes (re-entrant "
+                "checkpointing) or make two of them inside one dense.backward()."
+            )
+        bucket.arrived.add(parameter)
+        for upcoming in self._direct[self._num_started :]:
+            if len(upcoming.arrived) < len(upcoming.parameters):
+                break
+            self._start(upcoming)
 
     def finish_backward(self) -> None:
-        """After the last pass: compute deferred gradients and start the reductions."""
-        for bucket in self._buckets:
+        """After the last pass: compute deferred gradients and start the remaining reductions."""
+        for bucket in self._buckets[self._num_started :]:
             for layer in bucket.layers:
                 self._deferred.compute(layer)
             self._start(bucket)
@@ -473,13 +499,15 @@ class DenseSync:
                 )
             self._update(bucket)
         bucket.start()
+        self._num_started += 1
 
     def step(self) -> None:
         """Schedule the update with the current settings of the optimizer's groups."""
         noted = _settings(self._optimizer)
         for bucket in self._buckets:
             bucket.noted = noted
-        self._is_new_step = True
+            bucket.arrived.clear()
+        self._num_started, self._is_new_step = 0, True
 
     # An evaluation may trigger the update, and the optimizer state made here outlives it.
     @torch.inference_mode(False)

@@ -336,7 +336,7 @@ class LookAheadPipeline(Pipeline):
             loss, output = self.model(_select(batch, part))
         mark("dense")
         if self.model.training:
-            with named_range("backward"), self._dense.backward():
+            with named_range("backward"), self._dense.backward(is_last=part.is_last):
                 # As in TorchRec's pipelines, a loss may be a vector.
                 torch.sum(loss, dim=0).backward()
             mark("dense")

@@ -123,7 +123,10 @@ class Records:
         self._line_steps += num_steps
         self._line_wait_s += sums["wait_s"][0] / self.ranks.world_size
         if self.count_caches is not None:
-            counted = {name: round(sum_) for name, sum_ in zip(cache, sums["cache"], strict=True)}
+            counted: dict[str, Any] = {
+                name: sum_ if name.endswith("_s") else round(sum_)
+                for name, sum_ in zip(cache, sums["cache"], strict=True)
+            }
             self._line_cache.update(num_steps=num_steps, **counted)
             self._cache.update(num_steps=num_steps, **counted)
         self._losses.clear()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hotrec.cli import main
-from hotrec.cli.app import _plain, _split_flags
+from hotrec.cli.app import _config_dir_flags, _plain, _split_flags
 from hotrec.cli.commands import COMMANDS
 from tests.policy.source import REPOSITORY
 
@@ -31,7 +31,7 @@ def test_unknown_command(word: str, advice: str, capsys: pytest.CaptureFixture[s
     assert main([word]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: command: expected one of prepare, profile, calibrate, plan, ")
+    assert err.startswith("error: command: expected one of init, run, prepare, profile, ")
     assert f"got {word!r}" in err
     assert advice in err
 
@@ -49,6 +49,11 @@ def test_torch_is_not_loaded(words: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["--config-dir", "d"], ["a=1", "-cd", "d"]])
+def test_directories_of_groups_are_handed_on(words: list[str]) -> None:
+    assert _config_dir_flags(words) == [word for word in words if word != "a=1"]
 
 
 def test_flags_may_stand_anywhere() -> None:

@@ -24,6 +24,7 @@ from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planning.constraints import placement_constraints
+from hotrec.routing.router import Router
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import (
     Exchange,
@@ -80,6 +81,8 @@ class Case:
     pipeline: str = "in_line"
     depth: int = 1
     micro_batches: bool = False
+    cache_load_frac: float = 0.2
+    resident_frac: float = 0.0
     tables: tuple[PlainTable, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -197,9 +200,15 @@ def make_placement(case: Case) -> Placement:
             exchange=Exchange.POOLED if is_pooled else Exchange.ROWS,
             sharding=Sharding.TABLE_WISE if is_pooled or is_table_wise else Sharding.ROW_WISE,
             tier=case.tier,
-            cache_load_frac=0.2 if case.tier is Tier.HOST_CACHED else None,
+            cache_load_frac=None if case.tier in (Tier.DEVICE, Tier.HOST) else case.cache_load_frac,
         )
-    return Placement(Partition(partition.num_rows, hot, case.partition), placements)
+    resident = {
+        # The batches read low rows most.
+        name: rng.permutation(int(case.resident_frac * case.cache_load_frac * rows))
+        for name, rows in partition.num_rows.items()
+    }
+    split = Partition(partition.num_rows, hot, case.partition)
+    return Placement(split, placements, resident_rows=resident)
 
 
 def make_global_batch(
@@ -346,10 +355,9 @@ def run_reference(case: Case, world_size: int) -> tuple[list[float], dict[str, t
     return losses, weights
 
 
-def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same with hotrec, on the ranks of the default process group."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = torch.device(case.device)
+def build_hot_cold(case: Case) -> tuple[DistributedModelParallel, CombinedOptimizer, Router]:
+    """The case's model on the ranks of the default process group."""
+    world_size, device = dist.get_world_size(), torch.device(case.device)
     configs = [
         EmbeddingBagConfig(
             name=table.name,
@@ -373,12 +381,20 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = shard_task(
         task,
         HotColdSharder(spec, case.exchange),
-        placement_constraints(placement),
+        placement_constraints(placement, device=device.type),
         device=case.device,
         data_parallel=case.pipeline != "look_ahead",
         seed=SEED,
     )
     optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1))
+    return model, optimizer, router
+
+
+def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same as ``run_reference`` with hotrec, on the ranks of the default process group."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device(case.device)
+    model, optimizer, router = build_hot_cold(case)
     batches = []
     for step in range(NUM_STEPS):
         batch = rank_batch(case, step, rank, world_size)

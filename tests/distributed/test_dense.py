@@ -77,9 +77,9 @@ def train_late(
         parts = parts_of(step, num_parts)
         num_samples = sum(map(len, parts))
         set_rate(rule, step)
-        for inputs in parts:
+        for number, inputs in enumerate(parts):
             loss = loss_of(model, inputs, num_samples)
-            with dense.backward():
+            with dense.backward(is_last=number == num_parts - 1):
                 loss.backward()
             losses.append(loss.detach())
         dense.finish_backward()
@@ -213,11 +213,11 @@ def expect_order() -> None:
             part: sum(p.numel() for p in getattr(model.model, part).parameters())
             for part in ("dense_arch", "inter_arch", "over_arch")
         }
-        seen: list[list[bool]] = []
+        seen: list[Any] = []
 
         def look(grad: torch.Tensor) -> None:
-            layers = model.model.over_arch.parameters()  # noqa: B023
-            seen.append([p.grad is None for p in layers])  # noqa: B023
+            layers = [p.grad for p in model.model.over_arch.parameters()]  # noqa: B023
+            seen.append(([g is None for g in layers], list(started)))  # noqa: B023
 
         model.model.inter_arch.register_forward_pre_hook(
             lambda _, args, kwargs: (
@@ -230,12 +230,16 @@ def expect_order() -> None:
             loss = loss_of(model, make_inputs(dist.get_rank(), 0), 6)
             with dense.backward():
                 loss.backward()
+            in_backward = list(started)
             dense.finish_backward()
         finally:
             dense_sync.Sender.start = start  # type: ignore[method-assign]
         cross = [sizes["inter_arch"]] if sizes["inter_arch"] else []
-        # No weight gradient of the top layers is there yet.
-        assert all(seen[0])
+        # No weight gradient of the top layers is there yet; the cross layers may be under way.
+        (are_none, early), *_ = seen
+        assert all(are_none)
+        assert early in ([], cross)
+        assert in_backward == cross
         assert started == [*cross, sizes["dense_arch"], sizes["over_arch"]]
         dense.step()
         dense.flush()

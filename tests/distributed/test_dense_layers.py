@@ -197,5 +197,9 @@ def compiled_as_unsplit(kind: ModelKind, pipeline: str) -> None:
     ("kind", "pipeline"),
     [(ModelKind.dlrm, "sparse_dist"), (ModelKind.dcnv2, "micro_batches")],
 )
-def test_compiled_layers_train_as_eager_ones(kind: ModelKind, pipeline: str) -> None:
+def test_compiled_layers_train_as_eager_ones(
+    kind: ModelKind, pipeline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Or each rank starts processes to compile in, which import torch first.
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     run_ranks(compiled_as_unsplit, 2, timeout_s=280, kind=kind, pipeline=pipeline)

@@ -32,7 +32,7 @@ from hotrec.train.checkpoint import (
     save_checkpoint,
 )
 from hotrec.train.pipelines import LookAhead, make_pipeline
-from hotrec.types import OptimizerKind, TorchrecPlan
+from hotrec.types import OptimizerKind, Placement, TablePlacement, Tier, TorchrecPlan
 from tests.distributed import setups
 from tests.distributed.setups import make_batch, mean_over_ranks
 from tests.helpers.ranks import run_ranks
@@ -56,6 +56,11 @@ SPLIT = {
     **setups.PARTITIONS,
     "placement": setups.PLACEMENT,
     "pooled": setups.ALL_POOLED,
+    # With as few slots as the rows of the steps ahead allow.
+    "cached": Placement(
+        setups.PARTITIONS["mixed"],
+        {table: TablePlacement(tier=Tier.CACHED, cache_load_frac=0.7) for table in setups.NUM_ROWS},
+    ),
 }
 PLANS = {plan.value: plan for plan in TorchrecPlan}
 PIPELINES = ("sparse_dist", "look_ahead")
@@ -76,6 +81,8 @@ def draw_way(rng: np.random.Generator, optimizer: OptimizerKind) -> Way:
         return Way(optimizer, "all_hot", str(rng.choice(PIPELINES)))
     placement = str(rng.choice([*SPLIT, *PLANS]))
     pipeline = str(rng.choice(PIPELINES)) if placement in SPLIT else "sparse_dist"
+    if placement == "cached":  # look-ahead fills its slots
+        pipeline = "look_ahead"
     return Way(optimizer, placement, pipeline)
 
 
@@ -107,20 +114,24 @@ class Run:
         is_ahead = way.pipeline == "look_ahead"
         placement: Any = SPLIT.get(way.placement) or PLANS[way.placement]
         self.setup = setups.build(way.optimizer, placement, dense=DENSE, data_parallel=not is_ahead)
-        self._pipeline = way.pipeline
+        model, device = self.setup.model, torch.device("cpu")
+        ahead = LookAhead(partial(RowsAhead, model, device, depth=2), False)
+        self.make_pipeline = partial(
+            make_pipeline, way.pipeline, model, self.setup.optimizer, device, ahead
+        )
+        self.pipeline: Any = None
 
     def train(self, first: int, last: int) -> list[float]:
-        device, model = torch.device("cpu"), self.setup.model
-        make_rows = partial(RowsAhead, model, device, depth=2)
-        pipeline = make_pipeline(
-            self._pipeline, model, self.setup.optimizer, device, LookAhead(make_rows, False)
-        )
-        pipeline.start()
+        """The losses of some steps; the pipeline stays open, as between the steps of a run."""
+        self.pipeline = self.pipeline or self.make_pipeline()
+        self.pipeline.start()
         batches = iter([make_batch(step) for step in range(first, last)])
-        losses = [mean_over_ranks(pipeline.progress(batches)[0]) for _ in range(first, last)]
-        pipeline.drain()
-        pipeline.close()
+        losses = [mean_over_ranks(self.pipeline.progress(batches)[0]) for _ in range(first, last)]
+        self.pipeline.drain()
         return losses
+
+    def close(self) -> None:
+        self.pipeline.close()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found = {name.rpartition(".")[2]: t for name, t in gather_tables(self.setup.model).items()}
@@ -158,6 +169,7 @@ def load_all(folder: Path) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
         )
         losses = run.train(SAVED_STEP, LAST_STEP)
         tensors = run.tensors()
+        run.close()
         found.append((losses, tensors if dist.get_rank() == 0 else {}))
     return found
 
@@ -236,7 +248,8 @@ def start_warm(folder: Path) -> list[str]:
             for placement in (
                 ["all_hot"] if way.optimizer is OptimizerKind.adam else [*SPLIT, *PLANS]
             ):
-                run = Run(Way(way.optimizer, placement, "sparse_dist"))
+                pipeline = "look_ahead" if placement == "cached" else "sparse_dist"
+                run = Run(Way(way.optimizer, placement, pipeline))
                 before = run.tensors()
                 optimizer = run.setup.optimizer
                 num = load_rows(

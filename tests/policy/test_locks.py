@@ -94,15 +94,38 @@ def test_readme_has_the_tested_pairs() -> None:
     assert [Pair(*row) for row in rows] == [pair for pair in PAIRS.values() if pair.is_tested]
 
 
-@pytest.mark.parametrize("extra", ["", "torchx", "dev", "docs"])
-def test_pyproject_accepts_the_pins(extra: str) -> None:
+def needs_of(extra: str) -> list[str]:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    needs = project["optional-dependencies"][extra] if extra else project["dependencies"]
-    pins = CPU | DEV | DOCS
+    needs: list[str] = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    return needs
+
+
+@pytest.mark.parametrize("extra", ["", "torchx", "dev", "docs", "cpu", "cuda"])
+def test_pyproject_accepts_the_pins(extra: str) -> None:
+    needs, pins = needs_of(extra), CPU | CUDA | DEV | DOCS
     for need in map(Requirement, needs):
         name = canonicalize_name(need.name)
         assert name in pins, f"pyproject.toml needs {need}, the locks do not have it"
         assert need.specifier.contains(pins[name]), f"{need}, but the lock has {pins[name]}"
+
+
+def test_extras_pin_the_doctors_pair() -> None:
+    """Of torchrec's needs, cpu has all but the CUDA fbgemm-gpu, which would break it."""
+    pinned = {
+        extra: {n.name: str(n.specifier) for n in map(Requirement, needs_of(extra))}
+        for extra in ("cpu", "cuda")
+    }
+    assert pinned["cuda"] == {
+        "torch": f"=={PINNED.torch}",
+        "torchrec": f"=={PINNED.torchrec}",
+        "fbgemm-gpu": f"=={PINNED.fbgemm}",
+    }
+    assert pinned["cpu"]["torch"] == f"=={PINNED.torch}"
+    assert pinned["cpu"]["fbgemm-gpu-cpu"] == f"=={PINNED.fbgemm}"
+    wanted = {Requirement(need).name for need in importlib.metadata.requires("torchrec") or []}
+    there = {canonicalize_name(Requirement(need).name) for need in needs_of("")}
+    optional = {"iopath"}  # of torchrec[datasets]
+    assert wanted - there - pinned["cpu"].keys() - optional == {"fbgemm-gpu"}
 
 
 def installed_version(name: str) -> str | None:

@@ -44,7 +44,7 @@ def commands_on(page: Path) -> Iterator[tuple[str, list[str]]]:
 
 def overrides_in(words: list[str], conf: Path) -> list[str]:
     """The overrides of a command line: of a sweep the first point; placeholders are left out."""
-    kept = [f"hydra.searchpath=[file://{conf}]"] if "--config-dir" in words else []
+    kept = [f"hydra.searchpath=[file://{conf}]"]
     for word in words:
         key, is_override, value = word.partition("=")
         if is_override and not word.startswith("-") and "<" not in value:
@@ -135,12 +135,12 @@ def test_walks_are_short_and_name_files_that_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_compose(page: Path, tmp_path: Path) -> None:
-    written = re.search(
-        r"```yaml\n# my_conf/data/my_log.yaml\n(.*?)```", page.read_text(), re.DOTALL
-    )
-    if written:
-        (tmp_path / "data").mkdir()
-        (tmp_path / "data" / "my_log.yaml").write_text(written[1])
+    # The log that examples name, as one page describes it.
+    shown = r"```yaml\n# conf/data/(\w+)\.yaml\n(.*?)```"
+    found = re.search(shown, (DOCS / "your_own_data.md").read_text(), re.DOTALL)
+    assert found is not None
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / f"{found[1]}.yaml").write_text(found[2])
     for name, words in commands_on(page):
         root = COMMANDS[name].config_name
         build_config(compose_config(root, overrides_in(words, tmp_path)))

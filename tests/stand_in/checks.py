@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,10 @@ def parity_cases() -> list[Case]:
         for pipeline in PIPELINES:
             for exchange in exchanges:
                 at = len(cases)
+                placement = "mixed" if at % 5 == 1 else "row_wise"
+                has_slots = pipeline == "look_ahead" and placement == "row_wise"
+                tiers = [tier for tier in Tier if tier is not Tier.CACHED]
+                tier = Tier.CACHED if has_slots and at % 3 else tiers[at % len(tiers)]
                 cases.append(
                     Case(
                         seed=1000 + at,
@@ -277,12 +282,14 @@ def parity_cases() -> list[Case]:
                         exchange=exchange,
                         route_in_loader=(at // 2) % 2 == 0,
                         device=str(device()),
-                        tier=list(Tier)[at % len(Tier)],
+                        tier=tier,
                         batches=BATCHES[(at // 7) % len(BATCHES)],
-                        placement="mixed" if at % 5 == 1 else "row_wise",
+                        placement=placement,
                         pipeline=pipeline,
                         depth=at % 3,
                         micro_batches=at % 5 != 1 and at % 4 == 2,
+                        cache_load_frac=1.0 if tier is Tier.CACHED else 0.2,
+                        resident_frac=0.2 * (at % 2),
                     )
                 )
     return cases
@@ -318,6 +325,7 @@ RUNS = [
         ("look_ahead", "device", "adagrad", 1),
     )
 ]
+RUNS.append(replace(RUNS[-1], tier="cached"))
 
 
 def _losses(training: Training, begin: int, end: int) -> list[float]:

@@ -6,6 +6,7 @@ rows are read from, and written to, the memory behind it.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,6 +208,18 @@ for _name in (
     "lxu_cache_locking_counter_decrement", "lxu_cache_locations_update",
 ):  # fmt: skip
     _cache_ops.impl(_name, _keep_nothing, "CPU")
+
+
+def _on_the_host(uvm: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host that shares the memory of a mapped one."""
+    if uvm.numel() == 0:
+        return torch.empty(uvm.shape, dtype=uvm.dtype)
+    size = uvm.numel() * uvm.element_size()
+    memory = (ctypes.c_char * size).from_address(uvm.data_ptr())
+    return torch.frombuffer(memory, dtype=uvm.dtype).view(uvm.shape)
+
+
+_cache_ops.impl("uvm_to_cpu", _on_the_host, "CUDA")
 
 
 class _Fused(torch.autograd.Function):

@@ -100,7 +100,7 @@ class Training:
         rng = np.random.default_rng(3)
         hot = {table: rng.permutation(num).astype(np.int64) for table, num in run.hot.items()}
         partition = Partition(run.num_rows, hot)
-        load = 0.2 if run.tier == "host_cached" else None
+        load = {"host_cached": 0.2, "cached": 0.6}.get(run.tier)
         placement = Placement(
             partition,
             dict.fromkeys(run.num_rows, TablePlacement(tier=Tier(run.tier), cache_load_frac=load)),
@@ -123,7 +123,8 @@ class Training:
         exchange = HotExchange(run.exchange)
         sharders: list[Any] = [HotColdSharder(spec, exchange)]
         machine = Machine(world_size, world_size, device.type, 1 << 30, 1 << 33, 8)
-        plan = make_plan(task, sharders, machine, placement_constraints(placement))
+        constraints = placement_constraints(placement, device=device.type)
+        plan = make_plan(task, sharders, machine, constraints)
         is_ahead = run.pipeline == "look_ahead"
         self.model = shard(task, plan, sharders, device, data_parallel=not is_ahead)
         initialize_embeddings(self.model, 5)

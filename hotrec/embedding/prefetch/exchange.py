@@ -14,6 +14,7 @@ from hotrec.embedding.hot_reduce import HotPlan
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.messages import RowCounts, exchange_rows, row_counts
 from hotrec.embedding.prefetch.owned_rows import OwnedRows, RequestedRows, RowOwners
+from hotrec.embedding.slots import TooFewSlotsError
 from hotrec.routing.features import RoutedFeatures, RoutedGroup
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import CommunicationFuture, HostInts, ints_on, record_use
@@ -98,7 +99,7 @@ class RowRequest:
     requested: list[RequestedRows]
     num_requested: RowCounts  # from each rank
     num_served: RowCounts  # that each rank requests from this one
-    positions: list[torch.Tensor]  # of the rows requested from this rank, int64 (R,), in rank order
+    places: list[torch.Tensor]  # of the rows requested from this rank, int64 (R,), in rank order
     # Class 0 is a lag of 1, the last class depth + 1 or more.
     by_lag: Sides | None = None
     # Class 0 are the urgent rows, which some rank reads in the next batch too, class 1 the others;
@@ -154,6 +155,7 @@ class RowGroup:
     replica: HotReplicas | None  # None without hot tables
     owners: RowOwners | None  # None without cold tables
     owned: OwnedRows
+    is_cached: bool = False  # the same on all ranks
 
     def num_hot(self, rows: KeyedJaggedTensor) -> int:
         """The number of distinct hot rows of a batch."""
@@ -197,9 +199,11 @@ class ColdExchange:
         self._wire = wire
         self._depth = depth
         self._device = device
-        # The last batch that reads each owned row; at first long ago.
+        self._is_cached = any(group.is_cached for group in groups)
+        # The last batch that reads the row at each place; at first long ago. A slot is given to
+        # another row when all updates of that batch are made, which is long ago too.
         self._last_read = [
-            torch.full((groups[index].owned.num_rows,), -LONG_AGO - 1, device=device)
+            torch.full((groups[index].owned.num_places,), -LONG_AGO - 1, device=device)
             for index in self._cold
         ]
         self._newest: PrefetchedBatch | None = None
@@ -247,26 +251,54 @@ class ColdExchange:
     ) -> RowRequest:
         sent = [part.positions_U for part in requested]
         received = exchange_rows(self._wire, sent, num_requested, num_served, [1] * len(sent))
-        positions = [part.view(-1).long() for part in received]
-        request = RowRequest(requested, num_requested, num_served, positions)
+        places = self._reserve(batch, [part.view(-1).long() for part in received])
+        request = RowRequest(requested, num_requested, num_served, places)
         if batch.will_update and self._depth > 0:
             self._find_conflicts(batch, request)
         return request
+
+    def _reserve(self, batch: PrefetchedBatch, positions: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The places of the rows at these positions, by group.
+
+        Raises:
+            ValueError: on every rank, if the batches in flight read more rows on some rank than it
+                has slots for.
+        """
+        places, missing = [], (0, 0)
+        for index, positions_R in zip(self._cold, positions, strict=True):
+            try:
+                places.append(self._groups[index].owned.reserve(positions_R, batch.number))
+            except TooFewSlotsError as error:
+                missing = max(missing, (error.num_needed, error.num_slots))
+        if self._is_cached:
+            world_size = self._wire.world_size
+            sent = ints_on(self._device, [*missing] * world_size)
+            found = HostInts(self._wire.all_to_all(sent, [2] * world_size, [2] * world_size)).wait()
+            needed, num_slots = max(zip(found[::2], found[1::2], strict=True))
+            if needed:
+                raise ValueError(
+                    f"placement.cache_load_frac batch {batch.number}: expected {needed} slots or "
+                    f"more on a rank for its resident rows and those of the {self._depth + 1} "
+                    f"batches in flight, got {num_slots}. Set it {needed / num_slots:.2f} times as "
+                    "large or more, or lower placement.resident_frac, pipeline.depth or the batch "
+                    "size (trainer.eval_batch_size in evaluation)."
+                )
+        return places
 
     def _find_conflicts(self, batch: PrefetchedBatch, request: RowRequest) -> None:
         """Exchange, in one message, the lags and which rows of the last batch are read again."""
         number, num_lags = batch.number, self._depth + 1
         lags_served, needs_served = [], []
-        for last_read, positions in zip(self._last_read, request.positions, strict=True):
-            lag_R = number - last_read.index_select(0, positions)
+        for last_read, places in zip(self._last_read, request.places, strict=True):
+            lag_R = number - last_read.index_select(0, places)
             lags_served.append((lag_R.clamp_(max=num_lags) - 1).to(torch.uint8))
             # After the lags of all ranks, so that readers of the same row get the same answer.
-            last_read[positions] = number
+            last_read[places] = number
         before = self._request_before(batch)
         num_sent, num_received = request.num_served, request.num_requested
         if before is not None:
-            for last_read, positions in zip(self._last_read, before.positions, strict=True):
-                is_late = last_read.index_select(0, positions) != number
+            for last_read, places in zip(self._last_read, before.places, strict=True):
+                is_late = last_read.index_select(0, places) != number
                 needs_served.append(is_late.to(torch.uint8))
             num_sent = [[*a, *b] for a, b in zip(num_sent, before.num_served, strict=True)]
             num_received = [
@@ -308,6 +340,12 @@ class ColdExchange:
                 nearest = batch.number - step
                 # A new batch also gets the rows that became final earlier.
                 self._send_rows(batch, nearest, self._depth + 1 if is_new else nearest + 1)
+                if is_new and not batch.will_update:  # that was all of it
+                    self._release(batch)
+
+    def _release(self, batch: PrefetchedBatch) -> None:
+        for group in self._groups:
+            group.owned.release(batch.number, is_changed=batch.will_update)
 
     def _send_rows(self, batch: PrefetchedBatch, first: int, end: int) -> None:
         """Send the rows of the lag classes first..end - 1."""
@@ -316,8 +354,10 @@ class ColdExchange:
         if request is None or (request.by_lag is None and end <= self._depth):
             return
         arriving, leaving = request.select(request.by_lag, first, end)
+        for index in self._cold:
+            self._groups[index].owned.wait()
         parts = [
-            self._groups[index].owned.read(leaving.of(at, request.positions[at]), self._dims[at])
+            self._groups[index].owned.read(leaving.of(at, request.places[at]), self._dims[at])
             for at, index in enumerate(self._cold)
         ]
         received = exchange_rows(self._wire, parts, leaving.counts, arriving.counts, self._dims)
@@ -365,11 +405,11 @@ class ColdExchange:
     def send_late(self, batch: PrefetchedBatch, gradients: Gradients) -> None:
         """Send the remaining gradients to the rows' owners, which update the rows."""
         request = batch.request
-        if request is None:
-            return
-        enter(COMMUNICATION, "grads_exchange")
-        with named_range("late gradients"):
-            self._send_gradients(batch, gradients, *request.select(request.by_need, 1, 2))
+        if request is not None:
+            enter(COMMUNICATION, "grads_exchange")
+            with named_range("late gradients"):
+                self._send_gradients(batch, gradients, *request.select(request.by_need, 1, 2))
+        self._release(batch)
 
     def _send_gradients(
         self, batch: PrefetchedBatch, gradients: Gradients, leaving: Selection, arriving: Selection
@@ -385,7 +425,7 @@ class ColdExchange:
         received = exchange_rows(self._wire, parts, leaving.counts, arriving.counts, self._dims)
         for at, index in enumerate(self._cold):
             self._groups[index].owned.update(
-                arriving.of(at, request.positions[at]),
+                arriving.of(at, request.places[at]),
                 received[at],
                 gradients.learning_rates[index],
                 gradients.num_updates,

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.embedding.cached_rows import CachedRows
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.flat import cut_lengths
 from hotrec.embedding.fused import update_counters
@@ -148,13 +149,22 @@ class FbgemmRows:
             counter.fill_(count)
 
 
+# Begin, end and rows of a part.
+Part = tuple[int, int, ColdRowsOnCpu | CachedRows | FbgemmRows]
+
+
 class OwnedRows:
-    """All cold rows of one group that this rank owns, by position."""
+    """All cold rows of one group that this rank owns.
+
+    Ranks request them by position. They are read and updated at a place, which is the position, or
+    a slot where they are cached.
+    """
 
     def __init__(self, rows: ShardedRows) -> None:
         self.shards: list[Shard] = []
-        self._parts: list[tuple[int, int, ColdRowsOnCpu | FbgemmRows]] = []  # begin, end, rows
-        end = 0
+        self._by_position: list[Part] = []
+        self._parts: list[Part] = []  # by place
+        end, num_places = 0, 0
         lookups: Any = rows._lookups
         for lookup in lookups:
             if isinstance(lookup, DistributedDataParallel):
@@ -165,10 +175,17 @@ class OwnedRows:
                     first_row = table.local_metadata.shard_offsets[0] if table.local_rows else 0
                     self.shards.append(Shard(table.name, first_row, table.local_rows, end))
                     end += table.local_rows
-                on_cpu = kernel.forward
-                part = on_cpu if isinstance(on_cpu, ColdRowsOnCpu) else FbgemmRows(kernel)
-                self._parts.append((begin, end, part))
-        self.num_rows = end
+                own = kernel.forward
+                is_own = isinstance(own, ColdRowsOnCpu | CachedRows)
+                part = own if is_own else FbgemmRows(kernel)
+                size = part.slots.num_slots if isinstance(part, CachedRows) else end - begin
+                self._by_position.append((begin, end, part))
+                self._parts.append((num_places, num_places + size, part))
+                num_places += size
+        self.num_places = num_places
+        self.caches = [part for _, _, part in self._parts if isinstance(part, CachedRows)]
+        for cache in self.caches:
+            cache.restart()
 
     @property
     def learning_rate(self) -> float:
@@ -181,22 +198,62 @@ class OwnedRows:
         counts = [p.update_count for _, _, p in self._parts if isinstance(p, FbgemmRows)]
         return max(counts, default=0)
 
-    def _by_part(self, positions_K: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Sort positions by part: their order, and the rows of each part; reads the device once."""
-        sorted_K, order_K = sort_keys(positions_K, self.num_rows)
-        ends = ints_on(positions_K.device, [end for _, end, _ in self._parts])
+    def _split(
+        self, places_K: torch.Tensor, parts: Sequence[Part]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Sort places by part: their order, and the rows of each part; reads the device once."""
+        sorted_K, order_K = sort_keys(places_K, parts[-1][1])
+        # A key at a part's end belongs to the next one.
+        ends = ints_on(places_K.device, [end for _, end, _ in parts])
         cuts = HostInts(torch.searchsorted(sorted_K, ends)).wait()
-        bounds = zip([0, *cuts], cuts, self._parts, strict=False)
+        bounds = zip([0, *cuts], cuts, parts, strict=False)
         return order_K, [sorted_K[first:last] - begin for first, last, (begin, _, _) in bounds]
 
-    def read(self, positions_K: torch.Tensor, dim: int) -> torch.Tensor:
-        """The rows float (K, D) at int64 (K,) positions."""
+    def reserve(self, positions_K: torch.Tensor, number: int) -> torch.Tensor:
+        """The places int64 (K,) of the rows at positions int64 (K,), until ``release(number)``.
+
+        Raises:
+            TooFewSlotsError: if the batches in flight hold too many slots.
+        """
+        if not self.caches:
+            return positions_K
         if len(self._parts) == 1:
-            return self._parts[0][2].read(positions_K)
-        out = torch.empty(positions_K.numel(), dim, device=positions_K.device)
+            return self.caches[0].reserve(positions_K, number)
+        order_K, rows = self._split(positions_K, self._by_position)
+        places = [
+            begin + (part.reserve(rows_K, number) if isinstance(part, CachedRows) else rows_K)
+            for rows_K, (begin, _, part) in zip(rows, self._parts, strict=True)
+        ]
+        return torch.empty_like(positions_K).index_copy_(0, order_K, torch.cat(places))
+
+    def wait(self) -> None:
+        """Wait until all reserved slots hold their rows."""
+        for cache in self.caches:
+            cache.wait()
+
+    def release(self, number: int, *, is_changed: bool) -> None:
+        """Give back what the batches up to ``number`` reserved, whose updates are all made."""
+        for cache in self.caches:
+            cache.release(number, is_changed=is_changed)
+
+    def flush(self) -> None:
+        """Write changed rows back to where state dicts read them."""
+        for cache in self.caches:
+            cache.flush()
+
+    def close(self) -> None:
+        """Let the threads of caches end."""
+        for cache in self.caches:
+            cache.close()
+
+    def read(self, places_K: torch.Tensor, dim: int) -> torch.Tensor:
+        """The rows float (K, D) at int64 (K,) places."""
+        if len(self._parts) == 1:
+            return self._parts[0][2].read(places_K)
+        out = torch.empty(places_K.numel(), dim, device=places_K.device)
         if out.numel() == 0:
             return out
-        order_K, rows = self._by_part(positions_K)
+        order_K, rows = self._split(places_K, self._parts)
         found = [
             part.read(rows_K)
             for rows_K, (_, _, part) in zip(rows, self._parts, strict=True)
@@ -205,17 +262,17 @@ class OwnedRows:
         return out.index_copy_(0, order_K, torch.cat(found))
 
     def update(
-        self, positions_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float, count: int
+        self, places_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float, count: int
     ) -> None:
-        """Update the rows at the positions once; gradients of the same row are summed in order.
+        """Update the rows at the places once; gradients of the same row are summed in order.
 
         ``count`` is the number of previous updates, for Adam's bias correction.
         """
-        if positions_K.numel() == 0:
+        if places_K.numel() == 0:
             return
-        rows, grads = [positions_K], [grad_KD]
+        rows, grads = [places_K], [grad_KD]
         if len(self._parts) > 1:
-            order_K, rows = self._by_part(positions_K)
+            order_K, rows = self._split(places_K, self._parts)
             sizes = [rows_K.numel() for rows_K in rows]
             grads = list(grad_KD.index_select(0, order_K).split(sizes))
         for rows_K, part_grads, (_, _, part) in zip(rows, grads, self._parts, strict=True):
@@ -223,4 +280,6 @@ class OwnedRows:
                 continue
             if isinstance(part, FbgemmRows):
                 part.set_update_count(count)
-            part.update(rows_K, part_grads, learning_rate)
+                part.update(rows_K, part_grads, learning_rate)
+            else:
+                part.update(rows_K, part_grads, learning_rate, count + 1)

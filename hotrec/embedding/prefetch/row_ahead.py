@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from hotrec.embedding.cached_rows import is_cached
 from hotrec.embedding.hot_reduce import HotReducer, SparseGradient
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.pooling import pool_rows
@@ -357,8 +358,10 @@ class RowsAhead:
             replica.set_reduced(slots_U, grad_UD)
 
     def drain(self) -> None:
-        """Wait for the communication thread; held batches stay held."""
+        """Wait for the communication thread and write cached rows back; held batches stay held."""
         self._thread.drain()
+        for group in self._groups:
+            group.owned.flush()
 
     def close(self) -> None:
         """Restore the collections' forward and stop the thread."""
@@ -367,6 +370,8 @@ class RowsAhead:
         for collection in self._collections:
             collection.__dict__.pop("forward", None)
         self._thread.close()
+        for group in self._groups:
+            group.owned.close()
         leave(COMMUNICATION)
 
 
@@ -383,13 +388,15 @@ def _find_groups(
         routers = collection.router.groups.values()
         for rows, router in zip(collection.sharded_rows(), routers, strict=True):
             owned = OwnedRows(rows)
-            owners = None
-            if router.cold_tables:
+            owners, tables = None, router.cold_tables
+            if tables:
                 owners = RowOwners(
-                    router.cold_tables,
+                    tables,
                     collection.partition.num_rows,
                     all_gather_object(owned.shards),
                     device,
                 )
-            groups.append(RowGroup(rows.dim, len(router.hot_tables), rows.hot, owners, owned))
+            cached = is_cached(collection.placement, tables)
+            num_hot = len(router.hot_tables)
+            groups.append(RowGroup(rows.dim, num_hot, rows.hot, owners, owned, cached))
     return groups

@@ -66,6 +66,8 @@ def zipf_tables(rows: list[int] | None = None, seed: int = 0) -> ZipfTables:
         ("variants.look_ahead.depth=-1", "expected a value at least 0"),
         ("variants.look_ahead.cache_load_frac=1", "expected a value above 0 and below 1"),
         ("variants.hot_cold_base={placement:hot_cold,pipeline:base,depth:2}", "expected depth 1"),
+        ("variants.planner_variant.tier=cached", "expected another than cached .* planner"),
+        ("variants.hot_cold_base={placement:hot_cold,tier:cached}", "expected another than cached"),
     ],
 )
 def test_bad_values_are_refused_with_their_key(word: str, message: str) -> None:
@@ -203,6 +205,11 @@ def test_torchrecs_host_tiers_are_cases() -> None:
     assert cache.cache_load_frac == cold.cache_load_frac == 0.1
     assert cold.cold_tier is ColdTier.fused_uvm_caching
     assert all(case.is_exact for case in cases.values())
+    slots: Any = cases["all_cold_slots"]
+    assert built["all_cold_slots"].placement.cold_tier is ColdTier.cached
+    num_resident = sum(map(len, slots.resident_rows.values()))
+    # Of rank 0's and 1's 10% of the rows, at most 0.8.
+    assert 0 < num_resident <= 0.08 * sum(config.bench.table_rows)
 
 
 # Measuring and adding up.

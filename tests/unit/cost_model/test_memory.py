@@ -63,6 +63,17 @@ def test_tiers_by_hand():
     assert memory([make_demand("a", 4)], {}, {"a": cached}) == [(32 + 2 * 8 + 16, 2 * 16 + 16)] * 2
 
 
+def test_slots_filled_ahead_hold_rows_with_their_state():
+    slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5)
+    full = make_demand("a", 4, state_bytes=16)
+    # A slot of each rank with row and state, 2 rows on the host with maps of 8 each, and the maps
+    # of the slot.
+    assert memory([full], {}, {"a": slots}) == [(32 + 16, 2 * (32 + 8) + 25 + 16)] * 2
+    # A state of one float stays on the device for every row, and is in the slot too.
+    small = make_demand("a", 4)
+    assert memory([small], {}, {"a": slots}) == [(20 + 2 * 4 + 16, 2 * (16 + 8) + 25 + 16)] * 2
+
+
 def test_slots_are_as_wide_as_the_widest_table_that_shares_the_cache():
     narrow, wide = make_demand("a", 4, state_bytes=16), make_demand("b", 4, dim=8, state_bytes=32)
     cached = {"tier": Tier.HOST_CACHED, "cache_load_frac": 0.5}

@@ -12,7 +12,7 @@ from hotrec.cost_model.forms import QUANTITIES, Workload
 from hotrec.cost_model.memory import cached_row_bytes, replica_row_bytes, shard_row_bytes
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import make_step_model
-from hotrec.planning.search import Limits
+from hotrec.planning.search import TIERS, Limits
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 
 GROUPS = ("cold_groups", "hot_groups", "pooled_groups", "replicated_groups")
@@ -154,7 +154,7 @@ def _options(demand, world, limits, is_cpu):
     """(hot rows, placement, memories) of everything a table can do."""
     ranks, size = world.num_ranks, demand.num_rows
     whole = size * demand.row_bytes
-    for exchange, tier in itertools.product(Exchange, Tier):
+    for exchange, tier in itertools.product(Exchange, TIERS):
         if is_cpu and tier is not Tier.DEVICE:
             continue
         is_pooled = exchange is Exchange.POOLED

@@ -83,7 +83,7 @@ def test_the_interval_of_a_ratio_holds_it_as_often_as_it_says(
 @pytest.mark.parametrize(
     ("block_s", "still_open", "is_decided"),
     [
-        ({"a": [1.0], "b": [2.5], "c": [3.5]}, ["a", "b"], False),
+        ({"a": [1.0], "b": [1.5], "c": [2.5]}, ["a", "b"], False),
         ({"a": [1.0, 1.0, 1.0], "b": [1.1, 1.1, 1.1], "c": [3.5]}, ["a"], True),
         ({"a": [1.0, 1.3, 1.0], "b": [1.1, 1.0, 1.2]}, ["a", "b"], False),
         ({"a": [2.0] * 6, "b": [2.01] * 6}, ["a", "b"], True),  # as fast, as far as it matters

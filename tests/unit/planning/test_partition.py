@@ -80,6 +80,19 @@ def test_artifact_round_trip(tmp_path):
         assert placement.partition.hot(table).tolist() == PARTITION.hot(table).tolist()
 
 
+def test_resident_rows_round_trip(tmp_path):
+    resident = {"file": np.array([1, 3]), "t/x": np.array([0]), "big": np.empty(0, np.int64)}
+    slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5)
+    placed = Placement(PARTITION, dict.fromkeys(TABLES, slots), resident_rows=resident)
+    given = {"parameters": {}, "summary": {}, "dataset_hash": "d1", "profile_hash": "p1"}
+    write_partition(placed, tmp_path / "p", **given)
+    found, _ = read_placement(tmp_path / "p")
+    assert found.tables == placed.tables
+    assert {t: rows.tolist() for t, rows in found.resident_rows.items()} == {
+        "file": [1, 3], "t/x": [0], "big": [],
+    }  # fmt: skip
+
+
 def test_altered_hot_rows_are_found(tmp_path):
     write(tmp_path / "p")
     path = tmp_path / "p" / "hot_rows.npz"

@@ -22,6 +22,7 @@ from hotrec.config.groups import (
     ScarsPlacement,
 )
 from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.demand import prob_drawn
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.planning.machine import Machine
 from hotrec.planning.policies import (
@@ -35,10 +36,11 @@ from hotrec.planning.policies import (
     choose_freq_cache,
     choose_min_accesses,
     choose_partition,
+    choose_resident_rows,
     choose_scars,
     hugectr_threshold,
 )
-from hotrec.types import HugectrLink
+from hotrec.types import HugectrLink, Partition
 
 TABLES = ("a", "b", "c")
 ROW_BYTES = {"a": 8, "b": 12, "c": 20}
@@ -396,3 +398,47 @@ def test_configured_policies(placement, policy):
         short = Machine(4, 4, "cpu", 0, 4 * (100 * partition.total_hot - 1), 16, costs)
         with pytest.raises(ValueError, match=r"expected .*at most .* got"):
             choose_partition(placement, profile, short, **given)
+
+
+RESIDENT_COUNTS = {"a": np.array([9, 8, 7, 6, 5, 0]), "b": np.array([4, 10, 1])}
+
+
+def choose_resident(load_frac, resident_frac, *, samples_in_flight=1, world_size=2):
+    partition = Partition({"a": 6, "b": 3}, {"a": np.array([1])})
+    found = choose_resident_rows(
+        partition,
+        Profile(10, 0, 10, Sampling(), RESIDENT_COUNTS),
+        load_frac=load_frac,
+        resident_frac=resident_frac,
+        samples_in_flight=samples_in_flight,
+        world_size=world_size,
+    )
+    return {name: rows.tolist() for name, rows in found.items()}
+
+
+def test_each_rank_keeps_its_most_looked_up_cold_rows():
+    # Rank 0 has a0 to a2 and b0, b1; rank 1 has a3 to a5 and b2.
+    assert choose_resident(0.5, 1.0) == {"a": [0, 3, 4], "b": [1]}
+    assert choose_resident(1.0, 0.5) == {"a": [0, 3, 4], "b": [1]}
+    assert choose_resident(1.0, 1.0) == {"a": [0, 2, 3, 4], "b": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("load_frac", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_resident_rows_leave_room_for_the_others(load_frac, samples):
+    """As many as can: with one more, what others are expected to need would not fit."""
+    found = choose_resident(load_frac, None, samples_in_flight=samples, world_size=1)
+    probs = {
+        (table, row): prob_drawn(np.array([1.0 * count]), counts.sum(), counts.sum() / 10 * samples)
+        for table, counts in RESIDENT_COUNTS.items()
+        for row, count in enumerate(counts)
+        if count and (table, row) != ("a", 1)
+    }
+    order = sorted(probs, key=lambda key: -RESIDENT_COUNTS[key[0]][key[1]])
+    slots = load_frac * 9
+    fitting = [
+        num
+        for num in range(len(order) + 1)
+        if num + 1.25 * sum(probs[key] for key in order[num:]) <= slots and num <= 0.8 * slots
+    ]
+    assert sum(map(len, found.values())) == (max(fitting) if fitting else 0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
 from typing import Any
 
 import numpy as np
@@ -18,18 +21,19 @@ from hotrec.config.groups import (
 from hotrec.config.roots import Config, PipelineConfig, TrainerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import World
-from hotrec.cost_model.forms import Workload
+from hotrec.cost_model.forms import PipelineSpec, Workload
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import decide
 from hotrec.planning.predict import (
+    check_slots,
     is_own,
     predict_baselines,
     torchrec_baselines,
     torchrec_name,
 )
-from hotrec.planning.scenario import Scenario, choose_pipeline
+from hotrec.planning.scenario import Scenario, candidate_pipelines, choose_pipeline
 from hotrec.planning.unsharded import build_unsharded
-from hotrec.types import ColdTier, PipelineKind, Tier, TorchrecPlan
+from hotrec.types import ColdTier, Partition, PipelineKind, Placement, Tier, TorchrecPlan
 from tests.unit.cost_model.samples import make_demand
 
 NUM_ROWS, BATCH, RANKS = (400_000, 5_000, 300), 512, 2
@@ -163,6 +167,58 @@ def test_prefetch_without_a_cache_is_refused(placement: Any, device: str, found:
     config = configure(placement, PipelineKind.prefetch)
     with pytest.raises(ValueError, match=rf"^pipeline\.kind: expected .* for prefetch.*{found}"):
         choose_pipeline(config, machine(device))
+
+
+@pytest.mark.parametrize(("depth", "share"), [(0, 0.0), (1, 0.0), (1, 0.5), (3, 0.2)])
+def test_slots_hold_the_rows_of_all_batches_in_flight(depth: int, share: float) -> None:
+    """The number that would do is named, and does; resident rows need a slot each."""
+    on = scenario(machine("cpu"))
+    on = dataclasses.replace(on, pipeline=PipelineSpec(PipelineKind.look_ahead, "fp32", depth))
+    num_rows = {d.name: d.num_rows for d in on.demands}
+    read = sum(float(d.rows_G @ (1 - (1 - d.by_any_G) ** (depth + 1))) for d in on.demands)
+
+    def check(frac: float) -> None:
+        resident = {t: np.arange(int(share * frac * n)) for t, n in num_rows.items()}
+        placed = Placement.alike(Partition(num_rows), Tier.CACHED, frac)
+        check_slots(on, dataclasses.replace(placed, resident_rows=resident))
+
+    few = 0.5 * read / sum(num_rows.values())
+    with pytest.raises(ValueError, match=r"^placement\.cache_load_frac: expected") as error:
+        check(few)
+    [needed] = re.findall(r"expected (\d+) slots", str(error.value))
+    if share == 0:
+        assert int(needed) == math.ceil(read)
+        check(1.01 * read / sum(num_rows.values()))
+    else:
+        assert int(needed) < read + share * 0.5 * read
+        check(0.999)
+
+
+def test_slots_that_the_device_cannot_hold_are_refused() -> None:
+    num_rows = {d.name: d.num_rows for d in scenario(machine()).demands}
+    placed = Placement.alike(Partition(num_rows), Tier.CACHED, 0.9)
+    row_bytes = [d.row_bytes for d in scenario(machine()).demands][0]
+    needed = 0.9 * sum(num_rows.values()) * row_bytes / RANKS
+    check_slots(scenario(machine(device_bytes=int(1.5 * needed))), placed)
+    on = scenario(machine(device_bytes=int(0.9 * needed)))
+    with pytest.raises(ValueError, match=rf"of at most .* got {math.ceil(needed)}\. Set it 0\."):
+        check_slots(on, placed)
+    check_slots(dataclasses.replace(on, machine=machine("cpu")), placed)
+
+
+def test_slots_need_look_ahead() -> None:
+    """On any device and any number of ranks; predictions choose among no other pipeline."""
+    placement = AllColdPlacement(cold_tier=ColdTier.cached)
+    for device in ("cuda", "cpu"):
+        on = dataclasses.replace(machine(device), world_size=1, local_world_size=1)
+        found = configure(placement, PipelineKind.auto)
+        assert choose_pipeline(found, on) is PipelineKind.look_ahead
+        assert candidate_pipelines(found, on) == (PipelineKind.look_ahead,)
+    with pytest.raises(ValueError, match=r"^pipeline\.kind: expected look_ahead .* got base\."):
+        choose_pipeline(configure(placement, PipelineKind.base), machine())
+    unsplit = configure(TorchrecPlacement(tier=ColdTier.cached))
+    with pytest.raises(ValueError, match=r"^placement\.tier: expected .* got cached\."):
+        build_unsharded(unsplit, SCHEMA, None, machine())
 
 
 @pytest.mark.parametrize("tier", [ColdTier.fused_uvm, CACHED])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import Workload
+from hotrec.planning import search
 from hotrec.planning.search import InfeasibleError, Limits, search_placement
 from hotrec.types import Exchange, Tier
 from tests.unit.planning.search_cases import brute_force, limit_sizes, make_case, memory_of
@@ -146,3 +149,16 @@ def test_the_budget_that_is_named_fits(device):
     fixed, limits = zipf_demand("a", 100), Limits(1e9, 1e9, 100)
     with pytest.raises(InfeasibleError, match=f"replica_bytes: expected at least {50 * 260}"):
         search_placement([fixed], machine(), WORLD, WORKLOAD, limits, hot_range={"a": (50, 60)})
+
+
+def test_the_solver_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def print_and_solve(costs: Any) -> Any:
+        os.write(1, b"a line of C++\n")
+        return costs
+
+    monkeypatch.setattr(search, "milp", print_and_solve)
+    assert search._solve(np.ones(2)).tolist() == [1.0, 1.0]
+    print("the result")
+    assert capfd.readouterr().out == "the result\n"

@@ -231,6 +231,19 @@ def test_torchrec_constraints() -> None:
         assert [t for t, c in found.items() if c.sharding_types == ["data_parallel"]] == replicated
 
 
+@pytest.mark.parametrize(("device", "kernel"), [("cpu", "fused"), ("cuda", "fused_uvm")])
+def test_rows_behind_slots_are_in_fbgemms_host_memory(device: str, kernel: str) -> None:
+    slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.3)
+    placement = Placement(PARTITION, dict.fromkeys(NUM_ROWS, slots))
+    constraints = placement_constraints(placement, device=device)
+    assert constraints["big"].compute_kernels == [kernel]
+    plan = make_plan(Model(placement), SHARDERS, machine(2, device), constraints)
+    assert summary(plan_document(plan)["e"])["big"] == ("row_wise", kernel)
+    for table in (replace(slots, exchange=Exchange.POOLED), replace(slots, cache_load_frac=None)):
+        with pytest.raises(ValueError, match="table owned: .* in tier cached"):
+            Placement(PARTITION, {**placement.tables, "owned": table})
+
+
 @pytest.mark.parametrize("tier", [ColdTier.fused_uvm, CACHED])
 def test_uvm_on_cpu_is_refused(tier: ColdTier) -> None:
     with pytest.raises(ValueError, match=rf"^placement\.cold_tier: .*on CPU.* got {tier.value}\."):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,17 @@ def test_what_cannot_be_counted_is_an_error(source: Any, message: str) -> None:
 def test_other_models_have_no_pipeline() -> None:
     with pytest.raises(ValueError, match=r"expected the one that hotrec\.parallelize returned"):
         hotrec.Pipeline(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]))
+
+
+@pytest.mark.parametrize("hot", ["off", Partition(ROWS, {"a": np.arange(3)})], ids=["off", "hot"])
+def test_a_choice_gives_the_same_again(one_rank: Ranks, hot: Any) -> None:
+    given: Any = {"embedding_optimizer": RULE, "dense_optimizer": DENSE}
+    first, _ = hotrec.parallelize(Model(), hot, batch_size=7, **given)
+    choice = pickle.loads(pickle.dumps(hotrec.choice_of(first)))
+    assert choice.batch_size == (None if hot == "off" else 7)
+    again, _ = hotrec.parallelize(Model(), choice, **given)
+    assert hotrec.choice_of(again).name == choice.name
+    assert again.state_dict().keys() == first.state_dict().keys()
 
 
 def test_off_takes_a_plan_and_names_what_the_dense_optimizer_trains(

@@ -213,6 +213,16 @@ def test_a_weight_that_is_read_without_a_call_is_refused(one_rank: Ranks) -> Non
         make_step(model, dense, 1)
 
 
+def test_two_passes_in_one_are_refused(one_rank: Ranks) -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 1))
+    dense = DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
+    first, second = (loss_of(model, make_inputs(0, step), 6) for step in range(2))
+    with dense.backward():
+        first.backward()
+        with pytest.raises(RuntimeError, match=r"^dense parameter 0\.\w+: expected one gradient"):
+            second.backward()
+
+
 @pytest.mark.parametrize(
     ("added", "message"),
     [

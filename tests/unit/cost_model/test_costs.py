@@ -1,4 +1,4 @@
-"""Costs on disk, and what is said of costs from elsewhere."""
+"""Costs on disk, what is said of costs from elsewhere, the built-in sets, and intervals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,13 +17,18 @@ from hypothesis import strategies as st
 from hotrec.artifact import ArtifactError
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import (
+    KERNELS,
     LOADER_PARTS,
+    NARROWEST_INTERVAL,
+    REQUIRED,
     UNKNOWN_INTERVAL,
     CollectiveCurve,
     Costs,
     CostsError,
     Line,
     World,
+    interval_text,
+    ratio_interval,
 )
 from hotrec.cost_model.store import (
     COSTS_JSON,
@@ -218,3 +224,85 @@ def test_no_line_has_a_negative_part(seconds: list[float], size: float) -> None:
     assert found.fixed_s > 0
     assert found.per_byte_s >= 0
     assert min(measured.line().fixed_s, measured.line().per_byte_s) >= 0
+
+
+SETS = sorted(BUILTIN)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_set_is_possible_and_every_number_has_a_source(name: str) -> None:
+    costs = BUILTIN[name]
+    assert costs.name == name
+    assert costs.origin == "built-in"
+    for kernel, line in costs.kernels.items():
+        assert line.source not in ("", "measured"), kernel
+        assert line.seconds(1e6, 2.56e8) > 0, kernel
+    for link in (costs.intra, costs.inter):
+        assert link is None or link.source not in ("", "measured")
+    assert {"memory", "overhead_s", "overlap"} <= set(costs.facts)
+    assert Costs.from_json(costs.to_json()) == costs
+    assert set(costs.kernels) == set(KERNELS if costs.device == "cuda" else REQUIRED)
+    assert (costs.device_bytes > 0) == (costs.device == "cuda")
+
+
+@pytest.mark.parametrize("name", [n for n in SETS if BUILTIN[n].device == "cuda"])
+def test_nearer_memory_is_faster(name: str) -> None:
+    kernel = BUILTIN[name].kernels
+
+    def of_rows(which: str) -> float:
+        return kernel[which].seconds(1e6, 2.56e8)
+
+    for prefix in ("read", "pooled"):
+        assert of_rows(f"{prefix}_device") < of_rows(f"{prefix}_hit") < of_rows(f"{prefix}_miss")
+        assert of_rows(f"{prefix}_device") < of_rows(f"{prefix}_host")
+    for prefix in ("update", "pooled_update"):
+        assert of_rows(f"{prefix}_device") <= of_rows(f"{prefix}_hit") < of_rows(f"{prefix}_host")
+
+
+def test_links_are_of_the_published_order() -> None:
+    h100, a100 = BUILTIN["dgx_h100_infiniband"], BUILTIN["dgx_a100"]
+    assert h100.inter
+    assert a100.inter
+    assert a100.inter.bytes_per_s < h100.inter.bytes_per_s <= 8 * 50e9
+    assert a100.intra.bytes_per_s < h100.intra.bytes_per_s <= 450e9
+    cpu = BUILTIN["cpu_1gbit"]
+    assert cpu.inter
+    assert cpu.inter.bytes_per_s < 125e6
+    # All ranks of a host share its adapters: a rank of eight gets an eighth.
+    alone = h100.collective("all_to_all", World(2, 1)).per_byte_s
+    shared = h100.collective("all_to_all", World(16, 8)).per_byte_s
+    assert shared > 4 * alone
+
+
+def test_the_interval_holds_nine_of_ten_further_cases() -> None:
+    rng = np.random.default_rng(1)
+    held = []
+    for _ in range(400):
+        bias = np.exp(rng.normal(0.05, 0.15, 9))
+        ratios = [[b * np.exp(rng.normal(0, 0.03)) for _ in range(3)] for b in bias[:8]]
+        low, high = ratio_interval(ratios)
+        held.append(low <= bias[8] * np.exp(rng.normal(0, 0.03)) <= high)
+    assert 0.86 <= np.mean(held) <= 0.96
+
+
+def test_noise_of_repeats_widens_the_interval() -> None:
+    calm = ratio_interval([[1.0, 1.0]] * 4)
+    noisy = ratio_interval([[0.8, 1.25]] * 4)
+    assert calm == NARROWEST_INTERVAL
+    assert noisy[0] < 0.9
+    assert noisy[1] > 1.1
+
+
+def test_more_cases_narrow_the_interval() -> None:
+    few, many = (ratio_interval([[0.9], [1.0], [1.1]] * n) for n in (1, 4))
+    assert few[0] < many[0] < 1 < many[1] < few[1]
+
+
+def test_a_biased_fit_has_an_interval_on_one_side() -> None:
+    low, high = ratio_interval([[1.3]] * 5)
+    assert (low, high) == (NARROWEST_INTERVAL[0], pytest.approx(1.3))
+    assert interval_text((low, high)) == "-5% to +30%"
+
+
+def test_too_few_cases_have_no_interval() -> None:
+    assert ratio_interval([[1.0], [1.0]]) == UNKNOWN_INTERVAL

@@ -1,0 +1,148 @@
+"""Measures what look-ahead hides of moving rows into slots, with links of stated rates, on CPU.
+
+    python benchmarks/slot_overlap.py [--rows 200000] [--tables 8] [--batch 2048] [--steps 40]
+
+One process trains a DLRM whose rows are in host memory behind slots in a second copy of it. The
+link between the two sleeps as long as it would take for the bytes of each movement, each way on its
+own. Its rate is 1/4 to 4 times the rate at which the rows that a step fetches take as long as a
+step without any link. The wait that is exposed should be the link's time less the step's, and
+nothing where the link is faster. The last line on stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotrec.bench.machine import machine_facts
+from hotrec.bench.samples import ZipfTables
+from hotrec.build import build_sharded
+from hotrec.config.groups import AllColdPlacement, DlrmConfig, Routing, RowwiseAdagradConfig
+from hotrec.config.roots import Config, PipelineConfig, TrainerConfig
+from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.embedding.cached_rows import RowMover
+from hotrec.embedding.table_memory import SlotCounters
+from hotrec.planning.machine import Machine
+from hotrec.planning.policies import choose_all_cold, choose_resident_rows
+from hotrec.planning.unsharded import as_placement
+from hotrec.runtime.ranks import process_group
+from hotrec.types import ColdTier, PipelineKind
+
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
+NUM_SKIPPED = 10  # first steps, in which the slots fill
+NUM_PROFILED = 200_000
+
+
+@contextmanager
+def link(bytes_per_s: float | None) -> Iterator[None]:
+    """Movements take as long as on a link of this rate; None for no link."""
+    fetch, put_back = RowMover.fetch, RowMover.put_back
+
+    def slow_fetch(mover: RowMover, rows: Any, *given: Any) -> Any:
+        _sleep(rows.size * mover.row_bytes, bytes_per_s)
+        return fetch(mover, rows, *given)
+
+    def slow_put_back(mover: RowMover, rows: Any, held: Any) -> None:
+        _sleep(rows.size * mover.row_bytes, bytes_per_s)
+        put_back(mover, rows, held)
+
+    RowMover.fetch, RowMover.put_back = slow_fetch, slow_put_back  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RowMover.fetch, RowMover.put_back = fetch, put_back  # type: ignore[method-assign]
+
+
+def _sleep(num_bytes: int, bytes_per_s: float | None) -> None:
+    if bytes_per_s is not None:
+        time.sleep(num_bytes / bytes_per_s)
+
+
+def measure(options: argparse.Namespace, bytes_per_s: float | None) -> dict[str, float]:
+    """Median step, and bytes moved per step the way that has more, after the first steps."""
+    samples = ZipfTables([options.rows] * options.tables, exponent=1.05, num_dense=13, seed=0)
+    counts = samples.count(NUM_PROFILED)
+    placement = AllColdPlacement(
+        cold_tier=ColdTier.cached, cache_load_frac=options.load_frac, routing=Routing.loader
+    )
+    partition = choose_all_cold(counts)
+    resident = choose_resident_rows(
+        partition,
+        Profile(NUM_PROFILED, 0, NUM_PROFILED, Sampling(), counts),
+        load_frac=options.load_frac,
+        resident_frac=None,
+        samples_in_flight=2 * options.batch,
+        world_size=1,
+    )
+    config = Config(
+        dataset_name="slot_overlap",
+        run_name="slot_overlap",
+        model=DlrmConfig(embedding_dim=64, dense_layer_sizes=[512, 64], over_layer_sizes=[512, 1]),
+        placement=placement,
+        optimizer=RowwiseAdagradConfig(learning_rate=0.01),
+        pipeline=PipelineConfig(kind=PipelineKind.look_ahead),
+        trainer=TrainerConfig(batch_size=options.batch),
+    )
+    with process_group(device="cpu") as ranks, link(bytes_per_s):
+        placed = as_placement(placement, partition, "cpu", lambda _: resident)
+        machine = Machine(1, 1, "cpu", 0, 64 << 30, options.batch)
+        sharded = build_sharded(config, samples.schema, placed, machine, ranks.device)
+        route: Any = sharded.transform
+        num_steps = NUM_SKIPPED + options.steps
+        batches = samples.batches(num_steps, batch_size=options.batch, rank=0, world_size=1)
+        for batch in batches:
+            batch.sparse = route(batch.sparse)
+        pipeline, counters = sharded.make_pipeline(ranks.device), SlotCounters(sharded.model)
+        pipeline.start()
+        stream, steps_s = iter(batches), []
+        for step in range(num_steps):
+            if step == NUM_SKIPPED:
+                counters.end_line()
+            start_s = time.perf_counter()
+            pipeline.progress(stream)
+            steps_s.append(time.perf_counter() - start_s)
+            if step == num_steps - 3:  # the last steps move nothing
+                moved = counters.end_line()
+        pipeline.close()
+    counted = steps_s[NUM_SKIPPED:-2]
+    num_bytes = max(moved.read_bytes, moved.written_bytes) / len(counted)
+    return {
+        "step_s": float(np.median(counted)),
+        "bytes_per_step": num_bytes,
+        "hit_frac": moved.num_hits / moved.num_rows,
+        "link_s": 0.0 if bytes_per_s is None else num_bytes / bytes_per_s,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.HelpFormatter)
+    for name, default in (("rows", 200_000), ("tables", 8), ("batch", 2048), ("steps", 40)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--load-frac", type=float, default=0.05)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    free = measure(options, None)
+    found: dict[str, Any] = {"machine": machine_facts(), "without_link": free, "links": {}}
+    for rate in RATES:
+        bytes_per_s = rate * free["bytes_per_step"] / free["step_s"]
+        measured = measure(options, bytes_per_s)
+        exposed_s = measured["step_s"] - free["step_s"]
+        least_s = max(0.0, measured["link_s"] - free["step_s"])
+        found["links"][str(rate)] = {**measured, "exposed_s": exposed_s, "least_s": least_s}
+        print(
+            f"{rate:5g} times: step {1e3 * measured['step_s']:.1f} ms, link "
+            f"{1e3 * measured['link_s']:.1f} ms, exposed {1e3 * exposed_s:.1f} ms, "
+            f"least {1e3 * least_s:.1f} ms"
+        )
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

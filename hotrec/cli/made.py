@@ -1,0 +1,175 @@
+"""What a stage was made from: so that ``hotrec run`` repeats none whose result is current.
+
+Beside an artifact, or in a run directory, stands a record with a digest of the configuration that
+the stage read and of its inputs: content hashes of artifacts, and for the files of a log, which may
+take an hour to read, their names, sizes and times of change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hotrec.artifact import MANIFEST, ArtifactError, check_made_from, read_artifact
+from hotrec.cli.launch import environment_rank
+from hotrec.cli.store import USER_CONF
+from hotrec.config.groups import SavedPlacement, TorchrecPlacement
+from hotrec.config.roots import Config, EvaluateConfig
+from hotrec.cost_model.profile import KIND as PROFILE
+from hotrec.data.chunks import DATASET
+from hotrec.data.readers import find_files
+from hotrec.runtime.run_dir import CHECKPOINTS, find_run
+
+RECORD = "made.json"
+Figures = dict[str, Any]
+
+
+def digest_of(*parts: Any) -> str:
+    """A digest of values that JSON can hold, and of what has a text."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_made(record: Path, digest: str, figures: Mapping[str, Any]) -> None:
+    """Record what a stage was made from, and its figures."""
+    scratch = record.with_name(f".{record.name}.{os.getpid()}")
+    scratch.write_text(json.dumps({"made_from": digest, "figures": figures}, default=str) + "\n")
+    scratch.replace(record)
+
+
+def read_made(record: Path, digest: str) -> Figures | None:
+    """The figures of a stage that was made from just this; None otherwise."""
+    try:
+        document = json.loads(record.read_text())
+        return dict(document["figures"]) if document["made_from"] == digest else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+# Artifacts that commands make of a configuration alone.
+
+
+def artifact_inputs(name: str, config: Any) -> str | None:
+    """The digest of what ``prepare`` or ``profile`` is about to read, on rank 0.
+
+    None for other commands, and where an input is missing, which the command itself reports.
+    """
+    if environment_rank() != 0:
+        return None
+    with suppress(OSError, ValueError):
+        if name == "prepare":
+            return digest_of(asdict(config.data), _files_of(config))
+        if name == "profile":
+            return digest_of(asdict(config.profile), content_hash(config.paths.dataset, DATASET))
+    return None
+
+
+def _files_of(config: Config) -> list[tuple[str, int, int]]:
+    source = config.data.source
+    if source is None:
+        return []
+    files = find_files(source.files, source.format)
+    for side in source.joins.values():
+        files += find_files(side.files, side.format)
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def content_hash(path: str, kind: str) -> str:
+    """The content hash of an artifact.
+
+    Raises:
+        ArtifactError: If it is missing, incomplete or altered.
+    """
+    return read_artifact(Path(path), kind=kind).content_hash
+
+
+def record_artifact(name: str, config: Config, digest: str | None, figures: Figures) -> None:
+    """Record what ``prepare`` or ``profile`` has made of inputs with this digest."""
+    if digest is not None:
+        write_made(_artifact_record(name, config), digest, figures)
+
+
+def find_artifact(name: str, config: Config) -> Figures | None:
+    """The figures of what ``prepare`` or ``profile`` made, if they would make the same again."""
+    digest = artifact_inputs(name, config)
+    figures = None if digest is None else read_made(_artifact_record(name, config), digest)
+    path, kind = _artifact_of(name, config)
+    with suppress(ArtifactError):
+        if figures is not None and figures["content_hash"] == content_hash(path, kind):
+            return figures
+    return None
+
+
+def _artifact_of(name: str, config: Config) -> tuple[str, str]:
+    paths = config.paths
+    return (paths.dataset, DATASET) if name == "prepare" else (paths.profile, PROFILE)
+
+
+def _artifact_record(name: str, config: Config) -> Path:
+    path = Path(_artifact_of(name, config)[0])
+    return path.with_name(f"{path.name}.{RECORD}")
+
+
+# What a command needs, checked before it starts ranks.
+
+
+def check_inputs(name: str, config: Any, run_dir: Path, words: Sequence[str]) -> None:
+    """Check that the artifacts that a command reads are there.
+
+    Args:
+        name: The command.
+        config: Its configuration.
+        run_dir: Its run directory; a training run that resumes needs no profile.
+        words: Overrides and flags, with which another command makes what is missing.
+
+    Raises:
+        ArtifactError: If one is missing or of another dataset; the message has that command.
+        ValueError: If the run to evaluate is missing.
+    """
+    if isinstance(config, EvaluateConfig):
+        find_run(config.run_dir, holding=f"{CHECKPOINTS}/latest", key="run_dir")
+    if name not in ("profile", "plan", "train"):
+        return
+    paths = config.paths
+    if name == "plan" and config.data.outline is not None and not Path(paths.dataset).exists():
+        return
+    _check_there(paths.dataset, DATASET, "prepare", words)
+    needs_none = isinstance(config.placement, SavedPlacement | TorchrecPlacement)
+    if name == "profile" or needs_none or (run_dir / CHECKPOINTS).exists():
+        return
+    _check_there(paths.profile, PROFILE, "profile", words)
+    dataset = read_artifact(Path(paths.dataset), kind=DATASET)
+    try:
+        check_made_from(read_artifact(Path(paths.profile), kind=PROFILE), dataset)
+    except ArtifactError as error:
+        raise ArtifactError(f"{error} {_advice('profile', words)}") from error
+
+
+def _check_there(path: str, kind: str, command: str, words: Sequence[str]) -> None:
+    manifest = Path(path) / MANIFEST
+    if not manifest.is_file():
+        with suppress(ArtifactError):
+            read_artifact(Path(path), kind=kind)  # which waits for one that is being replaced
+            return
+        raise ArtifactError(
+            f"{manifest}: expected the manifest of a {kind}, got no such file. "
+            f"{_advice(command, words)}"
+        )
+
+
+def _advice(command: str, words: Sequence[str]) -> str:
+    return f"Run `{command_text(command, words)}`."
+
+
+def command_text(command: str, words: Sequence[str]) -> str:
+    """A command as it would be typed; the directory ``conf`` need not be named."""
+    own = ["--config-dir", str(USER_CONF)]
+    words = words[2:] if list(words[:2]) == own else words
+    return shlex.join(["hotrec", command, *words])

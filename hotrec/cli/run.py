@@ -1,0 +1,277 @@
+"""``hotrec run``: from a log to a page, each stage only where its result is not current."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hotrec.artifact import ArtifactError
+from hotrec.cli.launch import BRIEF, PARENT, RUN_DIR, wait_for_child
+from hotrec.cli.made import (
+    RECORD,
+    Figures,
+    command_text,
+    content_hash,
+    digest_of,
+    find_artifact,
+    read_made,
+    write_made,
+)
+from hotrec.cli.output import CommandFailed
+from hotrec.config.data import SourceSpec
+from hotrec.config.roots import Config
+from hotrec.cost_model.profile import KIND as PROFILE
+from hotrec.cost_model.store import check_host, read_costs
+from hotrec.data.chunks import DATASET
+from hotrec.data.readers import find_files
+from hotrec.runtime.run_dir import PREDICTION, SUMMARY, read_finished
+
+logger = logging.getLogger(__name__)
+
+PURPOSE = {
+    "prepare": "the log becomes memory-mapped chunks",
+    "profile": "how often is each row looked up",
+    "calibrate": "what does this machine take for each part of a step",
+    "plan": "which rows are hot and which pipeline trains, by predicted time",
+    "train": "the fastest plan, which a short trial may decide",
+    "torchrec": "the same model with TorchRec's own plan, to compare with",
+    "evaluate": "the checkpoint on held-out samples",
+    "report": "one page of it all",
+}
+REPORT_PAGE, TEST = "report.html", "test"
+
+
+def run(
+    config: Config, run_dir: Path, words: Sequence[str], environment: Mapping[str, str]
+) -> Figures:
+    """Run the stages that are not current, as commands of their own, and sum up.
+
+    Args:
+        config: The configuration of all stages.
+        run_dir: Directory of this command. The stages of an equal command in a directory beside it
+            are used, and continued where they ended.
+        words: Overrides and flags of this command, for the stages.
+        environment: The environment of the stages.
+
+    Raises:
+        CommandFailed: If a stage fails, after it has said why; with its exit code.
+    """
+    chain = _Chain(config, run_dir, [w for w in words if not w.startswith("run.")], environment)
+    return chain.run()
+
+
+class _Chain:
+    def __init__(
+        self, config: Config, run_dir: Path, words: list[str], environment: Mapping[str, str]
+    ) -> None:
+        self.config = config
+        self.words = words
+        self.run_dir = self.folder = run_dir
+        self.environment = environment
+        self.names = [n for n in PURPOSE if n != "torchrec" or config.run.compare]
+        self.figures: dict[str, Figures] = {}
+        self.made: list[str] = []
+
+    def run(self) -> Figures:
+        config, words = self.config, self.words
+        num_files = _num_files(config.data.source)
+        # More ranks than files have nothing to do.
+        few = [f"launch.num_ranks={min(config.launch.num_ranks, num_files)}"]
+        self.do("prepare", ["prepare", *words, *few], lambda: find_artifact("prepare", config))
+        self.do("profile", ["profile", *words], lambda: find_artifact("profile", config))
+        self.do("calibrate", ["calibrate", *words], self.find_costs)
+        self.folder = self.find_folder()
+        size = f"plan.world_size={config.launch.num_ranks}"
+        self.do_recorded("plan", ["plan", *words, size], self.inputs())
+        self.do("train", ["train", *words], lambda: read_finished(self.folder / "train"))
+        if config.run.compare:
+            theirs = ["train", *words, "placement=torchrec"]
+            self.do("torchrec", theirs, lambda: read_finished(self.folder / "torchrec"))
+        self.evaluate()
+        self.report()
+        return self.sum_up()
+
+    def do(self, name: str, words: Sequence[str], find: Callable[[], Figures | None]) -> None:
+        """Make a stage, unless it is current."""
+        number = f"{self.names.index(name) + 1}/{len(self.names)} {name}"
+        figures = find()
+        if figures is None:
+            logger.info("%s: %s", number, PURPOSE[name])
+            figures = self.start(name, words)
+            self.made.append(name)
+        else:
+            logger.info("%s: current, nothing to do", number)
+        self.figures[name] = figures
+
+    def do_recorded(self, name: str, words: Sequence[str], digest: str) -> None:
+        """Make a stage, unless its directory has the record that it was made from just this."""
+        record = self.folder / name / RECORD
+        self.do(name, words, lambda: read_made(record, digest))
+        if name in self.made:
+            write_made(record, digest, self.figures[name])
+
+    def start(self, name: str, words: Sequence[str]) -> Figures:
+        """Run a command in a process of its own; its figures."""
+        output = self.run_dir / f"{name}.json"
+        variables = {
+            **self.environment,
+            RUN_DIR: str(self.folder / name),
+            PARENT: str(os.getpid()),
+            BRIEF: "1",
+        }
+        with output.open("w") as stream:
+            exit_code = wait_for_child(
+                [sys.executable, "-m", "hotrec", *words], variables, stdout=stream
+            )
+        if exit_code != 0:
+            raise CommandFailed(exit_code)
+        return dict(json.loads(output.read_text().splitlines()[-1]))
+
+    def find_costs(self) -> Figures | None:
+        """Costs that were measured on this machine, for as many ranks and samples."""
+        from hotrec.planning.unsharded import chosen_device
+        from hotrec.runtime.memory import read_fingerprint
+
+        config = self.config
+        with suppress(ArtifactError, ValueError):
+            costs = read_costs(Path(config.paths.costs))
+            asked = {
+                "num_ranks": config.launch.num_ranks,
+                "batch_size": config.trainer.batch_size,
+            }
+            is_same = all(costs.facts.get(name) == value for name, value in asked.items())
+            here = read_fingerprint(chosen_device(config.trainer.device))
+            if is_same and costs.origin == "measured" and check_host(costs, here) is None:
+                return {"costs": config.paths.costs}
+        return None
+
+    def inputs(self) -> str:
+        """The digest of what is planned and trained."""
+        settings = asdict(self.config)
+        del settings["run"]
+        paths = self.config.paths
+        made_from = [content_hash(paths.dataset, DATASET), content_hash(paths.profile, PROFILE)]
+        return digest_of(settings, made_from)
+
+    def find_folder(self) -> Path:
+        """The directory of an equal command beside this one, or this command's own."""
+        digest = self.inputs()
+        mine = self.run_dir / RECORD
+        if mine.exists() and read_made(mine, digest) is None:
+            raise ValueError(
+                f"{RUN_DIR}: expected a new directory, or that of the same configuration and data, "
+                f"got {self.run_dir} of others. Name another directory."
+            )
+        beside = sorted(self.run_dir.parent.glob(f"*/{RECORD}"), key=lambda p: p.stat().st_mtime)
+        found = [path.parent for path in beside if read_made(path, digest) is not None]
+        if not found:
+            write_made(mine, digest, {})
+            return self.run_dir
+        if found[-1].resolve() != self.run_dir.resolve():
+            logger.info("continuing %s, of the same configuration and data", found[-1])
+        return found[-1]
+
+    def evaluate(self) -> None:
+        """Evaluate on the test split, or the validation split; training has often done that."""
+        trained = self.figures["train"]
+        has = self.figures["prepare"].get("num_samples", {})
+        split = TEST if has.get(TEST) else "valid"
+        if not has.get(split):
+            self.figures["evaluate"] = {}
+            logger.info("no evaluation: the dataset has no %s split", TEST)
+            return
+        ranks = f"launch.num_ranks={self.config.launch.num_ranks}"
+        words = ["evaluate", f"run_dir={self.folder / 'train'}", f"split={split}", ranks]
+        splits = self.config.trainer.eval_splits
+        if splits and splits[-1] == split and trained.get("auc") is not None:
+            self.do("evaluate", words, lambda: {**trained, "split": split})
+        else:
+            self.do_recorded("evaluate", words, digest_of(trained, split))
+
+    def report(self) -> None:
+        names = [name for name in ("train", "torchrec") if name in self.figures]
+        runs = [self.folder / name for name in names]
+        digest = digest_of([(run / SUMMARY).read_text() for run in runs])
+        words = ["report", f"runs=[{','.join(map(str, runs))}]"]
+        if self.config.run.compare:
+            words.append(f"baseline={_name_of(runs[-1])}")
+        self.do_recorded("report", words, digest)
+
+    def sum_up(self) -> Figures:
+        figures, folder = self.figures, self.folder
+        trained, quality = figures["train"], figures["evaluate"]
+        page = _shown(folder / "report" / REPORT_PAGE)
+        why: str | None = None
+        with suppress(OSError, ValueError, LookupError):
+            why = json.loads((folder / "train" / PREDICTION).read_text())["why"]
+        lines: list[tuple[str, Any]] = [("chosen", why), *self.comparison()]
+        if quality.get("auc") is not None:
+            text = f"{quality['auc']:.4f} on {quality['split']}, log loss {quality['log_loss']:.4f}"
+            lines.insert(0, ("AUC", text))
+        if trained.get("samples_per_s"):
+            lines.append(("speed", f"{trained['samples_per_s']:,.0f} samples/s"))
+        hot = f"{trained['hot_rows']:,} of {trained['total_rows']:,}"
+        lines += [("hot rows", hot), ("page", page), ("next", self.next_step())]
+        for what, text in lines:
+            if text is not None:
+                print(f"{what:<10} {text}", file=sys.stderr)
+        return {
+            "command": "run",
+            "run_dir": folder,
+            "made": self.made,
+            "current": [name for name in self.names if name in figures and name not in self.made],
+            "split": quality.get("split"),
+            "auc": quality.get("auc"),
+            "log_loss": quality.get("log_loss"),
+            "why": why,
+            "samples_per_s": trained.get("samples_per_s"),
+            "step_p50_s": trained.get("step_p50_s"),
+            "checkpoints": folder / "train" / "checkpoints",
+            "page": page,
+        }
+
+    def comparison(self) -> list[tuple[str, str]]:
+        """Lines that compare the run with TorchRec's plan, if that was trained."""
+        if "torchrec" not in self.figures:
+            return []
+        ours, theirs = self.figures["train"], self.figures["torchrec"]
+        lines = [("measured", sentence) for sentence in self.figures["report"]["verdict"]]
+        if ours.get("auc") is not None and theirs.get("auc") is not None:
+            lines.append(("AUC", f"{ours['auc']:.4f} (TorchRec's plan: {theirs['auc']:.4f})"))
+        sent, of_theirs = ours["sent_bytes_total"], theirs["sent_bytes_total"]
+        lines.append(
+            ("sent", f"{sent / 1e6:.2f} MB a step (TorchRec's plan: {of_theirs / 1e6:.2f} MB)")
+        )
+        return lines
+
+    def next_step(self) -> str:
+        if not self.config.run.compare:
+            again = command_text("run", [*self.words, "run.compare=true"])
+            return f"`{again}` trains with TorchRec's plan, too"
+        return "docs/sweeps.md compares other models, batches and machines"
+
+
+def _shown(path: Path) -> Path:
+    """The path from the current directory, if it is below that."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _num_files(source: SourceSpec | None) -> int:
+    return (
+        1
+        if source is None
+        else len(find_files(source.files, source.format, key="data.source.files"))
+    )
+
+
+def _name_of(run_dir: Path) -> str:
+    """The name of a run in reports."""
+    return str(json.loads((run_dir / SUMMARY).read_text())["name"])

@@ -1,0 +1,153 @@
+"""Which rows have a device slot: decided on the host, from the rows that batches in flight read.
+
+Some slots hold the rows that were looked up most for good. The others turn over: rows of batches in
+flight stay, the next to go are those with the smallest decayed count of lookups (Colossal-AI's
+frequency-ordered cache and ScratchPipe's look-forward cache, in one).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotrec.types import Rows
+
+Slots = npt.NDArray[np.int32]
+
+# Batches after which a lookup counts half.
+HALF_LIFE = 256
+# New lookups weigh more instead of old ones less, up to this weight.
+MOST_WEIGHT = 1e30
+# Slots that are ranked at once, as a share of those that turn over.
+QUEUE_FRAC = 1 / 8
+
+
+class TooFewSlotsError(ValueError):
+    """The batches in flight read more rows than there are slots for."""
+
+    def __init__(self, num_needed: int, num_slots: int) -> None:
+        super().__init__(f"expected at least {num_needed} slots, got {num_slots}")
+        self.num_needed, self.num_slots = num_needed, num_slots
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Rows to write back from slots, then rows to fetch, into these slots among others."""
+
+    out_rows: Rows
+    out_slots: Slots
+    in_rows: Rows
+    in_slots: Slots
+
+
+class SlotMap:
+    """Gives batches slots for their rows; batches have rising numbers.
+
+    Args:
+        num_rows: The number of rows R.
+        num_slots: The number of slots S.
+        resident_rows: Rows that keep slots for good, int64, distinct, at most S.
+    """
+
+    def __init__(self, num_rows: int, num_slots: int, resident_rows: Rows) -> None:
+        self.num_slots = num_slots
+        self._resident_rows = resident_rows
+        self._lookups = np.zeros(num_rows, np.float32)  # decayed
+        self._weight = 1.0  # of a lookup now
+        self._slot_of_row = np.full(num_rows, -1, np.int32)
+        self._first = np.zeros(num_slots, np.int64)  # scratch
+        self.num_lookups = self.num_read = self.num_misses = self.num_evictions = 0
+        self.clear()
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """The maps."""
+        maps: list[npt.NDArray[Any]] = [self._slot_of_row, self._lookups]
+        return [*maps, self._row_of_slot, self._last_use, self._is_changed, self._first]
+
+    def clear(self) -> Moves:
+        """Take all slots away, and start new numbers; the resident rows to fetch."""
+        self._slot_of_row.fill(-1)
+        self._row_of_slot = np.full(self.num_slots, -1, np.int64)
+        self._last_use = np.full(self.num_slots, -1, np.int64)  # the last batch that reads it
+        self._is_changed = np.zeros(self.num_slots, np.bool_)
+        self._reserved: deque[tuple[int, Slots]] = deque()
+        self._released = -1
+        self._queue = np.empty(0, np.int32)  # slots to give away, the first first
+        self._queued_at = -1  # the batch that was released when they were ranked
+        slots = np.arange(self._resident_rows.size, dtype=np.int32)
+        self._row_of_slot[slots] = self._resident_rows
+        self._slot_of_row[self._resident_rows] = slots
+        return Moves(self._resident_rows[:0], slots[:0], self._resident_rows, slots)
+
+    def reserve(self, rows: Rows, number: int) -> tuple[Slots, Moves]:
+        """Give a batch slots for its rows, (K,) with repetition, until ``release(number)``.
+
+        Returns:
+            The slot of each row, (K,), and what has to be moved.
+
+        Raises:
+            TooFewSlotsError: if the batches in flight hold too many slots.
+        """
+        slots = self._slot_of_row[rows]
+        self._last_use[slots[slots >= 0]] = number  # before others are given away
+        missing = np.unique(rows[slots < 0])
+        taken = self._take(missing.size)
+        old, is_changed = self._row_of_slot[taken], self._is_changed[taken]
+        self._slot_of_row[old[old >= 0]] = -1
+        self._slot_of_row[missing] = taken
+        self._row_of_slot[taken], self._last_use[taken] = missing, number
+        self._is_changed[taken] = False
+        slots = self._slot_of_row[rows]
+        self._reserved.append((number, slots))
+        self._count(rows, slots)
+        self.num_misses += missing.size
+        self.num_evictions += int(np.count_nonzero(old >= 0))
+        return slots, Moves(old[is_changed], taken[is_changed], missing, taken)
+
+    def _take(self, num: int) -> Slots:
+        """Slots of no batch in flight, of the rows with the fewest lookups."""
+        queue = self._queue[self._last_use[self._queue] <= self._queued_at]
+        if queue.size < num:
+            first = self._resident_rows.size
+            is_free = self._last_use[first:] <= self._released
+            free = (first + np.flatnonzero(is_free)).astype(np.int32)
+            if free.size < num:
+                raise TooFewSlotsError(self.num_slots - free.size + num, self.num_slots)
+            # Ranking all slots in every step would cost more than moving the rows.
+            size = min(free.size, max(num, math.ceil(QUEUE_FRAC * is_free.size)))
+            rows = self._row_of_slot[free]
+            lookups = np.where(rows < 0, -1.0, self._lookups[rows])
+            fewest = np.argpartition(lookups, size - 1)[:size]
+            queue = free[fewest[np.argsort(lookups[fewest], kind="stable")]]
+            self._queued_at = self._released
+        self._queue = queue[num:]
+        return queue[:num]
+
+    def _count(self, rows: Rows, slots: Slots) -> None:
+        self._lookups[rows] += self._weight  # once per batch, also where a row is repeated
+        self._weight *= 2 ** (1 / HALF_LIFE)
+        if self._weight > MOST_WEIGHT:
+            self._lookups /= self._weight
+            self._weight = 1.0
+        self._first[slots] = order = np.arange(slots.size)
+        self.num_lookups += slots.size
+        self.num_read += int(np.count_nonzero(self._first[slots] == order))
+
+    def release(self, number: int, *, is_changed: bool) -> None:
+        """Give back the slots of the batches up to ``number``, whose updates are all made."""
+        while self._reserved and self._reserved[0][0] <= number:
+            _, slots = self._reserved.popleft()
+            if is_changed:
+                self._is_changed[slots] = True
+        self._released = number
+
+    def take_changed(self) -> tuple[Rows, Slots]:
+        """The changed rows and their slots, which from now on count as unchanged."""
+        slots = np.flatnonzero(self._is_changed).astype(np.int32)
+        self._is_changed[slots] = False
+        return self._row_of_slot[slots], slots

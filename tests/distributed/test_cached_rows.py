@@ -1,0 +1,192 @@
+"""Rows behind device slots against the same rows without: no bit may differ."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hotrec.data.batch import Batch
+from hotrec.embedding.cached_rows import RowMover
+from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.embedding.tables import gather_tables
+from hotrec.runtime.ranks import Ranks
+from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
+from hotrec.types import HotExchange, OptimizerKind, Tier
+from tests.distributed.parity_cases import Case, build_hot_cold, rank_batch
+from tests.helpers.ranks import run_ranks
+
+KINDS = [OptimizerKind.sgd, OptimizerKind.adagrad, OptimizerKind.rowwise_adagrad]
+# Steps of training with a drained pipeline after each, then as many of evaluation.
+SEGMENTS = (5, 4)
+
+
+def make_cache_cases(num_cases: int, seed: int) -> list[Case]:
+    """Every optimizer with every depth and size of the cache, from the least to all rows."""
+    rng = np.random.default_rng(seed)
+    return [
+        Case(
+            seed=int(rng.integers(1 << 30)),
+            partition=("all_cold", "random", "one_row")[int(rng.integers(3))],
+            optimizer=KINDS[index % 3],
+            is_weighted=bool(rng.integers(2)),
+            is_uniform_dim=bool(rng.integers(2)),
+            exchange=HotExchange.auto,
+            route_in_loader=bool(rng.integers(2)),
+            tier=Tier.CACHED,
+            batches=("drawn", "drawn", "same_rows", "no_ids")[int(rng.integers(4))],
+            placement=("row_wise", "row_wise", "table_wise")[int(rng.integers(3))],
+            pipeline="look_ahead",
+            depth=(1, 2, 3, 4, 0)[index % 5],
+            micro_batches=bool(rng.integers(2)),
+            cache_load_frac=(0.02, 0.02, 0.6, 1.0)[index % 4],
+            resident_frac=(0.0, 0.5)[int(rng.integers(2))],
+        )
+        for index in range(num_cases)
+    ]
+
+
+def batches_of(case: Case, begin: int, end: int) -> Iterator[Batch]:
+    """Batches whose rows drift: the popular ones of a step are others some steps later."""
+    sizes: dict[str, int] = {}
+    for table in case.tables:
+        for feature in table.features:
+            sizes[feature] = min(sizes.get(feature, table.num_rows), table.num_rows)
+    for step in range(begin, end):
+        batch = rank_batch(case, step, dist.get_rank(), dist.get_world_size())
+        ids = batch.sparse.values().split(batch.sparse.length_per_key())
+        for feature, of_feature in zip(batch.sparse.keys(), ids, strict=True):
+            of_feature.add_(step * (sizes[feature] // 7)).remainder_(sizes[feature])
+        yield batch
+
+
+def run_training(case: Case) -> list[Any]:
+    """Losses, and tables with their optimizer state after each segment; logits of evaluation."""
+    model, optimizer, _ = build_hot_cold(case)
+    device = torch.device("cpu")
+
+    def make_rows() -> RowsAhead:
+        return RowsAhead(model, device, depth=case.depth, hot_exchange=case.exchange)
+
+    ahead = LookAhead(make_rows, case.micro_batches)
+    pipeline = make_pipeline("look_ahead", model, optimizer, device, ahead)
+    found: list[Any] = []
+    step = 0
+    try:
+        for num_steps in SEGMENTS:
+            found += run_steps(pipeline, batches_of(case, step, step + num_steps), num_steps)
+            step += num_steps
+            found.append(gather_tables(model))
+            found.append(states_of(model))
+            model.eval()
+            with torch.no_grad():
+                found += run_steps(pipeline, batches_of(case, step, step + 2), 2)
+            model.train()
+            pipeline.drain()
+    finally:
+        pipeline.close()
+    return found
+
+
+def run_steps(pipeline: Pipeline, batches: Iterator[Batch], num_steps: int) -> list[torch.Tensor]:
+    pipeline.start()
+    outputs = []
+    for at in range(num_steps):
+        if at == 2:
+            pipeline.drain()  # batches stay held
+        outputs += pipeline.progress(batches)[:2]
+    pipeline.drain()
+    return outputs
+
+
+def states_of(model: Any) -> dict[str, torch.Tensor]:
+    """This rank's optimizer state of its cold rows."""
+    return {
+        f"{name} {key} {at}": shard.tensor.clone()
+        for name, state in model.fused_optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+        for at, shard in enumerate(value.local_shards())
+    }
+
+
+def run_with_least(case: Case) -> list[Any]:
+    """The training, with as many more slots than the case's as errors say it needs."""
+    while True:
+        try:
+            return run_training(case)
+        except ValueError as error:
+            said = re.search(r"expected (\d+) slots .* got (\d+)\.", str(error))
+            if said is None:
+                raise
+            factor = int(said[1]) / int(said[2])
+        frac = min(1.0, case.cache_load_frac * factor)
+        assert frac > case.cache_load_frac, case
+        case = replace(case, cache_load_frac=frac)
+
+
+def differs(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() != other.keys() or any(differs(one[key], other[key]) for key in one)
+    return not torch.equal(one, other)
+
+
+def check_cases(cases: list[Case]) -> list[str]:
+    """The cases in which the cache changes a bit on this rank."""
+    torch.set_num_threads(1)
+    wrong = []
+    for case in cases:
+        expected = run_training(replace(case, tier=Tier.DEVICE))
+        found = run_with_least(case)
+        at = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if differs(a, b)]
+        wrong += [f"{case}: results {at}"] if at else []
+    return wrong
+
+
+def test_a_step_is_computed_while_rows_of_the_next_one_are_moved(
+    one_rank: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns before they have arrived."""
+    case = replace(
+        make_cache_cases(1, 0)[0], partition="all_cold", placement="row_wise", depth=1,
+        micro_batches=False, batches="drawn", cache_load_frac=1.0, resident_frac=0.0,
+    )  # fmt: skip
+    model, optimizer, _ = build_hot_cold(case)
+    device, fetch = torch.device("cpu"), RowMover.fetch
+    is_fetching, may_fetch = threading.Event(), threading.Event()
+
+    def fetch_later(*given: Any) -> list[torch.Tensor]:
+        is_fetching.set()
+        assert may_fetch.wait(20)
+        return fetch(*given)
+
+    ahead = LookAhead(lambda: RowsAhead(model, device))
+    pipeline = make_pipeline("look_ahead", model, optimizer, device, ahead)
+    pipeline.start()
+    batches = batches_of(case, 0, 4)
+    pipeline.progress(batches)
+    pipeline.drain()
+    monkeypatch.setattr(RowMover, "fetch", fetch_later)
+    pipeline.progress(batches)
+    assert is_fetching.wait(20)
+    may_fetch.set()
+    pipeline.progress(batches)
+    pipeline.drain()
+    pipeline.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_cases", "seed"),
+    [*((1, 20, seed) for seed in range(6)), (2, 8, 20), (3, 6, 30)],
+)
+def test_slots_change_no_bit(world_size: int, num_cases: int, seed: int) -> None:
+    # In processes of their own, since the threads of a process group outlive its pipelines.
+    cases = make_cache_cases(num_cases, seed)
+    for wrong in run_ranks(check_cases, world_size, timeout_s=240, cases=cases):
+        assert wrong == []

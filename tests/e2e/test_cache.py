@@ -1,0 +1,65 @@
+"""Tables behind device slots as a user trains them: the same losses, and the misses of a replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import SMOKE, Workspace, hotrec, hotrec_here
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+SLOTS = ("placement=all_cold", "placement.cold_tier=cached", "placement.cache_load_frac=0.5")
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def test_a_replay_counts_what_a_run_misses(workspace: Workspace) -> None:
+    batches = ["trainer.batch_size=64", "trainer.eval_splits=[]", "pipeline.depth=2"]
+    words = [SMOKE, *SLOTS, *batches]
+    replayed = hotrec_here(
+        "cache", *words, "plan.world_size=1", "cache.load_fracs=[0.5]", "cache.skip_frac=0",
+        "cache.num_batches=50", cwd=workspace.folder,
+    ).figures  # fmt: skip
+    assert Path(replayed["picture"]).read_bytes().startswith(b"\x89PNG")
+    by_policy = {one["policy"]: one for one in replayed["replayed"]}
+    assert list(by_policy) == ["look_ahead", "lru", "lfu", "frequency", "belady"]
+    trained = hotrec_here("train", *words, "trainer.max_steps=50", cwd=workspace.folder).figures
+    cache = json.loads((Path(trained["run_dir"]) / "summary.json").read_text())["cache"]
+    assert cache["num_steps"] == replayed["num_batches"] == 50
+    assert cache["num_misses"] == pytest.approx(50 * by_policy["look_ahead"]["num_in"])
+    hit_frac = 1 - cache["num_misses"] / cache["num_rows"]
+    assert hit_frac == pytest.approx(by_policy["look_ahead"]["row_hit_frac"])
+
+
+def test_two_ranks_train_as_without_slots(workspace: Workspace) -> None:
+    """With evaluations and checkpoints on the way, and a checkpoint evaluated afterwards."""
+    words = [
+        SMOKE, *SLOTS, "launch.num_ranks=2", "pipeline=look_ahead", "trainer.batch_size=64",
+        "trainer.eval_batch_size=64", "trainer.max_steps=30", "trainer.eval_every_steps=10",
+        "trainer.save_every_steps=20", "trainer.log_every_steps=5",
+    ]  # fmt: skip
+    runs: dict[str, dict[str, Any]] = {}
+    for tier in ("cached", "fused"):
+        given = [*words, f"placement.cold_tier={tier}"]
+        directory = {"HOTREC_RUN_DIR": f"runs/{tier}"}
+        runs[tier] = hotrec("train", *given, cwd=workspace.folder, **directory).figures
+    found = [losses(workspace.folder / "runs" / tier) for tier in runs]
+    assert found[0] == found[1]
+    assert len(found[0]) == 6
+    assert runs["cached"]["auc"] == runs["fused"]["auc"]
+    words = ["run_dir=runs/cached", "launch.num_ranks=2"]
+    evaluated = hotrec("evaluate", *words, cwd=workspace.folder).figures
+    assert evaluated["auc"] == runs["fused"]["auc"]
+
+
+def test_too_few_slots_are_refused_by_the_plan(workspace: Workspace) -> None:
+    words = [SMOKE, *SLOTS, "placement.cache_load_frac=0.02", "pipeline=look_ahead"]
+    outcome = hotrec_here("train", *words, cwd=workspace.folder)
+    assert outcome.exit_code == 1
+    assert "placement.cache_load_frac: expected" in outcome.stderr

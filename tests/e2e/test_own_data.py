@@ -1,0 +1,111 @@
+"""The commands of the documentation, on a log of somebody's own; and the chain a second time."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.own_data import write_log
+from tests.e2e.conftest import REPOSITORY, Outcome, hotrec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# A stage that measures for a minute takes seconds, and batches suit a small log, as init prints.
+QUICK = ("calibrate.budget_s=1", "calibrate.repeats=3", "calibrate.cap_mib=1")
+QUICK += ("trainer.batch_size=64",)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of each command in the blocks of a page that are marked as tested."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    blocks = re.findall(r"<!-- tested -->\n```console\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    assert all(line.startswith("hotrec ") for line in lines)
+    return [shlex.split(line)[1:] for line in lines]
+
+
+def run_all(page: str, folder: Path) -> list[Outcome]:
+    outcomes = [
+        hotrec(*words, *(QUICK if words[0] == "run" else ()), cwd=folder, timeout_s=500)
+        for words in commands(page)
+    ]
+    assert [(outcome.exit_code, outcome.stderr) for outcome in outcomes if outcome.exit_code] == []
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    write_log(folder / "events.csv", 3000)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path) -> dict[str, Any]:
+    """What the commands of the page say at the end."""
+    _, trained = run_all("your_own_data.md", folder)
+    assert "next       `hotrec run data=events" in trained.stderr
+    return trained.figures
+
+
+def test_your_own_data(folder: Path, made: dict[str, Any]) -> None:
+    stages = ["prepare", "profile", "calibrate", "plan", "train", "report"]
+    assert (made["made"], made["current"]) == (stages, ["evaluate"])
+    assert made["split"] == "test"
+    assert 0.5 < made["auc"] < 1
+    page = (folder / made["page"]).read_text()
+    assert "<svg" in page
+    dataset = json.loads((folder / "data/events/dataset/manifest.json").read_text())
+    assert all(dataset["content"]["source"]["num_samples"].values())
+
+
+def test_what_is_current_is_not_made_again(folder: Path, made: dict[str, Any]) -> None:
+    words = ("data=events", "launch.num_ranks=2", *QUICK)
+    again = hotrec("run", *words, cwd=folder, timeout_s=500).figures
+    assert again["made"] == []
+    assert {k: again[k] for k in ("auc", "page", "run_dir")} == {
+        k: made[k] for k in ("auc", "page", "run_dir")
+    }
+
+
+def test_a_log_that_grew_is_prepared_again(folder: Path, made: dict[str, Any]) -> None:
+    write_log(folder / "events.csv", 3100)
+    words = ("data=events", "launch.num_ranks=2", *QUICK)
+    again = hotrec("run", *words, cwd=folder, timeout_s=500).figures
+    assert again["made"] == ["prepare", "profile", "plan", "train", "report"]
+    assert again["run_dir"] != made["run_dir"]
+
+
+def test_from_zero_to_a_report(tmp_path: Path) -> None:
+    *_, trained = run_all("getting_started.md", tmp_path)
+    assert (tmp_path / trained.figures["page"]).exists()
+
+
+def test_a_stage_that_fails_ends_the_chain(tmp_path: Path) -> None:
+    words = ("data=synthetic", "data.synthetic.num_rows=[5]", "data.synthetic.mean_lengths=[2,2]")
+    outcome = hotrec("run", *words, cwd=tmp_path)
+    assert outcome.exit_code == 1
+    assert outcome.stderr.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("profile", "data=kuairand"), "hotrec prepare data=kuairand"),
+        (
+            ("train", "data=kuairand", "launch.num_ranks=2"),
+            "hotrec prepare data=kuairand launch.num_ranks=2",
+        ),
+    ],
+)
+def test_a_missing_input_names_the_command_that_makes_it(
+    tmp_path: Path, words: tuple[str, ...], command: str
+) -> None:
+    outcome = hotrec(*words, cwd=tmp_path, timeout_s=60)
+    assert outcome.exit_code == 1
+    assert outcome.stderr.splitlines()[-1].endswith(f"Run `{command}`.")
+    assert len(outcome.stderr.splitlines()) == 1  # not once for each rank

@@ -1,0 +1,169 @@
+"""Slots for rows of host memory: which rows have one, and what is moved when."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotrec.embedding.cached_rows import CachedRows
+from hotrec.embedding.slots import TooFewSlotsError
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.types import OptimizerKind
+
+NUM_ROWS, DIM = 20, 4
+
+
+def make_rows(num_slots: int = 6, resident: tuple[int, ...] = ()) -> tuple[CachedRows, Any]:
+    """Rows that hold their own numbers, with a state of zeros, and both in host memory."""
+    weights = torch.arange(NUM_ROWS).float()[:, None].repeat(1, DIM)
+    state = torch.zeros(NUM_ROWS)
+    spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=1.0)
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 1.0}])
+    host = (weights, {"momentum1": state})
+    rows = CachedRows(
+        host, num_slots, np.array(resident, np.int64), optimizer, spec, torch.device("cpu")
+    )
+    return rows, SimpleNamespace(weights=weights, state=state)
+
+
+def values(rows: CachedRows, slots: torch.Tensor) -> list[float]:
+    rows.wait()
+    return rows.read(slots)[:, 0].tolist()
+
+
+def train(rows: CachedRows, number: int, *ids: int) -> None:
+    """A batch whose gradients are ones."""
+    slots = rows.reserve(torch.tensor(ids), number)
+    rows.wait()
+    rows.update(slots, torch.ones(len(ids), DIM), 1.0, 1)
+    rows.release(number, is_changed=True)
+
+
+def test_batches_in_flight_share_slots_and_keep_them() -> None:
+    rows, _ = make_rows(num_slots=5)
+    first = rows.reserve(torch.tensor([3, 7, 3]), 0)
+    second = rows.reserve(torch.tensor([7, 8, 9]), 1)
+    assert first[0] == first[2]
+    assert second[0] == first[1]
+    assert values(rows, first) == [3, 7, 3]
+    assert values(rows, second) == [7, 8, 9]
+    # Four are in use: one is free, and two rows need it.
+    with pytest.raises(TooFewSlotsError) as error:
+        rows.reserve(torch.tensor([1, 2, 7]), 2)
+    assert (error.value.num_needed, error.value.num_slots) == (6, 5)
+
+
+def test_released_rows_stay_until_their_slots_are_needed_those_looked_up_least_leave_first() -> (
+    None
+):
+    rows, _ = make_rows(num_slots=4)
+    for number, ids in enumerate([[1, 2, 3], [1, 2], [2], [4]]):
+        rows.reserve(torch.tensor(ids), number)
+        rows.release(number, is_changed=False)
+    assert (rows.slots.num_misses, rows.slots.num_evictions, rows.slots.num_read) == (4, 0, 7)
+    rows.reserve(torch.tensor([5, 6]), 4)
+    assert rows.slots.num_evictions == 2
+    rows.reserve(torch.tensor([1, 2]), 5)
+    assert rows.slots.num_misses == 6
+
+
+def test_resident_rows_are_there_from_the_start_for_good() -> None:
+    rows, _ = make_rows(num_slots=5, resident=(4, 11))
+    slots = rows.reserve(torch.tensor([11, 4, 11]), 0)
+    assert values(rows, slots) == [11, 4, 11]
+    assert rows.slots.num_misses == 0
+    rows.release(0, is_changed=False)
+    for number in range(1, 9):
+        rows.reserve(torch.tensor([number + 10 + (number > 0), 1, 2]), number)
+        rows.release(number, is_changed=False)
+    num_misses = rows.slots.num_misses
+    assert rows.reserve(torch.tensor([4]), 9).item() == slots[1]
+    assert rows.slots.num_misses == num_misses
+
+
+def test_only_changed_rows_are_written_back_with_their_state() -> None:
+    rows, host = make_rows(num_slots=4)
+    row_bytes = 4 * DIM + 4
+    train(rows, 0, 1, 2)
+    rows.reserve(torch.tensor([3, 4]), 1)
+    rows.release(1, is_changed=False)
+    assert host.weights[1, 0] == 1
+    rows.reserve(torch.tensor([5, 6, 7, 8]), 2)
+    rows.release(2, is_changed=False)
+    rows.flush()  # writes no more, and waits
+    assert rows.written_bytes == 2 * row_bytes
+    assert host.weights[:5, 0].tolist() == [0, 0, 1, 3, 4]
+    assert host.state[:5].tolist() == [0, 1, 1, 0, 0]
+
+
+def test_flush_writes_updates_and_keeps_rows_in_their_slots() -> None:
+    rows, host = make_rows()
+    train(rows, 0, 1, 2)
+    held = rows.reserve(torch.tensor([2, 3]), 1)  # its update comes after the flush
+    rows.flush()
+    assert host.weights[:4, 0].tolist() == [0, 0, 1, 3]
+    rows.update(held, torch.ones(2, DIM), 1.0, 1)
+    rows.release(1, is_changed=True)
+    rows.flush()
+    assert host.weights[3, 0] == 2
+    assert host.state[2] == 2
+    assert rows.slots.num_misses == 3
+
+
+def test_rows_that_were_written_in_host_memory_are_read_after_a_restart() -> None:
+    rows, host = make_rows(resident=(0,))
+    rows.reserve(torch.tensor([0, 5]), 7)
+    rows.flush()
+    host.weights += 100
+    rows.restart()
+    assert values(rows, rows.reserve(torch.tensor([0, 5]), 0)) == [100, 105]
+
+
+def test_a_row_is_fetched_after_its_write_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the mover is: row 1 leaves with its update, and comes back at once."""
+    rows, _ = make_rows(num_slots=2)
+    train(rows, 0, 1, 2)
+    may_move, put_back = threading.Event(), rows._mover.put_back
+    monkeypatch.setattr(rows._mover, "put_back", lambda *of: (may_move.wait(10), put_back(*of)))
+    rows.reserve(torch.tensor([3, 4]), 1)
+    rows.release(1, is_changed=False)
+    slots = rows.reserve(torch.tensor([1, 2]), 2)
+    threading.Timer(0.2, may_move.set).start()  # time for a fetch that does not wait
+    assert values(rows, slots) == [0, 1]
+
+
+def test_a_failure_of_the_mover_reaches_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, _ = make_rows()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such memory")
+
+    monkeypatch.setattr(rows._mover, "fetch", fail)
+    rows.reserve(torch.tensor([3]), 0)
+    with pytest.raises(RuntimeError, match="no such memory"):
+        rows.wait()
+
+
+def test_old_lookups_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 1 was read three times long ago, row 2 twice just now; weights start anew on the way."""
+    monkeypatch.setattr("hotrec.embedding.slots.HALF_LIFE", 1)
+    monkeypatch.setattr("hotrec.embedding.slots.MOST_WEIGHT", 10.0)
+    rows, _ = make_rows(num_slots=2)
+    for number, row in enumerate([1, 1, 1, 2, 2]):
+        rows.reserve(torch.tensor([row]), number)
+        rows.release(number, is_changed=False)
+    rows.reserve(torch.tensor([3]), 5)
+    rows.release(5, is_changed=False)
+    rows.reserve(torch.tensor([2]), 6)
+    assert rows.slots.num_misses == 3
+
+
+def test_a_lookup_of_another_pipeline_is_refused() -> None:
+    rows, _ = make_rows()
+    with pytest.raises(RuntimeError, match="expected the pipeline look_ahead"):
+        rows(None)  # type: ignore[arg-type]
