@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from hotrec.cli.launch import (
     private_temporary_directory,
     rank_prefix,
     run_under_torchrun,
+    use_default_start_method,
 )
 from hotrec.cli.made import artifact_inputs, check_inputs, record_artifact
 from hotrec.cli.output import (
@@ -138,7 +140,7 @@ def _complete(name: str, words: Sequence[str]) -> list[str]:
     if COMMANDS[name].first and overrides and "=" not in overrides[0]:
         # In quotes: a path may have signs that mean something in an override.
         escaped = overrides[0].replace("\\", "\\\\").replace("'", "\\'")
-        overrides[0] = f"{COMMANDS[name].first}='{escaped}'"
+        overrides[0] = COMMANDS[name].first.format(f"'{escaped}'")
     names_one = any(flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR for flag in flags)
     own = None if names_one else user_conf_dir()
     return [*(() if own is None else ("--config-dir", str(own))), *flags, *overrides]
@@ -234,9 +236,17 @@ def _run_hydra(invocation: Invocation) -> int:
     """Run the job, or all jobs of a sweep; the exit code of the last that failed, else 0."""
     register_schemas()
     exit_codes: list[int] = []
+    # A job that a launcher, such as joblib's, runs in another process has a copy of the list.
+    main_process, exit_codes_file = os.getpid(), Path(tempfile.gettempdir()) / "exit_codes"
 
     def job(composed: DictConfig) -> None:
-        exit_codes.append(_run_job(invocation, composed))
+        if os.getpid() == main_process:
+            exit_codes.append(_run_job(invocation, composed))
+            return
+        use_default_start_method()
+        exit_code = _run_job(invocation, composed)
+        with exit_codes_file.open("a") as stream:
+            stream.write(f"{exit_code}\n")
 
     flags, overrides = _split_flags(invocation.words)
     _check_flags(flags)
@@ -254,6 +264,8 @@ def _run_hydra(invocation: Invocation) -> int:
         raise ValueError(
             f"configuration: expected YAML, got {type(error).__name__}: {error}. Correct the file."
         ) from error
+    if invocation.is_multirun and exit_codes_file.exists():
+        exit_codes += map(int, exit_codes_file.read_text().split())
     return next((code for code in reversed(exit_codes) if code != 0), 0)
 
 

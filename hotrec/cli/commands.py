@@ -14,7 +14,7 @@ class Command:
         config_name: The root configuration in ``conf/``. Commands that share one accept the same
             overrides, so one ``experiment=`` describes a whole chain of them.
         is_parallel: Whether several ranks can share the work.
-        first: The key that the first word sets, if that has no "=".
+        first: The override that the first word makes if it has no "=", with {} for the word.
     """
 
     summary: str
@@ -24,7 +24,7 @@ class Command:
 
 
 COMMANDS = {
-    "init": Command("look at a log and describe it in conf/data", "init", first="path"),
+    "init": Command("look at a log and describe it in conf/data", "init", first="path={}"),
     "run": Command("prepare, profile, calibrate, plan, train and report, where not yet done"),
     "prepare": Command(
         "turn raw click logs into a dataset of memory-mapped chunks", is_parallel=True
@@ -42,6 +42,10 @@ COMMANDS = {
     "bench": Command(
         "time hot/cold against TorchRec's plans, interleaved in one run", "bench", is_parallel=True
     ),
-    "report": Command("make one HTML page and one JSON of run directories", "report"),
+    "report": Command(
+        "make one HTML page and one JSON of run directories or a sweep",
+        "report",
+        first="runs=[{}]",
+    ),
     "doctor": Command("check the installed versions and the machine", "doctor"),
 }

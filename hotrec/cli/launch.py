@@ -242,6 +242,14 @@ def private_temporary_directory() -> Iterator[None]:
         Finalize(None, shutil.rmtree, args=(made, True), exitpriority=-200)
 
 
+def use_default_start_method() -> None:
+    """Start processes by the platform's own method, in which loaders start their workers.
+
+    joblib makes its own method the default one in its processes, and that starts no others.
+    """
+    multiprocessing.set_start_method(None, force=True)
+
+
 def end_workers() -> None:
     """End the loader workers that an error left, in order.
 

@@ -1,45 +1,61 @@
-"""``hotrec report``: one page and one JSON document from run directories."""
+"""``hotrec report``: one page and one JSON document from run directories or a sweep."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from hotrec.config.roots import ReportConfig
-from hotrec.report import write_report
-from hotrec.runtime.run_dir import CONFIG_FILE, PARTITION, find_run
+from hotrec.report.read import find_jobs
+from hotrec.report.runs import Report, make_report
+from hotrec.runtime.run_dir import CONFIG_FILE, PARTITION, POINT, SUMMARY, find_run
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: ReportConfig, run_dir: Path) -> dict[str, Any]:
     """Write report.html and report.json, by default into this command's own run directory."""
-    runs = [find_run(path, holding="summary.json", key="runs") for path in config.runs]
-    if not runs:
-        raise ValueError("runs: expected at least one run directory, got none.")
     output = Path(config.output) if config.output else run_dir
     if (output / "report.html").exists() and not (output / "report.json").exists():
         raise ValueError(
             f"output: expected an empty directory or that of a report, got {output} with a "
             "report.html of another program. Choose another directory."
         )
+    report = make_report_of(config)
+    report.write(output)
+    page = output / "report.html"
+    if config.text:
+        print(report.text(), file=sys.stderr)
+    logger.info("report: %s", page)
+    return {"command": "report", "page": page, **report.document}
+
+
+def make_report_of(config: ReportConfig) -> Report:
+    """The report as configured, of the profile and partition of the first run by default."""
+    runs = [run for path in config.runs for run in _find_runs(path)]
+    if not runs:
+        raise ValueError("runs: expected at least one run directory, got none.")
     partition = Path(config.partition) if config.partition else runs[0] / PARTITION
     profile = Path(config.profile) if config.profile else _recorded_profile(runs[0])
     is_recorded = partition.exists() and profile is not None
-    document = write_report(
+    return make_report(
         runs,
-        output,
         profile=profile,
         partition=partition if config.partition or is_recorded else None,
         baseline=config.baseline,
         title=config.title,
     )
-    page = output / "report.html"
-    logger.info("report: %s", page)
-    return {"command": "report", "page": page, "runs": runs, **document}
+
+
+def _find_runs(path: str) -> list[Path]:
+    """The run, or the jobs of the sweep, at a path."""
+    is_run = path == "latest" or (Path(path) / SUMMARY).exists()
+    jobs = [] if is_run else find_jobs(Path(path), SUMMARY, POINT)
+    return jobs or [find_run(path, holding=SUMMARY, key="runs")]
 
 
 def _recorded_profile(run_dir: Path) -> Path | None:

@@ -448,7 +448,12 @@ class EvaluateConfig:
 class ReportConfig:
     """The configuration of report."""
 
-    runs: list[str] = key("run directories; latest: the newest under runs/", ["latest"])
+    runs: list[str] = key(
+        "directories of runs or of sweeps; latest: the newest run under runs/; `hotrec report "
+        "DIRECTORY` sets one",
+        ["latest"],
+    )
+    text: bool = key("also print the page on standard error, without its pictures", False)
     output: str | None = key("directory of the page; null: the run directory of this command", None)
     profile: str | None = key("profile to draw; null: that of the first run", None)
     partition: str | None = key("partition to draw; null: that of the first run", None)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,10 @@ from hotrec.report.units import NOT_RECORDED, show_bytes, show_count, show_frac,
 # What the stages leave of the median step counts as "other" if it is more than rounding.
 MIN_REST_FRAC = 0.02
 BOUND_LABEL = "lower bound"
+# Rounding and seeds move an AUC by 1e-4 to 1e-3, which must not fill the axis.
+MIN_AUC_RANGE = 0.01
+# Letters of a bar's label in one line.
+LABEL_WIDTH = 34
 
 Content = Mapping[str, Any]
 # The lengths of a bar's parts by name.
@@ -41,23 +46,25 @@ Parts = Mapping[str, float]
 
 
 def draw_learning(runs: Sequence[Run]) -> Figure | None:
-    """Training loss and held-out AUC over steps, a line per run; None if neither was recorded."""
-    # The first split is the one that is evaluated during training.
-    splits = [run.splits[0] if run.splits else "" for run in runs]
-    aucs = [run.eval_series("auc", split) for run, split in zip(runs, splits, strict=True)]
+    """Training loss and held-out AUC over steps, a line per run.
+
+    A panel in which no line would have two points is left out; None if that leaves none.
+    """
+    splits = {split for run in runs for split in run.splits[:1]}
     panels = {
-        "Training loss (log loss)": ("", [run.series("loss") for run in runs]),
-        f"AUC on {' / '.join(sorted({*splits} - {''})) or 'held-out data'}": ("o", aucs),
+        "Training loss (log loss)": ("", 0.0, [run.series("loss") for run in runs]),
+        f"AUC on {' / '.join(sorted(splits))}": ("o", MIN_AUC_RANGE, [run.aucs() for run in runs]),
     }
-    if not any(steps for _, lines in panels.values() for steps, _ in lines):
+    panels = {t: p for t, p in panels.items() if any(len(steps) > 1 for steps, _ in p[2])}
+    if not panels:
         return None
     with report_style():
         figure = Figure(figsize=(11, 3.9), layout="constrained")
-        for axes, (title, (marker, lines)) in zip(
-            figure.subplots(1, 2), panels.items(), strict=True
-        ):
+        row = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (title, (marker, min_range, lines)) in zip(row, panels.items(), strict=True):
             axes.set_title(title)
             _draw_lines(axes, runs, lines, marker)
+            _widen(axes, min_range)
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=legend_columns(labels))
     return figure
@@ -73,13 +80,18 @@ def _draw_lines(
         look: dict[str, Any] = {"color": run_color(position), "linewidth": width}
         look |= {"marker": marker, "markersize": width + 3}
         axes.plot(steps, values, label=run.name, **look)
-    if not any(steps for steps, _ in lines):
-        axes.text(0.5, 0.5, NOT_RECORDED, transform=axes.transAxes, ha="center", color=SOFT_INK)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.ticklabel_format(axis="y", useOffset=False)
     light_grid(axes, "both")
+
+
+def _widen(axes: Axes, min_range: float) -> None:
+    """Let the y axis span at least that range, around what it shows."""
+    low, high = axes.get_ylim()
+    missing = max(min_range - (high - low), 0.0)
+    axes.set_ylim(low - missing / 2, high + missing / 2)
 
 
 def draw_steps(runs: Sequence[Run]) -> Figure | None:
@@ -146,7 +158,7 @@ def draw_bars(
         bounds: Where a line marks the lower bound of each bar; None for no line.
     """
     names = sorted(
-        dict.fromkeys(name for parts in bars.values() for name in parts),
+        dict.fromkeys(name for parts in bars.values() for name, length in parts.items() if length),
         key=lambda name: [*STAGE_LOOKS].index(name) if name in STAGE_LOOKS else -1,
     )
     others = [name for name in names if name not in STAGE_LOOKS]
@@ -183,7 +195,7 @@ def draw_bars(
             text, (ends[position], position), (7, 0), textcoords="offset points", va="center"
         )
     axes.set_xlim(0, max(ends) * 1.42 or 1.0)
-    axes.set_yticks(range(len(bars)), list(bars))
+    axes.set_yticks(range(len(bars)), [fill(name, LABEL_WIDTH) for name in bars])
     axes.tick_params(axis="y", labelcolor=INK)
     axes.invert_yaxis()
     axes.spines["left"].set_visible(False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +24,7 @@ from hotrec.report.units import (
     show_rate,
     show_seconds,
 )
+from hotrec.runtime.run_dir import POINT
 
 Line = Mapping[str, Any]
 
@@ -149,6 +150,8 @@ class Run:
         evals: The lines of ``eval.jsonl``.
         texts: The files that the page shows as they are, by file name.
         notes: What the reader should know, such as files that are missing.
+        overrides: What the job of a sweep was started with, by key; empty for other runs.
+        is_empty: Whether the job of a sweep ended before it recorded anything.
     """
 
     path: Path
@@ -158,6 +161,8 @@ class Run:
     evals: tuple[Line, ...]
     texts: Mapping[str, str]
     notes: tuple[str, ...]
+    overrides: Mapping[str, str]
+    is_empty: bool
 
     @property
     def splits(self) -> list[str]:
@@ -193,6 +198,10 @@ class Run:
         """Steps and values of one field of ``eval.jsonl`` on one split."""
         return _series([line for line in self.evals if line.get("split") == split], name)
 
+    def aucs(self) -> tuple[list[float], list[float]]:
+        """Steps and AUCs on the first split, which is the one evaluated during training."""
+        return self.eval_series("auc", self.splits[0]) if self.splits else ([], [])
+
 
 def _series(lines: Iterable[Line], name: str) -> tuple[list[float], list[float]]:
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
@@ -200,7 +209,9 @@ def _series(lines: Iterable[Line], name: str) -> tuple[list[float], list[float]]
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
-    """Read run directories; runs with the same name are numbered.
+    """Read run directories and jobs of a sweep.
+
+    Jobs are named by the overrides in which they differ; runs with the same name are numbered.
 
     Raises:
         ValueError: If a directory is missing or holds no run, or one of its files is broken.
@@ -208,6 +219,8 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     runs = [_read_run(Path(path)) for path in paths]
     if not runs:
         raise ValueError("report: expected at least one run directory, got none. Pass runs.")
+    varied = varied_overrides(run for run in runs if not run.is_empty)
+    runs = [run if run.is_empty else replace(run, name=_short_name(run, varied)) for run in runs]
     totals, seen = Counter(run.name for run in runs), Counter[str]()
     unique = []
     for run in runs:
@@ -217,11 +230,36 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     return unique
 
 
+def find_jobs(sweep_dir: Path, *names: str) -> list[Path]:
+    """The directories below that hold one of the named files, numbers by value."""
+    folders = {path.parent for name in names for path in sweep_dir.rglob(name)}
+    return sorted(folders, key=lambda path: (not path.name.isdigit(), path.name.zfill(9), path))
+
+
+def varied_overrides(runs: Iterable[Run]) -> list[str]:
+    """The keys of overrides in which jobs of a sweep differ; other runs do not count."""
+    jobs = [run.overrides for run in runs if run.overrides]
+    keys = dict.fromkeys(key for overrides in jobs for key in overrides)
+    return [key for key in keys if len({overrides.get(key) for overrides in jobs}) > 1]
+
+
+def _short_name(run: Run, varied: Sequence[str]) -> str:
+    """The varied overrides, by the last part of each key where that is unique."""
+    ends = Counter(key.rpartition(".")[2] for key in varied)
+    parts = []
+    for key in varied:
+        end = key.rpartition(".")[2]
+        if key in run.overrides:
+            parts.append(f"{end if ends[end] == 1 else key}={run.overrides[key]}")
+    return ", ".join(parts) or run.name
+
+
 def _read_run(path: Path) -> Run:
     if not path.is_dir():
         found = "a file" if path.exists() else "no such directory"
         raise ValueError(f"report run {path}: expected a run directory, got {found}.")
-    if not (path / SUMMARY).exists() and not (path / METRICS).exists():
+    is_empty = not (path / SUMMARY).exists() and not (path / METRICS).exists()
+    if is_empty and not (path / POINT).exists():
         raise ValueError(
             f"report run {path}: expected {SUMMARY} or {METRICS}, got neither. "
             f"Pass a directory that `hotrec train` wrote."
@@ -243,7 +281,18 @@ def _read_run(path: Path) -> Run:
         evals=evals,
         texts={name: text for name, text in found_texts.items() if text is not None},
         notes=tuple(notes),
+        overrides=_read_overrides(path / POINT),
+        is_empty=is_empty,
     )
+
+
+def _read_overrides(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    overrides = parse_object(path.read_text(encoding="utf-8"), str(path)).get("overrides")
+    if not isinstance(overrides, dict):
+        raise ValueError(f"{path} overrides: expected values by key, got {overrides!r}. Delete it.")
+    return {key: str(value) for key, value in overrides.items()}
 
 
 def _read_text(path: Path, notes: list[str]) -> str | None:

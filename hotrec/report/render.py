@@ -109,7 +109,7 @@ class Tile(NamedTuple):
 class Page:
     """A whole page: blocks by the titles of their sections, of which empty ones are left out.
 
-    ``data_file`` names the JSON document beside it.
+    ``lead`` is the answer in sentences, ``data_file`` the JSON document beside the page.
     """
 
     title: str
@@ -117,6 +117,7 @@ class Page:
     subtitle: str = ""
     tiles: Sequence[Tile] = ()
     data_file: str = ""
+    lead: Sequence[str] = ()
 
 
 def render_html(page: Page) -> str:

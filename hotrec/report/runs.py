@@ -1,10 +1,11 @@
-"""The report of runs: ``report.html`` and ``report.json``."""
+"""The report of runs or of a sweep: ``report.html``, ``report.json`` and ``sweep.csv``."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,25 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hotrec.artifact import check_made_from, read_artifact
-from hotrec.planning.trial import ratio_interval
-from hotrec.report.figures import draw_coverage, draw_learning, draw_steps, draw_traffic
+from hotrec.report.figures import (
+    draw_coverage,
+    draw_learning,
+    draw_steps,
+    draw_traffic,
+)
 from hotrec.report.read import (
     BY_KIND,
     COMPARED,
     GROUPS,
     MEASURES,
+    METRICS,
     NUMERIC,
+    SUMMARY,
     TEXTS,
     Measure,
     Run,
     read_runs,
+    varied_overrides,
 )
 from hotrec.report.render import (
     Block,
@@ -38,9 +46,11 @@ from hotrec.report.render import (
     Tile,
     record_table,
     render_html,
+    render_text,
     write_files,
 )
 from hotrec.report.style import run_color, to_svg
+from hotrec.report.sweep import best_tiles, sweep_records, sweep_table, to_csv
 from hotrec.report.units import (
     NOT_RECORDED,
     show_bytes,
@@ -50,13 +60,11 @@ from hotrec.report.units import (
     show_ratio,
     show_seconds,
 )
+from hotrec.report.verdict import BASELINE_PLACEMENT, verdicts
 
-HTML_NAME, JSON_NAME = "report.html", "report.json"
-BASELINE_PLACEMENT = "torchrec"
+HTML_NAME, JSON_NAME, CSV_NAME = "report.html", "report.json", "sweep.csv"
 
-# First lines of a run have the steps that compile, allocate and start workers.
-NUM_SKIPPED_LINES = 1
-MIN_LINES = 3
+SWEEP_SECTION = "Jobs of the sweep"
 SETTINGS = {
     "placement": "Placement",
     "model": "Model",
@@ -78,21 +86,51 @@ HOT_COLUMNS: tuple[Column, ...] = (
 Content = Mapping[str, Any]
 
 
-def write_report(
+@dataclass(frozen=True)
+class Report:
+    """A page, and the JSON document that holds its numbers."""
+
+    page: Page
+    document: dict[str, Any]
+
+    def write(self, output: Path) -> None:
+        """Write all files into a directory, made if it does not exist."""
+        text = json.dumps(self.document, indent=2, allow_nan=False) + "\n"
+        files = {JSON_NAME: text, HTML_NAME: render_html(self.page)}
+        if self.document["sweep"]:
+            files[CSV_NAME] = to_csv(self.document["sweep"])
+        write_files(output, files)
+
+    def text(self, *sections: str) -> str:
+        """The named sections, by default all, for a terminal: no pictures and no files."""
+        kept = {
+            title: [block for block in blocks if not isinstance(block, Picture | Listing)]
+            for title, blocks in self.page.sections.items()
+            if not sections or title in sections
+        }
+        return render_text(replace(self.page, sections=kept))
+
+
+def write_report(runs: Sequence[Path], output: Path, **settings: Any) -> dict[str, Any]:
+    """Write ``make_report(runs, **settings)`` into a directory; return what report.json holds."""
+    report = make_report(runs, **settings)
+    report.write(output)
+    return report.document
+
+
+def make_report(
     runs: Sequence[Path],
-    output: Path,
     *,
     profile: Path | None = None,
     partition: Path | None = None,
     baseline: str | None = None,
     title: str = "hotrec report",
     made_at: datetime | None = None,
-) -> dict[str, Any]:
-    """Write the page and the JSON document into the directory ``output``.
+) -> Report:
+    """Read runs, or the jobs of a sweep, and compare them.
 
     Args:
         runs: The run directories, in the order of columns and colors.
-        output: The directory, made if it does not exist.
         profile: A profile directory, for the coverage curves.
         partition: A partition directory, to mark on the curves; needs its profile.
         baseline: The name of the run with which the others are compared; by default the first
@@ -100,18 +138,21 @@ def write_report(
         title: The title of the page.
         made_at: The time to print; now by default.
 
-    Returns:
-        What ``report.json`` holds.
-
     Raises:
-        ValueError: If a directory is missing or a file in it is broken (``ArtifactError`` for a
-            profile or partition); then nothing is written.
+        ValueError: If a directory is missing, a file in it is broken (``ArtifactError`` for a
+            profile or partition), or no run has recorded anything.
     """
     if partition is not None and profile is None:
         raise ValueError(
             f"report partition {partition}: expected its profile as well, got none. Pass profile."
         )
-    read = read_runs(runs)
+    jobs = read_runs(runs)
+    read = [run for run in jobs if not run.is_empty]
+    if not read:
+        raise ValueError(
+            f"report: expected a job with {SUMMARY} or {METRICS}, got {len(jobs)} that "
+            "ended before. Correct what their messages name, and start the sweep again."
+        )
     against = _choose_baseline(read, baseline)
     counted = None if profile is None else read_artifact(profile, kind="profile")
     split = None if partition is None else read_artifact(partition, kind="partition")
@@ -119,21 +160,20 @@ def write_report(
         check_made_from(split, counted)
     contents = [None if artifact is None else artifact.content for artifact in (counted, split)]
     made_at = made_at or datetime.now(UTC)
-    html = render_html(report_page(read, against, *contents, title=title, made_at=made_at))
+    page = report_page(jobs, against, *contents, title=title, made_at=made_at)
     document: dict[str, Any] = _without_nan(
         {
             "title": title,
             "made_at": made_at.isoformat(),
             "baseline": None if against is None else against.name,
             "verdict": verdicts(read, against),
+            "sweep": sweep_records(jobs),
             "runs": [_run_document(run, against) for run in read],
             "profile": contents[0],
             "partition": contents[1],
         }
     )
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    write_files(output, {JSON_NAME: text, HTML_NAME: html})
-    return document
+    return Report(page, document)
 
 
 def _choose_baseline(runs: Sequence[Run], name: str | None) -> Run | None:
@@ -149,7 +189,7 @@ def _choose_baseline(runs: Sequence[Run], name: str | None) -> Run | None:
 
 
 def report_page(
-    runs: Sequence[Run],
+    jobs: Sequence[Run],
     baseline: Run | None,
     profile: Content | None,
     partition: Content | None,
@@ -157,44 +197,67 @@ def report_page(
     title: str,
     made_at: datetime,
 ) -> Page:
-    """All of ``report.html`` as plain data."""
+    """All of ``report.html`` as plain data; jobs that recorded nothing are in the sweep's table."""
+    runs = [run for run in jobs if not run.is_empty]
     models = dict.fromkeys(str(run.summary["model"]) for run in runs if run.summary.get("model"))
     num_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    learning, steps, traffic = draw_learning(runs), draw_steps(runs), draw_traffic(runs)
+    is_sweep, said = bool(varied_overrides(jobs)), verdicts(runs, baseline)
+    coverage, tables = _coverage(profile, partition)
     sections: dict[str, list[Block]] = {
-        "Side by side": [*_verdicts(runs, baseline), *_comparison(runs, baseline)],
-        "What is hot": _coverage(profile, partition),
-        "Learning": _figure(
-            draw_learning(runs),
+        SWEEP_SECTION: [sweep_table(jobs, baseline)] if is_sweep else [],
+        "Learning": _picture(
+            learning,
             "Training loss and AUC over steps",
             "Placements that train exactly draw the same line: runs with one seed and one order of "
             "samples differ only by rounding.",
         ),
-        "Where a step's time goes": _figure(
-            draw_steps(runs),
+        "Where a step's time goes": _picture(
+            steps,
             "Time per step by stage",
             "Medians over the measured steps, or means over the logged lines of an unfinished run. "
             "In hatched stages the main thread waits for other ranks. Grey is the rest of the "
             "median step.",
         ),
-        "Predicted and measured": _predicted(runs),
-        "What a step sends": _figure(
-            draw_traffic(runs),
+        "What a step sends": _picture(
+            traffic,
             "Bytes sent per step and rank by collective",
             "The black line is the lower bound of plans that exchange rows: each distinct row of a "
             "rank's batch is fetched once and its gradient is returned once. A plan that exchanges "
             "pooled bags can send less, because it sends one vector for a whole bag.",
-            "none were sent." if any(run.sent_bytes for run in runs) else f"{NOT_RECORDED}.",
         ),
+        "What is hot": coverage,
+        "Side by side": _comparison(runs, baseline),
+        "Predicted and measured": _predicted(runs),
+        "Partition": tables,
         "Runs": _details(runs),
     }
+    missing = {
+        "Learning": "Loss and AUC over steps: not logged twice.",
+        "Where a step's time goes": f"Time per step by stage: {NOT_RECORDED}.",
+        "What a step sends": "Bytes sent per step and rank: "
+        + ("none were sent." if any(run.sent_bytes for run in runs) else f"{NOT_RECORDED}."),
+        "What is hot": "Lookups by most accessed rows: no profile. Pass profile=<its directory>.",
+        "Predicted and measured": "Predicted and measured stages: no run has recorded both.",
+        "Partition": "Partition: not recorded." if coverage else "",
+    }
+    left_out = [why for title, why in missing.items() if why and not sections[title]]
+    if sections["Learning"] and not any(len(run.aucs()[0]) > 1 for run in runs):
+        left_out.append(
+            "AUC over steps: one evaluation each. Set trainer.eval_every_steps for a curve."
+        )
+    sections["Left out"] = _items(left_out)
     subtitle = "  |  ".join([num_runs, *models, made_at.strftime("%Y-%m-%d %H:%M %Z")])
-    return Page(title, sections, subtitle, _tiles(runs, baseline), JSON_NAME)
+    tiles = best_tiles(runs) if is_sweep else _tiles(runs, baseline)
+    return Page(title, sections, subtitle, tiles, JSON_NAME, () if is_sweep else said)
 
 
-def _figure(
-    figure: Figure | None, label: str, caption: str, missing: str = f"{NOT_RECORDED}."
-) -> list[Block]:
-    return [f"{label}: {missing}" if figure is None else Picture(to_svg(figure, label), caption)]
+def _picture(figure: Figure | None, label: str, caption: str) -> list[Block]:
+    return [] if figure is None else [Picture(to_svg(figure, label), caption)]
+
+
+def _items(sentences: Sequence[str]) -> list[Block]:
+    return [Items(sentences)] if sentences else []
 
 
 def _tiles(runs: Sequence[Run], baseline: Run | None) -> list[Tile]:
@@ -228,11 +291,6 @@ def _show_against(measure: Measure, run: Run, baseline: Run | None) -> str:
     return show_ratio(value, reference) if ratio else f"{value - reference:+.4f}"
 
 
-def _verdicts(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
-    sentences = verdicts(runs, baseline)
-    return [Items(sentences)] if sentences else []
-
-
 def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
     """Every figure that a run recorded, a column for each run."""
 
@@ -255,7 +313,9 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
             f"{name}.{kind}", f"{kind.replace('_', ' ')} on the {name.split('_')[0]}", show_bytes
         )
         for name in BY_KIND
-        for kind in dict.fromkeys(kind for run in runs for kind in run.by_name(name))
+        for kind in dict.fromkeys(
+            k for run in runs for k, size in run.by_name(name).items() if size
+        )
     ]
     for group, measures in {**GROUPS, "Tables by kind, the rank with most": by_kind}.items():
         recorded = [m for m in measures if any(run.number(m.name) is not None for run in runs)]
@@ -280,9 +340,12 @@ def _show_setting(value: object) -> str:
     return NOT_RECORDED if value is None else str(value)
 
 
-def _coverage(profile: Content | None, partition: Content | None) -> list[Block]:
+def _coverage(
+    profile: Content | None, partition: Content | None
+) -> tuple[list[Block], list[Block]]:
+    """The picture of the lookups, and the table of the partition; empty where not given."""
     if profile is None:
-        return ["Access profile: not recorded. Pass a profile to draw its coverage."]
+        return [], []
     counted = f"{show_count(profile['num_samples'])} samples"
     if profile["num_heldout_samples"]:
         counted += f" and {show_count(profile['num_heldout_samples'])} held out"
@@ -294,15 +357,22 @@ def _coverage(profile: Content | None, partition: Content | None) -> list[Block]
         "held-out curve is lower, popularity has shifted since.",
     )
     if partition is None:
-        return [picture, "Partition: not recorded."]
+        return [picture], []
     tables = [{"name": name, **facts} for name, facts in partition["tables"].items()]
     tables.sort(key=lambda table: (-table["num_rows"], table["name"]))
     table = record_table(tables, HOT_COLUMNS, [{"name": "All tables", **partition["total"]}])
-    return [picture, Heading(f"Partition: {partition['policy']}"), table]
+    return [picture], [f"Policy: {partition['policy']}", table]
 
 
 def _predicted(runs: Sequence[Run]) -> list[Block]:
-    """A table of predicted and measured stages for each run that has both, else the reason."""
+    """A table of predicted and measured stages for each run that has both, else the reason.
+
+    Empty if no run has both.
+    """
+    if not any(
+        run.by_name("predicted_stage_s") and run.by_name("measured_stage_s") for run in runs
+    ):
+        return []
     blocks: list[Block] = [
         "Medians over the compared steps: the mean over the ranks, and the slowest rank. Because "
         "each stage has its own median, the stages need not add up to the median step."
@@ -360,6 +430,7 @@ def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
         "sent_bytes": run.sent_bytes,
         "stage_s": run.stage_s,
         **({"cache": cache} if cache else {}),
+        **({"overrides": run.overrides} if run.overrides else {}),
         "sent_over_bound": sent / bound if sent is not None and bound else None,
         "relative_to_baseline": relative,
         "loss": [*zip(*run.series("loss"), strict=True)],
@@ -379,41 +450,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_nan(part) for part in value]
     return value
-
-
-def verdicts(runs: Sequence[Run], baseline: Run | None) -> list[str]:
-    """A sentence for each run that measured its steps: its step, the prediction, the baseline."""
-    return [
-        _verdict(run, None if run is baseline else baseline)
-        for run in runs
-        if run.number("step_p50_s") is not None
-    ]
-
-
-def _verdict(run: Run, baseline: Run | None) -> str:
-    step_s, predicted_s = run.number("step_p50_s"), run.number("predicted_step_s")
-    assert step_s is not None
-    pipeline = run.summary.get("pipeline")
-    text = f"{run.name}{f' ({pipeline})' if pipeline else ''}: {show_seconds(step_s)} a step"
-    if predicted_s is not None and (error := run.number("step_error_frac")) is not None:
-        text += f", predicted {show_seconds(predicted_s)} ({show_error(error)})"
-    if baseline is None or baseline.number("step_p50_s") is None:
-        return f"{text}."
-    pairs = _pairs(run, baseline)
-    if len(pairs) < MIN_LINES:
-        return f"{text}; too few lines of metrics to compare it with {baseline.name}."
-    ours, theirs = zip(*pairs, strict=True)
-    low, high = ratio_interval(theirs, ours)
-    if low <= 1 <= high:
-        return f"{text}, no difference from {baseline.name} within the noise."
-    if high < 1:
-        return f"{text}, {1 - high:.0%} to {1 - low:.0%} faster than {baseline.name}."
-    advice = "A longer trial (plan.trial_s) or costs of a quiet machine may choose better."
-    return f"{text}, {low - 1:.0%} to {high - 1:.0%} slower than {baseline.name}. {advice}"
-
-
-def _pairs(run: Run, other: Run) -> list[tuple[float, float]]:
-    """Median steps of both runs' lines that end with the same step, and so saw as many samples."""
-    ours, theirs = (dict(zip(*of.series("step_p50_s"), strict=True)) for of in (run, other))
-    steps = sorted(ours.keys() & theirs.keys())[NUM_SKIPPED_LINES:]
-    return [(ours[step], theirs[step]) for step in steps]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.report.plan import PREDICTION_JSON, TIERS, Prediction, describe_world
-from hotrec.report.read import parse_object
+from hotrec.report.read import find_jobs, parse_object
 from hotrec.report.render import (
     Block,
     Page,
@@ -24,8 +24,9 @@ from hotrec.report.render import (
     write_files,
 )
 from hotrec.report.units import show_bytes, show_count, show_rate, show_seconds
+from hotrec.runtime.run_dir import POINT
 
-POINT_JSON, WHAT_IF_HTML, WHAT_IF_JSON = "point.json", "what_if.html", "what_if.json"
+WHAT_IF_HTML, WHAT_IF_JSON = "what_if.html", "what_if.json"
 ENDED_WITH_ERROR = "the job ended with an error"
 # These have columns of their own.
 OF_THE_WORLD = ("plan.world_size", "plan.ranks_per_host", "trainer.batch_size")
@@ -41,21 +42,17 @@ def read_predictions(sweep_dir: Path) -> list[Point]:
     Raises:
         ValueError: If there is none, or a file of one is broken.
     """
-    names = (PREDICTION_JSON, POINT_JSON)
-    folders = {path.parent for name in names for path in sweep_dir.rglob(name)}
+    folders = find_jobs(sweep_dir, PREDICTION_JSON, POINT)
     if not folders:
         raise ValueError(
             f"what-if {sweep_dir}: expected directories with {PREDICTION_JSON}, got none. "
             "Pass the directory of a `hotrec plan --multirun`."
         )
-    order = sorted(
-        folders, key=lambda path: (not path.name.isdigit(), path.name.zfill(9), str(path))
-    )
-    return [_read_point(folder, str(folder.relative_to(sweep_dir))) for folder in order]
+    return [_read_point(folder, str(folder.relative_to(sweep_dir))) for folder in folders]
 
 
 def _read_point(folder: Path, name: str) -> Point:
-    facts, document = _read_json(folder / POINT_JSON), _read_json(folder / PREDICTION_JSON)
+    facts, document = _read_json(folder / POINT), _read_json(folder / PREDICTION_JSON)
     world = {key: facts.get(key) for key in ("num_ranks", "ranks_per_host")}
     point: dict[str, Any] = {
         "name": name,

@@ -10,6 +10,8 @@ CONFIG_FILE, SUMMARY = "config.yaml", "summary.json"
 PLAN_JSON, PLAN_TEXT, ENVIRONMENT = "plan.json", "plan.txt", "environment.json"
 CHECKPOINTS, PARTITION, PREDICTION = "checkpoints", "partition", "prediction.json"
 TRACES = "traces"
+# In the directory of each job of a sweep: {"overrides": {key: value}}, with what plan adds.
+POINT = "point.json"
 # Where a run writes its record until its configuration and checkpoint have been accepted.
 STAGED = ".staged"
 LOCK_FILE = ".lock"

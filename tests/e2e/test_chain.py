@@ -160,6 +160,23 @@ def test_sweep_starts_ranks_for_each_job(workspace: Workspace) -> None:
     assert sweep.parent == workspace.folder / "runs" / "sweep" / "synthetic_smoke"
     for job in ("0", "1"):
         assert (sweep / job / "summary.json").exists()
+    document = json.loads((sweep / "report.json").read_text())
+    assert [job["placement"] for job in document["sweep"]] == ["all_hot", "all_cold"]
+    assert [run["name"] for run in document["runs"]] == ["placement=all_hot", "placement=all_cold"]
+    assert {"report.html", "sweep.csv"} <= {path.name for path in sweep.iterdir()}
+    assert "| 1   |  all_cold |" in outcome.stderr
+
+
+def test_joblib_runs_jobs_of_a_sweep_with_loader_workers(workspace: Workspace) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ["--multirun", SMOKE, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    words += ["placement=coverage", "trainer.num_workers=1", "trainer.max_steps=3,4,-1"]
+    outcome = hotrec("train", *words, cwd=workspace.folder)
+    assert outcome.exit_code == 1, outcome.stderr  # of the job with an impossible setting
+    figures = [json.loads(line) for line in outcome.stdout.splitlines()]
+    assert sorted(run["num_steps"] for run in figures) == [3, 4]
+    table = (Path(figures[0]["run_dir"]).parent / "sweep.csv").read_text()
+    assert [line.rpartition(",")[2] for line in table.splitlines()[1:]] == ["True", "True", "False"]
 
 
 def test_sigterm_saves_and_exits(workspace: Workspace) -> None:

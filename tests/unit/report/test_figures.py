@@ -4,12 +4,19 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 
-from hotrec.report.figures import draw_coverage, draw_learning, draw_steps, draw_traffic
+from hotrec.report.figures import (
+    MIN_AUC_RANGE,
+    draw_coverage,
+    draw_learning,
+    draw_steps,
+    draw_traffic,
+)
 from hotrec.report.read import Run, read_runs
 from hotrec.report.style import RUN_COLORS, legend_columns, to_svg
 from tests.unit.report.runs import (
     SUMMARY,
     TORCHREC,
+    eval_line,
     metrics_line,
     partition_content,
     profile_content,
@@ -48,6 +55,17 @@ def test_learning_draws_what_was_logged(runs: list[Run]) -> None:
     assert loss.lines[0].get_linewidth() > loss.lines[1].get_linewidth()
 
 
+def test_auc_axis_does_not_enlarge_noise(tmp_path: Path) -> None:
+    paths = [
+        write_run(tmp_path / str(auc), {}, evals=[eval_line(1, auc), eval_line(2, auc + 1e-5)])
+        for auc in (0.75, 0.7501)
+    ]
+    (auc,) = draw_learning(read_runs(paths)).axes  # and no panel for the loss
+    low, high = auc.get_ylim()
+    assert high - low == pytest.approx(MIN_AUC_RANGE)
+    assert (high + low) / 2 == pytest.approx(0.750055)
+
+
 def test_steps_stack_the_stages_and_the_rest(runs: list[Run]) -> None:
     (axes,) = draw_steps(runs).axes
     found = bars(axes)
@@ -79,9 +97,8 @@ def test_a_run_without_records_is_said_beside_the_others(tmp_path: Path, runs: l
     for draw in (draw_steps, draw_traffic):
         assert texts(draw([*runs, bare]).axes[0])[2] == "not recorded"
         assert draw([bare]) is None
-    assert draw_learning([bare]) is None
     assert draw_traffic([one_rank]) is None
-    assert [texts(axes) for axes in draw_learning([one_rank]).axes] == [[], ["not recorded"]]
+    assert draw_learning([bare, one_rank]) is None  # a single line each
 
 
 def test_coverage_curves_and_the_mark() -> None:

@@ -15,7 +15,8 @@ import pytest
 from hotrec.artifact import ArtifactError
 from hotrec.report import plot_coverage, write_report
 from hotrec.report.read import read_runs
-from hotrec.report.runs import report_page, verdicts
+from hotrec.report.runs import report_page
+from hotrec.report.verdict import verdicts
 from tests.unit.report.golden import check_golden, check_html, check_page, visible_text
 from tests.unit.report.runs import (
     CACHE,
@@ -81,7 +82,10 @@ def test_golden_page(runs: list[Path], artifacts: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("summary", "shown"),
     [
-        ({"sent_bytes": {"a2a": 0}, "sent_bytes_total": 0}, "by collective: none were sent."),
+        (
+            {"sent_bytes": {"a2a": 0}, "sent_bytes_total": 0},
+            "Bytes sent per step and rank: none were sent.",
+        ),
         ({"cache": {**dict.fromkeys(CACHE, 0), "num_steps": 10}}, "Distinct rows 0 Misses"),
         ({**COMPARED, "predicted_stage_s": {"dense": 0.08}}, "route 0.00 ms 5.00 ms 6.00 ms -4.0%"),
     ],
@@ -160,9 +164,9 @@ def lines(step_s: float) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     ("step_s", "said"),
     [
-        (0.150, "slower than planner. A longer trial (plan.trial_s)"),
-        (0.120, "no difference from planner within the noise."),
-        (0.090, "faster than planner."),
+        (0.150, r"is 2\d% to 2\d% slower than planner \(TorchRec's plan\): 150 ms a step"),
+        (0.120, r"is as fast as planner \(TorchRec's plan\), within the noise: 120 ms a step"),
+        (0.090, r"is 2\d% to 2\d% faster than planner \(TorchRec's plan\): 90.0 ms a step"),
     ],
 )
 def test_a_difference_is_named_where_it_is_one(tmp_path: Path, step_s: float, said: str) -> None:
@@ -178,10 +182,25 @@ def test_a_difference_is_named_where_it_is_one(tmp_path: Path, step_s: float, sa
         ]
     )
     first, second = verdicts(runs, runs[1])
-    assert first.startswith(f"{runs[0].name} (look_ahead): {1e3 * step_s:.3g}")
-    assert "predicted 100 ms (-20.0%)" in first
-    assert said in first
+    assert re.match(re.escape(f"{runs[0].name} (look_ahead) ") + said, first)
+    assert "predicted 100 ms (-20.0%); planner takes 120 ms." in first
+    assert ("A longer trial (plan.trial_s)" in first) == ("slower" in first)
     assert second == "planner (sparse_dist): 120 ms a step."
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_said"),
+    [({"measured_host_bytes": 4e6}, True), ({"measured_host_bytes": 4e9}, False), ({}, False)],
+)
+def test_small_tables_are_named(tmp_path: Path, memory: dict[str, Any], is_said: bool) -> None:
+    paths = [
+        write_run(tmp_path / "a", SUMMARY, lines(0.3)),
+        write_run(tmp_path / "b", {**TORCHREC, **memory}, lines(0.2)),
+    ]
+    runs = read_runs(paths)
+    assert ("The tables are small (4.00 MB on the fullest rank)" in verdicts(runs, runs[1])[0]) == (
+        is_said
+    )
 
 
 def test_what_was_not_measured_is_not_judged(tmp_path: Path) -> None:
@@ -193,4 +212,4 @@ def test_what_was_not_measured_is_not_judged(tmp_path: Path) -> None:
         ]
     )
     short, _ = verdicts(runs, runs[1])
-    assert "too few lines of metrics to compare it with planner" in short
+    assert "too few lines of metrics with equal batches to compare it with planner" in short

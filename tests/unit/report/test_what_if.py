@@ -11,7 +11,7 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from hotrec.cli.what_if import WhatIf, write_page
+from hotrec.cli.sweep import Sweep, write_what_if_page
 from hotrec.report.what_if import find_cheapest, read_predictions, what_if_text, write_what_if
 from tests.unit.report.golden import check_golden, check_html
 from tests.unit.report.predictions import prediction
@@ -134,7 +134,7 @@ def hydra_config(sweep: Path, mode: str = "MULTIRUN") -> Any:
 
 @pytest.mark.parametrize(
     ("process", "mode", "is_sweep"),
-    [("plan", "MULTIRUN", True), ("train", "MULTIRUN", False), ("plan", "RUN", False)],
+    [("plan", "MULTIRUN", True), ("prepare", "MULTIRUN", False), ("plan", "RUN", False)],
 )
 def test_the_callback_notes_each_job_of_a_sweep_and_writes_the_page(
     process: str,
@@ -147,8 +147,8 @@ def test_the_callback_notes_each_job_of_a_sweep_and_writes_the_page(
     monkeypatch.setattr(sys, "argv", [f"hotrec {process}"])
     config = hydra_config(tmp_path, mode)
     write_job(tmp_path / "0", {"infeasible": "no"})
-    WhatIf().on_job_start(config=config, task_function=lambda _: None)
-    WhatIf().on_multirun_end(config=config, config_name="config")
+    Sweep().on_job_start(config=config, task_function=lambda _: None)
+    Sweep().on_multirun_end(config=config, config_name="config")
     assert {path.name for path in tmp_path.rglob("*.*")} - {"prediction.json"} == (
         {"point.json", "what_if.html", "what_if.json"} if is_sweep else set()
     )
@@ -166,7 +166,7 @@ def test_an_error_of_the_callback_ends_the_process(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["hotrec plan"])
     with pytest.raises(SystemExit) as caught:
-        WhatIf().on_multirun_end(config=hydra_config(tmp_path), config_name="config")
+        Sweep().on_multirun_end(config=hydra_config(tmp_path), config_name="config")
     assert caught.value.code == 1
     assert "error: what-if" in capsys.readouterr().err
 
@@ -175,4 +175,4 @@ def test_jobs_with_different_required_rates_are_refused(tmp_path: Path) -> None:
     write_job(tmp_path / "0", document(2), point_file(2))
     write_job(tmp_path / "1", document(4), point_file(4, min_samples_per_s=7.0))
     with pytest.raises(ValueError, match=r"expected one value .* got \[400000.0, 7.0\]"):
-        write_page(tmp_path)
+        write_what_if_page(tmp_path)

@@ -1,7 +1,7 @@
-"""After ``hotrec plan --multirun``: the page that compares its predictions.
+"""After ``--multirun`` of plan or train: the table and the page that compare its jobs.
 
-Hydra makes a ``WhatIf`` for every command (conf/hydra/default.yaml); it acts only on sweeps of
-plan. It records each job's overrides and machine before the job, so the page shows failed jobs too.
+Hydra makes a ``Sweep`` for every command (conf/hydra/default.yaml); it acts on sweeps of these,
+and records each job's overrides before the job, so that the page shows failed jobs too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from hotrec.cli.output import print_error
+from hotrec.config.roots import ReportConfig
+from hotrec.runtime.run_dir import POINT
 
 # sys.argv[0] as hotrec.cli.app sets it for Hydra.
-PLAN_PROCESS = "hotrec plan"
-POINT_JSON = "point.json"
+PLAN_PROCESS, TRAIN_PROCESS = "hotrec plan", "hotrec train"
+# What the page of a sweep of plan needs of each job besides its overrides.
 FIELDS = {
     "num_ranks": "plan.world_size",
     "ranks_per_host": "plan.ranks_per_host",
@@ -30,31 +32,54 @@ FIELDS = {
 MIN_SAMPLES_PER_S = "min_samples_per_s"
 
 
-class WhatIf(Callback):
-    """Hydra callback that records each job of a sweep of plan, and writes the page at its end."""
+class Sweep(Callback):
+    """Hydra callback that records each job of a sweep, and writes the page at its end."""
 
     def on_job_start(self, config: DictConfig, **_kwargs: Any) -> None:
         """Write point.json into the directory of a job of the sweep."""
-        if not _is_sweep_of_plan(config):
+        if not _is_compared(config):
             return
         with _exit_on_error():
             point: dict[str, Any] = {
-                "overrides": dict(map(_split_override, config.hydra.overrides.task)),
-                **{name: OmegaConf.select(config, key) for name, key in FIELDS.items()},
-                MIN_SAMPLES_PER_S: config.plan.min_samples_per_s,
+                "overrides": dict(map(_split_override, config.hydra.overrides.task))
             }
+            if sys.argv[0] == PLAN_PROCESS:
+                point |= {name: OmegaConf.select(config, key) for name, key in FIELDS.items()}
+                point[MIN_SAMPLES_PER_S] = config.plan.min_samples_per_s
             text = json.dumps(point, indent=2) + "\n"
-            (Path(config.hydra.runtime.output_dir) / POINT_JSON).write_text(text, encoding="utf-8")
+            (Path(config.hydra.runtime.output_dir) / POINT).write_text(text, encoding="utf-8")
 
     def on_multirun_end(self, config: DictConfig, **_kwargs: Any) -> None:
-        """Write what_if.html and .json into the sweep's directory; the table to stderr."""
-        if not _is_sweep_of_plan(config):
+        """Write the page and its data into the sweep's directory; the table to stderr."""
+        if not _is_compared(config):
             return
         with _exit_on_error():
-            write_page(Path(config.hydra.sweep.dir))
+            sweep_dir = Path(config.hydra.sweep.dir)
+            if sys.argv[0] == PLAN_PROCESS:
+                write_what_if_page(sweep_dir)
+            else:
+                write_report_of_sweep(sweep_dir)
 
 
-def write_page(sweep_dir: Path) -> Path:
+def write_report_of_sweep(sweep_dir: Path) -> None:
+    """Compare the jobs of a sweep of train in report.html, report.json and sweep.csv.
+
+    The table is printed on stderr. Nothing is written where no job has recorded a figure: their
+    errors have been printed.
+    """
+    from hotrec.cli.report import make_report_of
+    from hotrec.report.read import METRICS, SUMMARY, find_jobs
+    from hotrec.report.runs import HTML_NAME, SWEEP_SECTION
+
+    if not find_jobs(sweep_dir, SUMMARY, METRICS):
+        return
+    report = make_report_of(ReportConfig(runs=[str(sweep_dir)], title=f"Sweep {sweep_dir}"))
+    report.write(sweep_dir)
+    page = sweep_dir / HTML_NAME
+    print(report.text(SWEEP_SECTION), f"sweep: {page}", sep="\n", file=sys.stderr)
+
+
+def write_what_if_page(sweep_dir: Path) -> Path:
     """Read a sweep's jobs, write the page and print the table on stderr.
 
     Returns:
@@ -72,8 +97,9 @@ def write_page(sweep_dir: Path) -> Path:
     return page
 
 
-def _is_sweep_of_plan(config: DictConfig) -> bool:
-    return sys.argv[0] == PLAN_PROCESS and config.hydra.mode == RunMode.MULTIRUN
+def _is_compared(config: DictConfig) -> bool:
+    is_sweep = config.hydra.mode == RunMode.MULTIRUN
+    return is_sweep and sys.argv[0] in (PLAN_PROCESS, TRAIN_PROCESS)
 
 
 def _split_override(word: str) -> tuple[str, str]:
@@ -84,7 +110,7 @@ def _split_override(word: str) -> tuple[str, str]:
 def _read_required_rate(sweep_dir: Path) -> float | None:
     found = {
         json.loads(path.read_text(encoding="utf-8")).get(MIN_SAMPLES_PER_S)
-        for path in sweep_dir.rglob(POINT_JSON)
+        for path in sweep_dir.rglob(POINT)
     }
     if len(found) > 1:
         raise ValueError(

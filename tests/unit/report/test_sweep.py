@@ -1,0 +1,168 @@
+"""Jobs of a sweep: their names, their table, and the page at the sweep's end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from hotrec.cli.report import make_report_of, run
+from hotrec.cli.sweep import Sweep
+from hotrec.config.roots import ReportConfig
+from hotrec.report.read import read_runs
+from hotrec.report.runs import SWEEP_SECTION, make_report, report_page
+from tests.unit.report.golden import check_golden, check_html
+from tests.unit.report.runs import SUMMARY, TORCHREC, metrics_line, write_run
+from tests.unit.report.test_runs import MADE_AT
+
+PLACEMENTS = {"coverage": SUMMARY, "torchrec": {**TORCHREC, "name": "torchrec"}}
+
+
+def write_job(sweep: Path, number: int, overrides: dict[str, Any], **files: Any) -> Path:
+    job = write_run(sweep / str(number), **files)
+    (job / "point.json").write_text(json.dumps({"overrides": overrides}))
+    return job
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two placements with two learning rates, numbered 8 to 11; the last one failed."""
+    monkeypatch.chdir(tmp_path)
+    folder, number = Path("sweep"), 8
+    for placement, summary in PLACEMENTS.items():
+        for rate in ("0.01", "0.1"):
+            made = {**summary, "auc": 0.75 + float(rate) / 10}
+            lines = [metrics_line(step, step_p50_s=summary["step_p50_s"]) for step in range(1, 9)]
+            files = {} if number == 11 else {"summary": made, "metrics": lines}
+            overrides = {"experiment": "e", "placement": placement, "optimizer.learning_rate": rate}
+            write_job(folder, number, overrides, **files)
+            number += 1
+    return folder
+
+
+def report_config(sweep: Path, **settings: Any) -> ReportConfig:
+    return ReportConfig(runs=[str(sweep)], **settings)
+
+
+def test_golden_table(sweep: Path) -> None:
+    jobs = [sweep / str(number) for number in (8, 9, 10, 11)]
+    report = make_report(jobs, title="T", made_at=MADE_AT)
+    check_golden("sweep.md", report.text(SWEEP_SECTION))
+    report.write(sweep)
+    check_html((sweep / "report.html").read_text(), report.text())
+    with (sweep / "sweep.csv").open(newline="") as stream:
+        records = list(csv.DictReader(stream))
+    assert [record["job"] for record in records] == ["8", "9", "10", "11"]
+    assert records[1]["optimizer.learning_rate"] == "0.1"
+    assert float(records[1]["auc"]) == pytest.approx(0.76)
+    assert (records[3]["placement"], records[3]["auc"]) == ("torchrec", "")
+    assert [record["finished"] for record in records] == ["True", "True", "True", "False"]
+
+
+def test_columns_are_named_by_what_differs(sweep: Path) -> None:
+    document = make_report_of(report_config(sweep)).document
+    assert [run["name"] for run in document["runs"]] == [
+        "placement=coverage, learning_rate=0.01",
+        "placement=coverage, learning_rate=0.1",
+        "placement=torchrec, learning_rate=0.01",
+    ]
+    assert document["baseline"] == "placement=torchrec, learning_rate=0.01"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ([{"a.x": "1", "b.x": "1"}, {"a.x": "2", "b.x": "2"}], ["a.x=1, b.x=1", "a.x=2, b.x=2"]),
+        ([{"a.x": "1"}, {}], ["hot_cold (1)", "hot_cold (2)"]),  # one is of no sweep
+        ([{"a.x": "1"}, {"a.x": "1"}], ["hot_cold (1)", "hot_cold (2)"]),
+        ([{"a.x": "1"}, {"a.x": "1", "y": "2"}], ["hot_cold", "y=2"]),
+    ],
+)
+def test_names(overrides: list[dict[str, str]], names: list[str], tmp_path: Path) -> None:
+    jobs = [write_job(tmp_path, n, found, summary=SUMMARY) for n, found in enumerate(overrides)]
+    assert [run.name for run in read_runs(jobs)] == names
+
+
+def test_steps_of_other_batches_are_not_compared(tmp_path: Path) -> None:
+    lines = [metrics_line(step) for step in range(1, 9)]
+    jobs = [
+        write_job(tmp_path, 0, {"b": "1"}, summary={**SUMMARY, "batch_size": 1}, metrics=lines),
+        write_job(tmp_path, 1, {"b": "2"}, summary=TORCHREC, metrics=lines),
+    ]
+    runs = read_runs(jobs)
+    page = report_page(runs, runs[1], None, None, title="T", made_at=MADE_AT)
+    (table,) = page.sections[SWEEP_SECTION]
+    assert [row[-1] for row in table.rows] == ["-", "baseline"]  # type: ignore[union-attr]
+
+
+def test_a_job_with_a_broken_point_is_named(tmp_path: Path) -> None:
+    job = write_job(tmp_path, 0, {}, summary=SUMMARY)
+    (job / "point.json").write_text('{"overrides": 1}')
+    with pytest.raises(ValueError, match=r"0/point.json overrides: expected values by key, got 1"):
+        read_runs([job])
+
+
+def test_a_sweep_without_figures_is_refused(tmp_path: Path) -> None:
+    write_job(tmp_path, 0, {"a": "1"})
+    with pytest.raises(ValueError, match=r"expected a job with summary.json .*, got 1 that ended"):
+        make_report_of(report_config(tmp_path))
+
+
+def test_report_prints_the_page_as_text(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run(report_config(sweep, output="out", text=True), Path("unused"))
+    text = capsys.readouterr().err
+    assert figures["page"] == Path("out/report.html")
+    assert "## Side by side" in text
+    assert "Grey is the rest" not in text  # the caption of a picture
+
+
+@pytest.mark.parametrize(
+    ("process", "mode", "is_swept"),
+    [("train", "MULTIRUN", True), ("prepare", "MULTIRUN", False), ("train", "RUN", False)],
+)
+def test_the_page_is_written_at_the_end_of_a_sweep(
+    process: str,
+    mode: str,
+    is_swept: bool,
+    sweep: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"hotrec {process}"])
+    job = sweep / "8"
+    (job / "point.json").unlink()
+    config = OmegaConf.create(
+        {
+            "hydra": {
+                "mode": RunMode[mode],
+                "overrides": {"task": ["+placement=all_cold"]},
+                "sweep": {"dir": str(sweep)},
+                "runtime": {"output_dir": str(job)},
+            },
+        }
+    )
+    callback = Sweep()
+    callback.on_job_start(config=config, task_function=lambda _: None)
+    callback.on_multirun_end(config=config, config_name="config")
+    written = {path.name for path in sweep.iterdir() if path.is_file()}
+    assert written == ({"report.html", "report.json", "sweep.csv"} if is_swept else set())
+    if is_swept:
+        assert "| 8   |  all_cold |" in capsys.readouterr().err
+    else:
+        assert not (job / "point.json").exists()
+
+
+def test_nothing_is_written_where_every_job_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hotrec train"])
+    write_job(tmp_path, 0, {"a": "1"})
+    hydra = {"mode": RunMode.MULTIRUN, "sweep": {"dir": str(tmp_path)}}
+    Sweep().on_multirun_end(config=OmegaConf.create({"hydra": hydra}), config_name="config")
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
