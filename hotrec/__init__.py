@@ -32,6 +32,7 @@ _HOME = {
     "make_optimizer": "hotrec.embedding.optimizers",
     "shard": "hotrec.embedding.convert",
     "use_hot_cold": "hotrec.embedding.convert",
+    "load_model": "hotrec.models.plain",
     "LookAhead": "hotrec.train.pipelines",
     "make_pipeline": "hotrec.train.pipelines",
 }

@@ -20,6 +20,7 @@ from hotrec.config.groups import (
     PlacementConfig,
     ProfilerConfig,
 )
+from hotrec.config.serving import ExportConfig, PredictConfig
 from hotrec.types import ColdTier, HotExchange, PipelineKind, Precision, WireType
 
 Device = StrEnum("Device", "auto cpu cuda")
@@ -429,6 +430,8 @@ ROOTS: dict[str, type] = {
     "config": Config,
     "bench": BenchRootConfig,
     "evaluate": EvaluateConfig,
+    "export": ExportConfig,
+    "predict": PredictConfig,
     "report": ReportConfig,
     "doctor": DoctorConfig,
 }

@@ -51,6 +51,8 @@ def test_every_key_has_a_meaning(page: str) -> None:
         ("config", ["data=kuairand", "profiler=trace"]),
         ("bench", ["bench=smoke"]),
         ("evaluate", []),
+        ("export", []),
+        ("predict", []),
         ("report", []),
     ],
 )
