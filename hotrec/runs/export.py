@@ -289,7 +289,7 @@ class TensorWriter:
     def write(self, name: str, values: npt.NDArray[Any]) -> None:
         """Append values to a tensor."""
         self._file.seek(self._at[name])
-        self._at[name] += self._file.write(np.ascontiguousarray(values).tobytes())
+        self._at[name] += self._file.write(np.ascontiguousarray(values).data)
 
 
 def row_chunks(files: TensorFiles, name: str) -> Iterator[npt.NDArray[np.float32]]:
@@ -330,7 +330,7 @@ def quantize(
 
 
 def _check_range(rows: npt.NDArray[np.float32], name: str, row_type: RowType) -> None:
-    most = np.finfo(np.float16 if row_type is RowType.fp16 else np.float32).max
+    most = float(np.finfo(np.float16 if row_type is RowType.fp16 else np.float32).max)
     largest = float(np.abs(rows).max(initial=0))
     if not largest <= most:
         raise ArtifactError(

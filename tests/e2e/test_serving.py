@@ -178,6 +178,21 @@ print(json.dumps(model(torch.ones(2, 1), ids).tolist()))
     assert json.loads(done.stdout) == pytest.approx(model(torch.ones(2, 1), ids).tolist())
 
 
+def test_aot_inductor(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    hotrec_here("export", "run_dir=runs/dlrm", "output=exported/compiled", cwd=folder)
+    model = package.load_model(folder / "exported/compiled")
+    batch = torch.export.Dim("batch")
+    ids = {feature: torch.tensor([1, 2, 3]) for feature, _ in model.shape.features}
+    shapes = ({0: batch}, dict.fromkeys(ids, {0: batch}))
+    program = torch.export.export(model, (torch.ones(3, 1), ids), dynamic_shapes=shapes)
+    package_path = str(tmp_path / "model.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=package_path)
+    compiled = torch._inductor.aoti_load_package(package_path)
+    fewer = (torch.ones(2, 1), {feature: rows[1:] for feature, rows in ids.items()})
+    torch.testing.assert_close(compiled(*fewer), model(*fewer), atol=1e-5, rtol=0)
+
+
 def test_predict_scores_as_evaluate(folder: Path, evaluated: dict[str, dict[str, Any]]) -> None:
     words = ("predict", "run_dir=runs/dlrm", "input=[days]", "output=scores", "batch_size=32")
     figures = hotrec_here(*words, cwd=folder).figures
