@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.cli.store import read_config
-from hotrec.config.roots import Config
-from hotrec.config.serving import ExportConfig
+from hotrec.config.roots import Config, ExportConfig
 from hotrec.runs.export import export_run
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, find_run
 

@@ -28,8 +28,7 @@ import torch
 
 from hotrec.artifact import Artifact, ArtifactError, commit_artifact, scratch_directory
 from hotrec.config.groups import Dcnv2Config
-from hotrec.config.roots import Config
-from hotrec.config.serving import ExportConfig, ExportFormConfig, RowType
+from hotrec.config.roots import Config, ExportConfig, ExportFormConfig, RowType
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.data.vocabulary import read_vocabulary

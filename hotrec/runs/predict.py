@@ -1,14 +1,14 @@
 """Score raw files with a run's model: read and encoded as its dataset was, scores in Parquet.
 
-Files stream through in blocks; the model's tables are in memory, and for the AUC of labelled files
-logits and labels of all samples, 8 bytes each.
+Ranks divide the files, which stream through in blocks. Every rank holds the model's tables; for the
+AUC of labelled files rank 0 reads logits and labels of all samples at the end.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from hotrec.artifact import Artifact, commit_artifact, scratch_directory
+from hotrec.artifact import Artifact, commit_artifact, read_artifact
 from hotrec.config.data import ColumnKind, Encoding, SourceSpec, SplitSpec, tables_of
-from hotrec.config.roots import Config
-from hotrec.config.serving import PredictConfig
+from hotrec.config.roots import Config, PredictConfig
 from hotrec.data.chunks import Floats, Integers, Jagged
 from hotrec.data.columns import Float64s, RawBlock
 from hotrec.data.encode import (
@@ -36,6 +35,7 @@ from hotrec.data.readers import find_files
 from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.plain import Ids, PlainModel, TableRows
 from hotrec.runs.export import Trained, architecture_of, dense_weights, open_trained, table_names
+from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
 from hotrec.train.checkpoint import open_tensors
 from hotrec.train.evaluate import Quality, measure_quality
 
@@ -67,16 +67,8 @@ class ScoredFiles:
     quality: Quality | None
 
 
-@dataclass
-class _Totals:
-    num_samples: int = 0
-    num_skipped: int = 0
-    logits: list[Floats] = field(default_factory=list)  # of labelled samples
-    labels: list[Floats] = field(default_factory=list)
-
-
 def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path) -> ScoredFiles:
-    """Score files with a run's checkpoint and write a Parquet file for each.
+    """Score files with a run's checkpoint and write a Parquet file for each; collective.
 
     ``scores/00000.parquet`` has the columns line (in the file, or the row in one without lines,
     from 1), logit, score (the predicted rate of clicks) and, if the files have it, label. Values
@@ -93,32 +85,41 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
         ValueError: If the run has not finished, or a file lacks a column or cannot be read.
     """
     target = Path(config.output)
-    with scratch_directory(target, kind=KIND) as scratch:
-        trained = open_trained(trained_config, trained_dir, config.checkpoint)
-        scorer = _make_scorer(config, trained)
-        totals = _Totals()
-        (scratch / SCORES).mkdir()
-        for number in range(len(scorer.log.files)):
-            _score_file(scorer, number, scratch / SCORES / f"{number:05d}.parquet", totals)
-        quality = None
-        if totals.labels:
-            quality = measure_quality(np.concatenate(totals.logits), np.concatenate(totals.labels))
-        counts = {
-            "num_files": len(scorer.log.files),
-            "num_samples": totals.num_samples,
-            "num_skipped": totals.num_skipped,
-        }
-        content = {
-            **counts,
-            "files": [path.name for path in scorer.log.files],
-            "checkpoint": trained.checkpoint.name,
-            "quality": None if quality is None else asdict(quality),
-        }
-        dataset = trained.dataset.artifact.content_hash
-        artifact = commit_artifact(
-            scratch, target, kind=KIND, content=content, made_from={"dataset": dataset}
-        )
-    return ScoredFiles(artifact, trained.checkpoint.name, trained.step, **counts, quality=quality)
+    with shared_scratch(target, kind=KIND) as scratch:
+        trained = same_verdict(lambda: open_trained(trained_config, trained_dir, config.checkpoint))
+        scorer = same_verdict(lambda: _make_scorer(config, trained))
+        counts = same_verdict(lambda: _score_own_files(scorer, scratch))
+        num_samples, num_skipped = map(sum, zip(*all_gather_object(counts), strict=True))
+
+        def commit() -> None:
+            quality = None if scorer.label is None else _measure(scratch)
+            content = {
+                "num_samples": num_samples,
+                "num_skipped": num_skipped,
+                "files": [path.name for path in scorer.log.files],
+                "checkpoint": trained.checkpoint.name,
+                "quality": None if quality is None else asdict(quality),
+            }
+            made_from = {"dataset": trained.dataset.artifact.content_hash}
+            commit_artifact(scratch, target, kind=KIND, content=content, made_from=made_from)
+
+        same_verdict(lambda: commit() if rank() == 0 else None)
+    artifact = read_artifact(target, kind=KIND)
+    quality = artifact.content["quality"]
+    return ScoredFiles(
+        artifact,
+        trained.checkpoint.name,
+        trained.step,
+        len(scorer.log.files),
+        num_samples,
+        num_skipped,
+        None if quality is None else Quality(**quality),
+    )
+
+
+def _measure(scratch: Path) -> Quality:
+    found = pq.read_table(scratch / SCORES, columns=["logit", "label"])
+    return measure_quality(found["logit"].to_numpy(), found["label"].to_numpy())
 
 
 @dataclass(frozen=True)
@@ -205,24 +206,33 @@ def read_model(trained: Trained) -> PlainModel:
         return PlainModel(shape, dense_weights(files, shape), tables)
 
 
-def _score_file(scorer: _Scorer, number: int, target: Path, totals: _Totals) -> None:
-    file = scorer.log.files[number]
+def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int]:
+    """Score this rank's files; the numbers of samples scored and skipped."""
+    (scratch / SCORES).mkdir(exist_ok=True)
+    num_samples = num_skipped = 0
+    for number in range(len(scorer.log.files))[rank() :: world_size()]:
+        for block in _scored_blocks(scorer, number, scratch / SCORES / f"{number:05d}.parquet"):
+            num_samples += len(block)
+            num_skipped += block.num_skipped
+        logger.info("%s: scored, %d samples so far", scorer.log.files[number], num_samples)
+    return num_samples, num_skipped
+
+
+def _scored_blocks(scorer: _Scorer, number: int, target: Path) -> Iterator[RawBlock]:
+    """Score a file block by block and write each; yields what was written."""
     columns = {"line": pa.int64(), "logit": pa.float32(), "score": pa.float32()}
     if scorer.label is not None:
         columns["label"] = pa.int8()
-    with pq.ParquetWriter(target, pa.schema(columns)) as writer:
+    schema = pa.schema(columns)
+    with pq.ParquetWriter(target, schema) as writer:
         for block in read_ahead(scorer.log.blocks(number)):
-            logits = score(scorer.model, *scorer.inputs(block, file), scorer.batch_size)
+            inputs = scorer.inputs(block, scorer.log.files[number])
+            logits = score(scorer.model, *inputs, scorer.batch_size)
             values: list[Any] = [block.lines, logits, torch.from_numpy(logits).sigmoid().numpy()]
             if scorer.label is not None:
-                labels = block.numbers[scorer.label].astype(np.float32)
-                values.append(labels.astype(np.int8))
-                totals.logits.append(logits)
-                totals.labels.append(labels)
-            writer.write_table(pa.table(values, schema=pa.schema(columns)))
-            totals.num_samples += len(block)
-            totals.num_skipped += block.num_skipped
-    logger.info("%s: %d samples scored so far", file, totals.num_samples)
+                values.append(block.numbers[scorer.label].astype(np.int8))
+            writer.write_table(pa.table(values, schema=schema))
+            yield block
 
 
 def score(

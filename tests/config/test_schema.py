@@ -14,7 +14,7 @@ import pytest
 import hotrec
 from hotrec.bench.benchmark import SETTINGS
 from hotrec.cli.store import conf_dir
-from hotrec.config import data, groups, roots, serving
+from hotrec.config import data, groups, roots
 from hotrec.config.fields import VARIANTS
 from hotrec.config.roots import ROOTS
 
@@ -30,11 +30,11 @@ READ_BY_NAME |= set(SETTINGS)
 
 
 def config_classes() -> Iterator[type]:
-    for module in (data, groups, roots, serving):
-        for thing in vars(module).values():
-            is_class = dataclasses.is_dataclass(thing) and isinstance(thing, type)
-            if is_class and thing.__module__ == module.__name__:
-                yield thing
+    for thing in {**vars(data), **vars(groups), **vars(roots)}.values():
+        if not (dataclasses.is_dataclass(thing) and isinstance(thing, type)):
+            continue
+        if thing.__module__ in (data.__name__, groups.__name__, roots.__name__):
+            yield thing
 
 
 @cache

@@ -23,7 +23,7 @@ from hotrec.data.chunks import Dataset, Jagged
 from hotrec.runs.predict import score
 from hotrec.train.checkpoint import open_tensors
 from hotrec.train.evaluate import measure_auc, measure_quality
-from tests.e2e.conftest import REPOSITORY, environment, hotrec_here
+from tests.e2e.conftest import REPOSITORY, environment, hotrec, hotrec_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_SAMPLES, TEST_FROM = 1500, 1200
@@ -205,6 +205,18 @@ def test_predict_scores_as_evaluate(folder: Path, evaluated: dict[str, dict[str,
     np.testing.assert_allclose(scores["score"], 1 / (1 + np.exp(-scores["logit"])), atol=1e-6)
     auc = measure_auc(scores["score"], scores["label"] == 1)
     assert auc == pytest.approx(evaluated["dlrm"]["auc"], abs=1e-5)
+
+
+def test_ranks_divide_the_files(folder: Path, tmp_path: Path) -> None:
+    words = ("predict", "run_dir=runs/dlrm", "input=[days/1.csv,days/2.csv,days/1.csv]")
+    alone = hotrec_here(*words, f"output={tmp_path}/1", cwd=folder).figures
+    ranks = ("launch.num_ranks=2", f"output={tmp_path}/2")
+    together = hotrec(*words, *ranks, cwd=folder, timeout_s=300).figures
+    assert (alone["world_size"], together["world_size"]) == (1, 2)
+    for name in ("num_files", "num_samples", "num_skipped", "auc", "log_loss"):
+        assert together[name] == alone[name]
+    tables = [pq.read_table(tmp_path / name / "scores") for name in "12"]
+    assert tables[0].equals(tables[1])
 
 
 def test_predict_needs_neither_label_nor_split(folder: Path, tmp_path: Path) -> None:

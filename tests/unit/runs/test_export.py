@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import load_file
 
 from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
-from hotrec.config.serving import RowType
+from hotrec.config.roots import RowType
 from hotrec.embedding.canonical import Part, Parts
 from hotrec.runs import export
 from hotrec.runs.export import layer_name, quantize
