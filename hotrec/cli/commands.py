@@ -39,6 +39,10 @@ COMMANDS = {
     "evaluate": Command(
         "evaluate a run's checkpoint on a split of its dataset", "evaluate", is_parallel=True
     ),
+    "export": Command("write a run's model for serving: tables, vocabularies and layers", "export"),
+    "predict": Command(
+        "score raw files with a run's model, into Parquet", "predict", is_parallel=True
+    ),
     "bench": Command(
         "time hot/cold against TorchRec's plans, interleaved in one run", "bench", is_parallel=True
     ),

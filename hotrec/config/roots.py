@@ -27,6 +27,7 @@ ProfileMode = StrEnum("ProfileMode", "exact sample")
 BenchCase = StrEnum("BenchCase", "hot_cold all_cold all_hot table_wise planner hand_tuned")
 HotRowsRule = StrEnum("HotRowsRule", "top break_even")
 BenchRouting = StrEnum("BenchRouting", "main loader")
+RowType = StrEnum("RowType", "fp32 fp16 int8")
 HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
 
 # Meanings of keys that several sections have.
@@ -35,6 +36,9 @@ MAX_SECONDS = 1e6
 DEVICE = "device to compute on: cpu, cuda, or auto (cuda if available)"
 TIMEOUT = "seconds that a collective waits for the slowest rank"
 BATCH_SIZE = "number of samples per rank and step"
+FINISHED_RUN = "directory of the finished training run; latest: the newest under runs/"
+CHECKPOINT = "checkpoint: latest, or a name in the run's checkpoints/"
+SCORED_AT_ONCE = "number of samples that are scored at once"
 NUM_WORKERS = "number of loader processes per rank; 0: read in the rank itself"
 DEPTH = "number of batches whose rows look_ahead exchanges in advance; 0: none"
 MICRO_BATCHES = "let look_ahead first compute the samples that need no row of another rank"
@@ -435,13 +439,64 @@ class EvaluateConfig:
     """The configuration of evaluate."""
 
     run_dir: str = key("directory of the training run; latest: the newest under runs/", "latest")
-    checkpoint: str = key("checkpoint: latest, or a name in the run's checkpoints/", "latest")
+    checkpoint: str = key(CHECKPOINT, "latest")
     split: str = key("split of the run's dataset to evaluate on", "test")
     batch_size: int | None = key(f"{BATCH_SIZE}; null: as in the run", None, ge=1)
     device: Device = key(DEVICE, Device.auto)
     num_workers: int = key(NUM_WORKERS, 1, ge=0, le=256)
     timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
+
+
+@dataclass
+class ExportFormConfig:
+    """The form of the exported model."""
+
+    rows: RowType = key(
+        "type of the embedding rows: fp32 (exact), fp16, or int8 (each row times a scale of its "
+        "own)",
+        RowType.fp32,
+    )
+    eval_split: str | None = key(
+        "split of the run's dataset on which the exported model is evaluated; null: none", "test"
+    )
+    batch_size: int = key(SCORED_AT_ONCE, 4096, ge=1)
+
+
+@dataclass
+class ExportConfig:
+    """The configuration of export."""
+
+    output: str = key("directory of the exported model")
+    run_dir: str = key(FINISHED_RUN, "latest")
+    checkpoint: str = key(CHECKPOINT, "latest")
+    export: ExportFormConfig = section("the form of the exported model", ExportFormConfig)
+
+    def rules(self) -> Rules:
+        yield bool(self.output), "output: expected a directory, got an empty path."
+
+
+@dataclass
+class PredictConfig:
+    """The configuration of predict."""
+
+    input: list[str] = key(
+        "files to score, in the format of the log that the run's dataset was prepared from: paths, "
+        "directories or glob patterns",
+        size=1,
+    )
+    output: str = key("directory of the scores, with a Parquet file for each file of input")
+    run_dir: str = key(FINISHED_RUN, "latest")
+    checkpoint: str = key(CHECKPOINT, "latest")
+    joins: dict[str, list[str]] = key(
+        "files of side tables by name, in place of those in the run's data.source.joins", {}
+    )
+    batch_size: int = key(SCORED_AT_ONCE, 4096, ge=1)
+    timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
+    launch: LaunchConfig = section("the processes on this host", LaunchConfig)
+
+    def rules(self) -> Rules:
+        yield bool(self.output), "output: expected a directory, got an empty path."
 
 
 @dataclass
@@ -487,6 +542,8 @@ ROOTS: dict[str, type] = {
     "config": Config,
     "bench": BenchRootConfig,
     "evaluate": EvaluateConfig,
+    "export": ExportConfig,
+    "predict": PredictConfig,
     "report": ReportConfig,
     "doctor": DoctorConfig,
     "init": InitConfig,

@@ -5,13 +5,27 @@ Everything works on whole blocks, and where possible on distinct texts rather th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hotrec.config.data import ColumnKind, ColumnSpec, DenseTransform, Derive
-from hotrec.data.chunks import Block, Floats, Integers, Jagged
+from hotrec.artifact import ArtifactError
+from hotrec.config.data import (
+    ColumnKind,
+    ColumnSpec,
+    DenseTransform,
+    Derive,
+    Encoding,
+    SourceSpec,
+    columns_of,
+    tables_of,
+)
+from hotrec.data.chunks import Block, Dataset, Floats, Integers, Jagged
 from hotrec.data.columns import (
     Float64s,
     Lists,
@@ -24,7 +38,7 @@ from hotrec.data.columns import (
     texts_from_numbers,
 )
 from hotrec.data.gather import gather_bags
-from hotrec.data.vocabulary import RowEncoder
+from hotrec.data.vocabulary import RowEncoder, RowNumbers, find_rows, read_vocabulary
 
 
 def moments_of(dense: Float64s) -> Float64s:
@@ -103,6 +117,26 @@ def dense_values(block: RawBlock, columns: Mapping[str, ColumnSpec]) -> Float64s
     return values.T
 
 
+def check_row_numbers(
+    block: RawBlock, feature: str, column: ColumnSpec, num_rows: int, file: Path, advice: str
+) -> int:
+    """The largest id of a feature whose ids are row numbers, -1 without any.
+
+    Raises:
+        ValueError: If an id is not a row number below ``num_rows``; it names the line and ends with
+            the advice.
+    """
+    found = find_rows(raw_feature(block, feature, column), num_rows)
+    if found.outside is not None:
+        sample, text = found.outside
+        raise ValueError(
+            f"{file} line {block.lines[sample]}: expected a row number below {num_rows} of table "
+            f"{column.table or feature} in column {column.source or feature}, got "
+            f"{'nothing' if text is None else repr(text)}. Correct the id, {advice}."
+        )
+    return found.largest
+
+
 def encode_feature(raw: Texts | Lists, encoder: RowEncoder) -> Integers | Jagged:
     """The rows of a raw column: each different text is looked up once."""
     if isinstance(raw, Texts):
@@ -131,16 +165,90 @@ def encode_block(
     scaling: Float64s,
 ) -> Block:
     """Encode a block of raw columns for a chunk; ``encoders`` are by feature."""
-    dense = (dense_values(block, columns) - scaling[0]) / scaling[1]
     label: Floats = block.numbers[label_source(columns)].astype(np.float32)
-    return Block(
-        label=label,
-        dense=dense.astype(np.float32),
-        features={
-            name: encode_feature(raw_feature(block, name, column), encoders[name])
-            for name, column in feature_columns(columns).items()
-        },
-    )
+    return Block(label, *encode_inputs(block, columns, encoders, scaling))
+
+
+def encode_inputs(
+    block: RawBlock,
+    columns: Mapping[str, ColumnSpec],
+    encoders: Mapping[str, RowEncoder],
+    scaling: Float64s,
+) -> tuple[Floats, dict[str, Integers | Jagged]]:
+    """Dense columns and features of a chunk, as in ``Block``; the label is not needed."""
+    dense = (dense_values(block, columns) - scaling[0]) / scaling[1]
+    features = {
+        name: encode_feature(raw_feature(block, name, column), encoders[name])
+        for name, column in feature_columns(columns).items()
+    }
+    return dense.astype(np.float32), features
+
+
+def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
+    """How samples are encoded, as JSON values: what ``prepare`` records for ``read_encoding``.
+
+    Args:
+        spec: The log.
+        scaling: Of ``scaling_of``.
+    """
+    document = {
+        "columns": {name: asdict(column) for name, column in columns_of(spec).items()},
+        "tables": {name: asdict(table) for name, table in tables_of(spec).items()},
+        "means": scaling[0].tolist(),
+        "deviations": scaling[1].tolist(),
+    }
+    return dict(json.loads(json.dumps(document)))
+
+
+def read_encoding(dataset: Dataset, spec: SourceSpec) -> tuple[dict[str, RowEncoder], Float64s]:
+    """What encodes other samples as those of a dataset were.
+
+    Args:
+        dataset: A dataset that ``prepare`` made from a log.
+        spec: This log.
+
+    Returns:
+        The encoder of each table, and what to scale dense columns by, float64 (2, N).
+
+    Raises:
+        ArtifactError: If the dataset does not say how it was encoded, was encoded otherwise, or a
+            vocabulary was altered.
+    """
+    artifact = dataset.artifact
+    with artifact.parsing():
+        recorded = artifact.content["source"].get("encoding")
+        if recorded is None:
+            raise ArtifactError(
+                f"{artifact.path}: expected the encoding of its columns in the manifest, got none: "
+                "an earlier version prepared it. Prepare it again, and train again."
+            )
+        scaling = np.array([recorded["means"], recorded["deviations"]], np.float64)
+        wanted = encoding_document(spec, scaling)
+        for part in ("columns", "tables"):
+            for name in sorted(wanted[part].keys() | recorded[part].keys()):
+                mine, own = wanted[part].get(name), recorded[part].get(name)
+                if mine != own:
+                    raise ArtifactError(
+                        f"{artifact.path}: expected data.source.{part}.{name} as the run recorded "
+                        f"it, {mine}, got {own} (of the dataset). Train on the dataset again, "
+                        "with the configuration that prepared it."
+                    )
+    tables = tables_of(spec)
+    encoders: dict[str, RowEncoder] = {}
+    for table in dataset.schema.tables:
+        match tables[table.name].encoding:
+            case Encoding.vocabulary:
+                name = f"vocab/{table.name}.arrow"
+                artifact.file(name)
+                artifact.verify_file(name)
+                encoders[table.name] = RowEncoder(
+                    vocabulary=read_vocabulary(artifact.path, table.name)
+                )
+            case Encoding.hashing:
+                encoders[table.name] = RowEncoder(table.num_rows)
+            case Encoding.rows:
+                encoders[table.name] = RowNumbers(table.num_rows)
+    return encoders, scaling
 
 
 def select_samples(block: Block, samples: npt.NDArray[np.int64]) -> Block:

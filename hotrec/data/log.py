@@ -71,8 +71,13 @@ class Log:
         return count_samples(self.files[file], self.log_format)
 
 
-def open_log(spec: SourceSpec) -> Log:
+def open_log(spec: SourceSpec, *, needs_label: bool = True) -> Log:
     """Find the files, resolve the columns, read the side tables.
+
+    Args:
+        spec: The log.
+        needs_label: Whether it must have the label's column; else the label is left out of the
+            columns of a log without it.
 
     Raises:
         ValueError: if a file or a column is not there.
@@ -88,9 +93,14 @@ def open_log(spec: SourceSpec) -> Log:
         files[name] = find_files(side.files, side.format, key=key)
         # A side table is small and curated, so its bad lines are always errors.
         formats[name] = LogFormat(side.format, side.separator, nulls, block_bytes=block_bytes)
-    wanted = _wanted(
-        spec, {place: column_names(files[place][0], formats[place]) for place in files}
-    )
+    known = {place: column_names(files[place][0], formats[place]) for place in files}
+    if not needs_label and label_source(columns_of(spec)) not in known[_LOG]:
+        columns = columns_of(spec).items()
+        spec = replace(
+            spec,
+            columns={n: column for n, column in columns if column.kind is not ColumnKind.label},
+        )
+    wanted = _wanted(spec, known)
     side_tables = tuple(
         read_side_table(
             name, files[name], formats[name], side.key or side.on, side.on, wanted[name]
@@ -127,6 +137,7 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
         (numbers if needs_numbers(column) else ids)[place].append(source)
         if column.derive in (Derive.hour_of_day, Derive.day_of_week):
             times[place][source] = spec.times.get(source, TimeUnit.ms)
+    has_label = any(column.kind is ColumnKind.label for column in columns.values())
     required: tuple[str, ...] = ()
     if spec.split.kind is SplitKind.time:
         _require(spec.split.column, known[_LOG], "data.source.split.column")
@@ -141,7 +152,7 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
         place: Wanted(
             tuple(dict.fromkeys(ids[place])),
             tuple(dict.fromkeys(numbers[place])),
-            label=label_source(columns) if place == _LOG else None,
+            label=label_source(columns) if has_label and place == _LOG else None,
             required=required if place == _LOG else (),
             times=times[place],
         )

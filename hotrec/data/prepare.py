@@ -34,9 +34,11 @@ from hotrec.config.validate import validate
 from hotrec.data.chunks import DATASET, SPLITS, ChunkInfo, ChunkWriter, commit_dataset, write_arrow
 from hotrec.data.columns import Float64s, RawBlock
 from hotrec.data.encode import (
+    check_row_numbers,
     dense_columns,
     dense_values,
     encode_block,
+    encoding_document,
     feature_columns,
     label_source,
     moments_of,
@@ -52,7 +54,6 @@ from hotrec.data.vocabulary import (
     ValueCounter,
     build_vocabulary,
     count_ids,
-    find_rows,
     read_vocabulary,
     write_vocabulary,
 )
@@ -126,9 +127,10 @@ def prepare(source: SourceSpec, output: str | Path) -> Artifact:
         total = sum(facts.values(), start=job.no_facts())
         distributed.same_verdict(lambda: _check_facts(total, len(facts)))
         encoders = _build_encoders(job, largest)
-        splits = _write(job, encoders, scaling_of(log.columns, total.moments), facts)
+        scaling = scaling_of(log.columns, total.moments)
+        splits = _write(job, encoders, scaling, facts)
         distributed.same_verdict(
-            lambda: _commit(job, target, encoders, splits, total) if is_first else None
+            lambda: _commit(job, target, encoders, scaling, splits, total) if is_first else None
         )
     return read_artifact(target, kind=DATASET)
 
@@ -238,16 +240,8 @@ def _largest_row(job: _Job, file: int, block: RawBlock, feature: str) -> int:
     """
     column, table = job.log.columns[feature], job.tables[feature]
     num_rows = tables_of(job.spec)[table].num_rows or MAX_ROWS
-    found = find_rows(raw_feature(block, feature, column), num_rows)
-    if found.outside is not None:
-        sample, text = found.outside
-        raise ValueError(
-            f"{job.log.files[file]} line {block.lines[sample]}: expected a row number below "
-            f"{num_rows} of table {table} in column {column.source or feature}, got "
-            f"{'nothing' if text is None else repr(text)}. Correct the id, set num_rows of "
-            f"data.source.tables.{table}, or choose another encoding."
-        )
-    return found.largest
+    advice = f"set num_rows of data.source.tables.{table}, or choose another encoding"
+    return check_row_numbers(block, feature, column, num_rows, job.log.files[file], advice)
 
 
 def _check_facts(total: FileFacts, num_files: int) -> None:
@@ -365,6 +359,7 @@ def _commit(
     job: _Job,
     target: Path,
     encoders: dict[str, RowEncoder],
+    scaling: Float64s,
     splits: dict[str, list[ChunkInfo]],
     total: FileFacts,
 ) -> None:
@@ -381,5 +376,6 @@ def _commit(
         "num_samples": _by_split(total.num_samples),
         "num_clicks": _by_split(total.num_clicks),
         "num_skipped": total.num_skipped,
+        "encoding": encoding_document(job.spec, scaling),
     }
     commit_dataset(job.scratch, target, _schema(job, encoders), splits, source)

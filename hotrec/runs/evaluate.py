@@ -52,7 +52,7 @@ def evaluate_run(
         ArtifactError: If the dataset, partition or checkpoint is missing or altered.
         ValueError: If there is no such checkpoint.
     """
-    checkpoint = same_verdict(lambda: _checkpoint(trained_dir, config.checkpoint))
+    checkpoint = same_verdict(lambda: find_checkpoint(trained_dir, config.checkpoint))
     dataset = same_verdict(lambda: Dataset.open(trained.paths.dataset, trained.paths.verify))
     training_plan = same_verdict(lambda: read_training_plan(trained, trained_dir))
     trained = training_plan.config
@@ -81,7 +81,8 @@ def evaluate_run(
     return EvaluatedRun(trained, checkpoint.name, position.step, quality)
 
 
-def _checkpoint(trained_dir: Path, name: str) -> Path:
+def find_checkpoint(trained_dir: Path, name: str) -> Path:
+    """The checkpoint of a run by its name, or the newest for "latest"; ValueError without one."""
     directory = trained_dir / CHECKPOINTS
     path = find_latest(directory) if name == "latest" else directory / name
     if path is None or not path.is_dir():

@@ -52,6 +52,8 @@ def test_every_key_has_a_meaning(page: str) -> None:
         ("bench", ["bench=smoke"]),
         ("evaluate", []),
         ("init", []),
+        ("export", []),
+        ("predict", []),
         ("report", []),
     ],
 )

@@ -41,7 +41,7 @@ WALLS = {
     "omegaconf": {"hotrec.cli"},
     "torchx": set(),
     "fbgemm_gpu": {"hotrec.calibrate", "hotrec.embedding"},
-    "safetensors": {"hotrec.train"},
+    "safetensors": {"hotrec.models.plain", "hotrec.train"},
     "tensorboard": {"hotrec.train"},
     "matplotlib": {"hotrec.report"},
     "jinja2": {"hotrec.report"},

@@ -1,0 +1,32 @@
+"""``hotrec export``: a run's model out of the program, in files that PyTorch alone reads."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hotrec.cli.store import read_config
+from hotrec.config.roots import Config, ExportConfig
+from hotrec.runs.export import export_run
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, find_run
+
+
+def run(config: ExportConfig, run_dir: Path) -> dict[str, Any]:
+    """Export the model that the training run recorded."""
+    start_s = time.perf_counter()
+    trained_dir = find_run(config.run_dir, holding=f"{CHECKPOINTS}/latest", key="run_dir")
+    trained = read_config(trained_dir / CONFIG_FILE, Config)
+    exported = export_run(config, trained, trained_dir)
+    return {
+        "command": "export",
+        "run_dir": trained_dir,
+        "output": exported.artifact.path,
+        "checkpoint": exported.checkpoint,
+        "step": exported.step,
+        "rows": config.export.rows.name,
+        "num_bytes": sum(file["num_bytes"] for file in exported.artifact.files.values()),
+        **({} if exported.quality is None else asdict(exported.quality)),
+        "elapsed_s": time.perf_counter() - start_s,
+    }

@@ -1,0 +1,182 @@
+"""The plain model computes what the trained one does, from any form of ids and type of rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.export import Dim, export
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.models.plain import Architecture, Ids, PlainModel, TableRows, load_model
+from hotrec.models.zoo import build_model
+from hotrec.runs.export import layer_name, quantize
+from hotrec.types import ModelKind
+
+DIM, NUM_SAMPLES = 8, 6
+# Features in another order than their tables, and two that share one.
+FEATURES = {"user": "u", "item": "i", "seen": "i"}
+NUM_ROWS = {"i": 30, "u": 20}
+
+
+def trained(kind: ModelKind, num_dense: int, pooling: PoolingType) -> nn.Module:
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=DIM,
+            feature_names=[feature for feature, table in FEATURES.items() if table == name],
+            pooling=pooling,
+        )
+        for name, rows in NUM_ROWS.items()
+    ]
+    return build_model(
+        kind,
+        EmbeddingBagCollection(tables=tables),
+        num_dense=num_dense,
+        dense_layer_sizes=[5, DIM],
+        over_layer_sizes=[7, 4, 1],
+        cross_num_layers=2,
+        cross_low_rank_dim=3,
+        seed=1,
+        device=torch.device("cpu"),
+    )
+
+
+def plain(model: nn.Module, kind: ModelKind, num_dense: int, pooling: str = "sum") -> PlainModel:
+    shape = Architecture(
+        kind=kind.name,
+        embedding_dim=DIM,
+        pooling=pooling,
+        dense_layer_sizes=[5, DIM],
+        over_layer_sizes=[7, 4, 1],
+        cross_num_layers=2,
+        cross_low_rank_dim=3,
+        dense=[f"d{column}" for column in range(num_dense)],
+        features=[["item", "i"], ["seen", "i"], ["user", "u"]],
+    )
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    bags = "sparse_arch.embedding_bag_collection.embedding_bags"
+    rows = {table: weights.pop(f"{bags}.{table}.weight") for table in NUM_ROWS}
+    tables = {table: TableRows(rows[table], None, pooling == "mean") for table in rows}
+    dense = {layer_name(name, last=2): value for name, value in weights.items()}
+    return PlainModel(shape, dense, tables)
+
+
+def inputs(num_dense: int) -> tuple[torch.Tensor, dict[str, Ids]]:
+    """One id of user and item a sample; bags of seen, the first and last of them empty."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([0, 2, 1, 3, 1, 0])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids: dict[str, Ids] = {
+        "user": torch.randint(0, NUM_ROWS["u"], (NUM_SAMPLES,), generator=generator),
+        "item": torch.randint(0, NUM_ROWS["i"], (NUM_SAMPLES,), generator=generator),
+        "seen": (torch.randint(0, NUM_ROWS["i"], (7,), generator=generator), offsets),
+    }
+    return torch.randn(NUM_SAMPLES, num_dense, generator=generator), ids
+
+
+def jagged(ids: dict[str, Ids]) -> KeyedJaggedTensor:
+    ones = torch.ones(NUM_SAMPLES, dtype=torch.int64)
+    bags = [(bag, ones) if isinstance(bag, torch.Tensor) else bag for bag in ids.values()]
+    values = [found for found, _ in bags]
+    lengths = [second if second is ones else second.diff() for _, second in bags]
+    return KeyedJaggedTensor(list(ids), torch.cat(values), lengths=torch.cat(lengths))
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+@pytest.mark.parametrize("num_dense", [0, 3])
+@pytest.mark.parametrize("kind", ModelKind)
+def test_logits_are_those_of_the_trained_model(
+    kind: ModelKind, num_dense: int, pooling: PoolingType
+) -> None:
+    model = trained(kind, num_dense, pooling)
+    dense, ids = inputs(num_dense)
+    expected = model(dense, jagged(ids)).squeeze(-1)
+    found = plain(model, kind, num_dense, pooling.name.lower())(dense, ids)
+    torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_all_forms_of_ids_give_the_same(dtype: str, is_mean: bool) -> None:
+    rows = torch.randn(30, DIM)
+    table = TableRows(rows.to(torch.float16) if dtype == "float16" else rows, None, is_mean)
+    if dtype == "int8":
+        scales, quantized = map(torch.from_numpy, quantize(rows.numpy()))
+        table = TableRows(quantized, scales, is_mean)
+    bags = [[], [4, 4, 29], [0], [7, 1]]
+    offsets = torch.tensor([0, 0, 3, 4, 6])
+    padded = torch.tensor([[-1, -1, -1], [4, -1, 4], [-1, 0, -1], [7, 1, -1]])
+    padded[1, 1] = 29
+    expected = torch.stack(
+        [
+            torch.zeros(DIM) if not bag else rows[bag].mean(0) if is_mean else rows[bag].sum(0)
+            for bag in bags
+        ]
+    )
+    atol = {"float32": 1e-6, "float16": 0.01, "int8": 0.1}[dtype]
+    found = table((torch.tensor([4, 4, 29, 0, 7, 1]), offsets))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+    torch.testing.assert_close(table(padded), found)
+    torch.testing.assert_close(table(torch.tensor([0])), found[2:3])
+
+
+def test_a_missing_feature_is_named() -> None:
+    model = plain(trained(ModelKind.dlrm, 3, PoolingType.SUM), ModelKind.dlrm, 3)
+    dense, ids = inputs(3)
+    with pytest.raises(ValueError, match=r"expected every feature .*seen"):
+        model(dense, {name: ids[name] for name in ("user", "item")})
+
+
+@pytest.mark.parametrize(("kind", "is_int8"), [(ModelKind.dlrm, True), (ModelKind.dcnv2, False)])
+def test_torch_export(kind: ModelKind, is_int8: bool) -> None:
+    model = plain(trained(kind, 3, PoolingType.SUM), kind, 3)
+    if is_int8:
+        for table in model.tables.values():
+            scales, quantized = map(torch.from_numpy, quantize(table.weight.numpy()))
+            table.weight, table.scale = quantized, scales
+    dense, ids = inputs(3)
+    batch, num_ids = Dim("batch"), Dim("num_ids")
+    one = {0: batch}
+    shapes = (one, {"user": one, "item": one, "seen": ({0: num_ids}, {0: batch + 1})})
+    program = export(model, (dense, ids), dynamic_shapes=shapes).module()
+    torch.testing.assert_close(program(dense, ids), model(dense, ids))
+    # Another size of batch, and of bags.
+    values, _ = ids["seen"]
+    fewer = {"user": ids["user"][:2], "item": ids["item"][:2]}
+    fewer |= {"seen": (values[:3], torch.tensor([0, 1, 3]))}
+    torch.testing.assert_close(program(dense[:2], fewer), model(dense[:2], fewer))
+
+
+def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
+    model = plain(trained(ModelKind.dlrm, 0, PoolingType.SUM), ModelKind.dlrm, 0)
+    tables = [{"name": t, "num_rows": rows, "file": t} for t, rows in NUM_ROWS.items()]
+    document = {"format_version": 1, "architecture": asdict(model.shape), "tables": tables}
+    (tmp_path / "model.json").write_text(json.dumps(document))
+    save_file(model.layers.state_dict(), tmp_path / "dense.safetensors")
+    for name, table in model.tables.items():
+        save_file({"weight": table.weight}, tmp_path / name)
+    load_model(tmp_path)
+    content = (tmp_path / "i").read_bytes()
+    (tmp_path / "i").write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=r": expected a whole exported model, got "):
+        load_model(tmp_path)
+    save_file({"weight": torch.zeros(3, DIM)}, tmp_path / "i")
+    with pytest.raises(ValueError, match=r"expected rows of shape \(30, 8\), got \(3, 8\)"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format_version": 99}', '{"format_version": 1}'])
+def test_a_damaged_description_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(ValueError, match=r": expected .*, got "):
+        load_model(tmp_path)
