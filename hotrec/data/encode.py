@@ -184,6 +184,12 @@ def encode_inputs(
     return dense.astype(np.float32), features
 
 
+def read_times(spec: SourceSpec) -> list[str]:
+    """The columns of ``times`` that samples are made from, and not only the split."""
+    used = {column.source or name for name, column in columns_of(spec).items()}
+    return sorted(used & spec.times.keys())
+
+
 def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
     """How samples are encoded, as JSON values: what ``prepare`` records for ``read_encoding``.
 
@@ -194,6 +200,7 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
     document = {
         "columns": {name: asdict(column) for name, column in columns_of(spec).items()},
         "tables": {name: asdict(table) for name, table in tables_of(spec).items()},
+        "times": {name: spec.times[name].value for name in read_times(spec)},
         "means": scaling[0].tolist(),
         "deviations": scaling[1].tolist(),
     }
@@ -224,9 +231,10 @@ def read_encoding(dataset: Dataset, spec: SourceSpec) -> tuple[dict[str, RowEnco
             )
         scaling = np.array([recorded["means"], recorded["deviations"]], np.float64)
         wanted = encoding_document(spec, scaling)
-        for part in ("columns", "tables"):
-            for name in sorted(wanted[part].keys() | recorded[part].keys()):
-                mine, own = wanted[part].get(name), recorded[part].get(name)
+        for part in ("columns", "tables", "times"):
+            saved = recorded.get(part, {})  # no times in earlier versions
+            for name in sorted(wanted[part].keys() | saved.keys()):
+                mine, own = wanted[part].get(name), saved.get(name)
                 if mine != own:
                     raise ArtifactError(
                         f"{artifact.path}: expected data.source.{part}.{name} as the run recorded "

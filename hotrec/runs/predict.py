@@ -28,6 +28,7 @@ from hotrec.data.encode import (
     feature_columns,
     label_source,
     read_encoding,
+    read_times,
 )
 from hotrec.data.log import Log, open_log
 from hotrec.data.prepare import read_ahead
@@ -186,7 +187,8 @@ def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
     }
     files = [str(path) for path in find_files(config.input, source.format, key="input")]
     try:
-        spec = replace(source, files=files, joins=joins, split=SplitSpec())
+        times = {name: source.times[name] for name in read_times(source)}
+        spec = replace(source, files=files, joins=joins, split=SplitSpec(), times=times)
         return open_log(spec, needs_label=False)
     except ValueError as error:
         if str(error).startswith("data.source.columns."):  # names a column, but no file
