@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hotrec.planning.trial import ratio_interval
 from hotrec.report.read import Run
 from hotrec.report.units import show_bytes, show_error, show_seconds
+from hotrec.runtime.run_dir import PLAN_JSON
 
 BASELINE_PLACEMENT = "torchrec"
 # First lines of a run have the steps that compile, allocate and start workers.
@@ -46,6 +48,8 @@ def _verdict(run: Run, baseline: Run | None) -> str:
         why = f"too few lines of metrics with equal batches to compare it with {other}"
         return f"{name}: {text}; {why}."
     text = f"{text}; {baseline.name} takes {show_seconds(their_s)}."
+    if have_same_plan(run, baseline):
+        return f"{name} trained the same plan as {other}; what differs is the machine: {text}"
     speed = show_speed(*interval)
     tables_bytes = sum(baseline.number(f"measured_{place}_bytes") or 0.0 for place in PLACES)
     if 0 < tables_bytes < SMALL_TABLES_BYTES and interval[1] >= 1:
@@ -54,6 +58,14 @@ def _verdict(run: Run, baseline: Run | None) -> str:
         text += " A longer trial (plan.trial_s) or costs of a quiet machine may choose better."
     how = f"is {speed} than {other}" if speed else f"is as fast as {other}, within the noise"
     return f"{name} {how}: {text}"
+
+
+def have_same_plan(run: Run, other: Run) -> bool:
+    """Whether two runs recorded the same shards, hot rows and pipeline."""
+    if any(run.summary.get(key) != other.summary.get(key) for key in ("pipeline", "hot_rows")):
+        return False
+    files = [of.path / PLAN_JSON for of in (run, other)]
+    return all(map(Path.is_file, files)) and files[0].read_bytes() == files[1].read_bytes()
 
 
 def show_speed(low: float, high: float) -> str:

@@ -213,3 +213,17 @@ def test_what_was_not_measured_is_not_judged(tmp_path: Path) -> None:
     )
     short, _ = verdicts(runs, runs[1])
     assert "too few lines of metrics with equal batches to compare it with planner" in short
+
+
+@pytest.mark.parametrize("shards", ["{}", '{"t0": "row_wise"}'])
+def test_one_plan_is_neither_faster_nor_slower_than_itself(tmp_path: Path, shards: str) -> None:
+    paths = [
+        write_run(tmp_path / "a", {**TORCHREC, "name": "cost"}, lines(0.1)),
+        write_run(tmp_path / "b", TORCHREC, lines(0.2)),
+    ]
+    for path, text in zip(paths, ("{}", shards), strict=True):
+        (Path(path) / "plan.json").write_text(text)
+    runs = read_runs(paths)
+    first, _ = verdicts(runs, runs[1])
+    assert ("trained the same plan as" in first) == (shards == "{}")
+    assert ("faster" in first) == (shards != "{}")
