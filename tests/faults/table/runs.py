@@ -136,7 +136,7 @@ def _resume_cases() -> Iterator[Case]:
         yield works(f"resume/{key}-changed", f"{GO_ON} {name}", check=latest_whole(24), **OWN)
         yield works(f"resume/{key}-changed-path", f"{TRAIN} trainer.resume={ONE}/{FIRST} {name}", **NEW)
     yield works("resume/more-ranks", f"{GO_ON} launch.num_ranks=2", check=latest_whole(24), limit_s=90, **OWN)
-    yield works("resume/fewer-ranks", GO_ON, check=latest_whole(24), variables=in_run(TWO), outputs=(TWO,))
+    yield works("resume/fewer-ranks", GO_ON, check=latest_whole(24, TWO), variables=in_run(TWO), outputs=(TWO,))
     yield refused("resume/model-changed-ranks", f"{GO_ON} launch.num_ranks=2 model.over_layer_sizes=[16,1]", "model", variables=in_run(TWO), **RANKS)
     yield works("resume/latest-missing", GO_ON, edits.deleted(f"{ONE}/checkpoints/latest"), check=latest_whole(24), **OWN)
     half = edits.copied(f"{ONE}/{FIRST}", f"{ONE}/checkpoints/.step-00000024.0a1b2c3d.tmp")
