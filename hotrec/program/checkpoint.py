@@ -73,8 +73,8 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Any]]:
     """Load the newest checkpoint of a directory, before the pipeline is made; collective.
 
-    The ranks, the hot rows, the sharding plan and the pipeline may be others than at saving, and
-    the device, too. With the same ranks, random generators go on where they were.
+    The ranks, the hot rows, the sharding plan and the pipeline may be others than at saving. With
+    the same ranks, random generators go on where they were.
 
     Args:
         directory: As at saving.

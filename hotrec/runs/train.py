@@ -99,7 +99,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     warm = None
     if config.trainer.warm_start is not None and resume_from is None:
         source = config.trainer.warm_start
-        warm = same_verdict(lambda: WarmStart.open(source, dataset))
+        warm = same_verdict(lambda: WarmStart.open(source, dataset, config.optimizer.kind.name))
     with staged_record(run_dir, is_first=ranks.is_first) as staged:
         return _train(config, dataset, run_dir, staged, resume_from, warm, ranks)
 

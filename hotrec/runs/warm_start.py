@@ -31,15 +31,17 @@ class WarmStart:
     checkpoint: Path
     trained_on: Dataset
     dataset: Dataset
+    has_same_optimizer: bool
     _encoders: dict[str, RowEncoder] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
-    def open(source: str, dataset: Dataset) -> WarmStart:
+    def open(source: str, dataset: Dataset, optimizer: str) -> WarmStart:
         """Find a checkpoint and its dataset.
 
         Args:
             source: Directory of a run, whose newest checkpoint is taken, or of a checkpoint.
             dataset: The dataset to train on.
+            optimizer: The kind of optimizer to train with; the state of another starts anew.
 
         Raises:
             ValueError: If there is no checkpoint, or the tables of the datasets do not match.
@@ -53,8 +55,9 @@ class WarmStart:
                 f"checkpoint, got {source!r}."
             )
         facts = read_facts(checkpoint, None)["facts"]
+        is_same = facts.get("optimizer") == optimizer
         if facts["dataset"] == dataset.artifact.content_hash:
-            return WarmStart(checkpoint, dataset, dataset)
+            return WarmStart(checkpoint, dataset, dataset, is_same)
         trained_on = _dataset_of(checkpoint)
         if trained_on.artifact.content_hash != facts["dataset"]:
             raise ArtifactError(
@@ -62,7 +65,7 @@ class WarmStart:
                 f"{checkpoint} was trained on, got {trained_on.artifact.content_hash[:12]}. Keep "
                 "the dataset of a run whose weights are used again."
             )
-        warm = WarmStart(checkpoint, trained_on, dataset)
+        warm = WarmStart(checkpoint, trained_on, dataset, is_same)
         warm._check_tables()
         return warm
 
@@ -86,8 +89,13 @@ class WarmStart:
         Raises:
             ArtifactError: If the checkpoint is damaged, or has other dimensions.
         """
+        if not self.has_same_optimizer and rank() == 0:
+            logger.warning("%s is of another optimizer; its state starts anew", self.checkpoint)
         found = load_rows(
-            self.checkpoint, model=model, optimizer=optimizer, find_rows=self._find_rows
+            self.checkpoint,
+            model=model,
+            optimizer=optimizer if self.has_same_optimizer else None,
+            find_rows=self._find_rows,
         )
         if rank() == 0:
             total = {table.name: table.num_rows for table in self.dataset.schema.tables}
@@ -97,7 +105,7 @@ class WarmStart:
                 ", ".join(f"{name} {num} of {total[name]} rows" for name, num in found.items()),
             )
 
-    def _find_rows(self, table: str, rows: torch.Tensor, _: int) -> torch.Tensor:
+    def _find_rows(self, table: str, rows: torch.Tensor) -> torch.Tensor:
         """The rows of the same raw ids in the checkpoint; row 0 stands for unknown ids in both."""
         if self.trained_on is self.dataset or not _has_vocabulary(self.dataset, table):
             return rows

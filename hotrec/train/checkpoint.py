@@ -247,8 +247,8 @@ def load_rows(
     path: Path,
     *,
     model: nn.Module,
-    optimizer: KeyedOptimizer,
-    find_rows: Callable[[str, torch.Tensor, int], torch.Tensor],
+    optimizer: KeyedOptimizer | None,
+    find_rows: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> dict[str, int]:
     """Load what a changed model or dataset shares with a checkpoint; collective.
 
@@ -258,9 +258,10 @@ def load_rows(
     Args:
         path: One ``step-...`` directory.
         model: The sharded model.
-        optimizer: Its optimizer.
-        find_rows: Maps a table's name, rows int64 (R,) of the model, and the number of rows in the
-            checkpoint to their rows in the checkpoint, int64 (R,), -1 for none.
+        optimizer: Its optimizer, if it is of the checkpoint's kind; None to start its state anew,
+            which an optimizer with other tensors does, too.
+        find_rows: Maps a table's name and rows int64 (R,) of the model to their rows in the
+            checkpoint, int64 (R,), -1 for none.
 
     Returns:
         The number of rows that were loaded, by table.
@@ -269,10 +270,15 @@ def load_rows(
         ArtifactError: If the checkpoint is damaged, or a tensor has another width or shape.
     """
     content = same_verdict(lambda: read_facts(path, None, verify_files=True))
-    same_verdict(lambda: _fill_optimizer_state(optimizer))
+    if optimizer is not None:
+        same_verdict(lambda: _fill_optimizer_state(optimizer))
     parts = same_verdict(lambda: canonical_parts(model, optimizer))
     with same_verdict(lambda: open_tensors(path)) as files:
         saved = files.shapes
+        if not all(all_gather_object(_has_state(saved, parts))):
+            parts = same_verdict(lambda: canonical_parts(model))
+            if rank() == 0:
+                logger.warning("%s is of another optimizer, whose state starts anew", path)
         same_verdict(lambda: _check_shapes(path, saved, parts))
         missing = sorted({part.name for part in parts.parts} - saved.keys())
         if missing and rank() == 0:
@@ -289,7 +295,7 @@ def load_rows(
                 if part.table is None:
                     files.read([part])
                     continue
-                rows = find_rows(part.table, part.own_rows(), saved[part.name][0])
+                rows = find_rows(part.table, part.own_rows())
                 files.read_rows(part, rows)
                 is_counted = part.is_shard or (rank() == 0 and not parts.has_shards(part.name))
                 if is_counted and "/" not in part.name:
@@ -303,6 +309,15 @@ def load_rows(
         table: sum(of_rank.get(table, 0) for of_rank in of_ranks)
         for table in sorted({table for of_rank in of_ranks for table in of_rank})
     }
+
+
+def _has_state(saved: Mapping[str, tuple[int, ...]], parts: Parts) -> bool:
+    """Whether the parameters that were saved have state of this rank's optimizer."""
+    return all(
+        len(saved.get(part.name, ())) == len(part.shape) and part.name in saved
+        for part in parts.parts
+        if "/" in part.name and part.name.partition("/")[0] in saved
+    )
 
 
 def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], parts: Parts) -> None:

@@ -233,8 +233,9 @@ def train_plain(kind: OptimizerKind) -> tuple[list[float], dict[str, torch.Tenso
     return losses, found
 
 
-def map_rows(table: str, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+def map_rows(table: str, rows: torch.Tensor) -> torch.Tensor:
     """Another order of rows, every fourth of which is new."""
+    num_rows = setups.NUM_ROWS[table]
     mapped = (rows * 7 + 3) % num_rows if num_rows % 7 else num_rows - 1 - rows
     return torch.where(rows % 4 == 1, -1, mapped)
 
@@ -259,11 +260,18 @@ def start_warm(folder: Path) -> list[str]:
                     full = f"model.first.embedding_bags.{name}.weight"
                     expected = files.whole(full if name in num else f"model.{name}")
                     if name in num:
-                        rows = map_rows(name, torch.arange(len(found)), len(found))
+                        rows = map_rows(name, torch.arange(len(found)))
                         expected = expected[rows].where(rows[:, None] >= 0, before[name])
                         wrong += [f"{placement} {name}"] * (num[name] != int((rows >= 0).sum()))
                     wrong += [f"{placement} {name}"] * (not torch.equal(found, expected))
                 wrong += [f"{placement} tables"] * (num.keys() != setups.NUM_ROWS.keys())
+        # Moments of another optimizer start anew, and so does their count of updates.
+        run = Run(Way(OptimizerKind.adam, "all_hot", "sparse_dist"))
+        model, optimizer = run.setup.model, run.setup.optimizer
+        load_rows(path, model=model, optimizer=optimizer, find_rows=map_rows)
+        expected_count = SAVED_STEP if way.optimizer is OptimizerKind.adam else 0
+        counts = {int(count) for count in canonical_parts(model, optimizer).counters}
+        wrong += [f"updates {counts}"] * (counts != {expected_count})
     return wrong
 
 

@@ -51,10 +51,10 @@ def test_rows_follow_their_raw_ids(tmp_path: Path) -> None:
     after = prepare_days(tmp_path / "two", ["u9", "u4", "u2", "u7", "u1"])
     run = save_run(tmp_path / "run", before)
     for source in (run, run / CHECKPOINTS / "step-00000001"):
-        warm = WarmStart.open(str(source), after)
+        warm = WarmStart.open(str(source), after, "adam")
         table = next(f.table for f in after.schema.features if f.name == "user")
         rows = torch.arange(after.schema.table(table).num_rows)
-        found = warm._find_rows(table, rows, 5).tolist()
+        found = warm._find_rows(table, rows).tolist()
         old, new = (
             [None, *read_vocabulary(data.artifact.path, table)["value"].to_pylist()]
             for data in (before, after)
@@ -68,8 +68,8 @@ def test_rows_follow_their_raw_ids(tmp_path: Path) -> None:
 
 def test_the_same_dataset_keeps_its_rows(tmp_path: Path) -> None:
     data = prepare_days(tmp_path / "one", ["u1", "u2"])
-    warm = WarmStart.open(str(save_run(tmp_path / "run", data)), data)
-    assert warm._find_rows("user", torch.tensor([2, 0, 1]), 3).tolist() == [2, 0, 1]
+    warm = WarmStart.open(str(save_run(tmp_path / "run", data)), data, "adam")
+    assert warm._find_rows("user", torch.tensor([2, 0, 1])).tolist() == [2, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_other_encodings_and_datasets_are_refused(
     after = prepare_days(tmp_path / "two", ["u1", "u3"], **table)
     run = save_run(tmp_path / "run", before, "" if table else "77b0c4")
     with pytest.raises(ValueError, match=message):
-        WarmStart.open(str(run), after)
+        WarmStart.open(str(run), after, "adam")
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     data = prepare_days(tmp_path / "one", ["u1", "u2"])
     with pytest.raises(ValueError, match=r"trainer\.warm_start: expected the directory of a run"):
-        WarmStart.open(str(tmp_path / "nowhere"), data)
+        WarmStart.open(str(tmp_path / "nowhere"), data, "adam")
     run = save_run(tmp_path / "run", data, "77b0c4")
     (run / "config.yaml").unlink()
     with pytest.raises(ArtifactError, match=r"config\.yaml: expected the configuration"):
-        WarmStart.open(str(run), data)
+        WarmStart.open(str(run), data, "adam")
