@@ -136,13 +136,14 @@ class ReadLock:
     Processes forked meanwhile share it; a copy made by pickle takes its own.
     """
 
-    def __init__(self, manifest: Path) -> None:
+    def __init__(self, manifest: Path, kind: str) -> None:
         self._manifest = manifest
-        self._file = _open_locked(manifest)
+        self._kind = kind
+        self._file = _open_locked(manifest, kind)
         weakref.finalize(self, self._file.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReadLock, (self._manifest,)
+        return ReadLock, (self._manifest, self._kind)
 
     def check(self) -> None:
         """Raise an ``ArtifactError`` if the artifact is not the one that was opened."""
@@ -153,10 +154,10 @@ class ReadLock:
             )
 
 
-def _open_locked(manifest: Path) -> BinaryIO:
+def _open_locked(manifest: Path, kind: str) -> BinaryIO:
     until_s = time.monotonic() + _REPLACEMENT_S
     while True:
-        file = manifest.open("rb")
+        file = _open_manifest(manifest, kind)
         if try_flock(file.fileno(), manifest, is_shared=True) and is_current(
             file.fileno(), manifest
         ):
@@ -168,6 +169,18 @@ def _open_locked(manifest: Path) -> BinaryIO:
                 f"{_REPLACEMENT_S:.0f} s by processes {other_lock_holders(manifest)}. Try again."
             )
         time.sleep(0.01)
+
+
+def _open_manifest(manifest: Path, kind: str) -> BinaryIO:
+    # Between the wait and the opening a replacement may begin; hardly so three times in a row.
+    for _ in range(3):
+        _wait_for_replacement(_resolve(manifest.parent))
+        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return manifest.open("rb")
+    raise ArtifactError(
+        f"{manifest}: expected the manifest of a {kind}, got no such file. "
+        f"Make the {kind} first, or correct the path."
+    )
 
 
 def checksum_of(path: Path, name: str = CHECKSUM) -> str:
@@ -407,14 +420,8 @@ def read_artifact(
     Raises:
         ArtifactError: If it is missing, of another kind, incomplete or altered.
     """
-    _wait_for_replacement(_resolve(path))
     manifest = path / MANIFEST
-    if not manifest.is_file():
-        raise ArtifactError(
-            f"{manifest}: expected the manifest of a {kind}, got no such file. "
-            f"Make the {kind} first, or correct the path."
-        )
-    lock = ReadLock(manifest)  # so that manifest and files belong together
+    lock = ReadLock(manifest, kind)  # so that manifest and files belong together
     document = _parse_manifest(manifest, kind)
     if document["kind"] != kind:
         raise ArtifactError(

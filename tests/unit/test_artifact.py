@@ -249,6 +249,25 @@ def test_readers_never_see_a_replacement(tmp_path: Path) -> None:
     assert reader.returncode == 0
 
 
+def test_a_replacement_may_begin_as_the_manifest_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a")
+    wait = module._wait_for_replacement
+    num_waits = 0
+
+    def wait_before_a_replacement(target: Path) -> None:
+        nonlocal num_waits
+        num_waits += 1
+        wait(target)
+        if num_waits == 1:
+            target.rename(tmp_path / ".a.00000000.old")
+
+    monkeypatch.setattr(module, "_wait_for_replacement", wait_before_a_replacement)
+    assert read_artifact(tmp_path / "a", kind="profile").kind == "profile"
+    assert num_waits == 2
+
+
 def edit_manifest(target: Path, change: Callable[[dict[str, Any]], None]) -> None:
     document = json.loads((target / MANIFEST).read_text())
     change(document)
