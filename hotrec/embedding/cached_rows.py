@@ -232,6 +232,12 @@ class CachedRows:
         self._mover.put_back(rows, self._mover.read_slots(slots))
         self.written_bytes += rows.size * self._mover.row_bytes
 
+    def refresh(self, rows: Rows) -> None:
+        """Fetch rows again that were written in host memory, with no batch in flight."""
+        slots = self.slots.slots_of(rows)
+        here, nothing = slots >= 0, slots[:0]
+        self._mover.submit(Moves(rows[:0], nothing, rows[here], slots[here])).wait()
+
     def close(self) -> None:
         """Let the mover's threads end."""
         self._mover.close()
@@ -276,3 +282,17 @@ def use_cached_rows(
             spec,
             device,
         )
+
+
+def refresh_slots(lookup: nn.Module, written: Mapping[str, Rows]) -> bool:
+    """Fetch rows again that were written in host memory, by table; whether the lookup has slots."""
+    kernels: Any = lookup._emb_modules
+    cached = [kernel for kernel in kernels if isinstance(kernel.forward, CachedRows)]
+    for kernel in cached:
+        tables = kernel.config.embedding_tables
+        begins = table_begins([table.local_rows for table in tables]).tolist()
+        for table, begin in zip(tables, begins, strict=True):
+            first = table.local_metadata.shard_offsets[0] if table.local_rows else 0
+            rows = written.get(table.name, np.empty(0, np.int64)) - first
+            kernel.forward.refresh(rows[(rows >= 0) & (rows < table.local_rows)] + begin)
+    return bool(cached)

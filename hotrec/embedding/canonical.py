@@ -141,19 +141,19 @@ def _tables(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, _Table]:
         for dim, group in collection.router.groups.items():
             prefix = f"{path}rows.dim{dim}.embeddings."
             for table in group.cold_tables:
-                tables[f"{prefix}{table}.weight"] = _Table(_plain_name(path, table))
+                tables[f"{prefix}{table}.weight"] = _Table(plain_name(path, table))
             for table in group.hot_tables:
                 rows = hot_rows(partition, table)
                 key = f"{prefix}{hot_name(table)}.weight"
-                tables[key] = _Table(_plain_name(path, table), partition.num_rows[table], rows)
+                tables[key] = _Table(plain_name(path, table), partition.num_rows[table], rows)
         pooled = collection.router.pooled
         for table in () if pooled is None else pooled.tables:
             key = f"{path}pooled.embedding_bags.{table}.weight"
-            tables[key] = _Table(_plain_name(path, table))
+            tables[key] = _Table(plain_name(path, table))
     return tables
 
 
-def _plain_name(path: str, table: str) -> str:
+def plain_name(path: str, table: str) -> str:
     """The name of a table's parameter in TorchRec's ``EmbeddingBagCollection``."""
     return f"{path}embedding_bags.{table}.weight"
 

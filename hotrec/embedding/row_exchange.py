@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,7 +20,7 @@ from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.cached_rows import is_cached, use_cached_rows
+from hotrec.embedding.cached_rows import is_cached, refresh_slots, use_cached_rows
 from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.flat import cut_bags
 from hotrec.embedding.fused import fused_params, undo_update_count
@@ -29,7 +29,7 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.comm_thread import HostInts
 from hotrec.runtime.stages import backward_point, mark, mark_backward
-from hotrec.types import HotExchange, Placement, WireType
+from hotrec.types import HotExchange, Placement, Rows, WireType
 
 
 class IdsExchange(nn.Module):
@@ -277,6 +277,14 @@ class ShardedRows(ShardedEmbeddingCollection):
         """Invalidate the UVM caches, after rows in host memory were written directly."""
         for lookup in self._lookups:
             if not isinstance(lookup, DistributedDataParallel):
+                lookup.purge()
+
+    def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
+        """Let caches hold what was written to rows in host memory, by table, between steps."""
+        for lookup in self._lookups:
+            if isinstance(lookup, DistributedDataParallel):
+                continue
+            if not refresh_slots(lookup, written) and self._is_cuda:
                 lookup.purge()
 
     def start_lookups(

@@ -6,7 +6,8 @@ the previous step, and pools after ``output_dist``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,8 +45,9 @@ from hotrec.embedding.row_exchange import (
 )
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
+from hotrec.routing.popularity import Popularity
 from hotrec.runtime.stages import mark
-from hotrec.types import HotExchange, WireType
+from hotrec.types import HotExchange, Partition, Rows, WireType
 
 
 class HotColdContext(EmbeddingCollectionContext):
@@ -104,6 +106,7 @@ class ShardedHotColdEmbeddingBagCollection(
         self.router = module.router
         self._device = settings.device
         self._device_router = module.router if self._device.type == "cpu" else None
+        self._counters: list[Popularity] = []  # empty unless lookups are counted
         self.rows = nn.ModuleDict()
         for (name, collection), group in zip(
             module.rows.items(), module.router.groups.values(), strict=True
@@ -141,6 +144,25 @@ class ShardedHotColdEmbeddingBagCollection(
         if self.pooled is not None:
             self.pooled.drop_cached_rows()
 
+    def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
+        """Let caches hold what was written to rows in host memory, by table, between steps."""
+        for rows in self.sharded_rows():
+            rows.refresh_cached_rows(written)
+
+    def count_lookups(self) -> list[Popularity]:
+        """Count the lookups of training batches from now on, by embedding dimension."""
+        groups = self.router.groups.values()
+        self._counters = [Popularity(group, self.partition, self._device) for group in groups]
+        return self._counters
+
+    def follow(self, partition: Partition) -> None:
+        """Route by other hot rows, as many of each table, once the rows have been moved."""
+        self.partition = partition
+        self.placement = replace(self.placement, partition=partition)
+        self.router.follow(partition)
+        if self._device.type != "cpu":
+            self._device_router = None
+
     def create_context(self) -> HotColdContext:
         return HotColdContext()
 
@@ -173,7 +195,11 @@ class ShardedHotColdEmbeddingBagCollection(
             return route(self.router, features)
         if self._device_router is None:
             self._device_router = self.router.to(self._device)
-        return route(self._device_router, features)
+        routed = route(self._device_router, features)
+        if self.training:
+            for counter, group in zip(self._counters, routed.groups, strict=False):
+                counter.add(group)
+        return routed
 
     def compute(self, ctx: HotColdContext, dist_input: KJTList) -> Started:
         mark("ids_exchange")

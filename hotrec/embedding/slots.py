@@ -138,6 +138,10 @@ class SlotMap:
         self.num_lookups += slots.size
         self.num_read += int(np.count_nonzero(self._first[slots] == order))
 
+    def slots_of(self, rows: Rows) -> Slots:
+        """The slot of each row, (K,); -1 for none."""
+        return self._slot_of_row[rows]
+
     def release(self, number: int, *, is_changed: bool) -> None:
         """Give back the slots of the batches up to ``number``, whose updates are all made."""
         while self._reserved and self._reserved[0][0] <= number:

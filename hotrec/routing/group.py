@@ -95,9 +95,18 @@ class GroupRouter:
         self._begin_of_F = (self._table_ends - self._num_rows_T)[table_of_F]
         self._is_mean_F = find_means(columns)
         self._slots = torch.full((self._total_rows,), COLD, dtype=torch.int32)
-        for table, end in zip(tables, self._table_ends.tolist(), strict=True):
+        self._hot_keys: list[torch.Tensor] = []
+        self.follow(partition)
+
+    def follow(self, partition: Partition) -> None:
+        """Route by other hot rows, as many of each table."""
+        for old in self._hot_keys:
+            self._slots[old] = COLD
+        self._hot_keys = []
+        for table, end in zip(self.tables, self._table_ends.tolist(), strict=True):
             hot = hot_rows(partition, table) + (end - partition.num_rows[table])
             self._slots[hot] = torch.arange(hot.numel(), dtype=torch.int32)
+            self._hot_keys.append(hot)
 
     @torch.no_grad()
     def route(self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]) -> RoutedGroup:

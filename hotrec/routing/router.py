@@ -35,11 +35,22 @@ class Router:
         self.pooled = PooledRouter(pooled_by_dim, partition) if pooled_by_dim else None
         self.is_weighted = is_weighted
         all_columns = (dict(columns_by_dim), dict(pooled_by_dim or {}), is_weighted)
-        self.fingerprint = zlib.crc32(repr(all_columns).encode())
+        self._columns_fingerprint = zlib.crc32(repr(all_columns).encode())
+        self.fingerprint = self._fingerprint_of(partition)
+
+    def _fingerprint_of(self, partition: Partition) -> int:
+        fingerprint = self._columns_fingerprint
         for group in self.groups.values():
             for table in group.tables:
                 rows = hot_rows(partition, table).numpy().tobytes()
-                self.fingerprint = zlib.crc32(rows, self.fingerprint)
+                fingerprint = zlib.crc32(rows, fingerprint)
+        return fingerprint
+
+    def follow(self, partition: Partition) -> None:
+        """Route by other hot rows, as many of each table, on this process alone."""
+        for group in self.groups.values():
+            group.follow(partition)
+        self.fingerprint = self._fingerprint_of(partition)
 
     def to(self, device: torch.device) -> Router:
         """Copy the router with its maps on the device that routes."""

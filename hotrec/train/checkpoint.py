@@ -27,10 +27,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hotrec.artifact import ArtifactError, commit_artifact, read_artifact, remove_abandoned
+from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.canonical import Parts, canonical_parts
 from hotrec.embedding.tables import sharded_collections
 from hotrec.runtime.ranks import (
@@ -48,6 +50,7 @@ logger = logging.getLogger(__name__)
 KIND = "checkpoint"
 LATEST = "latest"
 TENSORS = "tensors"
+HOT_SET = "hot_set"
 # The last commit that reads checkpoints of torch.distributed.checkpoint, with its ranks and plan.
 _LAST_COMMIT_OF_DCP = "a16b2ca"
 
@@ -103,6 +106,7 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: KeyedOptimizer,
     loader: StatefulLoader,
+    hot_set: AdaptiveHotSet | None = None,
 ) -> Path:
     """Write a checkpoint from all ranks, and remove the oldest of its lineage.
 
@@ -115,6 +119,7 @@ def save_checkpoint(
         model: The sharded model.
         optimizer: Its optimizer.
         loader: The loader of the training samples.
+        hot_set: The hot rows, where they follow the data.
 
     Returns:
         The checkpoint's directory.
@@ -125,8 +130,9 @@ def save_checkpoint(
     target = checkpoints.directory / f"step-{position.step:08d}"
     parts = same_verdict(lambda: canonical_parts(model, optimizer))
     loader_state = same_verdict(loader.state_dict)
+    hot_state = {} if hot_set is None else hot_set.state_dict()
     with shared_scratch(target, kind=KIND) as scratch:
-        pieces = same_verdict(lambda: _save_rank(scratch, parts))
+        pieces = same_verdict(lambda: _save_rank(scratch, parts, hot_state))
         of_ranks = all_gather_object(pieces)
         same_verdict(
             lambda: _commit(
@@ -181,6 +187,7 @@ def load_checkpoint(
     facts: Mapping[str, Any],
     optimizer: KeyedOptimizer | None = None,
     loader: StatefulLoader | None = None,
+    hot_set: AdaptiveHotSet | None = None,
 ) -> Position:
     """Load a checkpoint into a model that has not computed anything yet, on every rank.
 
@@ -190,6 +197,7 @@ def load_checkpoint(
         optimizer: left out to evaluate only.
         loader: left out to evaluate only. Iterate it only after this; then call
             ``restore_random_state``.
+        hot_set: where hot rows follow the data; takes those of the checkpoint, if it has any.
 
     Raises:
         ArtifactError: if it is cut short or altered, or any fact or tensor differs; RankError on
@@ -197,6 +205,8 @@ def load_checkpoint(
         ValueError: if the loader has another dataset or order of samples.
     """
     content = same_verdict(lambda: read_facts(path, facts, verify_files=True))
+    if hot_set is not None:  # first, since it says where the rows belong
+        same_verdict(lambda: hot_set.load_state_dict(_load_hot_sets(path)))
     if optimizer is not None:
         same_verdict(lambda: _fill_optimizer_state(optimizer))
     parts = same_verdict(lambda: canonical_parts(model, optimizer))
@@ -367,10 +377,17 @@ def _random_file(path: Path) -> Path:
     return path / f"random-{rank():05d}.pt"
 
 
-def _save_rank(scratch: Path, parts: Parts) -> list[Piece]:
+def _load_hot_sets(path: Path) -> list[dict[str, torch.Tensor]]:
+    """What every rank saved of ``AdaptiveHotSet``; empty if hot rows did not follow the data."""
+    return [load_file(file) for file in sorted(path.glob(f"{HOT_SET}-*.safetensors"))]
+
+
+def _save_rank(scratch: Path, parts: Parts, hot_state: Mapping[str, torch.Tensor]) -> list[Piece]:
     file = _random_file(scratch)
     try:
         torch.save(_random_state(), file)
+        if hot_state:
+            save_file(dict(hot_state), scratch / f"{HOT_SET}-{rank():05d}.safetensors")
         return write_tensors(parts, scratch, TENSORS, rank=rank(), world_size=world_size())
     except (RuntimeError, SafetensorError) as error:  # of writers, which hide the system's
         raise RuntimeError(

@@ -1,0 +1,375 @@
+"""A hot set that follows the data: rows change between replica and shard while training goes on.
+
+Every so many steps all ranks choose the same swaps of rows from decayed counts of lookups, and
+move weights and optimizer state as they are: nothing is reset, approximated or allocated anew. A
+table keeps its number of hot rows. The owner of a row that becomes cold has a replica, like every
+rank, and copies it into its shard without traffic; a row that becomes hot is broadcast by its
+owner.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from hotrec.embedding.canonical import Part, canonical_parts, plain_name
+from hotrec.embedding.tables import sharded_collections
+from hotrec.routing.popularity import CountedRows, Counts, Popularity
+from hotrec.runtime.ranks import all_gather_object, rank, world_size
+from hotrec.types import Rows
+
+# A swap must gain more lookups than this many standard deviations of the difference of two counts,
+# which are Poisson distributed: else rows would go back and forth by chance.
+_DEVIATIONS = 1.0
+# Counted rows that are kept at a decision, times the number of hot rows.
+_KEPT = 4
+_LEAST_KEPT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """Rows int64 (M,) of a table that become hot, in the slots (M,) of rows that become cold."""
+
+    rows: Rows
+    slots: Rows
+    old_rows: Rows
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks decided and did.
+
+    Args:
+        num_moved: Rows that became hot; as many became cold.
+        moved_bytes: Weights and state that their owners broadcast.
+        hot_share: Share of the counted lookups, decayed, that read hot rows before the move.
+        best_share: The same for the hot rows that would have been best, table by table.
+        pause_s: Time that training stood still on this rank.
+    """
+
+    num_moved: int
+    moved_bytes: int
+    hot_share: float
+    best_share: float
+    pause_s: float
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table with hot and cold rows.
+
+    Args:
+        path: The prefix of its collection's names.
+        name: Its own name.
+        counter: Counts its rows.
+        row_floats: Floats of a row with its optimizer state, over those of the row.
+        shards: The first row and number of rows that each rank owns, None for none.
+    """
+
+    path: str
+    name: str
+    counter: Popularity
+    row_floats: float
+    shards: Sequence[tuple[int, int] | None]
+
+    @property
+    def key(self) -> str:
+        return plain_name(self.path, self.name)
+
+    def hot_keys(self) -> Rows:
+        keys: Rows = self.counter.hot_keys[self.name].numpy()
+        return keys
+
+    def counted(self) -> CountedRows:
+        """The rows that this rank counts."""
+        begin, counted = self.counter.begins[self.name], self.counter.counted
+        end = begin + self.counter.tables[self.name]
+        return counted.select(np.arange(*np.searchsorted(counted.keys, (begin, end))))
+
+    def owner_of(self, rows: Rows) -> Rows:
+        """The rank that owns each row, int64 (M,)."""
+        owners = np.full(rows.size, -1)
+        for index, shard in enumerate(self.shards):
+            if shard is not None:
+                owners[(rows >= shard[0]) & (rows < shard[0] + shard[1])] = index
+        return owners
+
+
+class AdaptiveHotSet:
+    """Lets the hot rows of a sharded model follow its training batches.
+
+    Ids have to be routed by the ranks, not by loader workers. Call ``adapt`` between steps, with
+    the pipeline drained. ``state_dict`` and ``load_state_dict`` carry hot rows and counts from any
+    ranks to any.
+
+    Args:
+        model: The sharded model.
+        optimizer: Its optimizer.
+        decay: What counts keep from one decision to the next, from 0 to below 1.
+        most_rows: The most rows that one decision moves.
+
+    Raises:
+        ValueError: If no table has hot and cold rows.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: KeyedOptimizer, *, decay: float, most_rows: int
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._decay, self._most_rows = decay, most_rows
+        self._collections = dict(sharded_collections(model))
+        self._counters = {
+            path: collection.count_lookups() for path, collection in self._collections.items()
+        }
+        self._tables = self._find_tables()
+        if not self._tables:
+            raise ValueError(
+                "placement.adapt_every_steps: expected a table with hot and cold rows, got none. "
+                "Set it to 0, or choose a placement with such tables (placement=coverage)."
+            )
+
+    def _find_tables(self) -> list[_Table]:
+        """The tables whose rows can move; collective."""
+        parts = canonical_parts(self._model, self._optimizer).parts
+        own = {p.name: (p.first[0], p.value.shape[0]) for p in parts if p.is_shard}
+        widths: dict[str, list[int]] = {}
+        for part in parts:
+            if part.rows is not None:
+                of_table = widths.setdefault(part.name.partition("/")[0], [])
+                of_table.append(math.prod(part.shape[1:]))
+        of_ranks = all_gather_object(own)
+        tables = []
+        for path, counters in self._counters.items():
+            for counter in counters:
+                for name, keys in counter.hot_keys.items():
+                    key = plain_name(path, name)
+                    if keys.numel() < counter.tables[name]:
+                        floats = sum(widths[key]) / self._dim(path, name)
+                        shards = [shards.get(key) for shards in of_ranks]
+                        tables.append(_Table(path, name, counter, floats, shards))
+        return tables
+
+    def _dim(self, path: str, table: str) -> int:
+        configs = self._collections[path].embedding_bag_configs()
+        return next(int(c.embedding_dim) for c in configs if c.name == table)
+
+    def _all_counters(self) -> list[Popularity]:
+        return [counter for counters in self._counters.values() for counter in counters]
+
+    def adapt(self) -> Decision:
+        """Decide which rows are hot from now on, and move them; collective."""
+        start = time.perf_counter()
+        for counter in self._all_counters():
+            counter.merge()
+        swaps, hot_share, best_share = self._decide()
+        num_bytes = self._move(swaps) if swaps else 0
+        for counter in self._all_counters():
+            num_hot = sum(keys.numel() for keys in counter.hot_keys.values())
+            counter.decay(self._decay, max(_KEPT * num_hot // world_size(), _LEAST_KEPT))
+        num_moved = sum(swap.rows.size for swap in swaps.values())
+        pause_s = time.perf_counter() - start
+        return Decision(num_moved, num_bytes, hot_share, best_share, pause_s)
+
+    def _decide(self) -> tuple[dict[str, Swaps], float, float]:
+        """The swaps by table, the share of hot lookups, and the best share; the same everywhere."""
+        num_total = sum(float(c.counted.counts.sum()) for c in self._all_counters())
+        num_hot = sum(
+            float(counter.counted.of(keys.numpy()).sum())
+            for counter in self._all_counters()
+            for keys in counter.hot_keys.values()
+        )
+        own = [_hot_and_cold(table, self._most_rows) for table in self._tables]
+        of_ranks = all_gather_object((own, num_hot, num_total))
+        found, gained = {}, 0.0
+        for at, table in enumerate(self._tables):
+            hot_counts = np.sum([counts[at][0] for counts, _, _ in of_ranks], axis=0)
+            cold = [counts[at][1] for counts, _, _ in of_ranks]
+            keys = np.concatenate([part.keys for part in cold])
+            counts = np.concatenate([part.counts for part in cold])
+            gained += _best_sum(hot_counts, counts) - hot_counts.sum()
+            least = world_size() / 2 * table.row_floats
+            found[table.key] = choose_swaps(hot_counts, CountedRows(keys, counts), least)
+        num_hot = sum(hot for _, hot, _ in of_ranks)
+        num_total = max(sum(total for _, _, total in of_ranks), 1e-30)
+        return self._limit(found), num_hot / num_total, (num_hot + gained) / num_total
+
+    def _limit(self, found: Mapping[str, tuple[Rows, Rows, Counts]]) -> dict[str, Swaps]:
+        """The swaps that gain most, over all tables."""
+        gains = np.concatenate([gain for _, _, gain in found.values()])
+        least = 0.0
+        if gains.size > self._most_rows:
+            least = float(np.partition(gains, -self._most_rows)[-self._most_rows])
+        swaps, left = {}, self._most_rows
+        for table in self._tables:
+            slots, keys, gain = found[table.key]
+            num = min(int(np.count_nonzero(gain >= least)), left)  # gains fall
+            if num:
+                begin, hot_keys = table.counter.begins[table.name], table.hot_keys()
+                chosen = slots[:num]
+                swaps[table.key] = Swaps(keys[:num] - begin, chosen, hot_keys[chosen] - begin)
+                left -= num
+        return swaps
+
+    @torch.no_grad()
+    def _move(self, swaps: Mapping[str, Swaps]) -> int:
+        """Move rows with their state, and route by the new partition; the bytes broadcast."""
+        parts = canonical_parts(self._model, self._optimizer).parts
+        hot = [part for part in parts if part.rows is not None]
+        shards = {part.name: part for part in parts if part.is_shard}
+        for part in hot:
+            swap = swaps.get(part.name.partition("/")[0])
+            if swap is not None and part.name in shards:
+                _demote(swap, part, shards[part.name])
+        num_bytes = self._promote(swaps, hot, shards)
+        for path, collection in self._collections.items():
+            of_path = [table for table in self._tables if table.path == path]
+            rows = dict(collection.partition.hot_rows)
+            moved: dict[str, Rows] = {}
+            for table in of_path:
+                if table.key in swaps:
+                    swap = swaps[table.key]
+                    rows[table.name] = rows[table.name].copy()
+                    rows[table.name][swap.slots] = swap.rows
+                    moved[table.name] = np.concatenate([swap.rows, swap.old_rows])
+            self._set_hot_rows(path, rows)
+            collection.refresh_cached_rows(moved)
+        return num_bytes
+
+    def _promote(
+        self, swaps: Mapping[str, Swaps], hot: Sequence[Part], shards: Mapping[str, Part]
+    ) -> int:
+        """Broadcast the rows that become hot from their owners into the replicas' slots."""
+        owners = {t.key: t.owner_of(swaps[t.key].rows) for t in self._tables if t.key in swaps}
+        num_bytes = 0
+        for source in range(world_size()):
+            arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+            leaving: list[torch.Tensor] = []
+            size = 0
+            for part in hot:
+                key = part.name.partition("/")[0]
+                if key not in swaps or not (owners[key] == source).any():
+                    continue
+                chosen = np.flatnonzero(owners[key] == source)
+                slots = torch.from_numpy(swaps[key].slots[chosen]).to(part.value.device)
+                arriving.append((part.value, slots))
+                size += chosen.size * math.prod(part.value.shape[1:])
+                if source == rank():
+                    shard = shards[part.name]
+                    rows = torch.from_numpy(swaps[key].rows[chosen] - shard.first[0])
+                    found = shard.value.index_select(0, rows.to(shard.value.device))
+                    leaving.append(found.to(part.value.device).reshape(-1))
+            if size == 0:
+                continue
+            device = hot[0].value.device
+            packed = torch.cat(leaving) if leaving else torch.empty(size, device=device)
+            if world_size() > 1:
+                dist.broadcast(packed, source)
+            num_bytes += packed.numel() * packed.element_size()
+            for replica, slots in arriving:
+                shape = (slots.numel(), *replica.shape[1:])
+                values, packed = packed.split([math.prod(shape), packed.numel() - math.prod(shape)])
+                replica.index_copy_(0, slots, values.view(shape))
+        return num_bytes
+
+    def _set_hot_rows(self, path: str, hot_rows: Mapping[str, Rows]) -> None:
+        collection = self._collections[path]
+        collection.follow(replace(collection.partition, hot_rows=hot_rows))
+        for counter in self._counters[path]:
+            counter.follow(collection.partition)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Hot rows, and the counts of this rank's counted rows, by table; collective."""
+        for counter in self._all_counters():
+            counter.merge()
+        state: dict[str, torch.Tensor] = {}
+        for table in self._tables:
+            begin, counted = table.counter.begins[table.name], table.counted()
+            state[f"{table.key}/hot_rows"] = torch.from_numpy(table.hot_keys() - begin)
+            state[f"{table.key}/counted_rows"] = torch.from_numpy(counted.keys - begin)
+            state[f"{table.key}/counts"] = torch.from_numpy(counted.counts)
+        return state
+
+    def load_state_dict(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Take hot rows and counts back before the model's tensors are loaded.
+
+        A table that has another number of hot rows now keeps its own ones.
+
+        Args:
+            of_ranks: What ``state_dict`` returned on each rank.
+        """
+        for path in self._collections:
+            rows = dict(self._collections[path].partition.hot_rows)
+            for table in self._tables:
+                saved = of_ranks[0].get(f"{table.key}/hot_rows") if of_ranks else None
+                if table.path != path or saved is None:
+                    continue
+                if saved.numel() == rows[table.name].size:
+                    rows[table.name] = saved.numpy()
+            self._set_hot_rows(path, rows)
+        counted: dict[int, CountedRows] = {}
+        for table in self._tables:
+            for state in of_ranks:
+                if f"{table.key}/counts" in state:
+                    keys = state[f"{table.key}/counted_rows"] + table.counter.begins[table.name]
+                    part = CountedRows(keys.numpy(), state[f"{table.key}/counts"].numpy())
+                    before = counted.get(id(table.counter), CountedRows.none())
+                    counted[id(table.counter)] = before.sum(part)
+        for counter in self._all_counters():
+            counter.restore(counted.get(id(counter), CountedRows.none()))
+
+
+def _hot_and_cold(table: _Table, most: int) -> tuple[Counts, CountedRows]:
+    """The counts (H,) of a table's hot rows, and its cold rows that were counted most."""
+    counted, hot_keys = table.counted(), table.hot_keys()
+    cold = counted.select(~np.isin(counted.keys, hot_keys, assume_unique=True))
+    most = min(most, hot_keys.size)
+    if cold.keys.size > most:
+        chosen = np.argpartition(cold.counts, -most)[-most:]
+        cold = cold.select(np.sort(chosen))
+    return counted.of(hot_keys), cold
+
+
+def _best_sum(hot_counts: Counts, cold_counts: Counts) -> float:
+    """The lookups of the best hot rows, as many as there are."""
+    both = np.concatenate([hot_counts, cold_counts])
+    return float(np.partition(both, cold_counts.size)[cold_counts.size :].sum())
+
+
+def choose_swaps(
+    hot_counts: Counts, cold: CountedRows, least_gain: float
+) -> tuple[Rows, Rows, Counts]:
+    """Pair the cold rows with the most lookups with the slots of the hot rows with the fewest.
+
+    Args:
+        hot_counts: The lookups (H,) of the hot rows by slot.
+        cold: Cold rows and their lookups.
+        least_gain: The lookups that a swap has to gain at least.
+
+    Returns:
+        Slots (M,), the keys (M,) that take them, and the lookups gained (M,), in falling order.
+    """
+    best = np.lexsort((cold.keys, -cold.counts))[: hot_counts.size]
+    worst = np.argsort(hot_counts, kind="stable")[: best.size]
+    up, down = cold.counts[best], hot_counts[worst]
+    gain = up - down
+    pays = gain > np.maximum(least_gain, _DEVIATIONS * np.sqrt(up + down))
+    num = int(np.count_nonzero(pays))  # both bounds are passed in falling order of the gain
+    return worst[:num], cold.keys[best[:num]], gain[:num]
+
+
+def _demote(swap: Swaps, replica: Part, shard: Part) -> None:
+    """Copy those of the rows that become cold which this rank owns from its replica."""
+    place = swap.old_rows - shard.first[0]
+    own = (place >= 0) & (place < shard.value.shape[0])
+    slots = torch.from_numpy(swap.slots[own]).to(replica.value.device)
+    rows = torch.from_numpy(place[own]).to(shard.value.device)
+    values = replica.value.index_select(0, slots)
+    shard.value.index_copy_(0, rows, values.to(shard.value.device, shard.value.dtype))
