@@ -20,7 +20,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 
-from hotrec.config.groups import AllHotOrder, HotColdConfig, OrderAssign, Routing
+from hotrec.config.groups import AllHotOrder, HotColdConfig, OrderAssign, Routing, TimeOrder
 from hotrec.config.roots import Config
 from hotrec.data.all_hot import (
     AllHotSamples,
@@ -440,7 +440,7 @@ def make_train_loader(
             world_size=ranks.world_size,
             seed=trainer.seed,
             epochs=trainer.num_epochs,
-            shuffle=True,
+            shuffle=not isinstance(config.order, TimeOrder),
             num_workers=trainer.num_workers,
             transform=transform,
             pin_memory=ranks.device.type == "cuda",

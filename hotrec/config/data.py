@@ -135,6 +135,7 @@ class SplitSpec:
     test_frac: float = key("for fraction and last, the share of test samples", 0.1, ge=0, lt=1)
     seed: int = key("for fraction, the seed of the random split", 0)
     column: str = key("for time, a column of the log with times or other numbers", "")
+    utc_offset_h: float = key("for time, hours to add to UTC for the days", 0.0)
     valid_from: int | float | str = key(
         "for time, first value of the validation split: a date or time in ISO 8601, such as "
         "2024-05-01, or a number, which for times is of milliseconds since 1970",
@@ -169,6 +170,11 @@ class SplitSpec:
             f"test_from: expected >= valid_from, which is {self.valid_from}, got "
             f"{self.test_from}. Test samples come last.",
         )
+
+    @property
+    def time_column(self) -> str | None:
+        """The log's column of times, if the split has one."""
+        return self.column if self.kind is SplitKind.time else None
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -16,7 +16,7 @@ PlacementKind = StrEnum(
     "torchrec",
 )
 Routing = StrEnum("Routing", "loader device")
-OrderKind = StrEnum("OrderKind", "shuffled all_hot")
+OrderKind = StrEnum("OrderKind", "shuffled all_hot time")
 OrderAssign = StrEnum("OrderAssign", "as_read by_owner")
 ProfilerKind = StrEnum("ProfilerKind", "none trace")
 Pooling = StrEnum("Pooling", "sum mean")
@@ -229,6 +229,11 @@ class OrderConfig:
 @option("order", OrderKind.shuffled)
 class ShuffledOrder(OrderConfig):
     """All samples shuffled together."""
+
+
+@option("order", OrderKind.time)
+class TimeOrder(OrderConfig):
+    """Samples in the order of the log, the earliest first."""
 
 
 @option("order", OrderKind.all_hot)

@@ -31,8 +31,17 @@ from hotrec.config.data import (
     tables_of,
 )
 from hotrec.config.validate import validate
-from hotrec.data.chunks import DATASET, SPLITS, ChunkInfo, ChunkWriter, commit_dataset, write_arrow
+from hotrec.data.chunks import (
+    DATASET,
+    SPLITS,
+    ChunkInfo,
+    ChunkWriter,
+    Integers,
+    commit_dataset,
+    write_arrow,
+)
 from hotrec.data.columns import Float64s, RawBlock
+from hotrec.data.days import Times, count_by_split
 from hotrec.data.encode import (
     check_row_numbers,
     dense_columns,
@@ -75,6 +84,7 @@ class FileFacts:
     num_clicks: Rows  # int64 (3,), the labels that are 1
     num_skipped: int  # samples that could not be read
     moments: Float64s  # of the dense columns over the training samples
+    times: Times
 
     def __add__(self, other: FileFacts) -> FileFacts:
         return FileFacts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -97,7 +107,7 @@ class _Job:
 
     def no_facts(self) -> FileFacts:
         moments = np.zeros((3, len(dense_columns(self.log.columns))))
-        return FileFacts(np.zeros(3, np.int64), np.zeros(3, np.int64), 0, moments)
+        return FileFacts(np.zeros(3, np.int64), np.zeros(3, np.int64), 0, moments, Times())
 
 
 def prepare(source: SourceSpec, output: str | Path) -> Artifact:
@@ -217,10 +227,11 @@ def _count_file(
         labels = block.numbers[label_source(columns)]
         train = block if (split_of == TRAIN).all() else block.keep(split_of == TRAIN)
         facts += FileFacts(
-            np.bincount(split_of, minlength=3),
+            count_by_split(split_of),
             np.bincount(split_of, labels, minlength=3).astype(np.int64),
             block.num_skipped,
             moments_of(dense_values(train, columns)) if needs_moments else no_moments,
+            _times_of(job, file, block, split_of),
         )
         for name, column in feature_columns(columns).items():
             table = job.tables[name]
@@ -230,6 +241,19 @@ def _count_file(
                 largest[table] = max(largest[table], _largest_row(job, file, block, name))
         progress.update(len(block))
     return facts
+
+
+def _times_of(job: _Job, file: int, block: RawBlock, split_of: Integers) -> Times:
+    """When the samples of a block were made; without times a file is a day."""
+    split, path = job.spec.split, job.log.files[file]
+    if len(block) == 0:
+        return Times()
+    if split.time_column is None:
+        is_unique = [other.name for other in job.log.files].count(path.name) == 1
+        day = path.name if is_unique else f"{path.parent.name}/{path.name}"
+        return Times(days={day: count_by_split(split_of)})
+    times = block.numbers[split.time_column]
+    return Times.of(times, split_of, block.lines, path.name, split.utc_offset_h)
 
 
 def _largest_row(job: _Job, file: int, block: RawBlock, feature: str) -> int:
@@ -377,5 +401,6 @@ def _commit(
         "num_clicks": _by_split(total.num_clicks),
         "num_skipped": total.num_skipped,
         "encoding": encoding_document(job.spec, scaling),
+        **total.times.to_json(job.spec.split.time_column),
     }
     commit_dataset(job.scratch, target, _schema(job, encoders), splits, source)

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from hotrec.config.data import SyntheticSpec
 from hotrec.config.validate import validate
 from hotrec.data.chunks import DATASET, SPLITS, Block, ChunkWriter, Integers, Jagged, commit_dataset
 from hotrec.data.columns import offsets_of
+from hotrec.data.days import day_document
 from hotrec.runtime.progress import Progress
 from hotrec.types import Feature, Rows, Schema, Table
 
@@ -212,12 +214,23 @@ def write_synthetic(spec: SyntheticSpec, output: str | Path) -> Artifact:
         _write_popularity(scratch, log)
         source = {
             "format": "synthetic",
+            "days": _days(spec),
             "spec": vars(spec),
             "hot_rows": {
                 f"t{index}": rows[:100].tolist() for index, rows in enumerate(log.hot_rows[0])
             },
         }
         return commit_dataset(scratch, Path(output), schema, splits, source)
+
+
+def _days(spec: SyntheticSpec) -> list[dict[str, Any]]:
+    """The periods, as days of the manifest."""
+    ends = np.cumsum([0, spec.num_train, spec.num_valid, spec.num_test])
+    bounds = np.arange(spec.num_periods + 1) * ends[-1] // spec.num_periods
+    return [
+        day_document(f"period {period}", np.diff(ends.clip(*bounds[period : period + 2])))
+        for period in range(spec.num_periods)
+    ]
 
 
 def _write_popularity(scratch: Path, log: SyntheticLog) -> None:

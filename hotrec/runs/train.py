@@ -27,9 +27,9 @@ from hotrec.build import (
     make_train_loader,
 )
 from hotrec.config.groups import (
+    AllHotOrder,
     OrderAssign,
-    OrderKind,
-    ShuffledOrder,
+    TimeOrder,
     TorchrecPlacement,
     TraceProfiler,
 )
@@ -37,6 +37,7 @@ from hotrec.config.roots import Config, TrainerConfig
 from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
+from hotrec.data.days import check_time_order
 from hotrec.data.loader import make_loader
 from hotrec.data.order import StepSequence
 from hotrec.embedding.convert import check_replicas
@@ -95,6 +96,8 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     """
     dataset = same_verdict(lambda: Dataset.open(config.paths.dataset, config.paths.verify))
     same_verdict(lambda: _count_steps(config, dataset, ranks))  # fail early
+    if isinstance(config.order, TimeOrder) and not same_verdict(lambda: check_time_order(dataset)):
+        logger.warning("order=time: the dataset has no times; samples are in the order of the log")
     resume_from = same_verdict(lambda: _resume_from(config, run_dir))
     warm = None
     if config.trainer.warm_start is not None and resume_from is None:
@@ -277,7 +280,7 @@ def checkpoint_facts(
         "model": model,
         "optimizer": config.optimizer.kind.name,
     }
-    if config.order.kind is OrderKind.all_hot:
+    if isinstance(config.order, AllHotOrder):
         assert partition is not None
         # The order of samples depends on the hot rows.
         facts |= {"order": config.order.kind.name, "partition": partition.content_hash}
@@ -342,7 +345,7 @@ def _try_candidates(
         ranks: Ranks of the process group.
     """
     order = config.order
-    if not config.plan.trial or not isinstance(order, ShuffledOrder):
+    if not config.plan.trial or isinstance(order, AllHotOrder):
         return None
     if order.assign is not OrderAssign.as_read:
         return None

@@ -1,4 +1,4 @@
-"""What order=all_hot refuses and says before a run."""
+"""What order=all_hot refuses and says before a run, and the order of samples."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hotrec.artifact import ArtifactError
-from hotrec.build import count_epoch_steps, find_all_hot, make_alternation
+from hotrec.build import count_epoch_steps, find_all_hot, make_alternation, make_train_loader
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
 from hotrec.planning.partition import write_partition
 from hotrec.planning.training_plan import TrainingPlan
+from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, Placement
-from tests.unit.data.logs import write_dataset
+from tests.unit.data.logs import samples_of, write_dataset
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
 
@@ -46,6 +48,16 @@ def training_plan(
         profile_hash="none",
     )
     return TrainingPlan(config, placement, artifact, None)
+
+
+@pytest.mark.parametrize(("order", "is_in_order"), [("shuffled", False), ("time", True)])
+def test_samples_come_as_the_order_says(dataset: Dataset, order: str, is_in_order: bool) -> None:
+    words = (f"order={order}", f"paths.dataset={dataset.artifact.path}", "trainer.num_workers=0")
+    ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
+    loader = make_train_loader(config_of(*words), ranks, None, None, None, None)
+    samples = [sample for batch in loader for sample in samples_of(batch)]
+    assert sorted(samples) == [*range(90)]
+    assert (samples == [*range(90)]) == is_in_order
 
 
 def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> None:

@@ -172,6 +172,27 @@ def test_other_ranks_go_on_with_the_samples_that_are_left(path, batch_size, worl
     assert sorted(sum(seen, [])) == sorted([*range(45), *range(45)])
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize("stop", [2, 5])
+def test_without_shuffling_other_ranks_go_on_in_order(path, before, after, stop):
+    """Within the first of two epochs over several chunks, and within the second."""
+
+    def start(world_size):
+        settings = {"shuffle": False, "epochs": 2, "num_workers": world_size - 1}
+        return [loader(path, rank=r, world_size=world_size, **settings) for r in range(world_size)]
+
+    def in_order(ranks, num_steps=None):
+        steps = islice(zip(*ranks, strict=True), num_steps)
+        return [sample for step in steps for batch in step for sample in samples_of(batch)]
+
+    first, then = start(before), start(after)
+    seen = in_order(first, stop)
+    for resumed in then:
+        resumed.load_state_dict(first[0].state_dict())
+    assert 0 < len(seen) < 90
+    assert seen + in_order(then) == [*range(45), *range(45)]
+
+
 def total_ids(ids) -> int:
     return int(ids.values().sum())
 

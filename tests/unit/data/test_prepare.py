@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrec.artifact import read_artifact
+from hotrec.artifact import ArtifactError, read_artifact
 from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
@@ -34,6 +34,7 @@ from hotrec.config.data import (
 )
 from hotrec.data import prepare as module
 from hotrec.data.chunks import Dataset
+from hotrec.data.days import check_time_order
 from hotrec.data.prepare import prepare, read_ahead
 from hotrec.data.vocabulary import read_vocabulary
 from tests.helpers.ranks import run_ranks
@@ -558,3 +559,40 @@ def test_integers_of_parquet_are_row_numbers(tmp_path):
     dataset = run(spec, tmp_path / "d")
     assert dataset.schema.table("user").num_rows == 5
     assert dataset.block("train", 0).features["user"].tolist() == [4, 0, 2]
+
+
+def test_days_are_recorded_for_a_log_in_order_of_time(tmp_path):
+    files = [tmp_path / f"part_{n}.csv" for n in (1, 2)]
+    hours = ([0, 23, 23], [25, 49])  # since 1970
+    for file, of_file in zip(files, hours, strict=True):
+        file.write_text(HEADER + "".join(f"1,{3_600_000 * h},u,i,\n" for h in of_file))
+    split = SplitSpec(SplitKind.time, column="price", valid_from=40 * 3_600_000, utc_offset_h=1)
+    source = run(delimited_spec(files, split=split), tmp_path / "d").artifact.content["source"]
+    assert source["days"] == [
+        {"day": "1970-01-01", "train": 1, "valid": 0, "test": 0},
+        {"day": "1970-01-02", "train": 3, "valid": 0, "test": 0},
+        {"day": "1970-01-03", "train": 0, "valid": 1, "test": 0},
+    ]
+    check_time_order(Dataset.open(tmp_path / "d"))
+    dataset = run(delimited_spec(files), tmp_path / "e")  # by fraction: a file is a day
+    days = dataset.artifact.content["source"]["days"]
+    sizes = {day["day"]: day["train"] + day["valid"] + day["test"] for day in days}
+    assert sizes == {"part_1.csv": 3, "part_2.csv": 2}
+
+
+@pytest.mark.parametrize(
+    ("order", "where"), [([0, 1], "part_0.csv line 4"), ([2, 1], "part_1.csv line 2")]
+)
+def test_a_log_out_of_order_is_told_where_it_goes_back(tmp_path, order, where):
+    prices = {0: [1, 3, 2], 1: [4, 5], 2: [6, 7]}
+    for number, of_file in prices.items():
+        lines = [f"1,{price},u,i,\n" for price in of_file]
+        (tmp_path / f"part_{number}.csv").write_text(HEADER + "".join(lines))
+    spec = delimited_spec(
+        [tmp_path / f"part_{number}.csv" for number in order],
+        split=SplitSpec(SplitKind.time, column="price"),
+    )
+    dataset = run(spec, tmp_path / "d")
+    assert "days" not in dataset.artifact.content["source"]
+    with pytest.raises(ArtifactError, match=f"order of price, got an earlier one at {where}"):
+        check_time_order(dataset)

@@ -65,6 +65,15 @@ def test_row_numbers_say_nothing_about_popularity_unless_asked(tmp_path):
     assert 4 <= (scattered < 100).sum() <= 16
 
 
+def test_periods_are_the_days_of_the_samples(tmp_path):
+    spec = small(num_train=70, num_valid=20, num_test=10, num_periods=4)
+    days = write_synthetic(spec, tmp_path / "d").content["source"]["days"]
+    assert [(day["day"], day["train"], day["valid"], day["test"]) for day in days] == [
+        ("period 0", 25, 0, 0), ("period 1", 25, 0, 0),
+        ("period 2", 20, 5, 0), ("period 3", 0, 15, 10),
+    ]  # fmt: skip
+
+
 def test_drift_replaces_the_share_of_rows_that_was_asked_for(tmp_path):
     spec = small(num_rows=[1001], num_periods=3, drift_frac=0.2, num_hot_recorded=1000)
     write_synthetic(spec, tmp_path / "d")
