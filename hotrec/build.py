@@ -20,7 +20,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 
-from hotrec.config.groups import AllHotOrder, HotColdConfig, OrderAssign, Routing, TimeOrder
+from hotrec.config.groups import AllHotOrder, HotColdConfig, OrderAssign, TimeOrder
 from hotrec.config.roots import Config
 from hotrec.data.all_hot import (
     AllHotSamples,
@@ -144,7 +144,7 @@ def build_sharded(
     transform = None
     if isinstance(embeddings, HotColdEmbeddingBagCollection):
         assert isinstance(placement, HotColdConfig)
-        if placement.routing is Routing.loader:
+        if placement.routes_in_loader:
             transform = embeddings.router
     look_ahead = None
     if is_ahead:
@@ -269,6 +269,34 @@ def check_assign(config: Config, placement: Placement | None) -> None:
         f"by_owner, got {found}. Choose order.assign=as_read, or a placement such as "
         "placement=coverage."
     )
+
+
+def adapts(config: Config, placement: Placement | None) -> HotColdConfig | None:
+    """How the hot rows follow the data; None if they do not, or if the plan has none that can.
+
+    Raises:
+        ValueError: If batches are packed or assigned by the hot rows of the plan.
+    """
+    placed, order = config.placement, config.order
+    if not isinstance(placed, HotColdConfig) or placed.adapt_every_steps == 0:
+        return None
+    by_hot_rows = isinstance(order, AllHotOrder) or order.assign is OrderAssign.by_owner
+    if by_hot_rows:
+        found = f"order={order.kind.name} order.assign={order.assign.name}"
+        raise ValueError(
+            f"order: expected shuffled or time and samples as read where hot rows follow the data, "
+            f"got {found}. Set placement.adapt_every_steps=0, or another order."
+        )
+    partition = None if placement is None else placement.partition
+    if partition is not None and any(
+        0 < partition.num_hot(table) < rows for table, rows in partition.num_rows.items()
+    ):
+        return placed
+    logger.warning(
+        "placement.adapt_every_steps=%d has no effect: no table of the plan has hot and cold rows",
+        placed.adapt_every_steps,
+    )
+    return None
 
 
 def choose_assign(

@@ -46,6 +46,22 @@ class HotColdConfig(PlacementConfig):
     """What all placements with hot and cold rows share."""
 
     routing: Routing = key("where ids are split: loader (its workers) or device", Routing.loader)
+    adapt_every_steps: int = key(
+        "steps between decisions of which rows are hot, from the lookups so far; rows then change "
+        "between replica and shard, each table keeps its number of hot rows, and ids are split by "
+        "the ranks, not by loader workers; 0: the hot rows stay those of the plan",
+        0,
+        ge=0,
+    )
+    adapt_decay: float = key(
+        "what counts of lookups keep from decision to decision", 0.5, ge=0, lt=1
+    )
+    adapt_max_rows: int = key("most rows that a decision makes hot", 65_536, ge=1)
+
+    @property
+    def routes_in_loader(self) -> bool:
+        """Whether loader workers split ids, which know the hot rows of the start alone."""
+        return self.routing is Routing.loader and self.adapt_every_steps == 0
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotrec.config.groups import HotColdConfig, Routing, TorchrecPlacement
+from hotrec.config.groups import HotColdConfig, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN, NEAREST_BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
@@ -317,7 +317,7 @@ def describe_scenario(
             bottom_frac=dense.bottom_frac,
             num_dense_values=dense.num_dense_values,
             is_routed_by_loader=isinstance(placement, HotColdConfig)
-            and placement.routing is Routing.loader
+            and placement.routes_in_loader
             and config.trainer.num_workers > 0,
         ),
         histograms,

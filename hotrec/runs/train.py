@@ -18,6 +18,7 @@ from hotrec.artifact import Artifact
 from hotrec.build import (
     SPLIT,
     Sharded,
+    adapts,
     build_sharded,
     check_assign,
     choose_assign,
@@ -28,6 +29,7 @@ from hotrec.build import (
 )
 from hotrec.config.groups import (
     AllHotOrder,
+    HotColdConfig,
     OrderAssign,
     TimeOrder,
     TorchrecPlacement,
@@ -40,6 +42,7 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order
 from hotrec.data.loader import make_loader
 from hotrec.data.order import StepSequence
+from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.table_memory import (
     CacheCounters,
@@ -131,6 +134,7 @@ def _train(
         logger.info("%s: %d of %d rows hot", partition.policy, num_hot, num_rows)
     config = training_plan.config
     check_assign(config, training_plan.placement)
+    adaptive = adapts(config, training_plan.placement)
     facts = checkpoint_facts(config, dataset, training_plan.artifact)
     all_hot = find_all_hot(config, dataset, training_plan, run_dir, staged, is_resumed=keeps_plan)
     steps = _count_steps(config, dataset, ranks, all_hot)
@@ -163,7 +167,7 @@ def _train(
         make_train_loader(config, ranks, sharded.transform, all_hot, alternation, assign),
         ranks,
         num_steps=steps,
-        cadence=_cadence(trainer),
+        cadence=_cadence(trainer, adaptive),
         check_replicas=lambda: check_replicas(sharded.model),
         count_tables=lambda: memory_by_tier(sharded.model, sharded.optimizer),
         count_caches=cache_counts(sharded, ranks.device),
@@ -182,6 +186,7 @@ def _train(
         trace=_trace_window(config, run_dir),
         alternation=alternation,
         on_accepted=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
+        hot_set=_hot_set(adaptive, sharded),
     )
 
 
@@ -438,13 +443,25 @@ def _eval_batches(
     return same_verdict(lambda: {split: make(split) for split in trainer.eval_splits})
 
 
-def _cadence(trainer: TrainerConfig) -> Cadence:
+def _hot_set(adaptive: HotColdConfig | None, sharded: Sharded) -> AdaptiveHotSet | None:
+    if adaptive is None:
+        return None
+    return AdaptiveHotSet(
+        sharded.model,
+        sharded.optimizer,
+        decay=adaptive.adapt_decay,
+        most_rows=adaptive.adapt_max_rows,
+    )
+
+
+def _cadence(trainer: TrainerConfig, adaptive: HotColdConfig | None) -> Cadence:
     return Cadence(
         eval_every=trainer.eval_every_steps,
         save_every=trainer.save_every_steps,
         log_every=trainer.log_every_steps,
         check_every=trainer.check_every_steps,
         check_replicas_every=trainer.check_replicas_every_steps,
+        adapt_every=0 if adaptive is None else adaptive.adapt_every_steps,
         warmup_steps=trainer.warmup_steps,
     )
 

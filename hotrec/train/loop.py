@@ -19,6 +19,7 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from hotrec.data.batch import Batch
+from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.runtime import watchdog
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks, same_verdict
@@ -84,6 +85,7 @@ def train(
     alternation: Alternation | None = None,
     trace: TraceWindow | None = None,
     on_accepted: Callable[[], None] | None = None,
+    hot_set: AdaptiveHotSet | None = None,
 ) -> TrainResult:
     """Train a sharded model until ``num_steps`` updates are made, those before a resume included.
 
@@ -116,6 +118,7 @@ def train(
         trace: The steps to record with torch.profiler; None records nothing.
         on_accepted: Called on every rank after the checkpoint to resume from has been loaded, and
             before anything is written.
+        hot_set: Hot rows that follow the data, by a decision at the cadence; saved and resumed.
 
     Raises:
         ValueError: if nothing is left to train; ArtifactError if the checkpoint does not fit.
@@ -124,7 +127,9 @@ def train(
     with stop_on_sigterm() as stop_request:
         splits = eval_batches or {}
         _start_workers(splits)
-        start, train_batches = _start(model, optimizer, train_loader, num_steps, checkpoints)
+        start, train_batches = _start(
+            model, optimizer, train_loader, num_steps, checkpoints, hot_set
+        )
         if on_accepted is not None:
             same_verdict(on_accepted)
         pipeline = make_pipeline(
@@ -178,11 +183,15 @@ def train(
                         if records.must_stop:
                             batches.cut()  # the pipeline still computes the batches it holds
                 pipeline.drain()
+                position = records.position
+                if hot_set is not None and segment.adapt and position.step == segment.last_step:
+                    watchdog.enter(watchdog.MAIN, watchdog.ADAPTATION, position.step)
+                    records.add_decision(hot_set.adapt())
                 if segment.evaluate and not records.must_stop:
                     _evaluate_first(pipeline, splits, records, alternation)
                 if checkpoints is not None and (segment.save or records.must_stop):
-                    watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, records.position.step)
-                    save_checkpoint(checkpoints, records.position, model, optimizer, train_loader)
+                    watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, position.step)
+                    save_checkpoint(checkpoints, position, model, optimizer, train_loader, hot_set)
                 if records.must_stop:
                     break
             if not records.must_stop:
@@ -210,6 +219,7 @@ def _start(
     train_loader: StatefulLoader,
     num_steps: int,
     checkpoints: Checkpoints | None,
+    hot_set: AdaptiveHotSet | None,
 ) -> tuple[Position, Iterator[Batch]]:
     """Load the checkpoint to resume from, if any, and start the loader at its position."""
     position, resume_from = Position(step=0, num_samples=0), None
@@ -221,6 +231,7 @@ def _start(
             optimizer=optimizer,
             loader=train_loader,
             facts=checkpoints.facts,
+            hot_set=hot_set,
         )
     if num_steps < max(position.step, 1):
         raise ValueError(

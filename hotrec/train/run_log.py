@@ -16,9 +16,11 @@ from hotrec.data.batch import Batch
 from hotrec.runtime.stages import mark
 from hotrec.train.schedule import Segment
 
+HOT_SET = "hot_set.jsonl"
+
 
 class RunLog:
-    """Writes metrics.jsonl, eval.jsonl, summary.json and TensorBoard events, each line at once.
+    """Writes the .jsonl files, summary.json and TensorBoard events of a run, each line at once.
 
     Args:
         run_dir: The run's directory; None, as on all ranks but the first, writes nothing.
@@ -35,7 +37,7 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "eval.jsonl"):
+        for name in ("metrics.jsonl", "eval.jsonl", HOT_SET):
             _drop_later_lines(run_dir / name, start_step)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1)
 

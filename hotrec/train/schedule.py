@@ -24,6 +24,7 @@ class Cadence:
         log_every: lines of metrics.jsonl.
         check_every: looks at losses and SIGTERM, one small all-reduce each.
         check_replicas_every: comparisons of the replicas of all ranks, where there are any.
+        adapt_every: decisions of which rows are hot.
         warmup_steps: steps at the start of the process that are in no rate.
     """
 
@@ -32,6 +33,7 @@ class Cadence:
     log_every: int = 100
     check_every: int = 10
     check_replicas_every: int = 1000
+    adapt_every: int = 0
     warmup_steps: int = 10
 
     def is_replica_check(self, step: int, num_steps: int) -> bool:
@@ -47,12 +49,14 @@ class Segment:
     Args:
         evaluate: whether to evaluate after the last step.
         save: whether to save a checkpoint after the last step.
+        adapt: whether to decide anew which rows are hot after the last step.
     """
 
     first_step: int
     last_step: int
     evaluate: bool
     save: bool
+    adapt: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -67,10 +71,12 @@ def segments(start_step: int, num_steps: int, cadence: Cadence) -> Iterator[Segm
     the run does.
     """
     eval_every, save_every = cadence.eval_every, cadence.save_every
+    adapt_every = cadence.adapt_every
+    cuts = [every for every in (eval_every, save_every, adapt_every) if every]
     step = start_step
     while step < num_steps:
         ends = [num_steps]
-        ends += [step - step % every + every for every in (eval_every, save_every) if every]
+        ends += [step - step % every + every for every in cuts]
         last = min(ends)
         is_final = last == num_steps
         yield Segment(
@@ -78,6 +84,8 @@ def segments(start_step: int, num_steps: int, cadence: Cadence) -> Iterator[Segm
             last_step=last,
             evaluate=not is_final and bool(eval_every and last % eval_every == 0),
             save=is_final or bool(save_every and last % save_every == 0),
+            # After the last step too: a run that goes on from it has the hot rows of a longer one.
+            adapt=bool(adapt_every and last % adapt_every == 0),
         )
         step = last
 

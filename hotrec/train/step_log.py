@@ -12,17 +12,21 @@ from typing import Any
 
 import torch
 
+from hotrec.embedding.adapt import Decision
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.checkpoint import Position
 from hotrec.train.evaluate import Quality
 from hotrec.train.measured import EXPOSED, StageTimes, Tables, compare, memory_figures, peak_bytes
 from hotrec.train.pipelines import Pipeline
-from hotrec.train.run_log import Meter, RunLog, SegmentBatches
+from hotrec.train.run_log import HOT_SET, Meter, RunLog, SegmentBatches
 from hotrec.train.schedule import Cadence
 from hotrec.train.trace import Tracer
 from hotrec.train.watch import TrafficMeter, check_up
 from hotrec.types import STAGES
+
+# Figures of a decision that add up over a run.
+_ADDED = ("num_moved", "moved_bytes", "pause_s")
 
 
 @dataclass
@@ -50,6 +54,8 @@ class Records:
         # Summed over all ranks, with the number of steps; empty without caches.
         self._cache: Counter[str] = Counter()
         self._line_cache: Counter[str] = Counter()  # since the last line
+        # Sums over the decisions of which rows are hot, with their number; empty without any.
+        self._hot_set: Counter[str] = Counter()
         self._losses: dict[int, torch.Tensor] = {}
         self._wait_s = 0.0  # since the last checkup
         self._line_wait_s = 0.0  # since the last line, mean over the ranks
@@ -166,6 +172,12 @@ class Records:
         line = {"step": self.position.step, "split": split, **asdict(quality)}
         self.run_log.append("eval.jsonl", split, {**line, "elapsed_s": self.elapsed_s})
 
+    def add_decision(self, decision: Decision) -> None:
+        """Write a line of hot_set.jsonl."""
+        line = {"step": self.position.step, **asdict(decision)}
+        self.run_log.append(HOT_SET, "hot_set", line)
+        self._hot_set.update(num_decisions=1, **{k: line[k] for k in _ADDED})
+
     def write_summary(
         self, description: Mapping[str, Any], prediction: Mapping[str, Any] | None
     ) -> dict[str, Any]:
@@ -184,6 +196,7 @@ class Records:
             **self._traffic_means,
             "sent_bytes_total": None if sent is None else sum(sent.values()),
             **_cache_figures(self._cache),
+            **({"hot_set": dict(self._hot_set)} if self._hot_set else {}),
             "elapsed_s": self.elapsed_s,
             "finished": not self.must_stop,
             **self.stages.summary(),

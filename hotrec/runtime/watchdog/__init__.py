@@ -1,6 +1,7 @@
 """Names the rank that died, hangs or failed, and ends the others: ``with Watchdog(ranks): ...``."""
 
 from hotrec.runtime.watchdog.progress import (
+    ADAPTATION,
     CHECK_UP,
     CHECKPOINT,
     COMMUNICATION,
@@ -20,6 +21,7 @@ from hotrec.runtime.watchdog.watchdog import EXIT_CODE, LostRank, Watchdog
 __all__ = ["EXIT_CODE", "LostRank", "Watchdog", "enter", "leave", "passed"]
 __all__ += ["COMMUNICATION", "MAIN"]
 __all__ += [
+    "ADAPTATION",
     "CHECKPOINT",
     "CHECK_UP",
     "EVALUATION",
