@@ -50,8 +50,9 @@ class Decision:
     Args:
         num_moved: Rows that became hot; as many became cold.
         moved_bytes: Weights and state that their owners broadcast.
-        hot_share: Share of the counted lookups, decayed, that read hot rows before the move.
-        best_share: The same for the hot rows that would have been best, table by table.
+        hot_share: Share of the lookups since the last decision that read hot rows.
+        best_share: The same for the hot rows that would have been best for these very lookups, as
+            many of each table: an upper bound.
         pause_s: Time that training stood still on this rank.
     """
 
@@ -60,6 +61,23 @@ class Decision:
     hot_share: float
     best_share: float
     pause_s: float
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a rank counted of a table's rows, each of which one rank counts.
+
+    Args:
+        hot: Decayed lookups (H,) of the hot rows by slot.
+        cold: Cold rows and their decayed lookups.
+        num_hot: Lookups of hot rows since the last decision.
+        histogram: Numbers of lookups since the last decision, and the number of rows with each.
+    """
+
+    hot: Counts
+    cold: CountedRows
+    num_hot: float
+    histogram: tuple[Counts, Rows]
 
 
 @dataclass(frozen=True)
@@ -88,11 +106,25 @@ class _Table:
         keys: Rows = self.counter.hot_keys[self.name].numpy()
         return keys
 
-    def counted(self) -> CountedRows:
-        """The rows that this rank counts."""
-        begin, counted = self.counter.begins[self.name], self.counter.counted
-        end = begin + self.counter.tables[self.name]
-        return counted.select(np.arange(*np.searchsorted(counted.keys, (begin, end))))
+    def part_of(self, counted: CountedRows) -> CountedRows:
+        """Those of the counter's rows that are of this table."""
+        begin = self.counter.begins[self.name]
+        return counted.between(begin, begin + self.counter.tables[self.name])
+
+    def found(self, most: int) -> _Found:
+        """What this rank counted, of cold rows the ``most`` with the most lookups."""
+        counted, latest = self.part_of(self.counter.counted), self.part_of(self.counter.latest)
+        hot_keys = self.hot_keys()
+        cold = counted.select(~np.isin(counted.keys, hot_keys, assume_unique=True))
+        most = min(most, hot_keys.size)
+        if cold.keys.size > most:
+            cold = cold.select(np.sort(np.argpartition(cold.counts, -most)[-most:]))
+        return _Found(
+            counted.of(hot_keys),
+            cold,
+            float(latest.of(hot_keys).sum()),
+            np.unique(latest.counts, return_counts=True),
+        )
 
     def owner_of(self, rows: Rows) -> Rows:
         """The rank that owns each row, int64 (M,)."""
@@ -180,26 +212,37 @@ class AdaptiveHotSet:
 
     def _decide(self) -> tuple[dict[str, Swaps], float, float]:
         """The swaps by table, the share of hot lookups, and the best share; the same everywhere."""
-        num_total = sum(float(c.counted.counts.sum()) for c in self._all_counters())
+        own = [table.found(self._most_rows) for table in self._tables]
+        of_ranks = all_gather_object((own, self._all_and_hot_lookups()))
+        num_lookups, num_hot = np.sum([totals for _, totals in of_ranks], axis=0)
+        num_best = num_hot
+        found = {}
+        for at, table in enumerate(self._tables):
+            counts = [of_rank[at] for of_rank, _ in of_ranks]
+            hot_counts = np.sum([of_rank.hot for of_rank in counts], axis=0)
+            cold = CountedRows(
+                np.concatenate([of_rank.cold.keys for of_rank in counts]),
+                np.concatenate([of_rank.cold.counts for of_rank in counts]),
+            )
+            # A lookup of a cold row by another rank than its owner moves the row and its gradient,
+            # so a swap saves 2 (1 - 1 / W) rows for a lookup that it gains, within the time that
+            # counts reach back. The move sends the row with its state to W - 1 ranks.
+            least_gain = world_size() / 2 * table.row_floats
+            found[table.key] = choose_swaps(hot_counts, cold, least_gain)
+            num_best += _best_sum([of_rank.histogram for of_rank in counts], hot_counts.size)
+            num_best -= sum(of_rank.num_hot for of_rank in counts)
+        num_lookups = max(num_lookups, 1.0)
+        return self._limit(found), num_hot / num_lookups, num_best / num_lookups
+
+    def _all_and_hot_lookups(self) -> tuple[float, float]:
+        """The lookups since the last decision that this rank counts, and those of hot rows."""
+        counters = self._all_counters()
         num_hot = sum(
-            float(counter.counted.of(keys.numpy()).sum())
-            for counter in self._all_counters()
+            float(counter.latest.of(keys.numpy()).sum())
+            for counter in counters
             for keys in counter.hot_keys.values()
         )
-        own = [_hot_and_cold(table, self._most_rows) for table in self._tables]
-        of_ranks = all_gather_object((own, num_hot, num_total))
-        found, gained = {}, 0.0
-        for at, table in enumerate(self._tables):
-            hot_counts = np.sum([counts[at][0] for counts, _, _ in of_ranks], axis=0)
-            cold = [counts[at][1] for counts, _, _ in of_ranks]
-            keys = np.concatenate([part.keys for part in cold])
-            counts = np.concatenate([part.counts for part in cold])
-            gained += _best_sum(hot_counts, counts) - hot_counts.sum()
-            least = world_size() / 2 * table.row_floats
-            found[table.key] = choose_swaps(hot_counts, CountedRows(keys, counts), least)
-        num_hot = sum(hot for _, hot, _ in of_ranks)
-        num_total = max(sum(total for _, _, total in of_ranks), 1e-30)
-        return self._limit(found), num_hot / num_total, (num_hot + gained) / num_total
+        return sum(float(counter.latest.counts.sum()) for counter in counters), num_hot
 
     def _limit(self, found: Mapping[str, tuple[Rows, Rows, Counts]]) -> dict[str, Swaps]:
         """The swaps that gain most, over all tables."""
@@ -291,7 +334,8 @@ class AdaptiveHotSet:
             counter.merge()
         state: dict[str, torch.Tensor] = {}
         for table in self._tables:
-            begin, counted = table.counter.begins[table.name], table.counted()
+            begin = table.counter.begins[table.name]
+            counted = table.part_of(table.counter.counted)
             state[f"{table.key}/hot_rows"] = torch.from_numpy(table.hot_keys() - begin)
             state[f"{table.key}/counted_rows"] = torch.from_numpy(counted.keys - begin)
             state[f"{table.key}/counts"] = torch.from_numpy(counted.counts)
@@ -326,21 +370,13 @@ class AdaptiveHotSet:
             counter.restore(counted.get(id(counter), CountedRows.none()))
 
 
-def _hot_and_cold(table: _Table, most: int) -> tuple[Counts, CountedRows]:
-    """The counts (H,) of a table's hot rows, and its cold rows that were counted most."""
-    counted, hot_keys = table.counted(), table.hot_keys()
-    cold = counted.select(~np.isin(counted.keys, hot_keys, assume_unique=True))
-    most = min(most, hot_keys.size)
-    if cold.keys.size > most:
-        chosen = np.argpartition(cold.counts, -most)[-most:]
-        cold = cold.select(np.sort(chosen))
-    return counted.of(hot_keys), cold
-
-
-def _best_sum(hot_counts: Counts, cold_counts: Counts) -> float:
-    """The lookups of the best hot rows, as many as there are."""
-    both = np.concatenate([hot_counts, cold_counts])
-    return float(np.partition(both, cold_counts.size)[cold_counts.size :].sum())
+def _best_sum(histograms: Sequence[tuple[Counts, Rows]], num_rows: int) -> float:
+    """The lookups of the rows with the most, from the number of rows by their lookups."""
+    counts = np.concatenate([counts for counts, _ in histograms])
+    nums = np.concatenate([nums for _, nums in histograms])
+    order = np.argsort(-counts)
+    taken = np.minimum(nums[order].cumsum(), num_rows)
+    return float(np.diff(taken, prepend=0) @ counts[order])
 
 
 def choose_swaps(

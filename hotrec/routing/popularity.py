@@ -50,6 +50,10 @@ class CountedRows:
         at = np.minimum(np.searchsorted(self.keys, keys), self.keys.size - 1)
         return np.where(self.keys[at] == keys, self.counts[at], 0.0)
 
+    def between(self, begin: int, end: int) -> CountedRows:
+        """Those with keys from ``begin`` to below ``end``."""
+        return self.select(np.arange(*np.searchsorted(self.keys, (begin, end))))
+
     def select(self, chosen: npt.NDArray[np.bool_] | Rows) -> CountedRows:
         return CountedRows(self.keys[chosen], self.counts[chosen])
 
@@ -73,6 +77,7 @@ class Popularity:
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_pending = 0
         self.counted = CountedRows.none()  # of the rows that this rank counts
+        self.latest = CountedRows.none()  # the same since ``decay`` alone
         self.follow(partition)
 
     def follow(self, partition: Partition) -> None:
@@ -122,6 +127,7 @@ class Popularity:
             keys, lookups = _exchange(keys, lookups, num_ranks)
         arrived = CountedRows(keys.cpu().numpy(), lookups.cpu().numpy().astype(np.float64))
         self.counted = self.counted.sum(arrived)
+        self.latest = self.latest.sum(arrived)
 
     def decay(self, factor: float, most: int) -> None:
         """Let all counts fade, and forget all but about ``most`` rows, those counted most."""
@@ -132,6 +138,7 @@ class Popularity:
             if counted.keys.size > 2 * most:  # nearly all are as rare
                 counted = counted.select(counted.counts > least)
         self.counted = counted
+        self.latest = CountedRows.none()
 
     def restore(self, counted: CountedRows) -> None:
         """Take back counts of any ranks, of which each keeps the rows that it counts."""
