@@ -46,7 +46,7 @@ Parts = Mapping[str, float]
 
 
 def draw_learning(runs: Sequence[Run]) -> Figure | None:
-    """Training loss and held-out AUC over steps, a line per run.
+    """Training loss, held-out AUC and the share that a moving hot set serves, a line per run.
 
     A panel in which no line would have two points is left out; None if that leaves none.
     """
@@ -54,6 +54,11 @@ def draw_learning(runs: Sequence[Run]) -> Figure | None:
     panels = {
         "Training loss (log loss)": ("", 0.0, [run.series("loss") for run in runs]),
         f"AUC on {' / '.join(sorted(splits))}": ("o", MIN_AUC_RANGE, [run.aucs() for run in runs]),
+        "Share of lookups of hot rows": (
+            "",
+            0.0,
+            [run.hot_shares() for run in runs],
+        ),
     }
     panels = {t: p for t, p in panels.items() if any(len(steps) > 1 for steps, _ in p[2])}
     if not panels:

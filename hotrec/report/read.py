@@ -29,6 +29,7 @@ from hotrec.runtime.run_dir import POINT
 Line = Mapping[str, Any]
 
 SUMMARY, METRICS, EVAL = "summary.json", "metrics.jsonl", "eval.jsonl"
+HOT_SET = "hot_set.jsonl"  # of runs whose hot rows follow the data
 # Files that the page shows as they are, and their titles.
 TEXTS = {"config.yaml": "Configuration", "plan.txt": "Plan", "environment.json": "Environment"}
 WAIT_STAGE, OTHER_STAGE = "data_wait", "other"
@@ -117,6 +118,9 @@ GROUPS: Mapping[str, tuple[Measure, ...]] = {
         Measure("hot_rows", "Hot rows", show_count),
         Measure("hot_rows_frac", "Hot rows, share of all rows", show_frac),
         Measure("hot_lookup_frac", "Lookups that hit a hot row", show_frac),
+        Measure("hot_set.num_moved", "Rows that became hot in training", show_count),
+        Measure("hot_set.moved_bytes", "Bytes broadcast for them", show_bytes),
+        Measure("hot_set.pause_s", "Pause of all decisions and moves", show_seconds),
     ),
     "Device caches, per step of all ranks": (
         Measure("cache_hit_frac", "Hit rate, of distinct rows", show_frac),
@@ -134,7 +138,7 @@ NUMERIC = (
     *(name for name in MEASURES if "." not in name),
     *("total_rows", "compared_from_step"),
 )
-BY_NAME = ("sent_bytes", "stage_s", "cache", *COMPARED, *BY_KIND)
+BY_NAME = ("sent_bytes", "stage_s", "cache", "hot_set", *COMPARED, *BY_KIND)
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ class Run:
             not recorded is absent or None; one of ``BY_NAME`` is then empty.
         metrics: The lines of ``metrics.jsonl``.
         evals: The lines of ``eval.jsonl``.
+        decisions: The lines of ``hot_set.jsonl``.
         texts: The files that the page shows as they are, by file name.
         notes: What the reader should know, such as files that are missing.
         overrides: What the job of a sweep was started with, by key; empty for other runs.
@@ -159,6 +164,7 @@ class Run:
     summary: Mapping[str, Any]
     metrics: tuple[Line, ...]
     evals: tuple[Line, ...]
+    decisions: tuple[Line, ...]
     texts: Mapping[str, str]
     notes: tuple[str, ...]
     overrides: Mapping[str, str]
@@ -197,6 +203,10 @@ class Run:
     def eval_series(self, name: str, split: str) -> tuple[list[float], list[float]]:
         """Steps and values of one field of ``eval.jsonl`` on one split."""
         return _series([line for line in self.evals if line.get("split") == split], name)
+
+    def hot_shares(self) -> tuple[list[float], list[float]]:
+        """Steps and the shares of lookups of hot rows, where hot rows follow the data."""
+        return _series(self.decisions, "hot_share")
 
     def aucs(self) -> tuple[list[float], list[float]]:
         """Steps and AUCs on the first split, which is the one evaluated during training."""
@@ -279,6 +289,7 @@ def _read_run(path: Path) -> Run:
         summary=_complete(summary, metrics, evals, notes),
         metrics=metrics,
         evals=evals,
+        decisions=_read_lines(path / HOT_SET, notes) if (path / HOT_SET).exists() else (),
         texts={name: text for name, text in found_texts.items() if text is not None},
         notes=tuple(notes),
         overrides=_read_overrides(path / POINT),

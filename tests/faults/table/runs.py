@@ -99,6 +99,9 @@ def _resume_cases() -> Iterator[Case]:
     yield works("resume/in-halves", f"{TRAIN} trainer.max_steps=8\n{TRAIN}", check=same_run("runs/new", ONE), **NEW)
     yield works("resume/in-halves-workers", f"{TRAIN} trainer.max_steps=8 trainer.num_workers=2\n{TRAIN} trainer.num_workers=2", check=same_run("runs/new", ONE), **NEW)
     yield works("resume/in-halves-ranks", f"{TWO_RANKS} trainer.max_steps=8\n{TWO_RANKS}", check=same_run("runs/new", TWO), limit_s=90, **NEW)
+    adaptive = "placement.adapt_every_steps=3 placement.adapt_max_rows=4"
+    # Neither the moves nor the stop between two of them changes a loss or a row.
+    yield works("resume/in-halves-adaptive", f"{TWO_RANKS} {adaptive} trainer.max_steps=8\n{TWO_RANKS} {adaptive}", check=same_run("runs/new", TWO), limit_s=90, **NEW)
     yield works("resume/from-other-run", f"{TRAIN} trainer.resume={ONE}/{FIRST}", check=same_tensors("runs/new", ONE), **NEW)
     yield works("resume/goes-on", GO_ON, check=latest_whole(24), **OWN)
     older = f"{GO_ON} trainer.resume={ONE}/{FIRST} trainer.save_every_steps=2"
