@@ -31,7 +31,8 @@ from hotrec.data.all_hot import (
 )
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
-from hotrec.data.loader import make_loader, num_steps
+from hotrec.data.days import check_time_order, days_of
+from hotrec.data.loader import make_loader, num_steps, step_sequence
 from hotrec.data.locality import Assign, ByOwner, Shard
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
@@ -396,11 +397,37 @@ def find_all_hot(
     )
 
 
+def check_order(config: Config, dataset: Dataset) -> None:
+    """Refuse an order of time that the dataset has not.
+
+    Raises:
+        ArtifactError: If its samples are not in order of time, or its days are needed and unknown.
+        ValueError: If there is no day to evaluate ahead.
+    """
+    if not isinstance(config.order, TimeOrder):
+        return
+    if not check_time_order(dataset):
+        logger.warning("order=time: the dataset has no times; samples are in the order of the log")
+    if config.order.evaluate_ahead and len(days := days_of(dataset, SPLIT)) < 2:
+        raise ValueError(
+            "order.evaluate_ahead: expected two days or more in the training split of "
+            f"{dataset.artifact.path}, got {[day.name for day in days]}. Prepare it with a split "
+            "by time, or from a file for each day."
+        )
+
+
+def evaluates_ahead(config: Config) -> bool:
+    """Whether each day is evaluated before it is trained on, so that steps end with days."""
+    return isinstance(config.order, TimeOrder) and config.order.evaluate_ahead
+
+
 def count_epoch_steps(
     config: Config, dataset: Dataset, samples: AllHotSamples | None, world_size: int
 ) -> int:
     """Steps of an epoch, the same on every rank."""
     batch_size = config.trainer.batch_size
+    if evaluates_ahead(config):
+        return step_sequence(dataset, SPLIT, batch_size * world_size, by_day=True).count_steps(1)
     if samples is None:
         return num_steps(dataset, SPLIT, batch_size, world_size)
     return sum(count_steps_of_kinds(samples, batch_size=batch_size, world_size=world_size))
@@ -469,6 +496,7 @@ def make_train_loader(
             seed=trainer.seed,
             epochs=trainer.num_epochs,
             shuffle=not isinstance(config.order, TimeOrder),
+            by_day=evaluates_ahead(config),
             num_workers=trainer.num_workers,
             transform=transform,
             pin_memory=ranks.device.type == "cuda",

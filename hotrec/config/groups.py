@@ -251,6 +251,12 @@ class ShuffledOrder(OrderConfig):
 class TimeOrder(OrderConfig):
     """Samples in the order of the log, the earliest first."""
 
+    evaluate_ahead: bool = key(
+        "evaluate each day of the training split before training on it; a step then ends with each "
+        "day",
+        False,
+    )
+
 
 @option("order", OrderKind.all_hot)
 class AllHotOrder(OrderConfig):

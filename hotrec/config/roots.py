@@ -19,6 +19,7 @@ from hotrec.config.groups import (
     OrderConfig,
     PlacementConfig,
     ProfilerConfig,
+    TimeOrder,
 )
 from hotrec.types import ColdTier, HotExchange, PipelineKind, Precision, WireType
 
@@ -423,6 +424,12 @@ class Config:
             bool(parts) and self.dataset_name.isprintable() and not {"/", ".."} & set(parts),
             "dataset_name: expected the name of a directory below data/, got "
             f"{self.dataset_name!r}. Set paths.dataset for a directory elsewhere.",
+        )
+        is_ahead = isinstance(self.order, TimeOrder) and self.order.evaluate_ahead
+        yield (
+            not is_ahead or self.trainer.num_epochs == 1,
+            "trainer.num_epochs: expected 1 with order.evaluate_ahead, which evaluates a day "
+            f"before training on it, got {self.trainer.num_epochs}. Set trainer.num_epochs=1.",
         )
         for group, variants in VARIANTS.items():
             chosen = getattr(self, group)

@@ -102,6 +102,33 @@ def count_by_split(split_of: Integers) -> Rows:
     return np.bincount(split_of, minlength=len(SPLITS))
 
 
+@dataclass(frozen=True)
+class Day:
+    """A day of a split, with its samples, 1 or more."""
+
+    name: str
+    num_samples: int
+
+
+def days_of(dataset: Dataset, split: str) -> tuple[Day, ...]:
+    """The days of a split, in the order of its samples.
+
+    Raises:
+        ArtifactError: If the dataset does not say them.
+    """
+    with dataset.artifact.parsing():
+        recorded = dataset.artifact.content["source"].get("days", [])
+        days = tuple(Day(day["day"], day[split]) for day in recorded if day.get(split))
+        if sum(day.num_samples for day in days) != dataset.num_samples(split):
+            raise ArtifactError(
+                f"{dataset.artifact.path}: expected the days of the {dataset.num_samples(split)} "
+                f"samples of split {split}, got {len(days)} with "
+                f"{sum(day.num_samples for day in days)} samples. Prepare the log again, sorted "
+                "by time."
+            )
+        return days
+
+
 def check_time_order(dataset: Dataset) -> bool:
     """Whether the dataset says that its samples are in order of time, as those of a log may be.
 

@@ -29,6 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.data.all_hot import SampleSubset
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
+from hotrec.data.days import days_of
 from hotrec.data.gather import Gathered, Gatherer, select_bags
 from hotrec.data.locality import Assign
 from hotrec.data.order import GlobalBatch, SampleOrder, StepSequence, num_steps_of, select_pieces
@@ -59,6 +60,22 @@ def num_steps(
     return num_steps_of(dataset.num_samples(split), batch_size, world_size, drop_last=drop_last)
 
 
+def step_sequence(
+    dataset: Dataset,
+    split: str,
+    global_batch: int,
+    *,
+    by_day: bool = False,
+    first_sample: int = 0,
+    drop_last: bool = False,
+) -> StepSequence:
+    """The steps of a loader of a split, the same on every rank; see ``make_loader``."""
+    parts: tuple[int, ...] = (dataset.num_samples(split),)
+    if by_day:
+        parts = tuple(day.num_samples for day in days_of(dataset, split))
+    return StepSequence(parts, global_batch, first_sample, drop_last)
+
+
 def make_loader(
     dataset_path: str | Path,
     split: str,
@@ -73,6 +90,7 @@ def make_loader(
     keep_workers: bool = False,
     transform: Transform | None = None,
     drop_last: bool = False,
+    by_day: bool = False,
     pin_memory: bool = False,
     subset: SampleSubset | None = None,
     assign: Assign | None = None,
@@ -92,6 +110,7 @@ def make_loader(
         keep_workers: Whether workers are kept from one iteration to the next.
         transform: A picklable function that workers apply to the ids.
         drop_last: Whether to leave out the last step of an epoch if it is not full.
+        by_day: Whether a step ends with each day of the split; for the order of the files.
         pin_memory: Whether batches are in page-locked memory, for a GPU.
         subset: The samples that take part, which may be fewer than a global batch; None for all.
         assign: A picklable function that assigns the samples of a global batch to ranks; workers
@@ -139,11 +158,16 @@ def make_loader(
     if subset is not None:
         made_as = subset.samples.artifact.content_hash
         identity |= {"samples": made_as, "is_all_hot": is_all_hot}
+    global_batch = batch_size * world_size
+    if subset is None:
+        steps = step_sequence(dataset, split, global_batch, by_day=by_day, drop_last=drop_last)
+    else:
+        steps = StepSequence((order.num_samples,), global_batch, drop_last=drop_last)
     batches = Batches(
         Gatherer(dataset, split),
         order,
         identity,
-        StepSequence(order.num_samples, batch_size * world_size, drop_last=drop_last),
+        steps,
         epochs,
         transform,
         # All ranks hold the rows of all-hot samples, so there is nothing to assign them by.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -52,26 +53,38 @@ class StepSequence:
     """The global batches of a run.
 
     Args:
-        num_samples: Samples of an epoch, 1 or more.
+        parts: Samples of the parts of an epoch, such as days, each 1 or more. No step reaches from
+            one part into the next; an epoch that need not be cut is one part.
         global_batch: Samples of a full step over all ranks.
         first_sample: Samples before the first step, counted over all epochs.
-        drop_last: Whether to leave out the last step of an epoch if it is not full.
+        drop_last: Whether to leave out the last step of a part if it is not full.
     """
 
-    num_samples: int
+    parts: tuple[int, ...]
     global_batch: int
     first_sample: int = 0
     drop_last: bool = False
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return int(self._ends[-1])
+
     def __getitem__(self, step: int) -> GlobalBatch:
         """The global batch of a step, counted from 0."""
-        epoch, offset = divmod(self.first_sample, self.num_samples)
-        left = self._steps_of(self.num_samples - offset)
-        if step >= left:
-            whole, step = divmod(step - left, self._steps_of(self.num_samples))
-            epoch, offset = epoch + 1 + whole, 0
-        first = offset + step * self.global_batch
-        return GlobalBatch(epoch, first, min(self.global_batch, self.num_samples - first))
+        epoch, part, offset, left = self._start
+        if step < left:
+            end, first = int(self._ends[part]), offset + step * self.global_batch
+        else:
+            # As if the first epoch had begun with its first sample.
+            step += int(self._last_steps[part]) - left
+            whole, step = divmod(step, int(self._last_steps[-1]))
+            epoch += whole
+            part = int(np.searchsorted(self._last_steps, step, side="right"))
+            end = int(self._ends[part])
+            step -= int(self._last_steps[part - 1]) if part else 0
+            first = end - self.parts[part] + step * self.global_batch
+        return GlobalBatch(epoch, first, min(self.global_batch, end - first))
 
     def samples_before(self, step: int) -> int:
         """Samples before a step, counted over all epochs."""
@@ -80,14 +93,45 @@ class StepSequence:
 
     def count_steps(self, epochs: int) -> int:
         """Steps from ``first_sample`` to the end of the last of so many epochs."""
-        epoch, offset = divmod(self.first_sample, self.num_samples)
+        epoch, part, _, left = self._start
         if epoch >= epochs:
             return 0
-        whole = (epochs - epoch - 1) * self._steps_of(self.num_samples)
-        return whole + self._steps_of(self.num_samples - offset)
+        skipped = int(self._last_steps[part]) - left
+        return (epochs - epoch) * int(self._last_steps[-1]) - skipped
 
-    def _steps_of(self, num_samples: int) -> int:
-        return num_steps_of(num_samples, self.global_batch, 1, drop_last=self.drop_last)
+    def part_ends(self) -> dict[int, int]:
+        """Parts by the number of steps after which they end, in the epoch of ``first_sample``.
+
+        A part that ends just before the first step is there with 0.
+        """
+        _, first, offset, left = self._start
+        skipped = int(self._last_steps[first]) - left
+        ended = {0: first - 1} if first and offset == self._ends[first - 1] else {}
+        return ended | {
+            int(self._last_steps[part]) - skipped: part for part in range(first, len(self.parts))
+        }
+
+    def count_part_steps(self, part: int) -> int:
+        """Steps of a part of an epoch."""
+        return num_steps_of(self.parts[part], self.global_batch, 1, drop_last=self.drop_last)
+
+    @cached_property
+    def _ends(self) -> Rows:
+        return np.cumsum(self.parts)
+
+    @cached_property
+    def _last_steps(self) -> Rows:
+        """Steps to the end of each part of an epoch, int64."""
+        return np.cumsum([self.count_part_steps(part) for part in range(len(self.parts))])
+
+    @cached_property
+    def _start(self) -> tuple[int, int, int, int]:
+        """Epoch, part and offset in the epoch of the first sample, and the steps of this part."""
+        epoch, offset = divmod(self.first_sample, self.num_samples)
+        part = int(np.searchsorted(self._ends, offset, side="right"))
+        num_samples = int(self._ends[part]) - offset
+        left = num_steps_of(num_samples, self.global_batch, 1, drop_last=self.drop_last)
+        return epoch, part, offset, left
 
 
 class SampleOrder:

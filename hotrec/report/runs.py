@@ -57,6 +57,7 @@ from hotrec.report.units import (
     show_count,
     show_error,
     show_frac,
+    show_quality,
     show_ratio,
     show_seconds,
 )
@@ -212,6 +213,7 @@ def report_page(
             "Placements that train exactly draw the same line: runs with one seed and one order of "
             "samples differ only by rounding.",
         ),
+        "Next days": _next_days(runs),
         "Where a step's time goes": _picture(
             steps,
             "Time per step by stage",
@@ -254,6 +256,24 @@ def report_page(
 
 def _picture(figure: Figure | None, label: str, caption: str) -> list[Block]:
     return [] if figure is None else [Picture(to_svg(figure, label), caption)]
+
+
+def _next_days(runs: Sequence[Run]) -> list[Block]:
+    """The AUC of each day before it was trained on; empty where no run evaluated ahead."""
+    aucs = [{line["day"]: line["auc"] for line in run.evals if "day" in line} for run in runs]
+    days = list(dict.fromkeys(day for of_run in aucs for day in of_run))
+    if not days:
+        return []
+
+    def cell(auc: float | None) -> str:
+        return NOT_RECORDED if auc is None else show_quality(auc)
+
+    header = [Cell(run.name, color=run_color(i)) for i, run in enumerate(runs)]
+    rows = [(day, *(cell(of_run.get(day)) for of_run in aucs)) for day in days]
+    return [
+        "AUC of each day, evaluated with the model that was trained until the day before.",
+        Table(("Day", *header), rows),
+    ]
 
 
 def _items(sentences: Sequence[str]) -> list[Block]:

@@ -21,8 +21,10 @@ from hotrec.build import (
     adapts,
     build_sharded,
     check_assign,
+    check_order,
     choose_assign,
     count_epoch_steps,
+    evaluates_ahead,
     find_all_hot,
     make_alternation,
     make_train_loader,
@@ -31,7 +33,6 @@ from hotrec.config.groups import (
     AllHotOrder,
     HotColdConfig,
     OrderAssign,
-    TimeOrder,
     TorchrecPlacement,
     TraceProfiler,
 )
@@ -39,8 +40,8 @@ from hotrec.config.roots import Config, TrainerConfig
 from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
-from hotrec.data.days import check_time_order
-from hotrec.data.loader import make_loader
+from hotrec.data.days import days_of
+from hotrec.data.loader import Loader, make_loader, step_sequence
 from hotrec.data.order import StepSequence
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.convert import check_replicas
@@ -71,6 +72,7 @@ from hotrec.runtime.run_dir import (
     TRACES,
     read_finished,
 )
+from hotrec.train.ahead import DaysAhead, NextDay, read_evaluated
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule, count_steps
@@ -99,8 +101,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     """
     dataset = same_verdict(lambda: Dataset.open(config.paths.dataset, config.paths.verify))
     same_verdict(lambda: _count_steps(config, dataset, ranks))  # fail early
-    if isinstance(config.order, TimeOrder) and not same_verdict(lambda: check_time_order(dataset)):
-        logger.warning("order=time: the dataset has no times; samples are in the order of the log")
+    same_verdict(lambda: check_order(config, dataset))
     resume_from = same_verdict(lambda: _resume_from(config, run_dir))
     warm = None
     if config.trainer.warm_start is not None and resume_from is None:
@@ -140,14 +141,16 @@ def _train(
     steps = _count_steps(config, dataset, ranks, all_hot)
     # A new run in a directory with checkpoints must leave them of use.
     kept = resume_from or same_verdict(lambda: find_latest(run_dir / CHECKPOINTS))
+    saved: Mapping[str, Any] | None = None
     if kept is not None:
-        saved = same_verdict(lambda: read_facts(kept, facts))
-        if resume_from is not None and all_hot is None:
+        found = same_verdict(lambda: read_facts(kept, facts))
+        saved = None if resume_from is None else found
+        if saved is not None and all_hot is None:
             steps = _count_steps(config, dataset, ranks, saved=saved)
         finished = broadcast_object(read_finished(run_dir)) if is_own else None
-        if finished is not None and saved["step"] >= steps:
-            logger.info("%s: already finished with %d steps", run_dir, saved["step"])
-            return TrainResult(saved["step"], is_finished=True, summary=finished)
+        if finished is not None and found["step"] >= steps:
+            logger.info("%s: already finished with %d steps", run_dir, found["step"])
+            return TrainResult(found["step"], is_finished=True, summary=finished)
     alternation = make_alternation(config, all_hot, ranks.world_size)
     sharded = _build(training_plan, dataset, machine, ranks)
     if warm is not None:
@@ -183,6 +186,7 @@ def _train(
             config, training_plan.partition, dataset, all_hot, sharded.pipeline_kind
         ),
         prediction=training_plan.predicted,
+        ahead=_days_ahead(config, dataset, sharded, ranks, run_dir, saved),
         trace=_trace_window(config, run_dir),
         alternation=alternation,
         on_accepted=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
@@ -407,10 +411,56 @@ def _count_steps(
         per_epoch = count_epoch_steps(config, dataset, all_hot, ranks.world_size)
         return count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
     # Other ranks or another batch take another number of steps for the samples that remain.
-    num_samples, taken = dataset.num_samples(SPLIT), int(saved["loader"]["num_samples"])
-    remaining = StepSequence(num_samples, trainer.batch_size * ranks.world_size, taken)
+    remaining = _remaining_steps(config, dataset, ranks, saved)
     steps = int(saved["step"]) + remaining.count_steps(trainer.num_epochs)
     return steps if trainer.max_steps is None else min(steps, trainer.max_steps)
+
+
+def _remaining_steps(
+    config: Config, dataset: Dataset, ranks: Ranks, saved: Mapping[str, Any] | None
+) -> StepSequence:
+    return step_sequence(
+        dataset,
+        SPLIT,
+        config.trainer.batch_size * ranks.world_size,
+        by_day=evaluates_ahead(config),
+        first_sample=0 if saved is None else int(saved["loader"]["num_samples"]),
+    )
+
+
+def _days_ahead(
+    config: Config,
+    dataset: Dataset,
+    sharded: Sharded,
+    ranks: Ranks,
+    run_dir: Path,
+    saved: Mapping[str, Any] | None,
+) -> DaysAhead | None:
+    """The days still to be evaluated before they are trained on; None where none is; collective."""
+    if not evaluates_ahead(config):
+        return None
+    start_step = 0 if saved is None else int(saved["step"])
+    recorded = same_verdict(
+        lambda: read_evaluated(run_dir / "eval.jsonl", start_step) if ranks.is_first else []
+    )
+    evaluated = broadcast_object(recorded)
+    days, known = days_of(dataset, SPLIT), {line["day"] for line in evaluated}
+    steps = _remaining_steps(config, dataset, ranks, saved)
+    due = {
+        start_step + step: part + 1
+        for step, part in steps.part_ends().items()
+        if part + 1 < len(days) and days[part + 1].name not in known
+    }
+    first_sample = sum(day.num_samples for day in days[: min(due.values(), default=len(days))])
+    loader = same_verdict(
+        lambda: _make_eval_loader(config, SPLIT, sharded, ranks, by_day_from=first_sample)
+    )
+    num_batches = loader.dataset.steps.count_part_steps
+    return DaysAhead(
+        {step: NextDay(days[part].name, num_batches(part)) for step, part in due.items()},
+        loader,
+        evaluated,
+    )
 
 
 def _eval_batches(
@@ -425,22 +475,40 @@ def _eval_batches(
             f"Set 'trainer.eval_splits=[]', or prepare the data with these splits."
         )
 
-    def make(split: str) -> Iterable[Batch]:
-        return make_loader(
-            config.paths.dataset,
-            split,
-            batch_size=trainer.eval_batch_size,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            epochs=1,
-            shuffle=False,
-            num_workers=trainer.num_workers,
-            keep_workers=True,
-            transform=sharded.transform,
-            pin_memory=ranks.device.type == "cuda",
-        )
+    return same_verdict(
+        lambda: {
+            split: _make_eval_loader(config, split, sharded, ranks) for split in trainer.eval_splits
+        }
+    )
 
-    return same_verdict(lambda: {split: make(split) for split in trainer.eval_splits})
+
+def _make_eval_loader(
+    config: Config,
+    split: str,
+    sharded: Sharded,
+    ranks: Ranks,
+    *,
+    by_day_from: int | None = None,
+) -> Loader:
+    """A loader to evaluate with: of a split, or of its days from a sample on."""
+    trainer = config.trainer
+    loader = make_loader(
+        config.paths.dataset,
+        split,
+        batch_size=trainer.eval_batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        epochs=1,
+        shuffle=False,
+        num_workers=trainer.num_workers,
+        keep_workers=by_day_from is None,
+        transform=sharded.transform,
+        by_day=by_day_from is not None,
+        pin_memory=ranks.device.type == "cuda",
+    )
+    if by_day_from is not None:
+        loader.load_state_dict({**loader.state_dict(), "num_samples": by_day_from})
+    return loader
 
 
 def _hot_set(adaptive: HotColdConfig | None, sharded: Sharded) -> AdaptiveHotSet | None:

@@ -24,6 +24,7 @@ from hotrec.runtime import watchdog
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.traffic import BatchFacts
+from hotrec.train.ahead import NEXT_DAY, DaysAhead
 from hotrec.train.alternate import Alternation
 from hotrec.train.checkpoint import (
     Checkpoints,
@@ -83,6 +84,7 @@ def train(
     prediction: Mapping[str, Any] | None = None,
     first_compared_step: int = FIRST_COMPARED_STEP,
     alternation: Alternation | None = None,
+    ahead: DaysAhead | None = None,
     trace: TraceWindow | None = None,
     on_accepted: Callable[[], None] | None = None,
     hot_set: AdaptiveHotSet | None = None,
@@ -115,6 +117,7 @@ def train(
         prediction: Figures to compare with the measurements, see ``measured.compare``.
         first_compared_step: The first step of that comparison, counted from this start.
         alternation: Receives the evaluations at the cadence; saved with the loader.
+        ahead: What to evaluate at the end of each day, see ``DaysAhead``.
         trace: The steps to record with torch.profiler; None records nothing.
         on_accepted: Called on every rank after the checkpoint to resume from has been loaded, and
             before anything is written.
@@ -126,7 +129,7 @@ def train(
     """
     with stop_on_sigterm() as stop_request:
         splits = eval_batches or {}
-        _start_workers(splits)
+        _start_workers(splits, ahead)
         start, train_batches = _start(
             model, optimizer, train_loader, num_steps, checkpoints, hot_set
         )
@@ -157,7 +160,9 @@ def train(
             )
             if alternation is not None and _owes_evaluation(start, num_steps, cadence, alternation):
                 _evaluate_first(pipeline, splits, records, alternation)
-            for segment in segments(start.step, num_steps, cadence):
+            if ahead is not None:
+                _evaluate_ahead(pipeline, ahead, records)
+            for segment in segments(start.step, num_steps, cadence, ahead.days if ahead else ()):
                 batches = SegmentBatches(train_batches, segment)
                 pipeline.start()
                 records.meter.restart_clock()
@@ -189,6 +194,8 @@ def train(
                     records.add_decision(hot_set.adapt())
                 if segment.evaluate and not records.must_stop:
                     _evaluate_first(pipeline, splits, records, alternation)
+                if ahead is not None and not records.must_stop:
+                    _evaluate_ahead(pipeline, ahead, records)
                 if checkpoints is not None and (segment.save or records.must_stop):
                     watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, position.step)
                     save_checkpoint(checkpoints, position, model, optimizer, train_loader, hot_set)
@@ -198,11 +205,12 @@ def train(
                 for split, split_batches in splits.items():
                     quality = evaluate(pipeline, split_batches, step=records.position.step)
                     records.add_quality(split, quality)
-            summary = records.write_summary(description or {}, prediction)
+            facts = {**(description or {}), **({"days": ahead.evaluated} if ahead else {})}
+            summary = records.write_summary(facts, prediction)
     return TrainResult(records.position.step, not records.must_stop, summary)
 
 
-def _start_workers(splits: Mapping[str, Iterable[Batch]]) -> None:
+def _start_workers(splits: Mapping[str, Iterable[Batch]], ahead: DaysAhead | None) -> None:
     """Start the persistent workers of the evaluation's loaders.
 
     After the first step, threads of the process group run Python code for gradient hooks, and a
@@ -211,6 +219,8 @@ def _start_workers(splits: Mapping[str, Iterable[Batch]]) -> None:
     # Starting a loader draws a random number, which must not affect training.
     with torch.random.fork_rng(devices=[]), sigterm_held_back():
         same_verdict(lambda: [iter(batches) for batches in splits.values()])
+        if ahead is not None:
+            same_verdict(ahead.start)
 
 
 def _start(
@@ -254,6 +264,15 @@ def _owes_evaluation(
     """
     is_due = cadence.eval_every > 0 and start.step % cadence.eval_every == 0
     return is_due and 0 < start.step < num_steps and not alternation.knows(start.step)
+
+
+def _evaluate_ahead(pipeline: Pipeline, ahead: DaysAhead, records: Records) -> None:
+    """Evaluate the day that is due after the last step, if one is."""
+    step = records.position.step
+    if step in ahead.days:
+        quality = evaluate(pipeline, ahead.take(step), step=step)
+        records.add_quality(NEXT_DAY, quality, day=ahead.days[step].name)
+        ahead.add_quality(step, quality)
 
 
 def _evaluate_first(

@@ -6,7 +6,7 @@ A step is numbered by the update it makes, from 1; "after step s" means that s u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -63,21 +63,23 @@ class Segment:
         return self.last_step - self.first_step + 1
 
 
-def segments(start_step: int, num_steps: int, cadence: Cadence) -> Iterator[Segment]:
+def segments(
+    start_step: int, num_steps: int, cadence: Cadence, ends: Collection[int] = ()
+) -> Iterator[Segment]:
     """Cut the updates ``start_step + 1 .. num_steps`` where the pipeline has to be drained.
 
     The pipeline holds batches ahead of the update, so weights and loader position agree only at
-    the end of a segment. The last step saves in any case; it does not evaluate, since the end of
-    the run does.
+    the end of a segment. A segment also ends with each step of ``ends``. The last step saves in any
+    case; it does not evaluate, since the end of the run does.
     """
     eval_every, save_every = cadence.eval_every, cadence.save_every
     adapt_every = cadence.adapt_every
     cuts = [every for every in (eval_every, save_every, adapt_every) if every]
     step = start_step
     while step < num_steps:
-        ends = [num_steps]
-        ends += [step - step % every + every for every in cuts]
-        last = min(ends)
+        lasts = [num_steps, *(end for end in ends if end > step)]
+        lasts += [step - step % every + every for every in cuts]
+        last = min(lasts)
         is_final = last == num_steps
         yield Segment(
             first_step=step + 1,

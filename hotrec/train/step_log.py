@@ -162,14 +162,14 @@ class Records:
         self._line_wait_s, self._line_steps = 0.0, 0
         self._line_cache.clear()
 
-    def add_quality(self, split: str, quality: Quality) -> None:
-        """Write a line of eval.jsonl."""
+    def add_quality(self, split: str, quality: Quality, **facts: Any) -> None:
+        """Write a line of eval.jsonl, with more facts about it."""
         if self.count_caches is not None:
             # Discard what the evaluation did in the caches; the check-up at the end of the segment
             # has counted its steps.
             self.count_caches()
         self._quality = quality
-        line = {"step": self.position.step, "split": split, **asdict(quality)}
+        line = {"step": self.position.step, "split": split, **facts, **asdict(quality)}
         self.run_log.append("eval.jsonl", split, {**line, "elapsed_s": self.elapsed_s})
 
     def add_decision(self, decision: Decision) -> None:

@@ -15,7 +15,7 @@ def global_step(sizes, batch_size, world_size, epoch, step, *, seed=3, shuffle=T
     ranks = []
     for rank in range(world_size):
         order = SampleOrder(sizes, rank=rank, world_size=world_size, seed=seed, shuffle=shuffle)
-        drawn = replace(StepSequence(sum(sizes), batch_size * world_size)[step], epoch=epoch)
+        drawn = replace(StepSequence((sum(sizes),), batch_size * world_size)[step], epoch=epoch)
         pieces = order.pieces(drawn)
         ranks.append([(piece.chunk, int(row)) for piece in pieces for row in piece.rows])
     return ranks
@@ -79,22 +79,38 @@ def test_number_of_steps(num_samples, drop_last, expected):
     assert num_steps_of(num_samples, 3, 2, drop_last=drop_last) == expected
 
 
+PARTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 50), st.integers(0, 9), st.booleans())
-def test_another_batch_goes_on_after_the_samples_taken(num_samples, one, other, stop, drop_last):
+@given(PARTS, st.integers(1, 50), st.integers(1, 50), st.integers(0, 9), st.booleans())
+def test_another_batch_goes_on_after_the_samples_taken(parts, one, other, stop, drop_last):
     """Whatever the batch was before, the samples of two epochs come in the same order, once."""
     if drop_last:
-        one, other = min(one, num_samples), min(other, num_samples)
-    first = StepSequence(num_samples, one, drop_last=drop_last)
+        one, other = min(one, *parts, 40), min(other, *parts, 40)
+    first = StepSequence(tuple(parts), one, drop_last=drop_last)
     stop = min(stop, first.count_steps(2))
-    then = StepSequence(num_samples, other, first.samples_before(stop), drop_last)
+    then = StepSequence(tuple(parts), other, first.samples_before(stop), drop_last)
     drawn = [first[step] for step in range(stop)]
     drawn += [then[step] for step in range(then.count_steps(2))]
     taken = [(b.epoch, b.first + i) for b in drawn for i in range(b.num_samples)]
     assert taken == sorted(set(taken))
     if not drop_last:
-        assert taken == [(epoch, sample) for epoch in range(2) for sample in range(num_samples)]
+        assert taken == [(epoch, i) for epoch in range(2) for i in range(sum(parts))]
     assert then[then.count_steps(2)].epoch == 2
+    ends = np.cumsum(parts)
+    days = [{int(np.searchsorted(ends, b.first + i, "right")) for i in (0, b.num_samples - 1)}
+            for b in drawn]  # fmt: skip
+    assert all(len(parts_of_step) == 1 for parts_of_step in days)
+
+
+@pytest.mark.parametrize(
+    ("first_sample", "expected"),
+    [(0, {2: 0, 4: 1, 5: 2}), (3, {1: 0, 3: 1, 4: 2}), (5, {0: 0, 2: 1, 3: 2}), (12, {1: 2})],
+)
+def test_parts_end_after_their_steps(first_sample, expected):
+    """Of 5, 6 and 2 samples, in steps of 4."""
+    assert StepSequence((5, 6, 2), 4, first_sample).part_ends() == expected
 
 
 def test_permutations_are_uniform_enough():

@@ -16,6 +16,7 @@ from hotrec.artifact import ArtifactError
 from hotrec.report import plot_coverage, write_report
 from hotrec.report.read import read_runs
 from hotrec.report.runs import report_page
+from hotrec.report.units import NOT_RECORDED
 from hotrec.report.verdict import verdicts
 from tests.unit.report.golden import check_golden, check_html, check_page, visible_text
 from tests.unit.report.runs import (
@@ -24,6 +25,7 @@ from tests.unit.report.runs import (
     MEMORY,
     SUMMARY,
     TORCHREC,
+    eval_line,
     metrics_line,
     partition_content,
     profile_content,
@@ -102,6 +104,18 @@ def test_a_sampled_profile_without_partition(tmp_path: Path) -> None:
     write_report([write_run(tmp_path / "a", {})], tmp_path / "out", profile=tmp_path / "p")
     assert "Counted on a 5.0% sample: 1,000 samples." in page_text(tmp_path / "out")
     assert "Partition: not recorded." in page_text(tmp_path / "out")
+
+
+def test_days_that_were_evaluated_ahead_are_side_by_side(tmp_path: Path) -> None:
+    days = {"2024-05-01": 0.70, "2024-05-02": 0.72}
+    evals = [
+        {**eval_line(step, auc, "next_day"), "day": day}
+        for step, (day, auc) in enumerate(days.items())
+    ]
+    runs = [write_run(tmp_path / n, SUMMARY, evals=evals[k:]) for k, n in enumerate("ab")]
+    write_report(runs, tmp_path / "out")
+    text = page_text(tmp_path / "out")
+    assert f"2024-05-01 0.7000 {NOT_RECORDED} 2024-05-02 0.7200 0.7200" in text
 
 
 def test_nan_is_null_in_json(tmp_path: Path) -> None:

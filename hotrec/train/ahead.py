@@ -1,0 +1,64 @@
+"""Progressive evaluation: each day of the training split is evaluated before it is trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hotrec.data.batch import Batch
+from hotrec.train.evaluate import Quality
+
+NEXT_DAY = "next_day"  # the split of its lines in eval.jsonl
+
+
+@dataclass(frozen=True)
+class NextDay:
+    """A day to evaluate, and the number of its batches, the same on every rank."""
+
+    name: str
+    num_batches: int
+
+
+@dataclass
+class DaysAhead:
+    """What a run evaluates at the end of each day.
+
+    Args:
+        days: The next days, by the steps after which they are evaluated, in rising order.
+        batches: The batches of these days, one day after the other.
+        evaluated: What was found before: lines of eval.jsonl.
+    """
+
+    days: Mapping[int, NextDay]
+    batches: Iterable[Batch]
+    evaluated: list[dict[str, Any]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start the workers of the loader, which go on from day to day."""
+        self._batches = iter(self.batches)
+
+    def take(self, step: int) -> Iterator[Batch]:
+        """The batches of the day that is due after ``step``."""
+        return islice(self._batches, self.days[step].num_batches)
+
+    def add_quality(self, step: int, quality: Quality) -> None:
+        """Keep what was found for the summary."""
+        self.evaluated.append({"day": self.days[step].name, "step": step, **asdict(quality)})
+
+
+def read_evaluated(eval_file: Path, last_step: int) -> list[dict[str, Any]]:
+    """The evaluations of next days up to a step that a run has recorded."""
+    lines = []
+    for text in eval_file.read_text().splitlines() if eval_file.exists() else []:
+        with suppress(json.JSONDecodeError):  # the line that a killed run was writing
+            lines.append(json.loads(text))
+    return [
+        {name: value for name, value in line.items() if name not in ("split", "elapsed_s")}
+        for line in lines
+        if line["split"] == NEXT_DAY and line["step"] <= last_step
+    ]
