@@ -62,7 +62,13 @@ def run(
 
     Raises:
         CommandFailed: If a stage fails, after it has said why; with its exit code.
+        ValueError: If the dataset is to be extended.
     """
+    if config.append:
+        raise ValueError(
+            f"append: expected no files for `hotrec run`, which makes its dataset, got "
+            f"{config.append}. Run `hotrec prepare append=...`, then the commands after it."
+        )
     chain = _Chain(config, run_dir, [w for w in words if not w.startswith("run.")], environment)
     return chain.run()
 

@@ -86,7 +86,7 @@ class TableSpec:
     )
     num_rows: int = key(
         "number of rows: for hashing, with row 0 for missing values; for rows, 0 means the largest "
-        "id of the log + 1",
+        "id of the log + 1; for vocabulary the most there may be, or 0 for any number",
         0,
         le=MAX_ROWS,
     )
@@ -98,8 +98,8 @@ class TableSpec:
             f"num_rows: expected >= 2 with hashing, got {self.num_rows}. "
             "Set about as many rows as there are values.",
         )
-        is_count = self.encoding is not Encoding.rows or self.num_rows >= 0
-        yield is_count, f"num_rows: expected >= 0 with rows, got {self.num_rows}."
+        is_count = self.encoding is Encoding.hashing or self.num_rows >= 0
+        yield is_count, f"num_rows: expected >= 0 with {self.encoding}, got {self.num_rows}."
 
 
 @dataclass

@@ -256,6 +256,11 @@ class TimeOrder(OrderConfig):
         "day",
         False,
     )
+    new_only: bool = key(
+        "after trainer.warm_start from an earlier generation of the dataset, train on the samples "
+        "that were appended since, not on all",
+        False,
+    )
 
 
 @option("order", OrderKind.all_hot)

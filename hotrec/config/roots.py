@@ -402,6 +402,11 @@ class Config:
     dataset_name: str = key("directory of the dataset under data/; by default the data= choice")
     run_name: str = key("name of the run in reports; by default the placement= choice")
     data: DataSpec = section("the raw log and how to prepare it", DataSpec)
+    append: list[str] = key(
+        "for `hotrec prepare`, files that extend the dataset at paths.dataset, as in "
+        "data.source.files: its training split grows, and so do its vocabularies",
+        [],
+    )
     profile: ProfileConfig = section("how lookups are counted", ProfileConfig)
     model: ModelConfig = section("the model", ModelConfig)
     placement: PlacementConfig = section("the choice of hot rows", PlacementConfig)
@@ -424,6 +429,17 @@ class Config:
             bool(parts) and self.dataset_name.isprintable() and not {"/", ".."} & set(parts),
             "dataset_name: expected the name of a directory below data/, got "
             f"{self.dataset_name!r}. Set paths.dataset for a directory elsewhere.",
+        )
+        yield (
+            not self.append or self.data.source is not None,
+            f"append: expected no files for a synthetic log, got {self.append}. Draw more samples "
+            "with data.synthetic.num_train.",
+        )
+        is_new_only = isinstance(self.order, TimeOrder) and self.order.new_only
+        yield (
+            not is_new_only or self.trainer.warm_start is not None,
+            "order.new_only: expected trainer.warm_start with it, got none. Name the run that the "
+            "samples are new to.",
         )
         is_ahead = isinstance(self.order, TimeOrder) and self.order.evaluate_ahead
         yield (

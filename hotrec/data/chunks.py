@@ -171,6 +171,16 @@ class ChunkWriter:
         self._num_pending = 0
 
 
+def write_chunk(path: Path, block: Block, schema: Schema) -> None:
+    """Write samples as one chunk.
+
+    Raises:
+        OSError: if the disk is full; the message names the file.
+    """
+    columns = arrow_schema(schema)
+    write_arrow(path, pa.Table.from_batches([_record_batch(block, columns)], columns))
+
+
 def write_arrow(path: Path, table: pa.Table) -> None:
     """Write a table as one Arrow IPC file.
 
@@ -225,18 +235,21 @@ class Dataset:
     _verified: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @staticmethod
-    def open(directory: str | Path, verify: Verify = Verify.size) -> Dataset:
+    def open(
+        directory: str | Path, verify: Verify = Verify.size, *, stay_open: bool = True
+    ) -> Dataset:
         """Read the manifest and check the files; nobody replaces the dataset while it is open.
 
         Args:
             directory: The directory of the dataset.
             verify: "size" compares the checksum of a chunk when it is first read; "full" compares
                 those of all chunks now.
+            stay_open: False for the one who will replace it.
 
         Raises:
             ArtifactError: if there is no whole dataset in ``directory``.
         """
-        artifact = read_artifact(Path(directory), kind=DATASET, verify=verify, stay_open=True)
+        artifact = read_artifact(Path(directory), kind=DATASET, verify=verify, stay_open=stay_open)
         with artifact.parsing():
             schema = Schema.from_json(artifact.content["schema"])
             splits = {

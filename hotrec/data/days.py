@@ -26,6 +26,8 @@ _LARGEST_DAY = 10**9
 class Times:
     """The times of consecutive samples of a log; those of parts add up in the order of the log.
 
+    All but the days are those of the training split, of which alone the order matters.
+
     Args:
         first_ms: The first time, in milliseconds since 1970.
         last_ms: The last time.
@@ -56,16 +58,21 @@ class Times:
         numbers = np.floor((times + utc_offset_h * _MS_PER_HOUR) / _MS_PER_DAY)
         # A split may be by other numbers than times.
         numbers = np.clip(numbers, -_LARGEST_DAY, _LARGEST_DAY).astype(np.int64)
+        days = {
+            str(np.datetime64(int(number), "D")): count_by_split(split_of[numbers == number])
+            for number in np.unique(numbers)
+        }
+        is_train = split_of == SPLITS.index("train")
+        if not is_train.any():
+            return Times(days=days)
+        times, lines = times[is_train], lines[is_train]
         is_back = times[1:] < times[:-1]
         return Times(
             float(times[0]),
             float(times.max()),
             f"{file} line {lines[0]}",
             f"{file} line {lines[1 + int(np.argmax(is_back))]}" if is_back.any() else None,
-            {
-                str(np.datetime64(int(number), "D")): count_by_split(split_of[numbers == number])
-                for number in np.unique(numbers)
-            },
+            days,
         )
 
     def __add__(self, other: Times) -> Times:
@@ -80,6 +87,13 @@ class Times:
             self.unordered_at or (other.first_at if is_back else other.unordered_at),
             days,
         )
+
+    @staticmethod
+    def from_json(source: Mapping[str, Any]) -> Times:
+        """What a dataset recorded, of the training split alone."""
+        time = {name: value for name, value in source.get("time", {}).items() if name != "column"}
+        days = {day["day"]: np.array([day["train"], 0, 0]) for day in source.get("days", ())}
+        return Times(**time, days={day: counts for day, counts in days.items() if counts.any()})
 
     def to_json(self, column: str | None) -> dict[str, Any]:
         """What ``prepare`` records; ``column`` is that of the times, if there is one."""

@@ -207,19 +207,23 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
     return dict(json.loads(json.dumps(document)))
 
 
-def read_encoding(dataset: Dataset, spec: SourceSpec) -> tuple[dict[str, RowEncoder], Float64s]:
-    """What encodes other samples as those of a dataset were.
+def check_encoding(
+    dataset: Dataset, spec: SourceSpec, *, of: str, advice: str, may_grow: bool = False
+) -> Float64s:
+    """Check that a log would be encoded as a dataset was; what its dense columns are scaled by.
 
     Args:
         dataset: A dataset that ``prepare`` made from a log.
         spec: This log.
+        of: Whose specification it is, for messages.
+        advice: What to do, for messages.
+        may_grow: Whether vocabularies may have another number of rows.
 
     Returns:
-        The encoder of each table, and what to scale dense columns by, float64 (2, N).
+        The scaling, float64 (2, N), see ``scaling_of``.
 
     Raises:
-        ArtifactError: If the dataset does not say how it was encoded, was encoded otherwise, or a
-            vocabulary was altered.
+        ArtifactError: If the dataset does not say how it was encoded, or was encoded otherwise.
     """
     artifact = dataset.artifact
     with artifact.parsing():
@@ -235,12 +239,38 @@ def read_encoding(dataset: Dataset, spec: SourceSpec) -> tuple[dict[str, RowEnco
             saved = recorded.get(part, {})  # no times in earlier versions
             for name in sorted(wanted[part].keys() | saved.keys()):
                 mine, own = wanted[part].get(name), saved.get(name)
+                is_vocabulary = part == "tables" and mine and mine["encoding"] == "vocabulary"
+                if may_grow and is_vocabulary and own:
+                    own = {**own, "num_rows": mine["num_rows"]}
                 if mine != own:
                     raise ArtifactError(
-                        f"{artifact.path}: expected data.source.{part}.{name} as the run recorded "
-                        f"it, {mine}, got {own} (of the dataset). Train on the dataset again, "
-                        "with the configuration that prepared it."
+                        f"{artifact.path}: expected data.source.{part}.{name} as {of}, {mine}, got "
+                        f"{own} (of the dataset). {advice}"
                     )
+    return scaling
+
+
+def read_encoding(dataset: Dataset, spec: SourceSpec) -> tuple[dict[str, RowEncoder], Float64s]:
+    """What encodes other samples as those of a dataset were.
+
+    Args:
+        dataset: A dataset that ``prepare`` made from a log.
+        spec: This log.
+
+    Returns:
+        The encoder of each table, and what to scale dense columns by, float64 (2, N).
+
+    Raises:
+        ArtifactError: If the dataset does not say how it was encoded, was encoded otherwise, or a
+            vocabulary was altered.
+    """
+    scaling = check_encoding(
+        dataset,
+        spec,
+        of="the run recorded it",
+        advice="Train on the dataset again, with the configuration that prepared it.",
+    )
+    artifact = dataset.artifact
     tables = tables_of(spec)
     encoders: dict[str, RowEncoder] = {}
     for table in dataset.schema.tables:

@@ -71,13 +71,16 @@ class Log:
         return count_samples(self.files[file], self.log_format)
 
 
-def open_log(spec: SourceSpec, *, needs_label: bool = True) -> Log:
+def open_log(
+    spec: SourceSpec, *, needs_label: bool = True, files_key: str = "data.source.files"
+) -> Log:
     """Find the files, resolve the columns, read the side tables.
 
     Args:
         spec: The log.
         needs_label: Whether it must have the label's column; else the label is left out of the
             columns of a log without it.
+        files_key: The key of the files, for messages.
 
     Raises:
         ValueError: if a file or a column is not there.
@@ -86,7 +89,7 @@ def open_log(spec: SourceSpec, *, needs_label: bool = True) -> Log:
     log_format = LogFormat(spec.format, spec.separator, nulls, spec.on_bad_line, block_bytes)
     if spec.format is SourceFormat.criteo:
         log_format = replace(log_format, separator="\t", null_values=("",))
-    files = {_LOG: find_files(spec.files, spec.format, key="data.source.files")}
+    files = {_LOG: find_files(spec.files, spec.format, key=files_key)}
     formats = {_LOG: log_format}
     for name, side in spec.joins.items():
         key = f"data.source.joins.{name}.files"

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 
-from hotrec.artifact import Artifact, read_artifact
+from hotrec.artifact import Artifact, Verify, read_artifact
 from hotrec.config.data import (
     MAX_ROWS,
     ColumnKind,
@@ -55,8 +55,10 @@ from hotrec.data.encode import (
     scaling_of,
     select_samples,
 )
+from hotrec.data.generation import Earlier, evicted_rows
 from hotrec.data.log import TRAIN, Log, Splitter, open_log
 from hotrec.data.vocabulary import (
+    EMPTY,
     Counted,
     RowEncoder,
     RowNumbers,
@@ -64,6 +66,7 @@ from hotrec.data.vocabulary import (
     build_vocabulary,
     count_ids,
     read_vocabulary,
+    read_whole_vocabulary,
     write_vocabulary,
 )
 from hotrec.runtime import ranks as distributed
@@ -99,6 +102,11 @@ class _Job:
     splitter: Splitter
     scratch: Path
     my_files: list[int]
+    earlier: Earlier | None
+
+    @property
+    def generation(self) -> int:
+        return 0 if self.earlier is None else self.earlier.number
 
     @property
     def tables(self) -> dict[str, str]:
@@ -109,35 +117,57 @@ class _Job:
         moments = np.zeros((3, len(dense_columns(self.log.columns))))
         return FileFacts(np.zeros(3, np.int64), np.zeros(3, np.int64), 0, moments, Times())
 
+    def earlier_facts(self) -> FileFacts:
+        """Facts of the training split that is extended."""
+        if self.earlier is None:
+            return self.no_facts()
+        source = self.earlier.dataset.artifact.content["source"]
+        samples, clicks = (
+            np.array([source[name][SPLITS[TRAIN]], 0, 0]) for name in ("num_samples", "num_clicks")
+        )
+        moments = self.no_facts().moments
+        return FileFacts(samples, clicks, source["num_skipped"], moments, self.earlier.times)
 
-def prepare(source: SourceSpec, output: str | Path) -> Artifact:
+
+def prepare(source: SourceSpec, output: str | Path, *, append: Sequence[str] = ()) -> Artifact:
     """Read a log, write a dataset. Every rank of the process group calls it together.
 
     Args:
         source: The log, and what to make of its columns.
         output: The directory of the dataset, replaced if it exists. All ranks must share its file
             system.
+        append: Files, as in ``source.files`` and in place of them, that extend the dataset in
+            ``output``; see ``hotrec.data.generation``.
 
     Returns:
         The committed dataset: ``chunks/``, and ``vocab/<table>.arrow`` with the value and count of
-        row 1, 2, ... of each table that has a vocabulary.
+        row 1, 2, ... of each table that has a vocabulary; ``vocab/<table>.rare.arrow`` with values
+        that have no row.
 
     Raises:
         ValueError: on every rank, if the specification or the log is unusable.
         OSError: if the disk is full. Nothing is left behind.
     """
     distributed.same_verdict(lambda: validate(source, "data.source"))
-    log = distributed.same_verdict(lambda: open_log(source))
+    if append:
+        source = replace(source, files=list(append))
+    key = "append" if append else "data.source.files"
+    log = distributed.same_verdict(lambda: open_log(source, files_key=key))
     target = Path(output)
     is_first = distributed.rank() == 0
     with distributed.shared_scratch(target, kind=DATASET) as scratch:
-        job = _start_job(source, log, scratch)
+        verify = Verify.full if is_first else Verify.size
+        earlier = distributed.same_verdict(
+            lambda: Earlier.open(target, source, verify) if append else None
+        )
+        job = _start_job(source, log, scratch, earlier)
         facts, largest = _count(job)
         # In the order of the files, so that rounding does not depend on the number of ranks.
-        total = sum(facts.values(), start=job.no_facts())
-        distributed.same_verdict(lambda: _check_facts(total, len(facts)))
+        new = sum(facts.values(), start=job.no_facts())
+        distributed.same_verdict(lambda: _check_facts(job, new, len(facts)))
+        total = job.earlier_facts() + new
         encoders = _build_encoders(job, largest)
-        scaling = scaling_of(log.columns, total.moments)
+        scaling = scaling_of(log.columns, new.moments) if earlier is None else earlier.scaling
         splits = _write(job, encoders, scaling, facts)
         distributed.same_verdict(
             lambda: _commit(job, target, encoders, scaling, splits, total) if is_first else None
@@ -145,7 +175,7 @@ def prepare(source: SourceSpec, output: str | Path) -> Artifact:
     return read_artifact(target, kind=DATASET)
 
 
-def _start_job(source: SourceSpec, log: Log, scratch: Path) -> _Job:
+def _start_job(source: SourceSpec, log: Log, scratch: Path, earlier: Earlier | None) -> _Job:
     my_files = list(range(len(log.files)))[distributed.rank() :: distributed.world_size()]
     num_samples: list[int] = []
     if source.split.kind is SplitKind.last:
@@ -153,7 +183,7 @@ def _start_job(source: SourceSpec, log: Log, scratch: Path) -> _Job:
         num_samples = list(counted.values())
     header_lines = int(source.format is SourceFormat.delimited)
     splitter = Splitter(source.split, tuple(num_samples), header_lines)
-    return _Job(source, log, splitter, scratch, my_files)
+    return _Job(source, log, splitter, scratch, my_files, earlier)
 
 
 def _on_all_ranks(of_my_files: Callable[[], dict[int, T]]) -> dict[int, T]:
@@ -268,9 +298,11 @@ def _largest_row(job: _Job, file: int, block: RawBlock, feature: str) -> int:
     return check_row_numbers(block, feature, column, num_rows, job.log.files[file], advice)
 
 
-def _check_facts(total: FileFacts, num_files: int) -> None:
-    if total.num_samples[TRAIN] == 0:
-        found = _by_split(total.num_samples)
+def _check_facts(job: _Job, new: FileFacts, num_files: int) -> None:
+    if job.earlier is not None:
+        job.earlier.check_later(new.times)
+    if new.num_samples[TRAIN] == 0:
+        found = _by_split(new.num_samples)
         raise ValueError(
             f"data.source.split: expected samples in the training split, got {found} from "
             f"{num_files} files. Correct the split."
@@ -300,7 +332,13 @@ def _build_encoders(job: _Job, largest: dict[str, int]) -> dict[str, RowEncoder]
                 path = job.scratch / _COUNTS_DIR / f"{name}-{rank}.arrow"
                 table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
                 counter.add_counted(Counted.from_table(table))
-            vocabulary = build_vocabulary(counter.counts(), tables[name].min_count)
+            vocabulary = build_vocabulary(
+                counter.counts(),
+                tables[name].min_count,
+                tables[name].num_rows,
+                earlier=EMPTY if job.earlier is None else job.earlier.vocabulary(name),
+                generation=job.generation,
+            )
             write_vocabulary(job.scratch, name, vocabulary)
 
     distributed.same_verdict(build_my_vocabularies)
@@ -317,8 +355,9 @@ def _build_encoders(job: _Job, largest: dict[str, int]) -> dict[str, RowEncoder]
             case Encoding.hashing:
                 return RowEncoder(table.num_rows)
             case Encoding.rows:
-                # A table has at least one row, read or not.
-                return RowNumbers(table.num_rows or max(largest[name] + 1, 1))
+                # A table has at least one row, read or not, and does not shrink.
+                least = 1 if job.earlier is None else job.earlier.num_rows(name)
+                return RowNumbers(table.num_rows or max(largest[name] + 1, least))
 
     return distributed.same_verdict(lambda: {name: make_encoder(name) for name in tables})
 
@@ -351,7 +390,30 @@ def _write(
             }
 
     chunks = _on_all_ranks(write_my_files)
-    return {split: [c for of_file in chunks.values() for c in of_file[split]] for split in SPLITS}
+    splits = {split: [c for of_file in chunks.values() for c in of_file[split]] for split in SPLITS}
+    return {**splits, SPLITS[TRAIN]: [*_take_chunks(job), *splits[SPLITS[TRAIN]]]}
+
+
+def _take_chunks(job: _Job) -> list[ChunkInfo]:
+    """Take over the chunks of the training split that is extended, on all ranks."""
+    earlier = job.earlier
+    if earlier is None:
+        return []
+    vocabularies = {
+        name: read_whole_vocabulary(job.scratch, name)
+        for name, table in tables_of(job.spec).items()
+        if table.encoding is Encoding.vocabulary
+    }
+    evicted = {
+        name: evicted_rows(vocabulary, earlier.num_rows(name), job.generation)
+        for name, vocabulary in vocabularies.items()
+    }
+    mine = range(len(earlier.dataset.chunks(SPLITS[TRAIN])))
+    mine = mine[distributed.rank() :: distributed.world_size()]
+    taken = _on_all_ranks(
+        lambda: {index: earlier.take_chunk(index, job.scratch, evicted) for index in mine}
+    )
+    return list(taken.values())
 
 
 def _write_file(
@@ -363,8 +425,9 @@ def _write_file(
     progress: Progress,
 ) -> dict[str, list[ChunkInfo]]:
     rows_per_chunk = job.spec.rows_per_chunk
+    begin = f"g{job.generation:04d}-" if job.generation else ""
     writers = {
-        split: ChunkWriter(job.scratch, f"{split}-{file:05d}", schema, rows_per_chunk)
+        split: ChunkWriter(job.scratch, f"{split}-{begin}{file:05d}", schema, rows_per_chunk)
         for split in SPLITS
     }
     for raw in read_ahead(job.log.blocks(file)):
@@ -377,6 +440,10 @@ def _write_file(
                 writer.write(block if is_whole else select_samples(block, samples))
         progress.update(len(raw))
     return {split: writer.close() for split, writer in writers.items()}
+
+
+def _earlier_files(job: _Job) -> list[str]:
+    return [] if job.earlier is None else job.earlier.dataset.artifact.content["source"]["files"]
 
 
 def _commit(
@@ -396,11 +463,12 @@ def _commit(
     source = {
         "format": job.spec.format.name,
         # Names without directories: the same log makes the same dataset wherever it lies.
-        "files": [path.name for path in job.log.files],
+        "files": [*_earlier_files(job), *(path.name for path in job.log.files)],
         "num_samples": _by_split(total.num_samples),
         "num_clicks": _by_split(total.num_clicks),
         "num_skipped": total.num_skipped,
         "encoding": encoding_document(job.spec, scaling),
         **total.times.to_json(job.spec.split.time_column),
+        **({"generations": job.earlier.document()} if job.earlier is not None else {}),
     }
     commit_dataset(job.scratch, target, _schema(job, encoders), splits, source)

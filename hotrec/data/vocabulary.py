@@ -45,6 +45,11 @@ class Counted:
     def from_table(table: pa.Table) -> Counted:
         return Counted.of(one_array(table["value"]), table["count"].to_numpy())
 
+    def select(self, is_kept: npt.NDArray[np.bool_]) -> Counted:
+        """Some of the values."""
+        kept = self.values.filter(pa.array(is_kept))
+        return Counted(self.hashes[is_kept], kept, self.counts[is_kept])
+
     def to_table(self) -> pa.Table:
         return pa.table([self.values, pa.array(self.counts)], _COUNTS_SCHEMA)
 
@@ -114,23 +119,114 @@ def count_ids(column: Texts | Lists, counter: ValueCounter) -> None:
     counter.add(column.values, counts)
 
 
-def build_vocabulary(counted: Counted, min_count: int) -> pa.Table:
-    """The values, each once by rising hash, that occur ``min_count`` times: row 1, row 2, ...
+@dataclass(frozen=True)
+class Vocabulary:
+    """The values with a row of their own: ``table`` row r holds that of table row r + 1.
 
-    Two values of the same hash share a row.
+    Args:
+        table: Columns value and count. In a dataset that has grown also ``since`` and
+            ``last_seen``, int32: the generations that gave the value its row, and in which it
+            occurred last in the training split.
+        rare: Values that have no row yet, with their counts.
     """
-    return counted.to_table().filter(pa.array(counted.counts >= min_count)).combine_chunks()
+
+    table: pa.Table
+    rare: pa.Table
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the embedding table, row 0 included."""
+        return int(self.table.num_rows) + 1
+
+    def generations(self, column: str) -> npt.NDArray[np.int32]:
+        """``since`` or ``last_seen`` of each value, int32."""
+        if column not in self.table.column_names:  # before it grew for the first time
+            return np.zeros(self.table.num_rows, np.int32)
+        return np.asarray(self.table[column].to_numpy(), np.int32)
 
 
-def write_vocabulary(directory: Path, table: str, vocabulary: pa.Table) -> None:
-    """Write a vocabulary as ``vocab/<table>.arrow``: row r holds the value of table row r + 1."""
+EMPTY = Vocabulary(_COUNTS_SCHEMA.empty_table(), _COUNTS_SCHEMA.empty_table())
+
+
+def build_vocabulary(
+    counted: Counted,
+    min_count: int,
+    max_rows: int = 0,
+    *,
+    earlier: Vocabulary = EMPTY,
+    generation: int = 0,
+) -> Vocabulary:
+    """Give rows to the values that occur ``min_count`` times, by rising hash: row 1, row 2, ...
+
+    Two values of the same hash share a row. Where a vocabulary grows, its values keep their rows,
+    and new ones come after them. Where that would be more than ``max_rows``, new values, the most
+    frequent first, get the rows of those that did not occur for the most generations (of these the
+    least frequent first); the other new values stay rare.
+
+    Args:
+        counted: Counts of new training samples.
+        min_count: Least occurrences, over all generations.
+        max_rows: Largest number of rows of the embedding table; 0 for no limit.
+        earlier: The vocabulary to extend.
+        generation: The number of the generation that it becomes.
+    """
+    old = Counted.from_table(earlier.table)
+    counts, values = old.counts.copy(), old.values
+    since, last_seen = (earlier.generations(name).copy() for name in ("since", "last_seen"))
+    rows = _find(old.hashes, counted.hashes)
+    is_old = rows >= 0
+    counts[rows[is_old]] += counted.counts[is_old]
+    last_seen[rows[is_old]] = generation
+    new = _merged([counted.select(~is_old), Counted.from_table(earlier.rare)])
+    ranked = np.argsort(-new.counts, kind="stable")
+    ranked = ranked[new.counts[ranked] >= min_count]
+    room = max_rows - 1 - counts.size if max_rows else ranked.size
+    idle = np.flatnonzero(last_seen < generation)
+    idle = idle[np.lexsort((counts[idle], last_seen[idle]))]
+    # In order of hash again, since rows must not follow popularity.
+    chosen = np.sort(ranked[: max(room, 0) + idle.size])
+    evicted = np.sort(idle[: max(chosen.size - max(room, 0), 0)])
+    added = np.arange(counts.size, counts.size + chosen.size - evicted.size)
+    order = np.arange(counts.size + added.size)
+    order[np.concatenate([evicted, added])] = counts.size + np.arange(chosen.size)
+    columns = {
+        "value": pa.concat_arrays([values, new.values.take(pa.array(chosen))]).take(order),
+        "count": np.concatenate([counts, new.counts[chosen]])[order],
+    }
+    if generation:
+        fresh = np.full(chosen.size, generation, np.int32)
+        columns["since"] = np.concatenate([since, fresh])[order]
+        columns["last_seen"] = np.concatenate([last_seen, fresh])[order]
+    is_rare = np.ones(new.counts.size, bool)
+    is_rare[chosen] = False
+    return Vocabulary(pa.table(columns), new.select(is_rare).to_table())
+
+
+def _find(keys: Hashes, hashes: Hashes) -> Rows:
+    """Position of each hash among keys in any order, int64 (n,); -1 where it is not."""
+    order = np.argsort(keys, kind="stable")
+    positions = find_sorted(keys[order], hashes)
+    return np.append(order, -1)[positions]
+
+
+def write_vocabulary(directory: Path, table: str, vocabulary: Vocabulary) -> None:
+    """Write ``vocab/<table>.arrow``, and ``vocab/<table>.rare.arrow`` with values without a row."""
     (directory / "vocab").mkdir(exist_ok=True)
-    write_arrow(directory / f"vocab/{table}.arrow", vocabulary)
+    write_arrow(directory / f"vocab/{table}.arrow", vocabulary.table)
+    if vocabulary.rare.num_rows:
+        write_arrow(directory / f"vocab/{table}.rare.arrow", vocabulary.rare)
 
 
 def read_vocabulary(directory: Path, table: str) -> pa.Table:
-    """Read what ``write_vocabulary`` wrote, memory-mapped."""
+    """The values with a row and their counts, as ``write_vocabulary`` wrote them, memory-mapped."""
     return pa.ipc.open_file(pa.memory_map(str(directory / f"vocab/{table}.arrow"))).read_all()
+
+
+def read_whole_vocabulary(directory: Path, table: str) -> Vocabulary:
+    """What ``write_vocabulary`` wrote, memory-mapped."""
+    has_rare = (directory / f"vocab/{table}.rare.arrow").exists()
+    rare = read_vocabulary(directory, f"{table}.rare") if has_rare else EMPTY.rare
+    return Vocabulary(read_vocabulary(directory, table), rare)
 
 
 class RowEncoder:
@@ -141,12 +237,17 @@ class RowEncoder:
 
     Args:
         num_rows: The number of rows for hashing.
-        vocabulary: The table that ``build_vocabulary`` returned, in place of hashing.
+        vocabulary: The table of a ``Vocabulary``, in place of hashing.
     """
 
     def __init__(self, num_rows: int = 0, vocabulary: pa.Table | None = None) -> None:
         self.num_rows = num_rows if vocabulary is None else vocabulary.num_rows + 1
         self._keys = None if vocabulary is None else hash_text(one_array(vocabulary["value"]))
+        # Rows are by rising hash only until a vocabulary grows.
+        self._order: Rows | None = None
+        if self._keys is not None and (self._keys[1:] < self._keys[:-1]).any():
+            self._order = np.argsort(self._keys)
+            self._keys = self._keys[self._order]
 
     def rows(self, values: pa.Array) -> Rows:
         """int64 (n,): the row of each value, 0 for nulls."""
@@ -154,7 +255,10 @@ class RowEncoder:
         if self._keys is None:
             rows: Rows = (hashes % np.uint64(self.num_rows - 1)).astype(np.int64) + 1
         else:
-            rows = find_sorted(self._keys, hashes) + 1
+            rows = find_sorted(self._keys, hashes)
+            if self._order is not None:
+                rows = np.append(self._order, -1)[rows]
+            rows = rows + 1
         if values.null_count:
             rows[values.is_null().to_numpy(zero_copy_only=False)] = 0
         return rows

@@ -33,6 +33,7 @@ from hotrec.config.groups import (
     AllHotOrder,
     HotColdConfig,
     OrderAssign,
+    TimeOrder,
     TorchrecPlacement,
     TraceProfiler,
 )
@@ -139,14 +140,17 @@ def _train(
     facts = checkpoint_facts(config, dataset, training_plan.artifact)
     all_hot = find_all_hot(config, dataset, training_plan, run_dir, staged, is_resumed=keeps_plan)
     steps = _count_steps(config, dataset, ranks, all_hot)
+    saved = _skip_seen(config, dataset, warm)
+    if saved is not None:
+        steps = _count_steps(config, dataset, ranks, saved=saved)
     # A new run in a directory with checkpoints must leave them of use.
     kept = resume_from or same_verdict(lambda: find_latest(run_dir / CHECKPOINTS))
-    saved: Mapping[str, Any] | None = None
     if kept is not None:
         found = same_verdict(lambda: read_facts(kept, facts))
-        saved = None if resume_from is None else found
-        if saved is not None and all_hot is None:
-            steps = _count_steps(config, dataset, ranks, saved=saved)
+        if resume_from is not None:
+            saved = found
+            if all_hot is None:
+                steps = _count_steps(config, dataset, ranks, saved=saved)
         finished = broadcast_object(read_finished(run_dir)) if is_own else None
         if finished is not None and found["step"] >= steps:
             logger.info("%s: already finished with %d steps", run_dir, found["step"])
@@ -164,10 +168,13 @@ def _train(
             num_hosts=ranks.num_hosts,
             device=ranks.device.type,
         )
+    loader = make_train_loader(config, ranks, sharded.transform, all_hot, alternation, assign)
+    if saved is not None and resume_from is None:
+        loader.load_state_dict({**loader.state_dict(), **saved["loader"]})
     return train(
         sharded.model,
         sharded.optimizer,
-        make_train_loader(config, ranks, sharded.transform, all_hot, alternation, assign),
+        loader,
         ranks,
         num_steps=steps,
         cadence=_cadence(trainer, adaptive),
@@ -192,6 +199,16 @@ def _train(
         on_accepted=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
         hot_set=_hot_set(adaptive, sharded),
     )
+
+
+def _skip_seen(
+    config: Config, dataset: Dataset, warm: WarmStart | None
+) -> Mapping[str, Any] | None:
+    """Where a new run starts that skips what its warm start has seen, as a checkpoint has it."""
+    if warm is None or not isinstance(config.order, TimeOrder) or not config.order.new_only:
+        return None
+    num_seen = same_verdict(warm.num_seen)
+    return {"step": 0, "loader": {"num_samples": num_seen}}
 
 
 def _checkpoints(

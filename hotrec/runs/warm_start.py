@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import yaml
 from torch import nn
@@ -13,7 +14,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from hotrec.artifact import ArtifactError
 from hotrec.data.chunks import Dataset, one_array
-from hotrec.data.vocabulary import RowEncoder, read_vocabulary
+from hotrec.data.generation import generations_of
+from hotrec.data.vocabulary import RowEncoder, read_vocabulary, read_whole_vocabulary
 from hotrec.runtime.ranks import rank
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE
 from hotrec.train.checkpoint import find_latest, load_rows, read_facts
@@ -26,12 +28,22 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class WarmStart:
-    """A checkpoint, the dataset that it was trained on, and the dataset to train on."""
+    """A checkpoint, the dataset that it was trained on, and the dataset to train on.
+
+    Args:
+        checkpoint: Its directory.
+        trained_on: The dataset that it was trained on; None for an earlier generation of
+            ``dataset``, which tells itself which rows there were.
+        dataset: The dataset to train on.
+        has_same_optimizer: Whether the checkpoint has state for the optimizer.
+        generation: The number of the earlier generation.
+    """
 
     checkpoint: Path
-    trained_on: Dataset
+    trained_on: Dataset | None
     dataset: Dataset
     has_same_optimizer: bool
+    generation: int | None = None
     _encoders: dict[str, RowEncoder] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
@@ -58,6 +70,10 @@ class WarmStart:
         is_same = facts.get("optimizer") == optimizer
         if facts["dataset"] == dataset.artifact.content_hash:
             return WarmStart(checkpoint, dataset, dataset, is_same)
+        hashes = [generation["content_hash"] for generation in generations_of(dataset)]
+        if facts["dataset"] in hashes:
+            number = hashes.index(facts["dataset"])
+            return WarmStart(checkpoint, None, dataset, is_same, number)
         trained_on = _dataset_of(checkpoint)
         if trained_on.artifact.content_hash != facts["dataset"]:
             raise ArtifactError(
@@ -66,15 +82,30 @@ class WarmStart:
                 "the dataset of a run whose weights are used again."
             )
         warm = WarmStart(checkpoint, trained_on, dataset, is_same)
-        warm._check_tables()
+        warm._check_tables(trained_on)
         return warm
 
-    def _check_tables(self) -> None:
-        before = {table.name: table.num_rows for table in self.trained_on.schema.tables}
+    def num_seen(self) -> int:
+        """Training samples of the dataset that the checkpoint may have been trained on.
+
+        Raises:
+            ValueError: If its dataset is no earlier generation of this one.
+        """
+        if self.generation is None:
+            raise ValueError(
+                "order.new_only: expected a trainer.warm_start from an earlier generation of "
+                f"{self.dataset.artifact.path}, got {self.checkpoint} of "
+                f"{'this one' if self.trained_on is self.dataset else 'another dataset'}. Extend "
+                "the dataset with `hotrec prepare append=...`, or set order.new_only=false."
+            )
+        return int(generations_of(self.dataset)[self.generation]["num_train"])
+
+    def _check_tables(self, trained_on: Dataset) -> None:
+        before = {table.name: table.num_rows for table in trained_on.schema.tables}
         for table in self.dataset.schema.tables:
             if table.name not in before:
                 continue  # starts anew
-            has = [_has_vocabulary(data, table.name) for data in (self.trained_on, self.dataset)]
+            has = [_has_vocabulary(data, table.name) for data in (trained_on, self.dataset)]
             if has[0] != has[1] or (not has[0] and before[table.name] != table.num_rows):
                 raise ValueError(
                     f"trainer.warm_start table {table.name}: expected a vocabulary in both "
@@ -107,6 +138,8 @@ class WarmStart:
 
     def _find_rows(self, table: str, rows: torch.Tensor) -> torch.Tensor:
         """The rows of the same raw ids in the checkpoint; row 0 stands for unknown ids in both."""
+        if self.trained_on is None:
+            return self._find_earlier(table, rows)
         if self.trained_on is self.dataset or not _has_vocabulary(self.dataset, table):
             return rows
         if table not in self._encoders:  # which hashes all its ids
@@ -121,6 +154,17 @@ class WarmStart:
             known = torch.from_numpy(encoder.rows(ids))
             found[begin : begin + _CHUNK] = torch.where(part == 0, 0, known.where(known > 0, -1))
         return found
+
+    def _find_earlier(self, table: str, rows: torch.Tensor) -> torch.Tensor:
+        """The same rows, -1 for those that had not been given to their values yet."""
+        assert self.generation is not None
+        num_rows = generations_of(self.dataset)[self.generation]["num_rows"].get(table, 0)
+        is_known = rows < num_rows
+        if _has_vocabulary(self.dataset, table):
+            vocabulary = read_whole_vocabulary(self.dataset.artifact.path, table)
+            since = np.append(0, vocabulary.generations("since"))  # row 0 is that of the unknown
+            is_known &= torch.from_numpy(since <= self.generation)[rows]
+        return rows.where(is_known, -1)
 
 
 def _has_vocabulary(dataset: Dataset, table: str) -> bool:

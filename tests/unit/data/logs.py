@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from hotrec.artifact import MANIFEST, commit_artifact, scratch_directory
-from hotrec.config.data import ColumnKind, ColumnSpec, SourceFormat, SourceSpec, SplitSpec
+from hotrec.config.data import (
+    ColumnKind,
+    ColumnSpec,
+    SourceFormat,
+    SourceSpec,
+    SplitKind,
+    SplitSpec,
+    TableSpec,
+)
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
 from hotrec.data.loader import make_loader
@@ -139,6 +147,7 @@ def delimited_spec(files: list[Path], **settings: object) -> SourceSpec:
     )
 
 
+DAY_MS = 86_400_000
 HEADER = "click,price,user,item,history\n"
 
 
@@ -146,3 +155,19 @@ def criteo_line(label: str = "1", number: int = 0) -> str:
     """A line of a Criteo log with no missing values."""
     ids = [f"{number + column:08x}" for column in range(26)]
     return "\t".join([label, *(str(number + column) for column in range(13)), *ids]) + "\n"
+
+
+def write_day(folder: Path, day: int, users: list[str], item: str = "i", history: str = "") -> str:
+    """A file of one day of 1970, whose price is the time; its path."""
+    path = folder / f"day_{day}.csv"
+    times = [day * DAY_MS + number for number in range(len(users))]
+    lines = [f"1,{time},{user},{item},{history}\n" for time, user in zip(times, users, strict=True)]
+    path.write_text(HEADER + "".join(lines))
+    return str(path)
+
+
+def spec_by_day(file: str, valid_day: int = 99, user: TableSpec | None = None) -> SourceSpec:
+    """What reads files of ``write_day``, in chunks of three samples."""
+    split = SplitSpec(SplitKind.time, column="price", valid_from=valid_day * DAY_MS)
+    tables = {} if user is None else {"user": user}
+    return delimited_spec([Path(file)], split=split, tables=tables, rows_per_chunk=3)

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from hotrec.data import vocabulary as module
 from hotrec.data.columns import lists_from_arrow, texts_from_arrow
 from hotrec.data.vocabulary import (
+    EMPTY,
     Counted,
     RowEncoder,
     ValueCounter,
+    Vocabulary,
     build_vocabulary,
     count_ids,
     read_vocabulary,
@@ -52,7 +54,7 @@ def test_items_of_lists_count_once_per_sample():
 def vocabulary_of(counts: dict[str, int], min_count: int) -> pa.Table:
     counter = ValueCounter()
     counter.add(pa.array(list(counts)), np.array(list(counts.values()), np.int64))
-    return build_vocabulary(counter.counts(), min_count)
+    return build_vocabulary(counter.counts(), min_count).table
 
 
 def test_rare_values_and_nulls_are_row_0():
@@ -83,7 +85,7 @@ def test_a_vocabulary_may_be_empty_and_survives_the_disk(tmp_path):
     assert RowEncoder(vocabulary=empty).num_rows == 1
     assert RowEncoder(vocabulary=empty).rows(pa.array(["a"])).tolist() == [0]
     written = vocabulary_of({"a": 1, "b": 2}, min_count=1)
-    write_vocabulary(tmp_path, "t", written)
+    write_vocabulary(tmp_path, "t", Vocabulary(written, EMPTY.rare))
     assert read_vocabulary(tmp_path, "t").equals(written)
     assert Counted.from_table(written).counts.sum() == 3
 

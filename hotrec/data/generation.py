@@ -1,0 +1,190 @@
+"""A dataset that grows: what its next generation takes over from it.
+
+Each ``prepare append=...`` makes a generation: its training split is the earlier one and the new
+files' after it, its other splits are the new files'. Ids keep their rows, dense columns their
+scale, so that the chunks of the training split are taken over as they are; only where a value lost
+its row to another one, its samples now read row 0.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotrec.artifact import Verify
+from hotrec.config.data import EPOCH, SourceSpec, tables_of
+from hotrec.data.chunks import Block, ChunkInfo, Dataset, Integers, Jagged, write_chunk
+from hotrec.data.columns import Float64s
+from hotrec.data.days import Times
+from hotrec.data.encode import check_encoding
+from hotrec.data.vocabulary import Vocabulary, read_whole_vocabulary
+from hotrec.types import Rows
+
+TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The dataset that is extended.
+
+    Args:
+        dataset: The dataset.
+        generations: Those before it, as in its manifest.
+        scaling: What its dense columns are scaled by, float64 (2, N).
+    """
+
+    dataset: Dataset
+    generations: tuple[Mapping[str, Any], ...]
+    scaling: Float64s
+
+    @staticmethod
+    def open(directory: Path, spec: SourceSpec, verify: Verify) -> Earlier:
+        """Open a dataset to extend it by a log; the caller holds its lock for writing.
+
+        Raises:
+            ArtifactError: If it is damaged, or encoded otherwise.
+            ValueError: If a table would have to shrink.
+        """
+        dataset = Dataset.open(directory, verify, stay_open=False)
+        scaling = check_encoding(
+            dataset,
+            spec,
+            of="this configuration has it",
+            advice="Append with the configuration that prepared it.",
+            may_grow=True,
+        )
+        for table in dataset.schema.tables:
+            asked = tables_of(spec)[table.name].num_rows
+            if 0 < asked < table.num_rows:
+                raise ValueError(
+                    f"data.source.tables.{table.name}.num_rows: expected at least the "
+                    f"{table.num_rows} rows that {directory} has, got {asked}. A table does not "
+                    "shrink: prepare it anew."
+                )
+        return Earlier(dataset, generations_of(dataset), scaling)
+
+    @property
+    def number(self) -> int:
+        """The number of the generation that follows."""
+        return len(self.generations) + 1
+
+    def check_later(self, times: Times) -> None:
+        """Check that the samples to append have not been appended before.
+
+        Raises:
+            ValueError: If they begin before the end of the training split, or a file that counts
+                as a day is there already.
+        """
+        advice = "Append files in order of time, each once, or prepare all files anew."
+        mine = self.times
+        if mine.unordered_at is None and times.first_ms < mine.last_ms:
+            raise ValueError(
+                f"append: expected training samples from {_iso(mine.last_ms)} on, where those of "
+                f"{self.dataset.artifact.path} end, got one of {_iso(times.first_ms)} at "
+                f"{times.first_at}. {advice}"
+            )
+        if "time" not in self.dataset.artifact.content["source"]:
+            twice = sorted(mine.days.keys() & times.days.keys())
+            if twice:
+                raise ValueError(
+                    f"append: expected files that {self.dataset.artifact.path} does not have, got "
+                    f"{twice[0]} again. {advice}"
+                )
+
+    @property
+    def times(self) -> Times:
+        """Of the training split."""
+        return Times.from_json(self.dataset.artifact.content["source"])
+
+    def num_rows(self, table: str) -> int:
+        return self.dataset.schema.table(table).num_rows
+
+    def vocabulary(self, table: str) -> Vocabulary:
+        return read_whole_vocabulary(self.dataset.artifact.path, table)
+
+    def document(self) -> list[Mapping[str, Any]]:
+        """The generations up to this one, for the manifest of the next."""
+        this = {
+            "content_hash": self.dataset.artifact.content_hash,
+            "num_train": self.dataset.num_samples(TRAIN),
+            "num_rows": {table.name: table.num_rows for table in self.dataset.schema.tables},
+        }
+        return [*self.generations, this]
+
+    def take_chunk(self, index: int, scratch: Path, evicted: Mapping[str, Rows]) -> ChunkInfo:
+        """Take over a chunk of the training split.
+
+        Args:
+            index: Its number.
+            scratch: The directory of the next generation.
+            evicted: Rows by table that belong to another value from now on, int64.
+        """
+        info = self.dataset.chunks(TRAIN)[index]
+        block = self.dataset.block(TRAIN, index)
+        features: dict[str, Integers | Jagged] = {}
+        for name, ids in block.features.items():
+            values = ids.values if isinstance(ids, Jagged) else ids
+            is_lost = np.isin(values, evicted.get(self._tables[name], ()))
+            if is_lost.any():
+                kept = np.where(is_lost, 0, values)
+                features[name] = Jagged(kept, ids.offsets) if isinstance(ids, Jagged) else kept
+        target = scratch / info.file
+        if features:
+            changed = Block(block.label, block.dense, {**block.features, **features})
+            write_chunk(target, changed, self.dataset.schema)
+        else:
+            _link(self.dataset.artifact.path / info.file, target)
+        return info
+
+    @property
+    def _tables(self) -> dict[str, str]:
+        return {feature.name: feature.table for feature in self.dataset.schema.features}
+
+
+def _iso(time_ms: float) -> str:
+    """A time, or a number that may stand for one."""
+    try:
+        return (EPOCH + timedelta(milliseconds=time_ms)).isoformat(timespec="milliseconds")
+    except OverflowError:
+        return f"{time_ms:g}"
+
+
+def generations_of(dataset: Dataset) -> tuple[Mapping[str, Any], ...]:
+    """The generations before this dataset: content hash, training samples and rows by table."""
+    return tuple(dataset.artifact.content["source"].get("generations", ()))
+
+
+def growth_of(dataset: Dataset) -> dict[str, dict[str, int]]:
+    """New, evicted and rare values of each table with a vocabulary; empty before it has grown."""
+    generations = generations_of(dataset)
+    growth = {}
+    for name, before in generations[-1]["num_rows"].items() if generations else ():
+        if f"vocab/{name}.arrow" in dataset.artifact.files:
+            vocabulary = read_whole_vocabulary(dataset.artifact.path, name)
+            growth[name] = {
+                "new_rows": vocabulary.num_rows - before,
+                "evicted": evicted_rows(vocabulary, before, len(generations)).size,
+                "without_row": vocabulary.rare.num_rows,
+            }
+    return growth
+
+
+def evicted_rows(vocabulary: Vocabulary, num_rows: int, generation: int) -> Rows:
+    """Rows below ``num_rows`` that belong to another value since a generation, int64."""
+    is_new = vocabulary.generations("since")[: num_rows - 1] == generation
+    return np.flatnonzero(is_new) + 1
+
+
+def _link(source: Path, target: Path) -> None:
+    """A second name of a file that nobody writes to; a copy where there are no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,92 @@
+"""A run on a dataset that has grown, started from a run on the generation before."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from hotrec.cli.store import build_config, compose_config
+from hotrec.config.data import TableSpec
+from hotrec.data.prepare import prepare
+from hotrec.data.vocabulary import read_vocabulary
+from hotrec.runs.train import run_training
+from hotrec.runtime.ranks import Ranks
+from hotrec.train.checkpoint import open_tensors
+from hotrec.train.loop import TrainResult
+from tests.unit.data.logs import spec_by_day, write_day
+
+DAYS = [["a", "b", "b", "c", "c", "d", "d"], ["x", "b", "x", "y"]]
+
+
+def run(folder: Path, name: str, ranks: Ranks, *words: str) -> TrainResult:
+    words = (
+        *(
+            f"paths.dataset={folder}/dataset",
+            "model.embedding_dim=4",
+            "model.dense_layer_sizes=[4]",
+        ),
+        *("model.over_layer_sizes=[4,1]", "placement=torchrec", "trainer.num_workers=0"),
+        *("trainer.batch_size=2", "trainer.eval_splits=[]", "order=time", *words),
+    )
+    (folder / name).mkdir(exist_ok=True)
+    result = run_training(build_config(compose_config("config", list(words))), folder / name, ranks)
+    gc.collect()  # an open dataset is not replaced
+    return result
+
+
+def rows_of(folder: Path, name: str, values: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of the users by raw id, from a run's last checkpoint."""
+    with open_tensors((folder / name / "checkpoints").glob("step-*").__next__()) as files:
+        found = [files.whole(tensor) for tensor in sorted(files.shapes) if ".user." in tensor]
+    return {
+        user: torch.cat([tensor[row].reshape(-1) for tensor in found])
+        for user, row in values.items()
+    }
+
+
+def users_of(folder: Path) -> dict[str, int]:
+    values = read_vocabulary(folder / "dataset", "user")["value"].to_pylist()
+    return {user: row for row, user in enumerate(values, start=1)}
+
+
+@pytest.mark.parametrize("num_rows", [0, 6], ids=["grown", "evicted"])
+def test_new_days_go_on_from_the_generation_before(
+    tmp_path: Path, one_rank: Ranks, num_rows: int
+) -> None:
+    first, second = (write_day(tmp_path, day, users) for day, users in enumerate(DAYS))
+    spec = spec_by_day(first, user=TableSpec(num_rows=num_rows))
+    prepare(spec, tmp_path / "dataset")
+    run(tmp_path, "before", one_rank)
+    before, old = users_of(tmp_path), rows_of(tmp_path, "before", users_of(tmp_path))
+    prepare(spec, tmp_path / "dataset", append=[second])
+    after = users_of(tmp_path)
+    assert after.keys() == {*"bcdxy"} | ({"a"} if num_rows == 0 else set())
+    still = "optimizer.learning_rate=1e-30"  # so that rows keep what they start from
+    fresh = run(tmp_path, "fresh", one_rank, still)
+    warm_words = [f"trainer.warm_start={tmp_path}/before", "order.new_only=true", still]
+    warm = run(tmp_path, "warm", one_rank, *warm_words)
+    assert (fresh.summary["num_samples"], warm.summary["num_samples"]) == (11, 4)
+    new, initial = (rows_of(tmp_path, name, after) for name in ("warm", "fresh"))
+    for user in after:
+        assert before.get(user, after[user]) == after[user]
+        weights = old[user][:4] if user in before else initial[user][:4]
+        torch.testing.assert_close(new[user][:4], weights, rtol=0, atol=0)
+        if user in before and user not in DAYS[1]:
+            torch.testing.assert_close(new[user], old[user], rtol=0, atol=0)
+    # Its run is resumed where it stands, which is not where it was started.
+    again = run(tmp_path, "warm", one_rank, *warm_words)
+    assert again.step == warm.step == 2
+
+
+def test_only_what_is_new_to_the_warm_start_can_be_skipped(tmp_path: Path, one_rank: Ranks) -> None:
+    prepare(spec_by_day(write_day(tmp_path, 0, DAYS[0])), tmp_path / "dataset")
+    run(tmp_path, "before", one_rank)
+    words = [f"trainer.warm_start={tmp_path}/before", "order.new_only=true"]
+    with pytest.raises(ValueError, match=r"order\.new_only: expected .* got .* of this one"):
+        run(tmp_path, "warm", one_rank, *words)
+    with pytest.raises(ValueError, match=r"order\.new_only: expected trainer\.warm_start"):
+        build_config(compose_config("config", ["order=time", words[1]]))
