@@ -18,6 +18,9 @@ from hotrec.runtime.progress import Progress
 logger = logging.getLogger(__name__)
 
 COVERAGE_PICTURE = "coverage.png"
+# Drift is seen at this share of the rows, where their held-out share of lookups is less than this
+# multiple of that in training. Few rows by popularity are hardly ranked by chance.
+DRIFT_AT, DRIFT_RATIO = 0.01, 0.9
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -46,6 +49,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     content = artifact.content
     num_lookups = sum(table["num_lookups"] for table in content["tables"].values())
     logger.info("%s: %d lookups counted in %.1f s", output, num_lookups, elapsed_s)
+    _warn_of_drift(content["landmarks"])
     return {
         "command": "profile",
         "profile": output,
@@ -60,6 +64,19 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         "lookups_per_s": num_lookups / elapsed_s,
         "elapsed_s": elapsed_s,
     }
+
+
+def _warn_of_drift(landmarks: list[dict[str, Any]]) -> None:
+    """Say so where rows that are popular in training serve far fewer of the held-out lookups."""
+    point = next(point for point in landmarks if point["rows_frac"] == DRIFT_AT)
+    if point["heldout"] is not None and point["heldout"] < DRIFT_RATIO * point["train"]:
+        logger.warning(
+            "popularity drifts: the %.3g%% of the rows that are read most take %.1f%% of the "
+            "lookups in training, and %.1f%% in the held-out part. Train in order of time with a "
+            "hot set that follows the data (order=time placement.adapt_every_steps=100), or "
+            "profile newer data",
+            *(100 * DRIFT_AT, 100 * point["train"], 100 * point["heldout"]),
+        )
 
 
 def sampling_of(profile: ProfileConfig) -> Sampling:
