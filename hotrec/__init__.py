@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from hotrec.cost_model.profile import Profile
+    from hotrec.embedding.adapt import AdaptiveHotSet
     from hotrec.embedding.convert import check_replicas
     from hotrec.embedding.tables import gather_tables
     from hotrec.embedding.update_rules import OptimizerSpec
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     )
 
 __all__ = [
+    "AdaptiveHotSet",
     "Choice",
     "Exchange",
     "Machine",
@@ -61,6 +63,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AdaptiveHotSet": "hotrec.embedding.adapt",
     "Choice": "hotrec.program.choice",
     "Machine": "hotrec.planning.machine",
     "OptimizerSpec": "hotrec.embedding.update_rules",

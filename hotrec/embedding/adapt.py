@@ -153,7 +153,12 @@ class AdaptiveHotSet:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: KeyedOptimizer, *, decay: float, most_rows: int
+        self,
+        model: nn.Module,
+        optimizer: KeyedOptimizer,
+        *,
+        decay: float = 0.5,
+        most_rows: int = 65_536,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._decay, self._most_rows = decay, most_rows

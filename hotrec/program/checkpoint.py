@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.runtime.ranks import same_verdict
 from hotrec.train import checkpoint
 from hotrec.train.checkpoint import Checkpoints, Position
@@ -39,6 +40,7 @@ def save_checkpoint(
     *,
     state: Mapping[str, Any] | None = None,
     keep_last: int = 2,
+    hot_set: AdaptiveHotSet | None = None,
 ) -> Path:
     """Save a sharded model and its optimizer as ``step-...`` in a directory; collective.
 
@@ -52,6 +54,7 @@ def save_checkpoint(
         step: Updates made so far, from which Adam's bias correction goes on.
         state: JSON values to keep, such as the position in the data; equal on every rank.
         keep_last: Number of newest checkpoints to keep.
+        hot_set: Hot rows that follow the data, if they do.
 
     Returns:
         The checkpoint's directory.
@@ -65,11 +68,15 @@ def save_checkpoint(
     if lineage is not None:
         checkpoints = replace(checkpoints, lineage=lineage)
     position, kept = Position(step, num_samples=0), _Kept(state or {})
-    return checkpoint.save_checkpoint(checkpoints, position, model, optimizer, kept)
+    return checkpoint.save_checkpoint(checkpoints, position, model, optimizer, kept, hot_set)
 
 
 def load_checkpoint(
-    directory: str | Path, model: nn.Module, optimizer: KeyedOptimizer
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    *,
+    hot_set: AdaptiveHotSet | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Load the newest checkpoint of a directory, before the pipeline is made; collective.
 
@@ -80,6 +87,7 @@ def load_checkpoint(
         directory: As at saving.
         model: A sharded model of the same tables and layers.
         optimizer: Its optimizer, of the same kind.
+        hot_set: Hot rows that follow the data; takes those of the checkpoint, if it has any.
 
     Returns:
         Updates made, and the ``state`` that was kept; 0 and {} if there is no checkpoint.
@@ -93,7 +101,7 @@ def load_checkpoint(
         return 0, {}
     kept = _Kept()
     position = checkpoint.load_checkpoint(
-        newest, model=model, optimizer=optimizer, loader=kept, facts={}
+        newest, model=model, optimizer=optimizer, loader=kept, facts={}, hot_set=hot_set
     )
     checkpoint.restore_random_state(newest)
     return position.step, dict(kept.values)

@@ -27,6 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 import hotrec
+from hotrec.embedding.tables import sharded_collections
 from hotrec.runtime.ranks import RankError
 from hotrec.types import (
     Exchange,
@@ -442,3 +443,43 @@ def resume_all(folder: str) -> None:
 
 def test_checkpoints_of_hotrec_and_of_torch_resume(tmp_path: Path) -> None:
     run_ranks(resume_all, 2, timeout_s=100, folder=str(tmp_path))
+
+
+def adaptive(hot: Any, kind: PipelineKind) -> tuple[Any, Any, hotrec.AdaptiveHotSet]:
+    model, optimizer = hotrec.parallelize(
+        Model(), hot, embedding_optimizer=EMBEDDING, dense_optimizer=DENSE, pipeline=kind
+    )
+    return model, optimizer, hotrec.AdaptiveHotSet(model, optimizer)
+
+
+def adapt_all(folder: str) -> None:
+    """Rows move under every pipeline, also while one iterator follows another, and resume."""
+    expected, tables = reference()
+    stale = Partition(ROWS, {"user": np.arange(60, 80), "tag": np.arange(50, 60)})
+    for kind in (LOOK_AHEAD, SPARSE_DIST, BASE):
+        model, optimizer, hot_set = adaptive(stale, kind)
+        pipeline = hotrec.Pipeline(model, optimizer, hot_set=hot_set, adapt_every=2)
+        losses = train(pipeline, iter(batches(1)))
+        losses += train(pipeline, iter(batches(3, first=1)))
+        path = f"{folder}/{kind.name}"
+        hotrec.save_checkpoint(path, model, optimizer, 4, hot_set=hot_set)
+        pipeline.close()
+        hot = {path: c.partition.hot("user").tolist() for path, c in sharded_collections(model)}
+        assert min(hot["bags."]) < 60, kind
+        model, optimizer, hot_set = adaptive(stale, kind)
+        assert hotrec.load_checkpoint(path, model, optimizer, hot_set=hot_set) == (4, {})
+        for path, collection in sharded_collections(model):
+            assert collection.partition.hot("user").tolist() == hot[path], kind
+        pipeline = hotrec.Pipeline(model, optimizer, hot_set=hot_set, adapt_every=2)
+        losses += train(pipeline, iter(batches(2, first=4)))
+        pipeline.close()
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=str(kind))
+        gathered = hotrec.gather_tables(model)
+        for table, weight in tables.items():
+            np.testing.assert_allclose(
+                gathered[table], weight, atol=1e-5, err_msg=f"{kind} {table}"
+            )
+
+
+def test_hot_rows_follow_the_batches(tmp_path: Path) -> None:
+    run_ranks(adapt_all, 2, timeout_s=100, folder=str(tmp_path))
