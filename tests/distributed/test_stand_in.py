@@ -28,6 +28,7 @@ OF_THE_LIBRARY = [
     "training_equals_the_unsplit_reference",
     "evaluation_between_steps_changes_nothing",
     "checkpoint_goes_on",
+    "hot_rows_follow",
     "calibration_runs",
 ]
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hotrec.data.batch import Batch
+from hotrec.embedding.adapt import AdaptiveHotSet
+from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import Ranks, broadcast_object
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
@@ -385,6 +387,27 @@ def _save_and_load(run: Run) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
+
+
+def hot_rows_follow() -> None:
+    """Rows that move between replica and shard, in every tier, change no loss and no row."""
+    tiers = ("device", "host_cached", "device", "host", "cached")
+    for run, tier in zip(RUNS, tiers, strict=True):
+        # The last rows are read most.
+        stale = replace(run, routing="device", tier=tier, skew=0.5, batch_size=8)
+        first, second = Training(stale, device()), Training(stale, device())
+        hot_set, moved = AdaptiveHotSet(second.model, second.optimizer), 0
+        for step in range(0, 6, 2):
+            assert _losses(first, step, step + 2) == pytest.approx(
+                _losses(second, step, step + 2), abs=1e-6
+            ), stale
+            second.pipeline.drain()
+            moved += hot_set.adapt().num_moved
+            check_replicas(second.model)
+        assert moved > 5, stale
+        assert_same_tables(first, second)
+        first.close()
+        second.close()
 
 
 def calibration_runs() -> None:
