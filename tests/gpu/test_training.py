@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
-from hotrec.types import ColdTier, OptimizerKind, TorchrecPlan
+from hotrec.types import ColdTier, OptimizerKind, Partition, TorchrecPlan
 from tests.distributed.setups import (
     DIMS,
     GLOBAL_BATCH,
@@ -99,6 +101,21 @@ def test_a_checkpoint_goes_on(
         steps(second, 3, 6, gpu.device), abs=1e-6
     )
     assert_close(first, second, 1e-6)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
+def test_rows_move_between_replica_and_shard(
+    gpu: Ranks, tier: ColdTier, kind: OptimizerKind
+) -> None:
+    last = {table: np.arange(rows - 3, rows) for table, rows in NUM_ROWS.items()}
+    kept, moving = (setup_of(tier, kind, Partition(NUM_ROWS, last)) for _ in range(2))
+    hot_set, num_moved = AdaptiveHotSet(moving.model, moving.optimizer), 0
+    for step in range(NUM_STEPS):
+        losses = [steps(setup, step, step + 1, gpu.device) for setup in (kept, moving)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+        num_moved += hot_set.adapt().num_moved
+    assert num_moved > 3
+    assert_close(kept, moving, 1e-6)
 
 
 def test_initialize_reaches_rows_in_the_cache(gpu: Ranks, tier: ColdTier) -> None:
