@@ -8,6 +8,7 @@ none replaces one that another process has opened to read it later.
 
 from __future__ import annotations
 
+import gc
 import glob
 import hashlib
 import json
@@ -309,6 +310,8 @@ def check_replaceable(target: Path, kind: str) -> None:
 def _locked_for_replacement(manifest: Path) -> Iterator[None]:
     with manifest.open("r+b") as file:
         until_s = time.monotonic() + _SHORT_READ_S
+        if not try_flock(file.fileno(), manifest):
+            gc.collect()  # a reader of this process may be left in a cycle, as that of a past run
         while not try_flock(file.fileno(), manifest):
             if time.monotonic() < until_s:
                 time.sleep(0.01)

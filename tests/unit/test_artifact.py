@@ -213,6 +213,15 @@ def test_what_is_being_read_is_not_replaced(tmp_path: Path) -> None:
     write(tmp_path / "a", "new")
 
 
+def test_readers_that_are_garbage_do_not_count(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    opened = read_artifact(tmp_path / "a", kind="profile", stay_open=True)
+    cycle: list[Any] = [opened]
+    cycle.append(cycle)
+    del opened, cycle
+    write(tmp_path / "a", "new")
+
+
 def test_replacement_by_another_program_is_found(tmp_path: Path) -> None:
     write(tmp_path / "a")
     opened = read_artifact(tmp_path / "a", kind="profile", stay_open=True)
