@@ -240,7 +240,8 @@ def test_one_rank_measures_every_kind_of_case() -> None:
     assert (hot["all_hot"], hot["planner"]) == (1, 0)
     assert 0 < hot["hot_cold"] == hot["look_ahead_local"] < 1
     assert {case["sent_bytes"] for case in cases.values()} == {0}  # there is no other rank
-    assert all(case["wire_bytes"] >= 0 and case["memory_bytes"] for case in cases.values())
+    # A case may fit into memory that a process has had before.
+    assert all(case["wire_bytes"] >= 0 and case["memory_bytes"] >= 0 for case in cases.values())
     assert set(document["operators_s"]) == set(cases)
     assert all("aten::mm" in times or len(times) > 5 for times in document["operators_s"].values())
     page = render_page(document, command="hotrec bench", configuration="")
