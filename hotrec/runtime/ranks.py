@@ -224,6 +224,18 @@ def _connect(group: dist.ProcessGroup) -> None:
         )
 
 
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend of a group, None for the default one, for tensors of a device: gloo or nccl.
+
+    A group that a program made without naming a backend has one for each kind of device.
+    """
+    name: str = dist.get_backend(group)
+    if name != "undefined":
+        return name
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    return dict(part.split(":") for part in config.split(",")).get(device.type, name)
+
+
 def _threads_of(backend: str) -> AbstractContextManager[None]:
     return batch_threads() if backend == "gloo" else nullcontext()
 
@@ -238,7 +250,7 @@ def new_group(
         timeout_s: how long a collective may wait; None for the backend's default.
     """
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    with _threads_of(dist.get_backend()):
+    with _threads_of(backend_of(dist.group.WORLD, torch.device("cpu"))):
         group: Any = dist.new_group(  # on other ranks it is no group
             None if members is None else list(members), timeout=timeout
         )

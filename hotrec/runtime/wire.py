@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hotrec.runtime.ranks import backend_of
 from hotrec.runtime.traffic import counted_by_sender
 from hotrec.types import WireType
 
@@ -78,7 +79,6 @@ class Wire:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.wire_type = wire_type
-        self.is_gloo = dist.get_backend(group) == "gloo"
         self._peers = [dist.get_global_rank(group, r) for r in range(self.world_size)]
 
     def all_to_all(
@@ -116,7 +116,7 @@ class Wire:
         wire_type = self.type_of(source)
         arriving = [wire_numel(size, wire_type) for size in sizes]
         message = encode(source, wire_type)
-        if self.is_gloo:
+        if backend_of(self.group, source.device) == "gloo":
             received = self._exchange("all_gather", [message] * self.world_size, arriving)
         else:
             received = self._gather(message, arriving)
@@ -137,7 +137,7 @@ class Wire:
         out = list(joined.split(list(sizes_from)))
         num_sent = sum(part.numel() for part in parts) - source.numel()
         with counted_by_sender(collective, num_sent * source.element_size()):
-            if not self.is_gloo:
+            if backend_of(self.group, source.device) != "gloo":
                 dist.all_to_all(out, parts, group=self.group)
                 return joined
             # gloo's all-to-all gets half of a slow link's rate, single messages all of it.

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torchrec.distributed.types import ShardedModule
 
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread
+from hotrec.runtime.ranks import backend_of
 from hotrec.runtime.stages import mark
 from hotrec.runtime.wire import Wire
 from hotrec.types import WireType
@@ -30,7 +31,7 @@ class Sender:
 
     def __init__(self, group: dist.ProcessGroup, wire_type: WireType) -> None:
         self.world_size = dist.get_world_size(group)
-        self._is_nccl = dist.get_backend(group) == "nccl"
+        self._group = group
         self._wire, self._exact_wire = Wire(group, wire_type), Wire(group)
         self._thread = CommunicationThread(torch.device("cpu"), "dense gradients")
 
@@ -45,7 +46,7 @@ class Sender:
         """
         if self._wire.type_of(message) is WireType.fp32:
             return self._exact_wire.start_all_reduce(message)
-        if self._is_nccl:
+        if backend_of(self._group, message.device) == "nccl":
             # NCCL does not block the host, so no thread is needed.
             self._add_up(message, num_values)
             return None

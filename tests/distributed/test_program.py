@@ -253,6 +253,24 @@ def test_every_choice_trains_as_the_unsplit_model(world_size: int) -> None:
         assert first[f"counted {kind}"] == f"hot_cold {kind}"
 
 
+def train_without_naming_a_backend(folder: str) -> None:
+    """As many programs do: torch then has a backend for each kind of device."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group(store=store, rank=rank, world_size=size)
+    expected, _ = reference()
+    for kind in (LOOK_AHEAD, SPARSE_DIST):
+        _, _, pipeline = parallelized(some_hot(9), pipeline=kind)
+        losses = train(pipeline, iter(batches()))
+        pipeline.close()
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=kind.name)
+
+
+def test_a_group_without_a_named_backend_will_do(tmp_path: Path) -> None:
+    run_ranks(train_without_naming_a_backend, 2, timeout_s=100, folder=str(tmp_path))
+
+
 def plain_torchrec() -> list[float]:
     """The recipe of TorchRec's own examples."""
     model: Any = Model()
