@@ -209,10 +209,18 @@ class Tier(Enum):
 
 
 class ModelKind(Enum):
-    """DLRM with dot interaction (Naumov et al. 2019), or DCNv2 cross layers (Wang et al. 2021)."""
+    """The models.
+
+    DLRM with dot interaction (Naumov et al. 2019), DCNv2 cross layers (Wang et al. 2021), DeepFM
+    (Guo et al. 2017), MMoE (Ma et al. 2018), two towers, or a class of your own.
+    """
 
     dlrm = "dlrm"
     dcnv2 = "dcnv2"
+    deepfm = "deepfm"
+    mmoe = "mmoe"
+    two_tower = "two_tower"
+    own = "own"
 
 
 class OptimizerKind(Enum):

@@ -22,15 +22,25 @@ class ZipfTables:
     """Tables whose k-th most popular row is looked up with probability ~ k^-exponent.
 
     Rows are numbered without regard to popularity (a seeded permutation), since row-wise shards are
-    contiguous. Features and tables are ``C1`` and so on, with ``table_rows`` rows.
+    contiguous. Features and tables are ``C1`` and so on, or those of ``columns``, with
+    ``table_rows`` rows.
     """
 
     def __init__(
-        self, table_rows: Sequence[int], *, exponent: float, num_dense: int, seed: int
+        self,
+        table_rows: Sequence[int],
+        *,
+        exponent: float,
+        num_dense: int,
+        seed: int,
+        columns: Schema | None = None,
     ) -> None:
         names = [f"C{number}" for number in range(1, len(table_rows) + 1)]
+        dense = tuple(f"I{number}" for number in range(1, num_dense + 1))
+        if columns is not None:
+            names, dense = list(columns.feature_names), columns.dense
         self.schema = Schema(
-            dense=tuple(f"I{number}" for number in range(1, num_dense + 1)),
+            dense=dense,
             features=tuple(Feature(name, name) for name in names),
             tables=tuple(map(Table, names, table_rows)),
         )

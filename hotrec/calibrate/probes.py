@@ -31,9 +31,9 @@ from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicated_tables
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.models.flops import dense_flops
+from hotrec.models.shape import architecture_of, work_of
 from hotrec.models.task import ClickTask
-from hotrec.planning.unsharded import configured_model
+from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedGroup
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
@@ -56,7 +56,7 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
     batch_size = target.batch_size
     at_dim = [(num_ids, dim) for num_ids, dim in sizes if dim == workload.dim]
     samples = sorted({max(1, batch_size // part) for part in (8, 2)} | {batch_size, 2 * batch_size})
-    work = dense_flops(target.model, target.num_dense, workload.num_columns)
+    work = work_of(target.model, workload.samples.schema)
     values = [max(1, work.num_dense_values // part) for part in (16, 4, 1)]
 
     def by_items(name: str, make: Callable[..., Work], numbers: Sequence[int]) -> Probe:
@@ -118,14 +118,14 @@ def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
         for name in workload.samples.schema.feature_names
     ]
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    target = workload.target
-    built: Any = configured_model(model, embeddings, target.num_dense, target.seed, workload.device)
+    shape = architecture_of(model, workload.samples.schema)
+    built: Any = build_architecture(shape, embeddings, workload.target.seed, workload.device)
     built.sparse_arch.embedding_bag_collection = nn.Identity()
     return ClickTask(built, workload.ranks.world_size)
 
 
 def _dense(workload: CalibrationWorkload, num_samples: int, dim: int) -> Work:
-    work = dense_flops(workload.target.model, workload.target.num_dense, workload.num_columns)
+    work = work_of(workload.target.model, workload.samples.schema)
     task = workload.once("task", 0, lambda: build_dense_layers(workload))
     turns = _pooled_batches(workload, num_samples)
 

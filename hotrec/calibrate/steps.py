@@ -327,6 +327,7 @@ class StepTarget:
             exponent=target.zipf_exponent,
             num_dense=target.num_dense,
             seed=target.seed,
+            columns=target.schema,
         )
         counts = samples.count(PROFILE_SAMPLES)
         histograms = {table: build_histogram(rows) for table, rows in counts.items()}

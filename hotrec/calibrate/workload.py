@@ -19,7 +19,7 @@ from hotrec.planning.unsharded import optimizer_specs
 from hotrec.routing.features import Column
 from hotrec.routing.router import Router
 from hotrec.runtime.ranks import Ranks, new_group
-from hotrec.types import Partition
+from hotrec.types import Partition, Schema
 
 T = TypeVar("T")
 # Each call reads another batch, as each step does, or its rows would still be in the CPU cache.
@@ -44,6 +44,7 @@ class CalibrationTarget:
         zipf_exponent: Skew of the ids, which decides how often a batch repeats a row.
         cap_bytes: Memory per rank for tables; the largest tables are cut to fit.
         seed: Seed of the samples.
+        schema: Columns of the dataset, whose names the model may tell apart; None for others.
     """
 
     table_rows: Sequence[int]
@@ -54,6 +55,7 @@ class CalibrationTarget:
     zipf_exponent: float = 1.05
     cap_bytes: int = 256 << 20
     seed: int = 0
+    schema: Schema | None = None
 
 
 def cut_tables(table_rows: Sequence[int], most_rows: int) -> list[int]:
@@ -129,6 +131,7 @@ class CalibrationWorkload:
             exponent=self.target.zipf_exponent,
             num_dense=self.target.num_dense,
             seed=self.target.seed,
+            columns=self.target.schema,
         )
 
     @cached_property

@@ -20,6 +20,7 @@ from hotrec.cost_model.store import write_costs
 from hotrec.data.chunks import Dataset
 from hotrec.planning.unsharded import chosen_device
 from hotrec.runtime.ranks import broadcast_object, same_verdict
+from hotrec.types import Schema
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         return _figures(costs, target, start_s)
     device = chosen_device(config.trainer.device)
     with watched_ranks(run_dir, device=device, timeout_s=config.trainer.timeout_s) as ranks:
-        table_rows, num_dense = same_verdict(
+        table_rows, num_dense, schema = same_verdict(
             lambda: _read_sizes(config.paths.dataset, shows_warning=ranks.is_first)
         )
         dataset = Path(config.paths.dataset)
@@ -52,6 +53,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             batch_size=config.trainer.batch_size,
             cap_bytes=settings.cap_mib << 20,
             seed=config.trainer.seed,
+            schema=schema,
         )
         costs = measure_costs(
             ranks,
@@ -68,8 +70,8 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     return _figures(costs, target, start_s)
 
 
-def _read_sizes(dataset: str, *, shows_warning: bool) -> tuple[list[int], int]:
-    """The rows of each feature's table, and the number of dense columns."""
+def _read_sizes(dataset: str, *, shows_warning: bool) -> tuple[list[int], int, Schema | None]:
+    """The rows of each feature's table, the number of dense columns, and the columns."""
     if not Path(dataset).exists():
         if shows_warning:
             logger.warning(
@@ -78,10 +80,10 @@ def _read_sizes(dataset: str, *, shows_warning: bool) -> tuple[list[int], int]:
                 "prepare",
                 *(dataset, STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE),
             )
-        return [STAND_IN_ROWS] * STAND_IN_TABLES, STAND_IN_DENSE
+        return [STAND_IN_ROWS] * STAND_IN_TABLES, STAND_IN_DENSE, None
     schema = Dataset.open(dataset).schema
     rows = {table.name: table.num_rows for table in schema.tables}
-    return [rows[feature.table] for feature in schema.features], len(schema.dense)
+    return [rows[feature.table] for feature in schema.features], len(schema.dense), schema
 
 
 def _figures(costs: Costs, target: Path, start_s: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Union
+from typing import Any, Union
 
 from hotrec.config.fields import Rules, key, option, section
 from hotrec.types import ColdTier, HotExchange, HugectrLink, ModelKind, OptimizerKind, TorchrecPlan
@@ -310,6 +310,22 @@ class ModelConfig:
     kind: ModelKind = key("choose it with model=")
     embedding_dim: int = key("dimension of an embedding row; a multiple of 4", 64, ge=4, le=1024)
     pooling: Pooling = key("how the rows of a bag become one vector: sum or mean", Pooling.sum)
+
+    def rules(self) -> Rules:
+        dim = self.embedding_dim
+        below = dim // DIM_MULTIPLE * DIM_MULTIPLE
+        yield (
+            dim == below,
+            f"embedding_dim: expected a multiple of {DIM_MULTIPLE} (FBGEMM's tables take no other, "
+            f"on CPU or CUDA), got {dim}. Take {max(below, DIM_MULTIPLE)} or "
+            f"{below + DIM_MULTIPLE}.",
+        )
+
+
+@dataclass
+class LayeredConfig(ModelConfig):
+    """What all models share whose bottom layers make a vector of the dense columns."""
+
     dense_layer_sizes: list[int] = key(
         "sizes of the layers over the dense columns; the last must be embedding_dim",
         [128, 64],
@@ -318,7 +334,7 @@ class ModelConfig:
         size=1,
     )
     over_layer_sizes: list[int] = key(
-        "sizes of the layers over the interactions; the last must be 1",
+        "sizes of the layers over the interactions; the last must be 1, a logit for each label",
         [256, 128, 1],
         ge=1,
         le=MAX_LAYER_SIZE,
@@ -327,29 +343,62 @@ class ModelConfig:
 
     def rules(self) -> Rules:
         dim, dense, over = self.embedding_dim, self.dense_layer_sizes, self.over_layer_sizes
-        below = dim // DIM_MULTIPLE * DIM_MULTIPLE
-        yield (
-            dim == below,
-            f"embedding_dim: expected a multiple of {DIM_MULTIPLE} (FBGEMM's tables take no other, "
-            f"on CPU or CUDA), got {dim}. Take {max(below, DIM_MULTIPLE)} or "
-            f"{below + DIM_MULTIPLE}.",
-        )
+        yield from super().rules()
         expected = f"the last to be model.embedding_dim, {dim}"
         yield dense[-1] == dim, f"dense_layer_sizes: expected {expected}, got {dense}."
         yield over[-1] == 1, f"over_layer_sizes: expected the last to be 1, got {over}."
 
 
 @option("model", ModelKind.dlrm)
-class DlrmConfig(ModelConfig):
+class DlrmConfig(LayeredConfig):
     """DLRM: pairwise dot products."""
 
 
 @option("model", ModelKind.dcnv2)
-class Dcnv2Config(ModelConfig):
+class Dcnv2Config(LayeredConfig):
     """DCNv2: low-rank cross layers."""
 
     cross_num_layers: int = key("number of cross layers", 3, ge=1)
     cross_low_rank_dim: int = key("rank of the cross layers' matrices", 64, ge=1)
+
+
+@option("model", ModelKind.deepfm)
+class DeepFmConfig(LayeredConfig):
+    """DeepFM: a factorization machine beside deep layers."""
+
+    deep_layer_sizes: list[int] = key(
+        "sizes of the deep layers over all vectors", [256, 128], ge=1, le=MAX_LAYER_SIZE, size=1
+    )
+
+
+@option("model", ModelKind.mmoe)
+class MmoeConfig(LayeredConfig):
+    """MMoE: experts that labels share; over_layer_sizes are those of each label's tower."""
+
+    num_experts: int = key("number of experts", 4, ge=1)
+    expert_layer_sizes: list[int] = key(
+        "sizes of the layers of an expert", [128, 64], ge=1, le=MAX_LAYER_SIZE, size=1
+    )
+
+
+@option("model", ModelKind.two_tower)
+class TwoTowerConfig(ModelConfig):
+    """Two towers: the product of a vector of the user and one of the item."""
+
+    item_columns: list[str] = key(
+        "features and dense columns of the item; all others are the user's", size=1
+    )
+    tower_layer_sizes: list[int] = key(
+        "sizes of the layers of each tower", [128, 64], ge=1, le=MAX_LAYER_SIZE, size=1
+    )
+
+
+@option("model", ModelKind.own)
+class OwnModelConfig(ModelConfig):
+    """A model of your own: a torch.nn.Module over the pooled columns."""
+
+    _target_: str = key("import path of its class, such as my_package.my_model.MyModel")
+    args: dict[str, Any] = key("further keyword arguments of its constructor", {})
 
 
 @dataclass

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Callable
 
 import torch
-from torchrec.models.dlrm import DLRM
 
+from hotrec.models.zoo import ClickModel
 from hotrec.types import Precision
 
 
@@ -54,7 +54,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def set_up_dense_layers(
-    model: DLRM, device: torch.device, precision: Precision, *, is_compiled: bool
+    model: ClickModel, device: torch.device, precision: Precision, *, is_compiled: bool
 ) -> None:
     """Set the precision of a model's dense layers, and compile them, forward and backward.
 
@@ -62,7 +62,7 @@ def set_up_dense_layers(
     with other ranks.
 
     Args:
-        model: The model from ``build_model``.
+        model: The model from ``build_architecture``.
         device: The device of the layers; "meta" to plan only.
         precision: The precision; tf32 also needs ``use_precision``.
         is_compiled: Whether to compile the layers at their first call, without hooks and with a
@@ -70,7 +70,7 @@ def set_up_dense_layers(
     """
     if device.type == "meta" or not (is_compiled or precision is Precision.bf16):
         return
-    for part in (model.dense_arch, model.inter_arch, model.over_arch):
+    for part in model.dense_parts():
         forward: Callable[..., torch.Tensor] = part.forward
         if is_compiled:
             # Raise for graph breaks, rather than run slowly.

@@ -1,12 +1,16 @@
-"""Floating-point operations and parameters of the dense layers, from their sizes."""
+"""Floating-point operations and parameters of the dense layers, from their sizes or counted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hotrec.config.groups import Dcnv2Config, ModelConfig
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hotrec.config.groups import Dcnv2Config, LayeredConfig
 from hotrec.models.interaction import padded_vectors
+from hotrec.models.plain import Architecture
 
 
 class DenseWork(NamedTuple):
@@ -23,8 +27,8 @@ class DenseWork(NamedTuple):
     num_dense_values: int
 
 
-def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWork:
-    """Count the multiplications and additions of matrix products, which dominate.
+def dense_flops(model: LayeredConfig, num_dense: int, num_columns: int) -> DenseWork:
+    """Count the multiplications and additions of matrix products, which dominate; of one label.
 
     A product of (m, k) and (k, n) takes 2 m k n. Backward takes it twice, for the gradients of
     both factors, but for the first layer, whose input needs none. DLRM's interaction multiplies
@@ -34,7 +38,7 @@ def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWo
     section 3.4).
 
     Args:
-        model: The model's configuration.
+        model: The configuration of a DLRM or DCNv2.
         num_dense: The number N of dense columns.
         num_columns: The number F of pooled columns.
     """
@@ -54,6 +58,26 @@ def dense_flops(model: ModelConfig, num_dense: int, num_columns: int) -> DenseWo
     over_flops, over_values = _layers(width, model.over_layer_sizes, is_first=False)
     flops = bottom_flops + cross_flops + over_flops
     return DenseWork(flops, bottom_flops / flops, bottom_values + cross_values + over_values)
+
+
+def count_work(shape: Architecture, layers: Any) -> DenseWork:
+    """The same of any layers, counted by PyTorch in forward and backward.
+
+    Args:
+        shape: Their architecture.
+        layers: The layers, of ``hotrec.models.zoo.make_checked_layers``.
+    """
+    num_samples = 2
+    pooled = torch.zeros(num_samples, len(shape.features), shape.embedding_dim, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layers(torch.zeros(num_samples, len(shape.dense)), pooled).sum().backward()
+    flops = counter.get_total_flops() / num_samples
+    bottom_flops = 0.0
+    if shape.has_bottom:
+        num_inputs = num_bottom_inputs(len(shape.dense))
+        bottom_flops, _ = _layers(num_inputs, shape.dense_layer_sizes, is_first=True)
+    num_values = sum(parameter.numel() for parameter in layers.parameters())
+    return DenseWork(flops, bottom_flops / flops if flops else 0.0, num_values)
 
 
 def num_bottom_inputs(num_dense: int) -> int:

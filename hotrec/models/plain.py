@@ -1,13 +1,15 @@
 """A trained model as a plain PyTorch module, read from the directory that ``hotrec export`` wrote.
 
-Needs torch and safetensors, and nothing else of hotrec, so that it can be copied into a service.
+Needs torch and safetensors, and nothing else of hotrec, so that it can be copied into a service;
+a model of your own also needs the package of its class.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import nn
 DESCRIPTION, DENSE_FILE, TABLES_DIR = "model.json", "dense.safetensors", "tables"
 FORMAT_VERSION = 1
 WEIGHT, SCALE = "weight", "scale"
+OWN = "own"
 # The rows of a feature in a batch: see PlainModel.forward.
 Ids = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -29,15 +32,18 @@ class Architecture:
     """The shape of a model, in values that JSON has.
 
     Args:
-        kind: "dlrm" or "dcnv2".
+        kind: "dlrm", "dcnv2", "deepfm", "mmoe", "two_tower", or "own" for a class of your own.
         embedding_dim: D, of all tables.
         pooling: "sum" or "mean", how the rows of a bag become one vector.
         dense_layer_sizes: Outputs of the layers over the dense columns; the last is D.
-        over_layer_sizes: Outputs of the layers over the interactions; the last is 1.
+        over_layer_sizes: Outputs of the layers over the interactions; the last is 1 for each label.
         cross_num_layers: Number of DCNv2's cross layers.
         cross_low_rank_dim: Rank of their matrices.
         dense: Names of the N dense columns in their order.
         features: Name and table of the F features, in the order in which they interact.
+        labels: Names of the L labels.
+        target: Import path of the class; of kind "own".
+        args: Further keyword arguments of the layers, which depend on the kind.
     """
 
     kind: str
@@ -49,6 +55,14 @@ class Architecture:
     cross_low_rank_dim: int
     dense: Sequence[str]
     features: Sequence[Sequence[str]]
+    labels: Sequence[str] = ("label",)
+    target: str = ""
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_bottom(self) -> bool:
+        """Whether its layers are ``DenseLayers``, whose bottom layers read no embedding."""
+        return self.kind not in (OWN, "two_tower")
 
 
 class TableRows(nn.Module):
@@ -93,10 +107,12 @@ class TableRows(nn.Module):
         return sums_BD / is_id_BL.sum(1, keepdim=True).clamp(min=1) if self.is_mean else sums_BD
 
 
-def _layers(num_inputs: int, sizes: Sequence[int], *, ends_with_relu: bool) -> nn.Sequential:
+def _layers(
+    num_inputs: int, sizes: Sequence[int], *, ends_with_relu: bool, device: str = "meta"
+) -> nn.Sequential:
     layers: list[nn.Module] = []
     for index, num_outputs in enumerate(sizes):
-        layers.append(nn.Linear(num_inputs, num_outputs, device="meta"))
+        layers.append(nn.Linear(num_inputs, num_outputs, device=device))
         if ends_with_relu or index < len(sizes) - 1:
             layers.append(nn.ReLU())
         num_inputs = num_outputs
@@ -138,31 +154,220 @@ class CrossLayers(nn.Module):
         return x
 
 
-class DenseLayers(nn.Module):
-    """Everything but the tables; made without weights, for ``load_state_dict(assign=True)``."""
+class DeepFm(nn.Module):
+    """DeepFM's deep layers and factorization machine (Guo et al. 2017, equation 2).
 
-    def __init__(self, shape: Architecture) -> None:
+    Layers over all vectors, and the sum of the dot products of all pairs of vectors, which is
+    ``sum_d ((sum_v x_vd)^2 - sum_v x_vd^2) / 2``, joined as in TorchRec's model. TorchRec's own
+    machine also multiplies values of different dimensions.
+    """
+
+    def __init__(self, width: int, deep_layer_sizes: Sequence[int], device: str) -> None:
+        super().__init__()
+        self.deep = _layers(width, deep_layer_sizes, ends_with_relu=True, device=device)
+
+    def forward(self, vectors_BVD: torch.Tensor) -> torch.Tensor:
+        """(B, V, D) -> (B, D + deep + 1); the first vector is the dense one."""
+        squares_BD = vectors_BVD.sum(1).square() - vectors_BVD.square().sum(1)
+        pairs_B1 = squares_BD.sum(1, keepdim=True) / 2
+        return torch.cat((vectors_BVD[:, 0], self.deep(vectors_BVD.flatten(1)), pairs_B1), dim=1)
+
+
+class MixtureOfExperts(nn.Module):
+    """MMoE (Ma et al. 2018): experts that all labels share; a gate and a tower for each label."""
+
+    def __init__(
+        self,
+        width: int,
+        num_labels: int,
+        num_experts: int,
+        expert_layer_sizes: Sequence[int],
+        over_layer_sizes: Sequence[int],
+        device: str,
+    ) -> None:
+        super().__init__()
+
+        def make(num: int, inputs: int, sizes: Sequence[int], *, relu: bool) -> nn.ModuleList:
+            made = (_layers(inputs, sizes, ends_with_relu=relu, device=device) for _ in range(num))
+            return nn.ModuleList(made)
+
+        self.experts = make(num_experts, width, expert_layer_sizes, relu=True)
+        self.gates = make(num_labels, width, [num_experts], relu=False)
+        self.towers = make(num_labels, expert_layer_sizes[-1], over_layer_sizes, relu=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(B, width) -> logits (B, L)."""
+        experts_BEH = torch.stack([expert(inputs) for expert in self.experts], dim=1)
+        mixed = [
+            torch.bmm(gate(inputs).softmax(1).unsqueeze(1), experts_BEH).squeeze(1)
+            for gate in self.gates
+        ]
+        towers = zip(self.towers, mixed, strict=True)
+        return torch.cat([tower(mixed_BH) for tower, mixed_BH in towers], dim=1)
+
+
+class DenseLayers(nn.Module):
+    """Everything but the tables; on "meta" for ``load_state_dict(assign=True)``."""
+
+    def __init__(self, shape: Architecture, device: str = "meta") -> None:
         super().__init__()
         dim, num_vectors = shape.embedding_dim, len(shape.features) + 1
+        over, num_labels = shape.over_layer_sizes, len(shape.labels)
         # Without dense columns the bottom layers read a one.
         self.bottom = _layers(
-            max(len(shape.dense), 1), shape.dense_layer_sizes, ends_with_relu=True
+            max(len(shape.dense), 1), shape.dense_layer_sizes, ends_with_relu=True, device=device
         )
+        width = num_vectors * dim
         self.interaction: nn.Module
+        self.top: nn.Module
         if shape.kind == "dlrm":
             self.interaction = DotPairs(num_vectors)
             width = dim + num_vectors * (num_vectors - 1) // 2
-        else:
-            width = num_vectors * dim
+        elif shape.kind == "dcnv2":
             self.interaction = CrossLayers(width, shape.cross_num_layers, shape.cross_low_rank_dim)
-        self.top = _layers(width, shape.over_layer_sizes, ends_with_relu=False)
+        elif shape.kind == "deepfm":
+            self.interaction = DeepFm(width, **shape.args, device=device)
+            width = dim + shape.args["deep_layer_sizes"][-1] + 1
+        else:
+            self.interaction = nn.Flatten()
+        if shape.kind == "mmoe":
+            self.top = MixtureOfExperts(
+                width, num_labels, **shape.args, over_layer_sizes=over, device=device
+            )
+        else:
+            sizes = [*over[:-1], num_labels]
+            self.top = _layers(width, sizes, ends_with_relu=False, device=device)
+
+    def join(self, bottom_BD: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
+        """Outputs of the bottom layers and pooled features (B, F, D) -> logits (B, L)."""
+        vectors_BVD = torch.cat((bottom_BD.unsqueeze(1), pooled_BFD), dim=1)
+        logits: torch.Tensor = self.top(self.interaction(vectors_BVD))
+        return logits
+
+    def forward(self, dense_BN: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
+        """Dense columns (B, N) and pooled features (B, F, D) -> logits (B, L)."""
+        inputs = dense_BN if dense_BN.size(1) else dense_BN.new_ones(dense_BN.size(0), 1)
+        return self.join(self.bottom(inputs), pooled_BFD)
+
+
+class TwoTower(nn.Module):
+    """A tower of layers over the item's columns, one over the user's; the logit is their product.
+
+    It is a model of the protocol that ``make_layers`` describes.
+
+    Args:
+        item_columns: Features and dense columns of the item; all others are the user's.
+        tower_layer_sizes: Outputs of the layers of each tower.
+
+    Raises:
+        ValueError: If a tower has no column, a column is unknown, or there are several labels.
+    """
+
+    def __init__(
+        self,
+        dense: Sequence[str],
+        features: Sequence[str],
+        embedding_dim: int,
+        labels: Sequence[str],
+        item_columns: Sequence[str],
+        tower_layer_sizes: Sequence[int],
+    ) -> None:
+        super().__init__()
+        known = {*dense, *features}
+        if not set(item_columns) < known or not item_columns:
+            raise ValueError(
+                f"model.item_columns: expected some, and not all, of the columns {sorted(known)}, "
+                f"got {list(item_columns)}. Name those of the item."
+            )
+        if len(labels) > 1:
+            raise ValueError(
+                f"model.kind: expected a model of several labels for {list(labels)}, got "
+                "two_tower. Choose model=mmoe, or another of several labels."
+            )
+        self.towers = nn.ModuleDict()
+        for tower in ("user", "item"):
+            is_mine = [(name in item_columns) == (tower == "item") for name in (*dense, *features)]
+            numbers = torch.arange(len(is_mine))[torch.tensor(is_mine)]
+            is_dense = numbers < len(dense)
+            self.register_buffer(f"{tower}_dense", numbers[is_dense], persistent=False)
+            of_pooled = numbers[~is_dense] - len(dense)
+            self.register_buffer(f"{tower}_pooled", of_pooled, persistent=False)
+            width = int(is_dense.sum()) + embedding_dim * of_pooled.numel()
+            self.towers[tower] = _layers(
+                width, tower_layer_sizes, ends_with_relu=False, device="cpu"
+            )
 
     def forward(self, dense_BN: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
         """Dense columns (B, N) and pooled features (B, F, D) -> logits (B, 1)."""
-        inputs = dense_BN if dense_BN.size(1) else dense_BN.new_ones(dense_BN.size(0), 1)
-        vectors_BVD = torch.cat((self.bottom(inputs).unsqueeze(1), pooled_BFD), dim=1)
-        logits: torch.Tensor = self.top(self.interaction(vectors_BVD))
-        return logits
+        outputs = []
+        for tower, layers in self.towers.items():
+            dense = dense_BN.index_select(1, self.get_buffer(f"{tower}_dense"))
+            pooled = pooled_BFD.index_select(1, self.get_buffer(f"{tower}_pooled"))
+            outputs.append(layers(torch.cat((dense, pooled.flatten(1)), dim=1)))
+        return (outputs[0] * outputs[1]).sum(1, keepdim=True)
+
+
+def import_class(path: str, key: str) -> type:
+    """A class by its import path.
+
+    Args:
+        path: Such as ``my_package.my_model.MyModel``.
+        key: What messages name.
+
+    Raises:
+        ValueError: If nothing of that path can be imported, or it is no class.
+    """
+    module, _, name = path.rpartition(".")
+    expected = f"{key}: expected the import path of a class, such as my_package.my_module.MyClass"
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{expected}, got {path!r}, whose import fails: {reason}. Correct the path, install "
+            "its package, or add its directory to PYTHONPATH."
+        ) from error
+    if not isinstance(found, type):
+        raise ValueError(f"{expected}, got {path!r}, {found!r}. Name the class itself.")
+    return found
+
+
+def make_layers(shape: Architecture, device: str = "cpu") -> nn.Module:
+    """The layers of a model: all of it but the tables.
+
+    Those of a class of your own are made by ``MyModel(dense=, features=, embedding_dim=, labels=,
+    **args)``: the names of the dense columns, of the features and of the labels, D, and the
+    arguments of the configuration. ``forward(dense_BN, pooled_BFD)`` takes the dense columns (B, N)
+    and the pooled features (B, F, D), float32 and in the order of their names, and returns logits
+    (B, L).
+
+    Args:
+        shape: The architecture.
+        device: "cpu", or "meta" for layers without weights, of those kinds that can.
+
+    Raises:
+        ValueError: If the class cannot be imported, or does not take the arguments.
+    """
+    if shape.has_bottom:
+        return DenseLayers(shape, device)
+    made = TwoTower if shape.kind == "two_tower" else import_class(shape.target, "model._target_")
+    if not issubclass(made, nn.Module):
+        raise ValueError(
+            f"model._target_: expected a subclass of torch.nn.Module, got {shape.target}. Name the "
+            "model's class."
+        )
+    features = [name for name, _ in shape.features]
+    columns = {"dense": list(shape.dense), "features": features, "labels": list(shape.labels)}
+    try:
+        # A class of your own may name other arguments than ``args``.
+        layers: nn.Module = made(**columns, embedding_dim=shape.embedding_dim, **shape.args)
+    except TypeError as error:
+        raise ValueError(
+            f"model._target_: expected a class whose constructor takes dense, features, labels, "
+            f"embedding_dim and {sorted(shape.args)}, got {shape.target}: {error}. Correct the "
+            "class, or model.args."
+        ) from error
+    return layers
 
 
 class PlainModel(nn.Module):
@@ -182,13 +387,21 @@ class PlainModel(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = shape
-        self.layers = DenseLayers(shape)
-        self.layers.load_state_dict(dict(dense), assign=True)
+        with torch.random.fork_rng(devices=[]):  # initial weights are drawn, but not kept
+            self.layers = make_layers(shape, "meta")
+        expected = {name for name, _ in self.layers.named_parameters()}
+        if expected != set(dense):
+            raise ValueError(
+                f"weights: expected those of {shape.target or shape.kind}, {sorted(expected)}, got "
+                f"{sorted(dense)}. Export the model again."
+            )
+        # Buffers are no weights: the class makes them.
+        self.layers.load_state_dict(dict(dense), strict=False, assign=shape.has_bottom)
         self.tables = nn.ModuleDict(tables)
         self.eval().requires_grad_(False)
 
     def forward(self, dense_BN: torch.Tensor, ids: Mapping[str, Ids]) -> torch.Tensor:
-        """Logits (B,); their sigmoid is the predicted rate of clicks.
+        """Logits (B,), or (B, L) with several labels; their sigmoid is the predicted rate.
 
         Args:
             dense_BN: Dense columns, float32 (B, N), transformed as ``model.json`` says.
@@ -207,8 +420,8 @@ class PlainModel(nn.Module):
                 "Give a feature that a sample lacks an empty bag."
             )
         pooled = [self.tables[table](ids[name]) for name, table in self.shape.features]
-        logits: torch.Tensor = self.layers(dense_BN, torch.stack(pooled, dim=1)).squeeze(-1)
-        return logits
+        logits: torch.Tensor = self.layers(dense_BN, torch.stack(pooled, dim=1))
+        return logits.squeeze(1)  # of one label
 
 
 def load_model(directory: str | Path) -> PlainModel:

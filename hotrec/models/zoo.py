@@ -1,18 +1,20 @@
-"""Click models, from TorchRec's own arches."""
+"""Click models: TorchRec's own arches, and lookups with any layers behind them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
-from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.models.dlrm import DLRM, DLRM_DCN, SparseArch
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from hotrec.models.flops import num_bottom_inputs
 from hotrec.models.interaction import CrossNet, DotInteraction
+from hotrec.models.plain import Architecture, make_layers
 from hotrec.runtime.stages import backward_point, mark, mark_backward
 from hotrec.types import ModelKind
 
@@ -37,20 +39,34 @@ torch.fx.wrap("backward_point")
 torch.fx.wrap("mark_backward")
 
 
-class _LookupsFirst(DLRM):
-    """TorchRec's model with its parts called in another order; the results are the same.
+class ClickModel(nn.Module, ABC):
+    """A model whose lookups start before its bottom layers, and are used after them.
 
-    Lookups are started before the bottom layers and used after them, so the rows travel while the
-    bottom layers compute, and their gradients while those compute backward.
+    So the rows travel while the bottom layers compute, and their gradients while those compute
+    backward.
     """
 
+    sparse_arch: SparseArch
+
+    @abstractmethod
+    def before_rows(self, dense_BN: torch.Tensor) -> torch.Tensor:
+        """What the bottom layers make of the dense columns."""
+
+    @abstractmethod
+    def with_rows(self, early: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
+        """Logits (B, L) of that and of the pooled columns."""
+
+    @abstractmethod
+    def dense_parts(self) -> list[nn.Module]:
+        """The modules that compute these, to compile and to compute in another precision."""
+
     def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
-        """Dense (B, N) and ids -> logits (B, 1)."""
+        """Dense (B, N) and ids -> logits (B, L)."""
         mark("ids_exchange")
         pooled = self.sparse_arch.embedding_bag_collection(sparse_features)
         mark("row_lookup")
         bottom_is_undone = backward_point("dense", dense_features)
-        dense_BD = self.dense_arch(_dense_inputs(dense_features))
+        early = self.before_rows(dense_features)
         mark("dense")
         rows_are_sent = backward_point("grads_exchange", dense_features)
         sparse_BFD = _stack_columns(
@@ -58,13 +74,107 @@ class _LookupsFirst(DLRM):
         )
         mark("rows_exchange")
         sparse_BFD = mark_backward(sparse_BFD, "dense", bottom_is_undone, rows_are_sent)
-        interactions = self.inter_arch(dense_features=dense_BD, sparse_features=sparse_BFD)
+        return self.with_rows(early, sparse_BFD)
+
+
+class _Dlrm(ClickModel, DLRM):
+    """TorchRec's model with its parts called in that order; the results are the same."""
+
+    dense_arch: nn.Module
+    inter_arch: nn.Module
+    over_arch: nn.Module
+
+    def before_rows(self, dense_BN: torch.Tensor) -> torch.Tensor:
+        dense_BD: torch.Tensor = self.dense_arch(_dense_inputs(dense_BN))
+        return dense_BD
+
+    def with_rows(self, early: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
+        interactions = self.inter_arch(dense_features=early, sparse_features=sparse_BFD)
         logits: torch.Tensor = self.over_arch(interactions)
         return logits
 
+    def dense_parts(self) -> list[nn.Module]:
+        return [self.dense_arch, self.inter_arch, self.over_arch]
 
-class _Dcnv2(_LookupsFirst, DLRM_DCN):
+
+class _Dcnv2(_Dlrm, DLRM_DCN):
     """DCNv2 in that order."""
+
+
+class PooledModel(ClickModel):
+    """Lookups, and layers of ``hotrec.models.plain.make_layers`` over the pooled columns."""
+
+    def __init__(self, embeddings: Any, layers: Any, *, has_bottom: bool) -> None:
+        super().__init__()
+        self.sparse_arch = SparseArch(embeddings)
+        self.layers = layers
+        self.has_bottom = has_bottom
+
+    def before_rows(self, dense_BN: torch.Tensor) -> torch.Tensor:
+        return self.layers.bottom(_dense_inputs(dense_BN)) if self.has_bottom else dense_BN
+
+    def with_rows(self, early: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
+        join = self.layers.join if self.has_bottom else self.layers
+        logits: torch.Tensor = join(early, sparse_BFD)
+        return logits
+
+    def dense_parts(self) -> list[nn.Module]:
+        layers = self.layers
+        return [layers.bottom, layers.interaction, layers.top] if self.has_bottom else [layers]
+
+
+def build_architecture(
+    shape: Architecture, embeddings: nn.Module, seed: int, device: torch.device
+) -> ClickModel:
+    """The model of an architecture on these embeddings, its dense layers on ``device``.
+
+    The seed gives the dense layers the same weights whatever holds the embeddings.
+
+    Raises:
+        ValueError: If the sizes do not fit together, or a class of your own does not fit.
+    """
+    if shape.kind in (ModelKind.dlrm.name, ModelKind.dcnv2.name):
+        return build_model(
+            ModelKind[shape.kind],
+            embeddings,
+            num_dense=len(shape.dense),
+            num_labels=len(shape.labels),
+            dense_layer_sizes=shape.dense_layer_sizes,
+            over_layer_sizes=shape.over_layer_sizes,
+            cross_num_layers=shape.cross_num_layers,
+            cross_low_rank_dim=shape.cross_low_rank_dim,
+            seed=seed,
+            device=device,
+        )
+    layers = make_checked_layers(shape, seed).to(device)
+    return PooledModel(embeddings, layers, has_bottom=shape.has_bottom)
+
+
+def make_checked_layers(shape: Architecture, seed: int) -> nn.Module:
+    """The layers on the CPU, whose generator gives the same weights whatever the device.
+
+    Raises:
+        ValueError: If ``forward`` does not map two samples to their logits.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.random.default_generator.manual_seed(seed)
+        layers = make_layers(shape)
+        num_features, num_labels = len(shape.features), len(shape.labels)
+        dense, pooled = (2, len(shape.dense)), (2, num_features, shape.embedding_dim)
+        try:
+            with torch.no_grad():
+                logits = layers.eval()(torch.zeros(dense), torch.zeros(pooled))
+            found = str(tuple(logits.shape)) if torch.is_tensor(logits) else type(logits).__name__
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        layers.train()
+    if found != str((2, num_labels)):
+        raise ValueError(
+            f"model._target_: expected {shape.target or shape.kind} to map dense columns "
+            f"{dense} and pooled features {pooled} to logits {(2, num_labels)}, got {found}. "
+            "Correct the class."
+        )
+    return layers
 
 
 def build_model(
@@ -78,21 +188,23 @@ def build_model(
     cross_low_rank_dim: int = 512,
     seed: int,
     device: torch.device,
-) -> DLRM:
-    """A model that maps (dense (B, N), sparse) to logits (B, 1).
+    num_labels: int = 1,
+) -> _Dlrm:
+    """A model that maps (dense (B, N), sparse) to logits (B, L).
 
     Args:
-        kind: The model.
+        kind: The model, DLRM or DCNv2.
         embeddings: ``EmbeddingBagCollection`` or ``HotColdEmbeddingBagCollection``; all tables of
             the same dimension D.
         num_dense: The number N of dense columns. Without any the bottom MLP reads a column of
             ones, so that its output is a learned vector, the same for all samples.
         dense_layer_sizes: The bottom MLP's; the last must be D.
-        over_layer_sizes: The top MLP's; the last must be 1.
+        over_layer_sizes: The top MLP's; the last must be 1, which stands for a logit per label.
         cross_num_layers: The number of DCNv2's cross layers.
         cross_low_rank_dim: The rank of DCNv2's cross matrices.
         seed: Gives the dense layers the same weights whatever holds the embeddings.
         device: The device of the dense layers.
+        num_labels: The number L of labels.
 
     Raises:
         ValueError: if the sizes do not fit together.
@@ -114,20 +226,19 @@ def build_model(
         raise ValueError(
             f"model.over_layer_sizes: expected the last to be 1, got {_last(over_layer_sizes)}."
         )
+    over = [*over_layer_sizes[:-1], num_labels]
     # Made on CPU, whose generator gives the same weights whatever the device; then moved.
     made_on = device if device.type == "meta" else torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         if kind is ModelKind.dlrm:
-            model: DLRM = _LookupsFirst(
-                embeddings, num_inputs, list(dense_layer_sizes), list(over_layer_sizes), made_on
-            )
+            model = _Dlrm(embeddings, num_inputs, list(dense_layer_sizes), over, made_on)
         else:
             model = _Dcnv2(
                 embeddings,
                 num_inputs,
                 list(dense_layer_sizes),
-                list(over_layer_sizes),
+                over,
                 cross_num_layers,
                 cross_low_rank_dim,
                 made_on,

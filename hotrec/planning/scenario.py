@@ -18,7 +18,7 @@ from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.locality import TableLocality, step_draws
 from hotrec.cost_model.step import with_loader
 from hotrec.cost_model.store import check_host, fit_to_world, read_costs
-from hotrec.models.flops import dense_flops
+from hotrec.models.shape import work_of
 from hotrec.planning.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC, Machine
 from hotrec.planning.unsharded import row_bytes
 from hotrec.runtime.memory import read_fingerprint
@@ -299,7 +299,7 @@ def describe_scenario(
             cannot train the placement.
     """
     placement, pipeline = config.placement, config.pipeline
-    dense = dense_flops(config.model, len(schema.dense), len(schema.features))
+    dense = work_of(config.model, schema)
     bytes_of_row = row_bytes(schema, config)
     return build_scenario(
         [

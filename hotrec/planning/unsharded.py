@@ -10,13 +10,11 @@ from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheStatistics, ModuleSharder, ShardingPlan
-from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.config.groups import (
     HotColdConfig,
-    ModelConfig,
     OptimizerConfig,
     PlacementConfig,
     TieredConfig,
@@ -28,8 +26,9 @@ from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
+from hotrec.models.shape import architecture_of
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_model
+from hotrec.models.zoo import build_architecture
 from hotrec.planning.constraints import (
     TIER_OF_KERNEL,
     cold_tier_for,
@@ -40,6 +39,7 @@ from hotrec.planning.machine import Machine, free_device_bytes
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.memory import read_memory
+from hotrec.train.dense_sync import check_modules
 from hotrec.types import (
     ColdTier,
     HotExchange,
@@ -138,7 +138,8 @@ def build_unsharded(
         cache_stats: Statistics of the device caches of host tables, for TorchRec's planner.
 
     Raises:
-        ValueError: If the device has no exact kernel for the optimizer, or no such memory tier.
+        ValueError: If the device has no exact kernel for the optimizer, no such memory tier, or
+            the model does not fit.
     """
     tables = [
         EmbeddingBagConfig(
@@ -174,27 +175,11 @@ def build_unsharded(
         embeddings = HotColdEmbeddingBagCollection(tables, placed, device=META)
         sharders = [HotColdSharder(spec, hot_exchange_of(placement, placed), wire_type)]
         constraints = placement_constraints(placed, cache_stats, machine.device)
-    trainer, num_dense = config.trainer, len(schema.dense)
-    built = configured_model(config.model, embeddings, num_dense, trainer.seed, dense_device)
+    trainer, shape = config.trainer, architecture_of(config.model, schema)
+    built = build_architecture(shape, embeddings, trainer.seed, dense_device)
+    check_modules(built)
     set_up_dense_layers(built, dense_device, trainer.precision, is_compiled=trainer.compile)
     return Unsharded(ClickTask(built, machine.world_size), embeddings, sharders, constraints)
-
-
-def configured_model(
-    model: ModelConfig, embeddings: nn.Module, num_dense: int, seed: int, device: torch.device
-) -> DLRM:
-    """The configured model on these embeddings, its dense layers on ``device``."""
-    cross = {name: value for name, value in vars(model).items() if name.startswith("cross_")}
-    return build_model(
-        model.kind,
-        embeddings,
-        num_dense=num_dense,
-        dense_layer_sizes=model.dense_layer_sizes,
-        over_layer_sizes=model.over_layer_sizes,
-        seed=seed,
-        device=device,
-        **cross,
-    )
 
 
 def _torchrec_tier(device: str, tier: ColdTier) -> ColdTier:

@@ -27,7 +27,6 @@ import pyarrow.parquet as pq
 import torch
 
 from hotrec.artifact import Artifact, ArtifactError, commit_artifact, scratch_directory
-from hotrec.config.groups import Dcnv2Config
 from hotrec.config.roots import Config, ExportConfig, ExportFormConfig, RowType
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
@@ -44,6 +43,7 @@ from hotrec.models.plain import (
     PlainModel,
     load_model,
 )
+from hotrec.models.shape import architecture_of
 from hotrec.planning.training_plan import read_training_plan
 from hotrec.runs.evaluate import find_checkpoint
 from hotrec.runs.train import checkpoint_facts
@@ -132,30 +132,6 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
     return Trained(plan.config, dataset, path, content["step"])
 
 
-def architecture_of(config: Config, schema: Schema) -> Architecture:
-    """The shape of a run's model."""
-    model = config.model
-    cross = (0, 0)
-    if isinstance(model, Dcnv2Config):
-        cross = (model.cross_num_layers, model.cross_low_rank_dim)
-    return Architecture(
-        kind=model.kind.name,
-        embedding_dim=model.embedding_dim,
-        pooling=model.pooling.name,
-        dense_layer_sizes=list(model.dense_layer_sizes),
-        over_layer_sizes=list(model.over_layer_sizes),
-        cross_num_layers=cross[0],
-        cross_low_rank_dim=cross[1],
-        dense=list(schema.dense),
-        # As the collection of tables has them: by table.
-        features=[
-            [feature.name, table.name]
-            for table in schema.tables
-            for feature in schema.features_of(table.name)
-        ],
-    )
-
-
 def table_names(files: TensorFiles, schema: Schema) -> dict[str, str]:
     """The tensor of each table in a checkpoint.
 
@@ -177,14 +153,18 @@ def table_names(files: TensorFiles, schema: Schema) -> dict[str, str]:
 
 
 def dense_weights(files: TensorFiles, shape: Architecture) -> dict[str, torch.Tensor]:
-    """The weights of ``DenseLayers`` from a checkpoint."""
-    last = len(shape.over_layer_sizes) - 1
-    weights: dict[str, torch.Tensor] = {}
-    for name in files.shapes:
-        if "/" in name or _TABLE.fullmatch(name):
-            continue
-        weights[layer_name(name, last)] = files.whole(name)
-    return weights
+    """The weights of the layers from a checkpoint."""
+    names = (name for name in files.shapes if "/" not in name and not _TABLE.fullmatch(name))
+    return by_layer({name: files.whole(name) for name in names}, shape)
+
+
+def by_layer(weights: Mapping[str, torch.Tensor], shape: Architecture) -> dict[str, torch.Tensor]:
+    """Weights of a trained model by the names of the plain one's layers."""
+    if shape.kind in ("dlrm", "dcnv2"):
+        last = len(shape.over_layer_sizes) - 1
+        return {layer_name(name, last): weight for name, weight in weights.items()}
+    # Trained with the very layers that the plain model has.
+    return {name.partition("layers.")[2]: weight for name, weight in weights.items()}
 
 
 def layer_name(name: str, last: int) -> str:
@@ -224,7 +204,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
     target, form = Path(config.output), config.export
     with scratch_directory(target, kind=KIND) as scratch:
         trained = open_trained(trained_config, trained_dir, config.checkpoint)
-        shape = architecture_of(trained.config, trained.dataset.schema)
+        shape = architecture_of(trained.config.model, trained.dataset.schema)
         with open_tensors(trained.checkpoint) as files:
             tables = table_names(files, trained.dataset.schema)
             (scratch / TABLES_DIR).mkdir()

@@ -35,7 +35,8 @@ from hotrec.data.prepare import read_ahead
 from hotrec.data.readers import find_files
 from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.plain import Ids, PlainModel, TableRows
-from hotrec.runs.export import Trained, architecture_of, dense_weights, open_trained, table_names
+from hotrec.models.shape import architecture_of
+from hotrec.runs.export import Trained, dense_weights, open_trained, table_names
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
 from hotrec.train.checkpoint import open_tensors
 from hotrec.train.evaluate import Quality, measure_quality
@@ -199,7 +200,7 @@ def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
 def read_model(trained: Trained) -> PlainModel:
     """The model of a checkpoint, with its tables in memory."""
     schema = trained.dataset.schema
-    shape = architecture_of(trained.config, schema)
+    shape = architecture_of(trained.config.model, schema)
     with open_tensors(trained.checkpoint) as files:
         tables = {
             table: TableRows(files.whole(tensor), None, shape.pooling == "mean")

@@ -22,6 +22,13 @@ GROUPS = (
     "trainer",
     "experiment",
 )
+# What these commands and models have no default for.
+REQUIRED = {
+    "export": ["output=x"],
+    "predict": ["input=[x]", "output=x"],
+    "own": ["model._target_=my_model.MyModel"],
+    "two_tower": ["model.item_columns=[item]"],
+}
 # Choices that are another one's kind with other settings.
 KIND_OF = {"micro_batches": "look_ahead"}
 
@@ -41,9 +48,16 @@ def test_experiment_takes_other_choices(experiment: str) -> None:
     ("group", "choice"), [(group, choice) for group in GROUPS for choice in options_of(group)]
 )
 def test_choice(group: str, choice: str) -> None:
-    config = build_config(compose_config("config", [f"{group}={choice}"]))
+    required = REQUIRED.get(choice, []) if group == "model" else []
+    config = build_config(compose_config("config", [f"{group}={choice}", *required]))
     if group in VARIANTS:
         assert type(getattr(config, group)) is VARIANTS[group][choice]
+
+
+@pytest.mark.parametrize("name", ["config", "bench"])
+def test_the_embedding_dimension_can_be_changed_alone(name: str) -> None:
+    model = build_config(compose_config(name, ["model.embedding_dim=32"])).model
+    assert model.dense_layer_sizes[-1] == model.embedding_dim == 32
 
 
 @pytest.mark.parametrize("choice", options_of("bench"))
@@ -55,10 +69,6 @@ def test_bench_choice(choice: str) -> None:
 @pytest.mark.parametrize("group", VARIANTS)
 def test_every_variant_has_a_file(group: str) -> None:
     assert set(options_of(group)) == set(VARIANTS[group])
-
-
-# What these commands have no default for.
-REQUIRED = {"export": ["output=x"], "predict": ["input=[x]", "output=x"]}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -25,6 +25,9 @@ READERS = ("build.py", "planning/*.py", "runs/*.py", "bench/*.py", "calibrate/**
 READERS += ("data/*.py", "config/data.py", "train/schedule.py")
 # Constants of the update rules, which optimizer_specs takes by name from those that have them.
 READ_BY_NAME = {"eps", "beta1", "beta2"}
+# Those of a model's layers, see hotrec.models.shape.
+READ_BY_NAME |= {"dense_layer_sizes", "over_layer_sizes", "deep_layer_sizes", "num_experts"}
+READ_BY_NAME |= {"expert_layer_sizes", "item_columns", "tower_layer_sizes"}
 # Those of the page of a benchmark, see hotrec.bench.benchmark.SETTINGS.
 READ_BY_NAME |= set(SETTINGS)
 

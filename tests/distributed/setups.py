@@ -26,7 +26,7 @@ from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_model
+from hotrec.models.zoo import build_architecture
 from hotrec.planning.constraints import (
     hot_cold_constraints,
     placement_constraints,
@@ -49,6 +49,7 @@ from hotrec.types import (
     TorchrecPlan,
     WireType,
 )
+from tests.helpers.dense import shape_of
 
 NUM_DENSE = 3
 NUM_ROWS = {"t0": 40, "t1": 12, "t2": 7, "t3": 90}
@@ -270,17 +271,16 @@ def zoo_tables(num_rows: Mapping[str, int]) -> list[EmbeddingBagConfig]:
 
 
 def zoo_model(kind: ModelKind, embeddings: nn.Module) -> nn.Module:
-    return build_model(
+    configs = embeddings.embedding_bag_configs()  # type: ignore[operator]
+    shape = shape_of(
         kind,
-        embeddings,
-        num_dense=NUM_DENSE,
+        NUM_DENSE,
+        [(name, table.name) for table in configs for name in table.feature_names],
+        ZOO_DIM,
         dense_layer_sizes=[8, ZOO_DIM],
         over_layer_sizes=[8, 1],
-        cross_num_layers=2,
-        cross_low_rank_dim=3,
-        seed=1,
-        device=torch.device("cpu"),
     )
+    return build_architecture(shape, embeddings, 1, torch.device("cpu"))
 
 
 def zoo_batch(num_rows: Mapping[str, int], step: int, rank: int, size: int, total: int) -> Batch:

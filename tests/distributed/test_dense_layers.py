@@ -112,7 +112,7 @@ def dense(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name[name.index(part) :]: parameter.detach().clone()
         for name, parameter in dense_parameters(model).items()
-        for part in ("dense_arch", "inter_arch", "over_arch")
+        for part in ("dense_arch", "inter_arch", "over_arch", "layers.")
         if part in name
     }
 

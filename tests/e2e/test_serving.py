@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,20 @@ from tests.e2e.conftest import REPOSITORY, environment, hotrec, hotrec_here
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_SAMPLES, TEST_FROM = 1500, 1200
 DATA = ("--config-dir", "my_conf", "data=my_log")
+SIZES = ("model.dense_layer_sizes=[16,8]", "model.over_layer_sizes=[16,8,1]")
+MODELS = {
+    "dlrm": SIZES,
+    "dcnv2": SIZES,
+    "own": ("model._target_=my_model.MyModel", "+model.args.hidden=8"),
+}
 MODEL = (
-    *("model.embedding_dim=8", "model.dense_layer_sizes=[16,8]", "model.over_layer_sizes=[16,8,1]"),
-    *("placement=all_cold", "pipeline=base", "trainer.batch_size=64", "trainer.num_workers=0"),
+    *(
+        "model.embedding_dim=8",
+        "placement=all_cold",
+        "pipeline=base",
+        "trainer.batch_size=64",
+        "trainer.num_workers=0",
+    ),
 )
 LOG = """
 source:
@@ -68,6 +79,14 @@ def lines() -> list[str]:
     return made
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _examples() -> Iterator[None]:
+    """Where the model of one's own is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(REPOSITORY / "examples")
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared log, its test samples as files, and a run of each model."""
@@ -84,8 +103,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("\n".join([HEADER, *part, ""]))
     hotrec_here("prepare", *DATA, cwd=folder)
     hotrec_here("profile", *DATA, cwd=folder)
-    for kind in ("dlrm", "dcnv2"):
-        words = (*DATA, f"model={kind}", *MODEL)
+    for kind, keys in MODELS.items():
+        words = (*DATA, f"model={kind}", *MODEL, *keys)
         assert hotrec_here("train", *words, cwd=folder, HOTREC_RUN_DIR=f"runs/{kind}").figures
     return folder
 
@@ -94,11 +113,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         kind: hotrec_here("evaluate", f"run_dir=runs/{kind}", "num_workers=0", cwd=folder).figures
-        for kind in ("dlrm", "dcnv2")
+        for kind in MODELS
     }
 
 
-@pytest.mark.parametrize("kind", ["dlrm", "dcnv2"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_the_exported_model_scores_as_evaluate(
     folder: Path, evaluated: dict[str, dict[str, Any]], kind: str
 ) -> None:
@@ -193,18 +212,21 @@ def test_aot_inductor(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(compiled(*fewer), model(*fewer), atol=1e-5, rtol=0)
 
 
-def test_predict_scores_as_evaluate(folder: Path, evaluated: dict[str, dict[str, Any]]) -> None:
-    words = ("predict", "run_dir=runs/dlrm", "input=[days]", "output=scores", "batch_size=32")
+@pytest.mark.parametrize("kind", ["dlrm", "own"])
+def test_predict_scores_as_evaluate(
+    folder: Path, evaluated: dict[str, dict[str, Any]], kind: str
+) -> None:
+    words = ("predict", f"run_dir=runs/{kind}", "input=[days]", "output=scores", "batch_size=32")
     figures = hotrec_here(*words, cwd=folder).figures
     assert figures["num_samples"] == NUM_SAMPLES - TEST_FROM
-    assert figures["auc"] == pytest.approx(evaluated["dlrm"]["auc"], abs=1e-5)
-    assert figures["log_loss"] == pytest.approx(evaluated["dlrm"]["log_loss"], abs=1e-6)
+    assert figures["auc"] == pytest.approx(evaluated[kind]["auc"], abs=1e-5)
+    assert figures["log_loss"] == pytest.approx(evaluated[kind]["log_loss"], abs=1e-6)
     table = pq.read_table(folder / "scores/scores")
     scores = {name: table[name].to_numpy() for name in table.column_names}
     assert scores["line"].tolist() == [*range(2, 102), *range(2, 202)]
     np.testing.assert_allclose(scores["score"], 1 / (1 + np.exp(-scores["logit"])), atol=1e-6)
     auc = measure_auc(scores["score"], scores["label"] == 1)
-    assert auc == pytest.approx(evaluated["dlrm"]["auc"], abs=1e-5)
+    assert auc == pytest.approx(evaluated[kind]["auc"], abs=1e-5)
 
 
 def test_ranks_divide_the_files(folder: Path, tmp_path: Path) -> None:

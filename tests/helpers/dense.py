@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.models.zoo import build_model
+from hotrec.models.plain import Architecture
+from hotrec.models.zoo import build_architecture
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.types import ModelKind
 
@@ -26,6 +27,67 @@ OPTIMIZERS: Optimizers = {
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
     "adam": lambda params: torch.optim.Adam(params, lr=0.05),
 }
+
+
+# What the layers of each kind take besides the sizes that all share.
+ARGS: dict[ModelKind, dict[str, Any]] = {
+    ModelKind.deepfm: {"deep_layer_sizes": [6, 5]},
+    ModelKind.mmoe: {"num_experts": 3, "expert_layer_sizes": [6, 5]},
+    ModelKind.two_tower: {"tower_layer_sizes": [6, 5]},
+    ModelKind.own: {"hidden": 6},
+}
+
+
+class OwnLayers(nn.Module):
+    """A model that a user might write, with a weight that no layer holds."""
+
+    def __init__(
+        self,
+        dense: Sequence[str],
+        features: Sequence[str],
+        embedding_dim: int,
+        labels: Sequence[str],
+        hidden: int,
+    ) -> None:
+        super().__init__()
+        num_inputs = len(dense) + len(features) * embedding_dim
+        self.first, self.last = nn.Linear(num_inputs, hidden), nn.Linear(hidden, len(labels))
+        self.scale = nn.Parameter(torch.ones(num_inputs))
+
+    def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        inputs = torch.cat((dense, pooled.flatten(1)), dim=1) * self.scale
+        return self.last(torch.relu(self.first(inputs)))
+
+
+def shape_of(
+    kind: ModelKind,
+    num_dense: int,
+    features: Sequence[tuple[str, str]],
+    dim: int,
+    *,
+    dense_layer_sizes: Sequence[int],
+    over_layer_sizes: Sequence[int],
+    pooling: str = "sum",
+    **keys: Any,
+) -> Architecture:
+    """A small model on features by name and table, of which the first is the item's."""
+    args = dict(ARGS.get(kind, {}))
+    if kind is ModelKind.two_tower:
+        args["item_columns"] = [features[0][0]]
+    return Architecture(
+        kind=kind.name,
+        embedding_dim=dim,
+        pooling=pooling,
+        dense_layer_sizes=dense_layer_sizes,
+        over_layer_sizes=over_layer_sizes,
+        cross_num_layers=2,
+        cross_low_rank_dim=3,
+        dense=[f"d{column}" for column in range(num_dense)],
+        features=features,
+        target=f"{__name__}.OwnLayers" if kind is ModelKind.own else "",
+        args=args,
+        **keys,
+    )
 
 
 class Clicks(nn.Module):
@@ -41,17 +103,16 @@ class Clicks(nn.Module):
             )
             for name in names
         ]
-        self.model = build_model(
+        shape = shape_of(
             kind,
-            EmbeddingBagCollection(tables=tables),
-            num_dense=NUM_DENSE,
+            NUM_DENSE,
+            [(name, f"t_{name}") for name in names],
+            DIM,
             dense_layer_sizes=[16, DIM],
             over_layer_sizes=[16, 12, 1],
-            cross_num_layers=2,
-            cross_low_rank_dim=4,
-            seed=seed,
-            device=torch.device("cpu"),
         )
+        bags = EmbeddingBagCollection(tables=tables)
+        self.model = build_architecture(shape, bags, seed, torch.device("cpu"))
         self.model.sparse_arch.requires_grad_(False)
         self._names = names
 
@@ -109,6 +170,7 @@ class Branches(nn.Module):
 
 MODELS: Mapping[str, Callable[[int], nn.Module]] = {
     "dlrm": lambda seed: Clicks(ModelKind.dlrm, seed),
+    "mmoe": lambda seed: Clicks(ModelKind.mmoe, seed),
     "dcnv2": lambda seed: Clicks(ModelKind.dcnv2, seed),
     "oddities": Oddities,
 }

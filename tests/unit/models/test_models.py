@@ -17,8 +17,9 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.initialize import copy_weights
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_model
+from hotrec.models.zoo import build_architecture, build_model
 from hotrec.types import ModelKind, Partition
+from tests.helpers.dense import shape_of
 
 DIM = 4
 CPU = torch.device("cpu")
@@ -33,6 +34,11 @@ def tables(*dims: int) -> list[EmbeddingBagConfig]:
 
 
 def build(kind: ModelKind, embeddings: nn.Module, **kwargs: Any) -> nn.Module:
+    if kind not in (ModelKind.dlrm, ModelKind.dcnv2):
+        sizes: Any = {"dense_layer_sizes": [8, DIM], "over_layer_sizes": [8, 1]}
+        num_dense, seed = kwargs.get("num_dense", 3), kwargs.get("seed", 1)
+        shape = shape_of(kind, num_dense, [("t", "t"), ("u", "u")], DIM, **sizes)
+        return build_architecture(shape, embeddings, seed, CPU)
     arguments: dict[str, Any] = {
         "num_dense": 3,
         "dense_layer_sizes": [8, DIM],
@@ -74,7 +80,9 @@ def test_same_model_whatever_holds_the_embeddings(kind: ModelKind) -> None:
     torch.testing.assert_close(logits, second(batch.dense, routed), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", list(ModelKind))
+@pytest.mark.parametrize(
+    "kind", [ModelKind.dlrm, ModelKind.dcnv2, ModelKind.deepfm, ModelKind.mmoe]
+)
 def test_without_dense_columns_the_bottom_layers_read_ones(kind: ModelKind) -> None:
     embeddings = EmbeddingBagCollection(tables=tables())
     without, with_ones = (build(kind, embeddings, num_dense=number) for number in (0, 1))

@@ -16,9 +16,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.models.plain import Architecture, Ids, PlainModel, TableRows, load_model
-from hotrec.models.zoo import build_model
-from hotrec.runs.export import layer_name, quantize
+from hotrec.models.zoo import build_architecture
+from hotrec.runs.export import by_layer, quantize
 from hotrec.types import ModelKind
+from tests.helpers.dense import shape_of
 
 DIM, NUM_SAMPLES = 8, 6
 # Features in another order than their tables, and two that share one.
@@ -26,7 +27,9 @@ FEATURES = {"user": "u", "item": "i", "seen": "i"}
 NUM_ROWS = {"i": 30, "u": 20}
 
 
-def trained(kind: ModelKind, num_dense: int, pooling: PoolingType) -> nn.Module:
+def trained(
+    kind: ModelKind, num_dense: int, pooling: PoolingType, num_labels: int = 1
+) -> nn.Module:
     tables = [
         EmbeddingBagConfig(
             name=name,
@@ -37,37 +40,33 @@ def trained(kind: ModelKind, num_dense: int, pooling: PoolingType) -> nn.Module:
         )
         for name, rows in NUM_ROWS.items()
     ]
-    return build_model(
+    embeddings = EmbeddingBagCollection(tables=tables)
+    shape = make_shape(kind, num_dense, pooling.name.lower(), num_labels)
+    return build_architecture(shape, embeddings, 1, torch.device("cpu"))
+
+
+def make_shape(kind: ModelKind, num_dense: int, pooling: str, num_labels: int = 1) -> Architecture:
+    return shape_of(
         kind,
-        EmbeddingBagCollection(tables=tables),
-        num_dense=num_dense,
+        num_dense,
+        [("item", "i"), ("seen", "i"), ("user", "u")],
+        DIM,
         dense_layer_sizes=[5, DIM],
         over_layer_sizes=[7, 4, 1],
-        cross_num_layers=2,
-        cross_low_rank_dim=3,
-        seed=1,
-        device=torch.device("cpu"),
-    )
-
-
-def plain(model: nn.Module, kind: ModelKind, num_dense: int, pooling: str = "sum") -> PlainModel:
-    shape = Architecture(
-        kind=kind.name,
-        embedding_dim=DIM,
         pooling=pooling,
-        dense_layer_sizes=[5, DIM],
-        over_layer_sizes=[7, 4, 1],
-        cross_num_layers=2,
-        cross_low_rank_dim=3,
-        dense=[f"d{column}" for column in range(num_dense)],
-        features=[["item", "i"], ["seen", "i"], ["user", "u"]],
+        labels=[f"label{number}" for number in range(num_labels)],
     )
+
+
+def plain(
+    model: nn.Module, kind: ModelKind, num_dense: int, pooling: str = "sum", num_labels: int = 1
+) -> PlainModel:
+    shape = make_shape(kind, num_dense, pooling, num_labels)
     weights = {name: value.detach() for name, value in model.named_parameters()}
     bags = "sparse_arch.embedding_bag_collection.embedding_bags"
     rows = {table: weights.pop(f"{bags}.{table}.weight") for table in NUM_ROWS}
     tables = {table: TableRows(rows[table], None, pooling == "mean") for table in rows}
-    dense = {layer_name(name, last=2): value for name, value in weights.items()}
-    return PlainModel(shape, dense, tables)
+    return PlainModel(shape, by_layer(weights, shape), tables)
 
 
 def inputs(num_dense: int) -> tuple[torch.Tensor, dict[str, Ids]]:
@@ -137,7 +136,20 @@ def test_a_missing_feature_is_named() -> None:
         model(dense, {name: ids[name] for name in ("user", "item")})
 
 
-@pytest.mark.parametrize(("kind", "is_int8"), [(ModelKind.dlrm, True), (ModelKind.dcnv2, False)])
+@pytest.mark.parametrize("kind", [kind for kind in ModelKind if kind is not ModelKind.two_tower])
+def test_a_logit_for_each_label(kind: ModelKind) -> None:
+    model = trained(kind, 3, PoolingType.SUM, num_labels=2)
+    dense, ids = inputs(3)
+    expected = model(dense, jagged(ids))
+    assert expected.shape == (NUM_SAMPLES, 2)
+    found = plain(model, kind, 3, num_labels=2)(dense, ids)
+    torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_int8"),
+    [(ModelKind.dlrm, True), *((kind, False) for kind in ModelKind if kind is not ModelKind.dlrm)],
+)
 def test_torch_export(kind: ModelKind, is_int8: bool) -> None:
     model = plain(trained(kind, 3, PoolingType.SUM), kind, 3)
     if is_int8:
