@@ -57,16 +57,26 @@ class Feature:
 
 @dataclass(frozen=True)
 class Schema:
-    """What a sample holds: dense columns, categorical features, and the tables they index."""
+    """What a sample holds.
+
+    Args:
+        dense: Dense columns.
+        features: Categorical features.
+        tables: The tables that they index.
+        labels: Names of the labels; a single one is called "label", whatever the log's column is.
+        has_weights: Whether each sample has a weight.
+    """
 
     dense: tuple[str, ...]
     features: tuple[Feature, ...]
     tables: tuple[Table, ...]
+    labels: tuple[str, ...] = ("label",)
+    has_weights: bool = False
 
     def __post_init__(self) -> None:
         names = (*self.dense, *self.feature_names)
         tables = [table.name for table in self.tables]
-        for kind, found in (("columns", names), ("tables", tables)):
+        for kind, found in (("columns", names), ("tables", tables), ("labels", self.labels)):
             if len(set(found)) != len(found):
                 raise ValueError(f"schema: expected each of its {kind} once, got {found}.")
         for table in self.tables:
@@ -96,6 +106,9 @@ class Schema:
             "dense": list(self.dense),
             "features": [vars(feature) for feature in self.features],
             "tables": [vars(table) for table in self.tables],
+            # As before there were several: the document of a dataset is part of its hash.
+            **({"labels": list(self.labels)} if len(self.labels) > 1 else {}),
+            **({"has_weights": True} if self.has_weights else {}),
         }
 
     @staticmethod
@@ -104,6 +117,8 @@ class Schema:
             dense=tuple(document["dense"]),
             features=tuple(Feature(**feature) for feature in document["features"]),
             tables=tuple(Table(**table) for table in document["tables"]),
+            labels=tuple(document.get("labels", ("label",))),
+            has_weights=document.get("has_weights", False),
         )
 
 

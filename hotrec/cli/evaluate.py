@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
         "step": result.step,
         "split": config.split,
         "placement": placement_name(result.config),
-        **asdict(result.quality),
+        **result.quality.to_json(),
         "world_size": ranks.world_size,
         "elapsed_s": time.perf_counter() - start_s,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,6 @@ def run(config: ExportConfig, run_dir: Path) -> dict[str, Any]:
         "step": exported.step,
         "rows": config.export.rows.name,
         "num_bytes": sum(file["num_bytes"] for file in exported.artifact.files.values()),
-        **({} if exported.quality is None else asdict(exported.quality)),
+        **({} if exported.quality is None else exported.quality.to_json()),
         "elapsed_s": time.perf_counter() - start_s,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
         "step": scored.step,
         "num_files": scored.num_files,
         "num_skipped": scored.num_skipped,
-        **({} if scored.quality is None else asdict(scored.quality)),
+        **({} if scored.quality is None else scored.quality.to_json()),
         "num_samples": scored.num_samples,
         "samples_per_s": scored.num_samples / elapsed_s,
         "world_size": ranks.world_size,

@@ -11,7 +11,7 @@ from hotrec.config.fields import Rules, key, section
 from hotrec.config.names import MAX_NAME_BYTES, name_rules
 
 SourceFormat = StrEnum("SourceFormat", "criteo delimited parquet arrow")
-ColumnKind = StrEnum("ColumnKind", "label dense categorical categorical_list")
+ColumnKind = StrEnum("ColumnKind", "label weight dense categorical categorical_list")
 Derive = StrEnum("Derive", "none hour_of_day day_of_week log_bucket")
 DenseTransform = StrEnum("DenseTransform", "none log1p")
 Encoding = StrEnum("Encoding", "vocabulary hashing rows")
@@ -248,10 +248,15 @@ class SourceSpec:
         )
         labels = [name for name, column in columns.items() if column.kind is ColumnKind.label]
         yield (
-            len(labels) == 1,
-            f"columns: expected exactly one column of kind label, got {labels}. "
-            "Give the column with the clicks kind label, and no other.",
+            bool(labels),
+            f"columns: expected at least one column of kind label, got {labels}. "
+            "Give the column with the clicks kind label.",
         )
+        weights = [name for name, column in columns.items() if column.kind is ColumnKind.weight]
+        yield len(weights) <= 1, f"columns: expected one column of kind weight, got {weights}."
+        reserved = {"label": ColumnKind.label, "dense": ColumnKind.label}
+        if weights:
+            reserved["weight"] = ColumnKind.weight
         expected = "at least one categorical column"
         yield (
             bool(tables),
@@ -267,9 +272,10 @@ class SourceSpec:
         for name, column in columns.items():
             yield from _column_name_rules(name, column)
             yield (
-                name not in ("label", "dense") or [name] == labels,
-                f"columns.{name}: expected another name: 'label' and 'dense' are columns of every "
-                f"chunk, got {name!r}. Rename the entry and give the log's name as its source.",
+                reserved.get(name, column.kind) is column.kind,
+                f"columns.{name}: expected another name: {', '.join(map(repr, reserved))} are "
+                f"columns of every chunk, got {name!r}. Rename the entry and give the log's name "
+                "as its source.",
             )
         for name in tables:
             hot = f"{name}_hot"

@@ -93,6 +93,11 @@ class TrainerConfig:
         gt=0,
     )
     num_workers: int = key(NUM_WORKERS, 1, ge=0, le=256)
+    label_weights: dict[str, float] = key(
+        "weights of the labels in the loss, of datasets with several; 1 for those left out",
+        {},
+        ge=0,
+    )
     eval_splits: list[str] = key("splits to evaluate; the last is reported", ["valid", "test"])
     eval_batch_size: int = key("number of samples per rank and step of evaluation", 4096, ge=1)
     eval_every_steps: int = key(

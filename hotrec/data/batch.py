@@ -19,9 +19,10 @@ class Batch(Pipelineable):
         dense: Float32 (B, N).
         sparse: The ids of the features, jagged (F, B), or their routed form of ``hotrec.routing``
             if the loader routes them.
-        labels: Float32 (B,), 0 or 1.
-        weights: Float32 (B,), 1 for a sample, 0 for padding. A rank without samples in the last
-            step of an epoch holds one padding sample with empty bags, which updates nothing.
+        labels: Float32 (B,), 0 or 1; (B, L) with several labels.
+        weights: Float32 (B,), a sample's weight, 1 without weights, and 0 for padding. A rank
+            without samples in the last step of an epoch holds one padding sample with empty bags,
+            which updates nothing.
         num_global_samples: Samples of this step over all ranks. The loss is
             ``W / num_global_samples * sum(weights * loss)``, so that the mean of the ranks'
             gradients is the gradient of the mean loss, also when ranks hold unequal shares.

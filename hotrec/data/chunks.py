@@ -1,9 +1,10 @@
 """Chunks: the prepared samples on disk, Arrow IPC files that are memory-mapped when read.
 
 ``ChunkWriter`` cuts a stream of blocks into chunks, each one record batch; ``commit_dataset`` makes
-them a dataset, manifest last; ``Dataset`` reads it back. A chunk has the columns ``label`` float32,
-``dense`` fixed-size list of float32 (absent when the schema has no dense column), and one column
-per feature: integers, or lists of integers when the feature is multi-hot. No torch.
+them a dataset, manifest last; ``Dataset`` reads it back. A chunk has the columns ``label`` float32
+(a fixed-size list of them with several labels), ``weight`` float32 (absent when the schema has no
+weights), ``dense`` fixed-size list of float32 (absent when the schema has no dense column), and one
+column per feature: integers, or lists of integers when the feature is multi-hot. No torch.
 """
 
 from __future__ import annotations
@@ -50,17 +51,19 @@ class Block:
     """Samples in columns, as they are written and as a chunk is read.
 
     Args:
-        label: float32 (B,), 0 or 1.
+        label: float32 (B,), 0 or 1; (B, L) with several labels.
         dense: float32 (B, N).
         features: For each feature its rows, integers (B,), or its bags.
+        weight: float32 (B,), at least 0; None without weights.
     """
 
     label: Floats
     dense: Floats
     features: Mapping[str, Integers | Jagged]
+    weight: Floats | None = None
 
     def __len__(self) -> int:
-        return int(self.label.size)
+        return len(self.label)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,11 @@ def id_type(num_rows: int) -> pa.DataType:
 
 def arrow_schema(schema: Schema) -> pa.Schema:
     """The columns of a chunk."""
-    fields = [pa.field("label", pa.float32(), nullable=False)]
+    num_labels = len(schema.labels)
+    label = pa.float32() if num_labels == 1 else pa.list_(pa.float32(), num_labels)
+    fields = [pa.field("label", label, nullable=False)]
+    if schema.has_weights:
+        fields.append(pa.field("weight", pa.float32(), nullable=False))
     if schema.dense:
         fields.append(pa.field("dense", pa.list_(pa.float32(), len(schema.dense)), nullable=False))
     for feature in schema.features:
@@ -107,13 +114,15 @@ def _feature_array(ids: Integers | Jagged, arrow_type: pa.DataType) -> pa.Array:
 def _record_batch(block: Block, columns: pa.Schema) -> pa.RecordBatch:
     arrays = []
     for column in columns:
-        if column.name == "label":
-            arrays.append(pa.array(np.ascontiguousarray(block.label, np.float32)))
-        elif column.name == "dense":
-            flat = np.ascontiguousarray(block.dense, np.float32).reshape(-1)
-            arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(flat), type=column.type))
-        else:
+        if column.name in block.features:
             arrays.append(_feature_array(block.features[column.name], column.type))
+            continue
+        values: Any = getattr(block, column.name)
+        flat = pa.array(np.ascontiguousarray(values, np.float32).reshape(-1))
+        is_list = pa.types.is_fixed_size_list(column.type)
+        arrays.append(
+            pa.FixedSizeListArray.from_arrays(flat, type=column.type) if is_list else flat
+        )
     return pa.RecordBatch.from_arrays(arrays, schema=columns)
 
 
@@ -308,12 +317,15 @@ class Dataset:
         """
         table = self.chunk(split, index)
         where = self.chunks(split)[index].file
-        dense = np.empty(0, np.float32)
-        if self.schema.dense:
-            dense = one_array(table["dense"]).flatten().to_numpy(zero_copy_only=True)
+        schema = self.schema
+        label = _matrix(table["label"], len(schema.labels))
+        dense = np.empty((table.num_rows, 0), np.float32)
+        if schema.dense:
+            dense = _matrix(table["dense"], len(schema.dense))
         return Block(
-            label=one_array(table["label"]).to_numpy(zero_copy_only=True),
-            dense=dense.reshape(table.num_rows, len(self.schema.dense)),
+            label=label.reshape(-1) if len(schema.labels) == 1 else label,
+            dense=dense,
+            weight=_matrix(table["weight"], 1).reshape(-1) if schema.has_weights else None,
             features={
                 feature.name: _ids(one_array(table[feature.name]), where, feature)
                 for feature in self.schema.features
@@ -328,6 +340,14 @@ class Dataset:
                 name: (ids.values if isinstance(ids, Jagged) else ids).astype(np.int64)
                 for name, ids in features.items()
             }
+
+
+def _matrix(column: pa.ChunkedArray, width: int) -> Floats:
+    """A column of numbers, or of lists of as many, float32 (B, width) over the mapped file."""
+    array = one_array(column)
+    flat = array.flatten() if pa.types.is_fixed_size_list(array.type) else array
+    values: Floats = flat.to_numpy(zero_copy_only=True)
+    return values.reshape(len(array), width)
 
 
 def _check_columns(path: Path, table: pa.Table, expected: pa.Schema) -> None:

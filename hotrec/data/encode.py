@@ -73,16 +73,27 @@ def feature_columns(columns: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
     return {name: column for name, column in columns.items() if column.kind in kinds}
 
 
-def label_source(columns: Mapping[str, ColumnSpec]) -> str:
-    """The log's column that holds the label."""
-    return next(
-        column.source or name for name, column in columns.items() if column.kind is ColumnKind.label
-    )
+def sources_of(columns: Mapping[str, ColumnSpec], kind: ColumnKind) -> dict[str, str]:
+    """The log's columns that hold the labels, or the weight, by name."""
+    return {name: c.source or name for name, c in columns.items() if c.kind is kind}
+
+
+def label_names(columns: Mapping[str, ColumnSpec]) -> tuple[str, ...]:
+    """The names of the labels in a schema: that of a single one is "label"."""
+    names = tuple(sources_of(columns, ColumnKind.label))
+    return names if len(names) > 1 else ("label",)
+
+
+def labels_of(block: RawBlock, columns: Mapping[str, ColumnSpec]) -> Float64s:
+    """The labels, float64 (n, L)."""
+    sources = sources_of(columns, ColumnKind.label).values()
+    return np.stack([block.numbers[source] for source in sources], axis=1)
 
 
 def needs_numbers(column: ColumnSpec) -> bool:
     """Whether the column is read as numbers; else it is read as text."""
-    return column.kind in (ColumnKind.label, ColumnKind.dense) or column.derive is not Derive.none
+    kinds = (ColumnKind.label, ColumnKind.weight, ColumnKind.dense)
+    return column.kind in kinds or column.derive is not Derive.none
 
 
 def raw_feature(block: RawBlock, name: str, column: ColumnSpec) -> Texts | Lists:
@@ -165,8 +176,12 @@ def encode_block(
     scaling: Float64s,
 ) -> Block:
     """Encode a block of raw columns for a chunk; ``encoders`` are by feature."""
-    label: Floats = block.numbers[label_source(columns)].astype(np.float32)
-    return Block(label, *encode_inputs(block, columns, encoders, scaling))
+    labels: Floats = labels_of(block, columns).astype(np.float32)
+    label = labels.reshape(-1) if labels.shape[1] == 1 else labels
+    sources = sources_of(columns, ColumnKind.weight).values()
+    weights = [block.numbers[source].astype(np.float32) for source in sources]
+    inputs = encode_inputs(block, columns, encoders, scaling)
+    return Block(label, *inputs, weights[0] if weights else None)
 
 
 def encode_inputs(
@@ -298,4 +313,5 @@ def select_samples(block: Block, samples: npt.NDArray[np.int64]) -> Block:
             features[name] = Jagged(values, offsets_of(lengths))
         else:
             features[name] = ids[samples]
-    return Block(block.label[samples], block.dense[samples], features)
+    weight = None if block.weight is None else block.weight[samples]
+    return Block(block.label[samples], block.dense[samples], features, weight)

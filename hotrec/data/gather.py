@@ -29,14 +29,16 @@ class Gathered:
     """The arrays of one batch.
 
     Args:
-        label: float32 (B,).
+        label: float32 (B,), or (B, L) with several labels.
         dense: float32 (B, N).
+        weight: float32 (B,); None without weights.
         values: int64 (K,), feature-major: all bags of the first feature, then the second, ...
         lengths: int32 (F * B,), feature-major.
     """
 
     label: Floats
     dense: Floats
+    weight: Floats | None
     values: Rows
     lengths: npt.NDArray[np.int32]
 
@@ -59,20 +61,28 @@ class Gatherer:
         """The samples of the pieces, in order.
 
         Raises:
-            ValueError: if an id is outside its table, a label is not 0 or 1, or a dense value is
-                not finite; the message names the chunk and the sample.
+            ValueError: if an id is outside its table, a label is not 0 or 1, a weight is negative,
+                or a number is not finite; the message names the chunk and the sample.
             ArtifactError: if a chunk is missing or damaged.
         """
         return Gathered(*self.read_numbers(pieces), *self.read_ids(pieces))
 
-    def read_numbers(self, pieces: Sequence[Piece]) -> tuple[Floats, Floats]:
-        """Label and dense columns alone, as in ``Gathered``; raises as ``read``."""
+    def read_numbers(self, pieces: Sequence[Piece]) -> tuple[Floats, Floats, Floats | None]:
+        """Label, dense columns and weight alone, as in ``Gathered``; raises as ``read``."""
         parts = [(self._block(piece.chunk), piece.rows) for piece in pieces]
         # Plain indexing is faster than numpy.take on these sizes.
         label = _join([block.label[rows] for block, rows in parts])
         dense = _join([block.dense[rows] for block, rows in parts])
         self._check_numbers(label, dense, pieces)
-        return label, dense
+        weights = [block.weight[rows] for block, rows in parts if block.weight is not None]
+        weight = _join(weights) if weights else None
+        if weight is not None and not ((weight >= 0) & np.isfinite(weight)).all():
+            bad = int(np.argmin((weight >= 0) & np.isfinite(weight)))
+            raise ValueError(
+                f"weight: expected a finite number of at least 0, got {weight[bad]} "
+                f"({self._place(bad, pieces)}). Prepare the dataset again."
+            )
+        return label, dense, weight
 
     def read_ids(self, pieces: Sequence[Piece]) -> tuple[Rows, npt.NDArray[np.int32]]:
         """Values and lengths alone, as in ``Gathered``; raises as ``read``."""

@@ -338,13 +338,13 @@ class BatchIterator(Iterator[Batch]):
 
     def _build(self, drawn: GlobalBatch) -> Batch:
         schema = self._batches.gatherer.schema
-        gathered = self._gather(drawn)
-        weight = np.float32(gathered is not None)
+        gathered, num_labels = self._gather(drawn), len(schema.labels)
         if gathered is None:
             # One sample with empty bags, for a rank without samples in an epoch's last step.
             gathered = Gathered(
-                label=np.zeros(1, np.float32),
+                label=np.zeros((1, num_labels) if num_labels > 1 else 1, np.float32),
                 dense=np.zeros((1, len(schema.dense)), np.float32),
+                weight=np.zeros(1, np.float32),
                 values=np.empty(0, np.int64),
                 lengths=np.zeros(len(schema.features), np.int32),
             )
@@ -352,13 +352,16 @@ class BatchIterator(Iterator[Batch]):
             keys=list(schema.feature_names),
             values=torch.from_numpy(gathered.values),
             lengths=torch.from_numpy(gathered.lengths),
-            stride=gathered.label.size,
+            stride=len(gathered.label),
         )
+        weight = gathered.weight
+        if weight is None:
+            weight = np.ones(len(gathered.label), np.float32)
         return Batch(
             dense=torch.from_numpy(gathered.dense),
             sparse=self._batches.transform(sparse) if self._batches.transform else sparse,
             labels=torch.from_numpy(gathered.label),
-            weights=torch.from_numpy(np.full(gathered.label.size, weight)),
+            weights=torch.from_numpy(weight),
             num_global_samples=drawn.num_samples,
             is_all_hot=self._batches.is_all_hot,
         )

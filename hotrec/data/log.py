@@ -30,7 +30,7 @@ from hotrec.config.data import (
 )
 from hotrec.data.chunks import Jagged
 from hotrec.data.columns import Float64s, Lists, RawBlock, Texts, offsets_of
-from hotrec.data.encode import label_source, needs_numbers
+from hotrec.data.encode import needs_numbers, sources_of
 from hotrec.data.gather import gather_bags
 from hotrec.data.hashing import Hashes, find_sorted, hash_numbers, hash_text
 from hotrec.data.readers import (
@@ -78,8 +78,8 @@ def open_log(
 
     Args:
         spec: The log.
-        needs_label: Whether it must have the label's column; else the label is left out of the
-            columns of a log without it.
+        needs_label: Whether it must have the columns of labels and weights; else those of a kind
+            are left out where the log lacks one of them.
         files_key: The key of the files, for messages.
 
     Raises:
@@ -97,12 +97,11 @@ def open_log(
         # A side table is small and curated, so its bad lines are always errors.
         formats[name] = LogFormat(side.format, side.separator, nulls, block_bytes=block_bytes)
     known = {place: column_names(files[place][0], formats[place]) for place in files}
-    if not needs_label and label_source(columns_of(spec)) not in known[_LOG]:
-        columns = columns_of(spec).items()
-        spec = replace(
-            spec,
-            columns={n: column for n, column in columns if column.kind is not ColumnKind.label},
-        )
+    for kind in () if needs_label else (ColumnKind.label, ColumnKind.weight):
+        columns = columns_of(spec)
+        if not set(sources_of(columns, kind).values()) <= set(known[_LOG]):
+            kept = {name: column for name, column in columns.items() if column.kind is not kind}
+            spec = replace(spec, columns=kept)
     wanted = _wanted(spec, known)
     side_tables = tuple(
         read_side_table(
@@ -132,15 +131,17 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
     for name, column in columns.items():
         source = column.source or name
         place = _place_of(source, offered, f"data.source.columns.{name}.source")
-        if column.kind is ColumnKind.label and place != _LOG:
+        if column.kind in (ColumnKind.label, ColumnKind.weight) and place != _LOG:
             raise ValueError(
-                f"data.source.columns.{name}: expected a label in the log itself, got column "
-                f"{source!r} of the joined table {place}. Join it into the files of the log."
+                f"data.source.columns.{name}: expected a {column.kind} in the log itself, got "
+                f"column {source!r} of the joined table {place}. Join it into the files of the log."
             )
         (numbers if needs_numbers(column) else ids)[place].append(source)
         if column.derive in (Derive.hour_of_day, Derive.day_of_week):
             times[place][source] = spec.times.get(source, TimeUnit.ms)
-    has_label = any(column.kind is ColumnKind.label for column in columns.values())
+    labels, weights = (
+        tuple(sources_of(columns, kind).values()) for kind in (ColumnKind.label, ColumnKind.weight)
+    )
     required: tuple[str, ...] = ()
     if spec.split.kind is SplitKind.time:
         _require(spec.split.column, known[_LOG], "data.source.split.column")
@@ -155,7 +156,8 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
         place: Wanted(
             tuple(dict.fromkeys(ids[place])),
             tuple(dict.fromkeys(numbers[place])),
-            label=label_source(columns) if has_label and place == _LOG else None,
+            labels=labels if place == _LOG else (),
+            weights=weights if place == _LOG else (),
             required=required if place == _LOG else (),
             times=times[place],
         )

@@ -49,7 +49,8 @@ from hotrec.data.encode import (
     encode_block,
     encoding_document,
     feature_columns,
-    label_source,
+    label_names,
+    labels_of,
     moments_of,
     raw_feature,
     scaling_of,
@@ -84,7 +85,7 @@ class FileFacts:
     """Counts of one file or of all files, from the first pass."""
 
     num_samples: Rows  # int64 (3,), by split, as in SPLITS
-    num_clicks: Rows  # int64 (3,), the labels that are 1
+    num_clicks: Rows  # int64 (3, L), the labels that are 1
     num_skipped: int  # samples that could not be read
     moments: Float64s  # of the dense columns over the training samples
     times: Times
@@ -115,18 +116,20 @@ class _Job:
 
     def no_facts(self) -> FileFacts:
         moments = np.zeros((3, len(dense_columns(self.log.columns))))
-        return FileFacts(np.zeros(3, np.int64), np.zeros(3, np.int64), 0, moments, Times())
+        num_clicks = np.zeros((3, len(label_names(self.log.columns))), np.int64)
+        return FileFacts(np.zeros(3, np.int64), num_clicks, 0, moments, Times())
 
     def earlier_facts(self) -> FileFacts:
         """Facts of the training split that is extended."""
+        facts = self.no_facts()
         if self.earlier is None:
-            return self.no_facts()
+            return facts
         source = self.earlier.dataset.artifact.content["source"]
-        samples, clicks = (
-            np.array([source[name][SPLITS[TRAIN]], 0, 0]) for name in ("num_samples", "num_clicks")
-        )
-        moments = self.no_facts().moments
-        return FileFacts(samples, clicks, source["num_skipped"], moments, self.earlier.times)
+        labels, clicks = label_names(self.log.columns), source["num_clicks"]
+        of_labels = [clicks[name] for name in labels] if len(labels) > 1 else [clicks]
+        facts.num_samples[TRAIN] = source["num_samples"][SPLITS[TRAIN]]
+        facts.num_clicks[TRAIN] = [of[SPLITS[TRAIN]] for of in of_labels]
+        return replace(facts, num_skipped=source["num_skipped"], times=self.earlier.times)
 
 
 def prepare(source: SourceSpec, output: str | Path, *, append: Sequence[str] = ()) -> Artifact:
@@ -254,11 +257,11 @@ def _count_file(
     no_moments = facts.moments
     for block in read_ahead(job.log.blocks(file)):
         split_of = job.splitter.split_of(block, file)
-        labels = block.numbers[label_source(columns)]
+        labels = labels_of(block, columns)
         train = block if (split_of == TRAIN).all() else block.keep(split_of == TRAIN)
         facts += FileFacts(
             count_by_split(split_of),
-            np.bincount(split_of, labels, minlength=3).astype(np.int64),
+            np.stack([labels[split_of == split].sum(0) for split in range(3)]).astype(np.int64),
             block.num_skipped,
             moments_of(dense_values(train, columns)) if needs_moments else no_moments,
             _times_of(job, file, block, split_of),
@@ -371,7 +374,11 @@ def _schema(job: _Job, encoders: dict[str, RowEncoder]) -> Schema:
         for name, column in feature_columns(job.log.columns).items()
     )
     tables = tuple(Table(name, encoder.num_rows) for name, encoder in encoders.items())
-    return Schema(tuple(dense_columns(job.log.columns)), features, tables)
+    columns = job.log.columns
+    has_weights = any(column.kind is ColumnKind.weight for column in columns.values())
+    return Schema(
+        tuple(dense_columns(columns)), features, tables, label_names(columns), has_weights
+    )
 
 
 def _write(
@@ -460,12 +467,14 @@ def _commit(
             total.num_skipped,
             total.num_samples.sum(),
         )
+    labels = label_names(job.log.columns)
+    num_clicks = {n: _by_split(of) for n, of in zip(labels, total.num_clicks.T, strict=True)}
     source = {
         "format": job.spec.format.name,
         # Names without directories: the same log makes the same dataset wherever it lies.
         "files": [*_earlier_files(job), *(path.name for path in job.log.files)],
         "num_samples": _by_split(total.num_samples),
-        "num_clicks": _by_split(total.num_clicks),
+        "num_clicks": num_clicks if len(labels) > 1 else num_clicks[labels[0]],
         "num_skipped": total.num_skipped,
         "encoding": encoding_document(job.spec, scaling),
         **total.times.to_json(job.spec.split.time_column),

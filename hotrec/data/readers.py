@@ -55,15 +55,17 @@ class Wanted:
     Args:
         ids: Columns whose values are ids, or lists of ids if the file has lists.
         numbers: Columns whose values are numbers. A column may be in both.
-        label: The number column that must be 0 or 1.
-        required: Number columns without missing values, besides the label.
+        labels: Number columns that must be 0 or 1.
+        weights: Number columns that must be at least 0.
+        required: Number columns without missing values, besides these.
         times: Number columns that may hold times, with their units; they become milliseconds since
             1970. Those of texts are among ``ids``, too.
     """
 
     ids: tuple[str, ...]
     numbers: tuple[str, ...]
-    label: str | None = None
+    labels: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     times: Mapping[str, TimeUnit] = field(default_factory=dict)
 
@@ -353,9 +355,12 @@ def _checked(block: RawBlock, path: Path, wanted: Wanted, on_bad_line: OnBadLine
     is_bad = np.zeros(len(block), bool)
     for name in wanted.numbers:
         values = block.numbers[name]
-        if name == wanted.label:
+        if name in wanted.labels:
             is_bad_here = (values != 0) & (values != 1)
             expected = "a label of 0 or 1"
+        elif name in wanted.weights:
+            is_bad_here = ~((values >= 0) & (values <= _LARGEST))
+            expected = "a weight of at least 0"
         elif name in wanted.required:
             is_bad_here = ~(np.abs(values) <= _LARGEST)
             expected = "a finite number"

@@ -27,8 +27,10 @@ class DenseWork(NamedTuple):
     num_dense_values: int
 
 
-def dense_flops(model: LayeredConfig, num_dense: int, num_columns: int) -> DenseWork:
-    """Count the multiplications and additions of matrix products, which dominate; of one label.
+def dense_flops(
+    model: LayeredConfig, num_dense: int, num_columns: int, num_labels: int = 1
+) -> DenseWork:
+    """Count the multiplications and additions of matrix products, which dominate.
 
     A product of (m, k) and (k, n) takes 2 m k n. Backward takes it twice, for the gradients of
     both factors, but for the first layer, whose input needs none. DLRM's interaction multiplies
@@ -41,6 +43,7 @@ def dense_flops(model: LayeredConfig, num_dense: int, num_columns: int) -> Dense
         model: The configuration of a DLRM or DCNv2.
         num_dense: The number N of dense columns.
         num_columns: The number F of pooled columns.
+        num_labels: The number L of labels.
     """
     dim, num_vectors = model.embedding_dim, num_columns + 1
     num_inputs = num_bottom_inputs(num_dense)
@@ -55,7 +58,8 @@ def dense_flops(model: LayeredConfig, num_dense: int, num_columns: int) -> Dense
         padded = padded_vectors(num_columns)
         cross_flops = 2 * dim * (padded * padded + num_columns * padded + num_columns)
         cross_values = 0
-    over_flops, over_values = _layers(width, model.over_layer_sizes, is_first=False)
+    over_sizes = [*model.over_layer_sizes[:-1], num_labels]
+    over_flops, over_values = _layers(width, over_sizes, is_first=False)
     flops = bottom_flops + cross_flops + over_flops
     return DenseWork(flops, bottom_flops / flops, bottom_values + cross_values + over_values)
 

@@ -29,6 +29,7 @@ def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:
             for table in schema.tables
             for feature in schema.features_of(table.name)
         ],
+        labels=list(schema.labels),
         target=target,
         args=keys,
         **shared,
@@ -38,6 +39,7 @@ def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:
 def work_of(model: ModelConfig, schema: Schema) -> DenseWork:
     """The work of a model's dense layers, by formula where there is one, else counted."""
     if isinstance(model, DlrmConfig | Dcnv2Config):
-        return dense_flops(model, len(schema.dense), len(schema.features))
+        num_labels = len(schema.labels)
+        return dense_flops(model, len(schema.dense), len(schema.features), num_labels)
     shape = architecture_of(model, schema)
     return count_work(shape, make_checked_layers(shape, seed=0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.fx
 import torch.nn.functional as F
@@ -15,27 +17,40 @@ torch.fx.wrap("mark_backward")
 
 
 class ClickTask(nn.Module):
-    """Binary cross entropy of a click model.
+    """Binary cross entropy of a click model; of several labels, their weighted sum.
 
     Args:
-        model: (dense (B, N), sparse) -> logits (B, 1).
+        model: (dense (B, N), sparse) -> logits (B, L).
         world_size: W. The loss of a rank is W / num_global_samples times the sum over its samples,
             so that DDP's mean over the ranks is the gradient of the mean over the global batch,
             also in the last step of an epoch, where ranks hold unequal shares.
+        label_weights: The weights of the L labels by name, in their order; None for one label.
     """
 
-    def __init__(self, model: nn.Module, world_size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int,
+        label_weights: Mapping[str, float] | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.world_size = world_size
+        self.label_weights = dict(label_weights or {})
 
     def forward(
         self, batch: Batch
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Loss (), then (detached loss (), logits (B,), labels (B,))."""
+        """Loss (), then (detached loss (), logits (B,), labels (B,)); (B, L) of several labels."""
         # The loss is a float32 one, whatever the model computes in.
-        logits_B = self.model(batch.dense, batch.sparse).squeeze(-1).float()
+        logits_B = self.model(batch.dense, batch.sparse).float()
+        if not self.label_weights:
+            logits_B = logits_B.squeeze(-1)
         loss_B = F.binary_cross_entropy_with_logits(logits_B, batch.labels, reduction="none")
+        if self.label_weights:
+            weights = self.label_weights.values()
+            parts = [weight * loss_B[:, label] for label, weight in enumerate(weights)]
+            loss_B = torch.stack(parts).sum(0)
         loss = (loss_B * batch.weights).sum() * (self.world_size / batch.num_global_samples)
         # Between forward and backward TorchRec's pipeline sends the ids of the next batch.
         loss = mark_backward(loss, "ids_exchange")

@@ -20,7 +20,7 @@ from hotrec.config.groups import (
     TieredConfig,
     TorchrecPlacement,
 )
-from hotrec.config.roots import Config, Device, PlannerConfig
+from hotrec.config.roots import Config, Device, PlannerConfig, TrainerConfig
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.sharding import HotColdSharder
@@ -179,7 +179,24 @@ def build_unsharded(
     built = build_architecture(shape, embeddings, trainer.seed, dense_device)
     check_modules(built)
     set_up_dense_layers(built, dense_device, trainer.precision, is_compiled=trainer.compile)
-    return Unsharded(ClickTask(built, machine.world_size), embeddings, sharders, constraints)
+    task = ClickTask(built, machine.world_size, label_weights_of(trainer, schema))
+    return Unsharded(task, embeddings, sharders, constraints)
+
+
+def label_weights_of(trainer: TrainerConfig, schema: Schema) -> dict[str, float] | None:
+    """The weights of several labels, in their order; None for one.
+
+    Raises:
+        ValueError: If a weight is given for no label, or for the only one.
+    """
+    several = schema.labels if len(schema.labels) > 1 else ()
+    for name in trainer.label_weights:
+        if name not in several:
+            raise ValueError(
+                f"trainer.label_weights.{name}: expected one of the dataset's several labels, "
+                f"{list(several)}, got {name!r}. Correct the name, or leave it out."
+            )
+    return {name: trainer.label_weights.get(name, 1.0) for name in several} or None
 
 
 def _torchrec_tier(device: str, tier: ColdTier) -> ColdTier:

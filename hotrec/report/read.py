@@ -40,6 +40,7 @@ FROM_LINES = (
 )
 COMPARED = ("predicted_stage_s", "measured_stage_s", "slowest_rank_stage_s")
 BY_KIND = ("device_bytes_by_kind", "host_bytes_by_kind")
+BY_LABEL = ("auc_by_label", "log_loss_by_label")
 # What the device caches did in ``num_steps`` steps, summed over the ranks.
 CACHE = (
     *("num_steps", "num_lookups", "num_rows", "num_hits", "num_misses", "num_conflict_misses"),
@@ -138,7 +139,7 @@ NUMERIC = (
     *(name for name in MEASURES if "." not in name),
     *("total_rows", "compared_from_step"),
 )
-BY_NAME = ("sent_bytes", "stage_s", "cache", "hot_set", *COMPARED, *BY_KIND)
+BY_NAME = ("sent_bytes", "stage_s", "cache", "hot_set", *COMPARED, *BY_KIND, *BY_LABEL)
 
 
 @dataclass(frozen=True)

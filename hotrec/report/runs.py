@@ -21,6 +21,7 @@ from hotrec.report.figures import (
 )
 from hotrec.report.read import (
     BY_KIND,
+    BY_LABEL,
     COMPARED,
     GROUPS,
     MEASURES,
@@ -73,6 +74,7 @@ SETTINGS = {
     "compile": "Dense layers compiled",
     "finished": "Finished",
 }
+_LABELED = {"auc_by_label": "AUC", "log_loss_by_label": "Log loss"}
 HOT_COLUMNS: tuple[Column, ...] = (
     ("Table", "name", str),
     ("Rows", "num_rows", show_count),
@@ -337,7 +339,13 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
             k for run in runs for k, size in run.by_name(name).items() if size
         )
     ]
-    for group, measures in {**GROUPS, "Tables by kind, the rank with most": by_kind}.items():
+    by_label = [
+        Measure(f"{name}.{label}", f"{_LABELED[name]} of {label}", show_quality, "difference")
+        for name in BY_LABEL
+        for label in dict.fromkeys(label for run in runs for label in run.by_name(name))
+    ]
+    dynamic = {"Quality by label": by_label, "Tables by kind, the rank with most": by_kind}
+    for group, measures in {**GROUPS, **dynamic}.items():
         recorded = [m for m in measures if any(run.number(m.name) is not None for run in runs)]
         rows += [(group,)] if recorded else []
         rows += [(m.label, *(cell(m, run) for run in runs)) for m in recorded]
@@ -447,6 +455,7 @@ def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
         "path": str(run.path),
         **{name: run.summary.get(name) for name in (*SETTINGS, *NUMERIC)},
         **{name: run.by_name(name) or None for name in (*COMPARED, *BY_KIND)},
+        **{name: run.by_name(name) for name in BY_LABEL if run.by_name(name)},
         "sent_bytes": run.sent_bytes,
         "stage_s": run.stage_s,
         **({"cache": cache} if cache else {}),

@@ -45,11 +45,12 @@ from hotrec.models.plain import (
 )
 from hotrec.models.shape import architecture_of
 from hotrec.planning.training_plan import read_training_plan
+from hotrec.planning.unsharded import label_weights_of
 from hotrec.runs.evaluate import find_checkpoint
 from hotrec.runs.train import checkpoint_facts
 from hotrec.runtime.run_dir import read_finished
 from hotrec.train.checkpoint import open_tensors, read_facts
-from hotrec.train.evaluate import Quality, measure_quality
+from hotrec.train.evaluate import Quality, measure_all
 from hotrec.train.tensor_files import TensorFiles
 from hotrec.types import Schema
 
@@ -219,7 +220,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
             scratch,
             target,
             kind=KIND,
-            content={"quality": None if quality is None else asdict(quality)},
+            content={"quality": None if quality is None else quality.to_json()},
             made_from={"dataset": trained.dataset.artifact.content_hash},
         )
     return ExportedModel(artifact, trained.checkpoint.name, trained.step, quality)
@@ -393,10 +394,14 @@ def _evaluate(model: PlainModel, trained: Trained, form: ExportFormConfig) -> Qu
         epochs=1,
         shuffle=False,
     )
-    logits, labels = [], []
+    logits, labels, weights = [], [], []
     for batch in loader:
         ids = {name: (f.values(), f.offsets()) for name, f in batch.sparse.to_dict().items()}
         with torch.no_grad():
             logits.append(model(batch.dense, ids).numpy())
         labels.append(batch.labels.numpy())
-    return measure_quality(np.concatenate(logits), np.concatenate(labels))
+        weights.append(batch.weights.numpy())
+    label_weights = label_weights_of(trained.config.trainer, trained.dataset.schema)
+    return measure_all(
+        np.concatenate(logits), np.concatenate(labels), np.concatenate(weights), label_weights
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from hotrec.data.encode import (
     check_row_numbers,
     encode_inputs,
     feature_columns,
-    label_source,
     read_encoding,
     read_times,
+    sources_of,
 )
 from hotrec.data.log import Log, open_log
 from hotrec.data.prepare import read_ahead
@@ -36,10 +36,11 @@ from hotrec.data.readers import find_files
 from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.plain import Ids, PlainModel, TableRows
 from hotrec.models.shape import architecture_of
+from hotrec.planning.unsharded import label_weights_of
 from hotrec.runs.export import Trained, dense_weights, open_trained, table_names
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
 from hotrec.train.checkpoint import open_tensors
-from hotrec.train.evaluate import Quality, measure_quality
+from hotrec.train.evaluate import Quality, measure_all
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,10 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
     """Score files with a run's checkpoint and write a Parquet file for each; collective.
 
     ``scores/00000.parquet`` has the columns line (in the file, or the row in one without lines,
-    from 1), logit, score (the predicted rate of clicks) and, if the files have it, label. Values
-    that the dataset's vocabularies do not hold get row 0, as in training.
+    from 1), logit, score (the predicted rate of clicks) and, if the files have them, label and
+    weight. With several labels there are a logit, a score and a label of each: logit_<name>,
+    score_<name>, label_<name>. Values that the dataset's vocabularies do not hold get row 0, as in
+    training.
 
     Args:
         config: The files, and where scores are written.
@@ -94,13 +97,13 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
         num_samples, num_skipped = map(sum, zip(*all_gather_object(counts), strict=True))
 
         def commit() -> None:
-            quality = None if scorer.label is None else _measure(scratch)
+            quality = _measure(scratch, scorer) if scorer.labels else None
             content = {
                 "num_samples": num_samples,
                 "num_skipped": num_skipped,
                 "files": [path.name for path in scorer.log.files],
                 "checkpoint": trained.checkpoint.name,
-                "quality": None if quality is None else asdict(quality),
+                "quality": None if quality is None else quality.to_json(),
             }
             made_from = {"dataset": trained.dataset.artifact.content_hash}
             commit_artifact(scratch, target, kind=KIND, content=content, made_from=made_from)
@@ -115,13 +118,25 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
         len(scorer.log.files),
         num_samples,
         num_skipped,
-        None if quality is None else Quality(**quality),
+        None if quality is None else _quality(quality),
     )
 
 
-def _measure(scratch: Path) -> Quality:
-    found = pq.read_table(scratch / SCORES, columns=["logit", "label"])
-    return measure_quality(found["logit"].to_numpy(), found["label"].to_numpy())
+def _quality(document: dict[str, Any]) -> Quality:
+    by_label = {name: Quality(**of) for name, of in document.get("by_label", {}).items()}
+    return Quality(**{**document, "by_label": by_label})
+
+
+def _measure(scratch: Path, scorer: _Scorer) -> Quality:
+    found = pq.read_table(scratch / SCORES)
+    weights = found["weight"].to_numpy() if scorer.weight is not None else None
+    logits, labels = (
+        np.stack([found[name + suffix].to_numpy() for suffix in scorer.suffixes], axis=1)
+        for name in ("logit", "label")
+    )
+    if not scorer.label_weights:
+        logits, labels = logits.reshape(-1), labels.reshape(-1)
+    return measure_all(logits, labels, weights, scorer.label_weights)
 
 
 @dataclass(frozen=True)
@@ -133,8 +148,15 @@ class _Scorer:
     encoders: dict[str, RowEncoder]  # by feature
     row_numbers: dict[str, int]  # rows of the table, by feature whose ids are row numbers
     scaling: Float64s
-    label: str | None  # the log's column
+    label_weights: dict[str, float] | None  # of several labels
+    labels: list[str]  # the log's columns, if the files have them
+    weight: str | None
     batch_size: int
+
+    @property
+    def suffixes(self) -> list[str]:
+        """What the names of each label's columns end with."""
+        return [f"_{name}" for name in self.label_weights or ()] or [""]
 
     def inputs(self, block: RawBlock, file: Path) -> tuple[Floats, dict[str, Integers | Jagged]]:
         """Dense columns and rows of a block."""
@@ -154,7 +176,10 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
         )
     encoders, scaling = read_encoding(trained.dataset, source)
     log = _open_input(config, source)
-    has_label = any(column.kind is ColumnKind.label for column in log.columns.values())
+    labels, weights = (
+        list(sources_of(log.columns, kind).values())
+        for kind in (ColumnKind.label, ColumnKind.weight)
+    )
     tables = tables_of(source)
     of_features = {
         name: column.table or name for name, column in feature_columns(log.columns).items()
@@ -169,7 +194,9 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
             if tables[table].encoding is Encoding.rows
         },
         scaling,
-        label_source(log.columns) if has_label else None,
+        label_weights_of(trained.config.trainer, trained.dataset.schema),
+        labels,
+        weights[0] if weights else None,
         config.batch_size,
     )
 
@@ -223,17 +250,25 @@ def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int]:
 
 def _scored_blocks(scorer: _Scorer, number: int, target: Path) -> Iterator[RawBlock]:
     """Score a file block by block and write each; yields what was written."""
-    columns = {"line": pa.int64(), "logit": pa.float32(), "score": pa.float32()}
-    if scorer.label is not None:
-        columns["label"] = pa.int8()
+    columns = {"line": pa.int64()}
+    for suffix in scorer.suffixes:
+        columns |= {f"logit{suffix}": pa.float32(), f"score{suffix}": pa.float32()}
+        if scorer.labels:
+            columns[f"label{suffix}"] = pa.int8()
+    if scorer.weight is not None:
+        columns["weight"] = pa.float32()
     schema = pa.schema(columns)
     with pq.ParquetWriter(target, schema) as writer:
         for block in read_ahead(scorer.log.blocks(number)):
             inputs = scorer.inputs(block, scorer.log.files[number])
             logits = score(scorer.model, *inputs, scorer.batch_size)
-            values: list[Any] = [block.lines, logits, torch.from_numpy(logits).sigmoid().numpy()]
-            if scorer.label is not None:
-                values.append(block.numbers[scorer.label].astype(np.int8))
+            values: list[Any] = [block.lines]
+            for label, of_label in enumerate(logits.reshape(len(block), -1).T):
+                values += [of_label, torch.from_numpy(of_label.copy()).sigmoid().numpy()]
+                if scorer.labels:
+                    values.append(block.numbers[scorer.labels[label]].astype(np.int8))
+            if scorer.weight is not None:
+                values.append(block.numbers[scorer.weight].astype(np.float32))
             writer.write_table(pa.table(values, schema=schema))
             yield block
 
@@ -241,8 +276,14 @@ def _scored_blocks(scorer: _Scorer, number: int, target: Path) -> Iterator[RawBl
 def score(
     model: PlainModel, dense: Floats, features: dict[str, Integers | Jagged], batch_size: int
 ) -> Floats:
-    """Logits float32 (n,) of n encoded samples, computed ``batch_size`` at a time."""
-    logits = np.empty(len(dense), np.float32)
+    """Logits of n encoded samples, computed ``batch_size`` at a time.
+
+    Returns:
+        float32 (n,), or (n, L) with several labels.
+    """
+    num_labels = len(model.shape.labels)
+    shape = (len(dense),) if num_labels == 1 else (len(dense), num_labels)
+    logits = np.empty(shape, np.float32)
     with torch.no_grad():
         for begin in range(0, len(dense), batch_size):
             end = min(begin + batch_size, len(dense))

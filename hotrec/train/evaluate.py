@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.data.batch import Batch
+from hotrec.models.task import ClickTask
 from hotrec.runtime import watchdog
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import all_gather_object, broadcast_object, rank, same_verdict, world_size
@@ -32,20 +33,79 @@ class Quality:
         log_loss: mean cross entropy in nats.
         normalized_entropy: log loss over that of always predicting the click rate of the same
             samples; below 1 is better than that. None unless clicks and non-clicks occur.
+        num_samples: the number of samples; of those with weights, whose weight is above 0.
+        by_label: of several labels, the quality of each. The log loss is then the weighted sum
+            that is trained, the normalised entropy its ratio to that of predicting the rates, and
+            the AUC the weighted mean.
     """
 
     auc: float | None
     log_loss: float
     normalized_entropy: float | None
     num_samples: int
+    by_label: Mapping[str, Quality] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures; ``by_label`` only with several labels."""
+        document = asdict(self)
+        if not self.by_label:
+            del document["by_label"]
+        return document
 
 
-def measure_quality(logits: Floats, labels: Floats) -> Quality:
-    """Measure the quality of all predictions of a split.
+def measure_all(
+    logits: Floats,
+    labels: Floats,
+    weights: Floats | None = None,
+    label_weights: Mapping[str, float] | None = None,
+) -> Quality:
+    """Measure the quality of all predictions of a split, of one label or several.
+
+    Args:
+        logits: (S,), or (S, L) with several labels.
+        labels: (S,) or (S, L).
+        weights: (S,), weights of the samples; None or all 1 without.
+        label_weights: Weight of each of several labels in the loss; None for one label.
+
+    Raises:
+        ValueError: as ``measure_quality``.
+    """
+    if weights is not None:
+        is_used = weights > 0
+        logits, labels, weights = logits[is_used], labels[is_used], weights[is_used]
+        if (weights == 1).all():
+            weights = None
+    if not label_weights or logits.size == 0:
+        return measure_quality(logits, labels, weights)
+    of = {
+        name: measure_quality(logits[:, label], labels[:, label], weights)
+        for label, name in enumerate(label_weights)
+    }
+    total = sum(label_weights.values())
+    aucs = [label_weights[name] * found.auc for name, found in of.items() if found.auc is not None]
+    loss = sum(label_weights[name] * found.log_loss for name, found in of.items())
+    has_all = len(aucs) == len(of) and total > 0
+    entropy = sum(
+        label_weights[name] * found.log_loss / found.normalized_entropy
+        for name, found in of.items()
+        if found.normalized_entropy
+    )
+    return Quality(
+        auc=sum(aucs) / total if has_all else None,
+        log_loss=loss,
+        normalized_entropy=loss / entropy if has_all else None,
+        num_samples=len(logits),
+        by_label=of,
+    )
+
+
+def measure_quality(logits: Floats, labels: Floats, weights: Floats | None = None) -> Quality:
+    """Measure the quality of all predictions of one label.
 
     Args:
         logits: (S,), log odds of a click, finite.
         labels: (S,), 0 or 1.
+        weights: (S,), above 0; all means are weighted by them. None for none.
 
     Raises:
         ValueError: if there is no sample, a logit is not finite, or a label is neither 0 nor 1.
@@ -64,33 +124,45 @@ def measure_quality(logits: Floats, labels: Floats) -> Quality:
     wrong = labels[~is_click & (labels != 0)]
     if wrong.size:
         raise ValueError(f"evaluation: expected labels 0 or 1, got {wrong[0]}.")
-    log_loss = measure_log_loss(logits, labels)
-    rate = float(is_click.mean())
+    log_loss = measure_log_loss(logits, labels, weights)
+    rate = float(is_click.mean() if weights is None else np.average(is_click, weights=weights))
     has_both = 0.0 < rate < 1.0
     base_entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)) if has_both else 0.0
     return Quality(
-        auc=measure_auc(logits, is_click) if has_both else None,
+        auc=measure_auc(logits, is_click, weights) if has_both else None,
         log_loss=log_loss,
         normalized_entropy=float(log_loss / base_entropy) if has_both else None,
         num_samples=int(logits.size),
     )
 
 
-def measure_log_loss(logits: Floats, labels: Floats) -> float:
+def measure_log_loss(logits: Floats, labels: Floats, weights: Floats | None = None) -> float:
     """Mean of log(1 + exp(z)) - y z, which does not overflow for large logits."""
     z = logits.astype(np.float64)
-    return float(np.mean(np.logaddexp(0.0, z) - labels.astype(np.float64) * z))
+    losses = np.logaddexp(0.0, z) - labels.astype(np.float64) * z
+    # The plain mean's rounding without weights, as np.average has another.
+    return float(np.mean(losses) if weights is None else np.average(losses, weights=weights))
 
 
-def measure_auc(scores: Floats, is_click: npt.NDArray[np.bool_]) -> float:
+def measure_auc(
+    scores: Floats, is_click: npt.NDArray[np.bool_], weights: Floats | None = None
+) -> float:
     """Area under the ROC curve by rank statistic, exact, ties counted half. O(S log S).
 
     Scores (S,), clicks bool (S,) with at least one of each. It is (pairs with click above non-click
-    + half of the tied pairs) / pairs, in whole numbers.
+    + half of the tied pairs) / pairs, in whole numbers; with weights (S,) a pair counts as the
+    product of its two.
     """
     order = np.argsort(scores)
     ranked = scores[order]
     starts = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]])
+    if weights is not None:
+        ranked_weights = weights[order].astype(np.float64)
+        clicks = np.add.reduceat(ranked_weights * is_click[order], starts)
+        others = np.add.reduceat(ranked_weights * ~is_click[order], starts)
+        below = np.cumsum(others) - others
+        won = float(np.sum(clicks * (below + others / 2)))
+        return won / (float(clicks.sum()) * float(others.sum()))
     clicks = np.add.reduceat(is_click[order].astype(np.int64), starts)
     others = np.diff(np.r_[starts, scores.size]) - clicks
     others_below = np.cumsum(others) - others
@@ -129,11 +201,18 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
             predictions = _predict(pipeline, same_verdict(lambda: _start(batches)), step, bar)
     finally:
         model.train(was_training)
-    gathered = _gather_on_first(predictions)
+    parts = _gather_on_first(predictions)
     # The first rank sorts all predictions; the others wait, however long it takes.
     watchdog.enter(watchdog.MAIN, watchdog.METRICS, step)
-    quality = same_verdict(lambda: None if gathered is None else measure_quality(*gathered.T))
-    return broadcast_object(quality)  # type: ignore[return-value]
+    label_weights = next((m.label_weights for m in model.modules() if isinstance(m, ClickTask)), {})
+
+    def measure() -> Quality | None:
+        if parts is None:
+            return None
+        logits, labels, weights = map(np.concatenate, zip(*parts, strict=True))
+        return measure_all(logits, labels, weights, label_weights)
+
+    return broadcast_object(same_verdict(measure))  # type: ignore[return-value]
 
 
 def _count(batches: Iterable[Batch]) -> int | None:
@@ -155,38 +234,47 @@ def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
         return iter(batches)
 
 
+# Logits and labels, float32 (S,) or (S, L), and weights (S,).
+Predictions = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
 def _predict(
     pipeline: Pipeline, iterator: Iterator[Batch], step: int | None, bar: Progress
-) -> torch.Tensor:
-    """Logits and labels of this rank, float32 (S, 2) on the host, padding left out."""
-    weights: deque[torch.Tensor] = deque()  # of the batches that the pipeline holds
+) -> Predictions:
+    """The predictions of this rank on the host, padding left out."""
+    held: deque[torch.Tensor] = deque()  # weights of the batches that the pipeline holds
 
     def remember_weights() -> Iterator[Batch]:
         for batch in iterator:
-            weights.append(batch.weights)
+            held.append(batch.weights)
             yield batch
 
     pipeline.start()
     remembered = remember_weights()
     first = next(remembered, None)
     if first is None:
-        return torch.empty(0, 2)
+        nothing = np.empty(0, np.float32)
+        return nothing, nothing, nothing
     batches = chain([first], remembered)
     # On the device until all are there: a copy of each would make the host wait for its batch.
-    pairs, are_samples = [], []
-    while weights:  # one for every batch that is handed out and not yet computed
+    logits, labels, weights = [], [], []
+    while held:  # one for every batch that is handed out and not yet computed
         watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, step)
-        _, logits, labels = pipeline.progress(batches)
-        pairs.append(torch.stack([logits.float(), labels.float()], dim=1))
-        are_samples.append(weights.popleft() > 0)
+        _, logits_B, labels_B = pipeline.progress(batches)
+        logits.append(logits_B.float())
+        labels.append(labels_B.float())
+        weights.append(held.popleft())
         bar.update()
-    return torch.cat(pairs).cpu()[torch.cat(are_samples).cpu()]
+    weights_S = torch.cat(weights).cpu()
+    is_sample = weights_S > 0
+    found = [torch.cat(part).cpu()[is_sample].numpy() for part in (logits, labels)]
+    return found[0], found[1], weights_S[is_sample].numpy()
 
 
-def _gather_on_first(predictions: torch.Tensor) -> np.ndarray | None:
+def _gather_on_first(predictions: Predictions) -> list[Predictions] | None:
     """All ranks' predictions on rank 0, None elsewhere."""
     if world_size() == 1:
-        return predictions.numpy()
+        return [predictions]
     parts: list[Any] | None = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(predictions.numpy(), parts, dst=0)
-    return None if parts is None else np.concatenate(parts)
+    dist.gather_object(predictions, parts, dst=0)
+    return parts

@@ -169,7 +169,7 @@ class Records:
             # has counted its steps.
             self.count_caches()
         self._quality = quality
-        line = {"step": self.position.step, "split": split, **facts, **asdict(quality)}
+        line = {"step": self.position.step, "split": split, **facts, **quality.to_json()}
         self.run_log.append("eval.jsonl", split, {**line, "elapsed_s": self.elapsed_s})
 
     def add_decision(self, decision: Decision) -> None:
@@ -192,6 +192,7 @@ class Records:
             "auc": quality.auc if quality else None,
             "log_loss": quality.log_loss if quality else None,
             "normalized_entropy": quality.normalized_entropy if quality else None,
+            **_figures_by_label(quality),
             **self.meter.total(),
             **self._traffic_means,
             "sent_bytes_total": None if sent is None else sum(sent.values()),
@@ -207,6 +208,17 @@ class Records:
         summary = {"world_size": world_size, **description, **figures, **comparison}
         self.run_log.write_summary(summary)
         return summary
+
+
+def _figures_by_label(quality: Quality | None) -> dict[str, dict[str, float]]:
+    """AUC and log loss of several labels, where they are known; empty with one label."""
+    found = {} if quality is None else quality.by_label
+    return {
+        f"{figure}_by_label": {
+            name: value for name, of in found.items() if (value := getattr(of, figure)) is not None
+        }
+        for figure in (("auc", "log_loss") if found else ())
+    }
 
 
 def _cache_figures(counted: Mapping[str, int]) -> dict[str, Any]:

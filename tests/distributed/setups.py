@@ -270,7 +270,7 @@ def zoo_tables(num_rows: Mapping[str, int]) -> list[EmbeddingBagConfig]:
     ]
 
 
-def zoo_model(kind: ModelKind, embeddings: nn.Module) -> nn.Module:
+def zoo_model(kind: ModelKind, embeddings: nn.Module, num_labels: int = 1) -> nn.Module:
     configs = embeddings.embedding_bag_configs()  # type: ignore[operator]
     shape = shape_of(
         kind,
@@ -279,6 +279,7 @@ def zoo_model(kind: ModelKind, embeddings: nn.Module) -> nn.Module:
         ZOO_DIM,
         dense_layer_sizes=[8, ZOO_DIM],
         over_layer_sizes=[8, 1],
+        labels=[f"label{number}" for number in range(num_labels)],
     )
     return build_architecture(shape, embeddings, 1, torch.device("cpu"))
 

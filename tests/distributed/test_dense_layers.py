@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,22 +51,30 @@ MAX_NORM = 0.13
 
 
 def make_model(kind: ModelKind, embeddings: nn.Module, **how: Any) -> nn.Module:
-    model = zoo_model(kind, embeddings)
+    model = zoo_model(kind, embeddings, len(how.get("label_weights", [None])))
     precision = how.get("precision", Precision.fp32)
     set_up_dense_layers(model, CPU, precision, is_compiled=how.get("is_compiled", False))
     return model
 
 
-def batches(rank: int, world_size: int) -> Iterator[Batch]:
+def batches(rank: int, world_size: int, *, is_weighted: bool = False) -> Iterator[Batch]:
+    """With several labels and weights, if asked."""
     for step, size in enumerate(SIZES):
-        yield zoo_batch(NUM_ROWS, step, rank, size, size * world_size)
+        batch = zoo_batch(NUM_ROWS, step, rank, size, size * world_size)
+        if is_weighted:
+            rng = np.random.default_rng([step, rank])
+            labels = torch.from_numpy(rng.integers(0, 2, (size, 2)).astype(np.float32))
+            weights = torch.from_numpy(rng.random(size).astype(np.float32))
+            batch = replace(batch, labels=labels, weights=weights)
+        yield batch
 
 
 def shard_model(kind: ModelKind, pipeline: str, **how: Any) -> tuple[Any, Any, Pipeline]:
     spec = OptimizerSpec(OptimizerKind.sgd, learning_rate=LR)
     tables, meta = zoo_tables(NUM_ROWS), torch.device("meta")
     embeddings = HotColdEmbeddingBagCollection(tables, PARTITION, device=meta)
-    task = ClickTask(make_model(kind, embeddings, **how), dist.get_world_size())
+    layers = make_model(kind, embeddings, **how)
+    task = ClickTask(layers, dist.get_world_size(), how.get("label_weights"))
     constraints = hot_cold_constraints(tables, PARTITION)
     is_ahead = pipeline in ("look_ahead", "micro_batches")
     sharder = HotColdSharder(spec)
@@ -94,11 +104,22 @@ def train_plainly(
     layers = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses, norms = [], []
-    for parts in zip(*(batches(rank, dist.get_world_size()) for rank in range(2)), strict=True):
+    label_weights = how.get("label_weights", {})
+    of_ranks = (
+        batches(rank, dist.get_world_size(), is_weighted=bool(label_weights)) for rank in range(2)
+    )
+    for parts in zip(*of_ranks, strict=True):
         logits = [model(part.dense, part.sparse).squeeze(-1).float() for part in parts]
         labels = torch.cat([part.labels for part in parts])
         optimizer.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(torch.cat(logits), labels)
+        if label_weights:
+            by_label = F.binary_cross_entropy_with_logits(
+                torch.cat(logits), labels, reduction="none"
+            )
+            summed = by_label @ torch.tensor([*label_weights.values()])
+            loss = (torch.cat([part.weights for part in parts]) * summed).mean()
+        else:
+            loss = F.binary_cross_entropy_with_logits(torch.cat(logits), labels)
         loss.backward()
         max_norm = how.get("grad_clip_norm") or float("inf")
         norms.append(float(nn.utils.clip_grad_norm_(layers, max_norm)))
@@ -125,7 +146,8 @@ def train_sharded(
     before = gather_tables(model)
     made.start()
     losses = []
-    iterator = batches(dist.get_rank(), dist.get_world_size())
+    is_weighted = "label_weights" in how
+    iterator = batches(dist.get_rank(), dist.get_world_size(), is_weighted=is_weighted)
     for _ in SIZES:
         loss, logits, _ = made.progress(iterator)
         assert loss.dtype is logits.dtype is torch.float32
@@ -135,7 +157,7 @@ def train_sharded(
     model.eval()
     made.start()
     with torch.no_grad():
-        made.progress(iter([zoo_batch(NUM_ROWS, 9, dist.get_rank(), 5, 10)]))
+        made.progress(batches(dist.get_rank(), dist.get_world_size(), is_weighted=is_weighted))
     model.train()
     made.close()
     assert all(weight.dtype is torch.float32 for weight in weights.values())
@@ -178,8 +200,18 @@ def bf16_by_pipeline() -> None:
             assert difference(of_pipeline[pipeline][1], weights) < 1e-6, (kind, pipeline)
 
 
-def test_clipping_and_bf16_are_the_same_in_every_pipeline() -> None:
-    checks = [clipped_as_unsplit, bf16_by_pipeline]
+def labels_and_weights_as_unsplit() -> None:
+    how = {"label_weights": {"label0": 0.5, "label1": 2.0}}
+    for kind in (ModelKind.mmoe, ModelKind.dlrm):
+        for pipeline in PIPELINES:
+            got, weights, before = train_sharded(kind, pipeline, **how)
+            expected, plain, _ = train_plainly(kind, before, **how)
+            assert got == pytest.approx(expected, abs=1e-5), (kind, pipeline)
+            assert difference(weights, plain) < 1e-5, (kind, pipeline)
+
+
+def test_clipping_labels_and_bf16_are_the_same_in_every_pipeline() -> None:
+    checks = [clipped_as_unsplit, labels_and_weights_as_unsplit, bf16_by_pipeline]
     verdicts = run_ranks(run_checks, 2, timeout_s=240, checks=checks)[0]
     assert verdicts == dict.fromkeys(verdicts), verdicts
 

@@ -229,6 +229,49 @@ def test_predict_scores_as_evaluate(
     assert auc == pytest.approx(evaluated[kind]["auc"], abs=1e-5)
 
 
+def test_several_labels_and_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained, evaluated, exported and predicted alike."""
+    monkeypatch.chdir(tmp_path)
+    log = LOG.replace("label: {kind", "click: {kind").replace("my_log", "two")
+    columns = "  columns:\n    cheap: {kind: label}\n    weight: {kind: weight}\n"
+    lines = (folder / "data/my_log/all.csv").read_text().splitlines()
+    made = [f"{lines[0]},cheap,weight"]
+    made += [f"{line},{n % 3 // 2},{1 + n % 4}" for n, line in enumerate(lines[1:])]
+    for name, text in {
+        "my_conf/data/two.yaml": log.replace("  columns:\n", columns),
+        "data/two/all.csv": "\n".join([*made, ""]),
+        "days/1.csv": "\n".join([made[0], *made[TEST_FROM + 1 :], ""]),
+    }.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    words = ("--config-dir", "my_conf", "data=two")
+    hotrec_here("prepare", *words, cwd=tmp_path)
+    hotrec_here("profile", *words, cwd=tmp_path)
+    model = (*MODEL, *SIZES, "model=mmoe", "+trainer.label_weights.cheap=2")
+    summary = hotrec_here("train", *words, *model, cwd=tmp_path, HOTREC_RUN_DIR="runs/mmoe").figures
+    run = ("run_dir=runs/mmoe",)
+    found = {
+        "evaluate": hotrec_here("evaluate", *run, "num_workers=0", cwd=tmp_path).figures,
+        "export": hotrec_here("export", *run, "output=model", cwd=tmp_path).figures,
+        "predict": hotrec_here("predict", *run, "input=[days]", "output=s", cwd=tmp_path).figures,
+    }
+    losses = {name: of["log_loss"] for name, of in found["evaluate"]["by_label"].items()}
+    assert found["evaluate"]["log_loss"] == pytest.approx(losses["click"] + 2 * losses["cheap"])
+    for figures in found.values():
+        for name, of in figures["by_label"].items():
+            for figure in ("auc", "log_loss"):
+                expected = found["evaluate"]["by_label"][name][figure]
+                assert of[figure] == pytest.approx(expected, abs=1e-5)
+    assert summary["auc"] == pytest.approx(found["evaluate"]["auc"])
+    table = pq.read_table(tmp_path / "s/scores")
+    of_label = [f"{of}_{name}" for name in ("cheap", "click") for of in ("logit", "score", "label")]
+    assert table.column_names == ["line", *of_label, "weight"]
+    hotrec_here("report", "runs=[runs/mmoe]", "output=page", cwd=tmp_path)
+    assert "AUC of cheap" in (tmp_path / "page/report.html").read_text()
+
+
 def test_ranks_divide_the_files(folder: Path, tmp_path: Path) -> None:
     words = ("predict", "run_dir=runs/dlrm", "input=[days/1.csv,days/2.csv,days/1.csv]")
     alone = hotrec_here(*words, f"output={tmp_path}/1", cwd=folder).figures

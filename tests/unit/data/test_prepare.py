@@ -35,6 +35,7 @@ from hotrec.config.data import (
 from hotrec.data import prepare as module
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order
+from hotrec.data.loader import make_loader
 from hotrec.data.prepare import prepare, read_ahead
 from hotrec.data.vocabulary import read_vocabulary
 from tests.helpers.ranks import run_ranks
@@ -596,3 +597,55 @@ def test_a_log_out_of_order_is_told_where_it_goes_back(tmp_path, order, where):
     assert "days" not in dataset.artifact.content["source"]
     with pytest.raises(ArtifactError, match=f"order of price, got an earlier one at {where}"):
         check_time_order(dataset)
+
+
+WEIGHTED = {
+    "like": ColumnSpec(ColumnKind.label),
+    "bought": ColumnSpec(ColumnKind.label, source="buy"),
+    "weight": ColumnSpec(ColumnKind.weight, source="importance"),
+    "user": ColumnSpec(ColumnKind.categorical),
+}
+
+
+def weighted(tmp_path: Path, lines: list[str]) -> SourceSpec:
+    path = tmp_path / "weighted.csv"
+    path.write_text("\n".join(["like,buy,importance,user", *lines, ""]))
+    split = SplitSpec(SplitKind.last, 0.25, 0)
+    return SourceSpec(
+        SourceFormat.delimited, [str(path)], columns=WEIGHTED, separator=",", split=split
+    )
+
+
+def test_several_labels_and_weights(tmp_path):
+    lines = ["1,0,0.5,u1", "1,1,2,u2", "0,0,0,u1", "0,1,1,u2"]
+    dataset = run(weighted(tmp_path, lines), tmp_path / "d")
+    assert dataset.schema.labels == ("like", "bought")
+    assert dataset.schema.has_weights
+    assert dataset.artifact.content["source"]["num_clicks"] == {
+        "like": {"train": 2, "valid": 0, "test": 0},
+        "bought": {"train": 1, "valid": 1, "test": 0},
+    }
+    block = dataset.block("train", 0)
+    assert block.label.tolist() == [[1, 0], [1, 1], [0, 0]]
+    assert block.weight.tolist() == [0.5, 2, 0]
+    [batch] = make_loader(
+        tmp_path / "d", "train", batch_size=4, rank=0, world_size=1, epochs=1, shuffle=False
+    )
+    assert batch.labels.tolist() == block.label.tolist()
+    assert batch.weights.tolist() == [0.5, 2, 0]
+    # The document of a dataset with one label and no weights is what it always was.
+    one = replace(dataset.schema, labels=("label",), has_weights=False)
+    assert set(one.to_json()) == {"dense", "features", "tables"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1,2,1,u1", "a label of 0 or 1 in column buy"),
+        ("1,0,-1,u1", "a weight of at least 0 in column importance, got -1"),
+        ("1,0,,u1", "a weight of at least 0 in column importance, got nothing"),
+    ],
+)
+def test_labels_and_weights_that_cannot_be_used(tmp_path, line, message):
+    with pytest.raises(ValueError, match=f"line 2: expected {message}"):
+        prepare(weighted(tmp_path, [line]), tmp_path / "d")

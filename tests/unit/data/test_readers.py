@@ -28,8 +28,8 @@ from hotrec.data.readers import (
 from tests.unit.data.logs import criteo_line
 from tests.unit.data.test_columns import plain
 
-CRITEO = Wanted(ids=CRITEO_FEATURES, numbers=("label", *CRITEO_DENSE), label="label")
-CSV = Wanted(ids=("user",), numbers=("click", "price"), label="click")
+CRITEO = Wanted(ids=CRITEO_FEATURES, numbers=("label", *CRITEO_DENSE), labels=("label",))
+CSV = Wanted(ids=("user",), numbers=("click", "price"), labels=("click",))
 SKIP = {"on_bad_line": OnBadLine.skip}
 
 
@@ -142,7 +142,7 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
 
 def test_a_column_may_be_read_as_text_and_as_numbers(tmp_path):
     log = "click,date\n1,20220425\n0,20220426\n1,soon\n"
-    wanted = Wanted(ids=("date",), numbers=("click", "date"), label="click", required=("date",))
+    wanted = Wanted(ids=("date",), numbers=("click", "date"), labels=("click",), required=("date",))
     with pytest.raises(ValueError, match="line 4: expected a finite number in column date, got 's"):
         read_csv(tmp_path, log, wanted)
     block = read_csv(tmp_path, log, wanted, **SKIP)
@@ -171,7 +171,7 @@ def table_log(request, tmp_path):
     return path, LogFormat(SourceFormat.arrow)
 
 
-TABLE = Wanted(ids=("user", "tags"), numbers=("click", "price"), label="click")
+TABLE = Wanted(ids=("user", "tags"), numbers=("click", "price"), labels=("click",))
 
 
 def test_parquet_and_arrow_with_list_columns(table_log):
@@ -191,7 +191,7 @@ def test_parquet_and_arrow_with_list_columns(table_log):
 def test_bad_rows_of_parquet_are_named_or_skipped(tmp_path):
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"click": [1.0, 0.5, 0.0], "user": ["a", "b", "c"]}), path)
-    wanted = Wanted(ids=("user",), numbers=("click",), label="click")
+    wanted = Wanted(ids=("user",), numbers=("click",), labels=("click",))
     with pytest.raises(ValueError, match=r"log\.parquet line 2: expected a label of 0 or 1"):
         list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
     [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), wanted)
@@ -203,7 +203,7 @@ def test_bad_rows_of_parquet_are_named_or_skipped(tmp_path):
 def test_a_number_that_is_none_is_named_or_skipped(tmp_path, value):
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"click": [1, 0, 1], "price": [1.5, value, None]}), path)
-    wanted = Wanted(ids=(), numbers=("click", "price"), label="click")
+    wanted = Wanted(ids=(), numbers=("click", "price"), labels=("click",))
     expected = "line 2: expected a finite number or nothing in column price, got"
     with pytest.raises(ValueError, match=expected):
         list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
@@ -226,7 +226,7 @@ FLOATS, TIMES = pa.array([1.0, 2.0]), pa.array([0, 1], pa.date32())
 def test_ids_of_a_type_of_floats_are_refused(tmp_path, values, expected):
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"click": [1, 0], "user": values}), path)
-    wanted = Wanted(ids=("user",), numbers=("click",), label="click")
+    wanted = Wanted(ids=("user",), numbers=("click",), labels=("click",))
     with pytest.raises(ValueError, match=rf"log\.parquet column user: expected {expected}"):
         list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
 
@@ -234,7 +234,7 @@ def test_ids_of_a_type_of_floats_are_refused(tmp_path, values, expected):
 def test_times_are_numbers_only_where_times_are_wanted(tmp_path):
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"click": [1, 0], "day": TIMES}), path)
-    wanted = Wanted(ids=(), numbers=("click", "day"), label="click")
+    wanted = Wanted(ids=(), numbers=("click", "day"), labels=("click",))
     with pytest.raises(ValueError, match=r"column day: expected numbers, got type date32\[day\]"):
         list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
     wanted = replace(wanted, times={"day": TimeUnit.ms})
@@ -244,7 +244,7 @@ def test_times_are_numbers_only_where_times_are_wanted(tmp_path):
 
 def test_text_that_is_no_time_is_named_or_skipped(tmp_path):
     content = "click,day\n1,2024-05-01\n0,1 May\n1,2024-05-02T00:00Z\n"
-    wanted = Wanted(("day",), ("click", "day"), label="click", times={"day": TimeUnit.iso})
+    wanted = Wanted(("day",), ("click", "day"), labels=("click",), times={"day": TimeUnit.iso})
     with pytest.raises(ValueError, match="line 3: expected a time such as .* got '1 May'"):
         read_csv(tmp_path, content, wanted)
     block = read_csv(tmp_path, content, wanted, **SKIP)
@@ -285,7 +285,7 @@ def test_damaged_and_empty_table_files_are_refused(tmp_path, log_format):
     else:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, empty.schema) as writer:
             writer.write_table(empty)
-    wanted = Wanted(ids=(), numbers=("click",), label="click")
+    wanted = Wanted(ids=(), numbers=("click",), labels=("click",))
     with pytest.raises(ValueError, match="log: expected rows, got none"):
         list(read_blocks(path, LogFormat(log_format), wanted))
 

@@ -17,6 +17,7 @@ from hotrec.runtime.ranks import Ranks
 from hotrec.train.evaluate import (
     Quality,
     evaluate,
+    measure_all,
     measure_auc,
     measure_log_loss,
     measure_quality,
@@ -166,3 +167,34 @@ def test_entropy_of_the_click_rate_is_one_and_one_class_has_no_auc() -> None:
 def test_bad_predictions_are_refused(logits: np.ndarray, labels: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         measure_quality(logits, labels)
+
+
+def test_a_weight_counts_as_so_many_samples() -> None:
+    rng = np.random.default_rng(2)
+    logits = rng.integers(-3, 4, 200).astype(np.float32)  # with ties
+    labels = (rng.random(200) < 0.3).astype(np.float32)
+    weights = rng.integers(0, 4, 200)
+    found = measure_all(logits, labels, weights.astype(np.float32))
+    repeated = measure_quality(np.repeat(logits, weights), np.repeat(labels, weights))
+    assert found.num_samples == np.count_nonzero(weights)
+    for name in ("auc", "log_loss", "normalized_entropy"):
+        assert getattr(found, name) == pytest.approx(getattr(repeated, name), rel=1e-12)
+    assert measure_all(logits, labels, np.ones(200)) == measure_quality(logits, labels)
+
+
+def test_several_labels_are_summed_by_weight() -> None:
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(100, 2)).astype(np.float32)
+    labels = (rng.random((100, 2)) < 0.4).astype(np.float32)
+    found = measure_all(logits, labels, np.ones(100), {"like": 1.0, "buy": 3.0})
+    like, buy = (measure_quality(logits[:, label], labels[:, label]) for label in range(2))
+    assert found.by_label == {"like": like, "buy": buy}
+    assert found.log_loss == pytest.approx(like.log_loss + 3 * buy.log_loss)
+    assert found.auc == pytest.approx((like.auc + 3 * buy.auc) / 4)
+    assert found.to_json()["by_label"]["buy"]["auc"] == buy.auc
+    assert "by_label" not in like.to_json()
+    # Of a label that is always 0 there is no AUC, and so none of all.
+    labels[:, 1] = 0
+    none = measure_all(logits, labels, None, {"like": 1.0, "buy": 3.0})
+    assert (none.auc, none.normalized_entropy) == (None, None)
+    assert none.by_label["like"] == like
