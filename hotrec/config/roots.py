@@ -38,7 +38,7 @@ DEVICE = "device to compute on: cpu, cuda, or auto (cuda if available)"
 TIMEOUT = "seconds that a collective waits for the slowest rank"
 BATCH_SIZE = "number of samples per rank and step"
 FINISHED_RUN = "directory of the finished training run; latest: the newest under runs/"
-CHECKPOINT = "checkpoint: latest, or a name in the run's checkpoints/"
+CHECKPOINT = "checkpoint: latest, best (of trainer.keep_best), or a name in the run's checkpoints/"
 SCORED_AT_ONCE = "number of samples that are scored at once"
 NUM_WORKERS = "number of loader processes per rank; 0: read in the rank itself"
 DEPTH = "number of batches whose rows look_ahead exchanges in advance; 0: none"
@@ -104,6 +104,21 @@ class TrainerConfig:
         "steps between evaluations of the first split; 0: at the end", 0, ge=0
     )
     save_every_steps: int = key("steps between checkpoints; 0: only at the end", 0, ge=0)
+    early_stop_patience: int | None = key(
+        "evaluations of the first split in a row without a lower log loss, at eval_every_steps, "
+        "after which the run ends; null: never",
+        None,
+        ge=1,
+    )
+    keep_best: bool = key(
+        "also save a checkpoint whenever the first split's log loss is the lowest so far, and keep "
+        "the last such one: checkpoint=best",
+        False,
+    )
+    callbacks: list[str] = key(
+        "import paths of callbacks of the run, which derive from hotrec.train.callbacks.Callback",
+        [],
+    )
     keep_checkpoints: int = key("number of newest checkpoints to keep", 2, ge=1)
     log_every_steps: int = key("steps between lines of metrics.jsonl", 100, ge=1)
     check_every_steps: int = key("steps between checks for infinite losses and signals", 10, ge=1)
@@ -136,6 +151,16 @@ class TrainerConfig:
             "precision: expected fp32 or bf16 with trainer.device=cpu, got tf32, which only GPUs "
             "have. Set trainer.precision=fp32.",
         )
+        for name, is_set in (
+            ("early_stop_patience", self.early_stop_patience is not None),
+            ("keep_best", self.keep_best),
+        ):
+            yield (
+                not is_set or bool(self.eval_every_steps and self.eval_splits),
+                f"{name}: expected evaluations on the way, got eval_every_steps "
+                f"{self.eval_every_steps} and eval_splits {self.eval_splits}. Set "
+                "trainer.eval_every_steps.",
+            )
         unknown = sorted(set(self.eval_splits) - {"train", "valid", "test"})
         yield not unknown, f"eval_splits: expected some of train, valid and test, got {unknown}."
 

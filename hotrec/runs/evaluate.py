@@ -14,7 +14,7 @@ from hotrec.planning.training_plan import read_training_plan
 from hotrec.runs.train import checkpoint_facts, make_run_machine
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS
-from hotrec.train.checkpoint import find_latest, load_checkpoint
+from hotrec.train.checkpoint import BEST, LATEST, find_latest, load_checkpoint
 from hotrec.train.evaluate import Quality, evaluate
 
 logger = logging.getLogger(__name__)
@@ -82,10 +82,10 @@ def evaluate_run(
 
 
 def find_checkpoint(trained_dir: Path, name: str) -> Path:
-    """The checkpoint of a run by its name, or the newest for "latest"; ValueError without one."""
+    """The checkpoint of a run by its name, "latest" or "best"; ValueError without one."""
     directory = trained_dir / CHECKPOINTS
-    path = find_latest(directory) if name == "latest" else directory / name
+    path = find_latest(directory, name) if name in (LATEST, BEST) else directory / name
     if path is None or not path.is_dir():
         names = sorted(found.name for found in directory.glob("step-*"))
-        raise ValueError(f"checkpoint: expected latest or one of {names}, got {name!r}.")
+        raise ValueError(f"checkpoint: expected latest, best or one of {names}, got {name!r}.")
     return path

@@ -74,6 +74,8 @@ from hotrec.runtime.run_dir import (
     read_finished,
 )
 from hotrec.train.ahead import DaysAhead, NextDay, read_evaluated
+from hotrec.train.best import BestQuality
+from hotrec.train.callbacks import import_callback
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.schedule import Cadence, Schedule, count_steps
@@ -101,8 +103,10 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
             dataset.
     """
     dataset = same_verdict(lambda: Dataset.open(config.paths.dataset, config.paths.verify))
-    same_verdict(lambda: _count_steps(config, dataset, ranks))  # fail early
+    # Fail early.
+    same_verdict(lambda: _count_steps(config, dataset, ranks))
     same_verdict(lambda: check_order(config, dataset))
+    same_verdict(lambda: [import_callback(path) for path in config.trainer.callbacks])
     resume_from = same_verdict(lambda: _resume_from(config, run_dir))
     warm = None
     if config.trainer.warm_start is not None and resume_from is None:
@@ -152,7 +156,8 @@ def _train(
             if all_hot is None:
                 steps = _count_steps(config, dataset, ranks, saved=saved)
         finished = broadcast_object(read_finished(run_dir)) if is_own else None
-        if finished is not None and found["step"] >= steps:
+        is_over = found["step"] >= steps or _is_stopped_early(trainer, found)
+        if finished is not None and is_over:
             logger.info("%s: already finished with %d steps", run_dir, found["step"])
             return TrainResult(found["step"], is_finished=True, summary=finished)
     alternation = make_alternation(config, all_hot, ranks.world_size)
@@ -196,6 +201,8 @@ def _train(
         ahead=_days_ahead(config, dataset, sharded, ranks, run_dir, saved),
         trace=_trace_window(config, run_dir),
         alternation=alternation,
+        best=_make_best(trainer),
+        callbacks=trainer.callbacks,
         on_accepted=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
         hot_set=_hot_set(adaptive, sharded),
     )
@@ -209,6 +216,21 @@ def _skip_seen(
         return None
     num_seen = same_verdict(warm.num_seen)
     return {"step": 0, "loader": {"num_samples": num_seen}}
+
+
+def _make_best(trainer: TrainerConfig) -> BestQuality | None:
+    if trainer.early_stop_patience is None and not trainer.keep_best:
+        return None
+    return BestQuality(trainer.early_stop_patience, is_kept=trainer.keep_best)
+
+
+def _is_stopped_early(trainer: TrainerConfig, saved: Mapping[str, Any]) -> bool:
+    """Whether the run of a checkpoint's content ended since its loss got no lower."""
+    best = _make_best(trainer)
+    if best is None or "best" not in saved:
+        return False
+    best.load_state_dict(saved["best"])
+    return best.must_stop
 
 
 def _checkpoints(

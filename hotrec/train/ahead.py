@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class DaysAhead:
 
     def add_quality(self, step: int, quality: Quality) -> None:
         """Keep what was found for the summary."""
-        self.evaluated.append({"day": self.days[step].name, "step": step, **asdict(quality)})
+        self.evaluated.append({"day": self.days[step].name, "step": step, **quality.to_json()})
 
 
 def read_evaluated(eval_file: Path, last_step: int) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@
 (``hotrec.embedding.canonical``, ``hotrec.train.tensor_files``), the random generators of each rank,
 and a manifest with the step, the position in the data, the facts that must match, and every file's
 size and checksum. It is written under a hidden name and renamed when all ranks are done; the file
-``latest`` names the newest. All ranks write under one directory, so with several hosts it has to be
-on a shared file system.
+``latest`` names the newest, and ``best`` one that is kept. All ranks write under one directory, so
+with several hosts it has to be on a shared file system.
 
 A run with the same ranks and plan goes on bit for bit on CPU, and on CUDA where FBGEMM's updates
 are reproducible (``hotrec.embedding.fused``); with others it goes on with the same weights, state
@@ -42,13 +42,14 @@ from hotrec.runtime.ranks import (
     shared_scratch,
     world_size,
 )
+from hotrec.train.best import BestQuality
 from hotrec.train.run_log import replace_text
 from hotrec.train.tensor_files import Piece, TensorFiles, make_index, write_tensors
 
 logger = logging.getLogger(__name__)
 
 KIND = "checkpoint"
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 TENSORS = "tensors"
 HOT_SET = "hot_set"
 # The last commit that reads checkpoints of torch.distributed.checkpoint, with its ranks and plan.
@@ -107,6 +108,7 @@ def save_checkpoint(
     optimizer: KeyedOptimizer,
     loader: StatefulLoader,
     hot_set: AdaptiveHotSet | None = None,
+    best: BestQuality | None = None,
 ) -> Path:
     """Write a checkpoint from all ranks, and remove the oldest of its lineage.
 
@@ -120,6 +122,7 @@ def save_checkpoint(
         optimizer: Its optimizer.
         loader: The loader of the training samples.
         hot_set: The hot rows, where they follow the data.
+        best: The best evaluation so far, whose checkpoint is not removed; None for none.
 
     Returns:
         The checkpoint's directory.
@@ -145,21 +148,35 @@ def save_checkpoint(
                     "facts": dict(checkpoints.facts),
                     "world_size": world_size(),
                     "loader": loader_state,
+                    **({} if best is None else {"best": best.state_dict()}),
                     "tensors": make_index([piece for rank in of_ranks for piece in rank]),
                 },
                 checkpoints,
+                is_best=best is not None and best.is_kept_at(position.step),
             )
         )
     return target
 
 
-def find_latest(directory: Path) -> Path | None:
+def keep_best(checkpoints: Checkpoints, step: int) -> None:
+    """Keep the checkpoint after ``step``, if there is one, in the place of another; on rank 0."""
+    name = f"step-{step:08d}"
+    if rank() == 0 and (checkpoints.directory / name).is_dir():
+        replace_text(checkpoints.directory / BEST, f"{name}\n")
+        _remove_old(checkpoints)
+
+
+def find_latest(directory: Path, name: str = LATEST) -> Path | None:
     """The newest whole checkpoint of a run's directory, None if it has none yet.
 
+    Args:
+        directory: The directory of its checkpoints.
+        name: LATEST, or BEST for the one that is kept.
+
     Raises:
-        ArtifactError: if ``latest`` names a checkpoint that is not there.
+        ArtifactError: if the file names a checkpoint that is not there.
     """
-    pointer = directory / LATEST
+    pointer = directory / name
     if not pointer.exists():
         return None
     name = pointer.read_bytes()[:200].decode(errors="replace").strip()
@@ -412,23 +429,45 @@ def _load_random(path: Path) -> dict[str, Any] | None:
 
 
 def _commit(
-    scratch: Path, target: Path, content: Mapping[str, Any], checkpoints: Checkpoints
+    scratch: Path,
+    target: Path,
+    content: Mapping[str, Any],
+    checkpoints: Checkpoints,
+    *,
+    is_best: bool,
 ) -> None:
     if rank() != 0:
         return
     if target.exists() and (other := lineage_of(target)) != checkpoints.lineage:
         kept = target.with_name(f"{target.name}.{(other or uuid.uuid4().hex)[:8]}")
+        was_best = _best_name(target.parent) == target.name
         target.rename(kept)
+        if was_best:
+            replace_text(target.parent / BEST, f"{kept.name}\n")
         logger.warning("%s: kept as %s, since this run did not go on from it", target, kept.name)
     commit_artifact(scratch, target, kind=KIND, content=content)
     replace_text(target.parent / LATEST, f"{target.name}\n")
-    found = sorted(target.parent.glob("step-????????"))
+    if is_best:
+        replace_text(target.parent / BEST, f"{target.name}\n")
+    _remove_old(checkpoints)
+
+
+def _best_name(directory: Path) -> str:
+    pointer = directory / BEST
+    return pointer.read_text().strip() if pointer.exists() else ""
+
+
+def _remove_old(checkpoints: Checkpoints) -> None:
+    directory = checkpoints.directory
+    found, best = sorted(directory.glob("step-????????")), _best_name(directory)
     own = [path for path in found if lineage_of(path) == checkpoints.lineage]
     for old in own[: -checkpoints.keep_last]:
+        if old.name == best:
+            continue
         # Renamed first: a removal that is cut short must not leave half a checkpoint in sight.
         old.rename(old.with_name(f".{old.name}.old"))
     # With what runs that were killed while saving have left: the directory has one writer.
-    for stale in target.parent.glob(".step-*"):
+    for stale in directory.glob(".step-*"):
         shutil.rmtree(stale, ignore_errors=True)
 
 

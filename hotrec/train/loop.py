@@ -7,7 +7,7 @@ weights, loader position and step agree. After an exception no rank starts anoth
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
@@ -26,11 +26,15 @@ from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.traffic import BatchFacts
 from hotrec.train.ahead import NEXT_DAY, DaysAhead
 from hotrec.train.alternate import Alternation
+from hotrec.train.best import BestQuality
+from hotrec.train.callbacks import Callbacks
 from hotrec.train.checkpoint import (
     Checkpoints,
     Position,
     StatefulLoader,
+    keep_best,
     load_checkpoint,
+    read_facts,
     restore_random_state,
     save_checkpoint,
 )
@@ -85,6 +89,8 @@ def train(
     first_compared_step: int = FIRST_COMPARED_STEP,
     alternation: Alternation | None = None,
     ahead: DaysAhead | None = None,
+    best: BestQuality | None = None,
+    callbacks: Sequence[str] = (),
     trace: TraceWindow | None = None,
     on_accepted: Callable[[], None] | None = None,
     hot_set: AdaptiveHotSet | None = None,
@@ -118,6 +124,8 @@ def train(
         first_compared_step: The first step of that comparison, counted from this start.
         alternation: Receives the evaluations at the cadence; saved with the loader.
         ahead: What to evaluate at the end of each day, see ``DaysAhead``.
+        best: Receives them too, and may end the run; saved with the checkpoint.
+        callbacks: Import paths of callbacks, see ``hotrec.train.callbacks``.
         trace: The steps to record with torch.profiler; None records nothing.
         on_accepted: Called on every rank after the checkpoint to resume from has been loaded, and
             before anything is written.
@@ -131,7 +139,7 @@ def train(
         splits = eval_batches or {}
         _start_workers(splits, ahead)
         start, train_batches = _start(
-            model, optimizer, train_loader, num_steps, checkpoints, hot_set
+            model, optimizer, train_loader, num_steps, checkpoints, best, hot_set
         )
         if on_accepted is not None:
             same_verdict(on_accepted)
@@ -157,12 +165,18 @@ def train(
                 cadence,
                 count_tables,
                 count_caches,
+                Callbacks(callbacks, run_dir, description),
             )
-            if alternation is not None and _owes_evaluation(start, num_steps, cadence, alternation):
-                _evaluate_first(pipeline, splits, records, alternation)
+            listeners = [one for one in (alternation, best) if one is not None]
+            if _owes_evaluation(start, num_steps, cadence, listeners):
+                _evaluate_first(pipeline, splits, records, listeners)
+                if best is not None and checkpoints is not None and best.is_kept_at(start.step):
+                    same_verdict(lambda: keep_best(checkpoints, start.step))
             if ahead is not None:
                 _evaluate_ahead(pipeline, ahead, records)
             for segment in segments(start.step, num_steps, cadence, ahead.days if ahead else ()):
+                if best is not None and best.must_stop:
+                    break
                 batches = SegmentBatches(train_batches, segment)
                 pipeline.start()
                 records.meter.restart_clock()
@@ -193,20 +207,33 @@ def train(
                     watchdog.enter(watchdog.MAIN, watchdog.ADAPTATION, position.step)
                     records.add_decision(hot_set.adapt())
                 if segment.evaluate and not records.must_stop:
-                    _evaluate_first(pipeline, splits, records, alternation)
+                    _evaluate_first(pipeline, splits, records, listeners)
                 if ahead is not None and not records.must_stop:
                     _evaluate_ahead(pipeline, ahead, records)
-                if checkpoints is not None and (segment.save or records.must_stop):
+                is_due = segment.save or records.must_stop or _wants_checkpoint(best, position)
+                if checkpoints is not None and is_due:
                     watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, position.step)
-                    save_checkpoint(checkpoints, position, model, optimizer, train_loader, hot_set)
+                    saved = save_checkpoint(
+                        checkpoints, position, model, optimizer, train_loader, hot_set, best
+                    )
+                    records.callbacks.call("on_checkpoint", position.step, saved)
                 if records.must_stop:
                     break
             if not records.must_stop:
-                for split, split_batches in splits.items():
-                    quality = evaluate(pipeline, split_batches, step=records.position.step)
+                step = records.position.step
+                for index, (split, split_batches) in enumerate(splits.items()):
+                    quality = evaluate(pipeline, split_batches, step=step)
                     records.add_quality(split, quality)
-            facts = {**(description or {}), **({"days": ahead.evaluated} if ahead else {})}
-            summary = records.write_summary(facts, prediction)
+                    if index == 0 and best is not None and not best.knows(step):
+                        best.add_quality(step, quality)
+                        if checkpoints is not None and best.is_kept_at(step):
+                            same_verdict(lambda: keep_best(checkpoints, step))
+            found: dict[str, Any] = (
+                {} if best is None else {"best_step": best.step, "best_log_loss": best.loss}
+            )
+            found |= {"days": ahead.evaluated} if ahead is not None else {}
+            summary = records.write_summary({**(description or {}), **found}, prediction)
+            records.callbacks.call("on_end", summary)
     return TrainResult(records.position.step, not records.must_stop, summary)
 
 
@@ -229,6 +256,7 @@ def _start(
     train_loader: StatefulLoader,
     num_steps: int,
     checkpoints: Checkpoints | None,
+    best: BestQuality | None,
     hot_set: AdaptiveHotSet | None,
 ) -> tuple[Position, Iterator[Batch]]:
     """Load the checkpoint to resume from, if any, and start the loader at its position."""
@@ -243,6 +271,10 @@ def _start(
             facts=checkpoints.facts,
             hot_set=hot_set,
         )
+        path = resume_from
+        state = same_verdict(lambda: read_facts(path, None).get("best"))
+        if best is not None and state is not None:
+            best.load_state_dict(state)
     if num_steps < max(position.step, 1):
         raise ValueError(
             f"trainer: expected num_steps of at least {max(position.step, 1)}, got {num_steps}. "
@@ -256,14 +288,23 @@ def _start(
 
 
 def _owes_evaluation(
-    start: Position, num_steps: int, cadence: Cadence, alternation: Alternation
+    start: Position,
+    num_steps: int,
+    cadence: Cadence,
+    listeners: Sequence[Alternation | BestQuality],
 ) -> bool:
     """Whether the resumed run ended at a step that was due for an evaluation it did not make.
 
-    An uninterrupted run would have used this loss to choose the next block.
+    An uninterrupted run would have used this loss to choose the next block, or to end.
     """
     is_due = cadence.eval_every > 0 and start.step % cadence.eval_every == 0
-    return is_due and 0 < start.step < num_steps and not alternation.knows(start.step)
+    is_unknown = any(not listener.knows(start.step) for listener in listeners)
+    return is_due and 0 < start.step < num_steps and is_unknown
+
+
+def _wants_checkpoint(best: BestQuality | None, position: Position) -> bool:
+    """Whether the run ends here, or this is the checkpoint to keep."""
+    return best is not None and (best.must_stop or best.is_kept_at(position.step))
 
 
 def _evaluate_ahead(pipeline: Pipeline, ahead: DaysAhead, records: Records) -> None:
@@ -279,11 +320,12 @@ def _evaluate_first(
     pipeline: Pipeline,
     splits: Mapping[str, Iterable[Batch]],
     records: Records,
-    alternation: Alternation | None,
+    listeners: Sequence[Alternation | BestQuality],
 ) -> None:
     """Evaluate the first split, if there is one."""
     for split, batches in islice(splits.items(), 1):
         quality = evaluate(pipeline, batches, step=records.position.step)
         records.add_quality(split, quality)
-        if alternation is not None:
-            alternation.add_quality(records.position.step, quality)
+        for listener in listeners:
+            if not listener.knows(records.position.step):
+                listener.add_quality(records.position.step, quality)

@@ -60,13 +60,20 @@ class RunLog:
             return
         with (self._run_dir / name).open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
-        for key, value in line.items():
-            parts = value.items() if isinstance(value, Mapping) else [("", value)]
-            for part, number in parts:
-                if isinstance(number, int | float) and key != "step":
-                    tag = "/".join(filter(None, [prefix, key, part]))
-                    self._board.add_scalar(tag, number, line["step"])
+        for tag, number in numbers_of(line, prefix).items():
+            self._board.add_scalar(tag, number, line["step"])
         self._board.flush()
+
+
+def numbers_of(line: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """The numbers of a line by name, ``prefix/key`` or ``prefix/key/part``; without its step."""
+    found: dict[str, float] = {}
+    for key, value in line.items():
+        if isinstance(value, Mapping):
+            found |= numbers_of(value, f"{prefix}/{key}")
+        elif isinstance(value, int | float) and key != "step":
+            found[f"{prefix}/{key}"] = float(value)
+    return found
 
 
 def replace_text(path: Path, text: str) -> None:

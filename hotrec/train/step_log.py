@@ -15,6 +15,7 @@ import torch
 from hotrec.embedding.adapt import Decision
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks
+from hotrec.train.callbacks import Callbacks
 from hotrec.train.checkpoint import Position
 from hotrec.train.evaluate import Quality
 from hotrec.train.measured import EXPOSED, StageTimes, Tables, compare, memory_figures, peak_bytes
@@ -44,6 +45,7 @@ class Records:
     cadence: Cadence
     count_tables: Callable[[], Tables] | None
     count_caches: Callable[[], Mapping[str, float]] | None
+    callbacks: Callbacks
 
     def __post_init__(self) -> None:
         self.meter = Meter(warmup_steps=self.cadence.warmup_steps)
@@ -159,6 +161,7 @@ class Records:
             "elapsed_s": self.elapsed_s,
         }
         self.run_log.append("metrics.jsonl", "train", line)
+        self.callbacks.call("on_log", line)
         self._line_wait_s, self._line_steps = 0.0, 0
         self._line_cache.clear()
 
@@ -170,7 +173,9 @@ class Records:
             self.count_caches()
         self._quality = quality
         line = {"step": self.position.step, "split": split, **facts, **quality.to_json()}
-        self.run_log.append("eval.jsonl", split, {**line, "elapsed_s": self.elapsed_s})
+        line["elapsed_s"] = self.elapsed_s
+        self.run_log.append("eval.jsonl", split, line)
+        self.callbacks.call("on_evaluate", line)
 
     def add_decision(self, decision: Decision) -> None:
         """Write a line of hot_set.jsonl."""

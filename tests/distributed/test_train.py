@@ -24,6 +24,7 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.table_memory import CacheCounters, CacheFigures, fused_modules
 from hotrec.runtime.ranks import RankError, all_gather_object
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows, count_sent_bytes
+from hotrec.train.callbacks import Callback
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.evaluate import evaluate, measure_quality
 from hotrec.train.loop import TrainResult, train
@@ -94,6 +95,13 @@ def check_training(folder: Path) -> None:
     check_failures_reach_all_ranks(folder)
     check_evaluation()
     check_ddp_is_counted()
+
+
+class FailingCallback(Callback):
+    """Exists on rank 0 alone."""
+
+    def on_log(self, line: Any) -> None:
+        raise OSError("no answer")
 
 
 def check_resume(folder: Path, evals: dict[str, Any], whole: TrainResult) -> None:
@@ -203,6 +211,11 @@ def check_failures_reach_all_ranks(folder: Path) -> None:
     # One rank's loss is not finite.
     error = error_of(lambda: run(InfiniteOnOneRank(num_batches=16), Cadence(log_every=3)))
     assert "step 5: expected a finite loss" in str(error)
+    # The callback of rank 0 fails.
+    path = f"{__name__}.FailingCallback"
+    error = error_of(lambda: run(TinyLoader(num_batches=16), callbacks=[path]))
+    assert isinstance(error, RuntimeError)
+    assert f"trainer.callbacks {path}.on_log: expected it to return, got OSError" in str(error)
     # One rank does not find its file.
     path = find_latest(folder / "checkpoints")
     assert path is not None

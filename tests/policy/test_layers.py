@@ -43,6 +43,8 @@ WALLS = {
     "fbgemm_gpu": {"hotrec.calibrate", "hotrec.embedding"},
     "safetensors": {"hotrec.models.plain", "hotrec.train"},
     "tensorboard": {"hotrec.train"},
+    "wandb": {"hotrec.train"},
+    "mlflow": {"hotrec.train"},
     "matplotlib": {"hotrec.report"},
     "jinja2": {"hotrec.report"},
     "xxhash": {"hotrec.artifact"},

@@ -1,0 +1,64 @@
+"""The best evaluation of a run so far: when to stop early, and which checkpoint to keep."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from hotrec.train.evaluate import Quality
+
+logger = logging.getLogger(__name__)
+
+
+class BestQuality:
+    """The evaluation with the lowest log loss so far: the same on every rank.
+
+    Args:
+        patience: Evaluations in a row without a lower loss after which the run ends; None: never.
+        is_kept: Whether the checkpoint of the best evaluation is kept.
+    """
+
+    def __init__(self, patience: int | None = None, *, is_kept: bool = False) -> None:
+        self.patience, self.is_kept = patience, is_kept
+        self.step = self._last_step = -1
+        self.loss: float | None = None
+        self._num_worse = 0
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the loss has not got lower for too long."""
+        return self.patience is not None and self._num_worse >= self.patience
+
+    def is_kept_at(self, step: int) -> bool:
+        """Whether the checkpoint after ``step`` is the one to keep."""
+        return self.is_kept and self.step == step
+
+    def knows(self, step: int) -> bool:
+        """Whether the loss after ``step`` has been seen."""
+        return self._last_step == step
+
+    def add_quality(self, step: int, quality: Quality) -> None:
+        """Take the quality after ``step``."""
+        self._last_step = step
+        if self.loss is None or quality.log_loss < self.loss:
+            self.step, self.loss, self._num_worse = step, quality.log_loss, 0
+            return
+        self._num_worse += 1
+        if self.must_stop:
+            text = "step %d: log loss %.5f; the best one, %.5f after step %d, is %d evaluations old"
+            logger.info(text, step, quality.log_loss, self.loss, self.step, self._num_worse)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "last_step": self._last_step,
+            "num_worse": self._num_worse,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run stood."""
+        self.step, self._last_step = int(state["step"]), int(state["last_step"])
+        self.loss = None if state["loss"] is None else float(state["loss"])
+        self._num_worse = int(state["num_worse"])

@@ -1,0 +1,137 @@
+"""Early stopping and the checkpoint that is kept, with evaluations that are given."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrec.runtime.ranks import Ranks
+from hotrec.train import loop
+from hotrec.train.best import BestQuality
+from hotrec.train.checkpoint import BEST, Checkpoints, find_latest
+from hotrec.train.evaluate import Quality
+from hotrec.train.loop import TrainResult, train
+from hotrec.train.schedule import Cadence, Schedule
+from tests.helpers.tiny import TinyLoader, TinySplit, build_tiny
+
+# By step, every second one.
+LOSSES = {2: 0.7, 4: 0.5, 6: 0.6, 8: 0.55, 10: 0.52, 12: 0.4}
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps at which the run was evaluated; the losses are those above."""
+    steps: list[int] = []
+
+    def evaluate(pipeline: Any, batches: Any, *, step: int) -> Quality:
+        steps.append(step)
+        return Quality(auc=0.5, log_loss=LOSSES[step], normalized_entropy=None, num_samples=1)
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    return steps
+
+
+def run(
+    ranks: Ranks, folder: Path, best: BestQuality, *, resume: str = "", **kwargs: Any
+) -> TrainResult:
+    directory = folder / "checkpoints"
+    # As if of one run, which resumes its newest checkpoint.
+    checkpoints = Checkpoints(directory, facts={}, keep_last=1, lineage="one")
+    if resume:
+        checkpoints = replace(checkpoints, resume_from=directory / resume)
+    model, optimizer = build_tiny()
+    arguments = {"num_steps": 12, "cadence": Cadence(log_every=1, check_every=1, eval_every=2)}
+    return train(
+        model,
+        optimizer,
+        kwargs.pop("loader", TinyLoader(num_batches=12)),
+        ranks,
+        **{**arguments, **kwargs},
+        lr_factor=Schedule(),
+        pipeline_kind="base",
+        eval_batches={"valid": TinySplit(1, seed=1)},
+        checkpoints=checkpoints,
+        best=best,
+        run_dir=folder,
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def test_the_run_ends_when_the_loss_gets_no_lower(
+    one_rank: Ranks, tmp_path: Path, evaluated: list[int]
+) -> None:
+    result = run(one_rank, tmp_path, BestQuality(3, is_kept=True))
+    assert (result.step, result.is_finished) == (10, True)
+    assert evaluated == [2, 4, 6, 8, 10, 10]  # and at the end
+    found = {name: result.summary[name] for name in ("best_step", "best_log_loss", "finished")}
+    assert found == {"best_step": 4, "best_log_loss": 0.5, "finished": True}
+    assert names(tmp_path) == ["step-00000004", "step-00000010"]
+    assert find_latest(tmp_path / "checkpoints", BEST).name == "step-00000004"
+    # Resumed it is over still, and with more patience goes on.
+    again = run(one_rank, tmp_path, BestQuality(3, is_kept=True), resume="step-00000010")
+    assert (again.step, again.is_finished) == (10, True)
+    more = run(one_rank, tmp_path, BestQuality(4, is_kept=True), resume="step-00000010")
+    assert more.step == more.summary["best_step"] == 12  # evaluated at the end alone
+    assert find_latest(tmp_path / "checkpoints", BEST).name == "step-00000012"
+    assert names(tmp_path) == ["step-00000012"]
+
+
+def test_a_lower_loss_starts_the_count_anew(
+    one_rank: Ranks, tmp_path: Path, evaluated: list[int]
+) -> None:
+    best = BestQuality(2)
+    result = run(one_rank, tmp_path, best, cadence=Cadence(eval_every=4))
+    assert (result.step, evaluated) == (12, [4, 8, 12])
+    assert names(tmp_path) == ["step-00000012"]
+    assert not (tmp_path / "checkpoints" / BEST).exists()
+
+
+class LoaderWithSigterm(TinyLoader):
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+
+@pytest.mark.parametrize("patience", [3, None])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    one_rank: Ranks, tmp_path: Path, evaluated: list[int], patience: int | None
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    expected = run(one_rank, whole, BestQuality(patience, is_kept=True))
+    loader = LoaderWithSigterm(num_batches=12)
+    stopped = run(one_rank, cut, BestQuality(patience, is_kept=True), loader=loader)
+    assert not stopped.is_finished
+    name = f"step-{stopped.step:08d}"
+    # At a step that is due for an evaluation, which is owed.
+    assert stopped.step == 6
+    found = run(one_rank, cut, BestQuality(patience, is_kept=True), resume=name)
+    assert found.step == expected.step
+    assert losses(cut) == losses(whole)
+    for figure in ("best_step", "best_log_loss"):
+        assert found.summary[figure] == expected.summary[figure]
+    assert names(cut) == names(whole)
+
+
+def test_the_best_checkpoint_is_saved_between_others(
+    one_rank: Ranks, tmp_path: Path, evaluated: Sequence[int]
+) -> None:
+    cadence = Cadence(eval_every=2, save_every=5)
+    run(one_rank, tmp_path, BestQuality(is_kept=True), cadence=cadence, num_steps=10)
+    assert names(tmp_path) == ["step-00000004", "step-00000010"]

@@ -1,0 +1,167 @@
+"""Callbacks: what they are told, what ends the run, and the writers for other programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hotrec.runtime.ranks import Ranks
+from hotrec.train.callbacks import Callback, Callbacks, MlflowWriter, WandbWriter, import_callback
+from hotrec.train.checkpoint import Checkpoints
+from hotrec.train.loop import train
+from hotrec.train.schedule import Cadence, Schedule
+from tests.helpers.tiny import TinyLoader, TinySplit, build_tiny
+
+TOLD: list[tuple[Any, ...]] = []
+LINE = {"step": 5, "loss": 0.5, "sent_bytes": {"all_reduce": 8}, "stage_s": None}
+EVALUATED = {"step": 5, "split": "valid", "auc": 0.75}
+SUMMARY = {"auc": 0.7, "finished": True, "name": "tiny"}
+
+
+class Listener(Callback):
+    """Tells what it was told."""
+
+    def __init__(self, run_dir: Path | None, description: Any) -> None:
+        super().__init__(run_dir, description)
+        TOLD.append(("start", run_dir, description["name"]))
+
+    def on_log(self, line: Any) -> None:
+        TOLD.append(("log", line["step"]))
+
+    def on_evaluate(self, line: Any) -> None:
+        TOLD.append(("evaluate", line["step"], line["split"]))
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        TOLD.append(("checkpoint", step, path.name))
+
+    def on_end(self, summary: Any) -> None:
+        TOLD.append(("end", summary["finished"]))
+
+
+class Failing(Callback):
+    def on_log(self, line: Any) -> None:
+        raise KeyError("no such figure")
+
+
+class Unrelated:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told() -> None:
+    TOLD.clear()
+
+
+def run(ranks: Ranks, folder: Path, *callbacks: type) -> None:
+    model, optimizer = build_tiny()
+    train(
+        model,
+        optimizer,
+        TinyLoader(num_batches=4),
+        ranks,
+        num_steps=4,
+        cadence=Cadence(log_every=2, eval_every=2),
+        lr_factor=Schedule(),
+        pipeline_kind="base",
+        eval_batches={"valid": TinySplit(1, seed=1)},
+        checkpoints=Checkpoints(folder / "checkpoints", facts={}),
+        run_dir=folder,
+        description={"name": "tiny"},
+        callbacks=[f"{kind.__module__}.{kind.__name__}" for kind in callbacks],
+    )
+
+
+def test_a_run_tells_its_callbacks(one_rank: Ranks, tmp_path: Path) -> None:
+    run(one_rank, tmp_path, Listener)
+    assert [
+        ("start", tmp_path, "tiny"),
+        ("log", 2),
+        ("evaluate", 2, "valid"),
+        ("log", 4),
+        ("checkpoint", 4, "step-00000004"),
+        ("evaluate", 4, "valid"),
+        ("end", True),
+    ] == TOLD
+
+
+def test_an_exception_in_a_callback_names_it(one_rank: Ranks, tmp_path: Path) -> None:
+    name = f"{__name__}.Failing.on_log".replace(".", r"\.")
+    with pytest.raises(RuntimeError, match=rf"^trainer\.callbacks {name}: .* got KeyError: "):
+        run(one_rank, tmp_path, Listener, Failing)
+    assert ("log", 2) in TOLD
+    assert ("end", True) not in TOLD
+
+
+@pytest.mark.parametrize(
+    "path", ["no_such_package.Told", f"{__name__}.TOLD", f"{__name__}.Unrelated"]
+)
+def test_what_is_no_callback_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=r"^trainer\.callbacks: expected "):
+        import_callback(path)
+
+
+class FakePackage(SimpleNamespace):
+    """Stands in for wandb and mlflow; remembers each call."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=[], summary={})
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> FakePackage:
+            self.calls.append((name, *arguments, named))
+            return self
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("writer", "package", "expected"),
+    [
+        (
+            WandbWriter,
+            "wandb",
+            [
+                ("log", {"train/loss": 0.5, "train/sent_bytes/all_reduce": 8.0}, {"step": 5}),
+                ("log", {"eval/valid/auc": 0.75}, {"step": 5}),
+                ("finish", {}),
+            ],
+        ),
+        (
+            MlflowWriter,
+            "mlflow",
+            [
+                ("log_params", {"name": "tiny"}, {}),
+                (
+                    "log_metrics",
+                    {"train/loss": 0.5, "train/sent_bytes/all_reduce": 8.0},
+                    {"step": 5},
+                ),
+                ("log_metrics", {"eval/valid/auc": 0.75}, {"step": 5}),
+                ("log_metrics", {"summary/auc": 0.7, "summary/finished": 1.0}, {}),
+                ("end_run", "FINISHED", {}),
+            ],
+        ),
+    ],
+)
+def test_writers(
+    writer: type[Callback],
+    package: str,
+    expected: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    one_rank: Ranks,
+) -> None:
+    path = f"{writer.__module__}.{writer.__name__}"
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(RuntimeError, match=rf"{writer.__name__}.*hotrec\[{package}\]"):
+        Callbacks([path], None, {"name": "tiny"})
+    fake = FakePackage()
+    monkeypatch.setitem(sys.modules, package, fake)
+    callbacks = Callbacks([path], None, {"name": "tiny"})
+    for hook, told in (("on_log", LINE), ("on_evaluate", EVALUATED), ("on_end", SUMMARY)):
+        callbacks.call(hook, told)
+    assert fake.calls[0][0] in ("init", "start_run")
+    assert fake.calls[1:] == expected
