@@ -427,7 +427,7 @@ def replicated_probes(workload: CalibrationWorkload) -> list[Probe]:
     small = [rows for rows in workload.target.table_rows if rows <= most_rows]
     table_rows = small or [min(most_rows, min(workload.target.table_rows))]
     of_small = CalibrationWorkload(
-        replace(workload.target, table_rows=table_rows), workload.ranks, workload.alone
+        replace(workload.target, table_rows=table_rows, schema=None), workload.ranks, workload.alone
     )
     # Enough rows that their cost stands out from that of the call.
     total = max(sum(table_rows), 8 * most_rows, MIN_REPLICATED_ROWS)

@@ -14,6 +14,7 @@ from hotrec.calibrate.measure import costs_table, measure_costs
 from hotrec.calibrate.workload import CalibrationTarget
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.watched import watched_ranks
+from hotrec.config.groups import LayeredConfig
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.store import write_costs
@@ -53,7 +54,8 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             batch_size=config.trainer.batch_size,
             cap_bytes=settings.cap_mib << 20,
             seed=config.trainer.seed,
-            schema=schema,
+            # Other models tell columns apart by no name.
+            schema=None if isinstance(config.model, LayeredConfig) else schema,
         )
         costs = measure_costs(
             ranks,

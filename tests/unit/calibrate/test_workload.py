@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.calibrate.measure import costs_table
-from hotrec.calibrate.workload import cut_tables
+from hotrec.calibrate.probes import all_probes
+from hotrec.calibrate.workload import (
+    CalibrationTarget,
+    CalibrationWorkload,
+    cut_tables,
+    group_alone,
+)
+from hotrec.config.groups import RowwiseAdagradConfig, TwoTowerConfig
 from hotrec.cost_model.builtin import BUILTIN
+from hotrec.runtime.ranks import Ranks
+from hotrec.types import Feature, Schema, Table
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=30), st.integers(1, 100_000))
@@ -31,3 +43,31 @@ def test_the_table_names_every_kernel_and_link() -> None:
         assert ("link between hosts: " in text) == (costs.inter is not None)
         assert "-40% to +70%" in text
     assert "118 MB/s" in costs_table(BUILTIN["cpu_1gbit"])
+
+
+def test_models_that_tell_columns_apart_get_those_of_the_dataset(one_rank: Ranks) -> None:
+    """With a table that two features share, and one too large to be replicated."""
+    schema = Schema(
+        dense=("price",),
+        features=(Feature("user", "u"), Feature("item", "i"), Feature("seen", "i")),
+        tables=(Table("i", 500), Table("u", 5)),
+    )
+    model = TwoTowerConfig(embedding_dim=8, item_columns=["item", "price"], tower_layer_sizes=[4])
+    target = CalibrationTarget(
+        [5, 500, 500],
+        model,
+        RowwiseAdagradConfig(learning_rate=0.1),
+        num_dense=1,
+        batch_size=16,
+        schema=schema,
+    )
+    group = group_alone(one_rank)
+    probes = {p.name: p for p in all_probes(CalibrationWorkload(target, one_rank, group))}
+    for name in ("dense", "replicated_read"):
+        work = probes[name].make(*probes[name].sizes[0])
+        work.run(work.prepare())
+        assert work.num_items > 0
+    # By names of its own there is no such column.
+    unnamed = CalibrationWorkload(replace(target, schema=None), one_rank, group)
+    with pytest.raises(ValueError, match=r"^model\.item_columns: .*'C1', .* got \['item'"):
+        all_probes(unnamed)
