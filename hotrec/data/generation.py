@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 
 from hotrec.artifact import Verify
 from hotrec.config.data import EPOCH, SourceSpec, tables_of
-from hotrec.data.chunks import Block, ChunkInfo, Dataset, Integers, Jagged, write_chunk
+from hotrec.data.chunks import ChunkInfo, Dataset, Integers, Jagged, write_chunk
 from hotrec.data.columns import Float64s
 from hotrec.data.days import Times
 from hotrec.data.encode import check_encoding
@@ -137,7 +137,7 @@ class Earlier:
                 features[name] = Jagged(kept, ids.offsets) if isinstance(ids, Jagged) else kept
         target = scratch / info.file
         if features:
-            changed = Block(block.label, block.dense, {**block.features, **features})
+            changed = replace(block, features={**block.features, **features})
             write_chunk(target, changed, self.dataset.schema)
         else:
             _link(self.dataset.artifact.path / info.file, target)
