@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,19 +23,15 @@ DAYS = [["a", "b", "b", "c", "c", "d", "d"], ["x", "b", "x", "y"]]
 
 
 def run(folder: Path, name: str, ranks: Ranks, *words: str) -> TrainResult:
+    """Train on ``folder/dataset``, or on what the words name."""
     words = (
-        *(
-            f"paths.dataset={folder}/dataset",
-            "model.embedding_dim=4",
-            "model.dense_layer_sizes=[4]",
-        ),
+        *(f"paths.dataset={folder}/dataset", "model.embedding_dim=4"),
+        "model.dense_layer_sizes=[4]",
         *("model.over_layer_sizes=[4,1]", "placement=torchrec", "trainer.num_workers=0"),
         *("trainer.batch_size=2", "trainer.eval_splits=[]", "order=time", *words),
     )
     (folder / name).mkdir(exist_ok=True)
-    result = run_training(build_config(compose_config("config", list(words))), folder / name, ranks)
-    gc.collect()  # an open dataset is not replaced
-    return result
+    return run_training(build_config(compose_config("config", list(words))), folder / name, ranks)
 
 
 def rows_of(folder: Path, name: str, values: Mapping[str, int]) -> dict[str, torch.Tensor]:
@@ -48,8 +44,9 @@ def rows_of(folder: Path, name: str, values: Mapping[str, int]) -> dict[str, tor
     }
 
 
-def users_of(folder: Path) -> dict[str, int]:
-    values = read_vocabulary(folder / "dataset", "user")["value"].to_pylist()
+def users_of(dataset: Path) -> dict[str, int]:
+    """The row of each user."""
+    values = read_vocabulary(dataset, "user")["value"].to_pylist()
     return {user: row for row, user in enumerate(values, start=1)}
 
 
@@ -60,14 +57,18 @@ def test_new_days_go_on_from_the_generation_before(
     first, second = (write_day(tmp_path, day, users) for day, users in enumerate(DAYS))
     spec = spec_by_day(first, user=TableSpec(num_rows=num_rows))
     prepare(spec, tmp_path / "dataset")
+    # Of its own, because this process may still have the dataset of its run open.
+    grown = Path(shutil.copytree(tmp_path / "dataset", tmp_path / "grown"))
     run(tmp_path, "before", one_rank)
-    before, old = users_of(tmp_path), rows_of(tmp_path, "before", users_of(tmp_path))
-    prepare(spec, tmp_path / "dataset", append=[second])
-    after = users_of(tmp_path)
+    before = users_of(tmp_path / "dataset")
+    old = rows_of(tmp_path, "before", before)
+    prepare(spec, grown, append=[second])
+    after = users_of(grown)
     assert after.keys() == {*"bcdxy"} | ({"a"} if num_rows == 0 else set())
-    still = "optimizer.learning_rate=1e-30"  # so that rows keep what they start from
-    fresh = run(tmp_path, "fresh", one_rank, still)
-    warm_words = [f"trainer.warm_start={tmp_path}/before", "order.new_only=true", still]
+    # So that rows keep what they start from.
+    still = ("optimizer.learning_rate=1e-30", f"paths.dataset={grown}")
+    fresh = run(tmp_path, "fresh", one_rank, *still)
+    warm_words = [f"trainer.warm_start={tmp_path}/before", "order.new_only=true", *still]
     warm = run(tmp_path, "warm", one_rank, *warm_words)
     assert (fresh.summary["num_samples"], warm.summary["num_samples"]) == (11, 4)
     new, initial = (rows_of(tmp_path, name, after) for name in ("warm", "fresh"))
