@@ -49,7 +49,8 @@ def _figures(
     logger.info("%s: %d samples in %.1f s", output, total, elapsed_s)
     growth = growth_of(dataset)
     for table, grown in growth.items():
-        logger.info("%s: %s", table, ", ".join(f"{num} {name}" for name, num in grown.items()))
+        words = [f"{num} {name.replace('_', ' ')}" for name, num in grown.items()]
+        logger.info("table %s: %s", table, ", ".join(words))
     return {
         "command": "prepare",
         "dataset": output,
