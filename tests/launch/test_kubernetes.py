@@ -1,0 +1,229 @@
+"""launch/kubernetes: jobs whose pods find each other, save before they are killed, and go on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hotrec.cli.store import build_config, compose_config
+from hotrec.train.watch import STOPPED_EXIT_CODE
+from tests.launch.conftest import Place
+from tests.policy.source import REPOSITORY
+
+KUBERNETES = REPOSITORY / "launch" / "kubernetes"
+# Of what kubernetes.io demands of a kind, with the fields that its controller rejects the object
+# without, as dotted paths. The whole schemas are in the repositories of JobSet and of Trainer.
+REQUIRED = {
+    "PersistentVolumeClaim": ["spec.accessModes", "spec.resources.requests.storage"],
+    "Job": ["spec.template.spec.containers", "spec.template.spec.restartPolicy"],
+    "JobSet": ["spec.replicatedJobs", "spec.failurePolicy.rules"],
+    "TrainingRuntime": ["spec.mlPolicy.torch", "spec.template.spec.replicatedJobs"],
+    "TrainJob": ["spec.runtimeRef.name", "spec.trainer.numNodes", "spec.trainer.command"],
+}
+VERSIONS = {
+    "PersistentVolumeClaim": "v1",
+    "Job": "batch/v1",
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+}
+both_kinds = pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+
+
+def objects(kind: str) -> dict[str, dict[str, Any]]:
+    """The objects of a kustomization without patches, volumes by name and the others by kind."""
+    found = {}
+    folder = KUBERNETES / kind
+    for name in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]:
+        if (folder / name).is_dir():
+            found |= objects(name.removeprefix("../"))
+            continue
+        for document in yaml.safe_load_all((folder / name).read_text()):
+            is_volume = document["kind"] == "PersistentVolumeClaim"
+            found[document["metadata"]["name"] if is_volume else document["kind"]] = document
+    return found
+
+
+def settings() -> dict[str, str]:
+    base = yaml.safe_load((KUBERNETES / "base" / "kustomization.yaml").read_text())
+    [generated] = base["configMapGenerator"]
+    return dict(literal.split("=") for literal in generated["literals"])
+
+
+def job_of(found: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The specification of the JobSet, a runtime's or its own, and of its only job."""
+    document = found.get("JobSet") or found["TrainingRuntime"]["spec"]["template"]
+    [replicated] = document["spec"]["replicatedJobs"]
+    return document["spec"], replicated["template"]["spec"]
+
+
+def pod_of(job: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = job["template"]["spec"]
+    return pod
+
+
+def arguments(found: dict[str, dict[str, Any]], node: int, endpoint: str) -> list[str]:
+    """The arguments of a pod as the kubelet expands them, with another address of the first."""
+    variables = {"JOB_COMPLETION_INDEX": str(node), **settings()}
+    if "TrainJob" in found:
+        trainer = found["TrainJob"]["spec"]["trainer"]
+        host, port = endpoint.split(":")
+        variables |= {
+            "PET_NNODES": str(trainer["numNodes"]),
+            "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+            "PET_NODE_RANK": str(node),
+            "PET_MASTER_ADDR": host,
+            "PET_MASTER_PORT": port,
+        }
+    else:
+        [trainer] = pod_of(job_of(found)[1])["containers"]
+    assert trainer["command"] == ["/srv/hotrec/launch/torchrun.sh"]
+    words = [re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], word) for word in trainer["args"]]
+    return [word.replace("hotrec-node-0-0.hotrec:29500", endpoint) for word in words]
+
+
+@both_kinds
+def test_objects_have_what_their_kinds_demand(kind: str) -> None:
+    for document in objects(kind).values():
+        assert document["apiVersion"] == VERSIONS[document["kind"]]
+        for path in REQUIRED[document["kind"]]:
+            inner = document
+            for key in path.split("."):
+                assert key in inner, f"{document['kind']}: no {path}"
+                inner = inner[key]
+
+
+@both_kinds
+def test_the_pods_find_each_other(kind: str, place: Place, free_port: int) -> None:
+    """The very command lines, with this host in the place of both pods."""
+    pods = [
+        place.start(
+            place.torchrun(
+                "--local-addr",
+                "localhost",
+                *arguments(objects(kind), node, f"localhost:{free_port}"),
+            ),
+            HOTREC_RUN_DIR=settings()["HOTREC_RUN_DIR"],
+        )
+        for node in range(2)
+    ]
+    errors = [pod.communicate(timeout=90)[1] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], errors
+    assert place.seen_variable("RANK") == ["0", "1", "2", "3"]
+    [words] = {tuple(facts["arguments"]) for facts in place.seen()}
+    assert words[:2] == ("train", "experiment=quickstart")
+    config = build_config(compose_config("config", list(words[1:])))
+    assert config.trainer.resume == "latest"
+    assert config.trainer.save_every_steps > 0
+
+
+def test_the_dataset_is_made_by_valid_commands() -> None:
+    pod = pod_of(objects("base")["Job"]["spec"])
+    containers = [*pod["initContainers"], *pod["containers"]]
+    for container, name in zip(containers, ("prepare", "profile"), strict=True):
+        command, *words = container["args"]
+        assert command == name
+        words = [word.replace("$(EXPERIMENT)", settings()["EXPERIMENT"]) for word in words]
+        build_config(compose_config("config", words))
+
+
+@both_kinds
+def test_a_pod_may_save_before_it_is_killed(kind: str) -> None:
+    found = objects(kind)
+    [timeout] = [word for word in arguments(found, 0, "a:1") if word.startswith("--shutdown")]
+    grace_s = pod_of(job_of(found)[1])["terminationGracePeriodSeconds"]
+    assert grace_s > int(timeout.split("=")[1])
+
+
+@both_kinds
+def test_every_end_starts_all_pods_again(kind: str) -> None:
+    """A stop after a checkpoint does not count as a restart, and no attempt overlaps another."""
+    jobset, job = job_of(objects(kind))
+    assert (job["backoffLimit"], pod_of(job)["restartPolicy"]) == (0, "Never")
+    policy = jobset["failurePolicy"]
+    assert policy["maxRestarts"] > 0
+    assert policy["restartStrategy"] == "BlockingRecreate"
+    [rule] = policy["rules"]
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    disrupted, stopped = job["podFailurePolicy"]["rules"]
+    assert {disrupted["action"], stopped["action"]} == {"FailJob"}
+    assert disrupted["onPodConditions"][0]["type"] == "DisruptionTarget"
+    [container] = pod_of(job)["containers"]
+    assert stopped["onExitCodes"]["containerName"] == container["name"]
+    assert stopped["onExitCodes"]["values"] == [STOPPED_EXIT_CODE]
+
+
+@both_kinds
+def test_what_pods_mount_is_there(kind: str) -> None:
+    found = objects(kind)
+    for pod in (pod_of(job_of(found)[1]), pod_of(found["Job"]["spec"])):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+            paths = {mount["mountPath"] for mount in container["volumeMounts"]}
+            assert paths >= {"/srv/hotrec/data", "/srv/hotrec/runs"}
+        for volume in volumes.values():
+            if "persistentVolumeClaim" in volume:
+                assert volume["persistentVolumeClaim"]["claimName"] in found
+        assert pod["securityContext"]["runAsUser"] == 10000  # of the images
+
+
+def test_the_jobset_has_a_pod_for_each_node() -> None:
+    _, job = job_of(objects("jobset"))
+    assert job["parallelism"] == job["completions"] == 2
+    assert job["completionMode"] == "Indexed"
+    assert "--nnodes=2" in arguments(objects("jobset"), 0, "a:1")
+
+
+def test_trainer_finds_its_runtime_and_its_container() -> None:
+    """Trainer looks for this label and this name of a container."""
+    found = objects("trainjob")
+    reference, runtime = found["TrainJob"]["spec"]["runtimeRef"], found["TrainingRuntime"]
+    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = replicated["template"]["metadata"]["labels"]
+    assert labels["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
+    [container] = pod_of(replicated["template"]["spec"])["containers"]
+    assert container["name"] == "node"
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@both_kinds
+def test_gpus(kind: str) -> None:
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(KUBERNETES / f"{kind}-gpu")], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    found = {document["kind"]: document for document in yaml.safe_load_all(built.stdout)}
+    _, job = job_of(found)
+    [node] = pod_of(job)["containers"]
+    trainer = found["TrainJob"]["spec"]["trainer"] if kind == "trainjob" else node
+    resources = trainer.get("resourcesPerNode") or trainer["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == 8
+    ranks = trainer.get("numProcPerNode") or trainer["args"]
+    assert ranks == 8 or "--nproc-per-node=8" in ranks
+    pods = (pod_of(job), pod_of(found["Job"]["spec"]))
+    assert {container["image"] for pod in pods for container in pod["containers"]} == {
+        "hotrec:cuda"
+    }
+    experiment = found["ConfigMap"]["data"]["EXPERIMENT"]
+    build_config(compose_config("config", [f"experiment={experiment}"]))
+
+
+def test_no_file_is_left_over() -> None:
+    """Every file is part of a kustomization."""
+    listed: set[Path] = set()
+    for path in KUBERNETES.rglob("kustomization.yaml"):
+        listed.add(path)
+        document = yaml.safe_load(path.read_text())
+        for name in document.get("resources", []) + document.get("components", []):
+            assert (path.parent / name).exists()
+            listed.add((path.parent / name).resolve())
+    assert [path for path in KUBERNETES.rglob("*.yaml") if path.resolve() not in listed] == []
