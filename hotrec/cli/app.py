@@ -15,10 +15,9 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,6 +43,8 @@ from hotrec.cli.launch import (
     private_temporary_directory,
     rank_prefix,
     run_under_torchrun,
+    this_host,
+    this_process,
     use_default_start_method,
 )
 from hotrec.cli.made import artifact_inputs, check_inputs, record_artifact
@@ -83,6 +84,9 @@ FLAGS_OF_HELP = ("-h", "--help")
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
 EXIT_CODE_OF_SIGPIPE = 128 + signal.SIGPIPE
+
+# Left by a job that a launcher ran in another process, until the sweep has read it.
+EXIT_CODE = "exit_code"
 
 Figures = dict[str, Any]
 
@@ -170,7 +174,7 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
         # With this variable Hydra raises errors instead of printing them in its own way.
         os.environ[FULL_TRACE] = "1"
         flags, overrides = _split_flags(invocation.words)
-        sys.argv = [f"hotrec {invocation.name}", *flags, *overrides]
+        sys.argv = [f"hotrec {invocation.name}", *flags, *_names_for_hydra(invocation), *overrides]
         if invocation.wants_help:
             # The help template is in conf/hydra/default.yaml.
             title = f"hotrec {invocation.name}"
@@ -197,6 +201,14 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
             os.environ.pop(key, None)
             if key in invocation.environment:
                 os.environ[key] = invocation.environment[key]
+
+
+def _names_for_hydra(invocation: Invocation) -> list[str]:
+    """What the callback of a sweep, and a cluster's list of jobs, call the command."""
+    if not invocation.is_multirun:
+        return []
+    name = invocation.name
+    return [f"hydra.callbacks.sweep.command={name}", f"hydra.job.name=hotrec-{name}"]
 
 
 def _split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -236,17 +248,16 @@ def _run_hydra(invocation: Invocation) -> int:
     """Run the job, or all jobs of a sweep; the exit code of the last that failed, else 0."""
     register_schemas()
     exit_codes: list[int] = []
-    # A job that a launcher, such as joblib's, runs in another process has a copy of the list.
-    main_process, exit_codes_file = os.getpid(), Path(tempfile.gettempdir()) / "exit_codes"
+    # A launcher such as joblib's or submitit's runs jobs elsewhere, with copies of these.
+    sweep_process = this_process()
 
-    def job(composed: DictConfig) -> None:
-        if os.getpid() == main_process:
-            exit_codes.append(_run_job(invocation, composed))
-            return
-        use_default_start_method()
-        exit_code = _run_job(invocation, composed)
-        with exit_codes_file.open("a") as stream:
-            stream.write(f"{exit_code}\n")
+    def job(composed: DictConfig) -> float | None:
+        run_dir = Path(HydraConfig.get().runtime.output_dir)
+        if this_process() == sweep_process:
+            exit_codes.append(_run_job(invocation, composed, run_dir))
+            return _objective(invocation, run_dir, exit_codes[-1])
+        exit_code = _run_job_elsewhere(invocation, composed, run_dir)
+        return _objective(invocation, run_dir, exit_code)
 
     flags, overrides = _split_flags(invocation.words)
     _check_flags(flags)
@@ -264,14 +275,47 @@ def _run_hydra(invocation: Invocation) -> int:
         raise ValueError(
             f"configuration: expected YAML, got {type(error).__name__}: {error}. Correct the file."
         ) from error
-    if invocation.is_multirun and exit_codes_file.exists():
-        exit_codes += map(int, exit_codes_file.read_text().split())
+    if invocation.is_multirun:
+        exit_codes += _take_exit_codes(Path(os.environ[RUN_DIR]))
     return next((code for code in reversed(exit_codes) if code != 0), 0)
 
 
-def _run_job(invocation: Invocation, composed: DictConfig) -> int:
+def _run_job_elsewhere(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int:
+    """Run a job in a process of a launcher, perhaps on another host, and leave its exit code."""
+    use_default_start_method()
+    # What a cluster sets for a job is in the environment here, not in that of the sweep.
+    given = {k: v for k, v in os.environ.items() if k not in (RUN_DIR, FULL_TRACE)}
+    trace = {k: v for k, v in invocation.environment.items() if k == FULL_TRACE}
+    try:
+        exit_code = _run_job(replace(invocation, environment=given | trace), composed, run_dir)
+    except SystemExit as ended:  # by a signal, which is for this job alone
+        exit_code = int(ended.code or 0)
+    if this_host().number == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / EXIT_CODE).write_text(f"{exit_code}\n")
+    return exit_code
+
+
+def _take_exit_codes(sweep_dir: Path) -> list[int]:
+    """Those that jobs left in their directories, which other hosts can reach, too."""
+    left = sorted(sweep_dir.rglob(EXIT_CODE))
+    codes = [int(path.read_text()) for path in left]
+    for path in left:
+        path.unlink()
+        _remove_if_empty(path.parent)
+    return codes
+
+
+def _objective(invocation: Invocation, run_dir: Path, exit_code: int) -> float | None:
+    """What a sweeper such as Optuna's maximizes: the AUC of a training run's last evaluation."""
+    if not invocation.is_multirun or invocation.name != "train" or exit_code != 0:
+        return None
+    finished = read_finished(run_dir)
+    return None if finished is None else finished["auc"]
+
+
+def _run_job(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int:
     """Run one job of a sweep, or the only one; a job that fails does not stop the others."""
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         figures = _record_for_torchrun(lambda: _run_composed(invocation, composed, run_dir))()
         if figures is not None:
@@ -308,12 +352,19 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
     words = [*_config_dir_flags(invocation.words), *HydraConfig.get().overrides.task]
     if not is_under_torchrun():
         check_inputs(name, config, run_dir, words)
+    host = this_host()
     num_ranks = config.launch.num_ranks if COMMANDS[name].is_parallel else 1
-    if num_ranks > 1 and not is_under_torchrun():
+    if host.num_hosts > 1 and not COMMANDS[name].is_parallel:
+        raise ValueError(
+            f"hydra.launcher.nodes: expected 1 for hotrec {name}, got {host.num_hosts}. Take one "
+            "node for each job."
+        )
+    if num_ranks * host.num_hosts > 1 and not is_under_torchrun():
         exit_code = run_under_torchrun(
             name,
             words,
             num_ranks=num_ranks,
+            host=host,
             run_dir=str(run_dir),
             environment=invocation.environment,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
@@ -65,6 +67,47 @@ def rank_prefix() -> str:
     """``"[rank 1] "`` where there are several ranks, else nothing."""
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return f"[rank {rank}] " if rank.isdecimal() and world_size != "1" else ""
+
+
+def this_process() -> str:
+    """A name of this process that no other one has, on this host or another."""
+    return f"{platform.node()}:{os.getpid()}"
+
+
+@dataclass(frozen=True)
+class Host:
+    """This host's place among those that share a job of a sweep.
+
+    Args:
+        number: From 0, which holds the rendezvous.
+        num_hosts: How many there are.
+        endpoint: Address and port of host 0.
+        job: What the cluster calls the job; no other one has it.
+    """
+
+    number: int = 0
+    num_hosts: int = 1
+    endpoint: str = ""
+    job: str = ""
+
+
+def this_host() -> Host:
+    """As submitit says it in a job's process; the only one elsewhere, and in the job's ranks."""
+    if "SUBMITIT_EXECUTOR" not in os.environ or is_under_torchrun():
+        return Host()
+    from submitit import JobEnvironment
+
+    job = JobEnvironment()
+    if job.num_tasks != job.num_nodes:
+        raise ValueError(
+            f"hydra.launcher.tasks_per_node: expected 1, which starts launch.num_ranks ranks, got "
+            f"{job.num_tasks // job.num_nodes}. Leave it at 1."
+        )
+    if job.num_nodes == 1:
+        return Host()
+    # Jobs that share their first host must not share a port; as in launch/slurm.sbatch.
+    port = 20000 + int(job.raw_job_id) % 10000
+    return Host(job.node, job.num_nodes, f"{job.hostnames[0]}:{port}", job.job_id)
 
 
 def check_environment() -> None:
@@ -152,10 +195,12 @@ def run_under_torchrun(
     num_ranks: int,
     run_dir: str,
     environment: Mapping[str, str],
+    host: Host = Host(),  # noqa: B008 (immutable)
 ) -> int:
     """Run the command as ``num_ranks`` processes on this host and wait for them.
 
     Args:
+        host: Of several, each of which calls this and starts as many.
         overrides: The overrides of this job, without those of the sweep.
         environment: The environment of the child, which also gets HOTREC_RUN_DIR.
 
@@ -165,9 +210,14 @@ def run_under_torchrun(
     Raises:
         SystemExit: If this process received a signal, so that a sweep stops.
     """
-    launcher = [sys.executable, "-m", "hotrec.cli.ranks", "--standalone"]
-    # By default ranks connect to this host's name, and wait for minutes if it has no address.
-    launcher += ["--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
+    launcher = [sys.executable, "-m", "hotrec.cli.ranks", "--nproc-per-node", str(num_ranks)]
+    if host.num_hosts == 1:
+        # By default ranks connect to this host's name, and wait for minutes if it has no address.
+        launcher += ["--standalone", "--local-addr", "localhost"]
+    else:
+        launcher += ["--nnodes", str(host.num_hosts), "--rdzv-backend", "c10d"]
+        launcher += ["--rdzv-endpoint", host.endpoint, "--rdzv-id", host.job]
+        launcher += ["--rdzv-conf", f"is_host={str(host.number == 0).lower()}"]
     variables = {**environment, RUN_DIR: run_dir, "TMPDIR": tempfile.gettempdir()}
     variables[PARENT] = str(os.getpid())
     # The ranks share the host's cores; torchrun would set 1, with a warning.

@@ -66,6 +66,13 @@ _OMEGACONF = (
     ),
     (r"does not support deletion", "to keep this key", "its deletion"),
 )
+# Hydra's plugins, by what chooses them, and the extra that installs each.
+_EXTRA_OF_PLUGIN = {
+    "hydra/launcher=joblib": "joblib",
+    "hydra/launcher=submitit_local": "submitit",
+    "hydra/launcher=submitit_slurm": "submitit",
+    "hydra/sweeper=optuna": "optuna",
+}
 _EXHAUSTED = re.compile(
     "Resource temporarily unavailable|can't (?:start new thread|allocate memory)|std::bad_alloc|"
     "[Cc]annot allocate memory"
@@ -254,6 +261,11 @@ def _has_field(kind: type, name: str) -> bool:
 
 def _describe_missing_option(error: MissingConfigException) -> str:
     group, _, choice = str(error.missing_cfg_file).rpartition("/")
+    if extra := _EXTRA_OF_PLUGIN.get(f"{group}={choice}"):
+        return (
+            f"{group}: expected Hydra's plugin for {choice}, got none. Run `pip install "
+            f"'hotrec[{extra}]'`."
+        )
     if not group or not error.options:
         return (
             f"{error.missing_cfg_file}: expected a file in the configuration, got none. See --help."

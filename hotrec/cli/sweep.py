@@ -21,8 +21,7 @@ from hotrec.cli.output import print_error
 from hotrec.config.roots import ReportConfig
 from hotrec.runtime.run_dir import POINT
 
-# sys.argv[0] as hotrec.cli.app sets it for Hydra.
-PLAN_PROCESS, TRAIN_PROCESS = "hotrec plan", "hotrec train"
+PLAN, TRAIN = "plan", "train"
 # What the page of a sweep of plan needs of each job besides its overrides.
 FIELDS = {
     "num_ranks": "plan.world_size",
@@ -33,17 +32,24 @@ MIN_SAMPLES_PER_S = "min_samples_per_s"
 
 
 class Sweep(Callback):
-    """Hydra callback that records each job of a sweep, and writes the page at its end."""
+    """Hydra callback that records each job of a sweep, and writes the page at its end.
+
+    Args:
+        command: The command of the sweep, as ``hotrec.cli.app`` tells Hydra.
+    """
+
+    def __init__(self, command: str) -> None:
+        self._command = command
 
     def on_job_start(self, config: DictConfig, **_kwargs: Any) -> None:
         """Write point.json into the directory of a job of the sweep."""
-        if not _is_compared(config):
+        if not self._is_compared(config):
             return
         with _exit_on_error():
             point: dict[str, Any] = {
                 "overrides": dict(map(_split_override, config.hydra.overrides.task))
             }
-            if sys.argv[0] == PLAN_PROCESS:
+            if self._command == PLAN:
                 point |= {name: OmegaConf.select(config, key) for name, key in FIELDS.items()}
                 point[MIN_SAMPLES_PER_S] = config.plan.min_samples_per_s
             text = json.dumps(point, indent=2) + "\n"
@@ -51,14 +57,17 @@ class Sweep(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_kwargs: Any) -> None:
         """Write the page and its data into the sweep's directory; the table to stderr."""
-        if not _is_compared(config):
+        if not self._is_compared(config):
             return
         with _exit_on_error():
             sweep_dir = Path(config.hydra.sweep.dir)
-            if sys.argv[0] == PLAN_PROCESS:
+            if self._command == PLAN:
                 write_what_if_page(sweep_dir)
             else:
                 write_report_of_sweep(sweep_dir)
+
+    def _is_compared(self, config: DictConfig) -> bool:
+        return config.hydra.mode == RunMode.MULTIRUN and self._command in (PLAN, TRAIN)
 
 
 def write_report_of_sweep(sweep_dir: Path) -> None:
@@ -95,11 +104,6 @@ def write_what_if_page(sweep_dir: Path) -> Path:
     page = write_what_if(points, sweep_dir, required)
     print(what_if_text(points, required), f"what if: {page}", sep="\n", file=sys.stderr)
     return page
-
-
-def _is_compared(config: DictConfig) -> bool:
-    is_sweep = config.hydra.mode == RunMode.MULTIRUN
-    return is_sweep and sys.argv[0] in (PLAN_PROCESS, TRAIN_PROCESS)
 
 
 def _split_override(word: str) -> tuple[str, str]:

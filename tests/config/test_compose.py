@@ -80,7 +80,7 @@ def test_every_command_has_a_root(name: str) -> None:
 
 def test_every_file_is_a_choice() -> None:
     folders = {path.parent.name for path in conf_dir().rglob("*.yaml")}
-    assert folders - {"conf", "hydra", "bench"} == set(GROUPS)
+    assert folders - {"conf", "hydra", "launcher", "sweeper", "bench"} == set(GROUPS)
 
 
 def test_saved_placement_follows_the_partition_path() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,28 @@ def test_sweep_runs_the_other_jobs(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "error: data.synthetic.signal: expected a value at least 0, got -1.0" in err
     assert len(out.splitlines()) == 1, "the second job has run"
     assert (tmp_path / "data/synthetic/dataset/manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("choice", "extra"),
+    [
+        ("hydra/launcher=joblib", "joblib"),
+        ("hydra/launcher=slurm", "submitit"),
+        ("hydra/sweeper=auc", "optuna"),
+    ],
+)
+def test_a_missing_plugin_names_its_extra(
+    choice: str, extra: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plugin = choice.split("=")[1] if extra == "joblib" else extra
+    kind = choice.split("/")[1].split("=")[0]
+    with suppress(ModuleNotFoundError):  # no plugins at all
+        if importlib.util.find_spec(f"hydra_plugins.hydra_{plugin}_{kind}") is not None:
+            pytest.skip("the plugin is installed")
+    assert run_command("prepare", ["--multirun", choice]) == 1
+    err = capfd.readouterr().err
+    assert err.startswith(f"error: {choice.split('=')[0]}: expected Hydra's plugin for ")
+    assert f"Run `pip install 'hotrec[{extra}]'`." in err
 
 
 def test_trace_on_request(

@@ -10,6 +10,7 @@ from tests.launch.conftest import Place
 SRUN = """#!/usr/bin/env bash
 set -euo pipefail
 while [[ $1 == --* ]]; do
+    echo "$1" >> srun_options
     case $1 in --ntasks=*) tasks=${1#*=} ;; esac
     shift
 done
@@ -71,6 +72,28 @@ def test_ranks_per_node_are_its_gpus_and_a_given_directory_stays(
     assert place.seen_variable("RANK") == ["0", "1", "2", "3"]
     assert place.seen_variable("LOCAL_RANK") == ["0", "1", "0", "1"]
     assert place.seen_variable("HOTREC_RUN_DIR") == ["runs/resumed"] * 4
+
+
+def test_ranks_in_an_image(place: Place, free_port: int) -> None:
+    """Its data and runs are the checkout's, with what else is mounted."""
+    environment = cluster(place, 90000 + free_port % 10000)
+    options = ["--cpu-bind=none", "--container-image=hotrec.sqsh", "--container-mounts=/logs:/logs"]
+    done = place.run(["bash", spooled(place), *options, "train", "a=1"], **environment)
+    assert done.returncode == 0, done.stderr
+    assert [facts["arguments"] for facts in place.seen()] == [["train", "a=1"]] * 2
+    given = (place.path / "srun_options").read_text().splitlines()
+    assert {"--cpu-bind=none", "--container-image=hotrec.sqsh"} <= set(given)
+    mounts = f"{place.path}/data:/srv/hotrec/data,{place.path}/runs:/srv/hotrec/runs,/logs:/logs"
+    assert f"--container-mounts={mounts}" in given
+    assert "--container-workdir=/srv/hotrec" in given
+    assert all((place.path / name).is_dir() for name in ("data", "runs"))
+
+
+def test_an_option_without_its_value(place: Place) -> None:
+    words = ["--container-image", "hotrec.sqsh", "train"]
+    done = place.run(["bash", spooled(place), *words], **cluster(place, 1))
+    assert done.returncode == 2
+    assert "expected an option of srun as --name=value, got '--container-image'" in done.stderr
 
 
 def test_without_a_command(place: Place) -> None:

@@ -47,7 +47,9 @@ def overrides_in(words: list[str], conf: Path) -> list[str]:
     kept = [f"hydra.searchpath=[file://{conf}]"]
     for word in words:
         key, is_override, value = word.partition("=")
-        if is_override and not word.startswith("-") and "<" not in value:
+        if is_override and not word.startswith(("-", "hydra")) and "<" not in value:
+            if "(" in value:  # an interval of Optuna's sweeper
+                value = re.findall(r"[\d.]+", value)[0]
             is_list = value.startswith(("[", "{"))
             kept.append(word if is_list else f"{key}={value.split(',')[0]}")
     return kept
