@@ -121,6 +121,9 @@ class TrainerConfig:
     )
     keep_checkpoints: int = key("number of newest checkpoints to keep", 2, ge=1)
     log_every_steps: int = key("steps between lines of metrics.jsonl", 100, ge=1)
+    metrics_port: int = key(
+        "port on which rank 0's host serves /metrics for Prometheus; 0: none", 0, ge=0, le=65535
+    )
     check_every_steps: int = key("steps between checks for infinite losses and signals", 10, ge=1)
     check_replicas_every_steps: int = key(
         "steps between checks that all ranks hold the same hot rows; 0: never", 1000, ge=0

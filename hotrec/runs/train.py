@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
@@ -78,6 +79,8 @@ from hotrec.train.best import BestQuality
 from hotrec.train.callbacks import import_callback
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.loop import TrainResult, train
+from hotrec.train.metrics_server import serve_metrics
+from hotrec.train.run_log import Listener
 from hotrec.train.schedule import Cadence, Schedule, count_steps
 from hotrec.train.trace import TraceWindow
 from hotrec.types import ColdTier, Partition
@@ -112,8 +115,20 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     if config.trainer.warm_start is not None and resume_from is None:
         source = config.trainer.warm_start
         warm = same_verdict(lambda: WarmStart.open(source, dataset, config.optimizer.kind.name))
-    with staged_record(run_dir, is_first=ranks.is_first) as staged:
-        return _train(config, dataset, run_dir, staged, resume_from, warm, ranks)
+    with ExitStack() as stack:
+        listeners = _listeners(stack, config.trainer.metrics_port, ranks)
+        staged = stack.enter_context(staged_record(run_dir, is_first=ranks.is_first))
+        return _train(config, dataset, run_dir, staged, resume_from, warm, listeners, ranks)
+
+
+def _listeners(stack: ExitStack, port: int, ranks: Ranks) -> list[Listener]:
+    """What takes the lines of the run's records; rank 0 serves them, and all ranks know if not."""
+    if port == 0:
+        return []
+    listen = same_verdict(
+        lambda: stack.enter_context(serve_metrics(port)) if ranks.is_first else None
+    )
+    return [] if listen is None else [listen]
 
 
 def _train(
@@ -123,6 +138,7 @@ def _train(
     staged: Path,
     resume_from: Path | None,
     warm: WarmStart | None,
+    listeners: Sequence[Listener],
     ranks: Ranks,
 ) -> TrainResult:
     trainer = config.trainer
@@ -205,6 +221,7 @@ def _train(
         callbacks=trainer.callbacks,
         on_accepted=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
         hot_set=_hot_set(adaptive, sharded),
+        listeners=listeners,
     )
 
 

@@ -42,7 +42,7 @@ from hotrec.train.dense_sync import count_dense_values
 from hotrec.train.evaluate import evaluate
 from hotrec.train.measured import FIRST_COMPARED_STEP, StageTimes, Tables
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.train.run_log import RunLog, SegmentBatches
+from hotrec.train.run_log import Listener, RunLog, SegmentBatches
 from hotrec.train.schedule import Cadence, segments, set_learning_rates
 from hotrec.train.step_log import Records
 from hotrec.train.trace import Tracer, TraceWindow
@@ -94,6 +94,7 @@ def train(
     trace: TraceWindow | None = None,
     on_accepted: Callable[[], None] | None = None,
     hot_set: AdaptiveHotSet | None = None,
+    listeners: Sequence[Listener] = (),
 ) -> TrainResult:
     """Train a sharded model until ``num_steps`` updates are made, those before a resume included.
 
@@ -130,6 +131,7 @@ def train(
         on_accepted: Called on every rank after the checkpoint to resume from has been loaded, and
             before anything is written.
         hot_set: Hot rows that follow the data, by a decision at the cadence; saved and resumed.
+        listeners: On rank 0, take the lines that it writes into ``run_dir``.
 
     Raises:
         ValueError: if nothing is left to train; ArtifactError if the checkpoint does not fit.
@@ -148,7 +150,9 @@ def train(
         )
         with closing(pipeline), ExitStack() as stack:
             stack.callback(gc.unfreeze)
-            run_log = RunLog(run_dir if ranks.is_first else None, start_step=start.step)
+            run_log = RunLog(
+                run_dir if ranks.is_first else None, start_step=start.step, listeners=listeners
+            )
             bar = Progress(
                 "train", num_steps, unit="steps", initial=start.step, is_shown=ranks.is_first
             )
@@ -167,9 +171,9 @@ def train(
                 count_caches,
                 Callbacks(callbacks, run_dir, description),
             )
-            listeners = [one for one in (alternation, best) if one is not None]
-            if _owes_evaluation(start, num_steps, cadence, listeners):
-                _evaluate_first(pipeline, splits, records, listeners)
+            judges = [one for one in (alternation, best) if one is not None]
+            if _owes_evaluation(start, num_steps, cadence, judges):
+                _evaluate_first(pipeline, splits, records, judges)
                 if best is not None and checkpoints is not None and best.is_kept_at(start.step):
                     same_verdict(lambda: keep_best(checkpoints, start.step))
             if ahead is not None:
@@ -207,7 +211,7 @@ def train(
                     watchdog.enter(watchdog.MAIN, watchdog.ADAPTATION, position.step)
                     records.add_decision(hot_set.adapt())
                 if segment.evaluate and not records.must_stop:
-                    _evaluate_first(pipeline, splits, records, listeners)
+                    _evaluate_first(pipeline, splits, records, judges)
                 if ahead is not None and not records.must_stop:
                     _evaluate_ahead(pipeline, ahead, records)
                 is_due = segment.save or records.must_stop or _wants_checkpoint(best, position)
@@ -291,14 +295,14 @@ def _owes_evaluation(
     start: Position,
     num_steps: int,
     cadence: Cadence,
-    listeners: Sequence[Alternation | BestQuality],
+    judges: Sequence[Alternation | BestQuality],
 ) -> bool:
     """Whether the resumed run ended at a step that was due for an evaluation it did not make.
 
     An uninterrupted run would have used this loss to choose the next block, or to end.
     """
     is_due = cadence.eval_every > 0 and start.step % cadence.eval_every == 0
-    is_unknown = any(not listener.knows(start.step) for listener in listeners)
+    is_unknown = any(not judge.knows(start.step) for judge in judges)
     return is_due and 0 < start.step < num_steps and is_unknown
 
 
@@ -320,12 +324,12 @@ def _evaluate_first(
     pipeline: Pipeline,
     splits: Mapping[str, Iterable[Batch]],
     records: Records,
-    listeners: Sequence[Alternation | BestQuality],
+    judges: Sequence[Alternation | BestQuality],
 ) -> None:
     """Evaluate the first split, if there is one."""
     for split, batches in islice(splits.items(), 1):
         quality = evaluate(pipeline, batches, step=records.position.step)
         records.add_quality(split, quality)
-        for listener in listeners:
-            if not listener.knows(records.position.step):
-                listener.add_quality(records.position.step, quality)
+        for judge in judges:
+            if not judge.knows(records.position.step):
+                judge.add_quality(records.position.step, quality)

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from hotrec.runtime.stages import mark
 from hotrec.train.schedule import Segment
 
 HOT_SET = "hot_set.jsonl"
+# Takes each line of the records with its prefix: "train", "hot_set" or the split.
+Listener = Callable[[str, Mapping[str, Any]], None]
 
 
 class RunLog:
@@ -26,10 +28,14 @@ class RunLog:
         run_dir: The run's directory; None, as on all ranks but the first, writes nothing.
         start_step: The step that the run starts from. Lines of later steps, left by a run that was
             killed after its last checkpoint, are dropped.
+        listeners: Get each line after it has been written.
     """
 
-    def __init__(self, run_dir: Path | None, *, start_step: int) -> None:
+    def __init__(
+        self, run_dir: Path | None, *, start_step: int, listeners: Sequence[Listener] = ()
+    ) -> None:
         self._run_dir = run_dir
+        self._listeners = listeners
         self._board: Any = None
         if run_dir is None:
             return
@@ -63,6 +69,8 @@ class RunLog:
         for tag, number in numbers_of(line, prefix).items():
             self._board.add_scalar(tag, number, line["step"])
         self._board.flush()
+        for listen in self._listeners:
+            listen(prefix, line)
 
 
 def numbers_of(line: Mapping[str, Any], prefix: str) -> dict[str, float]:

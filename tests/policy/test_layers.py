@@ -45,6 +45,8 @@ WALLS = {
     "tensorboard": {"hotrec.train"},
     "wandb": {"hotrec.train"},
     "mlflow": {"hotrec.train"},
+    "prometheus_client": {"hotrec.train"},
+    "submitit": {"hotrec.cli"},
     "matplotlib": {"hotrec.report"},
     "jinja2": {"hotrec.report"},
     "xxhash": {"hotrec.artifact"},
