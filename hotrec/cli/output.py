@@ -30,6 +30,7 @@ from omegaconf.errors import (
 )
 
 from hotrec.cli.launch import environment_rank, rank_prefix
+from hotrec.cli.told import tell_once
 from hotrec.config.fields import VARIANTS
 from hotrec.runtime.progress import Progress, is_line_of_progress
 
@@ -110,13 +111,20 @@ def is_reader_gone(error: BaseException) -> bool:
 
 
 def print_error(error: BaseException, *, wants_trace: bool) -> None:
-    """Print an error on stderr, in one write, so that the lines of several ranks do not mix."""
+    """Print an error on stderr, once for the ranks of a host that raise the same.
+
+    In one write, so that the lines of several ranks do not mix.
+    """
     lines = []
     if wants_trace or not _explains_itself(error):
         lines += "".join(traceback.format_exception(error)).rstrip().splitlines()
     lines.append(f"error: {_describe(error)}")
-    sys.stderr.write("".join(f"{rank_prefix()}{line}\n" for line in lines))
-    sys.stderr.flush()
+
+    def write() -> None:
+        sys.stderr.write("".join(f"{rank_prefix()}{line}\n" for line in lines))
+        sys.stderr.flush()
+
+    tell_once("\n".join(lines), write, origin=getattr(error, "of_rank", None))
 
 
 def _describe(error: BaseException) -> str:

@@ -29,6 +29,7 @@ from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
 from hotrec.cli.launch import end_with_parent
+from hotrec.cli.told import note_of, notes_folder
 from hotrec.runtime.watchdog import EXIT_CODE
 
 # Exit codes that follow from another rank's end: the watchdog's, then that of torchrun's SIGTERM.
@@ -52,6 +53,12 @@ def ended_first(failures: Mapping[int, ProcessFailure]) -> int:
         return 0, CONSEQUENCES.get(failures[rank].exitcode, 0), rank
 
     return min(failures, key=order)
+
+
+def has_told(rank: int, failure: ProcessFailure) -> bool:
+    """Whether the rank failed in good order, and what ended it has been printed."""
+    notes = notes_folder(failure.error_file)
+    return failure.exitcode == 1 and notes is not None and note_of(notes, rank).exists()
 
 
 def take_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
@@ -108,7 +115,8 @@ def main() -> int:
     except ChildFailedError as error:
         rank = ended_first(error.failures)
         code = error.failures[rank].exitcode
-        print(f"error: rank {rank} ended first, with exit code {code}.", file=sys.stderr)
+        if not has_told(rank, error.failures[rank]):
+            print(f"error: rank {rank} ended first, with exit code {code}.", file=sys.stderr)
         return code if code >= 0 else 128 - code
     except SignalException as error:
         return 128 + int(error.sigval)

@@ -294,7 +294,11 @@ def barrier() -> None:
 
 
 class RankError(RuntimeError):
-    """What another rank raised; every rank of the group ends with the same message."""
+    """What another rank, ``of_rank``, raised; every rank of the group ends with its message."""
+
+    def __init__(self, of_rank: int, text: str) -> None:
+        super().__init__(f"[rank {of_rank}] {text}")
+        self.of_rank = of_rank
 
 
 def same_verdict(action: Callable[[], T]) -> T:
@@ -317,7 +321,7 @@ def same_verdict(action: Callable[[], T]) -> T:
         raise error
     for index, text in enumerate(texts):
         if text is not None:
-            raise RankError(f"[rank {index}] {text}")
+            raise RankError(index, text)
     return result  # type: ignore[return-value]
 
 

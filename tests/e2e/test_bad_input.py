@@ -9,7 +9,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -236,7 +235,7 @@ class TestCheckpoint:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_rank_says_it(workspace: Workspace, tmp_path: Path) -> None:
+def test_one_rank_says_it(workspace: Workspace, tmp_path: Path) -> None:
     cases: list[tuple[list[str], str]] = [
         (["placement=saved", "paths.partition=absent"], "absent/manifest.json: expected"),
         (["trainer.batch_size=9000"], "expected at least 18000 samples"),
@@ -254,11 +253,7 @@ def test_every_rank_says_it(workspace: Workspace, tmp_path: Path) -> None:
         assert outcome.exit_code == 1, outcome.stderr
         assert outcome.stdout == ""
         assert "Traceback" not in outcome.stderr
-        for rank in (0, 1):
-            said: list[Any] = [
-                line
-                for line in outcome.stderr.splitlines()
-                if line.startswith(f"[rank {rank}] error: ") and message in line
-            ]
-            assert len(said) == 1, outcome.stderr
+        [said] = [line for line in outcome.stderr.splitlines() if "error: " in line]
+        assert said.startswith("[rank "), outcome.stderr
+        assert message in said
         assert not (run_dir / "checkpoints").exists()

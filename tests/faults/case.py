@@ -69,7 +69,7 @@ class Case:
         disk_bytes: size of a small disk mounted at ``small/``.
         is_exec: start an interpreter instead of forking one that has imported the program.
         is_privileged: False takes root's right to read and write everything away.
-        ranks: which ranks must say what is wrong; None for a single process.
+        ranks: of which ranks one must say what is wrong; None for a single process.
         speaks: whether there is an error line at all; a process that a signal ends has none.
         may_leave: whether temporary files may stay, for the next start to remove.
         stdio: files to use instead of the recorded ones, by descriptor.
