@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import (
     ChildFailedError,
     ProcessFailure,
-    error_handler,
 )
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.run import get_args_parser
@@ -106,10 +105,9 @@ def main() -> int:
     end_with_parent()
     if "--standalone" in sys.argv:
         listen_on_loopback()
-    # The ranks have printed the error; the agent would repeat it with its own trace.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # Whose level torch sets itself: it would say that no file was named for the agent's own error.
-    logging.getLogger(error_handler.__name__).disabled = True
+    # The ranks have printed the error, which the agent would repeat with its own trace. By level,
+    # since torch gives levels of their own to many of its loggers.
+    logging.disable(logging.ERROR)
     try:
         torchrun(take_shutdown_timeout(sys.argv[1:]))
     except ChildFailedError as error:
