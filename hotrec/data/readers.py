@@ -6,8 +6,6 @@ counted, as specified. Memory is bounded by the block, not by the file.
 
 from __future__ import annotations
 
-import glob
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,17 +29,12 @@ from hotrec.data.columns import (
     times_from_arrow,
     times_from_texts,
 )
+from hotrec.data.files import find_paths, is_local, open_file
 from hotrec.types import Rows
 
 _SUFFIXES = {
     SourceFormat.parquet: (".parquet", ".pq"),
     SourceFormat.arrow: (".arrow", ".feather", ".ipc"),
-}
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
 }
 _ARROW_MAGIC_BYTES = 8  # with padding
 _ROWS_PER_BLOCK = 131_072
@@ -86,30 +79,14 @@ class LogFormat:
 
 
 def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "files") -> list[Path]:
-    """The files that match paths, directories and patterns, in order.
+    """The files that match paths, directories and patterns, in order; remote ones as UPaths.
 
     Raises:
-        ValueError: if one of them matches no file, or names something that is not a regular file
-            and might have no end.
+        ValueError: if one of them matches no file, or see ``find_paths``.
     """
     files: list[Path] = []
     for pattern in patterns:
-        path = Path(pattern)
-        if path.is_dir():
-            suffixes = _SUFFIXES.get(log_format)
-            found = [
-                file
-                for file in sorted(path.iterdir())
-                if file.is_file()
-                and not file.name.startswith((".", "_"))
-                and (suffixes is None or file.suffix in suffixes)
-            ]
-        elif path.exists():
-            _check_regular(path, key)
-            found = [path]
-        else:
-            found = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
-            found = [file for file in found if file.is_file()]
+        found = find_paths(pattern, _SUFFIXES.get(log_format), key=key)
         if not found:
             raise ValueError(
                 f"{key}: expected files of format {log_format.name} at {pattern!r} "
@@ -117,16 +94,6 @@ def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "fil
             )
         files += found
     return files
-
-
-def _check_regular(path: Path, key: str) -> None:
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise ValueError(
-            f"{key}: expected regular files, got {kind} at {str(path)!r}. "
-            "Copy what it yields into a file."
-        )
 
 
 def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
@@ -141,7 +108,7 @@ def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
         case SourceFormat.delimited:
             return text.read_header(path, log_format.separator)
         case SourceFormat.parquet:
-            return tuple(_open_parquet(path).schema_arrow.names)
+            return tuple(open_parquet(path).schema_arrow.names)
         case SourceFormat.arrow:
             return tuple(open_arrow(path).schema.names)
 
@@ -154,7 +121,7 @@ def count_samples(path: Path, log_format: LogFormat) -> int:
         case SourceFormat.delimited:
             return text.count_lines(path) - 1
         case SourceFormat.parquet:
-            return int(_open_parquet(path).metadata.num_rows)
+            return int(open_parquet(path).metadata.num_rows)
         case SourceFormat.arrow:
             return sum(batch.num_rows for batch in _arrow_batches(path))
 
@@ -218,9 +185,14 @@ def _parse_around_bad_lines(
     return table, np.array(numbers, np.int64)
 
 
-def _open_parquet(path: Path) -> pq.ParquetFile:
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """Open a Parquet file.
+
+    Raises:
+        ValueError: if it is none.
+    """
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path if is_local(path) else open_file(path))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
             f"{path}: expected a Parquet file, got {error}. Fetch it again."
@@ -234,7 +206,7 @@ def open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamRea
         ValueError: if it is neither.
     """
     try:
-        source = pa.memory_map(str(path))
+        source = open_file(path)
         try:
             reader = pa.ipc.open_file(source)
         except pa.ArrowInvalid:
@@ -261,7 +233,7 @@ def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 def _batches(path: Path, log_format: LogFormat, names: list[str]) -> Iterator[pa.RecordBatch]:
     if log_format.format is SourceFormat.parquet:
-        yield from _open_parquet(path).iter_batches(_ROWS_PER_BLOCK, columns=names)
+        yield from open_parquet(path).iter_batches(_ROWS_PER_BLOCK, columns=names)
         return
     for batch in _arrow_batches(path):
         for start in range(0, batch.num_rows, _ROWS_PER_BLOCK):

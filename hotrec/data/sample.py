@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from hotrec.config.data import SourceFormat
 from hotrec.data import text
-from hotrec.data.readers import LogFormat, column_names, count_samples, find_files, open_arrow
+from hotrec.data.files import locate
+from hotrec.data.readers import (
+    LogFormat,
+    column_names,
+    count_samples,
+    find_files,
+    open_arrow,
+    open_parquet,
+)
 
 # A log of at most this size is read whole; of a larger one so many pieces, evenly spread.
 MAX_TEXT_BYTES, MAX_ROWS = 32 << 20, 500_000
@@ -84,7 +91,7 @@ def _format_of(path: Path) -> SourceFormat | None:
 
 
 def _pattern_and_format(path: str) -> tuple[str, SourceFormat]:
-    directory = Path(path)
+    directory = locate(path, "path")
     if not directory.is_dir():
         return path, _format_of(directory) or SourceFormat.delimited
     files = [
@@ -128,7 +135,7 @@ def _sample_tables(files: list[Path], log_format: SourceFormat) -> tuple[pa.Tabl
 
 def _num_pieces(file: Path, log_format: SourceFormat) -> int:
     if log_format is SourceFormat.parquet:
-        return int(pq.ParquetFile(file).num_row_groups)
+        return int(open_parquet(file).num_row_groups)
     reader = open_arrow(file)
     # A stream cannot be divided.
     is_file = isinstance(reader, pa.RecordBatchFileReader)
@@ -137,7 +144,7 @@ def _num_pieces(file: Path, log_format: SourceFormat) -> int:
 
 def _piece(file: Path, piece: int, log_format: SourceFormat) -> pa.Table:
     if log_format is SourceFormat.parquet:
-        return pq.ParquetFile(file).read_row_group(piece)
+        return open_parquet(file).read_row_group(piece)
     reader = open_arrow(file)
     if isinstance(reader, pa.RecordBatchFileReader):
         return pa.Table.from_batches([reader.get_batch(piece)])

@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
+from hotrec.data.files import open_stream
+
 _NUMBER = re.compile(r"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*")
 _READ_BYTES = 8 << 20
 MAX_LINE_BYTES = 64 << 20
@@ -51,7 +53,7 @@ class Layout:
 def open_text(path: Path) -> pa.NativeFile:
     """Open a file; .gz, .zst and .bz2 are decompressed."""
     try:
-        return pa.input_stream(str(path), compression="detect", buffer_size=_READ_BYTES)
+        return open_stream(path, _READ_BYTES)
     except OSError as error:
         raise ValueError(
             f"{path}: expected a file to read, got {error}. Correct the path or its permissions."

@@ -47,6 +47,7 @@ WALLS = {
     "mlflow": {"hotrec.train"},
     "prometheus_client": {"hotrec.train"},
     "submitit": {"hotrec.cli"},
+    "upath": {"hotrec.data.files"},
     "matplotlib": {"hotrec.report"},
     "jinja2": {"hotrec.report"},
     "xxhash": {"hotrec.artifact"},

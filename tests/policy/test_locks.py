@@ -100,7 +100,7 @@ def needs_of(extra: str) -> list[str]:
     return needs
 
 
-@pytest.mark.parametrize("extra", ["", "metrics", "torchx", "dev", "docs", "cpu", "cuda"])
+@pytest.mark.parametrize("extra", ["", "metrics", "remote", "torchx", "dev", "docs", "cpu", "cuda"])
 def test_pyproject_accepts_the_pins(extra: str) -> None:
     needs, pins = needs_of(extra), CPU | CUDA | DEV | DOCS
     for need in map(Requirement, needs):

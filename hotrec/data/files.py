@@ -1,0 +1,107 @@
+"""Where the files of a log are: on this host, or in a store such as S3 that fsspec reads.
+
+A remote file is a ``UPath`` of universal-pathlib, which has the methods of ``Path`` that are called
+here. A library that takes the path of a file must be given what ``open_file`` returns.
+"""
+
+from __future__ import annotations
+
+import glob
+import stat
+from pathlib import Path, PurePath
+from typing import Any
+
+import pyarrow as pa
+
+_COMPRESSIONS = {".bz2": "bz2", ".gz": "gzip", ".lz4": "lz4", ".zst": "zstd"}
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def find_paths(pattern: str, suffixes: tuple[str, ...] | None, *, key: str) -> list[Path]:
+    """The files of a path, a directory or a pattern, in order; none if there is none.
+
+    Args:
+        pattern: Of this host, or with a protocol: ``s3://bucket/log/*.parquet``.
+        suffixes: Those that count in a directory; None for all.
+        key: The configuration key that names the pattern.
+
+    Raises:
+        ValueError: If it names something that is not a regular file and might have no end, or
+            nothing is installed that reads this protocol.
+    """
+    path = locate(pattern, key)
+    if path.is_dir():
+        return [
+            file
+            for file in sorted(path.iterdir(), key=str)
+            if file.is_file()
+            and not file.name.startswith((".", "_"))
+            and (suffixes is None or file.suffix in suffixes)
+        ]
+    if path.exists():
+        _check_regular(path, key)
+        return [path]
+    return [file for file in sorted(_glob(path), key=str) if file.is_file()]
+
+
+def locate(pattern: str, key: str) -> Path:
+    """A path of this host or of a store; see ``find_paths``."""
+    protocol, has_protocol, rest = pattern.partition("://")
+    if not has_protocol:
+        return Path(pattern)
+    if protocol == "file":
+        return Path(rest)
+    try:
+        from upath import UPath
+
+        path: Any = UPath(pattern)
+        path.fs  # noqa: B018 (imports what reads the protocol)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"{key}: expected a package that reads {protocol}://, got {error} for {pattern!r}. Run "
+            "`pip install 'hotrec[remote]'` and fsspec's package for it, such as s3fs or gcsfs."
+        ) from error
+    return path
+
+
+def _glob(path: Path) -> list[Path]:
+    if is_local(path):
+        return [Path(name) for name in glob.glob(str(path), recursive=True)]
+    remote: Any = path
+    names = map(remote.fs.unstrip_protocol, remote.fs.glob(remote.path))
+    return [type(remote)(name, **remote.storage_options) for name in names]
+
+
+def _check_regular(path: Path, key: str) -> None:
+    mode = path.stat().st_mode
+    if is_local(path) and not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise ValueError(
+            f"{key}: expected regular files, got {kind} at {str(path)!r}. "
+            "Copy what it yields into a file."
+        )
+
+
+def is_local(path: Path) -> bool:
+    """Whether a file is in this host's file system."""
+    return isinstance(path, PurePath)
+
+
+def open_file(path: Path) -> pa.NativeFile:
+    """Open a file for reading at any position, memory-mapped where it is local."""
+    if is_local(path):
+        return pa.memory_map(str(path))
+    return pa.PythonFile(path.open("rb"), mode="r")
+
+
+def open_stream(path: Path, buffer_bytes: int) -> pa.NativeFile:
+    """Open a file for reading from its beginning; .gz, .zst and .bz2 are decompressed."""
+    if is_local(path):
+        return pa.input_stream(str(path), compression="detect", buffer_size=buffer_bytes)
+    compression = _COMPRESSIONS.get(path.suffix)
+    return pa.input_stream(open_file(path), compression=compression, buffer_size=buffer_bytes)
