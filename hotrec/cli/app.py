@@ -69,6 +69,7 @@ from hotrec.cli.store import (
     register_schemas,
     user_conf_dir,
 )
+from hotrec.cli.sweep import leave_exit_code, take_exit_codes
 from hotrec.doctor import check_versions
 from hotrec.lock import lock_file
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, STAGED, read_finished
@@ -84,9 +85,6 @@ FLAGS_OF_HELP = ("-h", "--help")
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
 EXIT_CODE_OF_SIGPIPE = 128 + signal.SIGPIPE
-
-# Left by a job that a launcher ran in another process, until the sweep has read it.
-EXIT_CODE = "exit_code"
 
 Figures = dict[str, Any]
 
@@ -275,8 +273,7 @@ def _run_hydra(invocation: Invocation) -> int:
         raise ValueError(
             f"configuration: expected YAML, got {type(error).__name__}: {error}. Correct the file."
         ) from error
-    if invocation.is_multirun:
-        exit_codes += _take_exit_codes(Path(os.environ[RUN_DIR]))
+    exit_codes += take_exit_codes()
     return next((code for code in reversed(exit_codes) if code != 0), 0)
 
 
@@ -291,19 +288,8 @@ def _run_job_elsewhere(invocation: Invocation, composed: DictConfig, run_dir: Pa
     except SystemExit as ended:  # by a signal, which is for this job alone
         exit_code = int(ended.code or 0)
     if this_host().number == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / EXIT_CODE).write_text(f"{exit_code}\n")
+        leave_exit_code(run_dir, exit_code)
     return exit_code
-
-
-def _take_exit_codes(sweep_dir: Path) -> list[int]:
-    """Those that jobs left in their directories, which other hosts can reach, too."""
-    left = sorted(sweep_dir.rglob(EXIT_CODE))
-    codes = [int(path.read_text()) for path in left]
-    for path in left:
-        path.unlink()
-        _remove_if_empty(path.parent)
-    return codes
 
 
 def _objective(invocation: Invocation, run_dir: Path, exit_code: int) -> float | None:

@@ -31,6 +31,32 @@ FIELDS = {
 MIN_SAMPLES_PER_S = "min_samples_per_s"
 
 
+# Left in its directory by a job that a launcher ran in another process, perhaps on another host.
+EXIT_CODE = "exit_code"
+_exit_codes: list[int] = []
+
+
+def leave_exit_code(run_dir: Path, exit_code: int) -> None:
+    """Leave a job's exit code to the process of the sweep."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / EXIT_CODE).write_text(f"{exit_code}\n")
+
+
+def _collect_exit_codes(sweep_dir: Path) -> list[int]:
+    left = sorted(sweep_dir.rglob(EXIT_CODE))
+    codes = [int(path.read_text()) for path in left]
+    for path in left:
+        path.unlink()
+    return codes
+
+
+def take_exit_codes() -> list[int]:
+    """Those that the jobs of the sweep that has ended left."""
+    taken = list(_exit_codes)
+    _exit_codes.clear()
+    return taken
+
+
 class Sweep(Callback):
     """Hydra callback that records each job of a sweep, and writes the page at its end.
 
@@ -57,6 +83,7 @@ class Sweep(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_kwargs: Any) -> None:
         """Write the page and its data into the sweep's directory; the table to stderr."""
+        _exit_codes.extend(_collect_exit_codes(Path(config.hydra.sweep.dir)))
         if not self._is_compared(config):
             return
         with _exit_on_error():
