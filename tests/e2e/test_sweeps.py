@@ -94,6 +94,7 @@ def test_each_job_on_slurm_is_a_group_over_its_nodes(
 def test_optuna_looks_for_the_highest_auc(workspace: Workspace, tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["--multirun", SMOKE, "hydra/sweeper=auc", "hydra.sweeper.n_trials=3"]
+    words += [f"hydra.sweeper.storage=sqlite:///{tmp_path}/study.db", "hydra.sweeper.study_name=a"]
     words += ["hydra.sweeper.sampler.seed=1", "optimizer.learning_rate=interval(0.001,0.5)"]
     words += ["placement=coverage", "pipeline=base", "trainer.max_steps=8"]
     sweep = tmp_path / "sweep"
@@ -104,6 +105,7 @@ def test_optuna_looks_for_the_highest_auc(workspace: Workspace, tmp_path: Path) 
     assert len(set(aucs)) > 1
     found = yaml.safe_load((sweep / "optimization_results.yaml").read_text())
     assert found["best_value"] == max(aucs)
+    assert (tmp_path / "study.db").stat().st_size > 0
     point = json.loads((sweep / str(aucs.index(max(aucs))) / "point.json").read_text())
     assert float(point["overrides"]["optimizer.learning_rate"]) == pytest.approx(
         found["best_params"]["optimizer.learning_rate"]
