@@ -117,7 +117,7 @@ def cut_kuairand(folder: Path) -> Data:
     for day, of_day in sorted(lines.items()):
         days.append(Day(folder / f"{np.datetime64(day, 'D')}.tsv", day * MS_PER_DAY - offset_ms))
         days[-1].path.write_bytes(header + b"".join(of_day))
-    return Data(days, ["experiment=quickstart", "data.source.split.utc_offset_h=8"])
+    return Data(days, ["experiment=quickstart"])
 
 
 def cut_drift(folder: Path) -> Data:

@@ -7,6 +7,7 @@ import pytest
 
 from hotrec.cli.store import build_config, compose_config
 from hotrec.data.chunks import Dataset, Jagged
+from hotrec.data.days import Day, days_of
 from hotrec.data.prepare import prepare
 
 ROOT = Path(__file__).parents[3]
@@ -31,6 +32,9 @@ def test_split_by_day(dataset):
     sizes = {split: dataset.num_samples(split) for split in ("train", "valid", "test")}
     assert sizes == {"train": 199_011, "valid": 13_737, "test": 15_581}
     assert sum(sizes.values()) == 228_329
+    days = {split: days_of(dataset, split) for split in sizes}
+    assert [len(of_split) for of_split in days.values()] == [13, 1, 1]
+    assert days["train"][-1] == Day("2022-05-06", 13_834)
     clicks = dataset.artifact.content["source"]["num_clicks"]
     assert sum(clicks.values()) / 228_329 == pytest.approx(0.442, abs=0.001)
 
