@@ -39,7 +39,8 @@ class NewestLines:
         gauges: dict[str, GaugeMetricFamily] = {}
         for prefix, line in list(self._lines.items()):
             split = line.get("split")
-            for tag, number in numbers_of(line, prefix).items():
+            numbers = {f"{prefix}/step": line["step"], **numbers_of(line, prefix)}
+            for tag, number in numbers.items():
                 key, _, part = tag.removeprefix(f"{prefix}/").partition("/")
                 labels = {"split": split, "part": part}
                 given = {name: value for name, value in labels.items() if value}
