@@ -226,6 +226,7 @@ def make_look_ahead(
             model,
             device,
             depth=config.pipeline.depth,
+            window=config.pipeline.window,
             wire_type=wire_type,
             hot_exchange=hot_exchange,
             timeout_s=config.trainer.timeout_s,

@@ -3,12 +3,13 @@
 A cache holds all rows of a batch while it is computed. Every row that is read is changed, so each
 one that leaves is written back. The policies differ in which rows leave:
 
-    look_ahead  ours, by its own code (``hotrec.embedding.slots``), with the batches that it holds
+    look_ahead  ours, by its own code (``hotrec.embedding.slots``), with the batches that it knows
     lru         those read longest ago
     lfu         those read in the fewest batches so far
     frequency   those with the fewest lookups in the profile (Colossal-AI's cache)
     belady      those read again last, of the whole stream: no policy moves fewer (Belady, IBM
-                Systems Journal 5(2), 1966), as far as rows are in no batch in flight
+                Systems Journal 5(2), 1966), as far as rows are in no batch in flight. Look-ahead
+                comes to it with depth 0, no resident rows and a window as long as the stream.
 """
 
 from __future__ import annotations
@@ -63,7 +64,14 @@ Step = tuple[np.ndarray, int]
 
 
 def replay(
-    stream: Stream, policy: str, num_slots: int, num_skipped: int, *, depth: int, resident: Rows
+    stream: Stream,
+    policy: str,
+    num_slots: int,
+    num_skipped: int,
+    *,
+    depth: int,
+    window: int,
+    resident: Rows,
 ) -> Replayed | None:
     """Replay a stream through a policy.
 
@@ -71,13 +79,14 @@ def replay(
         policy: One of POLICIES.
         num_skipped: First batches, which are not counted.
         depth: Batches that look-ahead holds beside the one that is computed.
+        window: Further batches that it knows.
         resident: Rows that look-ahead keeps for good.
 
     Returns:
         None if the batches that are held read more rows than there are slots.
     """
     if policy == LOOK_AHEAD:
-        steps = _look_ahead(stream, num_slots, depth, resident)
+        steps = _look_ahead(stream, num_slots, depth, window, resident)
     else:
         steps = _ranked(stream, num_slots, RANKINGS[policy](stream))
     num_rows = num_lookups = missed_lookups = num_in = num_out = 0
@@ -103,9 +112,15 @@ def replay(
     )
 
 
-def _look_ahead(stream: Stream, num_slots: int, depth: int, resident: Rows) -> Iterator[Step]:
+def _look_ahead(
+    stream: Stream, num_slots: int, depth: int, window: int, resident: Rows
+) -> Iterator[Step]:
     slots = SlotMap(stream.counts.size, num_slots, resident)
+    known = 0
     for number, rows in enumerate(stream.rows):
+        while window and known <= min(number + window, len(stream.rows) - 1):
+            slots.foresee(stream.rows[known], known)
+            known += 1
         if number > depth:
             slots.release(number - depth - 1, is_changed=True)
         _, moves = slots.reserve(rows, number)

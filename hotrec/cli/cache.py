@@ -36,7 +36,8 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     dataset = Dataset.open(config.paths.dataset, config.paths.verify)
     profile, artifact = read_profile(Path(config.paths.profile))
     check_made_from(artifact, dataset.artifact)
-    cache, settings = config.cache, {"depth": config.pipeline.depth}
+    cache = config.cache
+    settings = {"depth": config.pipeline.depth, "window": config.pipeline.window}
     stream = _read_stream(config, dataset, profile.counts)
     num_skipped = int(cache.skip_frac * len(stream.rows))
     partition = Partition({table.name: table.num_rows for table in dataset.schema.tables})

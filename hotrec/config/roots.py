@@ -41,6 +41,10 @@ FINISHED_RUN = "directory of the finished training run; latest: the newest under
 CHECKPOINT = "checkpoint: latest, best (of trainer.keep_best), or a name in the run's checkpoints/"
 SCORED_AT_ONCE = "number of samples that are scored at once"
 NUM_WORKERS = "number of loader processes per rank; 0: read in the rank itself"
+WINDOW = (
+    "number of further batches whose rows look_ahead knows, to choose which rows stay in the slots "
+    "of placement.cold_tier=cached"
+)
 DEPTH = "number of batches whose rows look_ahead exchanges in advance; 0: none"
 MICRO_BATCHES = "let look_ahead first compute the samples that need no row of another rank"
 WIRE = "type of rows and gradients in messages: fp32 (exact), fp16 or bf16"
@@ -60,6 +64,7 @@ class PipelineConfig:
         PipelineKind.auto,
     )
     depth: int = key(DEPTH, 1, ge=0, le=16)
+    window: int = key(WINDOW, 32, ge=0, le=256)
     micro_batches: bool = key(MICRO_BATCHES, False)
     wire: WireType = key(WIRE, WireType.fp32)
 

@@ -185,6 +185,10 @@ class CachedRows:
         # Fetched later: the rows may not have been initialised or loaded.
         self._resident: Moves | None = self.slots.clear()
 
+    def foresee(self, rows_K: torch.Tensor, number: int) -> None:
+        """Say which rows, int64 (K,), a batch will reserve slots for."""
+        self.slots.foresee(rows_K.cpu().numpy(), number)
+
     def reserve(self, rows_K: torch.Tensor, number: int) -> torch.Tensor:
         """Give a batch slots for its rows, int64 (K,), with repetition, and start to fill them.
 

@@ -1,8 +1,9 @@
 """Which rows have a device slot: decided on the host, from the rows that batches in flight read.
 
 Some slots hold the rows that were looked up most for good. The others turn over: rows of batches in
-flight stay, the next to go are those with the smallest decayed count of lookups (Colossal-AI's
-frequency-ordered cache and ScratchPipe's look-forward cache, in one).
+flight stay. Of the rest, rows that no known batch reads go first, by the smallest decayed count of
+lookups, then those that known batches read last (Colossal-AI's frequency-ordered cache and
+ScratchPipe's look-forward cache, in one; Belady's rule as far as batches are known).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ Slots = npt.NDArray[np.int32]
 HALF_LIFE = 256
 # New lookups weigh more instead of old ones less, up to this weight.
 MOST_WEIGHT = 1e30
+# More than the decayed lookups of any row.
+FORESEEN_WORTH = 1e60
 # Slots that are ranked at once, as a share of those that turn over.
 QUEUE_FRAC = 1 / 8
 
@@ -67,7 +70,8 @@ class SlotMap:
     def arrays(self) -> list[npt.NDArray[Any]]:
         """The maps."""
         maps: list[npt.NDArray[Any]] = [self._slot_of_row, self._lookups]
-        return [*maps, self._row_of_slot, self._last_use, self._is_changed, self._first]
+        maps += [self._row_of_slot, self._last_use, self._last_foreseen]
+        return [*maps, self._is_changed, self._first]
 
     def clear(self) -> Moves:
         """Take all slots away, and start new numbers; the resident rows to fetch."""
@@ -77,12 +81,21 @@ class SlotMap:
         self._is_changed = np.zeros(self.num_slots, np.bool_)
         self._reserved: deque[tuple[int, Slots]] = deque()
         self._released = -1
+        self._foreseen: deque[tuple[int, Rows]] = deque()
+        self._last_foreseen = np.full(self.num_slots, -1, np.int64)
         self._queue = np.empty(0, np.int32)  # slots to give away, the first first
-        self._queued_at = -1  # the batch that was released when they were ranked
+        # When they were ranked, the batch that was released, and the last one known.
+        self._queued_at = self._queued_until = -1
         slots = np.arange(self._resident_rows.size, dtype=np.int32)
         self._row_of_slot[slots] = self._resident_rows
         self._slot_of_row[self._resident_rows] = slots
         return Moves(self._resident_rows[:0], slots[:0], self._resident_rows, slots)
+
+    def foresee(self, rows: Rows, number: int) -> None:
+        """Say which rows a batch will reserve slots for, before ``reserve``."""
+        self._foreseen.append((number, rows))
+        slots = self._slot_of_row[rows]
+        self._last_foreseen[slots[slots >= 0]] = number
 
     def reserve(self, rows: Rows, number: int) -> tuple[Slots, Moves]:
         """Give a batch slots for its rows, (K,) with repetition, until ``release(number)``.
@@ -93,6 +106,8 @@ class SlotMap:
         Raises:
             TooFewSlotsError: if the batches in flight hold too many slots.
         """
+        while self._foreseen and self._foreseen[0][0] <= number:
+            self._foreseen.popleft()
         slots = self._slot_of_row[rows]
         self._last_use[slots[slots >= 0]] = number  # before others are given away
         missing = np.unique(rows[slots < 0])
@@ -110,8 +125,9 @@ class SlotMap:
         return slots, Moves(old[is_changed], taken[is_changed], missing, taken)
 
     def _take(self, num: int) -> Slots:
-        """Slots of no batch in flight, of the rows with the fewest lookups."""
-        queue = self._queue[self._last_use[self._queue] <= self._queued_at]
+        """Slots of no batch in flight, of the rows that are known to be read last or least."""
+        is_left = self._last_use[self._queue] <= self._queued_at
+        queue = self._queue[is_left & (self._last_foreseen[self._queue] <= self._queued_until)]
         if queue.size < num:
             first = self._resident_rows.size
             is_free = self._last_use[first:] <= self._released
@@ -120,13 +136,26 @@ class SlotMap:
                 raise TooFewSlotsError(self.num_slots - free.size + num, self.num_slots)
             # Ranking all slots in every step would cost more than moving the rows.
             size = min(free.size, max(num, math.ceil(QUEUE_FRAC * is_free.size)))
-            rows = self._row_of_slot[free]
-            lookups = np.where(rows < 0, -1.0, self._lookups[rows])
-            fewest = np.argpartition(lookups, size - 1)[:size]
-            queue = free[fewest[np.argsort(lookups[fewest], kind="stable")]]
+            worth = self._worth(free)
+            least = np.argpartition(worth, size - 1)[:size]
+            queue = free[least[np.argsort(worth[least], kind="stable")]]
             self._queued_at = self._released
+            self._queued_until = self._foreseen[-1][0] if self._foreseen else self._released
         self._queue = queue[num:]
         return queue[:num]
+
+    def _worth(self, slots: Slots) -> npt.NDArray[np.float64]:
+        """Those to be given away first have the smallest."""
+        rows = self._row_of_slot[slots]
+        worth = np.where(rows < 0, -1.0, self._lookups[rows]).astype(np.float64)
+        if self._foreseen:
+            steps_to_use = np.full(self.num_slots, np.inf)
+            for steps, (_, read) in reversed([*enumerate(self._foreseen, 1)]):
+                held = self._slot_of_row[read]
+                steps_to_use[held[held >= 0]] = steps
+            is_read = np.isfinite(steps_to_use[slots])
+            worth[is_read] = FORESEEN_WORTH / steps_to_use[slots[is_read]]
+        return worth
 
     def _count(self, rows: Rows, slots: Slots) -> None:
         self._lookups[rows] += self._weight  # once per batch, also where a row is repeated

@@ -650,7 +650,7 @@ def _scars_curve(
 
 # Slots for each row that batches in flight are expected to read beside the resident ones, and the
 # largest share of the slots that are resident, since popularity drifts.
-SPARE_SLOTS, MOST_RESIDENT_FRAC = 1.25, 0.8
+SPARE_SLOTS, MOST_RESIDENT_FRAC = 1.25, 0.25
 
 
 def choose_resident_rows(

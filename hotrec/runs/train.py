@@ -450,7 +450,7 @@ def _candidate(plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ra
         sharded = _build(plan, dataset, machine, ranks)
         return sharded, make_train_loader(config, ranks, sharded.transform, None, None, None)
 
-    held = 2 * config.trainer.num_workers + config.pipeline.depth
+    held = 2 * config.trainer.num_workers + config.pipeline.depth + config.pipeline.window
     return Candidate(build, plan.most_bytes, held)
 
 

@@ -306,7 +306,8 @@ class LookAheadPipeline(Pipeline):
         return output
 
     def _fill(self, batches: Iterator[Any], is_training: bool) -> None:
-        while len(self._held) <= self._rows.depth and not self._has_ended:
+        num_held = self._rows.depth + self._rows.window
+        while len(self._held) <= num_held and not self._has_ended:
             batch = next(batches, None)
             if batch is None:
                 self._has_ended = True

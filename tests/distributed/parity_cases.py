@@ -83,6 +83,7 @@ class Case:
     micro_batches: bool = False
     cache_load_frac: float = 0.2
     resident_frac: float = 0.0
+    window: int = 0
     tables: tuple[PlainTable, ...] = field(init=False)
 
     def __post_init__(self) -> None:

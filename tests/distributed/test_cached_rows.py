@@ -48,6 +48,7 @@ def make_cache_cases(num_cases: int, seed: int) -> list[Case]:
             micro_batches=bool(rng.integers(2)),
             cache_load_frac=(0.02, 0.02, 0.6, 1.0)[index % 4],
             resident_frac=(0.0, 0.5)[int(rng.integers(2))],
+            window=(0, 1, 3, 8)[index // 2 % 4],
         )
         for index in range(num_cases)
     ]
@@ -73,7 +74,9 @@ def run_training(case: Case) -> list[Any]:
     device = torch.device("cpu")
 
     def make_rows() -> RowsAhead:
-        return RowsAhead(model, device, depth=case.depth, hot_exchange=case.exchange)
+        return RowsAhead(
+            model, device, depth=case.depth, window=case.window, hot_exchange=case.exchange
+        )
 
     ahead = LookAhead(make_rows, case.micro_batches)
     pipeline = make_pipeline("look_ahead", model, optimizer, device, ahead)

@@ -99,7 +99,8 @@ class RowRequest:
     requested: list[RequestedRows]
     num_requested: RowCounts  # from each rank
     num_served: RowCounts  # that each rank requests from this one
-    places: list[torch.Tensor]  # of the rows requested from this rank, int64 (R,), in rank order
+    positions: list[torch.Tensor]  # of the rows requested from this rank, int64 (R,), in rank order
+    places: list[torch.Tensor] = field(default_factory=list)  # of the same
     # Class 0 is a lag of 1, the last class depth + 1 or more.
     by_lag: Sides | None = None
     # Class 0 are the urgent rows, which some rank reads in the next batch too, class 1 the others;
@@ -125,7 +126,8 @@ class PrefetchedBatch:
     will_update: bool
     is_all_hot: bool  # whether no rank's batch reads a cold row
     num_hot: list[int]  # distinct hot rows of each group
-    rows: list[torch.Tensor]  # float (U, D), hot rows first; filled while the batch waits
+    # Float (U, D), hot rows first; made when it is requested, filled while the batch waits.
+    rows: list[torch.Tensor] = field(default_factory=list)
     request: RowRequest | None = None  # None if no cold rows are exchanged
     hot_counts: RowCounts = field(default_factory=list)  # [rank][group with hot rows]
     hot_plan: HotPlan | None = None  # None without hot rows, and in evaluation
@@ -173,9 +175,10 @@ class ColdExchange:
     """Exchanges cold rows and their gradients with the owners of the rows.
 
     The lag of a row in batch b is b minus the last batch before b in which any rank reads the row;
-    the row's value is final once that batch's update is applied. With depth d, every rank runs the
-    exchanges of step s in this order:
+    the row's value is final once that batch's update is applied. With depth d and window w, every
+    rank runs the exchanges of step s in this order:
 
+        send_ids(s + d + w)   name the rows of batch s + d + w to their owners
         request_rows(s + d)   request the rows of batch s + d from their owners, which answer with
                               the lags, and with the rows of batch s + d - 1 that are read again
         fetch_rows(s)         rows of batches after s that became final with the update of s - 1
@@ -190,7 +193,12 @@ class ColdExchange:
     """
 
     def __init__(
-        self, groups: Sequence[RowGroup], wire: Wire, depth: int, device: torch.device
+        self,
+        groups: Sequence[RowGroup],
+        wire: Wire,
+        depth: int,
+        device: torch.device,
+        window: int = 0,
     ) -> None:
         self._groups = groups
         self._cold = [index for index, group in enumerate(groups) if group.owners is not None]
@@ -198,6 +206,7 @@ class ColdExchange:
         self._dims = [groups[index].dim for index in self._cold]
         self._wire = wire
         self._depth = depth
+        self._window = window
         self._device = device
         self._is_cached = any(group.is_cached for group in groups)
         # The last batch that reads the row at each place; at first long ago. A slot is given to
@@ -208,11 +217,8 @@ class ColdExchange:
         ]
         self._newest: PrefetchedBatch | None = None
 
-    def request_rows(self, batch: PrefetchedBatch) -> None:
-        """Request a batch's rows from their owners, and find the conflicts with other batches.
-
-        In evaluation, and without look-ahead, nothing is updated between request and answer.
-        """
+    def send_ids(self, batch: PrefetchedBatch) -> None:
+        """Name a batch's rows to their owners."""
         enter(COMMUNICATION, "ids_exchange")
         with named_range("ids_exchange"):
             requested = self._find_owners(batch)
@@ -230,7 +236,22 @@ class ColdExchange:
             batch.hot_counts = [row[len(requested) :] for row in counts]
             if requested:
                 num_served = [row[: len(requested)] for row in counts]
-                batch.request = self._send_request(batch, requested, num_requested, num_served)
+                batch.request = self._send_request(requested, num_requested, num_served)
+                if self._window:
+                    for index, positions_R in zip(self._cold, batch.request.positions, strict=True):
+                        self._groups[index].owned.foresee(positions_R, batch.number)
+
+    def request_rows(self, batch: PrefetchedBatch) -> None:
+        """Let the owners of a batch's rows reserve places, and find conflicts with other batches.
+
+        In evaluation, and without look-ahead, nothing is updated between request and answer.
+        """
+        if batch.request is not None:
+            enter(COMMUNICATION, "ids_exchange")
+            with named_range("ids_exchange"):
+                batch.request.places = self._reserve(batch, batch.request.positions)
+                if batch.will_update and self._depth > 0:
+                    self._find_conflicts(batch, batch.request)
         self._newest = batch
 
     def _find_owners(self, batch: PrefetchedBatch) -> list[RequestedRows]:
@@ -244,18 +265,14 @@ class ColdExchange:
 
     def _send_request(
         self,
-        batch: PrefetchedBatch,
         requested: list[RequestedRows],
         num_requested: RowCounts,
         num_served: RowCounts,
     ) -> RowRequest:
         sent = [part.positions_U for part in requested]
         received = exchange_rows(self._wire, sent, num_requested, num_served, [1] * len(sent))
-        places = self._reserve(batch, [part.view(-1).long() for part in received])
-        request = RowRequest(requested, num_requested, num_served, places)
-        if batch.will_update and self._depth > 0:
-            self._find_conflicts(batch, request)
-        return request
+        positions = [part.view(-1).long() for part in received]
+        return RowRequest(requested, num_requested, num_served, positions)
 
     def _reserve(self, batch: PrefetchedBatch, positions: list[torch.Tensor]) -> list[torch.Tensor]:
         """The places of the rows at these positions, by group.

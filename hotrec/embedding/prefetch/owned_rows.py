@@ -209,6 +209,17 @@ class OwnedRows:
         bounds = zip([0, *cuts], cuts, parts, strict=False)
         return order_K, [sorted_K[first:last] - begin for first, last, (begin, _, _) in bounds]
 
+    def foresee(self, positions_K: torch.Tensor, number: int) -> None:
+        """Say for which rows, at positions int64 (K,), a batch will reserve places."""
+        if not self.caches:  # on a rank without rows
+            return
+        rows = [positions_K]
+        if len(self._parts) > 1:
+            _, rows = self._split(positions_K, self._by_position)
+        for rows_K, (_, _, part) in zip(rows, self._parts, strict=True):
+            if isinstance(part, CachedRows):
+                part.foresee(rows_K, number)
+
     def reserve(self, positions_K: torch.Tensor, number: int) -> torch.Tensor:
         """The places int64 (K,) of the rows at positions int64 (K,), until ``release(number)``.
 

@@ -57,6 +57,8 @@ class RowsAhead:
         model: The sharded model.
         device: The model's device.
         depth: The number of batches whose rows are fetched ahead of the step; 0 for none.
+        window: The number of further batches that are prefetched, of which owners of rows behind
+            slots know the rows, to keep them; others need none.
         wire_type: The type in which rows and gradients are sent.
         hot_exchange: How gradients of hot rows are reduced.
         timeout_s: How long a message may wait for its peer.
@@ -71,6 +73,7 @@ class RowsAhead:
         device: torch.device,
         *,
         depth: int = 1,
+        window: int = 0,
         wire_type: WireType = WireType.fp32,
         hot_exchange: HotExchange = HotExchange.auto,
         timeout_s: float = 600.0,
@@ -91,13 +94,15 @@ class RowsAhead:
         self._first_group = [sum(nums[:at]) for at in range(len(nums))]
         wire = Wire(new_group(timeout_s=timeout_s), wire_type)
         self._thread = CommunicationThread(device, "communication")
-        self._cold = ColdExchange(self._groups, wire, depth, device)
+        self.window = window if any(group.is_cached for group in self._groups) else 0
+        self._cold = ColdExchange(self._groups, wire, depth, device, self.window)
         self._replicas: list[HotReplicas] = [g.replica for g in self._groups if g.replica]
         shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
         self._reducer = HotReducer(shapes, wire, hot_exchange, device=device) if shapes else None
         self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
-        self._window: deque[PrefetchedBatch] = deque()
-        self._num_new = 0  # batches at the window's end that were never fetched
+        self._known: deque[PrefetchedBatch] = deque()  # after those requested
+        self._requested: deque[PrefetchedBatch] = deque()
+        self._num_new = 0  # of these, the last ones, which were never fetched
         self._num_prefetched = 0
         self._current: PrefetchedBatch | None = None
         self._part: Part | None = None
@@ -121,7 +126,7 @@ class RowsAhead:
     def prefetch(
         self, features: Sequence[Any], *, will_update: bool, is_all_hot: bool = False
     ) -> None:
-        """Request a batch's rows; they are sent when the next step starts.
+        """Name a batch's rows to their owners, who send them up to ``depth`` steps ahead.
 
         Args:
             features: By collection, ids, or what the router made of them.
@@ -140,38 +145,46 @@ class RowsAhead:
         groups = [group for part in routed for group in part.groups]
         pairs = list(zip(self._groups, groups, strict=True))
         num_hot = [group.num_hot(of_batch.rows) for group, of_batch in pairs]
-        rows = [
-            torch.empty(of_batch.rows.values().numel(), group.dim, device=self._device)
-            for group, of_batch in pairs
-        ]
         number = self._num_prefetched
-        num_cold = sum(map(len, rows)) - sum(num_hot)
+        num_cold = sum(part.rows.values().numel() for part in groups) - sum(num_hot)
         if is_all_hot and num_cold:
             raise ValueError(
                 f"batch {number}: expected hot rows alone, since it is marked all-hot, "
                 f"got {num_cold} cold rows. Pack the batches with the partition that is used."
             )
         batch = PrefetchedBatch(
-            number, list(features), routed, groups, will_update, is_all_hot, num_hot, rows
+            number, list(features), routed, groups, will_update, is_all_hot, num_hot
         )
         mark("route")
         self._num_prefetched += 1
-        self._num_new += 1
-        self._window.append(batch)
+        self._known.append(batch)
         # Made and freed on this stream, used on the communication thread's.
         for part in routed:
             self._thread.will_use(part)
-        self._thread.will_use(*batch.rows)
-        self._thread.submit(lambda: self._prefetch_in_thread(batch))
+        self._thread.submit(lambda: self._cold.send_ids(batch))
+
+    def _request_known(self) -> None:
+        """Request the rows of the current batch and of ``depth`` others."""
+        while self._known and len(self._requested) <= self.depth:
+            batch = self._known.popleft()
+            batch.rows = [
+                torch.empty(of_batch.rows.values().numel(), group.dim, device=self._device)
+                for group, of_batch in zip(self._groups, batch.groups, strict=True)
+            ]
+            self._num_new += 1
+            self._requested.append(batch)
+            self._thread.will_use(*batch.rows)
+            self._thread.submit(partial(self._request_in_thread, batch))
 
     def start_step(self) -> None:
         """Start the step of the oldest batch: fetch the rows that have become final."""
-        first_new = len(self._window) - self._num_new
+        self._request_known()
+        first_new = len(self._requested) - self._num_new
         self._num_new = 0
         # The oldest batch, unless it is new, has all its rows when the step before it is over.
-        held = enumerate(self._window)
+        held = enumerate(self._requested)
         fetching = [(batch, at >= first_new) for at, batch in held if at or not first_new]
-        batch = self._window.popleft()
+        batch = self._requested.popleft()
         if fetching:
             fetched = self._thread.submit(lambda: self._cold.fetch_rows(batch.number, fetching))
             for other, _ in fetching:
@@ -309,7 +322,7 @@ class RowsAhead:
         if self._reducer is not None:
             # First: the optimizer waits for hot gradients, the next forward for urgent rows.
             self._hot_future = self._thread.submit(lambda: self._reduce_hot(batch, gradients))
-        following = self._window[0] if self._window else None
+        following = self._requested[0] if self._requested else None
         if following is not None:
             following.all_rows = self._thread.submit(
                 lambda: self._cold.exchange_urgent(batch, gradients, following)
@@ -317,8 +330,8 @@ class RowsAhead:
         # After the urgent ones, since no rank waits for these before the next step.
         self._thread.submit(lambda: self._cold.send_late(batch, gradients))
 
-    def _prefetch_in_thread(self, batch: PrefetchedBatch) -> None:
-        """Exchange everything that depends on the ids alone, on the communication thread."""
+    def _request_in_thread(self, batch: PrefetchedBatch) -> None:
+        """Exchange what else depends on the ids alone, on the communication thread."""
         self._cold.request_rows(batch)
         if self._reducer is not None and batch.will_update:
             enter(COMMUNICATION, "hot_exchange")

@@ -26,7 +26,7 @@ def make_stream(seed: int = 0) -> Stream:
 
 def run(stream: Stream, policy: str, num_slots: int, num_skipped: int = 0) -> Replayed | None:
     resident = np.argsort(-stream.counts)[: num_slots // 4]
-    return replay(stream, policy, num_slots, num_skipped, depth=1, resident=resident)
+    return replay(stream, policy, num_slots, num_skipped, depth=1, window=0, resident=resident)
 
 
 @pytest.mark.parametrize("num_slots", [12, 20, 60])
@@ -66,6 +66,23 @@ def test_no_policy_moves_fewer_rows_than_belady(seed: int, num_slots: int) -> No
     for one in found.values():
         assert one is not None
         assert 0 <= NUM_BATCHES * (one.num_in - one.num_out) <= num_slots + 1e-9
+
+
+@pytest.mark.parametrize("num_slots", [22, 30, 45])
+def test_look_ahead_that_knows_all_batches_moves_as_few_rows_as_belady(
+    num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotrec.embedding.slots.QUEUE_FRAC", 0)  # ranked for every batch
+    stream = make_stream()
+    least = run(stream, "belady", num_slots)
+    assert least is not None
+    nothing, moved = np.empty(0, np.int64), []
+    for window in (0, 1, 4, NUM_BATCHES):
+        found = replay(stream, LOOK_AHEAD, num_slots, 0, depth=0, window=window, resident=nothing)
+        assert found is not None
+        moved.append(found.num_in)
+    assert moved == sorted(moved, reverse=True)
+    assert moved[-1] == pytest.approx(least.num_in)
 
 
 def test_with_slots_for_all_rows_each_is_fetched_once() -> None:

@@ -68,10 +68,10 @@ def test_slots_filled_ahead_hold_rows_with_their_state():
     full = make_demand("a", 4, state_bytes=16)
     # A slot of each rank with row and state, 2 rows on the host with maps of 8 each, and the maps
     # of the slot.
-    assert memory([full], {}, {"a": slots}) == [(32 + 16, 2 * (32 + 8) + 25 + 16)] * 2
+    assert memory([full], {}, {"a": slots}) == [(32 + 16, 2 * (32 + 8) + 33 + 16)] * 2
     # A state of one float stays on the device for every row, and is in the slot too.
     small = make_demand("a", 4)
-    assert memory([small], {}, {"a": slots}) == [(20 + 2 * 4 + 16, 2 * (16 + 8) + 25 + 16)] * 2
+    assert memory([small], {}, {"a": slots}) == [(20 + 2 * 4 + 16, 2 * (16 + 8) + 33 + 16)] * 2
 
 
 def test_slots_are_as_wide_as_the_widest_table_that_shares_the_cache():

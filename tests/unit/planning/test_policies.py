@@ -439,6 +439,6 @@ def test_resident_rows_leave_room_for_the_others(load_frac, samples):
     fitting = [
         num
         for num in range(len(order) + 1)
-        if num + 1.25 * sum(probs[key] for key in order[num:]) <= slots and num <= 0.8 * slots
+        if num + 1.25 * sum(probs[key] for key in order[num:]) <= slots and num <= 0.25 * slots
     ]
     assert sum(map(len, found.values())) == (max(fitting) if fitting else 0)
