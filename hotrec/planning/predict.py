@@ -295,17 +295,28 @@ def _pooled_imbalance(scenario: Scenario, tables: Mapping[str, TablePlacement]) 
     return max(ranks) * len(ranks) / sum(loads) if loads else 1.0
 
 
-def check_slots(scenario: Scenario, placement: Placement) -> None:
+# Standard deviations by which the most that a run's batches read is taken to exceed their mean.
+NUM_DEVIATIONS = 4
+
+
+def check_slots(scenario: Scenario, placement: Placement, samples_in_flight: int) -> None:
     """Checks that the slots of CACHED tables fit, and suffice for the batches of look-ahead.
 
-    They hold the resident rows, and the distinct others that a rank's share of the rows is expected
-    to be read of in depth + 1 global batches: that q of any row is read in one of n of them is
-    1 - (1 - q)^n, as if batches were independent.
+    They hold the resident rows, and the distinct others of a rank's share of the rows that the
+    batches in flight read. A row is read in one of n global batches with probability
+    1 - (1 - Q)^n, as if they were independent, and at most as many as NUM_DEVIATIONS standard
+    deviations of a Poisson number above the mean are read.
+
+    Args:
+        samples_in_flight: Most samples of all ranks whose rows look-ahead holds at once, in
+            training or evaluation.
 
     Raises:
         ValueError: If a mean rank is expected to need more, or its device cannot hold them.
     """
-    num_batches, needed, num_slots = scenario.pipeline.depth + 1, 0.0, 0.0
+    num_ranks = scenario.world.num_ranks
+    num_batches = samples_in_flight / (scenario.machine.batch_size * num_ranks)
+    needed, others, num_slots = 0.0, 0.0, 0.0
     num_bytes, free_bytes = 0.0, scenario.memory_bytes[0]
     for demand in scenario.demands:
         placed, num_hot = placement.tables[demand.name], placement.partition.num_hot(demand.name)
@@ -313,9 +324,11 @@ def check_slots(scenario: Scenario, placement: Placement) -> None:
             continue
         resident = len(placement.resident_rows.get(demand.name, ()))
         others_G = demand.rows_G - take_rows(demand, num_hot + resident)
-        needed += resident + float(others_G @ (1 - (1 - demand.by_any_G) ** num_batches))
+        needed += resident
+        others += float(others_G @ (1 - (1 - demand.by_any_G) ** num_batches))
         num_slots += cached_rows(demand, placed)
-        num_bytes += cached_rows(demand, placed) * demand.row_bytes / scenario.world.num_ranks
+        num_bytes += cached_rows(demand, placed) * demand.row_bytes / num_ranks
+    needed += others + NUM_DEVIATIONS * math.sqrt(num_ranks * others)
     if num_bytes > free_bytes and scenario.machine.device == "cuda":
         raise ValueError(
             f"placement.cache_load_frac: expected slots, with optimizer state, of at most "
@@ -323,11 +336,13 @@ def check_slots(scenario: Scenario, placement: Placement) -> None:
             f"{free_bytes / num_bytes:.2f} times as large or less."
         )
     if needed > num_slots:
+        is_training = num_batches <= scenario.pipeline.depth + 1
+        batch = "batch_size" if is_training else "eval_batch_size"
         raise ValueError(
             f"placement.cache_load_frac: expected {math.ceil(needed)} slots or more over all ranks "
-            f"for the resident rows and those of {num_batches} batches in flight, got "
+            f"for the resident rows and those that {samples_in_flight} samples in flight read, got "
             f"{math.ceil(num_slots)}. Set it {needed / num_slots:.2f} times as large or more, or "
-            "lower placement.resident_frac, pipeline.depth or trainer.batch_size."
+            f"lower placement.resident_frac, pipeline.depth or trainer.{batch}."
         )
 
 

@@ -394,7 +394,7 @@ def _predict_given(
     if placement is None:
         given = {torchrec_name(config): predict_torchrec_config(config, dataset.schema, scenario)}
     else:
-        check_slots(scenario, placement)
+        check_slots(scenario, placement, samples_in_flight(config, scenario.world.num_ranks))
         num_hot = {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
         given = {
             own_name(kind): predict_placement(

@@ -169,23 +169,32 @@ def test_prefetch_without_a_cache_is_refused(placement: Any, device: str, found:
         choose_pipeline(config, machine(device))
 
 
-@pytest.mark.parametrize(("depth", "share"), [(0, 0.0), (1, 0.0), (1, 0.5), (3, 0.2)])
-def test_slots_hold_the_rows_of_all_batches_in_flight(depth: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("depth", "share", "eval_factor"),
+    [(0, 0.0, 1), (1, 0.0, 1), (1, 0.5, 1), (3, 0.2, 1), (1, 0.0, 3)],
+)
+def test_slots_hold_the_rows_of_all_batches_in_flight(
+    depth: int, share: float, eval_factor: int
+) -> None:
     """The number that would do is named, and does; resident rows need a slot each."""
     on = scenario(machine("cpu"))
     on = dataclasses.replace(on, pipeline=PipelineSpec(PipelineKind.look_ahead, "fp32", depth))
     num_rows = {d.name: d.num_rows for d in on.demands}
-    read = sum(float(d.rows_G @ (1 - (1 - d.by_any_G) ** (depth + 1))) for d in on.demands)
+    num_ranks, num_batches = on.world.num_ranks, eval_factor * (depth + 1)
+    read = sum(float(d.rows_G @ (1 - (1 - d.by_any_G) ** num_batches)) for d in on.demands)
+    read += 4 * math.sqrt(num_ranks * read)
+    samples = num_batches * on.machine.batch_size * num_ranks
 
     def check(frac: float) -> None:
         resident = {t: np.arange(int(share * frac * n)) for t, n in num_rows.items()}
         placed = Placement.alike(Partition(num_rows), Tier.CACHED, frac)
-        check_slots(on, dataclasses.replace(placed, resident_rows=resident))
+        check_slots(on, dataclasses.replace(placed, resident_rows=resident), samples)
 
     few = 0.5 * read / sum(num_rows.values())
     with pytest.raises(ValueError, match=r"^placement\.cache_load_frac: expected") as error:
         check(few)
     [needed] = re.findall(r"expected (\d+) slots", str(error.value))
+    assert ("trainer.eval_batch_size" in str(error.value)) == (eval_factor > 1)
     if share == 0:
         assert int(needed) == math.ceil(read)
         check(1.01 * read / sum(num_rows.values()))
@@ -199,11 +208,11 @@ def test_slots_that_the_device_cannot_hold_are_refused() -> None:
     placed = Placement.alike(Partition(num_rows), Tier.CACHED, 0.9)
     row_bytes = [d.row_bytes for d in scenario(machine()).demands][0]
     needed = 0.9 * sum(num_rows.values()) * row_bytes / RANKS
-    check_slots(scenario(machine(device_bytes=int(1.5 * needed))), placed)
+    check_slots(scenario(machine(device_bytes=int(1.5 * needed))), placed, 1)
     on = scenario(machine(device_bytes=int(0.9 * needed)))
     with pytest.raises(ValueError, match=rf"of at most .* got {math.ceil(needed)}\. Set it 0\."):
-        check_slots(on, placed)
-    check_slots(dataclasses.replace(on, machine=machine("cpu")), placed)
+        check_slots(on, placed, 1)
+    check_slots(dataclasses.replace(on, machine=machine("cpu")), placed, 1)
 
 
 def test_slots_need_look_ahead() -> None:
