@@ -47,6 +47,7 @@ from tests.faults.workspace import (
     TINY,
     TRAIN,
     TWO,
+    compare_runs,
     hash_document,
     in_run,
     same_artifact,
@@ -95,7 +96,44 @@ def tidy(below: str) -> Callable[[Made], Complaint]:
     return check
 
 
+SLOTS = (
+    f"{TRAIN} placement=all_cold placement.cold_tier=cached placement.cache_load_frac=0.65 "
+    "pipeline=look_ahead trainer.eval_splits=[] trainer.num_epochs=1000 trainer.max_steps=400 "
+    "trainer.save_every_steps=150"
+)
+
+
+def _killed_and_resumed(words: str, lines: int) -> Act:
+    """Run the command a second time, beside the first, killed once and started again."""
+
+    def act(running: Running) -> Complaint:
+        from tests.faults.process import start
+
+        case = replace(running.case, variables=in_run("runs/second"))
+        for is_killed in (True, False):
+            scratch = running.scratch / f"killed-{is_killed}"
+            (scratch / "tmp").mkdir(parents=True)
+            other = start(case, words, running.folder, scratch)
+            if is_killed:
+                other.wait_for("runs/second/metrics.jsonl", lines=lines)
+                if other.poll() is not None:
+                    return "unclear", "the second command ended before it was killed"
+                os.killpg(other.pid, signal.SIGKILL)
+                other.wait(20)
+            elif (code := other.wait(50)) != 0:
+                said = (scratch / "err").read_text().strip().splitlines()[-1:]
+                return "unclear", f"started again: exit code {code}, {said}"
+        return None
+
+    return act
+
+
+def _second_as_first(made: Made) -> str | None:
+    return compare_runs(made.folder / "runs/second", made.folder / "runs/new")
+
+
 def _resume_cases() -> Iterator[Case]:
+    yield works("resume/slots-after-a-kill", SLOTS, act=_killed_and_resumed(SLOTS, 200), check=_second_as_first, limit_s=120, **NEW)
     yield works("resume/in-halves", f"{TRAIN} trainer.max_steps=8\n{TRAIN}", check=same_run("runs/new", ONE), **NEW)
     yield works("resume/in-halves-workers", f"{TRAIN} trainer.max_steps=8 trainer.num_workers=2\n{TRAIN} trainer.num_workers=2", check=same_run("runs/new", ONE), **NEW)
     yield works("resume/in-halves-ranks", f"{TWO_RANKS} trainer.max_steps=8\n{TWO_RANKS}", check=same_run("runs/new", TWO), limit_s=90, **NEW)
