@@ -34,6 +34,15 @@ EXACT = "exact"
 # What `hotrec train` gets beside the data's settings. The first one is the reference, with
 # TorchRec's pipeline, which is what such small steps on one host get. The second is as exact, and
 # differs by the order of additions alone: what it shows is no effect.
+# All rows behind slots for half of them.
+SLOTS = (
+    "pipeline=look_ahead",
+    "placement.hot_frac=0",
+    "placement.cold_tier=cached",
+    "placement.cache_load_frac=0.5",
+    "trainer.eval_batch_size=256",
+)
+
 VARIANTS: Mapping[str, Sequence[str]] = {
     EXACT: (),
     "look_ahead": ("pipeline=look_ahead",),
@@ -41,6 +50,8 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "bf16": ("pipeline.wire=bf16",),
     "look_ahead_fp16": ("pipeline=look_ahead", "pipeline.wire=fp16"),
     "look_ahead_bf16": ("pipeline=look_ahead", "pipeline.wire=bf16"),
+    "slots_fp16": (*SLOTS, "placement.cold_rows=fp16"),
+    "slots_bf16": (*SLOTS, "placement.cold_rows=bf16"),
     "dense_bf16": ("trainer.precision=bf16",),
     "dense_tf32": ("trainer.precision=tf32",),
     # Two blocks of each kind in the epoch; and blocks cut or grown by the validation loss.

@@ -258,7 +258,7 @@ class PipelineKind(Enum):
 
 
 class WireType(Enum):
-    """The type in which rows and gradients travel between ranks."""
+    """The type in which rows and gradients travel between ranks, or rows lie in host memory."""
 
     fp32 = "fp32"
     fp16 = "fp16"
@@ -313,12 +313,14 @@ class TablePlacement:
         sharding: Sharding of the rows.
         tier: Memory of the rows; DEVICE or CACHED on CPU.
         cache_load_frac: Cached fraction of the rows in HOST_CACHED and CACHED, in 0..1; else None.
+        row_type: Type of the rows in host memory, in CACHED; else fp32. Slots are fp32.
     """
 
     exchange: Exchange = Exchange.ROWS
     sharding: Sharding = Sharding.ROW_WISE
     tier: Tier = Tier.DEVICE
     cache_load_frac: float | None = None
+    row_type: WireType = WireType.fp32
 
 
 @dataclass(frozen=True)
@@ -344,10 +346,12 @@ class Placement:
         cache_load_frac: float | None = None,
         *,
         is_hot_dense: bool = False,
+        row_type: WireType = WireType.fp32,
     ) -> Placement:
         """All tables alike: cold rows exchanged as rows, row-wise, in one tier."""
         is_cached = tier in (Tier.HOST_CACHED, Tier.CACHED)
-        table = TablePlacement(tier=tier, cache_load_frac=cache_load_frac if is_cached else None)
+        load_frac = cache_load_frac if is_cached else None
+        table = TablePlacement(tier=tier, cache_load_frac=load_frac, row_type=row_type)
         return Placement(partition, dict.fromkeys(partition.num_rows, table), is_hot_dense)
 
     def __post_init__(self) -> None:
@@ -361,6 +365,12 @@ class Placement:
                 raise ValueError(
                     f"placement table {name}: expected no hot rows in a table whose exchange is "
                     f"pooled, got {self.partition.num_hot(name)}."
+                )
+            if table.row_type is not WireType.fp32 and table.tier is not Tier.CACHED:
+                raise ValueError(
+                    f"placement table {name}: expected fp32 rows in tier {table.tier.value}, got "
+                    f"{table.row_type.value}. Set placement.cold_tier=cached, or "
+                    "placement.cold_rows=fp32."
                 )
             frac = table.cache_load_frac
             if table.tier is Tier.CACHED and (

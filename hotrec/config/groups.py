@@ -7,7 +7,15 @@ from enum import StrEnum
 from typing import Any, Union
 
 from hotrec.config.fields import Rules, key, option, section
-from hotrec.types import ColdTier, HotExchange, HugectrLink, ModelKind, OptimizerKind, TorchrecPlan
+from hotrec.types import (
+    ColdTier,
+    HotExchange,
+    HugectrLink,
+    ModelKind,
+    OptimizerKind,
+    TorchrecPlan,
+    WireType,
+)
 
 # Enumerations in lower case: YAML shows their names.
 PlacementKind = StrEnum(
@@ -110,6 +118,11 @@ class TieredConfig(HotColdConfig):
         "or the host's behind slots on the device that pipeline=look_ahead fills (cached, also on "
         "CPU); auto: fused on CPU, fused_uvm_caching on CUDA",
         ColdTier.auto,
+    )
+    cold_rows: WireType = key(
+        "type of the rows that cold_tier=cached keeps in host memory: fp32, fp16 or bf16; they are "
+        "fp32 in slots, with their optimizer state, and rounded at random when written back",
+        WireType.fp32,
     )
     cache_load_frac: float = key(CACHE_LOAD, 0.2, gt=0, lt=1)
     resident_frac: float | None = key(

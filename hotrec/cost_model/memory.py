@@ -14,7 +14,7 @@ from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import Floats, TableDemand
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.quantities import TableSharding, cached_rows, check_tables, host_state_bytes
-from hotrec.types import Exchange, Sharding, TablePlacement, Tier
+from hotrec.types import Exchange, Sharding, TablePlacement, Tier, WireType
 
 # For every row of the tables whose rows travel: on the host, where loader workers share it, and on
 # the device if ids are routed there.
@@ -156,6 +156,8 @@ def _shard_bytes(
 ) -> Floats:
     """Device and host memory of a shard with these rows, float64 (2,)."""
     shard = num_rows * np.array(shard_row_bytes(demand, placed.tier), np.float64)
+    if isinstance(placed, TablePlacement) and placed.row_type is not WireType.fp32:
+        shard[1] -= num_rows * BYTES_PER_FLOAT // 2 * demand.dim
     if placed.tier is Tier.HOST_CACHED:
         slot_bytes = cached_row_bytes(
             demand,

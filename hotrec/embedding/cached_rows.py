@@ -21,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cpu_rows import RowsInMemory, fbgemm_rows
 from hotrec.embedding.flat import put_rows, table_begins
+from hotrec.embedding.random_bits import round_randomly
 from hotrec.embedding.slots import Moves, SlotMap, Slots
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread
@@ -54,10 +55,10 @@ class RowMover:
         self._fetching = CommunicationThread(device, "fetch rows")
         self._writing = CommunicationThread(device, "write rows back")
         self._leaving: deque[tuple[Rows, CommunicationFuture[None]]] = deque()
-        self.row_bytes = sum(part[:1].numel() * part.element_size() for part in slots)
+        self.row_bytes = sum(part[:1].numel() * part.element_size() for part in host)
 
-    def submit(self, moves: Moves) -> CommunicationFuture[list[torch.Tensor]]:
-        """Start to move rows; those fetched are there with the result."""
+    def submit(self, moves: Moves, key: int) -> CommunicationFuture[list[torch.Tensor]]:
+        """Start to move rows, see ``put_back``; those fetched are there with the result."""
         while self._leaving and self._leaving[0][1].done():
             self._leaving.popleft()
         before = [
@@ -69,7 +70,9 @@ class RowMover:
             partial(self.fetch, moves.in_rows, moves.in_slots, moves.out_slots, before)
         )
         if moves.out_rows.size:
-            written = self._writing.submit(lambda: self.put_back(moves.out_rows, fetched.wait()))
+            written = self._writing.submit(
+                lambda: self.put_back(moves.out_rows, fetched.wait(), key)
+            )
             self._leaving.append((moves.out_rows, written))
         return fetched
 
@@ -89,7 +92,7 @@ class RowMover:
                 arriving = host.index_select(0, torch.from_numpy(rows).to(host.device))
                 if self._device.type == "cuda" and not arriving.is_cuda:
                     arriving = arriving.pin_memory()
-                arrived = arriving.to(self._device, non_blocking=True)
+                arrived = arriving.to(self._device, non_blocking=True).to(of_slots.dtype)
                 put_rows(of_slots, to_device(slots, self._device), arrived)
             return held
 
@@ -102,13 +105,21 @@ class RowMover:
         here = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
         return [to.copy_(part, non_blocking=True) for to, part in zip(here, parts, strict=True)]
 
-    def put_back(self, rows: Rows, held: list[torch.Tensor]) -> None:
-        """Write to the host what ``read_slots`` returned."""
+    def put_back(self, rows: Rows, held: list[torch.Tensor], key: int) -> None:
+        """Write to the host what ``read_slots`` returned.
+
+        Rows of another type than in the slots are rounded at random, by a key of this moment.
+        """
         with named_range("write rows back"):
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
             for (host, _), values in zip(self._pairs, held, strict=True):
-                put_rows(host, torch.from_numpy(rows).to(host.device), values.to(host.device))
+                index, values = torch.from_numpy(rows).to(host.device), values.to(host.device)
+                if host.dtype is values.dtype:
+                    put_rows(host, index, values)
+                else:  # as integers, since numpy lacks bf16
+                    rounded = round_randomly(values, host.dtype, key, index)
+                    put_rows(host.view(torch.int16), index, rounded.view(torch.int16))
             if any(host.is_cuda for host, _ in self._pairs):  # FBGEMM's state of one float a row
                 torch.cuda.current_stream(self._device).synchronize()
 
@@ -150,6 +161,9 @@ class CachedRows:
         device: torch.device,
     ) -> None:
         weights, states = host
+        self._is_rounded = weights.dtype is not torch.float32
+        # The last update, which checkpoints set, too.
+        self.update_count = torch.zeros((), dtype=torch.int64)
         empty = [
             torch.zeros((num_slots, *part.shape[1:]), device=device)
             for part in (weights, *states.values())
@@ -201,7 +215,7 @@ class CachedRows:
         slots_K, moves = self.slots.reserve(rows_K.cpu().numpy(), number)
         for to_move in (self._resident, moves):
             if to_move is not None and to_move.in_rows.size:
-                self._moved = self._mover.submit(to_move)
+                self._moved = self._mover.submit(to_move, int(self.update_count))
                 self.read_bytes += to_move.in_rows.size * self._mover.row_bytes
                 self.written_bytes += to_move.out_rows.size * self._mover.row_bytes
         self._resident = None
@@ -223,6 +237,7 @@ class CachedRows:
         self, slots_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float, num_updates: int
     ) -> None:
         """Update the rows of slots once, see ``RowsInMemory.update``."""
+        self.update_count.fill_(num_updates)
         self._rows.update(slots_K, grad_KD, learning_rate, num_updates)
 
     def release(self, number: int, *, is_changed: bool) -> None:
@@ -230,11 +245,17 @@ class CachedRows:
         self.slots.release(number, is_changed=is_changed)
 
     def flush(self) -> None:
-        """Write the changed rows of all slots back."""
+        """Write the changed rows of all slots back.
+
+        If that rounds them and no batch is in flight, the slots are emptied. So a run that goes on
+        after a checkpoint reads the rows that one resumed from it reads, and evicts as it does.
+        """
         self._mover.drain()
         rows, slots = self.slots.take_changed()
-        self._mover.put_back(rows, self._mover.read_slots(slots))
+        self._mover.put_back(rows, self._mover.read_slots(slots), int(self.update_count))
         self.written_bytes += rows.size * self._mover.row_bytes
+        if self._is_rounded and not self.slots.has_batches:
+            self._resident = self.slots.clear()
 
     def refresh(self, rows: Rows) -> None:
         """Fetch rows again that were written in host memory, with no batch in flight."""

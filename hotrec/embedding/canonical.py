@@ -19,7 +19,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hotrec.embedding.fused import update_counters
-from hotrec.embedding.table_memory import fused_modules
+from hotrec.embedding.table_memory import cached_rows, fused_modules
 from hotrec.embedding.tables import modules_of, sharded_collections
 from hotrec.routing.features import hot_name, hot_rows
 
@@ -115,6 +115,7 @@ def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -
     if optimizer is not None:
         for fused in fused_modules(model):
             counters += update_counters(fused)
+        counters += [cache.update_count for cache in cached_rows(model)]
         for key, state in _states(optimizer):
             param = _param_of(key, weights)
             for full_name, value in state.items():

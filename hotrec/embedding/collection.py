@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from hotrec.embedding.pooling import pool_rows
 from hotrec.routing.features import Column, RoutedFeatures, hot_name
 from hotrec.routing.router import Router
-from hotrec.types import Exchange, Partition, Placement
+from hotrec.types import Exchange, Partition, Placement, WireType
 
 
 def check_partition(tables: Sequence[EmbeddingBagConfig], partition: Partition) -> None:
@@ -102,6 +102,19 @@ class PooledLayout:
         )
 
 
+_DATA_TYPES = {
+    WireType.fp32: DataType.FP32,
+    WireType.fp16: DataType.FP16,
+    WireType.bf16: DataType.BF16,
+}
+
+
+def _type_of(placement: Placement, name: str) -> DataType:
+    """The type of a table of cold rows in host memory; replicas are fp32."""
+    table = placement.tables.get(name)
+    return DataType.FP32 if table is None else _DATA_TYPES[table.row_type]
+
+
 class HotColdEmbeddingBagCollection(nn.Module):
     """Embedding bags whose hot rows are replicated and whose cold rows are sharded.
 
@@ -151,7 +164,11 @@ class HotColdEmbeddingBagCollection(nn.Module):
             sizes |= {name: by_name[name].num_embeddings for name in group.cold_tables}
             configs = [
                 EmbeddingConfig(
-                    name=name, num_embeddings=size, embedding_dim=dim, feature_names=[name]
+                    name=name,
+                    num_embeddings=size,
+                    embedding_dim=dim,
+                    feature_names=[name],
+                    data_type=_type_of(placement, name),
                 )
                 for name, size in sizes.items()
             ]

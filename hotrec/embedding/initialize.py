@@ -1,8 +1,4 @@
-"""Initial weights of embedding rows as a function of (seed, table, row) alone.
-
-Counter-based: each value hashes its coordinates, with the 32-bit mixing function "lowbias32"
-(C. Wellons, "Prospecting for Hash Functions", 2018).
-"""
+"""Initial weights of embedding rows as a function of (seed, table, row) alone."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.random_bits import random_bits
 from hotrec.embedding.tables import (
     TablePart,
     sharded_collections,
@@ -35,16 +32,6 @@ _CHUNK_VALUES = 1 << 18
 _DEVICE_CHUNK_VALUES = 1 << 24
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Apply lowbias32 to the bits of int32 tensors, in place."""
-    x ^= (x >> 16) & 0xFFFF
-    x *= 0x7FEB352D
-    x ^= (x >> 15) & 0x1FFFF
-    x *= -2073254261  # 0x846CA68B
-    x ^= (x >> 16) & 0xFFFF
-    return x
-
-
 def initial_rows(
     seed: int,
     table: str,
@@ -59,15 +46,13 @@ def initial_rows(
     """
     table_key = zlib.crc32(f"{seed}/{table}".encode())
     table_key -= (table_key >> 31) << 32  # as int32
-    key_R = _mix(_mix((rows >> 31).int() ^ table_key) ^ (rows & 0x7FFFFFFF).int())
-    columns_D = torch.arange(dim, dtype=torch.int32, device=rows.device) * -1640531527  # 2^32 / phi
     bound = 1.0 / math.sqrt(num_rows)
     low, high = bounds or (-bound, bound)
     out = torch.empty(rows.numel(), dim, device=rows.device)
     chunk_values = _CHUNK_VALUES if rows.device.type == "cpu" else _DEVICE_CHUNK_VALUES
     step = max(1, chunk_values // dim)
     for begin in range(0, rows.numel(), step):
-        bits = _mix(key_R[begin : begin + step, None] + columns_D)
+        bits = random_bits(table_key, rows[begin : begin + step], dim)
         # 24 bits, as many as a float32 holds exactly.
         out[begin : begin + step] = ((bits >> 8) & 0xFFFFFF).float()
     return out.mul_((high - low) / (1 << 24)).add_(low)
@@ -83,7 +68,8 @@ def _fill(
 ) -> None:
     """Fill a shard in place, a few rows at a time."""
     dim = first_column + target.shape[1]
-    step = max(1, _DEVICE_CHUNK_VALUES // dim)
+    chunk_values = _CHUNK_VALUES if target.device.type == "cpu" else _DEVICE_CHUNK_VALUES
+    step = max(1, chunk_values // dim)
     for begin in range(0, target.shape[0], step):
         end = min(begin + step, target.shape[0])
         rows = torch.arange(first_row + begin, first_row + end, device=target.device)

@@ -61,7 +61,6 @@ class SlotMap:
         self.num_slots = num_slots
         self._resident_rows = resident_rows
         self._lookups = np.zeros(num_rows, np.float32)  # decayed
-        self._weight = 1.0  # of a lookup now
         self._slot_of_row = np.full(num_rows, -1, np.int32)
         self._first = np.zeros(num_slots, np.int64)  # scratch
         self.num_lookups = self.num_read = self.num_misses = self.num_evictions = 0
@@ -73,8 +72,15 @@ class SlotMap:
         maps += [self._row_of_slot, self._last_use, self._last_foreseen]
         return [*maps, self._is_changed, self._first]
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether batches hold slots."""
+        return bool(self._reserved)
+
     def clear(self) -> Moves:
-        """Take all slots away, and start new numbers; the resident rows to fetch."""
+        """Forget slots, lookups and numbers; the resident rows to fetch."""
+        self._lookups.fill(0)
+        self._weight = 1.0  # of a lookup now
         self._slot_of_row.fill(-1)
         self._row_of_slot = np.full(self.num_slots, -1, np.int64)
         self._last_use = np.full(self.num_slots, -1, np.int64)  # the last batch that reads it

@@ -125,12 +125,17 @@ def fused_modules(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodege
     return [m for m in modules if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
+def cached_rows(model: nn.Module) -> list[CachedRows]:
+    """The rows behind slots of a sharded model, on this rank."""
+    forwards = (kernel.forward for kernel in _kernels(model))
+    return [part for part in forwards if isinstance(part, CachedRows)]
+
+
 class SlotCounters:
     """Reads the counters of this rank's slots, as ``CacheCounters`` does those of FBGEMM."""
 
     def __init__(self, model: nn.Module) -> None:
-        forwards = (kernel.forward for kernel in _kernels(model))
-        self._caches = [part for part in forwards if isinstance(part, CachedRows)]
+        self._caches = cached_rows(model)
         self._last = CacheFigures()
 
     def end_line(self) -> CacheFigures:

@@ -17,7 +17,16 @@ from hotrec.artifact import (
     scratch_directory,
 )
 from hotrec.cost_model.profile import Profile
-from hotrec.types import Exchange, Partition, Placement, Rows, Sharding, TablePlacement, Tier
+from hotrec.types import (
+    Exchange,
+    Partition,
+    Placement,
+    Rows,
+    Sharding,
+    TablePlacement,
+    Tier,
+    WireType,
+)
 
 KIND = "partition"
 HOT_ROWS = "hot_rows.npz"
@@ -135,6 +144,7 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
                 sharding=Sharding(table["sharding"]),
                 tier=Tier(table["tier"]),
                 cache_load_frac=table["cache_load_frac"],
+                row_type=WireType(table["row_type"]),
             )
             for name, table in content["placement"]["tables"].items()
         }

@@ -231,6 +231,7 @@ def as_placement(
         TIER_OF_KERNEL[tier],
         placement.cache_load_frac,
         is_hot_dense=placement.hot_exchange is HotExchange.dense,
+        row_type=placement.cold_rows,
     )
     if tier is not ColdTier.cached or resident is None:
         return placed

@@ -128,7 +128,7 @@ def _own_boxes(
 def _taker(part: Part, replica: Part | None) -> Callable[[int, int], torch.Tensor]:
     """Reads rows of a part, by their range in it, as the whole tensor has them."""
     if replica is None:
-        return lambda begin, end: part.value[begin:end].contiguous().cpu()
+        return lambda begin, end: _canonical(part.value[begin:end])
     assert replica.rows is not None
     rows_H, slots_H = replica.rows.sort()
     if not part.is_shard:  # all rows are hot
@@ -138,14 +138,21 @@ def _taker(part: Part, replica: Part | None) -> Callable[[int, int], torch.Tenso
         first = part.first[0]
         bounds = torch.tensor([first + begin, first + end])
         low, high = torch.searchsorted(rows_H, bounds).tolist()
+        value = _canonical(part.value[begin:end])
         if low == high:
-            return part.value[begin:end].contiguous().cpu()
-        value = part.value[begin:end].to("cpu", copy=True)
+            return value
+        value = value.clone()
         slots = slots_H[low:high].to(replica.value.device)
         value[rows_H[low:high] - first - begin] = replica.value[slots].cpu()
         return value
 
     return take
+
+
+def _canonical(value: torch.Tensor) -> torch.Tensor:
+    """On the host, and in fp32 if it is a store of rows in half precision."""
+    is_half = value.dtype in (torch.float16, torch.bfloat16)
+    return (value.float() if is_half else value).contiguous().cpu()
 
 
 def make_index(pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -251,7 +258,7 @@ class TensorFiles:
         saved = self._open(piece)[(slice(None), *source)]
         device = part.value.device
         for chunk in slots.split(max(1, _CHUNK_BYTES // (4 * prod(piece.shape[1:])))):
-            values = saved[rows_H[chunk] - first].to(device)
+            values = saved[rows_H[chunk] - first].to(device, part.value.dtype)
             part.value[(slice(None), *target)].index_copy_(0, chunk.to(device), values)
 
     def _open(self, piece: Piece) -> torch.Tensor:

@@ -35,6 +35,7 @@ from hotrec.types import (
     Sharding,
     TablePlacement,
     Tier,
+    WireType,
 )
 from tests.distributed.setups import mean_over_ranks, shard_task
 from tests.helpers.reference import (
@@ -84,6 +85,7 @@ class Case:
     cache_load_frac: float = 0.2
     resident_frac: float = 0.0
     window: int = 0
+    row_type: WireType = WireType.fp32
     tables: tuple[PlainTable, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -202,6 +204,7 @@ def make_placement(case: Case) -> Placement:
             sharding=Sharding.TABLE_WISE if is_pooled or is_table_wise else Sharding.ROW_WISE,
             tier=case.tier,
             cache_load_frac=None if case.tier in (Tier.DEVICE, Tier.HOST) else case.cache_load_frac,
+            row_type=case.row_type,
         )
     resident = {
         # The batches read low rows most.

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,15 @@ from hotrec.embedding.cached_rows import RowMover
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import Ranks
+from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import HotExchange, OptimizerKind, Tier
+from hotrec.types import HotExchange, OptimizerKind, Tier, WireType
 from tests.distributed.parity_cases import Case, build_hot_cold, rank_batch
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import TinyLoader
 
 KINDS = [OptimizerKind.sgd, OptimizerKind.adagrad, OptimizerKind.rowwise_adagrad]
+TORCH_NAMES = {WireType.fp16: "float16", WireType.bf16: "bfloat16"}
 # Steps of training with a drained pipeline after each, then as many of evaluation.
 SEGMENTS = (5, 4)
 
@@ -150,6 +154,55 @@ def check_cases(cases: list[Case]) -> list[str]:
         at = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if differs(a, b)]
         wrong += [f"{case}: results {at}"] if at else []
     return wrong
+
+
+@pytest.mark.parametrize("row_type", [WireType.fp16, WireType.bf16])
+def test_rows_in_half_precision_resume_bit_for_bit_and_are_loaded_by_any_placement(
+    one_rank: Ranks, tmp_path: Path, row_type: WireType
+) -> None:
+    plain = replace(
+        make_cache_cases(3, 0)[2], partition="one_row", placement="row_wise", batches="drawn",
+        cache_load_frac=0.7, tier=Tier.DEVICE, depth=1, resident_frac=0.3,
+    )  # fmt: skip
+    case = replace(plain, tier=Tier.CACHED, window=3, row_type=row_type)
+    losses, saved, path = train_from(case, tmp_path, None)
+    resumed_losses, resumed, _ = train_from(case, tmp_path, path)
+    assert not differs(losses, resumed_losses)
+    assert not differs(saved["at the end"], resumed["at the end"])
+    assert not differs(saved["first"], resumed["first"])
+    _, in_fp32, _ = train_from(plain, tmp_path, path)
+    assert not differs(saved["first"], in_fp32["first"])
+    exact_losses, exact, path_of_fp32 = train_from(plain, tmp_path / "fp32", None)
+    assert differs(losses, exact_losses)
+    torch.testing.assert_close(losses, exact_losses, rtol=0, atol=0.01)
+    _, from_fp32, _ = train_from(case, tmp_path, path_of_fp32)
+    for name, table in from_fp32["first"].items():
+        nearest = exact["first"][name].to(getattr(torch, TORCH_NAMES[row_type])).float()
+        is_hot = table == exact["first"][name]  # replicas are fp32
+        assert (is_hot | (table == nearest)).all()
+
+
+def train_from(
+    case: Case, folder: Path, path: Path | None
+) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]], Path]:
+    """Trains four steps and saves, or loads; then four more. Their losses, and the tables."""
+    model, optimizer, _ = build_hot_cold(case)
+    if path is not None:
+        load_checkpoint(path, model=model, optimizer=optimizer, facts={})
+    device = torch.device("cpu")
+    ahead = LookAhead(lambda: RowsAhead(model, device, depth=case.depth, window=case.window))
+    pipeline = make_pipeline("look_ahead", model, optimizer, device, ahead)
+    if path is None:
+        run_steps(pipeline, batches_of(case, 0, 4), 4)
+        checkpoints = Checkpoints(folder, facts={})
+        path = save_checkpoint(
+            checkpoints, Position(4, 4), model, optimizer, TinyLoader(num_batches=1)
+        )
+    tables = {"first": gather_tables(model)}
+    losses = torch.stack(run_steps(pipeline, batches_of(case, 4, 8), 4)[::2])
+    tables["at the end"] = gather_tables(model)
+    pipeline.close()
+    return losses, tables, path
 
 
 def test_a_step_is_computed_while_rows_of_the_next_one_are_moved(

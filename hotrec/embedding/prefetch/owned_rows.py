@@ -194,9 +194,10 @@ class OwnedRows:
 
     @property
     def num_updates(self) -> int:
-        """The number of updates made so far; 0 where FBGEMM does not count them."""
-        counts = [p.update_count for _, _, p in self._parts if isinstance(p, FbgemmRows)]
-        return max(counts, default=0)
+        """The number of updates made so far; 0 where they are not counted."""
+        parts = (part for _, _, part in self._parts)
+        counted = (part for part in parts if isinstance(part, FbgemmRows | CachedRows))
+        return max((int(part.update_count) for part in counted), default=0)
 
     def _split(
         self, places_K: torch.Tensor, parts: Sequence[Part]

@@ -133,7 +133,8 @@ def _second_as_first(made: Made) -> str | None:
 
 
 def _resume_cases() -> Iterator[Case]:
-    yield works("resume/slots-after-a-kill", SLOTS, act=_killed_and_resumed(SLOTS, 200), check=_second_as_first, limit_s=120, **NEW)
+    for name, words in (("slots", SLOTS), ("half-slots", f"{SLOTS} placement.cold_rows=bf16")):
+        yield works(f"resume/{name}-after-a-kill", words, act=_killed_and_resumed(words, 200), check=_second_as_first, limit_s=120, **NEW)
     yield works("resume/in-halves", f"{TRAIN} trainer.max_steps=8\n{TRAIN}", check=same_run("runs/new", ONE), **NEW)
     yield works("resume/in-halves-workers", f"{TRAIN} trainer.max_steps=8 trainer.num_workers=2\n{TRAIN} trainer.num_workers=2", check=same_run("runs/new", ONE), **NEW)
     yield works("resume/in-halves-ranks", f"{TWO_RANKS} trainer.max_steps=8\n{TWO_RANKS}", check=same_run("runs/new", TWO), limit_s=90, **NEW)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.memory import memory_by_rank, row_wise_rows
 from hotrec.cost_model.quantities import TableSharding
-from hotrec.types import Exchange, Sharding, TablePlacement, Tier
+from hotrec.types import Exchange, Sharding, TablePlacement, Tier, WireType
 from tests.unit.cost_model import samples
 
 TABLE_WISE = TablePlacement(sharding=Sharding.TABLE_WISE)
@@ -69,6 +69,9 @@ def test_slots_filled_ahead_hold_rows_with_their_state():
     # A slot of each rank with row and state, 2 rows on the host with maps of 8 each, and the maps
     # of the slot.
     assert memory([full], {}, {"a": slots}) == [(32 + 16, 2 * (32 + 8) + 33 + 16)] * 2
+    half = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5, row_type=WireType.bf16)
+    # 2 rows of 4 floats take 2 bytes less each.
+    assert memory([full], {}, {"a": half}) == [(32 + 16, 2 * (32 + 8 - 8) + 33 + 16)] * 2
     # A state of one float stays on the device for every row, and is in the slot too.
     small = make_demand("a", 4)
     assert memory([small], {}, {"a": slots}) == [(20 + 2 * 4 + 16, 2 * (16 + 8) + 33 + 16)] * 2
