@@ -23,7 +23,7 @@ from hotrec.planning.policies import choose_resident_rows
 from hotrec.planning.unsharded import row_bytes
 from hotrec.report.figures import draw_caches
 from hotrec.report.style import write_png
-from hotrec.types import Partition, Rows
+from hotrec.types import Partition, Rows, WireType
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             f"batch, got {max(sizes)}. Add a larger fraction."
         )
     [bytes_of_row] = set(row_bytes(dataset.schema, config).values())
+    if getattr(config.placement, "cold_rows", WireType.fp32) is not WireType.fp32:
+        bytes_of_row -= 2 * config.model.embedding_dim
     document = {
         "num_rows": stream.counts.size,
         "row_bytes": bytes_of_row,
