@@ -49,9 +49,9 @@ def link(bytes_per_s: float | None) -> Iterator[None]:
         _sleep(rows.size * mover.row_bytes, bytes_per_s)
         return fetch(mover, rows, *given)
 
-    def slow_put_back(mover: RowMover, rows: Any, held: Any) -> None:
+    def slow_put_back(mover: RowMover, rows: Any, held: Any, key: int) -> None:
         _sleep(rows.size * mover.row_bytes, bytes_per_s)
-        put_back(mover, rows, held)
+        put_back(mover, rows, held, key)
 
     RowMover.fetch, RowMover.put_back = slow_fetch, slow_put_back  # type: ignore[method-assign]
     try:

@@ -313,7 +313,8 @@ class AdaptiveHotSet:
                     shard = shards[part.name]
                     rows = torch.from_numpy(swaps[key].rows[chosen] - shard.first[0])
                     found = shard.value.index_select(0, rows.to(shard.value.device))
-                    leaving.append(found.to(part.value.device).reshape(-1))
+                    # Host rows may be in half precision, replicas are not.
+                    leaving.append(found.to(part.value.device, part.value.dtype).reshape(-1))
             if size == 0:
                 continue
             device = hot[0].value.device

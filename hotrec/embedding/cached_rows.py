@@ -261,7 +261,8 @@ class CachedRows:
         """Fetch rows again that were written in host memory, with no batch in flight."""
         slots = self.slots.slots_of(rows)
         here, nothing = slots >= 0, slots[:0]
-        self._mover.submit(Moves(rows[:0], nothing, rows[here], slots[here])).wait()
+        moves = Moves(rows[:0], nothing, rows[here], slots[here])
+        self._mover.submit(moves, int(self.update_count)).wait()
 
     def close(self) -> None:
         """Let the mover's threads end."""
