@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from hotrec.program.count import profile
     from hotrec.program.parallel import choice_of, parallelize
     from hotrec.program.pipeline import Pipeline
+    from hotrec.runs.delta import apply_delta
     from hotrec.types import (
         Exchange,
         OptimizerKind,
@@ -50,6 +51,7 @@ __all__ = [
     "TablePlacement",
     "Tier",
     "TorchrecPlan",
+    "apply_delta",
     "check_replicas",
     "choice_of",
     "gather_tables",
@@ -69,6 +71,7 @@ _HOME = {
     "OptimizerSpec": "hotrec.embedding.update_rules",
     "Pipeline": "hotrec.program.pipeline",
     "Profile": "hotrec.cost_model.profile",
+    "apply_delta": "hotrec.runs.delta",
     "check_replicas": "hotrec.embedding.convert",
     "choice_of": "hotrec.program.parallel",
     "gather_tables": "hotrec.embedding.tables",

@@ -25,6 +25,7 @@ def run(config: ExportConfig, run_dir: Path) -> dict[str, Any]:
         "checkpoint": exported.checkpoint,
         "step": exported.step,
         "rows": config.export.rows.name,
+        "num_rows": exported.num_rows,
         "num_bytes": sum(file["num_bytes"] for file in exported.artifact.files.values()),
         **({} if exported.quality is None else exported.quality.to_json()),
         "elapsed_s": time.perf_counter() - start_s,

@@ -531,6 +531,10 @@ class ExportConfig:
     output: str = key("directory of the exported model")
     run_dir: str = key(FINISHED_RUN, "latest")
     checkpoint: str = key(CHECKPOINT, "latest")
+    since: str | None = key(
+        "directory of an earlier export: write only the rows that have changed since; null: all",
+        None,
+    )
     export: ExportFormConfig = section("the form of the exported model", ExportFormConfig)
 
     def rules(self) -> Rules:

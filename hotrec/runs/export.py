@@ -5,7 +5,8 @@
     tables/<table>.safetensors   weight (R, D) in the dataset's own rows; for int8 also scale (R,)
     vocab/<table>.parquet        value and row of each raw id, where the table has a vocabulary
 
-Tables are copied a chunk at a time.
+Tables are copied a chunk at a time. With ``since`` only what has changed is written: see
+``hotrec.runs.delta``.
 """
 
 from __future__ import annotations
@@ -15,20 +16,19 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from hotrec.artifact import Artifact, ArtifactError, commit_artifact, scratch_directory
 from hotrec.config.roots import Config, ExportConfig, ExportFormConfig, RowType
 from hotrec.data.chunks import Dataset
+from hotrec.data.generation import generations_of
 from hotrec.data.loader import make_loader
 from hotrec.data.vocabulary import read_vocabulary
 from hotrec.embedding.canonical import Part
@@ -46,7 +46,28 @@ from hotrec.models.plain import (
 from hotrec.models.shape import architecture_of
 from hotrec.planning.training_plan import read_training_plan
 from hotrec.planning.unsharded import label_weights_of
+from hotrec.runs.delta import (
+    DELTA_DESCRIPTION,
+    DELTA_KIND,
+    ROW,
+    changed_ids,
+    changed_rows,
+    merge,
+    open_base,
+)
 from hotrec.runs.evaluate import find_checkpoint
+from hotrec.runs.exported import (
+    IDS_AT_ONCE,
+    KIND,
+    VOCABULARIES,
+    TensorWriter,
+    make_ids,
+    map_tensors,
+    rows_at_once,
+    table_file,
+    vocabulary_file,
+    write_ids,
+)
 from hotrec.runs.train import checkpoint_facts
 from hotrec.runtime.run_dir import read_finished
 from hotrec.train.checkpoint import open_tensors, read_facts
@@ -56,10 +77,6 @@ from hotrec.types import Schema
 
 logger = logging.getLogger(__name__)
 
-KIND = "model export"
-VOCABULARIES = "vocab"
-_CHUNK_BYTES = 64 << 20
-_VOCABULARY_BATCH = 1 << 18
 _INT8_MOST = 127
 _TABLE = re.compile(r"(?:.*\.)?sparse_arch\.embedding_bag_collection\.embedding_bags\.(.+)\.weight")
 # The layers of TorchRec's models by the names of ours; {n} is the last of the top ones.
@@ -70,8 +87,7 @@ _LAYERS = (
     (r"inter_arch\.crossnet\.W_kernels\.(\d+)", r"interaction.w.\1"),
     (r"inter_arch\.crossnet\.bias\.(\d+)", r"interaction.bias.\1"),
 )
-# Names of the types in safetensors files.
-_TYPES = {"float32": "F32", "float16": "F16", "int8": "I8"}
+_TYPES = {RowType.fp32: "float32", RowType.fp16: "float16", RowType.int8: "int8"}
 
 
 @dataclass(frozen=True)
@@ -99,12 +115,14 @@ class ExportedModel:
         artifact: Its directory.
         checkpoint: Name of the checkpoint.
         step: Number of updates before it.
+        num_rows: Number of rows that were written, of all tables.
         quality: Quality of the exported model; None without an evaluation.
     """
 
     artifact: Artifact
     checkpoint: str
     step: int
+    num_rows: int
     quality: Quality | None
 
 
@@ -198,106 +216,125 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
         What was written, evaluated as ``config`` says.
 
     Raises:
-        ArtifactError: If the output directory holds something else, the dataset or checkpoint is
-            missing or altered, or rows do not fit the type. Nothing is changed.
+        ArtifactError: If the output directory holds something else, the dataset, the checkpoint or
+            the earlier export is missing or altered, these do not fit, or rows do not fit the type.
+            Nothing is changed.
         ValueError: As ``open_trained``.
     """
     target, form = Path(config.output), config.export
-    with scratch_directory(target, kind=KIND) as scratch:
+    kind = KIND if config.since is None else DELTA_KIND
+    with scratch_directory(target, kind=kind) as scratch:
         trained = open_trained(trained_config, trained_dir, config.checkpoint)
+        dataset = trained.dataset.artifact
         shape = architecture_of(trained.config.model, trained.dataset.schema)
+        description = _description(trained, shape, form)
+        base = None
+        if config.since is not None:
+            earlier = {generation["content_hash"] for generation in generations_of(trained.dataset)}
+            base = open_base(Path(config.since), description, {dataset.content_hash} | earlier)
         with open_tensors(trained.checkpoint) as files:
-            tables = table_names(files, trained.dataset.schema)
-            (scratch / TABLES_DIR).mkdir()
-            for table, tensor in tables.items():
-                _write_table(scratch / table_file(table), files, tensor, form.rows)
+            num_rows = _write_tables(scratch, files, trained, form.rows, base)
             _write_dense(scratch / DENSE_FILE, dense_weights(files, shape))
-        vocabularies = _write_vocabularies(scratch, trained)
-        description = _description(trained, shape, form, vocabularies)
-        (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
-        quality = _evaluate(load_model(scratch), trained, form)
+        _write_vocabularies(scratch, trained, base)
+        name = DESCRIPTION if base is None else DELTA_DESCRIPTION
+        (scratch / name).write_text(json.dumps(description, indent=2) + "\n")
+        quality = _evaluate_written(scratch, trained, form, base)
         artifact = commit_artifact(
             scratch,
             target,
-            kind=KIND,
+            kind=kind,
             content={"quality": None if quality is None else quality.to_json()},
-            made_from={"dataset": trained.dataset.artifact.content_hash},
+            made_from={
+                "dataset": dataset.content_hash,
+                **({} if base is None else {KIND: base.content_hash}),
+            },
         )
-    return ExportedModel(artifact, trained.checkpoint.name, trained.step, quality)
+    return ExportedModel(artifact, trained.checkpoint.name, trained.step, num_rows, quality)
 
 
-def table_file(table: str) -> str:
-    """Path of a table in the exported directory."""
-    return f"{TABLES_DIR}/{table}.safetensors"
+def _write_tables(
+    scratch: Path, files: TensorFiles, trained: Trained, row_type: RowType, base: Artifact | None
+) -> int:
+    """Write the rows of all tables, or those that are not so in ``base``; their number."""
+    (scratch / TABLES_DIR).mkdir()
+    num_rows = 0
+    for table, tensor in table_names(files, trained.dataset.schema).items():
+        path = scratch / table_file(table)
+        if base is None:
+            num_rows += _write_table(path, files, tensor, row_type)
+        else:
+            before = base.file(table_file(table))
+            num_rows += _write_changes(path, files, tensor, row_type, before)
+    return num_rows
 
 
-class TensorWriter:
-    """Writes a safetensors file whose tensors are larger than memory, in pieces.
-
-    The format is 8 bytes with the length of a JSON header, the header, and the tensors end to end.
-
-    Args:
-        path: The file.
-        tensors: Type and shape of each tensor; wider types first, so that all are aligned.
-    """
-
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> None:
-        header: dict[str, dict[str, Any]] = {}
-        begins: dict[str, int] = {}
-        end = 0
-        for name, (dtype, shape) in tensors.items():
-            begins[name], end = end, end + prod(shape) * np.dtype(dtype).itemsize
-            offsets = [begins[name], end]
-            header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": offsets}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._at = {name: 8 + len(text) + begin for name, begin in begins.items()}
-        self._file: BinaryIO = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-
-    def __enter__(self) -> TensorWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
-
-    def write(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Append values to a tensor."""
-        self._file.seek(self._at[name])
-        self._at[name] += self._file.write(np.ascontiguousarray(values).data)
+def _evaluate_written(
+    scratch: Path, trained: Trained, form: ExportFormConfig, base: Artifact | None
+) -> Quality | None:
+    """The quality of what was written; a delta is merged for it with what it is applied to."""
+    if form.eval_split is None:
+        return None
+    if base is None:
+        return _evaluate(load_model(scratch), trained, form)
+    with TemporaryDirectory(dir=scratch) as whole:
+        merge(base.path, scratch, Path(whole))
+        return _evaluate(load_model(whole), trained, form)
 
 
 def row_chunks(files: TensorFiles, name: str) -> Iterator[npt.NDArray[np.float32]]:
     """The rows of a table of a checkpoint, float32 (r, D), a bounded number at a time."""
     num_rows, dim = files.shapes[name]
-    step = max(1, _CHUNK_BYTES // (4 * dim))
+    step = rows_at_once(dim)
     for begin in range(0, num_rows, step):
         rows = torch.empty(min(step, num_rows - begin), dim)
         files.read([Part(name, (num_rows, dim), rows, (begin, 0))])
         yield rows.numpy()
 
 
-def _write_table(path: Path, files: TensorFiles, name: str, row_type: RowType) -> None:
+def stored_chunks(
+    files: TensorFiles, name: str, row_type: RowType
+) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """The tensors of a table as they are exported, a bounded number of rows at a time."""
+    for rows in row_chunks(files, name):
+        _check_range(rows, name, row_type)
+        if row_type is RowType.int8:
+            scales, rows_of_int8 = quantize(rows)
+            yield {SCALE: scales, WEIGHT: rows_of_int8}
+        else:
+            yield {WEIGHT: rows.astype(_TYPES[row_type], copy=False)}
+
+
+def _forms(num_rows: int, dim: int, row_type: RowType) -> dict[str, tuple[str, Sequence[int]]]:
+    """Type and shape of each tensor of so many rows, the widest type first."""
+    scale = {SCALE: ("float32", (num_rows,))} if row_type is RowType.int8 else {}
+    return {**scale, WEIGHT: (_TYPES[row_type], (num_rows, dim))}
+
+
+def _write_table(path: Path, files: TensorFiles, name: str, row_type: RowType) -> int:
+    """Write all rows of a table; their number."""
     num_rows, dim = files.shapes[name]
-    types = {RowType.fp32: "float32", RowType.fp16: "float16", RowType.int8: "int8"}
-    tensors: dict[str, tuple[str, Sequence[int]]] = {}
-    if row_type is RowType.int8:
-        tensors[SCALE] = ("float32", (num_rows,))
-    tensors[WEIGHT] = (types[row_type], (num_rows, dim))
-    with TensorWriter(path, tensors) as writer:
-        for rows in row_chunks(files, name):
-            _check_range(rows, name, row_type)
-            if row_type is RowType.int8:
-                scales, rows_of_int8 = quantize(rows)
-                writer.write(SCALE, scales)
-                writer.write(WEIGHT, rows_of_int8)
-            else:
-                writer.write(WEIGHT, rows.astype(types[row_type]))
+    with TensorWriter(path, _forms(num_rows, dim, row_type)) as writer:
+        for chunk in stored_chunks(files, name, row_type):
+            for tensor, values in chunk.items():
+                writer.write(tensor, values)
+    return num_rows
+
+
+def _write_changes(path: Path, files: TensorFiles, name: str, row_type: RowType, base: Path) -> int:
+    """Write the rows of a table that an earlier export did not have so; their number."""
+    before = map_tensors(base)
+
+    def changes() -> Iterator[dict[str, npt.NDArray[Any]]]:
+        return changed_rows(stored_chunks(files, name, row_type), before)
+
+    # Compared twice, since the header of the file has their number.
+    num_changed = sum(len(chunk[ROW]) for chunk in changes())
+    forms = _forms(num_changed, files.shapes[name][1], row_type)
+    with TensorWriter(path, {ROW: ("int64", (num_changed,)), **forms}) as writer:
+        for chunk in changes():
+            for tensor, values in chunk.items():
+                writer.write(tensor, values)
+    return num_changed
 
 
 def quantize(
@@ -327,38 +364,42 @@ def _write_dense(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
             writer.write(name, array)
 
 
-def _write_vocabularies(scratch: Path, trained: Trained) -> dict[str, str]:
-    """Value and row of each raw id; the file of each table that has a vocabulary."""
-    artifact, written = trained.dataset.artifact, {}
-    for table in trained.dataset.schema.tables:
-        source = f"vocab/{table.name}.arrow"
-        if source not in artifact.files:
-            continue
-        artifact.verify_file(source)
+def _vocabulary_chunks(dataset: Artifact, table: str) -> Iterator[pa.Table]:
+    values = read_vocabulary(dataset.path, table)["value"]
+    for begin in range(0, len(values), IDS_AT_ONCE):
+        chunk = values.slice(begin, IDS_AT_ONCE).combine_chunks()
+        # Row 0 is for all other values.
+        yield make_ids(chunk, np.arange(1 + begin, 1 + begin + len(chunk)))
+
+
+def _write_vocabularies(scratch: Path, trained: Trained, base: Artifact | None) -> None:
+    """Value and row of each raw id, or of those that are not in ``base``."""
+    dataset = trained.dataset.artifact
+    for table in _with_vocabulary(trained):
+        dataset.verify_file(f"vocab/{table}.arrow")
         (scratch / VOCABULARIES).mkdir(exist_ok=True)
-        written[table.name] = f"{VOCABULARIES}/{table.name}.parquet"
-        columns = pa.schema([("value", pa.large_string()), ("row", pa.int64())])
-        with pq.ParquetWriter(scratch / written[table.name], columns) as writer:
-            row = 1  # row 0 is for all other values
-            values = read_vocabulary(artifact.path, table.name).select(["value"])
-            for batch in values.to_batches(max_chunksize=_VOCABULARY_BATCH):
-                rows = pa.array(np.arange(row, row + batch.num_rows))
-                writer.write_batch(pa.record_batch([batch.column(0), rows], schema=columns))
-                row += batch.num_rows
-    return written
+        file = vocabulary_file(table)
+        chunks = _vocabulary_chunks(dataset, table)
+        with write_ids(scratch / file) as writer:
+            for ids in chunks if base is None else changed_ids(chunks, base.file(file)):
+                writer.write_table(ids)
 
 
-def _description(
-    trained: Trained, shape: Architecture, form: ExportFormConfig, vocabularies: Mapping[str, str]
-) -> dict[str, Any]:
+def _with_vocabulary(trained: Trained) -> list[str]:
+    files, tables = trained.dataset.artifact.files, trained.dataset.schema.tables
+    return [table.name for table in tables if f"vocab/{table.name}.arrow" in files]
+
+
+def _description(trained: Trained, shape: Architecture, form: ExportFormConfig) -> dict[str, Any]:
     """The content of ``model.json``."""
     schema, source = trained.dataset.schema, trained.dataset.artifact.content["source"]
+    with_vocabulary = _with_vocabulary(trained)
     tables = [
         {
             "name": table.name,
             "num_rows": table.num_rows,
             "file": table_file(table.name),
-            "vocabulary": vocabularies.get(table.name),
+            "vocabulary": vocabulary_file(table.name) if table.name in with_vocabulary else None,
         }
         for table in schema.tables
     ]

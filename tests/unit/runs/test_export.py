@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.config.roots import RowType
 from hotrec.embedding.canonical import Part, Parts
-from hotrec.runs import export
+from hotrec.runs import export, exported
 from hotrec.runs.export import layer_name, quantize
 from hotrec.train.checkpoint import KIND, open_tensors
 from hotrec.train.tensor_files import TensorFiles, make_index, write_tensors
@@ -47,7 +47,7 @@ def test_a_table_in_chunks(
     row_type: RowType,
     rows_per_chunk: int,
 ) -> None:
-    monkeypatch.setattr(export, "_CHUNK_BYTES", rows_per_chunk * 4 * DIM)
+    monkeypatch.setattr(exported, "_CHUNK_BYTES", rows_per_chunk * 4 * DIM)
     with saved(rows, tmp_path / "step-00000001") as files:
         export._write_table(tmp_path / "t", files, "t", row_type)
     found = load_file(tmp_path / "t")

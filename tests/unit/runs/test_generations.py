@@ -11,6 +11,7 @@ import torch
 
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import TableSpec
+from hotrec.config.roots import Config
 from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
 from hotrec.runs.train import run_training
@@ -22,16 +23,20 @@ from tests.unit.data.logs import spec_by_day, write_day
 DAYS = [["a", "b", "b", "c", "c", "d", "d"], ["x", "b", "x", "y"]]
 
 
-def run(folder: Path, name: str, ranks: Ranks, *words: str) -> TrainResult:
-    """Train on ``folder/dataset``, or on what the words name."""
+def config_of(folder: Path, *words: str) -> Config:
     words = (
         *(f"paths.dataset={folder}/dataset", "model.embedding_dim=4"),
         "model.dense_layer_sizes=[4]",
         *("model.over_layer_sizes=[4,1]", "placement=torchrec", "trainer.num_workers=0"),
         *("trainer.batch_size=2", "trainer.eval_splits=[]", "order=time", *words),
     )
+    return build_config(compose_config("config", list(words)))
+
+
+def run(folder: Path, name: str, ranks: Ranks, *words: str) -> TrainResult:
+    """Train on ``folder/dataset``, or on what the words name."""
     (folder / name).mkdir(exist_ok=True)
-    return run_training(build_config(compose_config("config", list(words))), folder / name, ranks)
+    return run_training(config_of(folder, *words), folder / name, ranks)
 
 
 def rows_of(folder: Path, name: str, values: Mapping[str, int]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,222 @@
+"""What has changed in a model since it was last exported, as files of their own.
+
+    delta.json                   model.json as it becomes
+    dense.safetensors            weights of all layers but the tables
+    tables/<table>.safetensors   row (r,) and weight (r, D) of the changed rows; for int8 also
+                                 scale (r,)
+    vocab/<table>.parquet        value and row of the raw ids that are new or took another's row
+
+The manifest names the content hash of the export that it is to be applied to. ``apply_delta`` makes
+of both the export that would have been written whole: the same files, and the same content hash.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hotrec.artifact import (
+    Artifact,
+    ArtifactError,
+    Verify,
+    check_made_from,
+    commit_artifact,
+    read_artifact,
+    scratch_directory,
+)
+from hotrec.models.plain import DENSE_FILE, DESCRIPTION, TABLES_DIR, WEIGHT, read_description
+from hotrec.runs.exported import (
+    IDS_AT_ONCE,
+    KIND,
+    VOCABULARIES,
+    TensorWriter,
+    make_ids,
+    map_tensors,
+    read_ids,
+    rows_at_once,
+    table_file,
+    vocabulary_file,
+    write_ids,
+)
+from hotrec.types import Rows
+
+DELTA_KIND = "model delta"
+DELTA_DESCRIPTION = "delta.json"
+ROW = "row"
+
+
+def open_base(path: Path, description: Mapping[str, Any], datasets: Collection[str]) -> Artifact:
+    """Open the export that a delta is to be applied to.
+
+    Args:
+        path: Its directory.
+        description: The content of ``model.json`` as it becomes.
+        datasets: Content hashes of the generations of the model's dataset.
+
+    Raises:
+        ArtifactError: If it is missing or damaged, or its rows are not those of the model.
+    """
+    base = read_artifact(path, kind=KIND, verify=Verify.full, stay_open=True)
+    before = read_description(path)
+    with base.parsing():
+        dataset = before["checkpoint"]["dataset"]
+        if dataset not in datasets:
+            raise ArtifactError(
+                f"since {path}: expected an export of a model of the dataset "
+                f"{description['checkpoint']['dataset'][:12]} or of an earlier generation of it, "
+                f"got one of {dataset[:12]}. Choose another, or export the whole model."
+            )
+        forms = [
+            (document["rows"], document["architecture"]["embedding_dim"])
+            for document in (description, before)
+        ]
+        if forms[0] != forms[1]:
+            (rows, dim), (rows_before, dim_before) = forms
+            raise ArtifactError(
+                f"since {path}: expected rows of {dim} values in {rows}, got rows of {dim_before} "
+                f"in {rows_before}. Choose another, or export the whole model."
+            )
+    return base
+
+
+def changed_rows(
+    chunks: Iterable[Mapping[str, npt.NDArray[Any]]], base: Mapping[str, npt.NDArray[Any]]
+) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """The rows of a table that differ in a bit from an earlier export, and those after its end.
+
+    Args:
+        chunks: The tensors of the table as they are exported, a number of rows at a time.
+        base: The tensors of the earlier export.
+
+    Yields:
+        For each chunk, row numbers int64 (r,) under ``ROW`` and its tensors at these rows.
+    """
+    begin = 0
+    for chunk in chunks:
+        num_rows = len(chunk[WEIGHT])
+        is_changed = np.ones(num_rows, bool)
+        num_kept = min(max(len(base[WEIGHT]) - begin, 0), num_rows)
+        is_changed[:num_kept] = False
+        for name, values in chunk.items():
+            before = base[name][begin : begin + num_kept]
+            is_changed[:num_kept] |= _differs(values[:num_kept], before)
+        (changed,) = is_changed.nonzero()
+        yield {ROW: begin + changed, **{name: values[changed] for name, values in chunk.items()}}
+        begin += num_rows
+
+
+def _differs(values: npt.NDArray[Any], before: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Whether each row has another bit than before, (r,)."""
+    bits = np.dtype(f"u{values.itemsize}")
+    differs = values.view(bits) != before.view(bits)
+    return differs.reshape(len(values), -1).any(axis=1)
+
+
+def changed_ids(tables: Iterable[pa.Table], base: Path) -> Iterator[pa.Table]:
+    """The raw ids whose rows an earlier vocabulary did not have, or had for others.
+
+    Args:
+        tables: Raw ids and all rows from 1 on, a number of them at a time.
+        base: The earlier vocabulary.
+    """
+    for table in tables:
+        rows = table["row"].to_numpy()
+        begin, end = int(rows[0]), int(rows[-1]) + 1
+        before = read_ids(base, begin, end)["value"]
+        is_changed = np.ones(len(rows), bool)
+        kept = table["value"].slice(0, len(before))
+        is_changed[: len(before)] = pc.not_equal(kept, before).to_numpy()
+        yield table.filter(pa.array(is_changed))
+
+
+def apply_delta(base: str | Path, delta: str | Path, output: str | Path) -> Path:
+    """Bring an exported model up to date: the export that the delta was made from, bit for bit.
+
+    Args:
+        base: Directory of the export that the delta names in its manifest.
+        delta: Directory that ``hotrec export since=...`` wrote.
+        output: Directory of the new export; ``base`` itself too.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        ArtifactError: If one of them is missing or damaged, if the delta is one to another export,
+            or if the output directory holds something else. Nothing is changed.
+    """
+    base, delta, output = Path(base), Path(delta), Path(output)
+    with scratch_directory(output, kind=KIND) as scratch:
+        content, made_from = _merge_verified(base, delta, scratch)
+        commit_artifact(scratch, output, kind=KIND, content=content, made_from=made_from)
+    return output
+
+
+def _merge_verified(
+    base: Path, delta: Path, scratch: Path
+) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """Merge two artifacts, which are closed at the end; content and inputs of the result."""
+    opened = read_artifact(delta, kind=DELTA_KIND, verify=Verify.full, stay_open=True)
+    check_made_from(opened, read_artifact(base, kind=KIND, verify=Verify.full))
+    with opened.parsing():
+        merge(base, delta, scratch)
+    made_from = {kind: claimed for kind, claimed in opened.made_from.items() if kind != KIND}
+    return opened.content, made_from
+
+
+def merge(base: Path, delta: Path, target: Path) -> None:
+    """Write the files of an export that a delta makes of an earlier one."""
+    description = json.loads((delta / DELTA_DESCRIPTION).read_text())
+    shutil.copyfile(delta / DELTA_DESCRIPTION, target / DESCRIPTION)
+    shutil.copyfile(delta / DENSE_FILE, target / DENSE_FILE)
+    (target / TABLES_DIR).mkdir()
+    for table in description["tables"]:
+        file = table_file(table["name"])
+        tensors = map_tensors(base / file), map_tensors(delta / file)
+        _merge_table(*tensors, table["num_rows"], target / file)
+        if table["vocabulary"] is not None:
+            (target / VOCABULARIES).mkdir(exist_ok=True)
+            file = vocabulary_file(table["name"])
+            _merge_ids(base / file, delta / file, target / file)
+
+
+def _merge_table(
+    base: Mapping[str, npt.NDArray[Any]],
+    delta: Mapping[str, npt.NDArray[Any]],
+    num_rows: int,
+    path: Path,
+) -> None:
+    rows: Rows = delta[ROW]
+    step = rows_at_once(delta[WEIGHT].shape[1])
+    # In the order of the full export, whose header lists the scale first.
+    names = [name for name in sorted(delta) if name != ROW]
+    tensors = {name: (str(delta[name].dtype), (num_rows, *delta[name].shape[1:])) for name in names}
+    with TensorWriter(path, tensors) as writer:
+        for begin in range(0, num_rows, step):
+            end = min(begin + step, num_rows)
+            low, high = np.searchsorted(rows, (begin, end))
+            for name in names:
+                values = np.zeros((end - begin, *delta[name].shape[1:]), delta[name].dtype)
+                before = base[name][begin:end]
+                values[: len(before)] = before
+                values[rows[low:high] - begin] = delta[name][low:high]
+                writer.write(name, values)
+
+
+def _merge_ids(base: Path, delta: Path, path: Path) -> None:
+    with write_ids(path) as writer:
+        for begin in count(1, IDS_AT_ONCE):
+            before, now = (read_ids(file, begin, begin + IDS_AT_ONCE) for file in (base, delta))
+            is_replaced = pc.is_in(before["row"], value_set=now["row"])
+            merged = pa.concat_tables([before.filter(pc.invert(is_replaced)), now]).sort_by("row")
+            if not len(merged):
+                return
+            writer.write_table(make_ids(merged["value"].combine_chunks(), merged["row"].to_numpy()))

@@ -1,0 +1,110 @@
+"""The files of an exported model: what ``hotrec export`` writes and ``hotrec.apply_delta`` merges.
+
+Both read and write tables and vocabularies in pieces, whatever their size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors.torch import load_file
+
+from hotrec.models.plain import TABLES_DIR
+
+KIND = "model export"
+VOCABULARIES = "vocab"
+# Raw ids that are read or written at once.
+IDS_AT_ONCE = 1 << 18
+_CHUNK_BYTES = 64 << 20
+_IDS = pa.schema([("value", pa.large_string()), ("row", pa.int64())])
+# Names of the types in safetensors files.
+_TYPES = {"int64": "I64", "float32": "F32", "float16": "F16", "int8": "I8"}
+
+
+def rows_at_once(dim: int) -> int:
+    """How many rows of a table are read and written at once."""
+    return max(1, _CHUNK_BYTES // (4 * dim))
+
+
+def table_file(table: str) -> str:
+    """Path of a table in the exported directory."""
+    return f"{TABLES_DIR}/{table}.safetensors"
+
+
+def vocabulary_file(table: str) -> str:
+    """Path of a table's vocabulary in the exported directory."""
+    return f"{VOCABULARIES}/{table}.parquet"
+
+
+class TensorWriter:
+    """Writes a safetensors file whose tensors are larger than memory, in pieces.
+
+    The format is 8 bytes with the length of a JSON header, the header, and the tensors end to end.
+
+    Args:
+        path: The file.
+        tensors: Type and shape of each tensor; wider types first, so that all are aligned.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+        header: dict[str, dict[str, Any]] = {}
+        begins: dict[str, int] = {}
+        end = 0
+        for name, (dtype, shape) in tensors.items():
+            begins[name], end = end, end + prod(shape) * np.dtype(dtype).itemsize
+            offsets = [begins[name], end]
+            header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._at = {name: 8 + len(text) + begin for name, begin in begins.items()}
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def write(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Append values to a tensor."""
+        self._file.seek(self._at[name])
+        self._at[name] += self._file.write(np.ascontiguousarray(values).data)
+
+
+def map_tensors(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The tensors of a file, mapped into memory."""
+    return {name: value.numpy() for name, value in load_file(path).items()}
+
+
+@contextmanager
+def write_ids(path: Path) -> Iterator[pq.ParquetWriter]:
+    """A vocabulary to which tables of ``make_ids`` are written, in the order of their rows."""
+    with pq.ParquetWriter(path, _IDS) as writer:
+        yield writer
+
+
+def make_ids(values: pa.Array, rows: npt.NDArray[np.int64]) -> pa.Table:
+    """Raw ids and their rows."""
+    return pa.table([values, rows], schema=_IDS)
+
+
+def read_ids(path: Path, begin: int, end: int) -> pa.Table:
+    """The raw ids of a vocabulary with rows from ``begin`` to before ``end``."""
+    found = pq.read_table(path, filters=[("row", ">=", begin), ("row", "<", end)])
+    return found.cast(_IDS).combine_chunks()
