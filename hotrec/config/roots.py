@@ -518,6 +518,7 @@ class ExportFormConfig:
         "own)",
         RowType.fp32,
     )
+    onnx: bool = key("also write model.onnx, a graph over the same tables (hotrec[onnx])", False)
     eval_split: str | None = key(
         "split of the run's dataset on which the exported model is evaluated; null: none", "test"
     )

@@ -85,7 +85,9 @@ class TableRows(nn.Module):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Integers (...) -> float32 (..., D)."""
         rows = F.embedding(ids, self.weight).float()
-        return rows if self.scale is None else rows * self.scale[ids].unsqueeze(-1)
+        if self.scale is None:
+            return rows
+        return rows * self.scale.index_select(0, ids.flatten()).view(*ids.shape, 1)
 
     def forward(self, ids: Ids) -> torch.Tensor:
         """Ids as in ``PlainModel.forward`` -> float32 (B, D); an empty bag is 0."""

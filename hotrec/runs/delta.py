@@ -5,6 +5,7 @@
     tables/<table>.safetensors   row (r,) and weight (r, D) of the changed rows; for int8 also
                                  scale (r,)
     vocab/<table>.parquet        value and row of the raw ids that are new or took another's row
+    model.onnx                   whole, with export.onnx=true
 
 The manifest names the content hash of the export that it is to be applied to. ``apply_delta`` makes
 of both the export that would have been written whole: the same files, and the same content hash.
@@ -47,6 +48,7 @@ from hotrec.runs.exported import (
     vocabulary_file,
     write_ids,
 )
+from hotrec.runs.onnx_file import ONNX_FILE
 from hotrec.types import Rows
 
 DELTA_KIND = "model delta"
@@ -176,7 +178,9 @@ def merge(base: Path, delta: Path, target: Path) -> None:
     """Write the files of an export that a delta makes of an earlier one."""
     description = json.loads((delta / DELTA_DESCRIPTION).read_text())
     shutil.copyfile(delta / DELTA_DESCRIPTION, target / DESCRIPTION)
-    shutil.copyfile(delta / DENSE_FILE, target / DENSE_FILE)
+    for file in (DENSE_FILE, ONNX_FILE):
+        if (delta / file).exists():
+            shutil.copyfile(delta / file, target / file)
     (target / TABLES_DIR).mkdir()
     for table in description["tables"]:
         file = table_file(table["name"])

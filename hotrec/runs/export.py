@@ -4,6 +4,7 @@
     dense.safetensors            weights of all layers but the tables
     tables/<table>.safetensors   weight (R, D) in the dataset's own rows; for int8 also scale (R,)
     vocab/<table>.parquet        value and row of each raw id, where the table has a vocabulary
+    model.onnx                   with export.onnx=true
 
 Tables are copied a chunk at a time. With ``since`` only what has changed is written: see
 ``hotrec.runs.delta``.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,6 +61,7 @@ from hotrec.runs.exported import (
     IDS_AT_ONCE,
     KIND,
     VOCABULARIES,
+    Forms,
     TensorWriter,
     make_ids,
     map_tensors,
@@ -68,6 +70,7 @@ from hotrec.runs.exported import (
     vocabulary_file,
     write_ids,
 )
+from hotrec.runs.onnx_file import check_packages, write_onnx
 from hotrec.runs.train import checkpoint_facts
 from hotrec.runtime.run_dir import read_finished
 from hotrec.train.checkpoint import open_tensors, read_facts
@@ -219,10 +222,12 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
         ArtifactError: If the output directory holds something else, the dataset, the checkpoint or
             the earlier export is missing or altered, these do not fit, or rows do not fit the type.
             Nothing is changed.
-        ValueError: As ``open_trained``.
+        ValueError: As ``open_trained``, or if a package that ``export.onnx`` needs is missing.
     """
     target, form = Path(config.output), config.export
     kind = KIND if config.since is None else DELTA_KIND
+    if form.onnx:
+        check_packages()
     with scratch_directory(target, kind=kind) as scratch:
         trained = open_trained(trained_config, trained_dir, config.checkpoint)
         dataset = trained.dataset.artifact
@@ -234,7 +239,14 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
             base = open_base(Path(config.since), description, {dataset.content_hash} | earlier)
         with open_tensors(trained.checkpoint) as files:
             num_rows = _write_tables(scratch, files, trained, form.rows, base)
-            _write_dense(scratch / DENSE_FILE, dense_weights(files, shape))
+            dense = dense_weights(files, shape)
+        _write_dense(scratch / DENSE_FILE, dense)
+        if form.onnx:
+            tables = {
+                table.name: _forms(table.num_rows, shape.embedding_dim, form.rows)
+                for table in trained.dataset.schema.tables
+            }
+            write_onnx(scratch, shape, dense, tables)
         _write_vocabularies(scratch, trained, base)
         name = DESCRIPTION if base is None else DELTA_DESCRIPTION
         (scratch / name).write_text(json.dumps(description, indent=2) + "\n")
@@ -304,10 +316,10 @@ def stored_chunks(
             yield {WEIGHT: rows.astype(_TYPES[row_type], copy=False)}
 
 
-def _forms(num_rows: int, dim: int, row_type: RowType) -> dict[str, tuple[str, Sequence[int]]]:
+def _forms(num_rows: int, dim: int, row_type: RowType) -> Forms:
     """Type and shape of each tensor of so many rows, the widest type first."""
-    scale = {SCALE: ("float32", (num_rows,))} if row_type is RowType.int8 else {}
-    return {**scale, WEIGHT: (_TYPES[row_type], (num_rows, dim))}
+    weight = {WEIGHT: (_TYPES[row_type], (num_rows, dim))}
+    return {SCALE: ("float32", (num_rows,)), **weight} if row_type is RowType.int8 else weight
 
 
 def _write_table(path: Path, files: TensorFiles, name: str, row_type: RowType) -> int:

@@ -6,8 +6,9 @@ Both read and write tables and vocabularies in pieces, whatever their size.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,8 @@ VOCABULARIES = "vocab"
 # Raw ids that are read or written at once.
 IDS_AT_ONCE = 1 << 18
 _CHUNK_BYTES = 64 << 20
+# Type and shape of each tensor of a file.
+Forms = Mapping[str, tuple[str, tuple[int, ...]]]
 _IDS = pa.schema([("value", pa.large_string()), ("row", pa.int64())])
 # Names of the types in safetensors files.
 _TYPES = {"int64": "I64", "float32": "F32", "float16": "F16", "int8": "I8"}
@@ -46,29 +49,49 @@ def vocabulary_file(table: str) -> str:
     return f"{VOCABULARIES}/{table}.parquet"
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The beginning of a safetensors file: the length of a JSON header in 8 bytes, and the header.
+
+    Args:
+        head: These bytes; the tensors follow end to end.
+        places: The first byte of each tensor in the file, and the one after its end.
+    """
+
+    head: bytes
+    places: Mapping[str, tuple[int, int]]
+
+
+def layout(tensors: Forms) -> Layout:
+    """The layout of a file; wider types must come first, so that all are aligned."""
+    header: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + prod(shape) * np.dtype(dtype).itemsize
+        header[name] = {"dtype": _TYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    places = {
+        name: (len(head) + entry["data_offsets"][0], len(head) + entry["data_offsets"][1])
+        for name, entry in header.items()
+    }
+    return Layout(head, places)
+
+
 class TensorWriter:
     """Writes a safetensors file whose tensors are larger than memory, in pieces.
 
-    The format is 8 bytes with the length of a JSON header, the header, and the tensors end to end.
-
     Args:
         path: The file.
-        tensors: Type and shape of each tensor; wider types first, so that all are aligned.
+        tensors: Type and shape of each tensor, as for ``layout``.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> None:
-        header: dict[str, dict[str, Any]] = {}
-        begins: dict[str, int] = {}
-        end = 0
-        for name, (dtype, shape) in tensors.items():
-            begins[name], end = end, end + prod(shape) * np.dtype(dtype).itemsize
-            offsets = [begins[name], end]
-            header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": offsets}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._at = {name: 8 + len(text) + begin for name, begin in begins.items()}
+    def __init__(self, path: Path, tensors: Forms) -> None:
+        made = layout(tensors)
+        self._at = {name: begin for name, (begin, _) in made.places.items()}
         self._file: BinaryIO = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(made.head)
 
     def __enter__(self) -> TensorWriter:
         return self

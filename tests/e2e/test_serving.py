@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,34 @@ print(json.dumps(model(torch.ones(2, 1), ids).tolist()))
     model = package.load_model(folder / "exported/alone")
     ids = {feature: torch.tensor([1, 2]) for feature, _ in model.shape.features}
     assert json.loads(done.stdout) == pytest.approx(model(torch.ones(2, 1), ids).tolist())
+
+
+@pytest.mark.parametrize("kind", ["dlrm", "dcnv2"])
+def test_onnx_runtime_scores_as_evaluate(
+    folder: Path, evaluated: dict[str, dict[str, Any]], kind: str
+) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    words = ("export", f"run_dir=runs/{kind}", f"output=exported/onnx_{kind}", "export.onnx=true")
+    assert hotrec_here(*words, cwd=folder).figures
+    block = Dataset.open(folder / "data/my_log/dataset").block("test", 0)
+    inputs = {"dense": np.array(block.dense)}
+    for name, ids in block.features.items():
+        bags = padded(ids) if isinstance(ids, Jagged) else np.array(ids)[:, None]
+        inputs[f"ids.{name}"] = bags.astype(np.int64)
+    session = runtime.InferenceSession(folder / "exported" / f"onnx_{kind}" / "model.onnx")
+    (logits,) = session.run(None, inputs)
+    quality = measure_quality(logits, block.label)
+    assert quality.auc == pytest.approx(evaluated[kind]["auc"], abs=1e-5)
+    assert quality.log_loss == pytest.approx(evaluated[kind]["log_loss"], abs=1e-6)
+
+
+def padded(ids: Jagged) -> np.ndarray:
+    lengths = np.diff(ids.offsets)
+    is_id = np.arange(lengths.max()) < lengths[:, None]
+    bags = np.full(is_id.shape, -1, np.int64)
+    bags[is_id] = ids.values
+    return bags
 
 
 def test_aot_inductor(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,6 +430,8 @@ def test_commands_and_code_on_the_page_run(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(folder)
     num_run = 0
     for kind, block in re.findall(r"```(console|python)\n(.*?)```", text, re.DOTALL):
+        if "onnx" in block and find_spec("onnxscript") is None:
+            continue  # an extra
         if kind == "python":
             exec(block, {})
             num_run += 1
