@@ -37,7 +37,17 @@ from tests.faults.run import (
     take_answer,
     work_directory,
 )
-from tests.faults.workspace import EVALUATE, PARTITION, PLAN, PREPARE, PROFILE, PROFILED, TRAIN
+from tests.faults.workspace import (
+    EVALUATE,
+    PARTITION,
+    PLAN,
+    PREDICT,
+    PREPARE,
+    PROFILE,
+    PROFILED,
+    SERVED,
+    TRAIN,
+)
 
 RUN = "runs/killed"
 LOG, FIGURES = "data/large/dataset", "figures.json"
@@ -73,6 +83,8 @@ def _stages() -> list[Stage]:
         ("prepare", f"{LARGE} paths.dataset={LOG}", LOG),
         ("profile", PROFILE, PROFILED),
         ("plan", PLAN, PARTITION),
+        ("export", f"export run_dir={workspace.ONE} output={SERVED}", SERVED),
+        ("predict", PREDICT, "data/new/scores"),
     ]
     stages = [
         Stage(

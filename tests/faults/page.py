@@ -24,6 +24,8 @@ KINDS = {
     "payload": "Forged pickles in every file that a command reads.",
     "worker": "Errors inside loader workers.",
     "signal": "Signals to launchers, agents, ranks and workers.",
+    "export": "Models exported, whole or what has changed.",
+    "predict": "Files scored.",
     "disk": "A disk that is full.",
 }
 HEAD = """# Faults

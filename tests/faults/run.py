@@ -41,7 +41,10 @@ from tests.faults.process import (
     start,
 )
 
-COMMANDS = ("app", "prepare", "profile", "calibrate", "plan", "train", "evaluate", "report")
+COMMANDS = (
+    *("app", "prepare", "profile", "calibrate", "plan", "train", "evaluate", "report"),
+    *("export", "predict"),
+)
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,13 @@ def make_workspace(
         workspace.copy(kept, reference)
         return reference
     (reference / "runs").mkdir(parents=True)
+    workspace.make_log(reference)
     for step in steps:
         folder = directory / step.kind
         in_child(partial(_make, step, reference, directory), folder.with_suffix(".json"))
     workspace.make_costs(reference)
-    shutil.rmtree(reference / "runs/prepare")
-    shutil.rmtree(reference / "runs/profile")
-    shutil.rmtree(reference / "runs/plan")
+    for command in ("prepare", "profile", "plan", "export"):
+        shutil.rmtree(reference / "runs" / command)
     if kept is not None:
         workspace.copy(reference, kept)
     return reference

@@ -26,6 +26,16 @@ DATASET, PROFILED, PARTITION = "data/tiny/dataset", "data/tiny/profile", "data/t
 COSTS, ONE, TWO = "data/costs", "runs/one", "runs/two"
 LAST, FIRST = "checkpoints/step-00000016", "checkpoints/step-00000012"
 EVALUATE = f"evaluate run_dir={ONE}"
+# A log with a run on it, for predict, and an earlier export, for what has changed since.
+DAYS, DAYS_RUN, SERVED = "data/days/1.csv", "runs/days", "data/served/model"
+TRAIN_DAYS = (
+    "train --config-dir conf data=days model.embedding_dim=4 model.dense_layer_sizes=[8,4] "
+    "model.over_layer_sizes=[8,1] placement=torchrec trainer.batch_size=16 "
+    "trainer.num_workers=0 trainer.eval_splits=[]"
+)
+EXPORT = f"export run_dir={ONE} output=data/new/model"
+DELTA = f"export run_dir={ONE} output=data/new/delta since={SERVED}"
+PREDICT = f"predict run_dir={DAYS_RUN} input=[{DAYS}] output=data/new/scores"
 
 
 def in_run(run_dir: str) -> dict[str, str | None]:
@@ -34,15 +44,32 @@ def in_run(run_dir: str) -> dict[str, str | None]:
 
 
 # What makes the workspace: a dataset with its profile and partition, another dataset, a finished
-# run of one rank and one of two.
+# run of one rank, its export before the end, a run on a log, and one of two ranks.
 STEPS = (
     works("make/dataset", PREPARE),
     works("make/profile", PROFILE),
     works("make/partition", PLAN),
     works("make/other", f"{PREPARE} data.synthetic.seed=5 paths.dataset=data/other/dataset"),
     works("make/one", TRAIN, variables=in_run(ONE)),
+    works("make/served", f"export run_dir={ONE} checkpoint={Path(FIRST).name} output={SERVED}"),
+    works("make/days", "prepare --config-dir conf data=days"),
+    works("make/days-run", TRAIN_DAYS, variables=in_run(DAYS_RUN)),
     works("make/two", f"{TRAIN} launch.num_ranks=2", variables=in_run(TWO), limit_s=120),
 )
+
+
+def make_log(folder: Path) -> None:
+    """A log of 60 samples, and the configuration ``data=days`` that reads it."""
+    lines = [f"{n % 2},{n}.5,u{n % 7},a{n % 5} b{n % 3}\n" for n in range(60)]
+    kinds = {"label": "label", "price": "dense", "user": "categorical", "tags": "categorical_list"}
+    columns = {name: {"kind": kind} for name, kind in kinds.items()}
+    source = {"format": "delimited", "files": [DAYS], "separator": ",", "columns": columns}
+    for name, text in (
+        (DAYS, "".join(["label,price,user,tags\n", *lines])),
+        ("conf/data/days.yaml", json.dumps({"source": source})),
+    ):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
 
 
 def make_costs(folder: Path) -> None:
