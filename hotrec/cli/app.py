@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
@@ -85,6 +86,7 @@ FLAGS_OF_HELP = ("-h", "--help")
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
 EXIT_CODE_OF_SIGPIPE = 128 + signal.SIGPIPE
+_sigterm_came = threading.Event()
 
 Figures = dict[str, Any]
 
@@ -183,6 +185,7 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
         if PARENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
         # An exit unwinds, so that half-written artifacts are removed.
+        _sigterm_came.clear()
         signal.signal(signal.SIGTERM, _exit_on_sigterm)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
             signal.signal(signal.SIGHUP, _hang_up)
@@ -234,6 +237,7 @@ def _check_flags(flags: Sequence[str]) -> None:
 
 
 def _exit_on_sigterm(number: int, _frame: FrameType | None) -> None:
+    _sigterm_came.set()
     raise SystemExit(EXIT_CODE_OF_SIGTERM)
 
 
@@ -315,6 +319,8 @@ def _run_job(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int
     except CommandFailed as failure:
         return failure.exit_code
     except Exception as error:
+        if _sigterm_came.is_set():  # torch may turn the exit into an error of its own
+            raise SystemExit(EXIT_CODE_OF_SIGTERM) from error
         if is_reader_gone(error):
             return EXIT_CODE_OF_SIGPIPE
         log_trace(error)
