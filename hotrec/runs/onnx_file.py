@@ -7,11 +7,14 @@ external data, so that it is as small and as quick to write for any size of tabl
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.onnx.errors import OnnxExporterError
 
 from hotrec.models.plain import SCALE, WEIGHT, Architecture, PlainModel, TableRows
 from hotrec.runs.exported import Forms, layout, table_file
@@ -60,8 +63,7 @@ def write_onnx(
     features = [name for name, _ in shape.features]
     batch = torch.export.Dim("batch")
     bags = {name: torch.export.Dim(f"num_ids_{index}") for index, name in enumerate(features)}
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # else it tells what it does not need
-    program = torch.onnx.export(
+    program = _quietly_exported(
         _outline(shape, dense, tables),
         kwargs={
             "dense_BN": torch.zeros(_BATCH, len(shape.dense)),
@@ -78,7 +80,6 @@ def write_onnx(
         optimize=False,
         verbose=False,
     )
-    assert program is not None  # None is of the older exporter
     for node in program.model.graph:
         node.metadata_props.clear()  # paths and lines of this machine's code
     weights = program.model.graph.initializers
@@ -95,6 +96,23 @@ def write_onnx(
                 base_dir=directory,
             )
     onnx_ir.save(program.model, directory / ONNX_FILE)
+
+
+def _quietly_exported(model: PlainModel, **settings: Any) -> torch.onnx.ONNXProgram:
+    """Export without what torch says about packages and names of axes that do not matter here."""
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(model, **settings)
+    except OnnxExporterError as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ValueError(
+            "export.onnx: expected layers that torch.export and ONNX have a form for, got "
+            f"{reason.rstrip('.')}. Change the layers, or leave export.onnx out."
+        ) from error
+    assert program is not None  # None is of the older exporter
+    return program
 
 
 def _outline(

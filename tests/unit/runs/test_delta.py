@@ -32,8 +32,6 @@ from hotrec.runtime.ranks import Ranks
 from tests.unit.data.logs import spec_by_day, write_day
 from tests.unit.runs.test_generations import DAYS, config_of, run
 
-WARM = ("order.new_only=true",)
-
 
 @dataclass(frozen=True)
 class Exports:
@@ -56,6 +54,12 @@ def export(
     return export_run(words, config, run_dir)
 
 
+def warm_words(folder: Path) -> tuple[str, ...]:
+    """A run on what is new in the next generation."""
+    start = f"trainer.warm_start={folder}/before"
+    return f"paths.dataset={folder}/grown", start, "order.new_only=true"
+
+
 @pytest.fixture(scope="module", params=[0, 6], ids=["grown", "evicted"])
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_rank: Ranks
@@ -65,11 +69,13 @@ def folder(
     first, second = (write_day(folder, day, users) for day, users in enumerate(DAYS))
     spec = spec_by_day(first, user=TableSpec(num_rows=request.param))
     prepare(spec, folder / "dataset")
+    # Of its own, because this process may still have the dataset of its run open.
+    grown = Path(shutil.copytree(folder / "dataset", folder / "grown"))
     run(folder, "before", one_rank)
     for rows in RowType:
         export(config_of(folder), folder / "before", folder / f"base-{rows.name}", rows=rows)
-    prepare(spec, folder / "dataset", append=[second])
-    warm = (f"trainer.warm_start={folder}/before", *WARM)
+    prepare(spec, grown, append=[second])
+    warm = warm_words(folder)
     run(folder, "warm", one_rank, *warm)
     for rows in RowType:
         base, output = folder / f"base-{rows.name}", folder / f"delta-{rows.name}"
@@ -191,7 +197,7 @@ def test_a_base_of_another_kind_is_refused(
     folder: Path, exports: Exports, tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     describe_otherwise(exports.base, old, new)
-    config = config_of(folder, f"trainer.warm_start={folder}/before", *WARM)
+    config = config_of(folder, *warm_words(folder))
     with pytest.raises(ArtifactError, match=rf"since .*base: expected .*{message}"):
         export(config, folder / "warm", tmp_path / "new", exports.base)
     assert not (tmp_path / "new").exists()

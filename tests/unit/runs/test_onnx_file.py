@@ -94,6 +94,21 @@ def test_onnx_runtime_gives_the_logits(
     assert held["i"]["weight"].tobytes() not in graph
 
 
+def test_layers_without_a_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript")
+
+    def forward(self: object, dense_BN: torch.Tensor, ids: object) -> torch.Tensor:
+        return dense_BN if dense_BN.sum() > 0 else -dense_BN
+
+    monkeypatch.setattr(PlainModel, "forward", forward)
+    shape = architecture("dlrm", "sum", 3)
+    dense = DenseLayers(shape).state_dict()
+    weights = {name: torch.zeros(weight.shape) for name, weight in dense.items()}
+    forms = {table: _forms(num_rows, DIM, RowType.fp32) for table, num_rows in NUM_ROWS.items()}
+    with pytest.raises(ValueError, match=r"^export\.onnx: expected layers .*, got .+\. Change "):
+        onnx_file.write_onnx(Path("nowhere"), shape, weights, forms)
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_file, "find_spec", lambda name: None if name == "onnx" else name)
     with pytest.raises(ValueError, match=r"^export.onnx: .* got no onnx\. Install hotrec\[onnx\]"):
