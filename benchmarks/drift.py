@@ -192,16 +192,20 @@ def measure_moves(num_hot: int, rounds: int) -> None:
     """Median seconds of moves by their number of rows, of one table on the ranks of the group."""
     import torch
 
-    from benchmarks.checkpoint import DIM, NUM_TABLES, build
+    from benchmarks.checkpoint import DIM, NAMES, build
     from hotrec.embedding.adapt import AdaptiveHotSet
     from hotrec.embedding.initialize import initialize_embeddings
     from hotrec.routing.popularity import CountedRows
     from hotrec.runtime.ranks import all_gather_object, barrier, process_group
+    from hotrec.types import Partition, Placement
 
     torch.set_num_threads(1)
     with process_group(device="cpu") as ranks:
-        num_bytes = num_hot * 100 * (4 * DIM + 4)  # 1% of the rows are hot
-        model, optimizer = build(num_bytes, ranks)
+        # One row in 20 is hot.
+        hot = np.arange(num_hot // len(NAMES)) * 20
+        num_rows = 20 * hot.size
+        partition = Partition(dict.fromkeys(NAMES, num_rows), dict.fromkeys(NAMES, hot))
+        model, optimizer = build(Placement.alike(partition), num_rows, ranks)
         initialize_embeddings(model, seed=0)
         hot_set = AdaptiveHotSet(model, optimizer, decay=0.0, most_rows=num_hot)
         rng = np.random.default_rng(0)
@@ -216,7 +220,7 @@ def measure_moves(num_hot: int, rounds: int) -> None:
                     for table, size in counter.tables.items():
                         hot = counter.hot_keys[table].numpy() - counter.begins[table]
                         cold = np.setdiff1d(rng.integers(0, size, num_moved), hot)
-                        keys.append(cold[: num_moved // NUM_TABLES] + counter.begins[table])
+                        keys.append(cold[: num_moved // len(NAMES)] + counter.begins[table])
                     joined = np.sort(np.concatenate(keys))
                     own = joined[joined % ranks.world_size == ranks.rank]
                     counter.counted = CountedRows(own, np.full(own.size, 1e3))
