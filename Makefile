@@ -28,6 +28,8 @@ export OMP_NUM_THREADS ?= 1
 # Fast tests first: a typo shows within seconds, before ranks are started.
 FAST_TESTS := $(wildcard tests/policy tests/unit tests/config)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/data tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+# Tests side by side, by file; 0 for one after the other.
+JOBS ?= 2
 # What make test runs, e.g. make test TESTS=tests/unit/planning.
 TESTS ?= $(FAST_TESTS) $(OTHER_TESTS)
 # What a difference between torchrec's releases breaks first: parity, look-ahead, training, checkpoints
@@ -66,7 +68,7 @@ quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with 
 	    launch.num_ranks=2 run.compare=true >/dev/null
 
 test: $(INSTALLED_DEV) ## Install what the tests need, then run the whole suite.
-	$(BIN)/python -m pytest $(TESTS) --durations=10 $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --durations=10 $(ARGS)
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
 	$(BIN)/python -m tests.faults run $(ARGS)
