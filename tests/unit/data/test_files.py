@@ -20,7 +20,7 @@ from hotrec.data.sample import read_sample
 
 TABLE = pa.table({"label": [0, 1, 1], "item": ["a", "b", "a"]})
 CSV = b"label,item\n0,a\n1,b\n1,a\n"
-WANTED = Wanted(ids=("item",), numbers=("label",), label="label")
+WANTED = Wanted(ids=("item",), numbers=("label",), labels=("label",))
 
 
 def parquet() -> bytes:

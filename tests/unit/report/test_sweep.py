@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +130,8 @@ def test_the_page_is_written_at_the_end_of_a_sweep(
     mode: str,
     is_swept: bool,
     sweep: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [f"hotrec {process}"])
     job = sweep / "8"
     (job / "point.json").unlink()
     config = OmegaConf.create(
@@ -147,7 +144,7 @@ def test_the_page_is_written_at_the_end_of_a_sweep(
             },
         }
     )
-    callback = Sweep()
+    callback = Sweep(process)
     callback.on_job_start(config=config, task_function=lambda _: None)
     callback.on_multirun_end(config=config, config_name="config")
     written = {path.name for path in sweep.iterdir() if path.is_file()}
@@ -158,11 +155,8 @@ def test_the_page_is_written_at_the_end_of_a_sweep(
         assert not (job / "point.json").exists()
 
 
-def test_nothing_is_written_where_every_job_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["hotrec train"])
+def test_nothing_is_written_where_every_job_failed(tmp_path: Path) -> None:
     write_job(tmp_path, 0, {"a": "1"})
     hydra = {"mode": RunMode.MULTIRUN, "sweep": {"dir": str(tmp_path)}}
-    Sweep().on_multirun_end(config=OmegaConf.create({"hydra": hydra}), config_name="config")
+    Sweep("train").on_multirun_end(config=OmegaConf.create({"hydra": hydra}), config_name="config")
     assert [path.name for path in tmp_path.iterdir()] == ["0"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +140,12 @@ def test_the_callback_notes_each_job_of_a_sweep_and_writes_the_page(
     mode: str,
     is_sweep: bool,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [f"hotrec {process}"])
     config = hydra_config(tmp_path, mode)
     write_job(tmp_path / "0", {"infeasible": "no"})
-    Sweep().on_job_start(config=config, task_function=lambda _: None)
-    Sweep().on_multirun_end(config=config, config_name="config")
+    Sweep(process).on_job_start(config=config, task_function=lambda _: None)
+    Sweep(process).on_multirun_end(config=config, config_name="config")
     assert {path.name for path in tmp_path.rglob("*.*")} - {"prediction.json"} == (
         {"point.json", "what_if.html", "what_if.json"} if is_sweep else set()
     )
@@ -162,11 +159,10 @@ def test_the_callback_notes_each_job_of_a_sweep_and_writes_the_page(
 
 
 def test_an_error_of_the_callback_ends_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["hotrec plan"])
     with pytest.raises(SystemExit) as caught:
-        Sweep().on_multirun_end(config=hydra_config(tmp_path), config_name="config")
+        Sweep("plan").on_multirun_end(config=hydra_config(tmp_path), config_name="config")
     assert caught.value.code == 1
     assert "error: what-if" in capsys.readouterr().err
 
