@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,15 @@ def gpu() -> Iterator[Ranks]:
         pytest.skip("needs a CUDA device")
     with process_group(device="cuda") as ranks:
         yield ranks
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Time:

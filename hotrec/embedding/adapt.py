@@ -1,10 +1,10 @@
 """A hot set that follows the data: rows change between replica and shard while training goes on.
 
 Every so many steps all ranks choose the same swaps of rows from decayed counts of lookups, and
-move weights and optimizer state as they are: nothing is reset, approximated or allocated anew. A
-table keeps its number of hot rows. The owner of a row that becomes cold has a replica, like every
-rank, and copies it into its shard without traffic; a row that becomes hot is broadcast by its
-owner.
+move weights and optimizer state as they are: nothing is reset or allocated anew, and values change
+only where cold rows are kept in half precision. A table keeps its number of hot rows. The owner of
+a row that becomes cold has a replica, like every rank, and copies it into its shard without
+traffic; a row that becomes hot is broadcast by its owner.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import urllib.request
 from contextlib import suppress
@@ -10,14 +9,6 @@ from contextlib import suppress
 import pytest
 
 from tests.e2e.conftest import SMOKE, Workspace, hotrec_here
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_run_is_scraped_while_it_trains(workspace: Workspace, free_port: int) -> None:

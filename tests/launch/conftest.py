@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -112,11 +111,3 @@ def place(tmp_path: Path) -> Place:
     # Where the launchers look for an interpreter by themselves.
     (tmp_path / ".venv").symlink_to(sys.prefix)
     return Place(tmp_path)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port

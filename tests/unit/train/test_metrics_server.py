@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import urllib.request
 from pathlib import Path
@@ -20,14 +19,6 @@ def scrape(port: int) -> dict[str, float]:
         name: float(value)
         for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")
     }
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_the_newest_lines_are_gauges(tmp_path: Path, free_port: int) -> None:
