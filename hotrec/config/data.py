@@ -11,7 +11,9 @@ from hotrec.config.fields import Rules, key, section
 from hotrec.config.names import MAX_NAME_BYTES, name_rules
 
 SourceFormat = StrEnum("SourceFormat", "criteo delimited parquet arrow")
-ColumnKind = StrEnum("ColumnKind", "label weight dense categorical categorical_list")
+ColumnKind = StrEnum("ColumnKind", "label weight dense categorical categorical_list sequence")
+# Of these kinds are the columns that read a table.
+FEATURE_KINDS = (ColumnKind.categorical, ColumnKind.categorical_list, ColumnKind.sequence)
 Derive = StrEnum("Derive", "none hour_of_day day_of_week log_bucket")
 DenseTransform = StrEnum("DenseTransform", "none log1p")
 Encoding = StrEnum("Encoding", "vocabulary hashing rows")
@@ -48,8 +50,10 @@ class ColumnSpec:
         Derive.none,
     )
     utc_offset_h: float = key("for hour_of_day and day_of_week, hours to add to UTC", 0.0)
-    separator: str = key("for categorical_list in text files, the character between two ids", " ")
-    max_length: int = key("for categorical_list, how many of the last ids to keep; 0: all", 0, ge=0)
+    separator: str = key("for lists and sequences in text files, the character between ids", " ")
+    max_length: int = key(
+        "for lists and sequences, how many of the last ids to keep; 0: all, of a list", 0, ge=0
+    )
     fill: float = key("for dense, the value that replaces a missing one", 0.0)
     transform: DenseTransform = key(
         "for dense, applied after filling; log1p: sign(x) * log(1 + abs(x))", DenseTransform.none
@@ -60,13 +64,18 @@ class ColumnSpec:
 
     def rules(self) -> Rules:
         kind, derive, table, separator = self.kind, self.derive, self.table, self.separator
-        is_categorical = kind in (ColumnKind.categorical, ColumnKind.categorical_list)
+        is_categorical = kind in FEATURE_KINDS
         yield is_categorical or not table, f"table: expected none for this kind, got {table!r}."
         yield len(separator) == 1, f"separator: expected one character, got {separator!r}."
         of_time = derive in (Derive.hour_of_day, Derive.day_of_week)
         is_derived = kind is ColumnKind.categorical or (kind is ColumnKind.dense and of_time)
         is_possible = derive is Derive.none or is_derived
         yield is_possible, f"derive: expected none for kind {kind.name}, got {derive.name!r}."
+        yield (
+            kind is not ColumnKind.sequence or self.max_length > 0,
+            f"max_length: expected at least 1 for kind sequence, got {self.max_length}. "
+            "Set how many of the last ids to keep.",
+        )
 
 
 @dataclass
@@ -277,6 +286,13 @@ class SourceSpec:
                 f"columns of every chunk, got {name!r}. Rename the entry and give the log's name "
                 "as its source.",
             )
+        for name, column in columns.items():
+            taken = sorted(columns.keys() & set(features_of(name, column)) - {name})
+            yield (
+                not taken,
+                f"columns.{name}: expected no columns named as its positions, got {taken}. Rename "
+                "the entry and give the log's name as its source.",
+            )
         for name in tables:
             hot = f"{name}_hot"
             yield (
@@ -287,7 +303,7 @@ class SourceSpec:
 
 
 def _column_name_rules(name: str, column: ColumnSpec) -> Rules:
-    is_feature = column.kind in (ColumnKind.categorical, ColumnKind.categorical_list)
+    is_feature = column.kind in FEATURE_KINDS
     # A name that is not fit for print is shown once, by its repr.
     key = f"columns.{name}" if name.isprintable() and len(name) <= MAX_NAME_BYTES else "columns"
     yield from name_rules(key, name, is_of_module=is_feature)
@@ -407,6 +423,13 @@ def columns_of(spec: SourceSpec) -> dict[str, ColumnSpec]:
 
 def tables_of(spec: SourceSpec) -> dict[str, TableSpec]:
     """The tables that the categorical columns read, in order of first use."""
-    kinds = (ColumnKind.categorical, ColumnKind.categorical_list)
-    names = [c.table or name for name, c in columns_of(spec).items() if c.kind in kinds]
+    columns = columns_of(spec).items()
+    names = [c.table or name for name, c in columns if c.kind in FEATURE_KINDS]
     return {name: spec.tables.get(name, spec.table_defaults) for name in names}
+
+
+def features_of(name: str, column: ColumnSpec) -> list[str]:
+    """The features of a column that reads a table: itself, or one for each place of a sequence."""
+    if column.kind is not ColumnKind.sequence:
+        return [name]
+    return [f"{name}_{place}" for place in range(1, column.max_length + 1)]

@@ -324,6 +324,11 @@ class ModelConfig:
     embedding_dim: int = key("dimension of an embedding row; a multiple of 4", 64, ge=4, le=1024)
     pooling: Pooling = key("how the rows of a bag become one vector: sum or mean", Pooling.sum)
 
+    @property
+    def names_columns(self) -> bool:
+        """Whether it tells columns apart by their names, and needs those of the dataset."""
+        return True
+
     def rules(self) -> Rules:
         dim = self.embedding_dim
         below = dim // DIM_MULTIPLE * DIM_MULTIPLE
@@ -354,6 +359,10 @@ class LayeredConfig(ModelConfig):
         size=1,
     )
 
+    @property
+    def names_columns(self) -> bool:
+        return False
+
     def rules(self) -> Rules:
         dim, dense, over = self.embedding_dim, self.dense_layer_sizes, self.over_layer_sizes
         yield from super().rules()
@@ -382,6 +391,29 @@ class DeepFmConfig(LayeredConfig):
     deep_layer_sizes: list[int] = key(
         "sizes of the deep layers over all vectors", [256, 128], ge=1, le=MAX_LAYER_SIZE, size=1
     )
+
+
+@option("model", ModelKind.din)
+class DinConfig(LayeredConfig):
+    """DIN: attention of one feature over the ids of a sequence."""
+
+    attention: dict[str, str] = key(
+        "columns of kind sequence, each with the feature that its ids are compared with, such as "
+        "{history: item}",
+        {},
+        size=1,
+    )
+    attention_layer_sizes: list[int] = key(
+        "sizes of the layers that give an id its weight, before the last, of size 1",
+        [64, 32],
+        ge=1,
+        le=MAX_LAYER_SIZE,
+        size=1,
+    )
+
+    @property
+    def names_columns(self) -> bool:
+        return True
 
 
 @option("model", ModelKind.mmoe)

@@ -109,6 +109,11 @@ class TrainerConfig:
         "steps between evaluations of the first split; 0: at the end", 0, ge=0
     )
     save_every_steps: int = key("steps between checkpoints; 0: only at the end", 0, ge=0)
+    save_in_background: bool = key(
+        "write checkpoints while training goes on, which then stops only to copy dense layers and "
+        "hot rows; on CPU",
+        False,
+    )
     early_stop_patience: int | None = key(
         "evaluations of the first split in a row without a lower log loss, at eval_every_steps, "
         "after which the run ends; null: never",
@@ -140,6 +145,11 @@ class TrainerConfig:
         "those of its raw id there, so the dataset may be another; null: initial weights",
         None,
     )
+    warm_start_names: dict[str, str | None] = key(
+        "new names by those in trainer.warm_start, of tables, parameters, or modules of the model; "
+        "null: do not load it",
+        {},
+    )
     timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
     watchdog_s: float = key(
         "seconds without progress after which the run ends and names the rank",
@@ -153,6 +163,16 @@ class TrainerConfig:
             not self.compile or self.warmup_steps >= 1,
             "warmup_steps: expected at least 1 with trainer.compile, whose first step compiles, "
             f"got {self.warmup_steps}. Set trainer.warmup_steps=10.",
+        )
+        yield (
+            not self.warm_start_names or self.warm_start is not None,
+            "warm_start_names: expected names with trainer.warm_start alone, got "
+            f"{self.warm_start_names}. Set trainer.warm_start, or leave the names out.",
+        )
+        yield (
+            not self.save_in_background or self.device is not Device.cuda,
+            "save_in_background: expected false with trainer.device=cuda, got true. Set "
+            "trainer.save_in_background=false.",
         )
         yield (
             self.precision is not Precision.tf32 or self.device is not Device.cpu,
@@ -189,6 +209,17 @@ class LaunchConfig:
     num_ranks: int = key("ranks to start on this host, unless torchrun did", 1, ge=1, le=1024)
 
 
+def _directory_rules(name: str, path: str) -> Rules:
+    """What is written is on this host; only a log may be in a store."""
+    # An empty path would be the working directory.
+    yield bool(path), f"{name}: expected a directory, got an empty path."
+    yield (
+        "://" not in path,
+        f"{name}: expected a directory of this host, got {path!r}. Name one, and copy it to the "
+        "store afterwards.",
+    )
+
+
 @dataclass
 class PathsConfig:
     """Where the stages read and write."""
@@ -205,9 +236,8 @@ class PathsConfig:
     )
 
     def rules(self) -> Rules:
-        for name in ("dataset", "profile", "partition", "costs"):
-            # An empty path would be the working directory.
-            yield bool(getattr(self, name)), f"{name}: expected a directory, got an empty path."
+        for name in ("dataset", "profile", "partition", "costs", "trials"):
+            yield from _directory_rules(name, getattr(self, name))
 
 
 @dataclass
@@ -223,6 +253,12 @@ class ProfileConfig:
     confidence: float = key("confidence level of a sampled profile's intervals", 0.95, gt=0, lt=1)
     heldout_frac: float = key(
         "fraction of the training split to hold out; 0: the validation split", 0.0, ge=0, lt=1
+    )
+    half_life_samples: float | None = key(
+        "training samples, back from the last one, in which a sample's chance to be counted "
+        "halves, so that popularity is that of the latest days; null: all count alike",
+        None,
+        gt=0,
     )
 
 
@@ -539,7 +575,7 @@ class ExportConfig:
     export: ExportFormConfig = section("the form of the exported model", ExportFormConfig)
 
     def rules(self) -> Rules:
-        yield bool(self.output), "output: expected a directory, got an empty path."
+        yield from _directory_rules("output", self.output)
 
 
 @dataclass
@@ -562,7 +598,7 @@ class PredictConfig:
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
 
     def rules(self) -> Rules:
-        yield bool(self.output), "output: expected a directory, got an empty path."
+        yield from _directory_rules("output", self.output)
 
 
 @dataclass
@@ -580,6 +616,10 @@ class ReportConfig:
     partition: str | None = key("partition to draw; null: that of the first run", None)
     baseline: str | None = key("name of the run that the others are compared with", None)
     title: str = key("title of the page", "hotrec report")
+
+    def rules(self) -> Rules:
+        if self.output:
+            yield from _directory_rules("output", self.output)
 
 
 @dataclass

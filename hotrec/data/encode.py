@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from hotrec.artifact import ArtifactError
 from hotrec.config.data import (
+    FEATURE_KINDS,
     ColumnKind,
     ColumnSpec,
     DenseTransform,
@@ -23,6 +24,7 @@ from hotrec.config.data import (
     Encoding,
     SourceSpec,
     columns_of,
+    features_of,
     tables_of,
 )
 from hotrec.data.chunks import Block, Dataset, Floats, Integers, Jagged
@@ -69,8 +71,7 @@ def dense_columns(columns: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
 
 def feature_columns(columns: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
     """The categorical columns, in order."""
-    kinds = (ColumnKind.categorical, ColumnKind.categorical_list)
-    return {name: column for name, column in columns.items() if column.kind in kinds}
+    return {name: column for name, column in columns.items() if column.kind in FEATURE_KINDS}
 
 
 def sources_of(columns: Mapping[str, ColumnSpec], kind: ColumnKind) -> dict[str, str]:
@@ -103,13 +104,13 @@ def raw_feature(block: RawBlock, name: str, column: ColumnSpec) -> Texts | Lists
         numbers = derive_numbers(column.derive, block.numbers[source], column.utc_offset_h)
         return texts_from_numbers(numbers)
     raw = block.ids[source]
-    if column.kind is ColumnKind.categorical_list:
+    if column.kind is not ColumnKind.categorical:
         lists = lists_from_texts(raw, column.separator) if isinstance(raw, Texts) else raw
         return cut_lists(lists, column.max_length)
     if not isinstance(raw, Texts):
         raise ValueError(
             f"columns.{name}: expected one id per sample in column {source}, got lists. "
-            "Set its kind to categorical_list."
+            "Set its kind to categorical_list or sequence."
         )
     return raw
 
@@ -192,11 +193,22 @@ def encode_inputs(
 ) -> tuple[Floats, dict[str, Integers | Jagged]]:
     """Dense columns and features of a chunk, as in ``Block``; the label is not needed."""
     dense = (dense_values(block, columns) - scaling[0]) / scaling[1]
-    features = {
-        name: encode_feature(raw_feature(block, name, column), encoders[name])
-        for name, column in feature_columns(columns).items()
-    }
+    features: dict[str, Integers | Jagged] = {}
+    for name, column in feature_columns(columns).items():
+        ids = encode_feature(raw_feature(block, name, column), encoders[name])
+        places: list[Integers | Jagged] = [ids]
+        if column.kind is ColumnKind.sequence:
+            assert isinstance(ids, Jagged), name
+            places = [_at_place(ids, place) for place in range(1, column.max_length + 1)]
+        features |= dict(zip(features_of(name, column), places, strict=True))
     return dense.astype(np.float32), features
+
+
+def _at_place(bags: Jagged, place: int) -> Jagged:
+    """Bags of the id that is so many ids from the end of each, which is at place 1, or of none."""
+    ends = bags.offsets[1:]
+    has_id = np.diff(bags.offsets) >= place
+    return Jagged(bags.values[ends[has_id] - place], offsets_of(has_id.astype(np.int32)))
 
 
 def read_times(spec: SourceSpec) -> list[str]:

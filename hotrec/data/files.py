@@ -31,10 +31,24 @@ def find_paths(pattern: str, suffixes: tuple[str, ...] | None, *, key: str) -> l
         key: The configuration key that names the pattern.
 
     Raises:
-        ValueError: If it names something that is not a regular file and might have no end, or
-            nothing is installed that reads this protocol.
+        ValueError: If it names something that is not a regular file and might have no end, nothing
+            is installed that reads this protocol, or the store does not answer or refuses.
     """
     path = locate(pattern, key)
+    if is_local(path):
+        return _find(path, suffixes, key)
+    try:
+        return _find(path, suffixes, key)
+    except Exception as error:  # each store has errors of its own
+        reason = (str(error) or "no reason").splitlines()[0]
+        raise ValueError(
+            f"{key}: expected a store that lists {pattern!r}, got {type(error).__name__}: "
+            f"{reason.removesuffix('.')}. See whether this host reaches it, and with which "
+            "credentials."
+        ) from error
+
+
+def _find(path: Path, suffixes: tuple[str, ...] | None, key: str) -> list[Path]:
     if path.is_dir():
         return [
             file

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.artifact import Verify
+from hotrec.artifact import ArtifactError, Verify
 from hotrec.config.data import EPOCH, SourceSpec, tables_of
 from hotrec.data.chunks import ChunkInfo, Dataset, Integers, Jagged, write_chunk
 from hotrec.data.columns import Float64s
@@ -159,6 +159,24 @@ def _iso(time_ms: float) -> str:
 def generations_of(dataset: Dataset) -> tuple[Mapping[str, Any], ...]:
     """The generations before this dataset: content hash, training samples and rows by table."""
     return tuple(dataset.artifact.content["source"].get("generations", ()))
+
+
+def check_current(dataset: Dataset, content_hash: str, checkpoint: Path) -> None:
+    """Check that a checkpoint was not trained on an earlier generation of its dataset.
+
+    Its validation and test samples are gone, and a value may have another row by now.
+
+    Raises:
+        ArtifactError: If it was.
+    """
+    hashes = [generation["content_hash"] for generation in generations_of(dataset)]
+    if content_hash in hashes:
+        raise ArtifactError(
+            f"{dataset.artifact.path}: expected generation {hashes.index(content_hash)}, which "
+            f"{checkpoint} was trained on, got generation {len(hashes)}: `hotrec prepare append` "
+            f"has replaced it. Train on with trainer.warm_start={checkpoint}, or put a copy of "
+            "that generation there."
+        )
 
 
 def growth_of(dataset: Dataset) -> dict[str, dict[str, int]]:

@@ -284,10 +284,38 @@ def find_label(columns: list[Column], asked: str | None) -> Column:
                 return column
     if len(binary) != 1:
         names = sorted(binary) or f"none among {[column.name for column in columns]}"
-        raise ValueError(
-            f"label: expected one column of 0 and 1, got {names}. Add label=<name of the column>."
-        )
+        advice = "Add label=<name of the column>" if binary else "Write the labels as 0 and 1"
+        raise ValueError(f"label: expected one column of 0 and 1, got {names}. {advice}.")
     return next(iter(binary.values()))
+
+
+def _check_header(sample: Sample, columns: list[Column]) -> None:
+    """Refuse a first line of values: a header has a name that is no number above numbers.
+
+    Columns may be named by their positions, from 0 or 1, as some programs do.
+    """
+    names = [column.name for column in columns if column.kind in ("integer", "number")]
+    if (
+        sample.format is SourceFormat.delimited
+        and names
+        and all(map(_is_number, names))
+        and not any(
+            all(column.name == str(place) for place, column in enumerate(columns, start=first))
+            for first in (0, 1)
+        )
+    ):
+        raise ValueError(
+            f"path: expected the names of the columns in line 1 of {sample.files[0]}, got values: "
+            f"{[column.name for column in columns]}. Put a line with names before it."
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def find_time(columns: list[Column], asked: str | None) -> Column | None:
@@ -353,9 +381,10 @@ def infer(sample: Sample, label: str | None = None, time: str | None = None) -> 
         time: The column to split by; None to find one.
 
     Raises:
-        ValueError: If there is no label, or nothing to learn from.
+        ValueError: If there is no label, no header, or nothing to learn from.
     """
     columns, nulls = look_at(sample)
+    _check_header(sample, columns)
     target, clock = find_label(columns, label), find_time(columns, time)
     split = {"kind": "fraction", "valid_frac": _VALID_FRAC, "test_frac": _VALID_FRAC}
     if clock is not None and (bounds := _bounds(clock)) is not None:

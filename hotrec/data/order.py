@@ -92,7 +92,7 @@ class StepSequence:
         return batch.epoch * self.num_samples + batch.first
 
     def count_steps(self, epochs: int) -> int:
-        """Steps from ``first_sample`` to the end of the last of so many epochs."""
+        """Steps from ``first_sample`` to the end of the last of ``epochs`` epochs."""
         epoch, part, _, left = self._start
         if epoch >= epochs:
             return 0

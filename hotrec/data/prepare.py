@@ -28,6 +28,7 @@ from hotrec.config.data import (
     SourceFormat,
     SourceSpec,
     SplitKind,
+    features_of,
     tables_of,
 )
 from hotrec.config.validate import validate
@@ -370,8 +371,9 @@ def _build_encoders(job: _Job, largest: dict[str, int]) -> dict[str, RowEncoder]
 
 def _schema(job: _Job, encoders: dict[str, RowEncoder]) -> Schema:
     features = tuple(
-        Feature(name, job.tables[name], column.kind is ColumnKind.categorical_list)
+        Feature(feature, job.tables[name], column.kind is not ColumnKind.categorical)
         for name, column in feature_columns(job.log.columns).items()
+        for feature in features_of(name, column)
     )
     tables = tuple(Table(name, encoder.num_rows) for name, encoder in encoders.items())
     columns = job.log.columns

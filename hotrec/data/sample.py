@@ -22,7 +22,7 @@ from hotrec.data.readers import (
     open_parquet,
 )
 
-# A log of at most this size is read whole; of a larger one so many pieces, evenly spread.
+# A log of at most this size is read whole; of a larger one this number of evenly spread pieces.
 MAX_TEXT_BYTES, MAX_ROWS = 32 << 20, 500_000
 NUM_PIECES = 32
 _SEPARATORS = ",\t;|"
@@ -182,6 +182,7 @@ def _sample_text(files: list[Path], separator: str) -> tuple[pa.Table, int, int]
     read = files if is_whole else _spread(files, NUM_PIECES)
     most = MAX_TEXT_BYTES // (1 if is_whole and not is_compressed else len(read))
     tables, num_bad, num_lines, read_bytes = [], 0, 0, 0
+    fault = ("", "")
     for file in read:
         is_cut = sizes[file] > most and not is_compressed
         left = most
@@ -189,16 +190,17 @@ def _sample_text(files: list[Path], separator: str) -> tuple[pa.Table, int, int]
             if left <= 0:
                 is_whole = False
                 break
-            table, num_bad_here = _parse(lines, layout)
+            table, bad = _parse(lines, layout)
             tables.append(table)
-            num_bad += num_bad_here
+            num_bad += len(bad)
+            fault = bad[0] if bad else fault
             num_lines += lines.num_lines
             read_bytes += len(lines.data)
             left -= len(lines.data)
     if num_bad == num_lines:
         raise ValueError(
-            f"{files[0]}: expected lines with the {len(names)} columns of the header, got "
-            f"{num_bad} others. Correct the file."
+            f"{files[0]}: expected {fault[0]}, got {fault[1]}; none of {num_lines} lines can be "
+            "read. Correct the file: text is UTF-8, and values have no line ends."
         )
     if not is_whole:
         all_bytes = total_bytes * (_COMPRESSION if is_compressed else 1)
@@ -206,18 +208,16 @@ def _sample_text(files: list[Path], separator: str) -> tuple[pa.Table, int, int]
     return pa.concat_tables(tables).unify_dictionaries(), num_bad, num_lines
 
 
-def _parse(lines: text.Lines, layout: text.Layout) -> tuple[pa.Table, int]:
-    """The lines that fit the layout, and the number of the others."""
+def _parse(lines: text.Lines, layout: text.Layout) -> tuple[pa.Table, list[tuple[str, str]]]:
+    """The lines that fit the layout, and what was expected and found in each of the others."""
     table = text.parse(lines, layout)
     if table is not None:
-        return table, 0
+        return table, []
     bad, kept, _ = text.find_bad_lines(lines, layout)
     table = text.parse(kept, layout) if kept.num_lines else None
     if table is None:
-        return pa.table({name: pa.array([], kind) for name, kind in layout.wanted.items()}), len(
-            bad
-        )
-    return table, len(bad)
+        table = pa.table({name: pa.array([], kind) for name, kind in layout.wanted.items()})
+    return table, [(expected, got) for _, expected, got in bad]
 
 
 def _from_start(file: Path) -> Iterator[text.Lines]:

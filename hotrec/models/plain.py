@@ -32,7 +32,8 @@ class Architecture:
     """The shape of a model, in values that JSON has.
 
     Args:
-        kind: "dlrm", "dcnv2", "deepfm", "mmoe", "two_tower", or "own" for a class of your own.
+        kind: "dlrm", "dcnv2", "deepfm", "din", "mmoe", "two_tower", or "own" for a class of your
+            own.
         embedding_dim: D, of all tables.
         pooling: "sum" or "mean", how the rows of a bag become one vector.
         dense_layer_sizes: Outputs of the layers over the dense columns; the last is D.
@@ -175,6 +176,54 @@ class DeepFm(nn.Module):
         return torch.cat((vectors_BVD[:, 0], self.deep(vectors_BVD.flatten(1)), pairs_B1), dim=1)
 
 
+class Attention(nn.Module):
+    """DIN's sums of the ids of sequences, by their relevance to a feature (Zhou et al. 2018, 4.3).
+
+    The weight of an id with vector k is what layers make of ``[q, k, q - k, q * k]``, q being the
+    feature's vector; it is no softmax, as in the paper. A place without an id has the vector 0: its
+    weight multiplies nothing and gets no gradient, so that sums need no mask.
+
+    Args:
+        features: Names of the features, in the order of their vectors, after the dense one.
+        attention: Features that attend, each with those that are the places of its sequence.
+        attention_layer_sizes: Outputs of the layers, without the last, which is the weight.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[str],
+        dim: int,
+        attention: Sequence[tuple[str, Sequence[str]]],
+        attention_layer_sizes: Sequence[int],
+        device: str,
+    ) -> None:
+        super().__init__()
+        number_of = {name: number for number, name in enumerate(features, start=1)}
+        sequences = [[number_of[name] for name in places] for _, places in attention]
+        others = {0, *number_of.values()}.difference(*sequences)
+        self.register_buffer("others", torch.tensor(sorted(others)), persistent=False)
+        for number, ((query, _), places) in enumerate(zip(attention, sequences, strict=True)):
+            read = torch.tensor([number_of[query], *places])
+            self.register_buffer(f"read_{number}", read, persistent=False)
+        sizes = [*attention_layer_sizes, 1]
+        self.weights = nn.ModuleList(
+            _layers(4 * dim, sizes, ends_with_relu=False, device=device) for _ in attention
+        )
+        self.num_outputs = len(others) + len(sequences)
+
+    def forward(self, vectors_BVD: torch.Tensor) -> torch.Tensor:
+        """(B, V, D) -> vectors without sequences and a sum for each, (B, num_outputs * D)."""
+        outputs = [vectors_BVD.index_select(1, self.get_buffer("others"))]
+        for number, layers in enumerate(self.weights):
+            read = vectors_BVD.index_select(1, self.get_buffer(f"read_{number}"))
+            keys_BPD = read[:, 1:]
+            query_BPD = read[:, :1].expand_as(keys_BPD)
+            parts = (query_BPD, keys_BPD, query_BPD - keys_BPD, query_BPD * keys_BPD)
+            weights_BP1 = layers(torch.cat(parts, dim=2))
+            outputs.append((weights_BP1 * keys_BPD).sum(1, keepdim=True))
+        return torch.cat(outputs, dim=1).flatten(1)
+
+
 class MixtureOfExperts(nn.Module):
     """MMoE (Ma et al. 2018): experts that all labels share; a gate and a tower for each label."""
 
@@ -227,6 +276,10 @@ class DenseLayers(nn.Module):
             width = dim + num_vectors * (num_vectors - 1) // 2
         elif shape.kind == "dcnv2":
             self.interaction = CrossLayers(width, shape.cross_num_layers, shape.cross_low_rank_dim)
+        elif shape.kind == "din":
+            features = [name for name, _ in shape.features]
+            self.interaction = Attention(features, dim, **shape.args, device=device)
+            width = self.interaction.num_outputs * dim
         elif shape.kind == "deepfm":
             self.interaction = DeepFm(width, **shape.args, device=device)
             width = dim + shape.args["deep_layer_sizes"][-1] + 1

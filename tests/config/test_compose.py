@@ -26,6 +26,7 @@ GROUPS = (
 REQUIRED = {
     "export": ["output=x"],
     "predict": ["input=[x]", "output=x"],
+    "din": ["+model.attention.history=item"],
     "own": ["model._target_=my_model.MyModel"],
     "two_tower": ["model.item_columns=[item]"],
 }

@@ -66,6 +66,7 @@ OUT_OF_RANGE = [
     ("data=synthetic data.synthetic.drift_frac=3", "data.synthetic.drift_frac: expected", "3.0"),
     ("model.over_layer_sizes=[4611686018427387904,1]", "model.over_layer_sizes[0]:", "at most"),
     ("paths.dataset=", "paths.dataset: expected a directory", "empty"),
+    ("paths.profile='s3://bucket/p'", "paths.profile: expected a directory of this host", "s3://"),
     ("dataset_name=", "dataset_name: expected the name", "''"),
     ("dataset_name=a/../../b", "dataset_name: expected the name", "'a/../../b'"),
     ("data.source=null", "data: expected exactly one of source and synthetic", "none"),
@@ -76,7 +77,7 @@ UNREADABLE = [
     ("=1", "=1: expected key=value", "no key"),
     ("trainer=5", "trainer: expected one of", "got 5"),
     ("model=null", "model: expected one of", "got None"),
-    ("--cake", "--cake: expected one of the flags", ""),
+    ("--no-cake=3", "--no-cake=3: expected one of the flags", "dashes: no_cake=<value>."),
     ("--config-dir", "flags --config-dir: expected those of", "argument"),
 ]
 

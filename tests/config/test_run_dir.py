@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,26 @@ def test_two_runs_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     Path(first).mkdir(parents=True)
     monkeypatch.delenv("HOTREC_RUN_DIR")
     assert decide_run_dir("train", [], is_multirun=False) == f"{first}-1"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_command_whatever_it_interrupts(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(*_: object) -> None:
+        try:
+            signal.raise_signal(number)
+        except BaseException:
+            raise TypeError("expected an int, got an object of another type") from None
+
+    monkeypatch.setattr("hotrec.cli.app._run_composed", convert)
+    before = signal.getsignal(number)
+    try:
+        found = run_command("prepare", SMALL)
+    except SystemExit as ended:
+        found = ended.code
+    assert found == code
+    assert signal.getsignal(number) is before
 
 
 def test_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

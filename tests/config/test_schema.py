@@ -28,6 +28,7 @@ READ_BY_NAME = {"eps", "beta1", "beta2"}
 # Those of a model's layers, see hotrec.models.shape.
 READ_BY_NAME |= {"dense_layer_sizes", "over_layer_sizes", "deep_layer_sizes", "num_experts"}
 READ_BY_NAME |= {"expert_layer_sizes", "item_columns", "tower_layer_sizes", "args"}
+READ_BY_NAME |= {"attention", "attention_layer_sizes"}
 READ_BY_NAME |= {"cross_num_layers", "cross_low_rank_dim", "_target_"}
 # Those of the page of a benchmark, see hotrec.bench.benchmark.SETTINGS.
 READ_BY_NAME |= set(SETTINGS)

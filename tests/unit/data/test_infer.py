@@ -168,6 +168,30 @@ def test_a_directory_of_one_format(tmp_path: Path) -> None:
         read_sample(str(tmp_path / "log"))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{},u{},5{}\n", r"^path: expected the names .* got values: \['0', 'u0', '50'\]"),
+        ("click,user,item\n{},K\xf6ln {},{}\n", r"expected UTF-8 text, got byte 0xf6 .*UTF-8"),
+        ('click,user,item\n{},"a\n{}",{}\n', r"a\.csv: expected a closing quote in the line, got"),
+        ("click,user,item\nyes{},u{},i{}\n", r"^label: .* none among .* Write the labels as 0 "),
+    ],
+)
+def test_text_that_is_no_log_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    header, _, line = text.rpartition("\n")[0].partition("\n")
+    lines = [(line or header).format(n % 2, n % 7, n % 5) for n in range(100)]
+    content = "\n".join([*([header] if line else []), *lines, ""])
+    (tmp_path / "a.csv").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        infer(read_sample(str(tmp_path / "a.csv")))
+
+
+def test_columns_may_be_named_by_their_positions(tmp_path: Path) -> None:
+    lines = [f"{n % 2},u{n % 7}\n" for n in range(100)]
+    (tmp_path / "a.csv").write_text("".join(["0,1\n", *lines]))
+    assert infer(read_sample(str(tmp_path / "a.csv"))).label.name == "0"
+
+
 def test_init(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

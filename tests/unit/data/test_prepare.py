@@ -267,6 +267,7 @@ def test_joins_derivations_and_shared_tables(tmp_path):
             "country": ColumnSpec(categorical),
             "hour": ColumnSpec(categorical, source="time_ms", derive=Derive.hour_of_day),
             "seen": ColumnSpec(ColumnKind.categorical_list, table="videos", max_length=2),
+            "at": ColumnSpec(ColumnKind.sequence, source="seen", table="videos", max_length=4),
         },
         joins={
             "users": JoinSpec([str(tmp_path / "users.tsv")], on="user"),
@@ -277,14 +278,21 @@ def test_joins_derivations_and_shared_tables(tmp_path):
     )
     found = decoded(run(spec, tmp_path / "d"), "train")
     common = {"author": "a1", "country": "it"}
+    nowhere: dict[str, object] = {f"at_{place}": [] for place in range(1, 5)}
     assert found == [
-        {"label": 1, "age": 20, "video": "v1", "hour": "0", "seen": ["v1", "v2"], **common},
-        {"label": 0, "age": 40, "video": "v2", "hour": "2", "seen": [], **common},
+        {
+            "label": 1, "age": 20, "video": "v1", "hour": "0", "seen": ["v1", "v2"],
+            "at_1": ["v2"], "at_2": ["v1"], "at_3": ["v2"], "at_4": [], **common,
+        },
+        {"label": 0, "age": 40, "video": "v2", "hour": "2", "seen": [], **nowhere, **common},
         {
             "label": 1, "age": -1, "video": "v9", "author": None, "country": None, "hour": None,
-            "seen": [],
+            "seen": [], **nowhere,
         },
     ]  # fmt: skip
+    assert {f.table for f in run(spec, tmp_path / "d").schema.features if f.name in nowhere} == {
+        "videos"
+    }
 
 
 def test_parquet_directory_with_lists(tmp_path):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from hotrec.config.groups import MmoeConfig, OwnModelConfig, TwoTowerConfig
-from hotrec.models.plain import DeepFm, MixtureOfExperts, TwoTower, make_layers
+from hotrec.config.groups import DinConfig, MmoeConfig, OwnModelConfig, TwoTowerConfig
+from hotrec.models.plain import Attention, DeepFm, MixtureOfExperts, TwoTower, make_layers
 from hotrec.models.shape import architecture_of, work_of
 from hotrec.models.zoo import make_checked_layers
 from hotrec.types import Feature, ModelKind, Schema, Table
@@ -36,6 +36,52 @@ def test_deepfm_adds_the_products_of_all_pairs() -> None:
     assert torch.equal(found[:, :DIM], vectors[:, 0])
     pairs = [(vectors[:, i] * vectors[:, j]).sum(1) for i, j in combinations(range(4), 2)]
     torch.testing.assert_close(found[:, -1], torch.stack(pairs).sum(0))
+
+
+# Two sequences, of two places and of one, and a feature named almost as one of them.
+NAMES = ("item", "seen_1", "seen_2", "shop", "shops_1", "seen_1_ago")
+
+
+def test_attention_sums_each_sequence_by_weights_of_its_ids() -> None:
+    schema = Schema(("age",), tuple(Feature(name, "t") for name in NAMES), (Table("t", 5),))
+    model = DinConfig(embedding_dim=DIM, attention={"shops": "shop", "seen": "item"})
+    shape = architecture_of(model, schema)
+    assert shape.args["attention"] == [("shop", ["shops_1"]), ("item", ["seen_1", "seen_2"])]
+    layers = Attention(NAMES, DIM, **shape.args, device="cpu")
+    vectors = torch.randn(3, 1 + len(NAMES), DIM)
+    vectors[1, 3] = 0  # a sequence of one id
+    of = dict(zip(("dense", *NAMES), vectors.unbind(1), strict=True))
+
+    def weighted(number: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        inputs = torch.cat((query, key, query - key, query * key), dim=1)
+        return layers.weights[number](inputs) * key
+
+    shops = weighted(0, of["shop"], of["shops_1"])
+    seen = sum(weighted(1, of["item"], of[name]) for name in ("seen_1", "seen_2"))
+    kept = [of[name] for name in ("dense", "item", "shop", "seen_1_ago")]
+    torch.testing.assert_close(layers(vectors), torch.cat((*kept, shops, seen), dim=1))
+
+
+def test_a_place_without_an_id_has_no_part_in_gradients() -> None:
+    layers = Attention(["item", "seen_1"], DIM, [("item", ["seen_1"])], [6], "cpu")
+    vectors = torch.randn(4, 3, DIM)
+    vectors[:, 2] = 0
+    vectors.requires_grad_()
+    layers(vectors)[:, 2 * DIM :].square().sum().backward()
+    assert vectors.grad is not None
+    assert not vectors.grad.any()
+    assert not any(parameter.grad.any() for parameter in layers.parameters())
+
+
+@pytest.mark.parametrize(
+    ("sequence", "query", "got"),
+    [("itme", "item", "column of kind sequence .*'itme'"), ("seen", "itme", "feature .*'itme'")],
+)
+def test_attention_to_what_is_not_there_is_refused(sequence: str, query: str, got: str) -> None:
+    schema = replace(SCHEMA, features=(*SCHEMA.features, Feature("seen_1", "i")))
+    model = DinConfig(embedding_dim=DIM, attention={sequence: query})
+    with pytest.raises(ValueError, match=rf"^model\.attention: expected a {got}"):
+        architecture_of(model, schema)
 
 
 def test_gates_weigh_the_experts_of_each_label() -> None:
