@@ -43,7 +43,7 @@ STAGES = (
     Stage(1, "kernels", "Stage 1: one step per optimizer and tier, and tests/gpu"),
     Stage(2, "profiles", "Stage 2: where the time of a step goes, and who waits for the GPU"),
     Stage(3, "machinery", "Stage 3: what hot and cold rows cost where nothing can be gained"),
-    Stage(4, "tiers", "Stage 4: GPU memory, host memory, and FBGEMM's cache of it"),
+    Stage(4, "tiers", "Stage 4: GPU memory, host memory, FBGEMM's cache of it, and slots"),
     Stage(5, "prediction", "Stage 5: predicted against measured"),
     Stage(6, "parity", "Stage 6: parity of two and three ranks on one GPU"),
 )

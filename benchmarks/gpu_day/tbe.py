@@ -26,6 +26,8 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import OptimizerKind
 
 DEVICE, UVM, UVM_CACHE = "device memory", "UVM", "UVM cache"
+# hotrec's: host rows behind slots that hold a row with its state.
+SLOTS = "slots"
 LOCATIONS = {
     DEVICE: EmbeddingLocation.DEVICE,
     UVM: EmbeddingLocation.MANAGED,
@@ -51,7 +53,8 @@ class Tables:
 
     Args:
         tier: where the rows are.
-        cache_frac: of a UVM cache, share of all rows that have a slot.
+        cache_frac: of a UVM cache, share of all rows that have a slot; of slots, those that take as
+            many bytes as this UVM cache.
         is_prefetching: the cache is filled for the next batch while this one is computed.
         is_pooled: bags are pooled, else every row is returned.
     """
@@ -68,7 +71,8 @@ class Tables:
     def build(self, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
         """The module, its weights small random numbers."""
         is_cuda = device.type == "cuda"
-        location = LOCATIONS[self.tier] if is_cuda else EmbeddingLocation.HOST
+        in_memory = LOCATIONS[UVM if self.tier == SLOTS else self.tier]
+        location = in_memory if is_cuda else EmbeddingLocation.HOST
         compute = ComputeDevice.CUDA if is_cuda else ComputeDevice.CPU
         params: dict[str, Any] = fused_params(self.optimizer)
         if is_cuda:
@@ -87,6 +91,17 @@ class Tables:
             getattr(module, name).data.uniform_(-0.01, 0.01)
         return module
 
+    @property
+    def cache_bytes(self) -> int:
+        """Device memory of a UVM cache of this size, without its maps of all rows."""
+        num_sets = math.ceil(self.num_tables * self.num_rows * self.cache_frac / CACHE_WAYS)
+        return num_sets * CACHE_WAYS * (4 * self.dim + 8 + 8 + (4 if self.is_prefetching else 0))
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a row and its state that a UVM cache's memory holds."""
+        return self.cache_bytes // (4 * self.dim + self.optimizer.state_bytes_per_row(self.dim))
+
     def memory(self, num_ids: int) -> tuple[int, int]:
         """Predicted bytes of device and host, for steps of ``num_ids`` unpooled ids."""
         total_rows = self.num_tables * self.num_rows
@@ -100,9 +115,9 @@ class Tables:
         is_row_wise = self.optimizer.kind is OptimizerKind.rowwise_adagrad
         on_device, on_host = (state, weights) if is_row_wise else (0, weights + state)
         if self.tier == UVM_CACHE:
-            num_sets = math.ceil(total_rows * self.cache_frac / CACHE_WAYS)
-            slot = 4 * self.dim + 8 + 8 + (4 if self.is_prefetching else 0)
-            on_device += num_sets * CACHE_WAYS * slot + 4 * total_rows
+            on_device += self.cache_bytes + 4 * total_rows
+        if self.tier == SLOTS:
+            on_device += self.cache_bytes
         return on_device + work, on_host
 
 

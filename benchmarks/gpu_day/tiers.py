@@ -1,9 +1,12 @@
-"""Stage 4: one GPU's tables in its own memory, in the host's, and behind FBGEMM's cache.
+"""Stage 4: one GPU's tables in its own memory, in the host's, behind FBGEMM's cache, and our slots.
 
 NVIDIA's setting (its dynamicemb benchmark): 10 tables of 128 floats, 1.05 M ids a step, Zipf 1.05,
 no pooling, the forward and backward pass of the lookups alone; the tables are half as large, or a
 quarter with Adam, since a host's memory must hold them. There a cache is measured on a stream of
 100 batches that is played again and again; here on such a one, and on a stream that goes on.
+
+Slots take as many bytes of the device as FBGEMM's cache without prefetch. They are given the
+distinct rows of a batch on the host, which loader workers find in training, outside the step.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu_day.record import OK, DoesNotFitError, Parts, Summary, Table
 from benchmarks.gpu_day.stage import DASH, Day, Laps, free_memory, main, show
 from benchmarks.gpu_day.tbe import (
     DEVICE,
+    SLOTS,
     UVM,
     UVM_CACHE,
     HostPool,
@@ -27,6 +32,8 @@ from benchmarks.gpu_day.tbe import (
     optimizers_of,
     tiers_of,
 )
+from hotrec.embedding.cached_rows import CachedRows
+from hotrec.embedding.cpu_rows import fbgemm_rows
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.report.units import show_bytes, show_count, show_seconds
 from hotrec.runtime.memory import read_memory
@@ -44,7 +51,11 @@ PLACES: tuple[tuple[str, float, bool], ...] = (
     (UVM_CACHE, 0.1, True),
     (UVM_CACHE, 0.015, False),
     (UVM_CACHE, 0.015, True),
+    (SLOTS, 0.1, True),
+    (SLOTS, 0.015, True),
 )
+# Batches whose rows are known ahead, as `pipeline.window` has it by default.
+WINDOW = 32
 # Left to the CUDA context, the libraries and the host's own work.
 SPARE_DEVICE_BYTES, SPARE_HOST_BYTES = 3e9, 8e9
 
@@ -75,15 +86,15 @@ class Sizes:
         rows = self.num_rows // 2 if kind is OptimizerKind.adam else self.num_rows
         return Tables(
             NUM_TABLES, rows, self.dim, OptimizerSpec(kind, learning_rate=0.01), tier,
-            cache_frac=cache_frac or 0.2, is_prefetching=is_prefetching,
+            cache_frac=cache_frac or 0.2, is_prefetching=is_prefetching and tier != SLOTS,
         )  # fmt: skip
 
 
 def place_name(place: tuple[str, float, bool]) -> str:
-    """Such as ``UVM cache 1.5%, prefetch``."""
+    """Such as ``UVM cache 1.5%, prefetch``; slots are always filled ahead."""
     tier, cache_frac, is_prefetching = place
     share = f" {100 * cache_frac:g}%" if cache_frac else ""
-    return f"{tier}{share}{', prefetch' if is_prefetching else ''}"
+    return f"{tier}{share}{', prefetch' if is_prefetching and tier != SLOTS else ''}"
 
 
 class CalibrationWorkload:
@@ -142,8 +153,14 @@ class CalibrationWorkload:
         ids = ZipfIds(tables.num_rows, EXPONENT, device, seed=7)
         num_steps, per_table = self._sizes.num_steps, self._sizes.per_table
         batches = [ids.draw(NUM_TABLES, per_table) for _ in range(3 * num_steps)]
+        num_distinct = sum(
+            table.unique().numel() for table in batches[num_steps].view(NUM_TABLES, per_table)
+        )
+        step: _Step | _SlotStep = _Step(module, tables, self._sizes.num_ids, device)
+        if tables.tier == SLOTS:
+            step = _SlotStep(module, tables, self._sizes.num_ids, device)
+            batches = [step.prepare(ids) for ids in batches]
         warm, fresh, again = (batches[i * num_steps :][:num_steps] for i in range(3))
-        step = _Step(module, tables, self._sizes.num_ids, device)
         for name, filling, timed, coming in (
             (FRESH, warm, fresh, again[0]),
             (REPLAYED, again, again, warm[0]),
@@ -152,9 +169,8 @@ class CalibrationWorkload:
             laps = Laps(device)
             step.run(timed, coming, laps)
             figures[name] = laps.quantiles()
-        figures["num_distinct"] = sum(
-            table.unique().numel() for table in fresh[0].view(NUM_TABLES, per_table)
-        )
+        figures["num_distinct"] = num_distinct
+        step.close()
         if device.type == "cuda":
             figures["peak_device_bytes"] = torch.cuda.max_memory_allocated(device)
         del module, step, ids, batches, warm, fresh, again
@@ -203,6 +219,70 @@ class _Step:
                 self._prefetch(next_ids)
                 with laps.lap("backward"):
                     out.backward(self._grad)
+
+    def close(self) -> None:
+        """It has no threads."""
+
+
+# The distinct rows of a batch, on the host, and which of them each id is, on the device.
+Distinct = tuple[torch.Tensor, torch.Tensor]
+
+
+class _SlotStep:
+    """The same with ``hotrec.embedding.cached_rows``, of which one batch is moved ahead."""
+
+    def __init__(self, module: Any, tables: Tables, num_ids: int, device: torch.device) -> None:
+        self._tables = tables
+        rate = tables.optimizer.learning_rate
+        self._rows = CachedRows(
+            fbgemm_rows(module, tables.optimizer),
+            tables.num_slots,
+            np.empty(0, np.int64),
+            torch.optim.SGD([torch.zeros(1)], lr=rate),
+            tables.optimizer,
+            device,
+        )
+        self._grad = torch.randn(num_ids, tables.dim, device=device) * 1e-3
+        # The batch to compute, its slots, and the batches that are known.
+        self._number, self._slots, self._num_known = 0, torch.empty(0), 0
+
+    def prepare(self, ids: torch.Tensor) -> Distinct:
+        """What loader workers hand over of the ids of all tables."""
+        begins = torch.arange(NUM_TABLES, device=ids.device) * self._tables.num_rows
+        rows, of_ids = (ids.view(NUM_TABLES, -1) + begins[:, None]).unique(return_inverse=True)
+        return rows.cpu(), of_ids.view(-1)
+
+    def run(self, batches: Sequence[Distinct], coming: Distinct, laps: Laps) -> None:
+        """Steps of the batches; ``coming`` is the one that comes after them."""
+        ahead, first = [*batches, coming], self._number
+        if first == 0:
+            self._reserve(ahead, first)
+        for _, of_ids in batches:
+            with laps.lap("step"):
+                with laps.lap("forward"):
+                    self._rows.wait()
+                    held_UD = self._rows.read(self._slots)
+                    held_UD.index_select(0, of_ids)
+                number, slots = self._number, self._slots
+                self._number += 1
+                self._reserve(ahead, first)
+                with laps.lap("backward"):
+                    grad_UD = torch.zeros_like(held_UD).index_add_(0, of_ids, self._grad)
+                    rate = self._tables.optimizer.learning_rate
+                    self._rows.update(slots, grad_UD, rate, number + 1)
+                    self._rows.release(number, is_changed=True)
+
+    def _reserve(self, ahead: Sequence[Distinct], first: int) -> None:
+        """Fill the slots of the batch ``self._number``; ``ahead`` are those from ``first`` on."""
+        last = first + len(ahead) - 1
+        while self._num_known <= min(self._number + WINDOW, last):
+            self._rows.foresee(ahead[self._num_known - first][0], self._num_known)
+            self._num_known += 1
+        self._slots = self._rows.reserve(ahead[self._number - first][0], self._number)
+
+    def close(self) -> None:
+        """Let the threads end that move rows."""
+        self._rows.close()
 
 
 def summarize(parts: Parts) -> Summary:
@@ -254,18 +334,30 @@ def _verdict(kind: str, cases: Parts) -> str:
     least = steps.pop(DEVICE, None)
     if least is None or not steps:
         return ""
-    ratios = [f"{place} {seconds / least:.1f}" for place, seconds in steps.items()]
+    ratios = [
+        f"{place} {seconds / least:.1f}{_against_cache(place, steps)}"
+        for place, seconds in steps.items()
+    ]
     return f"{kind}: {', '.join(ratios)}"
 
 
+def _against_cache(place: str, steps: Mapping[str, float]) -> str:
+    """How much faster slots are than FBGEMM's best cache of as many bytes."""
+    if not place.startswith(SLOTS):
+        return ""
+    cache = place.replace(SLOTS, UVM_CACHE)
+    others = [seconds for name, seconds in steps.items() if name.startswith(cache)]
+    return f" ({min(others) / steps[place]:.2f} times as fast as {cache})" if others else ""
+
+
 def run(day: Day) -> None:
-    sizes = day.pick(Sizes(13_400_000, 104_857, 128, 100), Sizes(2000, 200, 8, 3))
+    sizes = day.pick(Sizes(13_400_000, 104_857, 128, 100), Sizes(10_000, 50, 8, 3))
     tiers, kinds = tiers_of(day.device), optimizers_of(day.device)
     cases = {
         f"{kind.value}: {place_name(place)}": sizes.tables(kind, place)
         for kind in KINDS
         for place in PLACES
-        if kind in kinds and place[0] in tiers
+        if kind in kinds and place[0] in (*tiers, SLOTS)
     }
     bench = CalibrationWorkload(day, sizes, list(cases.values()))
     if day.device.type == "cuda":

@@ -23,7 +23,7 @@ class ZipfTables:
 
     Rows are numbered without regard to popularity (a seeded permutation), since row-wise shards are
     contiguous. Features and tables are ``C1`` and so on, or those of ``columns``, with
-    ``table_rows`` rows.
+    ``table_rows`` rows. A bag of a feature has one of the feature's ``bag_lengths``, or one id.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class ZipfTables:
         num_dense: int,
         seed: int,
         columns: Schema | None = None,
+        bag_lengths: Sequence[Rows] | None = None,
     ) -> None:
         names = [f"C{number}" for number in range(1, len(table_rows) + 1)]
         dense = tuple(f"I{number}" for number in range(1, num_dense + 1))
@@ -45,6 +46,7 @@ class ZipfTables:
             tables=tuple(map(Table, names, table_rows)),
         )
         self._seed = seed
+        self._bag_lengths = bag_lengths
         rng = np.random.default_rng([seed, _POPULARITY])
         self._cumulative = []
         self._rows_by_rank = []
@@ -57,10 +59,14 @@ class ZipfTables:
         """Lookups per row, int64 (R,) by table, of a profile of ``num_samples`` other samples."""
         rng = np.random.default_rng([self._seed, _PROFILE])
         counts = {}
-        for table, cumulative, rows in zip(
-            self.schema.tables, self._cumulative, self._rows_by_rank, strict=True
+        means = [1.0] * len(self.schema.tables)
+        if self._bag_lengths is not None:
+            means = [float(lengths.mean()) for lengths in self._bag_lengths]
+        for table, cumulative, rows, mean in zip(
+            self.schema.tables, self._cumulative, self._rows_by_rank, means, strict=True
         ):
-            by_rank = rng.multinomial(num_samples, np.diff(cumulative, prepend=0.0))
+            num_lookups = round(num_samples * mean)
+            by_rank = rng.multinomial(num_lookups, np.diff(cumulative, prepend=0.0))
             counts[table.name] = np.empty(table.num_rows, np.int64)
             counts[table.name][rows] = by_rank
         return counts
@@ -68,7 +74,7 @@ class ZipfTables:
     def batches(
         self, num_batches: int, *, batch_size: int, rank: int, world_size: int
     ) -> list[Batch]:
-        """Batches of one rank: an id per feature, and labels that can be predicted.
+        """Batches of one rank: a bag per feature, and labels that can be predicted.
 
         From a dense column; without any, from the first feature.
         """
@@ -83,18 +89,28 @@ class ZipfTables:
             yield self._batch(rng, batch_size, world_size)
 
     def _batch(self, rng: np.random.Generator, batch_size: int, world_size: int) -> Batch:
+        lengths_FB = np.ones((len(self._cumulative), batch_size), np.int32)
+        for of_feature, lengths in zip(lengths_FB, self._bag_lengths or (), strict=False):
+            of_feature[:] = rng.choice(lengths, batch_size)
         ids = [
-            rows[np.searchsorted(cumulative, rng.random(batch_size), side="right")]
-            for cumulative, rows in zip(self._cumulative, self._rows_by_rank, strict=True)
+            rows[np.searchsorted(cumulative, rng.random(number), side="right")]
+            for cumulative, rows, number in zip(
+                self._cumulative, self._rows_by_rank, lengths_FB.sum(axis=1), strict=True
+            )
         ]
         dense_BN = rng.standard_normal((batch_size, len(self.schema.dense)), dtype=np.float32)
-        signal = dense_BN[:, 0] if self.schema.dense else 2.0 * (ids[0] % 2) - 1.0
+        if self.schema.dense:
+            signal = dense_BN[:, 0]
+        else:
+            of_id = np.repeat(np.arange(batch_size), lengths_FB[0])
+            odd = np.bincount(of_id, ids[0] % 2, minlength=batch_size)
+            signal = 2.0 * odd / np.maximum(lengths_FB[0], 1) - 1.0
         click_prob = 1 / (1 + np.exp(1.0 - signal))
         labels = (rng.random(batch_size) < click_prob).astype(np.float32)
         sparse = KeyedJaggedTensor(
             keys=list(self.schema.feature_names),
             values=torch.from_numpy(np.concatenate(ids)),
-            lengths=torch.ones(len(ids) * batch_size, dtype=torch.int32),
+            lengths=torch.from_numpy(lengths_FB.reshape(-1)),
         )
         return Batch(
             dense=torch.from_numpy(dense_BN),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,28 @@ import numpy as np
 from tqdm import tqdm
 
 from hotrec.artifact import check_made_from
-from hotrec.bench.replay import POLICIES, Replayed, Stream, replay
 from hotrec.config.roots import Config
 from hotrec.cost_model.profile import read_profile
 from hotrec.data.chunks import Dataset
-from hotrec.data.loader import make_loader
 from hotrec.planning.policies import choose_resident_rows
+from hotrec.planning.replay import (
+    LOOK_AHEAD,
+    POLICIES,
+    Replayed,
+    number_rows,
+    read_stream,
+    replay,
+    sample_rows,
+    sampling_step,
+)
 from hotrec.planning.unsharded import row_bytes
 from hotrec.report.figures import draw_caches
 from hotrec.report.style import write_png
-from hotrec.types import Partition, Rows, WireType
+from hotrec.types import Partition, WireType
 
 logger = logging.getLogger(__name__)
 
-# Landmarks: the least slots with which so many lookups hit.
+# Landmarks: the least slots with which this fraction of the lookups hits.
 HIT_FRACS = (0.9, 0.99)
 
 
@@ -38,11 +44,19 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     check_made_from(artifact, dataset.artifact)
     cache = config.cache
     settings = {"depth": config.pipeline.depth, "window": config.pipeline.window}
-    stream = _read_stream(config, dataset, profile.counts)
+    stream = read_stream(
+        config,
+        dataset,
+        profile.counts,
+        world_size=config.plan.world_size,
+        num_batches=cache.num_batches,
+    )
+    num_ids = sum(int(lookups.sum()) for lookups in stream.lookups)
     num_skipped = int(cache.skip_frac * len(stream.rows))
     partition = Partition({table.name: table.num_rows for table in dataset.schema.tables})
     sizes = [max(1, int(frac * stream.counts.size)) for frac in cache.load_fracs]
     found: list[Replayed] = []
+    predicted: list[Replayed] = []
     for size in tqdm(sizes, desc="cache", unit=" sizes", disable=None):
         resident = choose_resident_rows(
             partition,
@@ -52,10 +66,23 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             samples_in_flight=_batch_size(config) * (config.pipeline.depth + 1),
             world_size=1,
         )
-        rows = _numbered(resident, profile.counts)
+        rows = number_rows(resident, profile.counts)
         for policy in POLICIES:
             replayed = replay(stream, policy, size, num_skipped, resident=rows, **settings)
             found += [] if replayed is None else [replayed]
+        # As a plan predicts it.
+        every = sampling_step(num_ids, size)
+        numbers = sample_rows(stream.counts, every)
+        rows = numbers[rows]
+        replayed = replay(
+            stream.sample(numbers, every),
+            LOOK_AHEAD,
+            size,
+            num_skipped,
+            resident=rows[rows >= 0],
+            **settings,
+        )
+        predicted += [] if replayed is None else [replayed]
     if not found:
         raise ValueError(
             f"cache.load_fracs: expected slots for the {max(map(len, stream.rows))} rows of a "
@@ -71,6 +98,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         "distinct_rows": float(np.mean([rows.size for rows in stream.rows[num_skipped:]])),
         **settings,
         "replayed": [_entry(one, bytes_of_row) for one in found],
+        "predicted": [_entry(one, bytes_of_row) for one in predicted],
         "least_slots": _least_slots(found),
     }
     (run_dir / "cache.json").write_text(json.dumps(document, indent=2) + "\n")
@@ -104,35 +132,3 @@ def _least_slots(found: list[Replayed]) -> dict[str, dict[str, int | None]]:
         }
         for policy in POLICIES
     }
-
-
-def _numbered(rows: Mapping[str, Rows], counts: Mapping[str, Rows]) -> Rows:
-    """Rows by table, numbered over all tables in the order of the counts."""
-    begins = np.cumsum([0, *(of_table.size for of_table in counts.values())])
-    parts = [rows[table] + begin for table, begin in zip(counts, begins, strict=False)]
-    return np.concatenate(parts)
-
-
-def _read_stream(config: Config, dataset: Dataset, counts: Mapping[str, Rows]) -> Stream:
-    """The first global batches of training, in its order."""
-    begins = np.cumsum([0, *(of_table.size for of_table in counts.values())])
-    begin_of = dict(zip(counts, begins.tolist(), strict=False))
-    table_of = {feature.name: feature.table for feature in dataset.schema.features}
-    loader = make_loader(
-        config.paths.dataset,
-        "train",
-        batch_size=_batch_size(config),
-        rank=0,
-        world_size=1,
-        seed=config.trainer.seed,
-        epochs=config.trainer.num_epochs,
-    )
-    rows, lookups = [], []
-    for batch in islice(loader, config.cache.num_batches):
-        ids = batch.sparse.values().long().numpy()
-        starts = [begin_of[table_of[name]] for name in batch.sparse.keys()]  # noqa: SIM118 (a KJT)
-        numbered = ids + np.repeat(starts, batch.sparse.length_per_key())
-        distinct, times = np.unique(numbered, return_counts=True)
-        rows.append(distinct)
-        lookups.append(times)
-    return Stream(rows, lookups, np.concatenate(list(counts.values())))

@@ -17,6 +17,7 @@ from hotrec.types import Schema
 
 IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _check_lengths(
         )
 
 
-def sample_mask(position: int, num_samples: int, *, frac: float, seed: int) -> Mask:
+def sample_mask(position: int, num_samples: int, *, frac: float | Floats, seed: int) -> Mask:
     """Which samples of a stretch of the stream belong to a seeded sample without replacement.
 
     A sample is drawn when the 64-bit mix of (seed, its position) falls under ``frac`` of the range,
@@ -114,18 +115,19 @@ def sample_mask(position: int, num_samples: int, *, frac: float, seed: int) -> M
 
     Args:
         position: Stream position of the first sample.
+        frac: Share of the samples that is drawn, or the chance of each, float64 (num_samples,).
 
     Returns:
         bool (num_samples,).
     """
-    if frac >= 1.0:
-        return np.ones(num_samples, np.bool_)
+    frac = np.asarray(frac)
     offset = np.uint64((seed * 0x9E3779B97F4A7C15) % 2**64)
     positions = np.arange(position, position + num_samples, dtype=np.uint64)
     # The seed is mixed before the position comes in: seeds that differ by one do not give
     # shifted copies of one draw.
     mixed = _mix_bits(positions + _mix_bits(np.array([offset], np.uint64)))
-    return mixed < np.uint64(int(frac * 2**64))
+    drawn: Mask = mixed < np.where(frac < 1.0, np.ldexp(frac, 64), 0.0).astype(np.uint64)
+    return drawn | (frac >= 1.0)
 
 
 def _mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -60,7 +60,19 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
     # and 4.15 ms from a full cache: 40 GB/s, near what half of PCIe 5 for 1.3 bytes a byte gives.
     read, update = on_device(2, 2), on_device(5, 20, 20)
     hit = on_device(3, 12, 10)  # the cache's own index is looked up, and its tags are updated
+
+    def in_slots(gather: float) -> Line:
+        # A host thread gathers or scatters rows in pinned memory, which then crosses the bus.
+        return Line(
+            10 * LAUNCH_S,
+            0.0,
+            1 / gather + 1 / bus,
+            source=f"{source}; assumed: a core moves {gather / 1e9:g} GB/s of rows of 512 bytes",
+        )
+
     lines = {
+        "fetch_slot": in_slots(6.6e9),
+        "return_slot": in_slots(4.3e9),
         "route": moved(hbm, 0, 60, 64, f"{source}; radix sort of 8-byte keys, 8 passes"),
         "read_device": read,
         "read_host": on_host(1, 2),
@@ -152,10 +164,14 @@ def _cpu_kernels() -> dict[str, Line]:
         # 70 Gflop/s a core: small layers, and the interactions between them.
         "dense": (0.0142, 0, 0),
     }
-    return {
+    lines = {
         name: Line(fixed * 1e-6, item * 1e-9, byte * 1e-12, source=source)
         for name, (item, byte, fixed) in figures.items()
     }
+    in_slots = Line(
+        1e-4, 0.0, 530e-12, source="assumed: a row read as by read_device, and written at 4 GB/s"
+    )
+    return lines | {"fetch_slot": in_slots, "return_slot": in_slots}
 
 
 _CPU = Costs(

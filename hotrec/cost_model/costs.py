@@ -176,12 +176,15 @@ KERNELS: Mapping[str, str] = {
     "pooled_update_hit": "the same, in the device cache",
     "replicated_read": "an id of a data-parallel table of TorchRec, both ways; its 4 D bytes",
     "replicated_update": "a row of such a table, dense optimizer, touched or not; its 4 D bytes",
+    "fetch_slot": "a row and its optimizer state fetched from host memory into a slot; their bytes",
+    "return_slot": "a changed row and its state written back from a slot; their bytes",
     "copy": "bytes copied around a collective",
     "dense": "a floating-point operation of the dense layers, forward, backward, loss",
     "dense_update": "a parameter of the dense layers, optimizer",
 }
 # Those without which no step can be predicted, on any device.
-REQUIRED = tuple(name for name in KERNELS if not name.endswith(("_host", "_hit", "_miss")))
+OPTIONAL = ("_host", "_hit", "_miss", "_slot")
+REQUIRED = tuple(name for name in KERNELS if not name.endswith(OPTIONAL))
 # By the samples of a batch of the measured dataset, but for "route" by lookups.
 LOADER_PARTS: Mapping[str, str] = {
     "read": "the main thread makes the batch, without workers",

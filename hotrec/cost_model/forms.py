@@ -60,6 +60,8 @@ BYTES_OF = {
     **{f"pooled_ids_{tier}": f"pooled_bytes_{tier}" for tier in TIERS},
     "replicated_ids": "replicated_id_bytes",  # of TorchRec's data-parallel tables
     "replicated_rows": "replicated_bytes",
+    "fetched_rows": "fetched_bytes",  # with their state, from host memory into slots
+    "returned_rows": "returned_bytes",  # the same back, changed
 }
 QUANTITIES = (
     *BYTES_OF,

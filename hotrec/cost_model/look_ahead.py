@@ -12,6 +12,7 @@ from functools import cached_property
 
 from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.forms import (
+    BYTES_OF,
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
     TIERS,
@@ -34,6 +35,8 @@ OVERLAPPABLE_DENSE_FRAC = 0.25
 POSITION_BYTES, FLAGS_BYTES, SLOT_BYTES = 4, 2, 4
 # Messages of a step, whatever their size: counts, positions, flags.
 NUM_ID_MESSAGES = 3
+# What moves rows into slots and back, and the rows that each moves.
+MOVEMENTS = {"fetch_slot": "fetched_rows", "return_slot": "returned_rows"}
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 
 
@@ -109,9 +112,32 @@ class LookAheadModel:
         difference is distributed over the exchanges in proportion to their hidden time. All of it
         is scaled by what a run with look-ahead took, if the costs were fitted to one.
 
+        Rows move between host memory and slots both ways at once, while the step computes; what is
+        left is waited for in the exchange of rows.
+
         Raises:
-            CostsError: If the costs lack the link between hosts.
+            CostsError: If the costs lack the link between hosts, or the movement into slots.
         """
+        step = self._predict_in_slots(quantities)
+        moving_s = max(
+            self.costs.kernel(kernel).seconds(number, quantities[BYTES_OF[items]])
+            if (number := quantities.get(items, 0.0)) > 0
+            else 0.0
+            for kernel, items in MOVEMENTS.items()
+        )
+        if moving_s == 0:
+            return step
+        hidden_s = min(moving_s, self.costs.overlap * step.step_s)
+        added = {"rows_exchange": moving_s - hidden_s}
+        return replace(
+            step,
+            step_s=step.step_s + moving_s - hidden_s,
+            stage_s={n: s + added.get(n, 0.0) for n, s in step.stage_s.items()},
+            hidden_s={n: s + (hidden_s if n in added else 0.0) for n, s in step.hidden_s.items()},
+        )
+
+    def _predict_in_slots(self, quantities: Mapping[str, float]) -> StepPrediction:
+        """The same with all rows in device memory."""
         stage_s = {name: form.value(quantities) for name, form in self.compute.items()}
         hidden_s = dict.fromkeys(STAGES, 0.0)
         sent = dict.fromkeys(STAGES, 0.0)

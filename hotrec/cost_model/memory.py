@@ -26,11 +26,11 @@ CACHE_TAG_BYTES = 8
 CACHE_CLOCK_BYTES = 8
 CACHE_LOCK_BYTES = 4
 CACHE_MAP_BYTES = 4
-# Our slots (embedding/slots.py): the slot and the decayed lookups of a row; the row, the last
-# batch that reads it in flight and of those known, a mark and a scratch number of a slot. All on
-# the host.
-SLOT_MAP_BYTES = 4 + 4
-SLOT_BYTES = 8 + 8 + 8 + 1 + 8
+# Our slots (embedding/slots.py): the slot, the decayed lookups and the place in the window of a
+# row; the row, the last batch that reads it in flight, the last and the first one of those known, a
+# mark and a scratch number of a slot. All on the host.
+SLOT_MAP_BYTES = 4 + 4 + 4
+SLOT_BYTES = 8 + 8 + 8 + 8 + 1 + 8
 # Copies of a replica's gradient at the first steps, the peak: DDP makes its bucket anew in its
 # third iteration beside the old one.
 NUM_REPLICA_GRADIENTS = 2

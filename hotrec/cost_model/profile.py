@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, TypedDict, Unpack
@@ -46,16 +46,32 @@ class Sampling:
         min_count: Sampled accesses below which a row is not to be made hot, since its place in the
             ranking is noise. Counts are kept as they are; the policies take this number.
         confidence: Confidence of the intervals that a sampled profile reports.
+        half_life: Training samples after which a sample is drawn half as often as the last one;
+            None for all alike.
     """
 
     frac: float = 1.0
     seed: int = 0
     min_count: int = 1
     confidence: float = 0.95
+    half_life: float | None = None
 
     @property
     def is_exact(self) -> bool:
-        return self.frac == 1.0
+        return self.frac == 1.0 and self.half_life is None
+
+    def fracs(self, ages: Rows) -> Floats:
+        """The probability float64 (n,) of samples that are so many from the end, int64 (n,)."""
+        return self.frac * np.exp2(-ages / (self.half_life or math.inf))
+
+    def num_drawn(self, num_samples: int) -> int:
+        """How many of the last samples are drawn, about."""
+        if self.half_life is None:
+            return math.ceil(num_samples * self.frac)
+        of_all = (
+            self.half_life / math.log(2) * -math.expm1(-num_samples * math.log(2) / self.half_life)
+        )
+        return math.ceil(self.frac * min(num_samples, of_all))
 
 
 @dataclass(frozen=True)
@@ -157,6 +173,11 @@ def count_rows(
             "heldout_frac: expected at least 0 and below 1, and 0 with a held-out stream of its "
             f"own, got {heldout_frac}."
         )
+    if sampling.half_life is not None and num_samples is None:
+        raise ValueError(
+            "num_samples: expected the length of the data to count its last part more than the "
+            "first, got None. Pass num_samples."
+        )
     if heldout_frac and num_samples is None:
         raise ValueError(
             f"num_samples: expected the length of the data to hold out its last {heldout_frac}, "
@@ -172,19 +193,23 @@ def count_rows(
             allocate_counts(schema, directory, part)
             if part == TRAIN_DIRECTORY or has_heldout
             else {},
-            LocalityMeter(
-                schema, seed=sampling.seed, num_samples=size and math.ceil(size * sampling.frac)
-            ),
+            LocalityMeter(schema, seed=sampling.seed, num_samples=size and of_part.num_drawn(size)),
         )
-        for part, size in ((TRAIN_DIRECTORY, boundary), (HELDOUT_DIRECTORY, num_heldout_samples))
+        for part, size, of_part in (
+            (TRAIN_DIRECTORY, boundary, sampling),
+            (HELDOUT_DIRECTORY, num_heldout_samples, replace(sampling, half_life=None)),
+        )
     ]
     position, num_counted = 0, [0, 0]  # train, held out
     for block, is_heldout in _label_parts(blocks, heldout_blocks, boundary, num_samples):
         check_block(block, schema, position=position)
         drawn = block
         if not sampling.is_exact:
+            fracs: float | Floats = sampling.frac
+            if boundary is not None and not is_heldout:
+                fracs = sampling.fracs(boundary - 1 - position - np.arange(block.num_samples))
             drawn = block.take(
-                sample_mask(position, block.num_samples, frac=sampling.frac, seed=sampling.seed)
+                sample_mask(position, block.num_samples, frac=fracs, seed=sampling.seed)
             )
         counts, meter = parts[is_heldout]
         for feature in schema.features:

@@ -23,6 +23,7 @@ from hotrec.embedding.cpu_rows import RowsInMemory, fbgemm_rows
 from hotrec.embedding.flat import put_rows, table_begins
 from hotrec.embedding.random_bits import round_randomly
 from hotrec.embedding.slots import Moves, SlotMap, Slots
+from hotrec.embedding.snapshot import keep
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread
 from hotrec.runtime.stages import named_range
@@ -89,9 +90,14 @@ class RowMover:
             for written in before:
                 written.wait()
             for host, of_slots in self._pairs:
-                arriving = host.index_select(0, torch.from_numpy(rows).to(host.device))
-                if self._device.type == "cuda" and not arriving.is_cuda:
-                    arriving = arriving.pin_memory()
+                index = torch.from_numpy(rows).to(host.device)
+                # Gathered into pinned memory at once, from which the copy does not wait.
+                is_staged = self._device.type == "cuda" and not host.is_cuda
+                shape = (rows.size, *host.shape[1:])
+                arriving = torch.empty(
+                    shape, dtype=host.dtype, device=host.device, pin_memory=is_staged
+                )
+                torch.index_select(host, 0, index, out=arriving)
                 arrived = arriving.to(self._device, non_blocking=True).to(of_slots.dtype)
                 put_rows(of_slots, to_device(slots, self._device), arrived)
             return held
@@ -115,6 +121,7 @@ class RowMover:
                 torch.cuda.current_stream(self._device).synchronize()
             for (host, _), values in zip(self._pairs, held, strict=True):
                 index, values = torch.from_numpy(rows).to(host.device), values.to(host.device)
+                keep(host, index)
                 if host.dtype is values.dtype:
                     put_rows(host, index, values)
                 else:  # as integers, since numpy lacks bf16
@@ -187,6 +194,11 @@ class CachedRows:
     @property
     def learning_rate(self) -> float:
         return self._rows.learning_rate
+
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """The rows in host memory, and their states."""
+        return self._tensors[0]
 
     def tensors(self) -> list[torch.Tensor]:
         """The slots, and the maps on the host."""

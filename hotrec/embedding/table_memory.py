@@ -15,6 +15,8 @@ from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer
 
 from hotrec.embedding.cached_rows import CachedRows
+from hotrec.embedding.cpu_rows import ColdRowsOnCpu
+from hotrec.embedding.snapshot import Snapshot
 from hotrec.embedding.tables import sharded_collections
 
 HOT_ROWS, COLD_ROWS = "hot_rows", "cold_rows"
@@ -129,6 +131,20 @@ def cached_rows(model: nn.Module) -> list[CachedRows]:
     """The rows behind slots of a sharded model, on this rank."""
     forwards = (kernel.forward for kernel in _kernels(model))
     return [part for part in forwards if isinstance(part, CachedRows)]
+
+
+def take_snapshot(model: nn.Module) -> Snapshot:
+    """A snapshot of this rank's shards of all tables, and of their optimizer state; on CPU."""
+    watched: list[torch.Tensor] = []
+    modules: list[SplitTableBatchedEmbeddingBagsCodegen] = []
+    for kernel in _kernels(model):
+        if isinstance(kernel.forward, CachedRows):
+            watched += kernel.forward.host_tensors
+        elif isinstance(kernel.forward, ColdRowsOnCpu):
+            watched += [kernel.forward.weights_RD, *kernel.forward.states.values()]
+        elif isinstance(kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen):
+            modules.append(kernel.emb_module)
+    return Snapshot(watched, modules)
 
 
 class SlotCounters:

@@ -162,9 +162,10 @@ def _expected(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
     hits = [
         (lfu_hit_frac(d, round(cached_rows(d, best.tables[d.name])), n), cold)
         for d, n, cold in zip(demands, hot, distinct[:, 1], strict=True)
-        if best.tables[d.name].tier in (Tier.HOST_CACHED, Tier.CACHED)
+        if best.tables[d.name].tier is Tier.HOST_CACHED
     ]
     weight = float(sum(rows for _, rows in hits))
+    hit_frac = float(sum(h * rows for h, rows in hits)) / weight if weight else None
     hot_rows, cold_rows, union_rows = distinct.sum(axis=0).tolist()
     return {
         "coverage_frac": float(hot_lookups / lookups.sum()) if lookups.any() else None,
@@ -173,5 +174,7 @@ def _expected(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
         "union_rows": union_rows,
         "urgent_rows": sum(expected_urgent(d, n) for d, n in zip(demands, hot, strict=True)),
         "all_hot_frac": all_hot_share(demands, best.num_hot),
-        "cache_hit_frac": float(sum(h * rows for h, rows in hits)) / weight if weight else None,
+        "cache_hit_frac": hit_frac if best.slots is None else best.slots.row_hit_frac,
+        "fetched_bytes": best.quantities["fetched_bytes"] if best.slots else None,
+        "returned_bytes": best.quantities["returned_bytes"] if best.slots else None,
     }

@@ -16,7 +16,14 @@ from hotrec.config.groups import TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.caches import lru_miss_ratios
 from hotrec.cost_model.demand import expected_distinct, take_rows
-from hotrec.cost_model.forms import SPARSE_DIST, TIERS, PipelineSpec, StepPrediction
+from hotrec.cost_model.forms import (
+    BYTES_OF,
+    BYTES_PER_FLOAT,
+    SPARSE_DIST,
+    TIERS,
+    PipelineSpec,
+    StepPrediction,
+)
 from hotrec.cost_model.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.cost_model.memory import NUM_LASTING_GRADIENTS, memory_by_rank
 from hotrec.cost_model.quantities import (
@@ -29,6 +36,7 @@ from hotrec.cost_model.quantities import (
 )
 from hotrec.cost_model.step import make_model, make_step_model
 from hotrec.planning.constraints import TIER_OF_KERNEL, offload_stats
+from hotrec.planning.replay import Replayed
 from hotrec.planning.scenario import Scenario, choose_pipeline
 from hotrec.planning.torchrec_plan import plan_document
 from hotrec.planning.unsharded import Unsharded, build_unsharded
@@ -43,6 +51,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
+    WireType,
 )
 
 logger = logging.getLogger(__name__)
@@ -61,7 +70,8 @@ POOLED_LOADS = (
 class Predicted:
     """The prediction of a hot/cold placement, or of a plan of TorchRec, which has shardings alone.
 
-    ``memory`` is bytes of each rank by tier; ``quantities`` are those of the mean rank.
+    ``memory`` is bytes of each rank by tier; ``quantities`` are those of the mean rank; ``slots``
+    is what look-ahead moves in a step, over the slots of all ranks, None without slots.
     """
 
     step: StepPrediction
@@ -72,6 +82,7 @@ class Predicted:
     quantities: Mapping[str, float] = field(default_factory=dict)
     is_hot_dense: bool = False
     pipeline: PipelineSpec = SPARSE_DIST
+    slots: Replayed | None = None
 
 
 def own_name(kind: PipelineKind) -> str:
@@ -249,8 +260,9 @@ def predict_placement(
     tables: Mapping[str, TablePlacement],
     *,
     is_hot_dense: bool = False,
+    slots: Replayed | None = None,
 ) -> Predicted:
-    """Predicts a placement with hot and cold rows."""
+    """Predicts a placement with hot and cold rows, and with what moves if some are in slots."""
     world, demands, pipeline = scenario.world, list(scenario.demands), scenario.pipeline
     quantities = hot_cold_quantities(
         demands,
@@ -262,6 +274,8 @@ def predict_placement(
     )
     factor = _pooled_imbalance(scenario, tables)
     quantities = {n: v * factor if n in POOLED_LOADS else v for n, v in quantities.items()}
+    if slots is not None:
+        quantities |= _moved(scenario, tables, slots)
     model = make_model(
         scenario.costs,
         world,
@@ -279,7 +293,22 @@ def predict_placement(
         quantities=quantities,
         is_hot_dense=is_hot_dense,
         pipeline=pipeline,
+        slots=slots,
     )
+
+
+def _moved(
+    scenario: Scenario, tables: Mapping[str, TablePlacement], slots: Replayed
+) -> dict[str, float]:
+    """Returns the rows, and their bytes, that the mean rank moves into slots and back in a step."""
+    # Slots are of tables of one dimension and one type (see ``predict_slots``).
+    demand = scenario.demands[0]
+    host_bytes = demand.row_bytes
+    if tables[demand.name].row_type is not WireType.fp32:
+        host_bytes -= BYTES_PER_FLOAT // 2 * demand.dim
+    moved = {"fetched_rows": slots.num_in, "returned_rows": slots.num_out}
+    moved |= {BYTES_OF[items]: host_bytes * number for items, number in moved.items()}
+    return {name: number / scenario.world.num_ranks for name, number in moved.items()}
 
 
 def _pooled_imbalance(scenario: Scenario, tables: Mapping[str, TablePlacement]) -> float:

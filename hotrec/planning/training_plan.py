@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,6 +49,7 @@ from hotrec.planning.predict import (
     torchrec_name,
     with_pipeline,
 )
+from hotrec.planning.replay import predict_slots
 from hotrec.planning.scenario import (
     Loader,
     Scenario,
@@ -79,6 +81,7 @@ class TrainingPlan:
         costs: The costs of the prediction.
         cache_stats: Statistics of the device caches of host tables, by table.
         most_bytes: Predicted memory of the fullest rank, by MEMORIES.
+        step_s: Predicted seconds of a step of a candidate.
     """
 
     config: Config
@@ -88,6 +91,7 @@ class TrainingPlan:
     costs: Costs | None = None
     cache_stats: Mapping[str, CacheStatistics] = field(default_factory=dict)
     most_bytes: tuple[float, ...] = ()
+    step_s: float = math.nan
 
     def machine(self, machine: Machine) -> Machine:
         """Returns the machine with our costs, but for TorchRec's own plans with TorchRec's."""
@@ -163,10 +167,11 @@ class Proposal:
                 config = torchrec_baselines(self.config)[name]
         stats = {} if placement is None else cache_statistics(self.scenario, placement)
         most = tuple(max(rank[of] for rank in predicted.memory) for of in MEMORIES)
-        return TrainingPlan(config, placement, None, None, self.scenario.costs, stats, most)
+        step_s = predicted.step.step_s
+        return TrainingPlan(config, placement, None, None, self.scenario.costs, stats, most, step_s)
 
     def predicted_s(self, num_steps: int) -> float:
-        """Predicted seconds of so many steps of the best candidate."""
+        """Predicted seconds of ``num_steps`` steps of the best candidate."""
         assert self.decision is not None
         return num_steps * self.decision.predicted[self.decision.chosen].step.step_s
 
@@ -310,7 +315,9 @@ def propose(
                     kind, scenario, decision.predicted[best], describe
                 )
         else:
-            decision = _predict_given(config, dataset, scenario, placement, is_plan=is_plan)
+            decision = _predict_given(
+                config, dataset, scenario, placement, profile, is_plan=is_plan
+            )
     except CostsError as error:
         if isinstance(kind, CostPlacement):
             raise
@@ -383,6 +390,7 @@ def _predict_given(
     dataset: Dataset,
     scenario: Scenario,
     placement: Placement | None,
+    profile: Profile,
     *,
     is_plan: bool,
 ) -> Decision:
@@ -396,12 +404,14 @@ def _predict_given(
     else:
         check_slots(scenario, placement, samples_in_flight(config, scenario.world.num_ranks))
         num_hot = {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
+        slots = predict_slots(config, dataset, profile, placement, scenario.world.num_ranks)
         given = {
             own_name(kind): predict_placement(
                 scenario.with_pipeline(kind),
                 num_hot,
                 placement.tables,
                 is_hot_dense=placement.is_hot_dense,
+                slots=slots,
             )
             for kind in candidate_pipelines(config, scenario.machine)
         }

@@ -28,13 +28,34 @@ def test_a_replay_counts_what_a_run_misses(workspace: Workspace) -> None:
     ).figures  # fmt: skip
     assert Path(replayed["picture"]).read_bytes().startswith(b"\x89PNG")
     by_policy = {one["policy"]: one for one in replayed["replayed"]}
-    assert list(by_policy) == ["look_ahead", "lru", "lfu", "frequency", "belady"]
+    policies = ["look_ahead", "lru", "lfu", "frequency", "belady", "belady_window"]
+    assert list(by_policy) == policies
+    [predicted] = replayed["predicted"]
+    # So few rows are not sampled.
+    assert predicted == by_policy["look_ahead"]
     trained = hotrec_here("train", *words, "trainer.max_steps=50", cwd=workspace.folder).figures
     cache = json.loads((Path(trained["run_dir"]) / "summary.json").read_text())["cache"]
     assert cache["num_steps"] == replayed["num_batches"] == 50
     assert cache["num_misses"] == pytest.approx(50 * by_policy["look_ahead"]["num_in"])
     hit_frac = 1 - cache["num_misses"] / cache["num_rows"]
     assert hit_frac == pytest.approx(by_policy["look_ahead"]["row_hit_frac"])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_plan_predicts_what_a_replay_moves(workspace: Workspace, num_ranks: int) -> None:
+    ranks = [f"plan.world_size={num_ranks}", "trainer.batch_size=64", "planner.costs=cpu_1gbit"]
+    words = [SMOKE, *SLOTS, *ranks, "cache.num_batches=50", "trainer.eval_splits=[]"]
+    replayed = hotrec_here("cache", *words, "cache.load_fracs=[0.5]", cwd=workspace.folder).figures
+    [moved] = [one for one in replayed["replayed"] if one["policy"] == "look_ahead"]
+    places = [f"paths.partition=slots{num_ranks}", "hydra.run.dir=runs/slots"]
+    planned = hotrec_here("plan", *words, *places, cwd=workspace.folder).figures
+    document = json.loads(Path(planned["plan_json"]).with_name("prediction.json").read_text())
+    expected = document["expected"]
+    assert expected["cache_hit_frac"] == pytest.approx(moved["row_hit_frac"], abs=0.01)
+    assert expected["fetched_bytes"] == pytest.approx(moved["read_bytes"] / num_ranks, rel=0.05)
+    assert expected["returned_bytes"] == pytest.approx(moved["written_bytes"] / num_ranks, rel=0.05)
+    step = document["plans"][document["chosen"]]
+    assert step["hidden_s"]["rows_exchange"] > 0
 
 
 def test_two_ranks_train_as_without_slots(workspace: Workspace) -> None:

@@ -210,7 +210,39 @@ def test_places_have_names_of_their_own() -> None:
     names = [tiers.place_name(place) for place in tiers.PLACES]
     assert names[2:] == [
         "UVM cache 10%", "UVM cache 10%, prefetch", "UVM cache 1.5%", "UVM cache 1.5%, prefetch",
+        "slots 10%", "slots 1.5%",
     ]  # fmt: skip
+
+
+def test_slots_are_compared_with_the_best_cache_of_as_many_bytes() -> None:
+    def step(seconds: float) -> dict[str, Any]:
+        laps = {"device": {"p10_s": seconds, "p50_s": seconds, "p90_s": seconds}}
+        laps["host"] = laps["device"]
+        stream = dict.fromkeys(("step", "forward", "backward"), laps)
+        return {
+            "status": "ok", "fresh": stream, "replayed": stream, "num_distinct": 5,
+            "predicted_device_bytes": 1,
+        }  # fmt: skip
+
+    parts = {
+        "sgd: device memory": step(1.0), "sgd: UVM cache 10%": step(6.0),
+        "sgd: UVM cache 10%, prefetch": step(3.0), "sgd: slots 10%": step(1.5),
+        "adam: device memory": step(1.0), "adam: slots 10%": step(2.0),
+    }  # fmt: skip
+    verdict = tiers.summarize(parts).verdict
+    assert "slots 10% 1.5 (2.00 times as fast as UVM cache 10%);" in verdict
+    assert verdict.endswith("adam: slots 10% 2.0.")
+
+
+@pytest.mark.parametrize("kind", [OptimizerKind.sgd, OptimizerKind.adam])
+def test_slots_take_the_bytes_of_a_cache(kind: OptimizerKind) -> None:
+    cache = tables(kind, tbe.UVM_CACHE, cache_frac=0.015)
+    slots = tables(kind, tbe.SLOTS, cache_frac=0.015)
+    bytes_of_slot = 4 * 128 * (3 if kind is OptimizerKind.adam else 1)
+    assert 0 <= cache.cache_bytes - slots.num_slots * bytes_of_slot < bytes_of_slot
+    # FBGEMM's cache also has a map of all rows.
+    difference = cache.memory(1000)[0] - slots.memory(1000)[0]
+    assert difference == 4 * 10 * 6_700_000
 
 
 def test_tests_that_are_not_there_fail_the_stage(tmp_path: Path) -> None:

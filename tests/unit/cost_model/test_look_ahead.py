@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import CollectiveCurve, Line, Link, World
+from hotrec.cost_model.costs import CollectiveCurve, CostsError, Line, Link, World
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.look_ahead import OVERLAPPABLE_DENSE_FRAC
 from hotrec.cost_model.step import make_step_model
@@ -305,3 +305,33 @@ def test_look_ahead_pays_most_where_link_and_layers_take_as_long():
         gains.append(in_line.step_s / predict(costs=costs).step_s)
     assert max(gains) == max(gains[5:-5]) > 1.2
     assert gains[-1] == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("world", [World(1, 1), WORLD])
+@pytest.mark.parametrize("overlap", [1.0, 0.6])
+def test_rows_move_into_slots_and_back_at_once_while_the_step_computes(world, overlap):
+    kernels = dict(COSTS.kernels, fetch_slot=Line(2e-3, 0.0, 1e-9), return_slot=Line(0, 1e-6, 3e-9))
+    costs = replace(COSTS, kernels=kernels, overlap=overlap)
+    without = predict(costs=costs, world=world)
+    for fetched, returned in ((1e3, 0.0), (1e5, 1e4), (1e4, 1e5), (1e6, 1e6)):
+        moved = work_of(fetched_rows=fetched, returned_rows=returned)
+        step = predict(MIXED | moved, costs=costs, world=world)
+        back_s = returned * 1e-6 + moved["returned_bytes"] * 3e-9
+        moving_s = max(2e-3 + moved["fetched_bytes"] * 1e-9, back_s)
+        exposed_s = max(moving_s - overlap * without.step_s, (1 - overlap) * 0.0)
+        assert step.step_s == pytest.approx(without.step_s + exposed_s)
+        assert sum(step.stage_s.values()) == pytest.approx(step.step_s)
+        added = {n: step.stage_s[n] - without.stage_s[n] for n in STAGES}
+        assert added.pop("rows_exchange") == pytest.approx(exposed_s)
+        assert not any(added.values())
+        hidden_s = step.hidden_s["rows_exchange"] - without.hidden_s["rows_exchange"]
+        assert hidden_s == pytest.approx(moving_s - exposed_s)
+        assert step.sent_bytes == without.sent_bytes
+
+
+def test_costs_without_the_movement_into_slots_predict_no_slots():
+    kernels = {n: line for n, line in COSTS.kernels.items() if not n.endswith("_slot")}
+    costs = replace(COSTS, kernels=kernels)
+    predict(costs=costs)
+    with pytest.raises(CostsError, match="kernel fetch_slot: expected a measured line"):
+        predict(MIXED | work_of(fetched_rows=1.0), costs=costs)

@@ -35,15 +35,23 @@ def lists(counts):
     dtype=st.sampled_from([np.int32, np.int64]),
     heldout_frac=st.sampled_from([0.0, 0.1, 0.25, 0.5]),
     frac=st.sampled_from([1.0, 0.3]),
+    half_life=st.sampled_from([None, 9.0, 1e9]),
 )
-def test_counts_are_the_loop_over_samples(seed, size, dtype, heldout_frac, frac):
-    """Exact and sampled, whole and with the last part held out, whatever the blocks."""
+def test_counts_are_the_loop_over_samples(seed, size, dtype, heldout_frac, frac, half_life):
+    """Exact, sampled and fading, whole and with the last part held out, whatever the blocks."""
     block = make_samples(60, seed=seed, dtype=dtype)
-    options = {"num_samples": 60, "heldout_frac": heldout_frac, "sampling": Sampling(frac, seed)}
+    sampling = Sampling(frac, seed, half_life=half_life)
+    options = {"num_samples": 60, "heldout_frac": heldout_frac, "sampling": sampling}
     profile = count_rows(cut(block, size), SCHEMA, **options)
     drawn, samples = sample_mask(0, 60, frac=frac, seed=seed), as_lists(block)
     num_train = 60 - int(60 * heldout_frac)
-    train = [samples[i] for i in range(num_train) if drawn[i]]
+    of_train = list(drawn)
+    if half_life is not None:
+        chances = [frac * 0.5 ** ((num_train - 1 - i) / half_life) for i in range(num_train)]
+        of_train = [
+            sample_mask(i, 1, frac=chance, seed=seed)[0] for i, chance in enumerate(chances)
+        ]
+    train = [samples[i] for i in range(num_train) if of_train[i]]
     heldout = [samples[i] for i in range(num_train, 60) if drawn[i]]
     assert lists(profile.counts) == count_slowly(train)
     assert lists(profile.heldout) == (count_slowly(heldout) if heldout_frac else {})
@@ -51,6 +59,24 @@ def test_counts_are_the_loop_over_samples(seed, size, dtype, heldout_frac, frac)
     assert profile.num_total_samples == 60
     assert all(counts.dtype == np.int64 for counts in profile.counts.values())
     assert profile.num_rows == {"users": 50, "words": 20, "tags": 9}
+
+
+def test_a_sample_counts_half_as_often_after_a_half_life():
+    """Row d is read in stretch d alone, each as long as the half-life."""
+    rows = np.repeat(np.arange(4), 20_000)
+    schema = Schema((), (Feature("a", "t"),), (Table("t", 4),))
+    sampling = Sampling(0.8, half_life=20_000)
+    profile = count_rows(
+        [Block(rows.size, {"a": rows})], schema, num_samples=80_000, sampling=sampling
+    )
+    counts = profile.counts["t"]
+    # The mean over a stretch is 1 / (2 ln 2) of the chance at its end.
+    expected = 0.8 * 20_000 / (2 * np.log(2)) * 0.5 ** np.arange(3, -1, -1)
+    assert abs(counts - expected).max() < 5 * np.sqrt(expected.max())
+    assert abs(counts[1:] / counts[:-1] - 2).max() < 0.2
+    assert profile.num_samples == counts.sum()
+    assert abs(sampling.num_drawn(80_000) - counts.sum()) < 5 * np.sqrt(counts.sum())
+    assert profile.num_total_samples == 80_000
 
 
 def test_separate_heldout_stream():
@@ -68,6 +94,7 @@ def test_separate_heldout_stream():
         ({"heldout_frac": 1.0, "num_samples": 10}, "heldout_frac: .*got 1.0"),
         ({"heldout_frac": 0.1, "num_samples": 10, "heldout_blocks": []}, "heldout_frac: .*got 0.1"),
         ({"num_samples": 11}, "expected 11 samples in the stream, got 10"),
+        ({"sampling": Sampling(half_life=5.0)}, "num_samples: expected the length"),
     ],
 )
 def test_refuses_contradictions(options, message):
@@ -140,7 +167,10 @@ def test_content_of_the_manifest(tmp_path):
     samples = as_lists(make_samples(200))
     train, heldout = count_slowly(samples[:150]), count_slowly(samples[150:])
     assert (content["num_samples"], content["num_heldout_samples"]) == (150, 50)
-    assert content["sampling"] == {"frac": 1.0, "seed": 0, "min_count": 1, "confidence": 0.95}
+    assert content["sampling"] == {
+        **{"frac": 1.0, "seed": 0, "min_count": 1, "confidence": 0.95},
+        "half_life": None,
+    }
     for table in SCHEMA.tables:
         counts, held = np.array(train[table.name]), np.array(heldout[table.name])
         facts = content["tables"][table.name]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import hotrec.embedding.slots as slots_module
 from hotrec.embedding.cached_rows import CachedRows
 from hotrec.embedding.slots import TooFewSlotsError
 from hotrec.embedding.update_rules import OptimizerSpec
@@ -167,3 +168,29 @@ def test_a_lookup_of_another_pipeline_is_refused() -> None:
     rows, _ = make_rows()
     with pytest.raises(RuntimeError, match="expected the pipeline look_ahead"):
         rows(None)  # type: ignore[arg-type]
+
+
+def test_the_window_knows_the_next_batch_that_reads_each_row() -> None:
+    """Against a search of the known batches; rows in any order, repeated, batches left out."""
+    rng = np.random.default_rng(0)
+    batches = [rng.integers(0, 30, rng.integers(0, 12)) for _ in range(80)]
+    window = slots_module._Window(30)
+    for begin in (0, 40):  # after a restart, too
+        window.clear()
+        known = begin
+        for number in range(begin, begin + 40):
+            if number % 7 == 3:
+                continue
+            while known <= min(number + rng.integers(1, 6), 79):
+                window.add(batches[known], known)
+                known += 1
+            found = window.take(number)
+            assert found is not None
+            rows, following = found
+            assert np.array_equal(rows, batches[number])
+            for row in set(rows.tolist()):
+                reads = [n for n in range(number + 1, known) if row in batches[n]]
+                last_place = int(np.flatnonzero(rows == row)[-1])
+                expected = reads[0] if reads else slots_module.NEVER
+                assert following[last_place] == expected
+        assert window.take(999) is None

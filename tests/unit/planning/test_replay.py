@@ -7,7 +7,19 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from hotrec.bench.replay import LOOK_AHEAD, POLICIES, RANKINGS, Replayed, Stream, replay
+from hotrec.bench.samples import ZipfTables
+from hotrec.planning.replay import (
+    BELADY_WINDOW,
+    LOOK_AHEAD,
+    POLICIES,
+    RANKINGS,
+    Replayed,
+    Stream,
+    draw_stream,
+    replay,
+    sample_rows,
+    sampling_step,
+)
 
 NUM_ROWS, NUM_BATCHES = 60, 40
 
@@ -100,3 +112,83 @@ def test_fewer_slots_than_a_batch_reads_are_no_cache() -> None:
     stream = make_stream()
     most = max(rows.size for rows in stream.rows)
     assert all(run(stream, policy, most - 1) is None for policy in POLICIES)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_belady_in_the_window_lies_between_popularity_and_belady(seed: int) -> None:
+    stream = make_stream(seed)
+    nothing = np.empty(0, np.int64)
+
+    def moved(policy: str, window: int = 0) -> float:
+        found = replay(stream, policy, 25, 0, depth=0, window=window, resident=nothing)
+        assert found is not None
+        return found.num_in
+
+    by_window = [moved(BELADY_WINDOW, window) for window in (0, 2, 6, NUM_BATCHES)]
+    assert by_window == sorted(by_window, reverse=True)
+    # With none it knows the popularity alone, with all of them the whole stream.
+    assert by_window[0] == moved("frequency")
+    assert by_window[-1] == moved("belady")
+    assert len(set(by_window)) > 2
+
+
+def test_belady_in_the_window_keeps_what_the_window_reads() -> None:
+    rows = [np.array([row]) for row in (1, 0, 2, 1, 3, 1)]
+    stream = Stream(rows, [np.ones(1, np.int64)] * len(rows), np.array([9, 5, 1, 1]))
+    nothing, missed = np.empty(0, np.int64), []
+    for window in (0, 1):
+        found = replay(stream, BELADY_WINDOW, 2, 0, depth=0, window=window, resident=nothing)
+        assert found is not None
+        missed.append(round(found.num_in * len(rows)))
+    # Without a window the most popular row, 0, stays for good; with one, 1 stays instead.
+    assert missed == [6, 4]
+
+
+@pytest.mark.parametrize("exponent", [0.8, 1.2])
+def test_a_sample_of_the_rows_predicts_the_misses_of_all(exponent: float) -> None:
+    num_rows, num_batches, batch = 20_000, 60, 512
+    samples = ZipfTables([num_rows] * 4, exponent=exponent, num_dense=0, seed=1)
+    counts = np.concatenate(list(samples.count(20_000_000).values()))
+    rows, lookups = [], []
+    for read in samples.stream(num_batches, batch_size=batch, rank=0, world_size=1):
+        ids = read.sparse.values().numpy() + np.repeat(np.arange(4) * num_rows, batch)
+        distinct, times = np.unique(ids, return_counts=True)
+        rows.append(distinct)
+        lookups.append(times)
+    stream = Stream(rows, lookups, counts)
+    numbers = sample_rows(counts, 4)
+    sampled = stream.sample(numbers, 4)
+    assert abs(sampled.counts.sum() / counts.sum() - 1 / 4) < 0.02
+    drawn = draw_stream(counts, numbers, 4, num_ids=4 * batch, num_batches=num_batches)
+    for frac in (0.1, 0.3):
+        size = int(frac * counts.size)
+        resident = np.sort(np.argsort(-counts)[: size // 4])
+        of_sample = numbers[resident]
+        found = [
+            replay(of, LOOK_AHEAD, size, 20, depth=1, window=8, resident=kept)
+            for of, kept in (
+                (stream, resident),
+                (sampled, of_sample[of_sample >= 0]),
+                (drawn, of_sample[of_sample >= 0]),
+            )
+        ]
+        whole = found[0]
+        assert whole is not None
+        for one in found[1:]:
+            assert one is not None
+            assert one.row_hit_frac == pytest.approx(whole.row_hit_frac, abs=0.01)
+            assert one.lookup_hit_frac == pytest.approx(whole.lookup_hit_frac, abs=0.01)
+            assert one.num_in == pytest.approx(whole.num_in, rel=0.05)
+            assert one.num_out == pytest.approx(whole.num_out, rel=0.05)
+
+
+def test_rows_of_each_popularity_are_in_the_sample() -> None:
+    counts = np.random.default_rng(0).zipf(1.3, 10_000).clip(0, 1000)
+    numbers = sample_rows(counts, 16)
+    taken = np.flatnonzero(numbers >= 0)
+    assert np.array_equal(numbers[taken], np.arange(625))
+    for least in (1, 2, 10, 100):
+        share = np.count_nonzero(counts[taken] >= least) / np.count_nonzero(counts >= least)
+        assert share == pytest.approx(1 / 16, abs=1 / np.count_nonzero(counts >= least))
+    assert np.array_equal(sample_rows(counts, 1), np.arange(10_000))
+    assert [sampling_step(1e9, slots) for slots in (100, 6000, 1e9)] == [1, 2, 477]

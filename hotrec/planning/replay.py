@@ -1,0 +1,409 @@
+"""Replays the rows that batches read through caches of host rows, and counts what moves.
+
+A cache holds all rows of a batch while it is computed. Every row that is read is changed, so each
+one that leaves is written back. The policies differ in which rows leave:
+
+    look_ahead      ours, by its own code (``hotrec.embedding.slots``), with the batches it knows
+    lru             those read longest ago
+    lfu             those read in the fewest batches so far
+    frequency       those with the fewest lookups in the profile (Colossal-AI's cache)
+    belady          those read again last, of the whole stream: no policy moves fewer (Belady, IBM
+                    Systems Journal 5(2), 1966), as far as rows are in no batch in flight
+    belady_window   the same in the reach of look-ahead: rows that the known batches do not read,
+                    those with the fewest lookups in the profile first; then those read again last
+
+Look-ahead comes to belady with depth 0, no resident rows and a window as long as the stream.
+
+Misses by number of slots are predicted by replay too, of a sample of the rows through slots in
+proportion (SHARDS: Waldspurger et al., FAST 2015). So the policy is exact, and all that is wrong
+comes from sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from hotrec.config.groups import TimeOrder
+from hotrec.config.roots import Config
+from hotrec.cost_model.profile import Profile
+from hotrec.data.chunks import Dataset
+from hotrec.data.loader import make_loader
+from hotrec.embedding.slots import SlotMap, TooFewSlotsError
+from hotrec.types import Placement, Rows, Tier
+
+LOOK_AHEAD, BELADY_WINDOW = "look_ahead", "belady_window"
+# A stream has at most so many ids of its sampled rows, and a sample at least so many slots: with a
+# fourth of these misses were off by up to 1.2 points, with all of them by 0.4.
+MOST_IDS, LEAST_SLOTS = 1 << 21, 2500
+# Ids that are read to sample them, some ten seconds.
+MOST_READ = 1 << 28
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What batches read of rows that are numbered over all tables.
+
+    Args:
+        rows: Distinct rows of each batch, int64 (U,).
+        lookups: How often each of them is looked up, int64 (U,).
+        counts: Lookups of every row in the profile, int64 (R,).
+        every: One row of so many is in the stream, and one slot in a cache.
+        all_lookups: Lookups of each batch, also of rows that are not in the stream; empty stands
+            for the share of those that are.
+    """
+
+    rows: Sequence[Rows]
+    lookups: Sequence[Rows]
+    counts: Rows
+    every: int = 1
+    all_lookups: Sequence[int] = ()
+
+    def sample(self, numbers: Rows, every: int) -> Stream:
+        """The stream of the rows that ``sample_rows`` numbered."""
+        rows, lookups = [], []
+        for read, times in zip(self.rows, self.lookups, strict=True):
+            found = numbers[read]
+            rows.append(found[found >= 0])
+            lookups.append(times[found >= 0])
+        all_lookups = [int(times.sum()) for times in self.lookups]
+        return Stream(rows, lookups, self.counts[numbers >= 0], every, all_lookups)
+
+
+def sample_rows(counts: Rows, every: int) -> Rows:
+    """Number one of so many rows.
+
+    They are evenly spaced in the order of their counts, so that the sample has its share of the
+    rows of each popularity. A hash leaves the most popular ones to chance.
+
+    Args:
+        counts: Lookups of every row in the profile, int64 (R,).
+
+    Returns:
+        The number of each row in the sample, int64 (R,), rising; -1 of those that are not in it.
+    """
+    is_taken = np.ones(counts.size, np.bool_)
+    if every > 1:
+        by_count = np.argsort(-counts, kind="stable")
+        is_taken[:] = False
+        is_taken[by_count[every // 2 :: every]] = True
+    return np.where(is_taken, np.cumsum(is_taken) - 1, -1)
+
+
+def sampling_step(num_ids: float, num_slots: float) -> int:
+    """One of how many rows to replay, of a stream of so many ids, for so many slots."""
+    return max(1, min(math.ceil(num_ids / MOST_IDS), int(num_slots / LEAST_SLOTS)))
+
+
+def number_rows(rows: Mapping[str, Rows], counts: Mapping[str, Rows]) -> Rows:
+    """Rows by table, numbered over all tables in the order of the counts."""
+    begins = np.cumsum([0, *(of_table.size for of_table in counts.values())])
+    parts = [rows[table] + begin for table, begin in zip(counts, begins, strict=False)]
+    return np.concatenate(parts)
+
+
+def read_stream(
+    config: Config,
+    dataset: Dataset,
+    counts: Mapping[str, Rows],
+    *,
+    world_size: int,
+    num_batches: int,
+    numbers: Rows | None = None,
+    every: int = 1,
+) -> Stream:
+    """The first global batches of training, in its order.
+
+    Args:
+        counts: Lookups of the rows of each table in the profile.
+        numbers: Numbers of the rows to replay, see ``sample_rows``; None for all.
+        every: One row of so many has a number.
+    """
+    begins = np.cumsum([0, *(of_table.size for of_table in counts.values())])
+    begin_of = dict(zip(counts, begins.tolist(), strict=False))
+    table_of = {feature.name: feature.table for feature in dataset.schema.features}
+    loader = make_loader(
+        config.paths.dataset,
+        "train",
+        batch_size=config.trainer.batch_size * world_size,
+        rank=0,
+        world_size=1,
+        seed=config.trainer.seed,
+        epochs=config.trainer.num_epochs,
+        shuffle=not isinstance(config.order, TimeOrder),
+    )
+    batches = []
+    for batch in islice(loader, num_batches):
+        ids = batch.sparse.values().long().numpy()
+        starts = [begin_of[table_of[name]] for name in batch.sparse.keys()]  # noqa: SIM118 (a KJT)
+        read = ids + np.repeat(starts, batch.sparse.length_per_key())
+        batches.append(np.unique(_numbered(read, numbers), return_counts=True))
+    of_all = np.concatenate(list(counts.values()))
+    of_stream = of_all if numbers is None else of_all[numbers >= 0]
+    return Stream([rows for rows, _ in batches], [times for _, times in batches], of_stream, every)
+
+
+def _numbered(read: Rows, numbers: Rows | None) -> Rows:
+    if numbers is None:
+        return read
+    found = numbers[read]
+    return found[found >= 0]
+
+
+def draw_stream(
+    counts: Rows, numbers: Rows, every: int, *, num_ids: float, num_batches: int
+) -> Stream:
+    """Batches of independent lookups as probable as in the profile, where there is no data.
+
+    Args:
+        num_ids: Lookups of a global batch, of all rows.
+    """
+    of_stream = counts[numbers >= 0]
+    ends = np.cumsum(of_stream)
+    rng = np.random.default_rng(0)
+    num_read = num_ids * ends[-1] / counts.sum()
+    batches = [
+        np.unique(
+            np.searchsorted(ends, rng.integers(ends[-1], size=rng.poisson(num_read)), "right"),
+            return_counts=True,
+        )
+        for _ in range(num_batches)
+    ]
+    return Stream([rows for rows, _ in batches], [times for _, times in batches], of_stream, every)
+
+
+def predict_slots(
+    config: Config, dataset: Dataset, profile: Profile, placement: Placement, world_size: int
+) -> Replayed | None:
+    """Replay training's first batches, or drawn ones without data, through the slots of all ranks.
+
+    The ranks' shards are taken as one: each serves as much as the others. Rows that the profile
+    says are hot take no slots.
+
+    Returns:
+        What look-ahead does over the slots of all ranks; None if no table has slots.
+    """
+    counts, partition = profile.counts, placement.partition
+    of_all = np.concatenate(list(counts.values()))
+    load_fracs = {table.cache_load_frac for table in placement.tables.values()}
+    if {table.tier for table in placement.tables.values()} != {Tier.CACHED}:
+        return None
+    [load_frac] = load_fracs
+    num_slots = math.ceil((load_frac or 0.0) * of_all.size)
+    samples = config.trainer.batch_size * world_size
+    num_ids = of_all.sum() / profile.num_samples * samples
+    num_batches = max(2, min(config.cache.num_batches, int(MOST_READ / max(num_ids, 1.0))))
+    every = sampling_step(num_ids * num_batches, num_slots)
+    numbers = sample_rows(of_all, every)
+    numbers[number_rows({t: partition.hot(t) for t in counts}, counts)] = -1
+    numbers = np.where(numbers >= 0, np.cumsum(numbers >= 0) - 1, -1)
+    if dataset.num_samples("train"):
+        stream = read_stream(
+            config,
+            dataset,
+            counts,
+            world_size=world_size,
+            num_batches=num_batches,
+            numbers=numbers,
+            every=every,
+        )
+    else:
+        stream = draw_stream(of_all, numbers, every, num_ids=num_ids, num_batches=num_batches)
+    resident = _numbered(number_rows(placement.resident_rows, counts), numbers)
+    return replay(
+        stream,
+        LOOK_AHEAD,
+        max(num_slots, every * _least_slots(stream, resident, config.pipeline.depth)),
+        int(config.cache.skip_frac * len(stream.rows)),
+        depth=config.pipeline.depth,
+        window=config.pipeline.window,
+        resident=resident,
+    )
+
+
+def _least_slots(stream: Stream, resident: Rows, depth: int) -> int:
+    """Slots for the resident rows and those of the batches in flight, whose sample may be off."""
+    held = [
+        np.unique(np.concatenate([resident, *stream.rows[number : number + depth + 1]])).size
+        for number in range(len(stream.rows))
+    ]
+    return max(held)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a policy did with a number of slots, over the batches after the first ones.
+
+    Args:
+        row_hit_frac: Hits among the distinct rows of batches.
+        lookup_hit_frac: Hits among lookups.
+        num_in: Rows fetched per batch.
+        num_out: Rows written back per batch.
+    """
+
+    policy: str
+    num_slots: int
+    row_hit_frac: float
+    lookup_hit_frac: float
+    num_in: float
+    num_out: float
+
+
+# The rows of a batch that were missing, bool (U,), and the number of rows that left.
+Step = tuple[np.ndarray, int]
+
+
+def replay(
+    stream: Stream,
+    policy: str,
+    num_slots: int,
+    num_skipped: int,
+    *,
+    depth: int,
+    window: int,
+    resident: Rows,
+) -> Replayed | None:
+    """Replay a stream through a policy.
+
+    Args:
+        policy: One of POLICIES.
+        num_slots: Slots for all rows, of which a sampled stream has its share.
+        num_skipped: First batches, which are not counted.
+        depth: Batches that look-ahead holds beside the one that is computed.
+        window: Further batches that it knows.
+        resident: Rows that look-ahead keeps for good.
+
+    Returns:
+        None if the batches that are held read more rows than there are slots.
+    """
+    every = stream.every
+    size = max(1, round(num_slots / every))
+    if policy == LOOK_AHEAD:
+        steps = _look_ahead(stream, size, depth, window, resident)
+    elif policy == BELADY_WINDOW:
+        steps = _ranked(stream, size, _by_next_use(stream, window), window)
+    else:
+        steps = _ranked(stream, size, RANKINGS[policy](stream))
+    num_rows = num_lookups = missed_lookups = num_in = num_out = 0
+    try:
+        for number, (is_missing, num_left) in enumerate(steps):
+            if number >= num_skipped:
+                lookups = stream.lookups[number]
+                num_rows += is_missing.size
+                if stream.all_lookups:
+                    num_lookups += stream.all_lookups[number]
+                else:
+                    num_lookups += every * int(lookups.sum())
+                missed_lookups += every * int(lookups[is_missing].sum())
+                num_in += int(np.count_nonzero(is_missing))
+                num_out += num_left
+    except TooFewSlotsError:
+        return None
+    of_batch = every / (len(stream.rows) - num_skipped)
+    return Replayed(
+        policy,
+        num_slots,
+        1 - num_in / max(num_rows, 1),
+        1 - missed_lookups / max(num_lookups, 1),
+        num_in * of_batch,
+        num_out * of_batch,
+    )
+
+
+def _look_ahead(
+    stream: Stream, num_slots: int, depth: int, window: int, resident: Rows
+) -> Iterator[Step]:
+    slots = SlotMap(stream.counts.size, num_slots, resident)
+    known = 0
+    for number, rows in enumerate(stream.rows):
+        while window and known <= min(number + window, len(stream.rows) - 1):
+            slots.foresee(stream.rows[known], known)
+            known += 1
+        if number > depth:
+            slots.release(number - depth - 1, is_changed=True)
+        _, moves = slots.reserve(rows, number)
+        yield np.isin(rows, moves.in_rows, assume_unique=True), moves.out_rows.size
+
+
+# The rank of each row of a batch among the rows that leave, the least first.
+Ranking = Callable[[int], np.ndarray]
+
+
+def _ranked(stream: Stream, num_slots: int, ranks_of: Ranking, window: int = 0) -> Iterator[Step]:
+    """A cache whose rows of the least rank leave.
+
+    Rows of the batch that comes into the window get its rank, unless they are read before.
+    """
+    slot_of_row = np.full(stream.counts.size, -1, np.int64)
+    row_of_slot = np.full(num_slots, -1, np.int64)
+    ranks = np.full(num_slots, -np.inf)
+    for number, rows in enumerate(stream.rows):
+        if rows.size > num_slots:
+            raise TooFewSlotsError(rows.size, num_slots)
+        if 0 < window < len(stream.rows) - number:
+            known = slot_of_row[stream.rows[number + window]]
+            known = known[known >= 0]
+            ranks[known] = np.maximum(ranks[known], -float(number + window))
+        slots = slot_of_row[rows]
+        is_missing = slots < 0
+        ranks[slots[~is_missing]] = np.inf
+        missing = rows[is_missing]
+        taken = np.argpartition(ranks, max(missing.size - 1, 0))[: missing.size]
+        left = row_of_slot[taken]
+        slot_of_row[left[left >= 0]] = -1
+        row_of_slot[taken], slot_of_row[missing] = missing, taken
+        ranks[slot_of_row[rows]] = ranks_of(number)
+        yield is_missing, int(np.count_nonzero(left >= 0))
+
+
+def _by_recency(stream: Stream) -> Ranking:
+    # Within a batch in the order of its rows.
+    return lambda number: number + np.linspace(0, 1, stream.rows[number].size, endpoint=False)
+
+
+def _by_uses(stream: Stream) -> Ranking:
+    uses = np.zeros(stream.counts.size)
+
+    def count(number: int) -> np.ndarray:
+        uses[stream.rows[number]] += 1
+        return uses[stream.rows[number]]
+
+    return count
+
+
+def _by_profile(stream: Stream) -> Ranking:
+    return lambda number: stream.counts[stream.rows[number]].astype(np.float64)
+
+
+def _by_next_use(stream: Stream, window: int | None = None) -> Ranking:
+    next_use = np.full(stream.counts.size, np.inf)
+    following = []
+    for number in range(len(stream.rows) - 1, -1, -1):
+        following.append(next_use[stream.rows[number]])
+        next_use[stream.rows[number]] = number
+    following.reverse()
+    num_batches = len(stream.rows)
+    reach = num_batches if window is None else window
+    # Of rows that are not known to be read: less than any other rank, and finite, since -inf marks
+    # an empty slot.
+    beyond = stream.counts / (stream.counts.max() + 1) - (num_batches + 1)
+
+    def rank(number: int) -> np.ndarray:
+        uses = following[number]
+        is_known = uses <= number + reach
+        return np.where(is_known, -uses, beyond[stream.rows[number]])
+
+    return rank
+
+
+RANKINGS = {
+    "lru": _by_recency,
+    "lfu": _by_uses,
+    "frequency": _by_profile,
+    "belady": _by_next_use,
+}
+POLICIES = (LOOK_AHEAD, *RANKINGS, BELADY_WINDOW)
