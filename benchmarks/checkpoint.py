@@ -1,7 +1,7 @@
 """Measures checkpoints: seconds to write and to read, and memory beside the tables.
 
     python benchmarks/checkpoint.py [--gb 6] [--save-ranks 2] [--load-ranks 3] [--folder FOLDER]
-        [--slots 0.015 [--steps 100] [--batch 2048]]
+        [--slots 0.015 [--steps 100] [--batch 2048]] [--background [--batch 2048]]
 
 Tables of that size together, float32 with a row-wise Adagrad state, 1% of their rows hot, are
 trained by nobody, written by some ranks and read by others. Memory is the largest resident
@@ -11,6 +11,10 @@ it. The last line on stdout is one JSON object.
 With --slots all rows are cold, behind slots for that fraction of them, and are trained for some
 steps before they are written, of Zipf 1.05 samples. The peak of each rank from before the tables
 are made, in memory of its own or shared, stands beside the prediction.
+
+With --background they are written while training goes on, with look-ahead and the same samples: the
+seconds that it stands still at the beginning and at the end, and the median step before and
+meanwhile. Seconds are then those from the beginning to the end.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +55,14 @@ from hotrec.planning.constraints import placement_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, process_group
-from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
-from hotrec.train.pipelines import LookAhead, make_pipeline
+from hotrec.train.checkpoint import (
+    Checkpoints,
+    Position,
+    Saving,
+    load_checkpoint,
+    save_checkpoint,
+)
+from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
 from hotrec.types import OptimizerKind, Partition, Placement, Tier
 
 NUM_TABLES, DIM, HOT_FRAC = 8, 64, 0.01
@@ -96,7 +107,7 @@ def rows_of(popularity: np.ndarray, num_rows: int) -> np.ndarray:
 
 def make_batches(num_rows: int, given: argparse.Namespace, ranks: Ranks) -> Iterator[Batch]:
     rng = np.random.default_rng(ranks.rank)
-    for _ in range(given.steps):
+    while True:
         # The inverse of Zipf's distribution function, with an integral for the sum.
         draws = rng.random(NUM_TABLES * given.batch)
         popularity = (1 - draws * (1 - num_rows ** (1 - EXPONENT))) ** (1 / (1 - EXPONENT)) - 1
@@ -142,15 +153,56 @@ def train(
     """Median seconds of a step."""
     ahead = LookAhead(lambda: RowsAhead(model, ranks.device, window=WINDOW))
     pipeline = make_pipeline("look_ahead", model, optimizer, ranks.device, ahead)
-    batches, steps_s = make_batches(num_rows, given, ranks), []
-    pipeline.start()
-    for _ in range(given.steps):
-        start_s = time.perf_counter()
-        pipeline.progress(batches)
-        steps_s.append(time.perf_counter() - start_s)
-    pipeline.drain()
+    steps_s = make_steps(pipeline, make_batches(num_rows, given, ranks), given.steps)
     pipeline.close()
     return float(np.median(steps_s))
+
+
+def make_steps(pipeline: Pipeline, batches: Iterator[Batch], num_steps: int) -> list[float]:
+    """Seconds of each step; the pipeline is drained at the end."""
+    own, steps_s = islice(batches, num_steps), []
+    pipeline.start()
+    for _ in range(num_steps):
+        start_s = time.perf_counter()
+        pipeline.progress(own)
+        steps_s.append(time.perf_counter() - start_s)
+    pipeline.drain()
+    return steps_s
+
+
+def save_while_training(
+    model: nn.Module, optimizer: Any, num_rows: int, given: argparse.Namespace, ranks: Ranks
+) -> dict[str, float]:
+    """Seconds of the pauses, and of a step before and while the checkpoint is written."""
+    window = WINDOW if given.slots else 0
+    ahead = LookAhead(lambda: RowsAhead(model, ranks.device, window=window))
+    pipeline = make_pipeline("look_ahead", model, optimizer, ranks.device, ahead)
+    batches = make_batches(num_rows, given, ranks)
+    before = [step_s for _ in range(4) for step_s in make_steps(pipeline, batches, 10)]
+    barrier()
+    start_s = time.perf_counter()
+    checkpoints = Checkpoints(given.folder / "checkpoints", facts={})
+    saving = Saving(
+        *(checkpoints, Position(1, 1), model, optimizer, NoLoader()), in_background=True
+    )
+    barrier()
+    pause_s = time.perf_counter() - start_s
+    meanwhile: list[float] = []
+    while not all(all_gather_object(saving.is_written)):
+        meanwhile += make_steps(pipeline, batches, 10)
+    end_s = time.perf_counter()
+    saving.finish()
+    barrier()
+    finish_s = time.perf_counter() - end_s
+    pipeline.close()
+    return {
+        "seconds": end_s + finish_s - start_s,
+        "pause_s": pause_s,
+        "finish_s": finish_s,
+        "step_before_s": float(np.median(before)),
+        "step_meanwhile_s": float(np.median(meanwhile)),
+        "num_steps_meanwhile": len(meanwhile),
+    }
 
 
 def build(placement: Placement, num_rows: int, ranks: Ranks) -> tuple[nn.Module, Any]:
@@ -209,7 +261,9 @@ def run_phase(given: argparse.Namespace) -> None:
             more["step_s"] = train(model, optimizer, num_rows, given, ranks)
         start_s = time.perf_counter()
         with most_anonymous_bytes() as most:
-            if phase == "save":
+            if phase == "save" and given.background:
+                more |= save_while_training(model, optimizer, num_rows, given, ranks)
+            elif phase == "save":
                 checkpoints = Checkpoints(folder / "checkpoints", facts={})
                 save_checkpoint(checkpoints, Position(1, 1), model, optimizer, NoLoader())
             else:
@@ -235,6 +289,7 @@ def main() -> None:
     parser.add_argument("--slots", type=float, default=0.0, help="fraction of the rows, all cold")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--background", action="store_true", help="train meanwhile")
     parser.add_argument("--phase", choices=["save", "load"], help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.phase:
@@ -244,7 +299,7 @@ def main() -> None:
         for phase, num_ranks in (("save", given.save_ranks), ("load", given.load_ranks)):
             words = ["--phase", phase, "--gb", str(given.gb), "--folder", name]
             words += ["--slots", str(given.slots), "--steps", str(given.steps)]
-            words += ["--batch", str(given.batch)]
+            words += ["--batch", str(given.batch), *["--background"] * given.background]
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             launch += ["--nproc-per-node", str(num_ranks), __file__, *words]
             subprocess.run(launch, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -259,6 +314,14 @@ def main() -> None:
             f"{size / 1e9 / of['seconds']:.2f} GB/s, {of['bytes'] / 1e6:.0f} MB beside the tables",
             file=sys.stderr,
         )
+        if "pause_s" in of:
+            print(
+                f"{phase}: training stood still for {of['pause_s']:.2f} s and, at the end, "
+                f"{of['finish_s']:.2f} s; a step took {1e3 * of['step_before_s']:.0f} ms before "
+                f"and {1e3 * of['step_meanwhile_s']:.0f} ms in the {of['num_steps_meanwhile']} "
+                "steps meanwhile",
+                file=sys.stderr,
+            )
         for rank, predicted in enumerate(of.get("predicted_bytes", ())):
             print(
                 f"{phase}, rank {rank}: peak {of['peak_bytes'][rank] / 1e6:.0f} MB, predicted "

@@ -57,6 +57,8 @@ _FORM_ERRORS = (
 )
 
 Verify = StrEnum("Verify", "size full")
+# Size and checksum of a file, as a manifest has them.
+FileFacts = dict[str, int | str]
 
 
 class ArtifactError(ValueError):
@@ -325,6 +327,12 @@ def _locked_for_replacement(manifest: Path) -> Iterator[None]:
         yield
 
 
+def write_through(path: Path) -> FileFacts:
+    """Flush a file to the disk, and describe it for a manifest."""
+    sync_path(path)
+    return {"num_bytes": path.stat().st_size, CHECKSUM: checksum_of(path)}
+
+
 def commit_artifact(
     scratch: Path,
     target: Path,
@@ -332,22 +340,21 @@ def commit_artifact(
     kind: str,
     content: Mapping[str, Any],
     made_from: Mapping[str, str] | None = None,
+    written: Mapping[str, FileFacts] | None = None,
 ) -> Artifact:
     """Write the manifest of the files in ``scratch`` and move the whole into place.
 
-    To be called within ``scratch_directory``. An artifact of the same kind is replaced.
+    To be called within ``scratch_directory``. An artifact of the same kind is replaced. Files that
+    are ``written`` through already, by their paths in it, are taken as described.
 
     Raises:
         ArtifactError, LockedError: As ``scratch_directory``, if that has changed meanwhile.
     """
-    files = {}
+    files, known = {}, written or {}
     for path in sorted(scratch.rglob("*")):
         if path.is_file():
-            sync_path(path)
-            files[path.relative_to(scratch).as_posix()] = {
-                "num_bytes": path.stat().st_size,
-                CHECKSUM: checksum_of(path),
-            }
+            name = path.relative_to(scratch).as_posix()
+            files[name] = known[name] if name in known else write_through(path)
     document = {
         "format_version": FORMAT_VERSION,
         "kind": kind,

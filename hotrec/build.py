@@ -135,11 +135,18 @@ def build_sharded(
             f"pipeline.kind: expected look_ahead for a placement in tier cached, got {kind.name}. "
             "Set pipeline=look_ahead."
         )
-    model = shard(unsharded.task, plan, unsharded.sharders, device, data_parallel=not is_ahead)
+    model = shard(
+        unsharded.task,
+        plan,
+        unsharded.sharders,
+        device,
+        data_parallel=not is_ahead,
+        broadcast_hot=False,
+    )
     wire_type = config.pipeline.wire
     if not is_ahead:
         compress_dense(model, wire_type)
-    initialize_embeddings(model, config.trainer.seed)
+    initialize_embeddings(model, config.trainer.seed)  # by row, so replicas are equal
     optimizer = make_optimizer(model, embedding, dense)
     placement, embeddings = config.placement, unsharded.embeddings
     transform = None
@@ -229,7 +236,6 @@ def make_look_ahead(
             window=config.pipeline.window,
             wire_type=wire_type,
             hot_exchange=hot_exchange,
-            timeout_s=config.trainer.timeout_s,
         )
 
     return LookAhead(make_rows, config.pipeline.micro_batches, wire_type)
@@ -399,7 +405,7 @@ def find_all_hot(
 
 
 def check_order(config: Config, dataset: Dataset) -> None:
-    """Refuse an order of time that the dataset has not.
+    """Check that the dataset has the order that the configuration asks for.
 
     Raises:
         ArtifactError: If its samples are not in order of time, or its days are needed and unknown.

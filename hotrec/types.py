@@ -227,12 +227,14 @@ class ModelKind(Enum):
     """The models.
 
     DLRM with dot interaction (Naumov et al. 2019), DCNv2 cross layers (Wang et al. 2021), DeepFM
-    (Guo et al. 2017), MMoE (Ma et al. 2018), two towers, or a class of your own.
+    (Guo et al. 2017), DIN (Zhou et al. 2018), MMoE (Ma et al. 2018), two towers, or a class of your
+    own.
     """
 
     dlrm = "dlrm"
     dcnv2 = "dcnv2"
     deepfm = "deepfm"
+    din = "din"
     mmoe = "mmoe"
     two_tower = "two_tower"
     own = "own"

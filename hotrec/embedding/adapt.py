@@ -1,10 +1,10 @@
 """A hot set that follows the data: rows change between replica and shard while training goes on.
 
-Every so many steps all ranks choose the same swaps of rows from decayed counts of lookups, and
-move weights and optimizer state as they are: nothing is reset or allocated anew, and values change
+At a fixed interval of steps all ranks choose the same swaps of rows from decayed counts of lookups,
+and move weights and optimizer state unchanged: nothing is reset or reallocated, and values change
 only where cold rows are kept in half precision. A table keeps its number of hot rows. The owner of
-a row that becomes cold has a replica, like every rank, and copies it into its shard without
-traffic; a row that becomes hot is broadcast by its owner.
+a row that becomes cold copies its own replica into its shard without traffic; a row that becomes
+hot is broadcast by its owner.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from hotrec.embedding.canonical import Part, canonical_parts, plain_name
+from hotrec.embedding.snapshot import keep
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.popularity import CountedRows, Counts, Popularity
 from hotrec.runtime.ranks import all_gather_object, rank, world_size
@@ -414,4 +415,5 @@ def _demote(swap: Swaps, replica: Part, shard: Part) -> None:
     slots = torch.from_numpy(swap.slots[own]).to(replica.value.device)
     rows = torch.from_numpy(place[own]).to(shard.value.device)
     values = replica.value.index_select(0, slots)
+    keep(shard.value, rows)
     shard.value.index_copy_(0, rows, values.to(shard.value.device, shard.value.dtype))

@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.initialize import copy_weights
 from hotrec.embedding.optimizers import hot_replicas
+from hotrec.runtime.codecs import ddp_modules
 from hotrec.types import Partition, Placement
 
 
@@ -78,18 +79,43 @@ def shard(
     device: torch.device,
     *,
     data_parallel: bool = True,
+    broadcast_hot: bool = True,
 ) -> DistributedModelParallel:
     """Shard a model by a plan and make the hot replicas of all ranks equal to rank 0's.
 
     Without ``data_parallel`` the dense layers are not wrapped in DDP, for the pipeline look_ahead,
-    which reduces their gradients itself.
+    which reduces their gradients itself. Without ``broadcast_hot`` the caller makes the replicas
+    equal, say by ``initialize_embeddings``: on a slow network large ones take minutes to send.
     """
     sharded = DistributedModelParallel(
-        model, device=device, plan=plan, sharders=sharders, init_data_parallel=data_parallel
+        model,
+        device=device,
+        plan=plan,
+        sharders=sharders,
+        init_data_parallel=data_parallel,
     )
-    for replica in hot_replicas(sharded).values():
+    _keep_buckets(sharded)
+    for replica in hot_replicas(sharded).values() if broadcast_hot else ():
         replica.broadcast()
     return sharded
+
+
+def _keep_buckets(model: nn.Module) -> None:
+    """Let DDP make its final buckets before the first step, in the reverse order of the parameters.
+
+    It makes them after a process's first step, in the order in which gradients were ready, and the
+    sums of three ranks or more depend on a value's place in its bucket: the first step of a resumed
+    run would differ. The last layers' gradients are ready first, so all-reduces overlap as before.
+    """
+    for ddp in ddp_modules(model):
+        parameters, is_sparse = ddp._build_params_for_reducer()
+        parameters.reverse()
+        is_sparse.reverse()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        ddp._ddp_init_helper(parameters, is_sparse, names, ddp.static_graph)
+        if ddp.static_graph:
+            ddp.reducer._set_static_graph()
+        ddp.reducer._push_all_rebuilt_params()
 
 
 def check_replicas(model: nn.Module) -> None:

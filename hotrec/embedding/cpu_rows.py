@@ -16,6 +16,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
+from hotrec.embedding.snapshot import keep
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
 from hotrec.runtime.stages import mark
 
@@ -112,6 +113,8 @@ class RowsInMemory:
         ``num_updates``, 1 at the first update.
         """
         rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous(), self.weights_RD.shape[0])
+        for value in (self.weights_RD, *self.states.values()):
+            keep(value, rows_U)
         update_rows(
             self._spec,
             self.weights_RD,

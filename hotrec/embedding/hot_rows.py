@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.runtime.comm_thread import CommunicationThread, HostInts
-from hotrec.runtime.ranks import new_group
+from hotrec.runtime.ranks import Group
 from hotrec.runtime.stages import mark
 from hotrec.runtime.traffic import counted_by_sender
 from hotrec.runtime.wire import Wire
@@ -108,6 +108,7 @@ class HotReplicas:
         # Made by the first training forward; look-ahead uses its own reducer.
         self._reducer: HotReducer | None = None
         self._thread: CommunicationThread | None = None
+        self._own_group: Group | None = None
         self.begins_T = table_begins(num_rows_T).to(weight.device)
         # What backward passes added gradients to and the hook has not reduced.
         self.touched: list[_Touched] = []
@@ -142,16 +143,20 @@ class HotReplicas:
         """Make the hook's reducer; a collective on CPU, where it runs in a thread."""
         group, device = self._group, self.weight.device
         if device.type == "cpu":
-            # The main thread runs TorchRec's collectives meanwhile, so this takes its own group
-            # with the same timeout, which has no public getter.
-            gloo: Any = group._get_backend(device)
-            timeout_s = gloo.options._timeout.total_seconds()
+            # The main thread runs TorchRec's collectives meanwhile.
             with counted_by_sender():  # connecting the group is no step's traffic
-                group = new_group(dist.get_process_group_ranks(group), timeout_s)
+                self._own_group = Group("hot gradients", [dist.get_process_group_ranks(group)])
             self._thread = CommunicationThread(device, "hot gradients")
             weakref.finalize(self, self._thread.close)
-        wire = Wire(group, self._wire_type)
+        wire = Wire(self._own_group or group, self._wire_type)
         return HotReducer([(sum(self.num_rows_T), self.dim)], wire, self._exchange, device=device)
+
+    def close(self) -> None:
+        """End the hook's thread and leave its group; the next training forward makes new ones."""
+        if self._thread is not None and self._own_group is not None:
+            self._thread.close()
+            self._own_group.close(after=self._thread.join)
+        self._reducer = self._thread = self._own_group = None
 
     def set_reduced(self, slots_U: torch.Tensor, grad_UD: torch.Tensor) -> None:
         """Set the gradient of the next update, which overwrites it, in place of ``weight.grad``."""

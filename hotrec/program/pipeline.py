@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -133,7 +133,21 @@ class Pipeline:
             self._pipeline.drain()
 
     def close(self) -> None:
-        """Apply all updates and stop the pipeline's threads."""
+        """Apply all updates, and end the pipeline's threads and process groups.
+
+        A ``with`` block does this at its end, and after an error it does not wait for other ranks.
+        """
         self.drain()
+        self._close()
+
+    def _close(self) -> None:
         if not isinstance(self._pipeline, TrainPipelineSparseDist):
             self._pipeline.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.drain()
+        self._close()

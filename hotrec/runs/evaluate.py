@@ -9,12 +9,13 @@ from pathlib import Path
 from hotrec.build import build_sharded
 from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.data.chunks import Dataset
+from hotrec.data.generation import check_current
 from hotrec.data.loader import make_loader
 from hotrec.planning.training_plan import read_training_plan
 from hotrec.runs.train import checkpoint_facts, make_run_machine
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS
-from hotrec.train.checkpoint import BEST, LATEST, find_latest, load_checkpoint
+from hotrec.train.checkpoint import BEST, LATEST, find_latest, load_checkpoint, read_facts
 from hotrec.train.evaluate import Quality, evaluate
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ def evaluate_run(
     """
     checkpoint = same_verdict(lambda: find_checkpoint(trained_dir, config.checkpoint))
     dataset = same_verdict(lambda: Dataset.open(trained.paths.dataset, trained.paths.verify))
+    trained_on = same_verdict(lambda: read_facts(checkpoint, None)["facts"])["dataset"]
+    same_verdict(lambda: check_current(dataset, trained_on, checkpoint))
     training_plan = same_verdict(lambda: read_training_plan(trained, trained_dir))
     trained = training_plan.config
     machine = make_run_machine(trained, ranks)
@@ -74,9 +77,8 @@ def evaluate_run(
             pin_memory=ranks.device.type == "cuda",
         )
     )
-    pipeline = sharded.make_pipeline(ranks.device)
-    quality = evaluate(pipeline, batches)
-    pipeline.close()
+    with sharded.make_pipeline(ranks.device) as pipeline:
+        quality = evaluate(pipeline, batches)
     logger.info("%s on %s: AUC %.5f", checkpoint, config.split, quality.auc)
     return EvaluatedRun(trained, checkpoint.name, position.step, quality)
 

@@ -29,7 +29,7 @@ import torch
 from hotrec.artifact import Artifact, ArtifactError, commit_artifact, scratch_directory
 from hotrec.config.roots import Config, ExportConfig, ExportFormConfig, RowType
 from hotrec.data.chunks import Dataset
-from hotrec.data.generation import generations_of
+from hotrec.data.generation import check_current, generations_of
 from hotrec.data.loader import make_loader
 from hotrec.data.vocabulary import read_vocabulary
 from hotrec.embedding.canonical import Part
@@ -148,6 +148,7 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
             f"Resume it, or choose this state with checkpoint={path.name}."
         )
     dataset = Dataset.open(config.paths.dataset, config.paths.verify)
+    check_current(dataset, read_facts(path, None)["facts"]["dataset"], path)
     plan = read_training_plan(config, trained_dir)
     facts = checkpoint_facts(plan.config, dataset, plan.artifact)
     content = read_facts(path, facts, verify_files=True)
@@ -317,7 +318,7 @@ def stored_chunks(
 
 
 def _forms(num_rows: int, dim: int, row_type: RowType) -> Forms:
-    """Type and shape of each tensor of so many rows, the widest type first."""
+    """Type and shape of each tensor of ``num_rows`` rows, the widest type first."""
     weight = {WEIGHT: (_TYPES[row_type], (num_rows, dim))}
     return {SCALE: ("float32", (num_rows,)), **weight} if row_type is RowType.int8 else weight
 

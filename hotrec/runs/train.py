@@ -43,6 +43,7 @@ from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import days_of
+from hotrec.data.generation import check_current
 from hotrec.data.loader import Loader, make_loader, step_sequence
 from hotrec.data.order import StepSequence
 from hotrec.embedding.adapt import AdaptiveHotSet
@@ -63,7 +64,7 @@ from hotrec.runs.record import (
     write_environment,
     write_plan,
 )
-from hotrec.runs.trial import Candidate, run_trial, trial_seconds
+from hotrec.runs.trial import OVERRUN, Candidate, run_trial, trial_seconds
 from hotrec.runs.warm_start import WarmStart
 from hotrec.runtime.ranks import Ranks, broadcast_object, same_verdict
 from hotrec.runtime.run_dir import (
@@ -111,10 +112,14 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     same_verdict(lambda: check_order(config, dataset))
     same_verdict(lambda: [import_callback(path) for path in config.trainer.callbacks])
     resume_from = same_verdict(lambda: _resume_from(config, run_dir))
+    if resume_from is not None:
+        resumed_on = same_verdict(lambda: read_facts(resume_from, None)["facts"].get("dataset"))
+        same_verdict(lambda: check_current(dataset, resumed_on, resume_from))
     warm = None
     if config.trainer.warm_start is not None and resume_from is None:
         source = config.trainer.warm_start
-        warm = same_verdict(lambda: WarmStart.open(source, dataset, config.optimizer.kind.name))
+        names, optimizer = config.trainer.warm_start_names, config.optimizer.kind.name
+        warm = same_verdict(lambda: WarmStart.open(source, dataset, optimizer, names))
     with ExitStack() as stack:
         listeners = _listeners(stack, config.trainer.metrics_port, ranks)
         staged = stack.enter_context(staged_record(run_dir, is_first=ranks.is_first))
@@ -122,7 +127,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
 
 
 def _listeners(stack: ExitStack, port: int, ranks: Ranks) -> list[Listener]:
-    """What takes the lines of the run's records; rank 0 serves them, and all ranks know if not."""
+    """The metrics server of rank 0; every rank raises if it cannot start. Collective."""
     if port == 0:
         return []
     listen = same_verdict(
@@ -222,13 +227,14 @@ def _train(
         on_accepted=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
         hot_set=_hot_set(adaptive, sharded),
         listeners=listeners,
+        save_in_background=trainer.save_in_background,
     )
 
 
 def _skip_seen(
     config: Config, dataset: Dataset, warm: WarmStart | None
 ) -> Mapping[str, Any] | None:
-    """Where a new run starts that skips what its warm start has seen, as a checkpoint has it."""
+    """The position after the samples that the warm start has seen, in a checkpoint's form."""
     if warm is None or not isinstance(config.order, TimeOrder) or not config.order.new_only:
         return None
     num_seen = same_verdict(warm.num_seen)
@@ -242,7 +248,7 @@ def _make_best(trainer: TrainerConfig) -> BestQuality | None:
 
 
 def _is_stopped_early(trainer: TrainerConfig, saved: Mapping[str, Any]) -> bool:
-    """Whether the run of a checkpoint's content ended since its loss got no lower."""
+    """Whether early stopping ended the run that saved a checkpoint."""
     best = _make_best(trainer)
     if best is None or "best" not in saved:
         return False
@@ -425,20 +431,21 @@ def _try_candidates(
     plans, recorded, run_s = broadcast_object(same_verdict(describe))
     if len(plans) < 2 or recorded is not None:
         return recorded
-    limit_s = trial_seconds(config.plan.trial_s, run_s)
-    if config.plan.trial_s is None and run_s < limit_s:
+    candidates = {n: _candidate(plan, dataset, machine, ranks) for n, plan in plans.items()}
+    limit_s, least_s = trial_seconds(config.plan.trial_s, run_s, candidates.values())
+    if config.plan.trial_s is None and run_s < max(limit_s, least_s):
         logger.info(
             "no trial of %d plans that predictions cannot tell apart: the run is predicted to take "
             "%.3g s, a trial %.3g s",
-            *(len(plans), run_s, limit_s),
+            *(len(plans), run_s, max(limit_s, least_s)),
         )
         return None
-    logger.info("trial of %s, at most %.0f s or three rounds", ", ".join(plans), limit_s)
-    found = run_trial(
-        {name: _candidate(plan, dataset, machine, ranks) for name, plan in plans.items()},
-        ranks,
-        limit_s=limit_s,
-    )
+    takes = f"about {limit_s:.0f} s"
+    if least_s > OVERRUN * limit_s:
+        takes = f"about {least_s:.0f} s instead of {limit_s:.0f}, for three rounds of two of them"
+    names = ", ".join(plans)
+    logger.info("trial of plans that predictions cannot tell apart, %s: %s", takes, names)
+    found = run_trial(candidates, ranks, limit_s=limit_s)
     same_verdict(lambda: None if proposal is None else write_trial(found, proposal.trial_file))
     return found
 
@@ -450,8 +457,9 @@ def _candidate(plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ra
         sharded = _build(plan, dataset, machine, ranks)
         return sharded, make_train_loader(config, ranks, sharded.transform, None, None, None)
 
-    held = 2 * config.trainer.num_workers + config.pipeline.depth + config.pipeline.window
-    return Candidate(build, plan.most_bytes, held)
+    # A window of batches is held for slots alone, with which there is nothing to choose.
+    held = 2 * config.trainer.num_workers + config.pipeline.depth
+    return Candidate(build, plan.most_bytes, held, plan.step_s)
 
 
 def _count_steps(

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,15 +25,17 @@ logger = logging.getLogger(__name__)
 
 # A trial takes this share of the predicted run, within these bounds in seconds.
 SHARE, LEAST_S, MOST_S = 0.01, 5.0, 60.0
+# It may take so many times its seconds, where two candidates or LEAST_ROUNDS need that.
+OVERRUN = 1.3
 # A block of steps takes about so long, and has so many steps.
 BLOCK_S, LEAST_STEPS, MOST_STEPS = 0.3, 4, 200
 LEAST_ROUNDS = 3
-# No further candidate is built after this share of the time.
-BUILD_SHARE = 0.5
 # First steps compile, allocate and start the loader's workers.
 NUM_WARM = 4
-# Where steps take longer, loaders keep up anyway, and the pipeline is full after so many steps.
-LONG_STEP_S, MOST_SKIPPED = 0.1, 4
+# Where steps take longer, loaders keep up anyway, and fewer steps are warm and fill the pipeline.
+LONG_STEP_S, LONG_WARM = 0.1, 2
+# Assumed before anything is built: workers and first collectives, and the tables' first weights.
+BUILD_S, BUILD_BYTES_PER_S = 1.0, 2e8
 # Candidates are held at once if they take at most this share of the free memory.
 MEMORY_SHARE = 0.7
 
@@ -48,16 +50,45 @@ class Candidate:
         build: Builds the sharded model and the loader of training batches; collective.
         num_bytes: Predicted memory of its tables on the fullest rank: of the device, of the host.
         num_ahead: Batches that the loader and the pipeline hold ahead.
+        step_s: Predicted seconds of a step.
     """
 
     build: Build
     num_bytes: tuple[float, ...]
     num_ahead: int
+    step_s: float
+
+    @property
+    def num_warm(self) -> int:
+        """Untimed first steps, and timed ones after them."""
+        return NUM_WARM if self.step_s <= LONG_STEP_S else LONG_WARM
+
+    def block_steps(self, step_s: float) -> tuple[int, int]:
+        """Untimed and timed steps of a block, if a step takes ``step_s``.
+
+        What is held ahead was made while another candidate computed.
+        """
+        num_skipped = self.num_ahead + 2 if step_s <= LONG_STEP_S else LONG_WARM
+        return num_skipped, max(LEAST_STEPS, min(MOST_STEPS, round(BLOCK_S / step_s)))
+
+    @property
+    def least_s(self) -> float:
+        """Predicted seconds to build it, and to measure it in LEAST_ROUNDS."""
+        num_steps = 2 * self.num_warm + LEAST_ROUNDS * sum(self.block_steps(self.step_s))
+        return BUILD_S + sum(self.num_bytes) / BUILD_BYTES_PER_S + num_steps * self.step_s
 
 
-def trial_seconds(asked_s: float | None, run_s: float) -> float:
-    """Seconds of a trial before a run that is predicted to take ``run_s``."""
-    return min(MOST_S, max(LEAST_S, SHARE * run_s)) if asked_s is None else asked_s
+def trial_seconds(
+    asked_s: float | None, run_s: float, candidates: Iterable[Candidate]
+) -> tuple[float, float]:
+    """Seconds of a trial before a run that is predicted to take ``run_s``.
+
+    Returns:
+        The seconds after which no further round begins, and those that the two candidates which
+        are measured in any case are predicted to take.
+    """
+    limit_s = min(MOST_S, max(LEAST_S, SHARE * run_s)) if asked_s is None else asked_s
+    return limit_s, sum(candidate.least_s for candidate in itertools.islice(candidates, 2))
 
 
 def run_trial(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: float) -> Trial:
@@ -70,7 +101,8 @@ def run_trial(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: flo
         candidates: At least two, the most promising first, equal on every rank.
         ranks: The process group.
         limit_s: Seconds after which no further round begins. There are at least two candidates,
-            and three rounds unless they take more than MOST_S.
+            and three rounds unless they take more than MOST_S; others are built as long as all
+            are expected to end within OVERRUN of it.
 
     Returns:
         The trial, equal on every rank.
@@ -108,55 +140,79 @@ class _Rounds:
         self._limit_s = limit_s
         self._start_s = time.perf_counter()
         self._block_s: dict[str, list[float]] = {}
-        self._hopeless_s: dict[str, list[float]] = {}
+        self._first_s: dict[str, list[float]] = {}  # of those that no round was spent on
 
     def result(self) -> Trial:
-        return Trial({**self._block_s, **self._hopeless_s}, self._seconds())
+        return Trial({**self._block_s, **self._first_s}, self._seconds())
 
     def run_together(self, candidates: Mapping[str, Candidate]) -> None:
-        held: dict[str, _Contender] = {}
         with Progress("trial", self._limit_s, unit="s", is_shown=self._ranks.is_first) as bar:
-            for name, candidate in candidates.items():
-                bar.set_postfix_str(name)
-                held[name] = _Contender(candidate, self._ranks)
-                if len(held) >= 2 and self._seconds() >= BUILD_SHARE * self._limit_s:
-                    break
-            # The first steps show who is out of the question, before any round.
-            least_s = min(contender.step_s for contender in held.values())
-            for name in [n for n, c in held.items() if c.step_s > FIRST_RATIO * least_s]:
-                contender = held.pop(name)
-                self._hopeless_s[name] = [contender.step_s]
-                contender.close()
+            held = self._build(candidates, bar)
+            self._drop_first(held)
             for number in itertools.count():
                 names = list(held)
                 shift = number % len(names)
                 for name in (*names[shift:], *names[:shift]):
                     bar.set_postfix_str(name)
                     self._block_s.setdefault(name, []).append(held[name].block())
-                so_far = self.result()
+                so_far = Trial(self._block_s, self._seconds())
                 bar.update(max(0.0, min(self._limit_s, so_far.seconds) - bar.n))
                 for name in [name for name in names if name not in so_far.open_candidates]:
                     held.pop(name).close()
                 is_enough = number + 1 >= LEAST_ROUNDS or so_far.seconds >= MOST_S
-                if len(held) == 1 or (is_enough and (so_far.is_decided or self._is_over())):
+                is_over = so_far.seconds + _round_s(held.values()) > self._limit_s
+                if len(held) == 1 or (is_enough and (so_far.is_decided or is_over)):
                     break
         for contender in held.values():
             contender.close()
+
+    def _build(self, candidates: Mapping[str, Candidate], bar: Progress) -> dict[str, _Contender]:
+        """Two candidates, and further ones as long as there is time to measure them."""
+        held: dict[str, _Contender] = {}
+        for name, candidate in candidates.items():
+            bar.set_postfix_str(name)
+            if len(held) >= 2:
+                # It is taken to need as long as those before on average.
+                more = (len(held) + 1) / len(held)
+                needed_s = self._seconds() + LEAST_ROUNDS * _round_s(held.values())
+                if more * needed_s > self._most_s:
+                    break
+            held[name] = _Contender(candidate, self._ranks)
+        return held
+
+    def _drop_first(self, held: dict[str, _Contender]) -> None:
+        """Drop whom the first steps show to be out of the question, or no time is left for."""
+        by_speed = sorted(held, key=lambda name: held[name].step_s)
+        spent_s, least_s = self._seconds(), held[by_speed[0]].step_s
+        for name in reversed(by_speed[1:]):
+            needed_s = spent_s + LEAST_ROUNDS * _round_s(held.values())
+            is_late = len(held) > 2 and needed_s > self._most_s
+            if is_late or held[name].step_s > FIRST_RATIO * least_s:
+                contender = held.pop(name)
+                self._first_s[name] = [contender.step_s]
+                contender.close()
 
     def run_alone(self, candidates: Mapping[str, Candidate]) -> None:
         for name, candidate in candidates.items():
             contender = _Contender(candidate, self._ranks)
             self._block_s[name] = [contender.block() for _ in range(LEAST_ROUNDS)]
             contender.close()
-            if self._is_over() and len(self._block_s) >= 2:
+            gc.collect()
+            if self._seconds() >= self._limit_s and len(self._block_s) >= 2:
                 return
+
+    @property
+    def _most_s(self) -> float:
+        return OVERRUN * self._limit_s
 
     def _seconds(self) -> float:
         """Seconds since the start on the slowest rank; collective."""
         return max(all_gather_object(time.perf_counter() - self._start_s))
 
-    def _is_over(self) -> bool:
-        return self._seconds() >= self._limit_s
+
+def _round_s(held: Collection[_Contender]) -> float:
+    """Expected seconds of a round."""
+    return sum(contender.block_s for contender in held)
 
 
 class _Contender:
@@ -169,29 +225,31 @@ class _Contender:
         self._pipeline: Pipeline = sharded.make_pipeline(ranks.device)
         # The same batches again should an epoch be shorter than a trial.
         self._batches = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
-        # What is held ahead was made while another candidate computed.
-        self._num_skipped = candidate.num_ahead + 2
-        for _ in range(NUM_WARM):
-            self._pipeline.progress(self._batches)
-        self.step_s = max(all_gather_object(self._time(NUM_WARM)))
-        self._num_steps = max(LEAST_STEPS, min(MOST_STEPS, round(BLOCK_S / self.step_s)))
-        if self.step_s > LONG_STEP_S:
-            self._num_skipped = min(self._num_skipped, MOST_SKIPPED)
+        self._skip(candidate.num_warm)
+        self.step_s = max(all_gather_object(self._time(candidate.num_warm)))
+        self._num_skipped, self._num_steps = candidate.block_steps(self.step_s)
+
+    @property
+    def block_s(self) -> float:
+        """Expected seconds of a block, by the first steps."""
+        return (self._num_skipped + self._num_steps) * self.step_s
 
     def block(self) -> float:
         """Seconds per step of consecutive steps on the slowest rank; collective."""
-        for _ in range(self._num_skipped):
-            self._pipeline.progress(self._batches)
+        self._skip(self._num_skipped)
         seconds = self._time(self._num_steps)
         self._drain()
         return max(all_gather_object(seconds))
 
-    def _time(self, num_steps: int) -> float:
-        self._synchronize()
-        start_s = time.perf_counter()
+    def _skip(self, num_steps: int) -> None:
         for number in range(num_steps):
             watchdog.enter(watchdog.MAIN, watchdog.TRIAL, number)
             self._pipeline.progress(self._batches)
+
+    def _time(self, num_steps: int) -> float:
+        self._synchronize()
+        start_s = time.perf_counter()
+        self._skip(num_steps)
         self._synchronize()
         return (time.perf_counter() - start_s) / num_steps
 
@@ -206,8 +264,7 @@ class _Contender:
         barrier()
 
     def close(self) -> None:
-        """End the candidate's threads and loader, and free its tables; collective."""
+        """End the candidate's threads and loader; collective."""
         self._drain()
         self._pipeline.close()
         del self._pipeline, self._batches
-        gc.collect()

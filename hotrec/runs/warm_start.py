@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class WarmStart:
         dataset: The dataset to train on.
         has_same_optimizer: Whether the checkpoint has state for the optimizer.
         generation: The number of the earlier generation.
+        names: What is called otherwise in the checkpoint, or left out, see ``load_rows``.
     """
 
     checkpoint: Path
@@ -44,16 +46,23 @@ class WarmStart:
     dataset: Dataset
     has_same_optimizer: bool
     generation: int | None = None
+    names: Mapping[str, str | None] = field(default_factory=dict)
     _encoders: dict[str, RowEncoder] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
-    def open(source: str, dataset: Dataset, optimizer: str) -> WarmStart:
+    def open(
+        source: str,
+        dataset: Dataset,
+        optimizer: str,
+        names: Mapping[str, str | None] | None = None,
+    ) -> WarmStart:
         """Find a checkpoint and its dataset.
 
         Args:
             source: Directory of a run, whose newest checkpoint is taken, or of a checkpoint.
             dataset: The dataset to train on.
             optimizer: The kind of optimizer to train with; the state of another starts anew.
+            names: What is called otherwise in the checkpoint, or left out.
 
         Raises:
             ValueError: If there is no checkpoint, or the tables of the datasets do not match.
@@ -68,12 +77,23 @@ class WarmStart:
             )
         facts = read_facts(checkpoint, None)["facts"]
         is_same = facts.get("optimizer") == optimizer
+        names = names or {}
         if facts["dataset"] == dataset.artifact.content_hash:
-            return WarmStart(checkpoint, dataset, dataset, is_same)
+            warm = WarmStart(checkpoint, dataset, dataset, is_same, names=names)
+            warm._check_tables(dataset)
+            return warm
         hashes = [generation["content_hash"] for generation in generations_of(dataset)]
         if facts["dataset"] in hashes:
             number = hashes.index(facts["dataset"])
-            return WarmStart(checkpoint, None, dataset, is_same, number)
+            warm = WarmStart(checkpoint, None, dataset, is_same, number, names)
+            for table in dataset.schema.tables:
+                if (old := warm._old_name(table.name)) not in (table.name, None):
+                    raise ValueError(
+                        f"trainer.warm_start_names.{old}: expected the tables of generation "
+                        f"{number} of {dataset.artifact.path} under their names, got {table.name}. "
+                        "Leave it out."
+                    )
+            return warm
         trained_on = _dataset_of(checkpoint)
         if trained_on.artifact.content_hash != facts["dataset"]:
             raise ArtifactError(
@@ -81,7 +101,7 @@ class WarmStart:
                 f"{checkpoint} was trained on, got {trained_on.artifact.content_hash[:12]}. Keep "
                 "the dataset of a run whose weights are used again."
             )
-        warm = WarmStart(checkpoint, trained_on, dataset, is_same)
+        warm = WarmStart(checkpoint, trained_on, dataset, is_same, names=names)
         warm._check_tables(trained_on)
         return warm
 
@@ -103,16 +123,22 @@ class WarmStart:
     def _check_tables(self, trained_on: Dataset) -> None:
         before = {table.name: table.num_rows for table in trained_on.schema.tables}
         for table in self.dataset.schema.tables:
-            if table.name not in before:
+            old = self._old_name(table.name)
+            if old not in before:
                 continue  # starts anew
-            has = [_has_vocabulary(data, table.name) for data in (trained_on, self.dataset)]
-            if has[0] != has[1] or (not has[0] and before[table.name] != table.num_rows):
+            has = [_has_vocabulary(trained_on, old), _has_vocabulary(self.dataset, table.name)]
+            if has[0] != has[1] or (not has[0] and before[old] != table.num_rows):
                 raise ValueError(
                     f"trainer.warm_start table {table.name}: expected a vocabulary in both "
-                    f"datasets, or the same {before[table.name]} hashed or numbered rows, got "
+                    f"datasets, or the same {before[old]} hashed or numbered rows, got "
                     f"{table.num_rows} rows in {self.dataset.artifact.path}. Prepare it with the "
                     "encoding and num_rows of the other one."
                 )
+
+    def _old_name(self, table: str) -> str | None:
+        """The name of a table in the checkpoint; None if its namesake goes elsewhere."""
+        found = next((old for old, new in self.names.items() if new == table), table)
+        return None if found == table and table in self.names else found
 
     def load(self, model: nn.Module, optimizer: KeyedOptimizer) -> None:
         """Load weights and optimizer state by raw id; collective.
@@ -127,6 +153,7 @@ class WarmStart:
             model=model,
             optimizer=optimizer if self.has_same_optimizer else None,
             find_rows=self._find_rows,
+            names=self.names,
         )
         if rank() == 0:
             total = {table.name: table.num_rows for table in self.dataset.schema.tables}
@@ -140,10 +167,13 @@ class WarmStart:
         """The rows of the same raw ids in the checkpoint; row 0 stands for unknown ids in both."""
         if self.trained_on is None:
             return self._find_earlier(table, rows)
-        if self.trained_on is self.dataset or not _has_vocabulary(self.dataset, table):
+        old = self._old_name(table)
+        assert old is not None, f"{table} starts anew"
+        is_same = self.trained_on is self.dataset and old == table
+        if is_same or not _has_vocabulary(self.dataset, table):
             return rows
         if table not in self._encoders:  # which hashes all its ids
-            vocabulary = read_vocabulary(self.trained_on.artifact.path, table)
+            vocabulary = read_vocabulary(self.trained_on.artifact.path, old)
             self._encoders[table] = RowEncoder(vocabulary=vocabulary)
         encoder = self._encoders[table]
         values = one_array(read_vocabulary(self.dataset.artifact.path, table)["value"])

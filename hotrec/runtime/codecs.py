@@ -138,13 +138,17 @@ def compress_dense(model: nn.Module, wire_type: WireType) -> None:
     if wire_type is WireType.fp32:
         return
     codec = Codec(DTYPES[wire_type], _DENSE_GRADIENT_FACTOR if wire_type is WireType.fp16 else 1.0)
+    for ddp in ddp_modules(model):
+        ddp.register_comm_hook(_Reduction(ddp.process_group, codec), _reduce_mean)
+
+
+def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
+    """DDP's wrappers of the dense layers and of the tables that a TorchRec plan replicates."""
     replicated: list[Any] = [getattr(model, "_dmp_wrapped_module", None)]
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection):
             replicated += module._lookups
-    for ddp in replicated:
-        if isinstance(ddp, DistributedDataParallel):
-            ddp.register_comm_hook(_Reduction(ddp.process_group, codec), _reduce_mean)
+    return [module for module in replicated if isinstance(module, DistributedDataParallel)]
 
 
 @dataclass(frozen=True)

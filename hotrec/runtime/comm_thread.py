@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -115,6 +116,11 @@ class CommunicationThread:
         """Let the thread end after its remaining tasks, without waiting for it."""
         self._tasks.put(None)
 
+    def join(self) -> None:
+        """Wait until the thread, if it was started, has ended."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
     def _run(self) -> None:
         if self._stream is not None:
             torch.cuda.set_device(self._device)
@@ -132,6 +138,8 @@ class CommunicationThread:
                         future.event = self._stream.record_event()
                     future.set_result(result)
                 except BaseException as error:  # of any kind: the main thread must see it
+                    # What the task held, such as connections, would live as long as the error.
+                    traceback.clear_frames(error.__traceback__)
                     self.error = error
                     future.set_exception(error)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,8 @@ T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # Torch's own limit for ranks to join, and the seconds between two attempts to find rank 0.
 RENDEZVOUS_S, _CONNECT_S = 1800.0, 0.1
+# How long a rank waits for what was begun in a group that it leaves.
+LEAVE_S = 3.0
 
 # With several ranks a kernel that is loaded at its first launch may wait for the whole device, and
 # so for a collective of another thread whose peer waits in turn (CUDA programming guide, "Lazy
@@ -173,7 +176,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
             if is_failed and backend != "gloo":
                 _abort_process_group()
             else:
-                dist.destroy_process_group()
+                _leave([None])
 
 
 def joined_ranks(device: torch.device | str | None = None) -> Ranks:
@@ -192,9 +195,7 @@ def joined_ranks(device: torch.device | str | None = None) -> Ranks:
         atexit.register(stack.close)
         return ranks
     if device is None:
-        assert dist.group.WORLD is not None
-        has_nccl = "nccl" in dist.get_backend_config(dist.group.WORLD)
-        device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else "cpu"
+        device = _device_of(dist.group.WORLD)
     found = torch.device(device)
     if found.type == "cpu":
         keep_freed_memory()
@@ -210,10 +211,7 @@ def _connect(group: dist.ProcessGroup) -> None:
 
     NCCL connects at a group's first collective, and threads that do so at once can deadlock.
     """
-    device = torch.device("cpu")
-    if "nccl" in dist.get_backend_config(group):
-        device = torch.device("cuda", torch.cuda.current_device())
-    own, others = torch.ones(2, group.size(), device=device)
+    own, others = torch.ones(2, group.size(), device=_device_of(group))
     dist.all_to_all_single(others, own, group=group)
     dist.all_reduce(others, group=group)
     sums = others.tolist()  # waits for the device
@@ -222,6 +220,13 @@ def _connect(group: dist.ProcessGroup) -> None:
             f"process group {dist.get_backend(group)}: expected sums of {group.size()} over its "
             f"ranks, got {sums}. Check the network, or NCCL with NCCL_DEBUG=INFO."
         )
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """The device of this rank whose tensors a group exchanges; cuda where it takes both."""
+    if "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -240,23 +245,84 @@ def _threads_of(backend: str) -> AbstractContextManager[None]:
     return batch_threads() if backend == "gloo" else nullcontext()
 
 
-def new_group(
-    members: Sequence[int] | None = None, timeout_s: float | None = None
-) -> dist.ProcessGroup:
-    """Another process group of the default one's backend, connected; collective over all ranks.
+class Group:
+    """Another process group, connected, with the default one's backend and timeout.
+
+    Whoever makes one closes it, or its threads and connections stay. Making it is a collective over
+    all ranks.
 
     Args:
-        members: ranks of the group; None for all.
-        timeout_s: how long a collective may wait; None for the backend's default.
+        name: What it is for, shown by torch's flight recorder.
+        members: Disjoint sets of ranks that form a group each; None for one of all ranks. A rank
+            in none of them has no group.
     """
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    with _threads_of(backend_of(dist.group.WORLD, torch.device("cpu"))):
-        group: Any = dist.new_group(  # on other ranks it is no group
-            None if members is None else list(members), timeout=timeout
-        )
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            _connect(group)
-    return group
+
+    def __init__(self, name: str, members: Sequence[Sequence[int]] | None = None) -> None:
+        default: Any = dist.group.WORLD
+        # There is no public getter, and torch gives a new group half an hour.
+        timeout = default._get_backend(default._device_types[0]).options._timeout
+        self._name = name
+        self._held: list[dist.ProcessGroup | None] = []
+        with _threads_of(backend_of(default, torch.device("cpu"))):
+            for ranks in [None] if members is None else map(list, members):
+                made: Any = dist.new_group(ranks, timeout=timeout, group_desc=name)
+                if made is not dist.GroupMember.NON_GROUP_MEMBER:
+                    self._held.append(made)
+                    _connect(made)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group, for torch. Hold this object instead: nobody else may keep it from ending.
+
+        Raises:
+            RuntimeError: If this rank is in no group, or has left it.
+        """
+        if not self._held or self._held[0] is None:
+            raise RuntimeError(
+                f"process group {self._name!r} of rank {rank()}: expected it open, got it closed, "
+                "or without this rank. Make a new pipeline."
+            )
+        return self._held[0]
+
+    def close(self, after: Callable[[], None] | None = None) -> None:
+        """Leave the group; do nothing if that was done before.
+
+        Returns when its threads have ended, but does not wait for long: what this rank has begun in
+        it ends at the latest when the others close the group, or end.
+
+        Args:
+            after: Waits for those who still use the group.
+        """
+        held, self._held = self._held, []
+        if held:
+            _leave(held, after)
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _leave(held: list[dist.ProcessGroup | None], after: Callable[[], None] | None = None) -> None:
+    """Destroy a group, or with None all of them, in a thread that takes it out of ``held``.
+
+    A gloo group ends with its last reference, and that waits for everything begun in it, which
+    ranks that have failed never join. gloo has no way to abort it (torch 2.13: ``abort`` does
+    nothing). But it fails as soon as one of the others lets go, and some rank always can: the one
+    that has begun least.
+    """
+
+    def leave() -> None:
+        if after is not None:
+            after()
+        with suppress(KeyError, ValueError):  # destroyed meanwhile, with the default group
+            dist.destroy_process_group(held[0])
+        held.clear()
+
+    leaving = threading.Thread(target=leave, name="hotrec-leave", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_S)
 
 
 def world_size() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hotrec.runtime.ranks import backend_of
+from hotrec.runtime.ranks import Group, backend_of
 from hotrec.runtime.traffic import counted_by_sender
 from hotrec.types import WireType
 
@@ -70,16 +70,22 @@ class Wire:
     """Exchanges over one process group; calls must come in the same order on every rank.
 
     Args:
-        group: The process group, which nothing else may use at the same time.
+        group: The process group, which nothing else may use at the same time; its owner closes it.
         wire_type: Type in which float32 values are sent; other types are sent unchanged.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire_type: WireType = WireType.fp32) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+    def __init__(
+        self, group: dist.ProcessGroup | Group, wire_type: WireType = WireType.fp32
+    ) -> None:
+        self._group = group
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
         self.wire_type = wire_type
-        self._peers = [dist.get_global_rank(group, r) for r in range(self.world_size)]
+        self._peers = [dist.get_global_rank(self.group, r) for r in range(self.world_size)]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group.group if isinstance(self._group, Group) else self._group
 
     def all_to_all(
         self, source: torch.Tensor, sizes_to: Sequence[int], sizes_from: Sequence[int]

@@ -27,7 +27,7 @@ class BestQuality:
 
     @property
     def must_stop(self) -> bool:
-        """Whether the loss has not got lower for too long."""
+        """Whether the patience is used up."""
         return self.patience is not None and self._num_worse >= self.patience
 
     def is_kept_at(self, step: int) -> bool:

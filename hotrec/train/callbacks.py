@@ -20,7 +20,7 @@ Figures = Mapping[str, Any]
 
 
 class Callback:
-    """What is told of a run; every method may be left out.
+    """Receives the events of a run; override the methods that you need.
 
     Args:
         run_dir: The run's directory; None if it has none.

@@ -18,11 +18,14 @@ import logging
 import random
 import re
 import shutil
+import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,10 +34,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from hotrec.artifact import ArtifactError, commit_artifact, read_artifact, remove_abandoned
+from hotrec.artifact import (
+    ArtifactError,
+    FileFacts,
+    commit_artifact,
+    read_artifact,
+    remove_abandoned,
+)
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.canonical import Parts, canonical_parts
+from hotrec.embedding.table_memory import take_snapshot
 from hotrec.embedding.tables import sharded_collections
+from hotrec.runtime.comm_thread import CommunicationThread
 from hotrec.runtime.ranks import (
     all_gather_object,
     rank,
@@ -44,13 +55,28 @@ from hotrec.runtime.ranks import (
 )
 from hotrec.train.best import BestQuality
 from hotrec.train.run_log import replace_text
-from hotrec.train.tensor_files import Piece, TensorFiles, make_index, write_tensors
+from hotrec.train.tensor_files import (
+    Piece,
+    Share,
+    TensorFiles,
+    make_index,
+    own_shares,
+    write_tensors,
+)
+
+T = TypeVar("T")
+# What a rank wrote of the tensors: the boxes, and the files.
+_Written = tuple[list[Piece], dict[str, FileFacts]]
 
 logger = logging.getLogger(__name__)
 
 KIND = "checkpoint"
+# Longer than a file takes, unless the disk hangs.
+_ABANDON_S = 10.0
 LATEST, BEST = "latest", "best"
 TENSORS = "tensors"
+# Modules that hold a table under its name.
+_TABLES = "(embedding_bags|embeddings)"
 HOT_SET = "hot_set"
 # The last commit that reads checkpoints of torch.distributed.checkpoint, with its ranks and plan.
 _LAST_COMMIT_OF_DCP = "a16b2ca"
@@ -130,32 +156,111 @@ def save_checkpoint(
     Raises:
         RankError: on the ranks that did not fail themselves.
     """
-    target = checkpoints.directory / f"step-{position.step:08d}"
-    parts = same_verdict(lambda: canonical_parts(model, optimizer))
-    loader_state = same_verdict(loader.state_dict)
-    hot_state = {} if hot_set is None else hot_set.state_dict()
-    with shared_scratch(target, kind=KIND) as scratch:
-        pieces = same_verdict(lambda: _save_rank(scratch, parts, hot_state))
-        of_ranks = all_gather_object(pieces)
-        same_verdict(
-            lambda: _commit(
-                scratch,
-                target,
-                {
-                    "step": position.step,
-                    "num_samples": position.num_samples,
-                    "lineage": checkpoints.lineage,
-                    "facts": dict(checkpoints.facts),
-                    "world_size": world_size(),
-                    "loader": loader_state,
-                    **({} if best is None else {"best": best.state_dict()}),
-                    "tensors": make_index([piece for rank in of_ranks for piece in rank]),
-                },
-                checkpoints,
-                is_best=best is not None and best.is_kept_at(position.step),
+    saving = Saving(checkpoints, position, model, optimizer, loader, hot_set, best)
+    return saving.finish()
+
+
+class Saving:
+    """A checkpoint that is being written; the arguments are those of ``save_checkpoint``.
+
+    With ``in_background``, a thread writes the tables as they were when this was made, while
+    training goes on; all else is copied at once. ``finish`` makes it a checkpoint, or raises.
+    Nothing is left of one that is abandoned.
+
+    Raises:
+        RankError: on the ranks that did not fail themselves.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        position: Position,
+        model: nn.Module,
+        optimizer: KeyedOptimizer,
+        loader: StatefulLoader,
+        hot_set: AdaptiveHotSet | None = None,
+        best: BestQuality | None = None,
+        *,
+        in_background: bool = False,
+    ) -> None:
+        self.position = position
+        self._checkpoints = checkpoints
+        self._target = checkpoints.directory / f"step-{position.step:08d}"
+        self._is_best = best is not None and best.is_kept_at(position.step)
+        self._is_abandoned = threading.Event()
+        self._written: Future[_Written] = Future()
+        parts = same_verdict(lambda: canonical_parts(model, optimizer))
+        self._content = {
+            "step": position.step,
+            "num_samples": position.num_samples,
+            "lineage": checkpoints.lineage,
+            "facts": dict(checkpoints.facts),
+            "world_size": world_size(),
+            "loader": same_verdict(loader.state_dict),
+            **({} if best is None else {"best": best.state_dict()}),
+        }
+        hot_state = {} if hot_set is None else hot_set.state_dict()
+        with ExitStack() as stack:
+            scratch = stack.enter_context(shared_scratch(self._target, kind=KIND))
+            self._scratch = scratch
+            snapshot = None
+            if in_background:
+                snapshot = same_verdict(lambda: take_snapshot(model))
+                stack.callback(snapshot.close)
+            same_verdict(lambda: _naming(scratch, lambda: _save_small(scratch, hot_state)))
+            shares = same_verdict(lambda: own_shares(parts, rank(), world_size(), snapshot))
+            if in_background:
+                thread = CommunicationThread(torch.device("cpu"), "write checkpoint")
+                self._written = thread.submit(lambda: self._write(shares))
+                thread.close()
+            else:
+                self._written.set_result(same_verdict(lambda: self._write(shares)))
+            self._open = stack.pop_all()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written, or failed to write, its share; not a collective."""
+        return self._written.done()
+
+    def finish(self) -> Path:
+        """Wait until all ranks have written, and move the checkpoint into place; collective.
+
+        Raises:
+            RankError: on the ranks that did not fail themselves.
+        """
+        with self._open:
+            of_ranks = all_gather_object(same_verdict(self._written.result))
+            pieces = [piece for of_rank, _ in of_ranks for piece in of_rank]
+            files = {name: facts for _, of_rank in of_ranks for name, facts in of_rank.items()}
+            same_verdict(
+                lambda: _commit(
+                    self._scratch,
+                    self._target,
+                    {**self._content, "tensors": make_index(pieces)},
+                    files,
+                    self._checkpoints,
+                    is_best=self._is_best,
+                )
             )
+        return self._target
+
+    def abandon(self) -> None:
+        """Write no more, and remove what was written; nothing after ``finish``."""
+        self._is_abandoned.set()
+        with self._open:
+            wait([self._written], timeout=_ABANDON_S)
+
+    def _write(self, shares: Sequence[Share]) -> _Written:
+        return _naming(
+            self._scratch,
+            lambda: write_tensors(shares, self._scratch, TENSORS, rank(), self._check),
         )
-    return target
+
+    def _check(self) -> None:
+        if self._is_abandoned.is_set():
+            raise RuntimeError(
+                f"{self._scratch}: expected the run to go on, got its end. Resume it."
+            )
 
 
 def keep_best(checkpoints: Checkpoints, step: int) -> None:
@@ -276,11 +381,12 @@ def load_rows(
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
     find_rows: Callable[[str, torch.Tensor], torch.Tensor],
+    names: Mapping[str, str | None] | None = None,
 ) -> dict[str, int]:
     """Load what a changed model or dataset shares with a checkpoint; collective.
 
     What the checkpoint lacks keeps its values: rows, tables, layers, and the state of another
-    optimizer.
+    optimizer. Rank 0 logs a line for every tensor that is renamed, starts anew, or is not used.
 
     Args:
         path: One ``step-...`` directory.
@@ -289,42 +395,53 @@ def load_rows(
             which an optimizer with other tensors does, too.
         find_rows: Maps a table's name and rows int64 (R,) of the model to their rows in the
             checkpoint, int64 (R,), -1 for none.
+        names: Names in the model by those in the checkpoint, None for what is not to be loaded: of
+            tables, of parameters, or of modules, for all parameters in them.
 
     Returns:
         The number of rows that were loaded, by table.
 
     Raises:
-        ArtifactError: If the checkpoint is damaged, or a tensor has another width or shape.
+        ArtifactError: If the checkpoint is damaged, a tensor has another width or shape, or a name
+            is of nothing.
     """
     content = same_verdict(lambda: read_facts(path, None, verify_files=True))
     if optimizer is not None:
         same_verdict(lambda: _fill_optimizer_state(optimizer))
     parts = same_verdict(lambda: canonical_parts(model, optimizer))
     with same_verdict(lambda: open_tensors(path)) as files:
-        saved = files.shapes
+        own = {_base(part.name) for part in parts.parts}
+        every = sorted(set().union(*all_gather_object(own)))
+        sources = same_verdict(lambda: _find_sources(path, files.shapes, every, names or {}))
+        saved = {
+            f"{name}{full.removeprefix(source)}": shape
+            for name, source in sources.items()
+            for full, shape in files.shapes.items()
+            if _base(full) == source
+        }
         if not all(all_gather_object(_has_state(saved, parts))):
             parts = same_verdict(lambda: canonical_parts(model))
             if rank() == 0:
                 logger.warning("%s is of another optimizer, whose state starts anew", path)
         same_verdict(lambda: _check_shapes(path, saved, parts))
-        missing = sorted({part.name for part in parts.parts} - saved.keys())
-        if missing and rank() == 0:
-            logger.warning(
-                "%s lacks %d tensors of this model, which start anew: %s",
-                *(path, len(missing), ", ".join(missing[:5])),
-            )
+        if rank() == 0:
+            _say_sources(path, files.shapes, every, sources)
 
         def load() -> dict[str, int]:
             num_rows: dict[str, int] = {}
             for part in parts.parts:
                 if part.name not in saved:
                     continue
+                source = sources[_base(part.name)]
+                of_source = replace(part, name=part.name.replace(_base(part.name), source, 1))
                 if part.table is None:
-                    files.read([part])
+                    files.read([of_source])
                     continue
                 rows = find_rows(part.table, part.own_rows())
-                files.read_rows(part, rows)
-                is_counted = part.is_shard or (rank() == 0 and not parts.has_shards(part.name))
+                files.read_rows(of_source, rows)
+                # Once, of the columns that a table may be cut into.
+                is_first = part.is_shard and not any(part.first[1:])
+                is_counted = is_first or (rank() == 0 and not parts.has_shards(part.name))
                 if is_counted and "/" not in part.name:
                     found = int((rows >= 0).sum())
                     num_rows[part.table] = num_rows.get(part.table, 0) + found
@@ -336,6 +453,63 @@ def load_rows(
         table: sum(of_rank.get(table, 0) for of_rank in of_ranks)
         for table in sorted({table for of_rank in of_ranks for table in of_rank})
     }
+
+
+def _base(name: str) -> str:
+    """The parameter of a tensor that may be its state."""
+    return name.partition("/")[0]
+
+
+def _find_sources(
+    path: Path, saved: Iterable[str], own: Sequence[str], names: Mapping[str, str | None]
+) -> dict[str, str]:
+    """The saved parameter of each of the model's that has one, by name."""
+    left = set(map(_base, saved))
+    sources: dict[str, str] = {}
+    for old, new in names.items():
+        found = _named(old, left)
+        if not found:
+            raise ArtifactError(
+                f"trainer.warm_start_names.{old}: expected a table or parameter of {path} that is "
+                f"not named before, got none of that name. Take one of {_short_names(left)}."
+            )
+        left -= found.keys()
+        targets = {} if new is None else {end: name for name, end in _named(new, own).items()}
+        for source, end in found.items() if new is not None else ():
+            if end not in targets or targets[end] in sources:
+                raise ArtifactError(
+                    f"trainer.warm_start_names.{old}: expected a table or parameter of this model "
+                    f"that is not named before, with the parts of {old}, got {new}. Take one of "
+                    f"{_short_names(own)}."
+                )
+            sources[targets[end]] = source
+    return sources | {name: name for name in own if name in left and name not in sources}
+
+
+def _named(name: str, parameters: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The parameters of a table or module, or a parameter, with what is around its name."""
+    weight = re.compile(rf"(.*\.)?{_TABLES}\.{re.escape(name)}\.weight")
+    tables = {full: ("", "") for full in parameters if weight.fullmatch(full)}
+    inside = re.compile(rf"(.*?\.|){re.escape(name)}(\..*|)")
+    found = {full: inside.fullmatch(full) for full in parameters}
+    return tables or {full: (match[1], match[2]) for full, match in found.items() if match}
+
+
+def _short_names(parameters: Iterable[str]) -> list[str]:
+    """Names of tables, and of other parameters."""
+    return sorted(re.sub(rf"(.*\.)?{_TABLES}\.(.+)\.weight", r"\3", full) for full in parameters)
+
+
+def _say_sources(
+    path: Path, saved: Iterable[str], own: Sequence[str], sources: Mapping[str, str]
+) -> None:
+    for name in own:
+        if name not in sources:
+            logger.warning("warm start: %s is new, and starts anew", name)
+        elif sources[name] != name:
+            logger.info("warm start: %s is %s of the checkpoint", name, sources[name])
+    for name in sorted(set(map(_base, saved)) - set(sources.values())):
+        logger.warning("warm start: %s of %s is not used", name, path)
 
 
 def _has_state(saved: Mapping[str, tuple[int, ...]], parts: Parts) -> bool:
@@ -352,10 +526,16 @@ def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], parts: Parts
         shape = saved.get(part.name, part.shape)
         first = 0 if part.table is None else 1  # tables may have another number of rows
         if len(shape) != len(part.shape) or shape[first:] != part.shape[first:]:
+            module = part.name.removeprefix("model.").partition(".")[0]
             raise ArtifactError(
                 f"{path}: expected tensor {part.name} of shape {part.shape} (of this model), got "
-                f"{shape} (of the checkpoint). Start from a model of the same dimensions, or "
-                "without trainer.warm_start."
+                f"{shape} (of the checkpoint). "
+                + (
+                    f"Let its module start anew with +trainer.warm_start_names={{{module}: null}}."
+                    if part.table is None
+                    else "Start from a model of the same model.embedding_dim, or without "
+                    "trainer.warm_start."
+                )
             )
 
 
@@ -399,16 +579,18 @@ def _load_hot_sets(path: Path) -> list[dict[str, torch.Tensor]]:
     return [load_file(file) for file in sorted(path.glob(f"{HOT_SET}-*.safetensors"))]
 
 
-def _save_rank(scratch: Path, parts: Parts, hot_state: Mapping[str, torch.Tensor]) -> list[Piece]:
-    file = _random_file(scratch)
+def _save_small(scratch: Path, hot_state: Mapping[str, torch.Tensor]) -> None:
+    torch.save(_random_state(), _random_file(scratch))
+    if hot_state:
+        save_file(dict(hot_state), scratch / f"{HOT_SET}-{rank():05d}.safetensors")
+
+
+def _naming(scratch: Path, write: Callable[[], T]) -> T:
     try:
-        torch.save(_random_state(), file)
-        if hot_state:
-            save_file(dict(hot_state), scratch / f"{HOT_SET}-{rank():05d}.safetensors")
-        return write_tensors(parts, scratch, TENSORS, rank=rank(), world_size=world_size())
+        return write()
     except (RuntimeError, SafetensorError) as error:  # of writers, which hide the system's
         raise RuntimeError(
-            f"{file.parent}: expected to write it, got {str(error).splitlines()[0]} Free disk "
+            f"{scratch}: expected to write it, got {str(error).splitlines()[0]} Free disk "
             "space or choose another run directory."
         ) from error
 
@@ -432,6 +614,7 @@ def _commit(
     scratch: Path,
     target: Path,
     content: Mapping[str, Any],
+    written: Mapping[str, FileFacts],
     checkpoints: Checkpoints,
     *,
     is_best: bool,
@@ -445,7 +628,7 @@ def _commit(
         if was_best:
             replace_text(target.parent / BEST, f"{kept.name}\n")
         logger.warning("%s: kept as %s, since this run did not go on from it", target, kept.name)
-    commit_artifact(scratch, target, kind=KIND, content=content)
+    commit_artifact(scratch, target, kind=KIND, content=content, written=written)
     replace_text(target.parent / LATEST, f"{target.name}\n")
     if is_best:
         replace_text(target.parent / BEST, f"{target.name}\n")

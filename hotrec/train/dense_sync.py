@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torchrec.distributed.types import ShardedModule
 
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread
-from hotrec.runtime.ranks import backend_of
+from hotrec.runtime.ranks import Group, all_gather_object, backend_of, world_size
 from hotrec.runtime.stages import mark
 from hotrec.runtime.wire import Wire
 from hotrec.types import WireType
@@ -27,12 +27,12 @@ _Future = dist.Work | CommunicationFuture[None]
 
 
 class Sender:
-    """Runs the all-reduces of one group, that nothing else may use, in the order of their start."""
+    """Runs all-reduces in a group of its own, in the order of their start."""
 
-    def __init__(self, group: dist.ProcessGroup, wire_type: WireType) -> None:
-        self.world_size = dist.get_world_size(group)
-        self._group = group
-        self._wire, self._exact_wire = Wire(group, wire_type), Wire(group)
+    def __init__(self, wire_type: WireType) -> None:
+        self.world_size = world_size()
+        self._group = Group("dense gradients")
+        self._wire, self._exact_wire = Wire(self._group, wire_type), Wire(self._group)
         self._thread = CommunicationThread(torch.device("cpu"), "dense gradients")
 
     def start(self, message: torch.Tensor, num_values: int) -> _Future | None:
@@ -46,7 +46,7 @@ class Sender:
         """
         if self._wire.type_of(message) is WireType.fp32:
             return self._exact_wire.start_all_reduce(message)
-        if backend_of(self._group, message.device) == "nccl":
+        if backend_of(self._group.group, message.device) == "nccl":
             # NCCL does not block the host, so no thread is needed.
             self._add_up(message, num_values)
             return None
@@ -57,18 +57,17 @@ class Sender:
         self._exact_wire.all_reduce(message[num_values:])
 
     def close(self) -> None:
-        """Let the thread end after its queued messages, without waiting for it."""
+        """Let the thread end after its queued messages, and leave the group."""
         self._thread.close()
+        self._group.close(after=self._thread.join)
 
 
-def _share_first(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+def _share_first(tensors: Mapping[str, torch.Tensor]) -> None:
     """Broadcast the first rank's values, if all ranks hold tensors of the same names and shapes."""
-    world_size = dist.get_world_size(group)
-    if world_size == 1:
+    if world_size() == 1:
         return
     facts = [(name, (*tensor.shape, tensor.requires_grad)) for name, tensor in tensors.items()]
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, facts, group=group)
+    gathered = all_gather_object(facts)
     for rank, others in enumerate(gathered):
         if others != gathered[0]:
             differing = sorted(set(others) ^ set(gathered[0]))
@@ -78,7 +77,7 @@ def _share_first(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup) 
                 "same model on every rank."
             )
     for tensor in tensors.values():
-        dist.broadcast(tensor.detach(), src=dist.get_global_rank(group, 0), group=group)
+        dist.broadcast(tensor.detach(), src=0)
 
 
 class _Linear(torch.autograd.Function):
@@ -325,6 +324,10 @@ class _Bucket:
             self._message[num_values:].copy_(torch.tensor(self._has_grad))
         self._work = self._sender.start(self._message, num_values)
 
+    def drop(self) -> None:
+        """Forget what was started, which holds connections."""
+        self._work = None
+
     def _views(self, message: torch.Tensor) -> list[torch.Tensor]:
         sizes = [parameter.numel() for parameter in self.parameters]
         parts = message.detach()[: sum(sizes)].split(sizes)
@@ -388,7 +391,6 @@ class DenseSync:
             submodules, must be called as modules, so that pending updates are applied in time.
         optimizer: An optimizer of exactly the model's dense parameters that keeps its state by
             parameter and skips those without ``grad``, such as TorchRec's KeyedOptimizerWrapper.
-        group: The ranks; nothing else may use this group.
         wire_type: The type in which float32 gradients are sent; sums are made in float32.
         max_norm: Clips the joint norm of all mean gradients to this value; None disables clipping.
             With it the first update of a step waits for the gradients of all buckets.
@@ -402,7 +404,6 @@ class DenseSync:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        group: dist.ProcessGroup,
         wire_type: WireType = WireType.fp32,
         max_norm: float | None = None,
     ) -> None:
@@ -412,8 +413,8 @@ class DenseSync:
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._names = {parameter: name for name, parameter in named.items()}
-        self._sender = Sender(group, wire_type)
-        _share_first(_dense_tensors(model), group)
+        _share_first(_dense_tensors(model))
+        self._sender = Sender(wire_type)
         parts, compiled = _parts(model), _inside_compiled(model)
         modules = [module for _, module in _dense_modules(model)]
         layers = [layer for layer in deferrable_layers(modules) if layer not in compiled]
@@ -551,11 +552,13 @@ class DenseSync:
         self._apply_pending(self._buckets)
 
     def close(self) -> None:
-        """Restore the model without waiting; pending updates are dropped."""
+        """Restore the model and leave the group; pending updates are dropped."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._deferred.restore()
+        for bucket in self._buckets:
+            bucket.drop()
         self._sender.close()
 
 

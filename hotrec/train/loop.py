@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,12 +31,12 @@ from hotrec.train.callbacks import Callbacks
 from hotrec.train.checkpoint import (
     Checkpoints,
     Position,
+    Saving,
     StatefulLoader,
     keep_best,
     load_checkpoint,
     read_facts,
     restore_random_state,
-    save_checkpoint,
 )
 from hotrec.train.dense_sync import count_dense_values
 from hotrec.train.evaluate import evaluate
@@ -95,6 +95,7 @@ def train(
     on_accepted: Callable[[], None] | None = None,
     hot_set: AdaptiveHotSet | None = None,
     listeners: Sequence[Listener] = (),
+    save_in_background: bool = False,
 ) -> TrainResult:
     """Train a sharded model until ``num_steps`` updates are made, those before a resume included.
 
@@ -132,11 +133,17 @@ def train(
             before anything is written.
         hot_set: Hot rows that follow the data, by a decision at the cadence; saved and resumed.
         listeners: On rank 0, take the lines that it writes into ``run_dir``.
+        save_in_background: Whether training goes on while a checkpoint is written; on CPU.
 
     Raises:
         ValueError: if nothing is left to train; ArtifactError if the checkpoint does not fit.
         RuntimeError: if a loss is not finite, the data ends early, or a module is not pipelined.
     """
+    if save_in_background and ranks.device.type != "cpu":
+        raise ValueError(
+            "trainer.save_in_background: expected false on a GPU, whose kernels update rows that "
+            "are yet to be written, got true. Set it to false, or train on CPU."
+        )
     with stop_on_sigterm() as stop_request:
         splits = eval_batches or {}
         _start_workers(splits, ahead)
@@ -148,7 +155,7 @@ def train(
         pipeline = make_pipeline(
             pipeline_kind, model, optimizer, ranks.device, look_ahead, grad_clip_norm
         )
-        with closing(pipeline), ExitStack() as stack:
+        with pipeline, ExitStack() as stack:
             stack.callback(gc.unfreeze)
             run_log = RunLog(
                 run_dir if ranks.is_first else None, start_step=start.step, listeners=listeners
@@ -171,6 +178,8 @@ def train(
                 count_caches,
                 Callbacks(callbacks, run_dir, description),
             )
+            saver = _Saver(records.callbacks, save_in_background)
+            stack.callback(saver.abandon)
             judges = [one for one in (alternation, best) if one is not None]
             if _owes_evaluation(start, num_steps, cadence, judges):
                 _evaluate_first(pipeline, splits, records, judges)
@@ -202,7 +211,11 @@ def train(
                         check_replicas()
                     if records.must_check(step, batches):
                         watchdog.enter(watchdog.MAIN, watchdog.CHECK_UP, step)
-                        records.check_up(step, lr=lr, must_stop=stop_request.is_set())
+                        records.check_up(
+                            step, lr=lr, must_stop=stop_request.is_set(), is_saving=saver.is_busy
+                        )
+                        if not records.is_saving:
+                            saver.finish()
                         if records.must_stop:
                             batches.cut()  # the pipeline still computes the batches it holds
                 pipeline.drain()
@@ -216,13 +229,12 @@ def train(
                     _evaluate_ahead(pipeline, ahead, records)
                 is_due = segment.save or records.must_stop or _wants_checkpoint(best, position)
                 if checkpoints is not None and is_due:
-                    watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, position.step)
-                    saved = save_checkpoint(
+                    saver.start(
                         checkpoints, position, model, optimizer, train_loader, hot_set, best
                     )
-                    records.callbacks.call("on_checkpoint", position.step, saved)
                 if records.must_stop:
                     break
+            saver.finish()
             if not records.must_stop:
                 step = records.position.step
                 for index, (split, split_batches) in enumerate(splits.items()):
@@ -239,6 +251,40 @@ def train(
             summary = records.write_summary({**(description or {}), **found}, prediction)
             records.callbacks.call("on_end", summary)
     return TrainResult(records.position.step, not records.must_stop, summary)
+
+
+class _Saver:
+    """Saves checkpoints one after the other, each while training goes on or at once."""
+
+    def __init__(self, callbacks: Callbacks, in_background: bool) -> None:
+        self._callbacks, self._in_background = callbacks, in_background
+        self._saving: Saving | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._saving is not None and not self._saving.is_written
+
+    def start(self, checkpoints: Checkpoints, position: Position, *given: Any) -> None:
+        """Save, after the one before; collective. The arguments are those of ``Saving``."""
+        self.finish()
+        watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, position.step)
+        self._saving = Saving(checkpoints, position, *given, in_background=self._in_background)
+        if not self._in_background:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if any; collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, saving.position.step)
+            path = saving.finish()
+            self._callbacks.call("on_checkpoint", saving.position.step, path)
+
+    def abandon(self) -> None:
+        """End the writing, since the run ends with an error."""
+        if self._saving is not None:
+            self._saving.abandon()
 
 
 def _start_workers(splits: Mapping[str, Iterable[Batch]], ahead: DaysAhead | None) -> None:

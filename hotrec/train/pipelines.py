@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -21,10 +21,9 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hotrec.data.batch import Batch
-from hotrec.embedding.optimizers import ModelOptimizer
+from hotrec.embedding.optimizers import ModelOptimizer, hot_replicas
 from hotrec.embedding.prefetch.row_ahead import Part, RowsAhead
 from hotrec.routing.batches import features_of_each
-from hotrec.runtime.ranks import new_group
 from hotrec.runtime.stages import backward_point, mark, mark_backward, named_range
 from hotrec.train.dense_sync import DenseSync, dense_parameters
 from hotrec.types import WireType
@@ -84,7 +83,16 @@ class Pipeline(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the pipeline's threads, if any, and restore the model's forward."""
+        """End the pipeline's threads and process groups, and restore the model's forward.
+
+        To be called on every rank, also after a failure. Another call does nothing.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _check_drained(self, held: Sized, why: str = "") -> None:
         if held:
@@ -209,7 +217,9 @@ class TorchRecPipeline(Pipeline):
     def drain(self) -> None:
         """Do nothing: TorchRec's pipelines have no thread."""
 
-    close = drain
+    def close(self) -> None:
+        for replica in hot_replicas(self.model).values():
+            replica.close()
 
     def _check_all_pipelined(self) -> None:
         # TorchRec has no public attribute for this.
@@ -270,13 +280,16 @@ class LookAheadPipeline(Pipeline):
         self._micro_batches = look_ahead.micro_batches
         self._rows = look_ahead.make_rows()
         self._feature_names = self._rows.feature_names
-        self._dense = DenseSync(
-            model, parts["dense"], new_group(), look_ahead.wire_type, grad_clip_norm
-        )
+        try:
+            self._dense = DenseSync(model, parts["dense"], look_ahead.wire_type, grad_clip_norm)
+        except BaseException:
+            self._rows.close()
+            raise
         self._held: deque[Any] = deque()
         self._source: Iterator[Any] | None = None
         self._has_ended = False
         self._was_training: bool | None = None
+        self._optimizer = optimizer
         if isinstance(optimizer, ModelOptimizer):
             optimizer.before_reading = self.drain
 
@@ -350,6 +363,12 @@ class LookAheadPipeline(Pipeline):
     def close(self) -> None:
         self._rows.close()
         self._dense.close()
+        optimizer = self._optimizer
+        if isinstance(optimizer, ModelOptimizer) and optimizer.before_reading == self.drain:
+            optimizer.before_reading = None  # there is no thread left to wait for
+        # The loader holds the dataset open.
+        self._source = None
+        self._held.clear()
 
 
 def _parts_of(optimizer: torch.optim.Optimizer) -> dict[str, KeyedOptimizer]:

@@ -50,6 +50,7 @@ class Records:
     def __post_init__(self) -> None:
         self.meter = Meter(warmup_steps=self.cadence.warmup_steps)
         self.must_stop = False  # the last check-up found a stop request on some rank
+        self.is_saving = False  # or a rank that still writes its share of a checkpoint
         self._loss: float | None = None
         self._traffic_means = self.traffic.means(self.traffic.sums())
         self._quality: Quality | None = None
@@ -109,7 +110,7 @@ class Records:
     def _is_line_due(self, step: int) -> bool:
         return step % self.cadence.log_every == 0
 
-    def check_up(self, step: int, *, lr: float, must_stop: bool) -> None:
+    def check_up(self, step: int, *, lr: float, must_stop: bool, is_saving: bool = False) -> None:
         """Check up with the other ranks and write a line of metrics.jsonl if one is due.
 
         Raises:
@@ -119,13 +120,14 @@ class Records:
         cache = {} if self.count_caches is None else self.count_caches()
         figures = {
             "must_stop": [float(must_stop)],
+            "is_saving": [float(is_saving)],
             "wait_s": [self._wait_s],
             "stage_s": self.stages.end_line() if is_line_due else [],
             "cache": list(cache.values()),
             "traffic": self.traffic.sums(),
         }
         self._loss, sums = check_up(self._losses, figures, self.ranks.world_size)
-        self.must_stop = sums["must_stop"][0] > 0
+        self.must_stop, self.is_saving = (sums[key][0] > 0 for key in ("must_stop", "is_saving"))
         self._traffic_means = self.traffic.means(sums["traffic"])
         num_steps = len(self._losses)
         self._line_steps += num_steps

@@ -1,8 +1,9 @@
 """Canonical tensors in safetensors files: written by all ranks at once, read by any number.
 
 Every rank writes the rows that it owns, so no rank holds a table that is not its own, and at most
-``MAX_FILE_BYTES`` of copies. An index names the files that hold a tensor and the part of it that
-each has. A reader maps the files into memory and copies only the rows that it needs.
+``MAX_FILE_BYTES`` of copies, beside what a snapshot keeps. An index names the files that hold a
+tensor and the part of it that each has. A reader maps the files into memory and copies only the
+rows that it needs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hotrec.artifact import Artifact, ArtifactError
+from hotrec.artifact import Artifact, ArtifactError, FileFacts, write_through
 from hotrec.embedding.canonical import Part, Parts
+from hotrec.embedding.snapshot import Snapshot
 
 MAX_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 64 << 20
@@ -50,37 +53,84 @@ class Piece:
     dtype: str
 
 
-def write_tensors(
-    parts: Parts, directory: Path, folder: str, *, rank: int, world_size: int
-) -> list[Piece]:
-    """Write this rank's share of the tensors of a model; not a collective.
+@dataclass(frozen=True)
+class Share:
+    """Consecutive rows of a part that one rank writes.
+
+    Args:
+        part: The part.
+        begin: The first row, of those of the part.
+        end: The row after the last one.
+        take: Reads rows of the part, by their range, as the whole tensor has them.
+    """
+
+    part: Part
+    begin: int
+    end: int
+    take: Callable[[int, int], torch.Tensor]
+
+
+def own_shares(
+    parts: Parts, rank: int, world_size: int, snapshot: Snapshot | None = None
+) -> list[Share]:
+    """What this rank writes of the tensors of a model; not a collective.
 
     Args:
         parts: What this rank holds.
-        directory: Directory of the checkpoint.
-        folder: Folder in it, made if it is missing.
         rank: This rank.
         world_size: Number of ranks, which all write.
+        snapshot: Where to read the tables that it watches from; all others are copied now, so that
+            training may go on. None to read all of them later, as they are then.
+    """
+    hot = {part.name: part for part in parts.parts if part.rows is not None}
+    shares = []
+    for part in parts.parts:
+        num_rows = part.value.shape[0] if part.value.dim() else 1
+        if part.is_shard:
+            begin, end = 0, num_rows
+        elif parts.has_shards(part.name):
+            continue  # the owners of the table write its hot rows
+        elif part.value.nbytes < _SHARED_BYTES:
+            begin, end = 0, num_rows if rank == 0 else 0
+        else:
+            begin, end = (num_rows * r // world_size for r in (rank, rank + 1))
+        if begin < end:
+            take = _taker(part, hot.get(part.name), begin, end, snapshot)
+            shares.append(Share(part, begin, end, take))
+    return shares
+
+
+def write_tensors(
+    shares: Sequence[Share], directory: Path, folder: str, rank: int, check: Callable[[], None]
+) -> tuple[list[Piece], dict[str, FileFacts]]:
+    """Write this rank's share of the tensors of a model to the disk; not a collective.
+
+    Args:
+        shares: What to write.
+        directory: Directory of the checkpoint.
+        folder: Folder in it, made if it is missing.
+        rank: This rank, for the names of its files.
+        check: Called now and then; raises to end the writing.
 
     Returns:
-        What was written, for ``make_index``.
+        What was written, for ``make_index``, and the files, for ``commit_artifact``.
     """
     (directory / folder).mkdir(exist_ok=True)
     pieces: list[Piece] = []
     held: dict[str, torch.Tensor] = {}
-    num_files = 0
+    files: list[str] = []
 
     def flush() -> None:
-        nonlocal num_files
         if held:
-            save_file(held, directory / file_name())
+            files.append(file_name())
+            save_file(held, directory / files[-1])
             held.clear()
-            num_files += 1
 
     def file_name() -> str:
-        return f"{folder}/{rank:05d}-{num_files:05d}.safetensors"
+        return f"{folder}/{rank:05d}-{len(files):05d}.safetensors"
 
-    for part, first, value in _own_boxes(parts, rank, world_size):
+    for part, first, value in _boxes(shares):
+        check()
         if sum(tensor.nbytes for tensor in held.values()) + value.nbytes > MAX_FILE_BYTES:
             flush()
         key = _key(part, first, value)
@@ -90,7 +140,7 @@ def write_tensors(
             Piece(part.name, file_name(), key, first, tuple(value.shape), part.shape, dtype)
         )
     flush()
-    return pieces
+    return pieces, {file: write_through(directory / file) for file in files}
 
 
 def _key(part: Part, first: Sequence[int], value: torch.Tensor) -> str:
@@ -100,53 +150,69 @@ def _key(part: Part, first: Sequence[int], value: torch.Tensor) -> str:
     return f"{part.name}[{', '.join(ranges)}]"
 
 
-def _own_boxes(
-    parts: Parts, rank: int, world_size: int
-) -> Iterator[tuple[Part, tuple[int, ...], torch.Tensor]]:
-    """The boxes that this rank writes, with their positions; hot rows in their tables' places."""
-    hot = {part.name: part for part in parts.parts if part.rows is not None}
-    for part in parts.parts:
-        replica = hot.get(part.name)
-        if part.is_shard:
-            begin, end = 0, part.value.shape[0]
-        elif parts.has_shards(part.name):
-            continue  # the owners of the table write its hot rows
-        elif part.value.nbytes < _SHARED_BYTES:
-            if rank == 0 and part.value.dim() == 0:
-                yield part, (), part.value.cpu()
-            begin, end = 0, part.value.shape[0] if rank == 0 and part.value.dim() else 0
-        else:
-            begin, end = (part.value.shape[0] * r // world_size for r in (rank, rank + 1))
-        take = _taker(part, replica)
-        row_bytes = max(1, part.value.nbytes // max(1, len(part.value))) if part.value.dim() else 1
+def _boxes(shares: Sequence[Share]) -> Iterator[tuple[Part, tuple[int, ...], torch.Tensor]]:
+    """The boxes of the shares, with their positions."""
+    for share in shares:
+        part = share.part
+        if part.value.dim() == 0:
+            yield part, (), share.take(0, 1)
+            continue
+        row_bytes = max(1, part.value.nbytes // max(1, len(part.value)))
         step = max(1, _CHUNK_BYTES // row_bytes)
-        for row in range(begin, end, step):
-            value = take(row, min(row + step, end))
+        for row in range(share.begin, share.end, step):
+            value = share.take(row, min(row + step, share.end))
             yield part, (part.first[0] + row, *part.first[1:]), value
 
 
-def _taker(part: Part, replica: Part | None) -> Callable[[int, int], torch.Tensor]:
-    """Reads rows of a part, by their range in it, as the whole tensor has them."""
+def _taker(
+    part: Part, replica: Part | None, begin: int, end: int, snapshot: Snapshot | None
+) -> Callable[[int, int], torch.Tensor]:
+    """Reads rows of a share, by their range in the part; hot rows are those of the replica."""
     if replica is None:
-        return lambda begin, end: _canonical(part.value[begin:end])
+        read = _reader(part.value, begin, end, snapshot)
+        return lambda low, high: _canonical(read(low, high))
     assert replica.rows is not None
     rows_H, slots_H = replica.rows.sort()
-    if not part.is_shard:  # all rows are hot
-        return lambda begin, end: replica.value[slots_H[begin:end].to(replica.value.device)].cpu()
+    first = part.first[0]
+    bounds = torch.searchsorted(rows_H, torch.tensor([first + begin, first + end])).tolist()
+    rows_H, slots_H = (value[slice(*bounds)] for value in (rows_H, slots_H))
 
-    def take(begin: int, end: int) -> torch.Tensor:
-        first = part.first[0]
-        bounds = torch.tensor([first + begin, first + end])
-        low, high = torch.searchsorted(rows_H, bounds).tolist()
-        value = _canonical(part.value[begin:end])
-        if low == high:
+    def read_hot(low: int, high: int) -> torch.Tensor:
+        return replica.value[slots_H[low:high].to(replica.value.device)].cpu()
+
+    if snapshot is not None:
+        held = read_hot(0, len(slots_H))
+        read_hot = lambda low, high: held[low:high]  # noqa: E731
+    if not part.is_shard:  # all rows are hot
+        return lambda low, high: read_hot(low - begin, high - begin)
+    read = _reader(part.value, begin, end, snapshot)
+
+    def take(low: int, high: int) -> torch.Tensor:
+        bounds = torch.tensor([first + low, first + high])
+        at, until = torch.searchsorted(rows_H, bounds).tolist()
+        value = _canonical(read(low, high))
+        if at == until:
             return value
         value = value.clone()
-        slots = slots_H[low:high].to(replica.value.device)
-        value[rows_H[low:high] - first - begin] = replica.value[slots].cpu()
+        value[rows_H[at:until] - first - low] = read_hot(at, until)
         return value
 
     return take
+
+
+def _reader(
+    value: torch.Tensor, begin: int, end: int, snapshot: Snapshot | None
+) -> Callable[[int, int], torch.Tensor]:
+    """Reads rows of a value, by their range within this one; a number as if it was one row."""
+    if snapshot is not None and snapshot.watches(value):
+        return partial(snapshot.read, value)
+    if value.dim() == 0:
+        held = value if snapshot is None else value.clone()
+        return lambda low, high: held
+    if snapshot is None:
+        return lambda low, high: value[low:high]
+    copied = value[begin:end].clone()
+    return lambda low, high: copied[low - begin : high - begin]
 
 
 def _canonical(value: torch.Tensor) -> torch.Tensor:

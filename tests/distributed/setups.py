@@ -10,8 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
@@ -81,6 +84,15 @@ PLACEMENT = Placement(
         "t3": TablePlacement(sharding=Sharding.TABLE_WISE),
     },
 )
+# A plan of TorchRec's that cuts tables into columns, two of which a rank may hold.
+COLUMN_WISE = {
+    table: ParameterConstraints(
+        sharding_types=[ShardingType.COLUMN_WISE.value],
+        compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+        min_partition=4,
+    )
+    for table in NUM_ROWS
+}
 ALL_POOLED = Placement(
     Partition(NUM_ROWS),
     dict.fromkeys(NUM_ROWS, TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)),
@@ -204,7 +216,7 @@ def shard_task(
 
 def build(
     kind: OptimizerKind | OptimizerSpec,
-    partition: Partition | Placement | TorchrecPlan,
+    partition: Partition | Placement | TorchrecPlan | Mapping[str, ParameterConstraints],
     *,
     exchange: HotExchange = HotExchange.touched_rows,
     splits: Sequence[Sequence[str]] = (tuple(NUM_ROWS),),
@@ -219,6 +231,8 @@ def build(
     data_parallel: bool = True,
 ) -> Setup:
     """A model over ``splits`` collections of tables, by a partition or by a TorchRec plan.
+
+    That may be given by its constraints.
 
     Without a seed the tables keep the weights that they were built with on this rank.
     """
@@ -243,8 +257,11 @@ def build(
         collections = [EmbeddingBagCollection(tables=configs(s, dims), device=meta) for s in splits]
         codecs = wire_codecs(wire_type, dims.values())
         sharder = EmbeddingBagCollectionSharder(fused_params(spec), qcomm_codecs_registry=codecs)
-        # The batch decides what an expert replicates: tables below 20 rows here.
-        constraints = torchrec_constraints(tables, partition, batch_size=20, tier=tier)
+        if isinstance(partition, TorchrecPlan):
+            # The batch decides what an expert replicates: tables below 20 rows here.
+            constraints = torchrec_constraints(tables, partition, batch_size=20, tier=tier)
+        else:
+            constraints = dict(partition)
     route = getattr(collections[0], "router", None) if len(splits) == 1 else None
     click = ClickModel(collections, width, dropout)
     for layer in (click.hidden, click.out):

@@ -71,7 +71,7 @@ def train_late(
     between: Callable[[DenseSync, int], None] = lambda dense, step: None,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     rule = make_optimizer(model, optimizer)
-    dense = DenseSync(model, rule, dist.new_group(), wire_type)
+    dense = DenseSync(model, rule, wire_type)
     losses = []
     for step in range(NUM_STEPS):
         parts = parts_of(step, num_parts)
@@ -142,7 +142,7 @@ def expect_no_new_tensors() -> None:
         torch.tensor([1.0])
     assert made.count == 1, "the count sees none"
     model = Clicks(ModelKind.dlrm, 0)
-    dense = DenseSync(model, make_optimizer(model, "sgd"), dist.new_group(), max_norm=0.1)
+    dense = DenseSync(model, make_optimizer(model, "sgd"), max_norm=0.1)
     counts = []
     for step in range(4):
         loss = loss_of(model, make_inputs(dist.get_rank(), step), 6)
@@ -181,7 +181,7 @@ def expect_16_bits() -> None:
     for wire_type, value_bytes in ((WireType.fp32, 4), (WireType.bf16, 2), (WireType.fp16, 2)):
         model = MODELS["dlrm"](0)
         rule = make_optimizer(model, "sgd")
-        dense = DenseSync(model, rule, dist.new_group(), wire_type)
+        dense = DenseSync(model, rule, wire_type)
         with count_sent_bytes() as traffic:
             loss = loss_of(model, make_inputs(dist.get_rank(), 0), 6)
             with dense.backward():
@@ -201,7 +201,7 @@ def expect_order() -> None:
         model = MODELS[name](0)
         assert isinstance(model, Clicks)
         optimizer = make_optimizer(model, "sgd")
-        dense = DenseSync(model, optimizer, dist.new_group())
+        dense = DenseSync(model, optimizer)
         started: list[int] = []
         start = dense_sync.Sender.start
 
@@ -251,7 +251,7 @@ def expect_refusal() -> None:
     with pytest.raises(
         Exception, match="dense layers of rank 2: expected the parameters of rank 0"
     ):
-        DenseSync(model, make_optimizer(model, "sgd"), dist.new_group())
+        DenseSync(model, make_optimizer(model, "sgd"))
 
 
 CHECKS: dict[int, list[Callable[[], None]]] = {

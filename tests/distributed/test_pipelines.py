@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice, product
 from pathlib import Path
@@ -16,10 +19,12 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.distributed.types import ShardedModule
 
 from hotrec.data.batch import Batch
+from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import broadcast_object
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
+from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
 from hotrec.types import OptimizerKind, TorchrecPlan
 from tests.distributed.setups import (
     ALL_POOLED,
@@ -237,6 +242,34 @@ def dense_weights(setup: Setup) -> torch.Tensor:
     return parameters["model.hidden.weight"].detach().clone()
 
 
+def pipeline_of(kind: str) -> tuple[Setup, Pipeline]:
+    setup = build(OptimizerKind.adagrad, PARTITIONS["mixed"], data_parallel=kind != "look_ahead")
+    ahead = LookAhead(lambda: RowsAhead(setup.model, CPU, depth=2))
+    return setup, make_pipeline(kind, setup.model, setup.optimizer, CPU, ahead)
+
+
+def count_threads_and_groups() -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map)
+
+
+def closed_pipelines_leave_nothing() -> None:
+    """No thread and no process group, also of pipelines that live at the same time."""
+    before = count_threads_and_groups()
+    for kinds in (("look_ahead",), ("sparse_dist",), ("look_ahead", "sparse_dist", "look_ahead")):
+        held = [pipeline_of(kind) for kind in kinds]
+        for _, pipeline in held:
+            batches = iter([make_batch(step) for step in range(3)])
+            for _ in range(2):  # with batches, and so exchanges, on their way
+                pipeline.progress(batches)
+        assert count_threads_and_groups() > before
+        for setup, pipeline in held:
+            pipeline.close()
+            pipeline.close()
+            assert setup.optimizer.state_dict()["state"]  # waits for no thread that has ended
+        assert count_threads_and_groups() == before, kinds
+
+
 CHECKS: list[Callable[[], None]] = [
     pipelines_give_the_same_losses,
     segments_drain_and_go_on,
@@ -246,6 +279,7 @@ CHECKS: list[Callable[[], None]] = [
     every_parameter_has_one_optimizer,
     torchrec_plans_reach_the_same_losses,
     learning_rates_change_at_the_same_step,
+    closed_pipelines_leave_nothing,
 ]
 
 
@@ -257,3 +291,36 @@ def verdicts() -> dict[str, str | None]:
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_pipelines(verdicts: dict[str, str | None], check: str) -> None:
     assert verdicts[check] is None, verdicts[check]
+
+
+def fail(*_: Any) -> None:
+    raise KeyError("this rank fails")
+
+
+def fail_at(point: str | None, kind: str) -> None:
+    """Train; at a point of the second step this rank fails."""
+    with pipeline_of(kind)[1] as pipeline:
+        batches = iter([make_batch(step) for step in range(NUM_STEPS)])
+        pipeline.progress(batches)
+        if point == "forward":
+            dict(pipeline.model.named_modules())["module.out"].register_forward_pre_hook(fail)
+        elif point == "update":  # the gradients of the dense layers are on their way
+            pipeline._rows.wait_for_hot_gradients = fail  # type: ignore[attr-defined]
+        for _ in range(2):
+            pipeline.progress(batches)
+
+
+def fail_and_leave(kind: str, points: dict[int, str]) -> None:
+    threads, _ = count_threads_and_groups()
+    with pytest.raises((KeyError, RuntimeError)):
+        fail_at(points.get(dist.get_rank()), kind)
+    until_s = time.monotonic() + 20
+    while count_threads_and_groups()[0] > threads and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert count_threads_and_groups()[0] == threads
+
+
+@pytest.mark.parametrize("points", [{1: "forward"}, {0: "update", 1: "forward"}])
+def test_ranks_leave_a_pipeline_that_failed(points: dict[int, str]) -> None:
+    """The limit is that of a collective too: nobody waits for one that nobody joins."""
+    run_ranks(fail_and_leave, 2, timeout_s=60, kind="look_ahead", points=points)

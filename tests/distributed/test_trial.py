@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hotrec.planning.trial import Trial
-from hotrec.runs.trial import LEAST_ROUNDS, NUM_WARM, Candidate, run_trial, trial_seconds
+from hotrec.runs.trial import BUILD_S, LEAST_ROUNDS, Candidate, run_trial, trial_seconds
 from hotrec.runtime.ranks import all_gather_object
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
@@ -23,21 +23,19 @@ UNEVEN = "uneven"
 
 
 class SleepingPipeline:
-    """Counts its steps, and how many pipelines are held at once."""
+    """Sleeps in each step; counts how many pipelines are held at once."""
 
     held = 0
     most_held = 0
 
-    def __init__(self, sleep: Any) -> None:
-        self._sleep = sleep
-        self.steps = 0
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         SleepingPipeline.held += 1
         SleepingPipeline.most_held = max(SleepingPipeline.held, SleepingPipeline.most_held)
 
     def progress(self, batches: Iterator[int]) -> None:
         next(batches)
-        self.steps += 1
-        self._sleep()
+        time.sleep(self._seconds)
 
     def drain(self) -> None:
         pass
@@ -46,22 +44,23 @@ class SleepingPipeline:
         SleepingPipeline.held -= 1
 
 
-def try_sleeping(num_bytes: float) -> tuple[Trial, list[Trial], int]:
-    ranks = this_rank()
-
-    def candidate(name: str) -> Candidate:
-        seconds = SLEEPS_S.get(name, 0.04 if ranks.rank == 1 else 0.001)
-
-        def build() -> tuple[Any, range]:
-            pipeline = SleepingPipeline(lambda: time.sleep(seconds))
+def sleeping(sleeps_s: Mapping[str, float], num_bytes: float = 0.0) -> dict[str, Candidate]:
+    def candidate(seconds: float) -> Candidate:
+        def build() -> tuple[Any, Any]:
+            pipeline = SleepingPipeline(seconds)
             return SimpleNamespace(make_pipeline=lambda device: pipeline), range(3)
 
-        return Candidate(build, (0.0, num_bytes), num_ahead=1)
+        return Candidate(build, (0.0, num_bytes), num_ahead=1, step_s=seconds)
 
+    return {name: candidate(seconds) for name, seconds in sleeps_s.items()}
+
+
+def try_sleeping(num_bytes: float) -> tuple[Trial, list[Trial], int]:
+    ranks = this_rank()
+    sleeps_s = {**SLEEPS_S, UNEVEN: 0.04 if ranks.rank == 1 else 0.001}
     SleepingPipeline.held = SleepingPipeline.most_held = 0
     before = torch.random.get_rng_state()
-    candidates = {name: candidate(name) for name in (*SLEEPS_S, UNEVEN)}
-    trial = run_trial(candidates, ranks, limit_s=60)
+    trial = run_trial(sleeping(sleeps_s, num_bytes), ranks, limit_s=60)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert SleepingPipeline.held == 0
     return trial, all_gather_object(trial), SleepingPipeline.most_held
@@ -82,8 +81,22 @@ def test_the_fastest_is_found_on_every_rank(num_bytes: float, most_held: int) ->
         assert len(trial.block_s["slower"]) == rounds
 
 
+def try_long() -> Trial:
+    candidates = sleeping({"a": 0.11, "b": 0.12, "c": 0.1, "d": 0.1})
+    return run_trial(candidates, this_rank(), limit_s=0.1)
+
+
+def test_two_candidates_are_tried_however_short_the_time() -> None:
+    for trial in run_ranks(try_long, 2):
+        assert set(trial.block_s) == {"a", "b"}
+        assert min(map(len, trial.block_s.values())) > 1
+
+
 def test_seconds_of_a_trial() -> None:
-    asked = [trial_seconds(None, run_s) for run_s in (1.0, 1000.0, math.inf)]
+    made = sleeping({"a": 0.01, "b": 0.01, "c": 9.0}).values()
+    asked = [trial_seconds(None, run_s, made)[0] for run_s in (1.0, 1000.0, math.inf)]
     assert asked == [5.0, 10.0, 60.0]
-    assert trial_seconds(0.5, 1000.0) == 0.5
-    assert NUM_WARM > 0
+    limit_s, least_s = trial_seconds(0.5, 1000.0, made)
+    assert limit_s == 0.5
+    # Two of 10 ms a step: 8 first steps, and three blocks of 3 untimed and 30 timed ones.
+    assert least_s == pytest.approx(2 * (BUILD_S + (8 + 3 * 33) * 0.01))

@@ -94,13 +94,13 @@ def _stages() -> list[Stage]:
     ]
     stages.append(Stage(works("kill/evaluate", EVALUATE, check=_same_quality), "runs/evaluate/*"))
     for ranks in (1, 2, 3):
-        words = f"{STEPS} launch.num_ranks={ranks}"
-        if ranks > 2:
-            # DDP arranges its buckets anew after the first step of a process, and a ring of three
-            # or more adds up in an order that depends on the place in a bucket.
-            words += " pipeline=look_ahead"
+        words = f"{STEPS} launch.num_ranks={ranks} trainer.save_in_background={ranks > 1}"
         case = works(
-            f"kill/train-{ranks}", words, check=workspace.same_run(RUN), variables=run, limit_s=120
+            f"kill/train-{ranks}",
+            words,
+            check=workspace.same_run(RUN),
+            variables=run,
+            limit_s=120,
         )
         stages.append(Stage(case, f"{RUN}/checkpoints/.*", weight=2))
     return stages

@@ -32,6 +32,7 @@ OPTIMIZERS: Optimizers = {
 # What the layers of each kind take besides the sizes that all share.
 ARGS: dict[ModelKind, dict[str, Any]] = {
     ModelKind.deepfm: {"deep_layer_sizes": [6, 5]},
+    ModelKind.din: {"attention_layer_sizes": [6]},
     ModelKind.mmoe: {"num_experts": 3, "expert_layer_sizes": [6, 5]},
     ModelKind.two_tower: {"tower_layer_sizes": [6, 5]},
     ModelKind.own: {"hidden": 6},
@@ -70,8 +71,11 @@ def shape_of(
     pooling: str = "sum",
     **keys: Any,
 ) -> Architecture:
-    """A small model on features by name and table, of which the first is the item's."""
+    """A small model on features by name and table: the item's, places of a sequence, another."""
     args = dict(ARGS.get(kind, {}))
+    if kind is ModelKind.din:
+        (query, _), *places = features[: max(2, len(features) - 1)]
+        args["attention"] = [(query, [name for name, _ in places])]
     if kind is ModelKind.two_tower:
         args["item_columns"] = [features[0][0]]
     return Architecture(

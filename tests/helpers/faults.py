@@ -29,8 +29,10 @@ class Fault:
 
     Args:
         kind: "slow" (before every step), "raise" (in the model's forward), "loader" (raise in the
-            loader) or "hang" (in the model's forward, alive).
-        step: in which it does so, counted from 1 of this start; of "slow", the last one.
+            loader), "hang" (in the model's forward, alive), "disk" or "full disk" (hangs, or
+            raises, in checkpoints).
+        step: in which it does so, counted from 1 of this start; of "slow", the last one, of disks
+            the first one.
         seconds: how long a slow step takes more.
     """
 
@@ -93,10 +95,20 @@ def _put_in(fault: Fault) -> None:
     """Patch the pipelines of this process."""
     import torch
 
+    from hotrec.train import checkpoint
     from hotrec.train.pipelines import LookAheadPipeline, Pipeline, TorchRecPipeline
 
     progress_of = {kind: kind.progress for kind in (LookAheadPipeline, TorchRecPipeline)}
-    num_steps = 0
+    num_steps, write = 0, checkpoint.write_tensors
+
+    def faulty_write(*given: Any) -> Any:
+        if num_steps >= fault.step and fault.kind == "disk":
+            time.sleep(1000)
+        if num_steps >= fault.step and fault.kind == "full disk":
+            raise OSError(28, "No space left on device")
+        return write(*given)
+
+    checkpoint.write_tensors = faulty_write
 
     def faulty_forward(*_: Any) -> None:
         if fault.kind == "raise" and torch.is_grad_enabled():

@@ -13,7 +13,6 @@ import os
 import pickle
 import socket
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -26,8 +25,6 @@ from typing import Any
 # How long the other ranks may go on after the first failure. Their peer is gone, so most of them
 # fail within milliseconds, and what they say often helps.
 GRACE_S = 3.0
-# How long a rank may take to leave its group.
-GROUP_S = 20.0
 
 # What ranks import in any case. A test imports more where it needs it.
 PRELOAD = ["torch", "torchrec", "hotrec.build", "tests.distributed.setups"]
@@ -188,8 +185,4 @@ def _call_in_group(call: bytes, rank: int, world_size: int, timeout_s: float, fo
         return fn(**kwargs)
     finally:
         if dist.is_initialized():
-            # A pipeline that a test let fail may have started a collective that no other rank
-            # joins, and gloo waits for it until the group's time is up.
-            leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
-            leaving.start()
-            leaving.join(GROUP_S)
+            dist.destroy_process_group()

@@ -423,6 +423,7 @@ def calibration_runs() -> None:
     probes = all_probes(CalibrationWorkload(subject, ranks, group_alone(ranks)))
     names = {probe.name for probe in probes}
     assert {"read_host", "read_hit", "read_miss", "update_device", "pooled_update_device"} <= names
+    assert {"fetch_slot", "return_slot"} <= names
     for probe in probes:
         work = probe.make(*probe.sizes[0])
         work.run(work.prepare())

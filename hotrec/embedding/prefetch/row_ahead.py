@@ -23,7 +23,7 @@ from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.split import samples_reading, select_samples
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, record_use
-from hotrec.runtime.ranks import all_gather_object, new_group
+from hotrec.runtime.ranks import Group, all_gather_object
 from hotrec.runtime.stages import mark, named_range
 from hotrec.runtime.watchdog import COMMUNICATION, enter, leave
 from hotrec.runtime.wire import Wire
@@ -61,7 +61,6 @@ class RowsAhead:
             slots know the rows, to keep them; others need none.
         wire_type: The type in which rows and gradients are sent.
         hot_exchange: How gradients of hot rows are reduced.
-        timeout_s: How long a message may wait for its peer.
 
     Raises:
         ValueError: if the model has no hot/cold collection, or the depth is out of range.
@@ -76,7 +75,6 @@ class RowsAhead:
         window: int = 0,
         wire_type: WireType = WireType.fp32,
         hot_exchange: HotExchange = HotExchange.auto,
-        timeout_s: float = 600.0,
     ) -> None:
         self._collections = [collection for _, collection in sharded_collections(model)]
         if not self._collections:
@@ -92,7 +90,8 @@ class RowsAhead:
         # For each collection, the index of its first dimension among all groups.
         nums = [len(collection.router.groups) for collection in self._collections]
         self._first_group = [sum(nums[:at]) for at in range(len(nums))]
-        wire = Wire(new_group(timeout_s=timeout_s), wire_type)
+        self._group = Group("rows ahead")
+        wire = Wire(self._group, wire_type)
         self._thread = CommunicationThread(device, "communication")
         self.window = window if any(group.is_cached for group in self._groups) else 0
         self._cold = ColdExchange(self._groups, wire, depth, device, self.window)
@@ -377,7 +376,7 @@ class RowsAhead:
             group.owned.flush()
 
     def close(self) -> None:
-        """Restore the collections' forward and stop the thread."""
+        """Restore the collections' forward, stop the thread and leave its group."""
         for hook in self._hooks:
             hook.remove()
         for collection in self._collections:
@@ -385,6 +384,7 @@ class RowsAhead:
         self._thread.close()
         for group in self._groups:
             group.owned.close()
+        self._group.close(after=self._thread.join)
         leave(COMMUNICATION)
 
 

@@ -142,6 +142,14 @@ def _resume_cases() -> Iterator[Case]:
     # Neither the moves nor the stop between two of them changes a loss or a row.
     yield works("resume/in-halves-adaptive", f"{TWO_RANKS} {adaptive} trainer.max_steps=8\n{TWO_RANKS} {adaptive}", check=same_run("runs/new", TWO), limit_s=90, **NEW)
     yield works("resume/from-other-run", f"{TRAIN} trainer.resume={ONE}/{FIRST}", check=same_tensors("runs/new", ONE), **NEW)
+    background = f"{TWO_RANKS} trainer.save_every_steps=2 trainer.save_in_background=true"
+    yield works("resume/in-halves-background", f"{background} trainer.max_steps=8\n{background}", check=same_run("runs/new", TWO), limit_s=90, **NEW)
+    warm, layer = f"{TRAIN} trainer.warm_start={ONE}", "model.over_layer_sizes=[16,1]"
+    yield refused("resume/warm-dim", f"{warm} model.embedding_dim=8 model.dense_layer_sizes=[8,8]", "embedding_dim|shape", **NEW)
+    yield refused("resume/warm-layer", f"{warm} {layer}", "warm_start_names", **NEW)
+    yield works("resume/warm-layer-left-out", f"{warm} {layer} +trainer.warm_start_names={{over_arch:null}}", **NEW)
+    yield refused("resume/warm-name-of-nothing", f"{warm} +trainer.warm_start_names={{nothing:user}}", "warm_start_names.nothing", **NEW)
+    yield refused("resume/names-without-warm-start", f"{TRAIN} +trainer.warm_start_names={{user:user}}", "warm_start_names", **NEW)
     yield works("resume/goes-on", GO_ON, check=latest_whole(24), **OWN)
     older = f"{GO_ON} trainer.resume={ONE}/{FIRST} trainer.save_every_steps=2"
     yield works("resume/from-older", f"{older} trainer.max_steps=14", check=latest_whole(14), **OWN)

@@ -15,7 +15,7 @@ from hotrec.embedding.canonical import Part, Parts
 from hotrec.runs import export, exported
 from hotrec.runs.export import layer_name, quantize
 from hotrec.train.checkpoint import KIND, open_tensors
-from hotrec.train.tensor_files import TensorFiles, make_index, write_tensors
+from hotrec.train.tensor_files import TensorFiles, make_index, own_shares, write_tensors
 
 NUM_ROWS, DIM = 50, 8
 
@@ -33,7 +33,8 @@ def saved(rows: torch.Tensor, directory: Path) -> TensorFiles:
             held = rows[first : 20 if rank == 0 else None]
             part = Part("t", (NUM_ROWS, DIM), held, (first, 0), is_shard=True)
             parts = Parts([part], [], {}, frozenset("t"))
-            pieces += write_tensors(parts, scratch, "tensors", rank=rank, world_size=2)
+            shares = own_shares(parts, rank, 2)
+            pieces += write_tensors(shares, scratch, "tensors", rank, lambda: None)[0]
         commit_artifact(scratch, directory, kind=KIND, content={"tensors": make_index(pieces)})
     return open_tensors(directory)
 

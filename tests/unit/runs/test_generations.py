@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from hotrec.artifact import ArtifactError
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import TableSpec
-from hotrec.config.roots import Config
+from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
+from hotrec.runs.evaluate import evaluate_run
+from hotrec.runs.export import open_trained
 from hotrec.runs.train import run_training
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.checkpoint import open_tensors
@@ -86,6 +89,26 @@ def test_new_days_go_on_from_the_generation_before(
     # Its run is resumed where it stands, which is not where it was started.
     again = run(tmp_path, "warm", one_rank, *warm_words)
     assert again.step == warm.step == 2
+
+
+def test_a_run_on_an_earlier_generation_is_refused(tmp_path: Path, one_rank: Ranks) -> None:
+    """By every command that needs the very dataset."""
+    first, second = (write_day(tmp_path, day, users) for day, users in enumerate(DAYS))
+    spec = spec_by_day(first)
+    prepare(spec, tmp_path / "dataset")
+    grown = Path(shutil.copytree(tmp_path / "dataset", tmp_path / "grown"))
+    run(tmp_path, "before", one_rank)
+    prepare(spec, grown, append=[second])
+    run_dir, config = tmp_path / "before", config_of(tmp_path, f"paths.dataset={grown}")
+    evaluated = EvaluateConfig(run_dir=str(run_dir), split="train")
+    calls: list[Callable[[], object]] = [
+        lambda: evaluate_run(evaluated, config, run_dir, one_rank),
+        lambda: open_trained(config, run_dir, "latest"),  # of export and predict
+        lambda: run(tmp_path, "before", one_rank, f"paths.dataset={grown}"),
+    ]
+    for call in calls:
+        with pytest.raises(ArtifactError, match=r"expected generation 0, .* got generation 1: "):
+            call()
 
 
 def test_only_what_is_new_to_the_warm_start_can_be_skipped(tmp_path: Path, one_rank: Ranks) -> None:

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 import hotrec.runtime.ranks
 from hotrec.runtime.ranks import (
+    Group,
     Ranks,
     all_gather_object,
     barrier,
     broadcast_object,
-    new_group,
     process_group,
     rank,
     same_verdict,
@@ -64,7 +64,8 @@ def started_by(action: Callable[[], object]) -> set[int]:
 
 def test_threads_of_gloo_do_not_preempt() -> None:
     with process_group(device="cpu"):
-        threads = started_by(lambda: [new_group(), new_group([0], timeout_s=3)])
+        groups: list[Group] = []
+        threads = started_by(lambda: groups.extend([Group("all"), Group("one", [[0]])]))
         assert threads
         assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_BATCH}
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
@@ -117,7 +118,7 @@ def test_ranks_are_connected_when_a_group_is_made(exchanges: Log) -> None:
     """Not at their first exchange, which may be on several threads at once."""
     with process_group(device="cpu"):
         assert exchanges == first_of(dist.group.WORLD)
-        others = [new_group(), new_group([0], timeout_s=3)]
+        others = [Group("all").group, Group("one", [[0]]).group]
         assert exchanges[2:] == [*first_of(others[0]), *first_of(others[1])]
 
 
@@ -150,7 +151,7 @@ def test_after_an_error_nobody_waits_for_other_ranks(
     groups: list[Any] = []
 
     def fail() -> None:
-        groups[:] = [new_group(), dist.group.WORLD]
+        groups[:] = [Group("all").group, dist.group.WORLD]
         raise KeyError("inside")
 
     with pytest.raises(KeyError), process_group(device="cuda"):

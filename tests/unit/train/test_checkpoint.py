@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import random
 import re
 import resource
@@ -19,6 +20,7 @@ from safetensors.torch import load, save
 
 from hotrec import artifact
 from hotrec.artifact import ArtifactError
+from hotrec.embedding.canonical import canonical_parts
 from hotrec.runtime.ranks import Ranks
 from hotrec.train import tensor_files
 from hotrec.train.checkpoint import (
@@ -27,11 +29,13 @@ from hotrec.train.checkpoint import (
     find_latest,
     lineage_of,
     load_checkpoint,
+    load_rows,
+    open_tensors,
     restore_random_state,
     save_checkpoint,
 )
 from hotrec.train.pipelines import make_pipeline
-from tests.helpers.tiny import TinyLoader, build_tiny
+from tests.helpers.tiny import NUM_ROWS, TinyLoader, build_tiny
 
 FACTS = {"dataset": "3f2a91", "partition": None, "model": {"name": "dlrm", "dim": 4}}
 
@@ -327,3 +331,83 @@ def test_loading_makes_no_gradients_for_tables(saved: Path) -> None:
     run = Run()
     run.load(saved)
     assert [name for name, value in run.model.named_parameters() if value.grad is not None] == []
+
+
+TABLE_WISE = "dlrm.sparse_arch.embedding_bag_collection.embedding_bags.table_wise.weight"
+SEQUENCE, TOP = "rows.embeddings.row_wise.weight", "dlrm.over_arch.model.1"
+
+
+def load_named(run: Run, path: Path, names: dict[str, str | None]) -> dict[str, int]:
+    """Rows that are beyond the checkpoint's table start anew."""
+
+    def find_rows(table: str, rows: torch.Tensor) -> torch.Tensor:
+        old = next((old for old, new in names.items() if new == table), table)
+        return rows.where(rows < NUM_ROWS[old], -1)
+
+    model, optimizer = run.model, run.optimizer
+    return load_rows(path, model=model, optimizer=optimizer, find_rows=find_rows, names=names)
+
+
+def test_what_is_called_otherwise_is_loaded_by_a_map_of_names(
+    one_rank: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    trained = Run()
+    trained.train(3)
+    path = trained.save(tmp_path)
+    other = Run(num_over=6)  # another width of the last layers
+    before = {part.name: part.value.clone() for part in canonical_parts(other.model).parts}
+    last = {"over_arch": None}
+    # Every row of the shorter table is in the place of one of the longer table.
+    num_rows = load_named(other, path, {"table_wise": "row_wise", "row_wise": "table_wise", **last})
+    assert num_rows == {"data_parallel": 10, "row_wise": 21, "table_wise": 21}
+    found = {part.name: part.value for part in canonical_parts(other.model, other.optimizer).parts}
+    with open_tensors(path) as files:
+        for state in ("", "/momentum1"):
+            longer, shorter = files.whole(TABLE_WISE + state), files.whole(SEQUENCE + state)
+            assert torch.equal(found[SEQUENCE + state], longer[:21])
+            assert torch.equal(found[TABLE_WISE + state][:21], shorter)
+            assert bool(longer.abs().sum() > 0)
+        assert torch.equal(found[TABLE_WISE][21:], before[TABLE_WISE][21:])
+        same = "dlrm.dense_arch.model._mlp.0._linear.weight"
+        assert torch.equal(found[same], files.whole(same))
+        assert torch.equal(found[f"{same}/sum"], files.whole(f"{same}/sum"))
+    assert torch.equal(found[f"{TOP}.weight"], before[f"{TOP}.weight"])
+    for line in (
+        f"{SEQUENCE} is {TABLE_WISE} of the checkpoint",
+        f"{TOP}.weight is new, and starts anew",
+        f"{TOP}.weight of {path} is not used",
+    ):
+        assert caplog.text.count(f"warm start: {line}") == 1
+    assert "warm start: dlrm.dense_arch" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            {"user": "table_wise"},
+            r"warm_start_names\.user: expected a table or parameter of .*step",
+        ),
+        (
+            {"table_wise": "user"},
+            r"warm_start_names\.table_wise: .* of this model .* got user\. Take",
+        ),
+        ({"table_wise": TOP}, rf"of this model .* got {TOP}"),
+        ({"table_wise": "row_wise", "row_wise": "row_wise"}, r"names\.row_wise: .* got row_wise"),
+        ({"table_wise": None, TABLE_WISE: "row_wise"}, "that is not named before"),
+        ({}, r"tensor dlrm\.over_arch.* \(6,\) .*got \(8,\).*warm_start_names=.dlrm: null"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(
+    names: dict[str, str | None], message: str, one_rank: Ranks, tmp_path: Path
+) -> None:
+    trained = Run()
+    trained.train(1)
+    path = trained.save(tmp_path)
+    other = Run(num_over=6)
+    before = weights_of(other)
+    with pytest.raises(ArtifactError, match=message):
+        load_named(other, path, names)
+    for name, value in weights_of(other).items():
+        assert torch.equal(value, before[name])

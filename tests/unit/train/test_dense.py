@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -32,7 +31,7 @@ from tests.helpers.dense import (
 @pytest.fixture
 def clicks(one_rank: Ranks) -> Iterator[tuple[Clicks, DenseSync]]:
     model = Clicks(ModelKind.dlrm, 0)
-    dense = DenseSync(model, make_optimizer(model, "adam"), dist.group.WORLD)
+    dense = DenseSync(model, make_optimizer(model, "adam"))
     yield model, dense
     dense.close()
 
@@ -207,7 +206,7 @@ class _Bypass(nn.Module):
 
 def test_a_weight_that_is_read_without_a_call_is_refused(one_rank: Ranks) -> None:
     model = _Bypass()
-    dense = DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
+    dense = DenseSync(model, make_optimizer(model, "sgd"))
     make_step(model, dense)
     with pytest.raises(RuntimeError, match=r"^dense parameter first\.weight: expected its module"):
         make_step(model, dense, 1)
@@ -215,7 +214,7 @@ def test_a_weight_that_is_read_without_a_call_is_refused(one_rank: Ranks) -> Non
 
 def test_two_passes_in_one_are_refused(one_rank: Ranks) -> None:
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 1))
-    dense = DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
+    dense = DenseSync(model, make_optimizer(model, "sgd"))
     first, second = (loss_of(model, make_inputs(0, step), 6) for step in range(2))
     with dense.backward():
         first.backward()
@@ -235,7 +234,7 @@ def test_layers_that_would_not_be_exact_are_refused(
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), added)
     with pytest.raises(ValueError, match=message):
-        DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
+        DenseSync(model, make_optimizer(model, "sgd"))
 
 
 def test_optimizer_of_other_parameters_is_refused(one_rank: Ranks) -> None:
@@ -245,12 +244,12 @@ def test_optimizer_of_other_parameters_is_refused(one_rank: Ranks) -> None:
         ([*model.parameters(), nn.Parameter(torch.ones(5))], r" without \[\] and .*\[\(5,\)\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            DenseSync(model, torch.optim.SGD(parameters, lr=0.1), dist.group.WORLD)
+            DenseSync(model, torch.optim.SGD(parameters, lr=0.1))
 
 
 def test_closing_gives_the_model_back(one_rank: Ranks) -> None:
     model, other = Oddities(0), Oddities(0)
-    dense = DenseSync(model, make_optimizer(model, "sgd"), dist.group.WORLD)
+    dense = DenseSync(model, make_optimizer(model, "sgd"))
     make_step(model, dense)
     before = weights_of(model)
     dense.close()
