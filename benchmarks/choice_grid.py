@@ -3,10 +3,12 @@
     PYTHONPATH=. python benchmarks/choice_grid.py [--cells PATTERN] [--sample N] [--limit-s S] ...
 
 A cell is a dataset, a batch size, a network and a number of ranks. In each the dataset is prepared
-and profiled, the machine is calibrated once, and then `hotrec train`, with its own loader and
-ranks, trains the defaults and every candidate in turn, --repeats times over. Every run begins with
+and profiled, the machine is calibrated once, and then the defaults and every candidate are trained
+in turn, --repeats times over, as `hotrec train` trains them, with the run's own loader. The runs of
+a repeat are started together (choice_runs.py), since starting takes longer than they do; and a
+candidate that took CLEARLY_SLOWER times the fastest's step is not repeated. Every run begins with
 the calibrated costs as they were measured: what one run learns is not known to another. Results are
-added to DIRECTORY/<cell>.json after every run, so the same command goes on where it was stopped;
+added to DIRECTORY/<cell>.json after every repeat, so the same command goes on where it was stopped;
 in the end choice_page.py writes the page of all cells that are there.
 
 Hosts are network namespaces (on_hosts.sh), one rank in each; this needs root. Loopback needs none.
@@ -33,7 +35,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.choice_page import DEFAULT, write_page
+from benchmarks.choice_page import DEFAULT, steps_of, write_page
+from benchmarks.choice_runs import ERROR
 from hotrec.bench.machine import machine_facts
 from hotrec.runtime.run_dir import CHECKPOINTS, PARTITION, PLAN_JSON, PREDICTION, SUMMARY
 
@@ -73,8 +76,9 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
 KEPT = (
     *("step_p50_s", "step_p90_s", "measured_step_s", "samples_per_s", "data_wait_frac", "loss"),
     *("predicted_step_s", "pipeline", "policy", "hot_rows", "sent_bytes_total", "elapsed_s"),
-    "peak_resident_bytes",
 )
+# Two runs of one plan differ by 4% in the median; no repeat makes such a candidate the best.
+CLEARLY_SLOWER = 1.2
 SKIPPED = 77  # exit code of on_hosts.sh where there are no namespaces
 END_S = 60.0  # that ranks and namespaces get to end in order
 
@@ -198,6 +202,9 @@ class Grid:
         """
         path = self._options.output / f"{cell.name}.json"
         document = read_cell(path, self._settings(cell))
+        repeats = range(self._options.repeats)
+        if not any(left(document["runs"], repeat) for repeat in repeats):
+            return
         place = self._options.work / cell.name
         overrides = [*self._prepared(cell.data), f"trainer.batch_size={cell.batch_size}"]
         if "calibrated" not in document or not (place / "costs").exists():
@@ -212,16 +219,16 @@ class Grid:
                 )
             document["calibrated"].pop("costs", None)  # a path of this machine
             write_cell(path, document)
-        done = {(run["repeat"], run["candidate"]) for run in document["runs"]}
-        for repeat in range(self._options.repeats):
-            for candidate in turn(repeat):
-                if (repeat, candidate) in done:
-                    continue
-                words = [*overrides, *self._words(candidate), *self._length(document["runs"])]
-                run = self._train(cell, place / f"{repeat}-{candidate}", words)
-                document["runs"].append({"repeat": repeat, "candidate": candidate, **run})
+        for repeat in repeats:
+            while todo := left(document["runs"], repeat):
+                length = self._length(document["runs"])
+                # The first run tells how many steps the others make.
+                begun = todo if document["runs"] else todo[:1]
+                words = {name: [*overrides, *self._words(name), *length] for name in begun}
+                for candidate, run in self._train(cell, place / str(repeat), words).items():
+                    document["runs"].append({"repeat": repeat, "candidate": candidate, **run})
+                    say(f"{cell.name} {repeat} {candidate}: {describe(run)}")
                 write_cell(path, document)
-                say(f"{cell.name} {repeat} {candidate}: {describe(run)}")
 
     def _settings(self, cell: Cell) -> dict[str, Any]:
         names = ("steps", "warmup_steps", "run_s", "trial_s", "busy", "overrides")
@@ -263,43 +270,73 @@ class Grid:
             marker.write_text(json.dumps(figures, indent=1) + "\n")
         return [overrides[0], *paths]
 
-    def _train(self, cell: Cell, run_dir: Path, words: Sequence[str]) -> dict[str, Any]:
-        """Train once; a failure is a result too."""
-        shutil.rmtree(run_dir, ignore_errors=True)
-        costs = run_dir.parent / f"{run_dir.name}-costs"
-        shutil.rmtree(costs, ignore_errors=True)
-        shutil.copytree(run_dir.parent / "costs", costs)
-        load = os.getloadavg()[0]
-        words = [
-            *words,
+    def _train(
+        self, cell: Cell, place: Path, words: Mapping[str, Sequence[str]]
+    ) -> dict[str, dict[str, Any]]:
+        """Train candidates until one fails, which is a result too; returns those by name."""
+        runs = {name: place / name for name in words}
+        for name, run_dir in runs.items():
+            shutil.rmtree(run_dir, ignore_errors=True)
+            run_dir.mkdir(parents=True)
+            shutil.rmtree(place / f"{name}-costs", ignore_errors=True)
+            shutil.copytree(place.parent / "costs", place / f"{name}-costs")
+        of_all = [
             *("trainer.num_epochs=1000000", "trainer.eval_splits=[]", "trainer.resume=none"),
-            *("trainer.log_every_steps=1000000", f"paths.costs={costs}"),
-            f"paths.trials={run_dir}/trials",
+            *("trainer.log_every_steps=1000000", *self._options.overrides),
         ]
+        spec = [
+            [str(to), [*words[n], *of_all, f"paths.costs={to}-costs", f"paths.trials={to}/trials"]]
+            for n, to in runs.items()
+        ]
+        file = place / "runs.json"
+        file.write_text(json.dumps(spec, indent=1) + "\n")
+        load, failure = os.getloadavg()[0], None
+        say(f"{len(runs)} runs -> {place}", indent=True)
+        line = [*self._launcher(cell), "-m", "benchmarks.choice_runs", str(file)]
         try:
-            self._hotrec("train", cell, run_dir, words)
-            found = read_run(run_dir)
+            self._run("train", line, place, len(runs) * self._options.timeout_s)
         except Failed as error:
-            found = {"error": str(error)}
-        # They are as large as the tables.
-        for large in (CHECKPOINTS, PARTITION):
-            shutil.rmtree(run_dir / large, ignore_errors=True)
-        shutil.rmtree(costs)
-        return {**found, "load_average": load}
+            failure = str(error)
+        found: dict[str, dict[str, Any]] = {}
+        for name, run_dir in runs.items():
+            if (run_dir / SUMMARY).exists():
+                found[name] = read_run(run_dir)
+            elif (run_dir / ERROR).exists():
+                found[name] = {"error": (run_dir / ERROR).read_text().strip()}
+            else:
+                found[name] = {"error": failure or "left no summary"}
+            found[name]["load_average"] = load
+            # They are as large as the tables.
+            for large in (run_dir / CHECKPOINTS, run_dir / PARTITION, place / f"{name}-costs"):
+                shutil.rmtree(large, ignore_errors=True)
+            if failure is not None and "error" in found[name]:
+                break  # the others were not begun
+        return found
+
+    def _launcher(self, cell: Cell) -> list[str]:
+        """What starts a module on the cell's ranks."""
+        if cell.network != LOOPBACK:
+            return [str(ROOT / "benchmarks/on_hosts.sh"), cell.network, str(cell.num_ranks)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*launcher, "--local-addr", "localhost", "--nproc-per-node", str(cell.num_ranks)]
 
     def _hotrec(
         self, command: str, cell: Cell | None, run_dir: Path, words: Sequence[str]
     ) -> dict[str, Any]:
         """Run a command of hotrec on the cell's ranks, or on one; returns its figures."""
+        line = [sys.executable, "-m", "hotrec", command, *words, *self._options.overrides]
+        if cell is not None and cell.network == LOOPBACK:
+            line.append(f"launch.num_ranks={cell.num_ranks}")
+        elif cell is not None:
+            line[:1] = self._launcher(cell)
+        say(f"hotrec {command} -> {run_dir}", indent=True)
+        out = self._run(command, line, run_dir, self._options.timeout_s)
+        figures: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return figures
+
+    def _run(self, command: str, line: Sequence[str], run_dir: Path, timeout_s: float) -> str:
         if time.monotonic() >= self._end:
             raise OutOfTime
-        line = ["-m", "hotrec", command, *words, *self._options.overrides]
-        if cell is None or cell.network == LOOPBACK:
-            ranks = [f"launch.num_ranks={cell.num_ranks}"] if cell else []
-            line = [sys.executable, *line, *ranks]
-        else:
-            hosts = [ROOT / "benchmarks/on_hosts.sh", cell.network, cell.num_ranks]
-            line = [*map(str, hosts), *line]
         run_dir.mkdir(parents=True, exist_ok=True)
         environment = {
             **os.environ,
@@ -308,16 +345,14 @@ class Grid:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
         }
-        say(f"hotrec {command} -> {run_dir}", indent=True)
-        code, out, err = run_command(line, environment, self._options.timeout_s)
+        code, out, err = run_command(line, environment, timeout_s)
         if code == SKIPPED:
             raise Skipped(err.strip())
         if code != 0:
             lines = [text for text in err.splitlines() if "error: " in text] or [err[-300:]]
             # The first one; then other ranks say that they lost a rank.
-            raise Failed(f"hotrec {command} ended with {code}: {' '.join(lines[:1])}")
-        figures: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return figures
+            raise Failed(f"{command} ended with {code}: {' '.join(lines[:1])}")
+        return out
 
 
 def run_command(
@@ -373,6 +408,19 @@ def turn(repeat: int) -> list[str]:
     names = [DEFAULT, *CANDIDATES]
     shift = repeat % len(names)
     return [*names[-shift:], *names[:-shift]] if shift else names
+
+
+def left(runs: Sequence[Mapping[str, Any]], repeat: int) -> list[str]:
+    """What is still to be run in a repeat, in its order."""
+    done = {run["candidate"] for run in runs if run["repeat"] == repeat}
+    return [name for name in turn(repeat) if name not in done | slow(runs)]
+
+
+def slow(runs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The candidates that one repeat showed to be out of the question; never the defaults."""
+    steps_s = {name: of[0] for name, of in steps_of(runs).items() if 0 in of}
+    least_s = min(steps_s.values(), default=0.0)
+    return {name for name, s in steps_s.items() if s > CLEARLY_SLOWER * least_s} - {DEFAULT}
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:

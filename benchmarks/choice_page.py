@@ -18,6 +18,7 @@ from hotrec.report.units import show_count, show_frac, show_seconds
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 T = TypeVar("T")
 # What `hotrec train` chooses by itself, among the names of the candidates.
@@ -37,9 +38,10 @@ shaped to the rate both ways; loopback: all ranks on one host. `hot_cold` is the
 cost model chooses for that pipeline; `planner` and `hand_tuned` are TorchRec's plans.
 
 Step: median of a run's steps after the first {warmup_steps}, of rank 0; of several runs their
-median. Ratios are of runs of the same repeat, median over the repeats. Best: the candidate with the
-least step; as the least of several noisy figures it is a little too small. Its plan / best: with
-the run of the candidate that trained the very plan which the defaults chose, in place of their own
+median. A candidate that took 1.2 times the best in the first repeat is trained once. Ratios are of
+runs of the same repeat, median over the repeats. Best: the candidate with the least step; as the
+least of several noisy figures it is a little too small. Its plan / best: with the run of the
+candidate that trained the very plan which the defaults chose, in place of their own
 run. Predicted: error of the defaults' prediction, which a trial may have corrected."""
 
 
@@ -332,12 +334,16 @@ def draw(documents: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         axes.scatter(places, [c.ratio for c in cells], color=run_color(0), label="the defaults")
         for limit in (WITHIN, WITHIN_ALL):
             axes.axhline(1 + limit, linestyle="--", linewidth=0.8, color="gray")
+            text = f" {limit:.0%} more"
+            right = axes.get_yaxis_transform()
+            axes.text(1, 1 + limit, text, transform=right, va="center", color="gray", size=8)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-        axes.set_xlabel("cells, sorted")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("cells, by the ratio of the defaults")
         axes.set_ylabel("step / best candidate's step")
-        axes.legend()
+        figure.legend(loc="outside upper left", ncols=2)
         light_grid(axes, "y")
         figure.savefig(path, dpi=110, metadata={"Software": None})
         plt.close(figure)

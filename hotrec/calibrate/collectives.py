@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hotrec.calibrate.timing import REPEATS_A_ROUND, Series, slowest_rank, time_on_all_ranks
 from hotrec.cost_model.costs import COLLECTIVES, CollectiveCurve, CostsError, Link, World
-from hotrec.runtime.ranks import Ranks, new_group
+from hotrec.runtime.ranks import Group, Ranks
 
 BYTES_PER_FLOAT = 4
 MIN_BYTES = 1024.0
@@ -159,12 +159,19 @@ class Network:
         among_all: Collectives of all ranks.
         in_host: Those of the ranks of a host, with several ranks on several hosts.
         among_hosts: Those of ranks of different hosts, in the same case.
+        groups: The process groups of these two.
     """
 
     world: World
     among_all: Sequence[CurveSeries] = ()
     in_host: Sequence[CurveSeries] = ()
     among_hosts: Sequence[CurveSeries] = ()
+    groups: Sequence[Group] = ()
+
+    def close(self) -> None:
+        """Leave the groups once nothing more is measured."""
+        for group in self.groups:
+            group.close()
 
     @property
     def series(self) -> list[Series]:
@@ -220,16 +227,11 @@ def start_network(ranks: Ranks, *, max_bytes: float, most_s: float) -> Network:
     among_all = start(COLLECTIVES, world, None)
     if not has_levels:
         return Network(world, among_all)
-    inside = _own_group([[h * local + i for i in range(local)] for h in hosts], ranks.rank)
-    between = _own_group([[h * local + i for h in hosts] for i in range(local)], ranks.rank)
-    in_host = start(LINK_KINDS, World(local, local), inside)
-    return Network(world, among_all, in_host, start(LINK_KINDS, World(len(hosts), 1), between))
-
-
-def _own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
-    """Create all groups, which is a collective, and return this rank's."""
-    groups = [new_group(of_group) for of_group in members]
-    return next(group for of, group in zip(members, groups, strict=True) if rank in of)
+    inside = Group("in a host", [[h * local + i for i in range(local)] for h in hosts])
+    between = Group("between hosts", [[h * local + i for h in hosts] for i in range(local)])
+    in_host = start(LINK_KINDS, World(local, local), inside.group)
+    among_hosts = start(LINK_KINDS, World(len(hosts), 1), between.group)
+    return Network(world, among_all, in_host, among_hosts, (inside, between))
 
 
 def measure_overlap(ranks: Ranks, *, max_bytes: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,11 +95,16 @@ def measure_costs(
     budget = Budget(budget_s)
     World(ranks.world_size, ranks.local_world_size)  # validates the number of ranks per host
     warm_memory(ranks.device, target.cap_bytes)
-    workload = CalibrationWorkload(target, ranks, group_alone(ranks))
-    with Progress("calibrate", round(budget_s), unit="s", is_shown=ranks.is_first) as bar:
+    with (
+        Progress("calibrate", round(budget_s), unit="s", is_shown=ranks.is_first) as bar,
+        group_alone(ranks) as alone,
+        ExitStack() as stack,
+    ):
+        workload = CalibrationWorkload(target, ranks, alone)
         load, shown = LoadMeter(), BudgetProgress(bar, budget)
         shown("network")
         network = start_network(ranks, max_bytes=max_bytes, most_s=NETWORK_FRAC * budget_s)
+        stack.callback(network.close)
         overlaps = [measure_overlap(ranks, max_bytes=max_bytes)]
 
         probes = all_probes(workload)
@@ -153,7 +159,7 @@ def measure_costs(
                 "points": {name: [list(astuple(p)) for p in of] for name, of in points.items()},
             },
         )
-        cases, batch_sizes = measure_steps(
+        cases, batch_sizes, num_rows = measure_steps(
             workload,
             costs,
             budget,
@@ -175,7 +181,7 @@ def measure_costs(
             "median_drift_of_steps": median_drift(of_steps),
             "hosts": [asdict(host) for host in hosts],
         },
-        "cut": cut_text(network, max_bytes, batch_sizes, target.batch_size),
+        "cut": cut_text(network, max_bytes, batch_sizes, num_rows, target),
     }
     costs = replace(costs, facts={**costs.facts, **more}, doubts=tuple(doubts))
     return Costs.from_json(broadcast_object(costs.to_json()))
@@ -194,14 +200,20 @@ class BudgetProgress:
 
 
 def cut_text(
-    network: Network, max_bytes: float, batch_sizes: Sequence[int], batch_size: int
+    network: Network,
+    max_bytes: float,
+    batch_sizes: Sequence[int],
+    num_rows: int,
+    target: CalibrationTarget,
 ) -> str | None:
     """What was measured smaller than asked for to keep to the budget; None if nothing was."""
     cut = []
     if network.among_all and network.largest_bytes < 0.9 * max_bytes:
         cut.append(f"messages of up to {network.largest_bytes:,.0f} bytes, not {max_bytes:,.0f}")
-    if max(batch_sizes) < batch_size:
-        cut.append(f"whole steps of batches of up to {max(batch_sizes)}, not {batch_size}")
+    if max(batch_sizes) < target.batch_size:
+        cut.append(f"whole steps of batches of up to {max(batch_sizes)}, not {target.batch_size}")
+    if num_rows < sum(target.table_rows):
+        cut.append(f"whole steps on tables of {num_rows:,} rows, not {sum(target.table_rows):,}")
     return f"measured {' and '.join(cut)}, to keep to calibrate.budget_s" if cut else None
 
 

@@ -9,6 +9,7 @@ from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -23,7 +24,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.calibrate.timing import Probe, Work
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
+from hotrec.cost_model.look_ahead import MOVEMENTS
 from hotrec.data.batch import Batch
+from hotrec.embedding.cached_rows import RowMover
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.hot_reduce import HotReducer
@@ -37,7 +40,7 @@ from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedGroup
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
-from hotrec.types import HotExchange, OptimizerKind
+from hotrec.types import HotExchange, OptimizerKind, Rows
 
 # At most this many ranks' requests are merged into one lookup.
 MAX_REQUESTING_RANKS = 8
@@ -72,6 +75,10 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
         *(Probe(name, partial(_hot_work, workload, name), sizes) for name in HOT_PROBES),
         *replicated_probes(workload),
         *row_probes(workload),
+        *(
+            Probe(name, partial(_move_rows, workload, name), at_dim, is_by_items=False)
+            for name in MOVEMENTS
+        ),
     ]
 
 
@@ -85,7 +92,7 @@ def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
     """Concatenate hot and cold rows, pool them into bags, and run backward."""
     samples: list[KeyedJaggedTensor] = workload.features(workload.samples, num_ids)
     turns = cycle([workload.router(features).groups[0] for features in samples])
-    num_bags = samples[0].stride() * workload.num_columns
+    num_ids = samples[0].values().numel()
     grad = torch.randn(samples[0].stride(), workload.num_columns * dim, device=workload.device)
     num_hot_keys = len(next(iter(workload.router.groups.values())).hot_tables)
 
@@ -100,7 +107,7 @@ def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
         routed, rows = prepared
         pool_rows(torch.cat(rows), routed, workload.num_columns).backward(grad)
 
-    return Work(run, num_bags, 4 * dim * num_bags, prepare)
+    return Work(run, num_ids, 4 * dim * num_ids, prepare)
 
 
 def _copy(workload: CalibrationWorkload, num_rows: int, dim: int) -> Work:
@@ -197,9 +204,8 @@ class _Hot:
 
     def replicas(self) -> HotReplicas:
         """A new module on the same weights, with no touched rows."""
-        return HotReplicas(
-            self.weight, self.num_rows_T, self.dim, self.workload.alone, HotExchange.touched_rows
-        )
+        group = self.workload.alone.group
+        return HotReplicas(self.weight, self.num_rows_T, self.dim, group, HotExchange.touched_rows)
 
     def slots(self) -> list[torch.Tensor]:
         """Flat slots of the rows of each batch, ascending."""
@@ -385,6 +391,33 @@ def _look_up(module: Any, features: KeyedJaggedTensor) -> torch.Tensor:
     return rows
 
 
+def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int) -> Work:
+    """Move distinct rows with their state into slots or back, as look-ahead's threads do."""
+    state_floats = row_spec(workload).state_bytes_per_row(dim) // 4
+    most_rows = max(number for number, _ in workload.sizes())
+    num_all = max(most_rows, workload.target.cap_bytes // (4 * (dim + state_floats)))
+    generator = torch.Generator().manual_seed(workload.target.seed)
+
+    def build() -> tuple[RowMover, torch.Tensor]:
+        # Written, or all pages would be one.
+        host = [torch.ones(num_all, width) for width in (dim, state_floats) if width]
+        held = [torch.ones(most_rows, *part.shape[1:], device=workload.device) for part in host]
+        return RowMover(host, held, workload.device), torch.randperm(num_all, generator=generator)
+
+    mover, order = workload.once("mover", dim, build)
+    turns = cycle(order[: num_all // num_rows * num_rows].view(-1, num_rows).numpy())
+    slots = np.arange(num_rows, dtype=np.int32)
+
+    def fetch(rows: Rows) -> None:
+        mover.fetch(rows, slots, slots[:0])
+
+    def return_rows(rows: Rows) -> None:
+        mover.put_back(rows, mover.read_slots(slots), 0)
+
+    run = fetch if name == "fetch_slot" else return_rows
+    return Work(run, num_rows, mover.row_bytes * num_rows, lambda: np.sort(next(turns)))
+
+
 def row_spec(workload: CalibrationWorkload) -> OptimizerSpec:
     """The optimizer of sharded rows: the configured one where the device supports it."""
     spec, _ = workload.specs
@@ -424,11 +457,11 @@ def _merge(messages: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 def replicated_probes(workload: CalibrationWorkload) -> list[Probe]:
     """TorchRec's data-parallel tables: those with fewer rows than a batch has samples."""
     most_rows = workload.target.batch_size
-    small = [rows for rows in workload.target.table_rows if rows <= most_rows]
-    table_rows = small or [min(most_rows, min(workload.target.table_rows))]
-    of_small = CalibrationWorkload(
-        replace(workload.target, table_rows=table_rows, schema=None), workload.ranks, workload.alone
-    )
+    least_rows = min(workload.target.table_rows)
+    target = workload.target.only(lambda rows: rows <= max(most_rows, least_rows))
+    table_rows = [min(most_rows, rows) for rows in target.table_rows]
+    target = replace(target, table_rows=table_rows)
+    of_small = CalibrationWorkload(target, workload.ranks, workload.alone)
     # Enough rows that their cost stands out from that of the call.
     total = max(sum(table_rows), 8 * most_rows, MIN_REPLICATED_ROWS)
     rows = [max(1, total // 16), max(2, total // 4), max(3, total)]

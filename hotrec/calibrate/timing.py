@@ -26,7 +26,7 @@ MIN_REPEATS = 2
 NUM_WARM = 3
 # Written between calls on CPU: more than a core's own cache, less than the shared one.
 FILLED_BYTES = 8 << 20
-# Every call is measured in so many rounds, if time allows, or drift would not show.
+# Minimum number of rounds of every call, if time allows; fewer would not show drift.
 MIN_ROUNDS = 2
 REPEATS_A_ROUND = 4
 # A call is measured no more when the relative standard error of its median is below.
@@ -249,8 +249,8 @@ class Series(Repeats):
     """A call that can be measured once more.
 
     Args:
-        measure: Runs so many untimed and then timed calls, and returns the seconds of each of the
-            latter by rank, equal on every rank; collective.
+        measure: Runs a number of untimed and a number of timed calls, and returns the seconds of
+            each timed call by rank, equal on every rank; collective.
     """
 
     measure: Callable[[int, int], list[list[float]]] = field(kw_only=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.bench.samples import ZipfTables
@@ -18,8 +17,8 @@ from hotrec.planning.policies import choose_all_cold, choose_fraction
 from hotrec.planning.unsharded import optimizer_specs
 from hotrec.routing.features import Column
 from hotrec.routing.router import Router
-from hotrec.runtime.ranks import Ranks, new_group
-from hotrec.types import Partition, Schema
+from hotrec.runtime.ranks import Group, Ranks
+from hotrec.types import Partition, Rows, Schema
 
 T = TypeVar("T")
 # Each call reads another batch, as each step does, or its rows would still be in the CPU cache.
@@ -45,6 +44,8 @@ class CalibrationTarget:
         cap_bytes: Memory per rank for tables; the largest tables are cut to fit.
         seed: Seed of the samples.
         schema: Columns of the dataset, whose names the model may tell apart; None for others.
+        bag_lengths: Lengths of some of the data's bags, by feature, among which batches draw; None
+            for one id each. What a bag costs is in the cost of its ids, so it depends on these.
     """
 
     table_rows: Sequence[int]
@@ -56,6 +57,25 @@ class CalibrationTarget:
     cap_bytes: int = 256 << 20
     seed: int = 0
     schema: Schema | None = None
+    bag_lengths: Sequence[Rows] | None = None
+
+    @property
+    def ids_per_sample(self) -> float:
+        """Mean ids of a sample, of all features; at least one."""
+        if self.bag_lengths is None:
+            return float(len(self.table_rows))
+        return max(1.0, sum(float(lengths.mean()) for lengths in self.bag_lengths))
+
+    def only(self, is_kept: Callable[[int], bool]) -> CalibrationTarget:
+        """The target with those features alone whose tables have so many rows."""
+        kept = [at for at, rows in enumerate(self.table_rows) if is_kept(rows)]
+        lengths = self.bag_lengths
+        return replace(
+            self,
+            table_rows=[self.table_rows[at] for at in kept],
+            bag_lengths=None if lengths is None else [lengths[at] for at in kept],
+            schema=None,
+        )
 
 
 def cut_tables(table_rows: Sequence[int], most_rows: int) -> list[int]:
@@ -81,7 +101,7 @@ class CalibrationWorkload:
 
     target: CalibrationTarget
     ranks: Ranks
-    alone: dist.ProcessGroup
+    alone: Group
     _built: dict[str, tuple[object, Any]] = field(default_factory=dict)
     _drawn: dict[tuple[int, int], list[KeyedJaggedTensor]] = field(default_factory=dict)
 
@@ -99,8 +119,8 @@ class CalibrationWorkload:
 
     @property
     def num_ids(self) -> int:
-        """Number of ids in a batch, one per feature and sample."""
-        return self.target.batch_size * self.num_columns
+        """Mean number of ids in a batch."""
+        return round(self.target.batch_size * self.target.ids_per_sample)
 
     @cached_property
     def specs(self) -> tuple[OptimizerSpec, OptimizerSpec]:
@@ -132,6 +152,7 @@ class CalibrationWorkload:
             num_dense=self.target.num_dense,
             seed=self.target.seed,
             columns=self.target.schema,
+            bag_lengths=self.target.bag_lengths,
         )
 
     @cached_property
@@ -169,7 +190,7 @@ class CalibrationWorkload:
 
     def features(self, samples: ZipfTables, num_ids: int) -> list[KeyedJaggedTensor]:
         """NUM_SAMPLES batches of about ``num_ids`` ids each."""
-        batch_size = max(1, num_ids // self.num_columns)
+        batch_size = max(1, int(num_ids / self.target.ids_per_sample))
         key = (id(samples), batch_size)
         if key not in self._drawn:
             rank, world_size = self.ranks.rank, self.ranks.world_size
@@ -188,6 +209,6 @@ class CalibrationWorkload:
         return built
 
 
-def group_alone(ranks: Ranks) -> dist.ProcessGroup:
+def group_alone(ranks: Ranks) -> Group:
     """A process group of this rank alone; collective."""
-    return [new_group([rank]) for rank in range(ranks.world_size)][ranks.rank]
+    return Group("alone", [[rank] for rank in range(ranks.world_size)])

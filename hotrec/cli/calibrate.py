@@ -9,24 +9,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hotrec.calibrate.fit import fit_from_run
+from hotrec.calibrate.loader import SPLIT
 from hotrec.calibrate.measure import costs_table, measure_costs
 from hotrec.calibrate.workload import CalibrationTarget
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.watched import watched_ranks
-from hotrec.config.groups import LayeredConfig
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.store import write_costs
-from hotrec.data.chunks import Dataset
+from hotrec.data.chunks import Dataset, Jagged
 from hotrec.planning.unsharded import chosen_device
 from hotrec.runtime.ranks import broadcast_object, same_verdict
-from hotrec.types import Schema
+from hotrec.types import Rows, Schema
 
 logger = logging.getLogger(__name__)
 
 # Used without a dataset: the columns of the Criteo logs, tables larger than the cache.
 STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE = 26, 100_000, 13
+# Bags of each feature whose lengths are drawn from.
+NUM_BAGS = 16_384
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -40,9 +44,10 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         return _figures(costs, target, start_s)
     device = chosen_device(config.trainer.device)
     with watched_ranks(run_dir, device=device, timeout_s=config.trainer.timeout_s) as ranks:
-        table_rows, num_dense, schema = same_verdict(
-            lambda: _read_sizes(config.paths.dataset, shows_warning=ranks.is_first)
-        )
+        sizes = same_verdict(lambda: _read_sizes(config.paths.dataset) if ranks.is_first else None)
+        sizes = broadcast_object(sizes)
+        assert sizes is not None
+        table_rows, num_dense, schema, bag_lengths = sizes
         dataset = Path(config.paths.dataset)
         # All ranks alike, whatever a file system shows each of them.
         is_there = broadcast_object(dataset.exists())
@@ -54,8 +59,8 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             batch_size=config.trainer.batch_size,
             cap_bytes=settings.cap_mib << 20,
             seed=config.trainer.seed,
-            # Other models tell columns apart by no name.
-            schema=None if isinstance(config.model, LayeredConfig) else schema,
+            schema=schema if config.model.names_columns else None,
+            bag_lengths=bag_lengths,
         )
         costs = measure_costs(
             ranks,
@@ -72,20 +77,40 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     return _figures(costs, target, start_s)
 
 
-def _read_sizes(dataset: str, *, shows_warning: bool) -> tuple[list[int], int, Schema | None]:
-    """The rows of each feature's table, the number of dense columns, and the columns."""
-    if not Path(dataset).exists():
-        if shows_warning:
-            logger.warning(
-                "paths.dataset %s does not exist: calibrating on %d tables of %d rows with one id "
-                "a sample each and %d dense columns, without the loader. Calibrate again after "
-                "prepare",
-                *(dataset, STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE),
-            )
-        return [STAND_IN_ROWS] * STAND_IN_TABLES, STAND_IN_DENSE, None
-    schema = Dataset.open(dataset).schema
+# Table rows of each feature, number of dense columns, columns, and lengths of bags by feature.
+Sizes = tuple[list[int], int, Schema | None, list[Rows] | None]
+
+
+def _read_sizes(path: str) -> Sizes:
+    if not Path(path).exists():
+        logger.warning(
+            "paths.dataset %s does not exist: calibrating on %d tables of %d rows with one id "
+            "a sample each and %d dense columns, without the loader. Calibrate again after "
+            "prepare",
+            *(path, STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE),
+        )
+        return [STAND_IN_ROWS] * STAND_IN_TABLES, STAND_IN_DENSE, None, None
+    dataset = Dataset.open(path)
+    schema = dataset.schema
     rows = {table.name: table.num_rows for table in schema.tables}
-    return [rows[feature.table] for feature in schema.features], len(schema.dense), schema
+    table_rows = [rows[feature.table] for feature in schema.features]
+    return table_rows, len(schema.dense), schema, _bag_lengths(dataset)
+
+
+def _bag_lengths(dataset: Dataset) -> list[Rows] | None:
+    """Lengths of the first bags of each feature; None if no feature has bags, or no samples."""
+    if dataset.num_samples(SPLIT) == 0:
+        return None
+    block = dataset.block(SPLIT, 0)
+    features = [block.features[feature.name] for feature in dataset.schema.features]
+    if not any(isinstance(ids, Jagged) for ids in features):
+        return None
+    return [
+        np.diff(ids.offsets[: NUM_BAGS + 1]).astype(np.int64)
+        if isinstance(ids, Jagged)
+        else np.ones(1, np.int64)
+        for ids in features
+    ]
 
 
 def _figures(costs: Costs, target: Path, start_s: float) -> dict[str, Any]:

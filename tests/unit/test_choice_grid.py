@@ -13,7 +13,6 @@ import pytest
 from benchmarks.choice_grid import (
     CANDIDATES,
     NO_TRIAL,
-    Failed,
     Grid,
     all_cells,
     choose_cells,
@@ -23,6 +22,7 @@ from benchmarks.choice_grid import (
     read_cell,
     read_run,
     sample_cells,
+    slow,
     turn,
 )
 from benchmarks.choice_page import DEFAULT, judge, summarize, verdict, write_page
@@ -211,16 +211,21 @@ class FakeGrid(Grid):
         self.commands: list[tuple[str, list[str]]] = []
         self._files = {p.name: p.read_bytes() for p in run_dir.iterdir() if p.is_file()}
 
-    def _hotrec(self, command: str, cell: Any, run_dir: Path, words: Any) -> dict[str, Any]:
-        self.commands.append((command, list(words)))
-        if "placement.plan=planner" in words:
-            raise Failed("no")
-        run_dir.mkdir(parents=True)
-        for name, content in self._files.items():
-            (run_dir / name).write_bytes(content)
+    def _run(self, command: str, line: Any, run_dir: Path, timeout_s: float) -> str:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        runs = [[str(run_dir), line]]
+        if command == "train":
+            runs = json.loads(Path(line[-1]).read_text())
+        for place, words in runs:
+            self.commands.append((command, words))
+            if "placement.plan=planner" in words:
+                (Path(place) / "error.txt").write_text("no")
+                continue
+            for name, content in self._files.items():
+                (Path(place) / name).write_bytes(content)
         if command == "calibrate":
             (run_dir.parent / "costs").mkdir()
-        return {"command": command}
+        return json.dumps({"command": command})
 
 
 def test_a_cell_goes_on_where_it_stopped(tmp_path: Path, run_dir: Path) -> None:
@@ -242,6 +247,13 @@ def test_a_cell_goes_on_where_it_stopped(tmp_path: Path, run_dir: Path) -> None:
     again = FakeGrid(parse(words), run_dir)
     again.run(cell)
     assert [command for command, _ in again.commands] == ["train"] * 3
+
+
+def test_what_is_clearly_slower_is_not_repeated() -> None:
+    found = runs([30.0], hot_cold__base=[10], planner__base=[11.9], hand_tuned__base=[12.1])
+    assert slow(found) == {"hand_tuned-base"}
+    found[-1]["repeat"] = 1  # another repeat says nothing about this
+    assert slow(found) == set()
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +18,13 @@ from hotrec.calibrate.workload import (
     cut_tables,
     group_alone,
 )
-from hotrec.config.groups import RowwiseAdagradConfig, TwoTowerConfig
+from hotrec.config.groups import (
+    DinConfig,
+    DlrmConfig,
+    ModelConfig,
+    RowwiseAdagradConfig,
+    TwoTowerConfig,
+)
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Feature, Schema, Table
@@ -45,14 +53,23 @@ def test_the_table_names_every_kernel_and_link() -> None:
     assert "118 MB/s" in costs_table(BUILTIN["cpu_1gbit"])
 
 
-def test_models_that_tell_columns_apart_get_those_of_the_dataset(one_rank: Ranks) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        TwoTowerConfig(embedding_dim=8, item_columns=["item", "price"], tower_layer_sizes=[4]),
+        DinConfig(embedding_dim=8, dense_layer_sizes=[8], attention={"seen": "item"}),
+    ],
+)
+def test_models_that_tell_columns_apart_get_those_of_the_dataset(
+    model: ModelConfig, one_rank: Ranks
+) -> None:
     """With a table that two features share, and one too large to be replicated."""
     schema = Schema(
         dense=("price",),
-        features=(Feature("user", "u"), Feature("item", "i"), Feature("seen", "i")),
+        features=(Feature("user", "u"), Feature("item", "i"), Feature("seen_1", "i")),
         tables=(Table("i", 500), Table("u", 5)),
     )
-    model = TwoTowerConfig(embedding_dim=8, item_columns=["item", "price"], tower_layer_sizes=[4])
+    assert model.names_columns
     target = CalibrationTarget(
         [5, 500, 500],
         model,
@@ -69,5 +86,32 @@ def test_models_that_tell_columns_apart_get_those_of_the_dataset(one_rank: Ranks
         assert work.num_items > 0
     # By names of its own there is no such column.
     unnamed = CalibrationWorkload(replace(target, schema=None), one_rank, group)
-    with pytest.raises(ValueError, match=r"^model\.item_columns: .*'C1', .* got \['item'"):
+    with pytest.raises(ValueError, match=r"^model\.(item_columns|attention): .*'C1', "):
         all_probes(unnamed)
+
+
+def test_bags_have_lengths_of_the_data(one_rank: Ranks) -> None:
+    """Ids are counted, not bags, and a kernel's work has about the ids that it is asked for."""
+    lengths = [np.array([1]), np.array([0, 20, 40])]
+    config, optimizer = DlrmConfig(embedding_dim=8), RowwiseAdagradConfig(learning_rate=0.1)
+    target = CalibrationTarget(
+        [50, 5000], config, optimizer, num_dense=0, batch_size=512, bag_lengths=lengths
+    )
+    workload = CalibrationWorkload(target, one_rank, group_alone(one_rank))
+    assert workload.num_ids == 512 * 21
+    batches = workload.features(workload.samples, workload.num_ids)
+    of_bags = torch.stack([batch.lengths().view(2, -1) for batch in batches])
+    assert of_bags.shape == (10, 2, 512)
+    assert set(of_bags[:, 0].unique().tolist()) == {1}
+    assert set(of_bags[:, 1].unique().tolist()) == {0, 20, 40}
+    counts = workload.samples.count(1000)
+    assert [of.sum() for of in counts.values()] == [1000, 20_000]
+    for probe in all_probes(workload):
+        if probe.name in ("route", "pool", "pooled_device"):
+            num_ids, dim = probe.sizes[-1]
+            work = probe.make(num_ids, dim)
+            assert work.num_items == pytest.approx(num_ids, rel=0.1)
+            work.run(work.prepare())
+    assert target.only(lambda rows: rows > 50) == replace(
+        target, table_rows=[5000], bag_lengths=lengths[1:]
+    )

@@ -1,0 +1,43 @@
+"""Training runs one after the other on the same ranks: `hotrec train` without its start each time.
+
+    torchrun ... -m benchmarks.choice_runs RUNS
+
+RUNS is a JSON file of [run directory, words of the configuration] by run. Each run begins as in a
+process of its own, except that memory which earlier runs freed is there already. A run that its
+configuration cannot have leaves the reason in its directory, and the next one begins.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+from hotrec.cli.store import build_config, compose_config
+from hotrec.planning.unsharded import chosen_device
+from hotrec.runs.train import run_training
+from hotrec.runtime.ranks import barrier, process_group
+
+ERROR = "error.txt"
+
+
+def train_all(file: Path) -> None:
+    """Train every run of the file, on the ranks that torchrun describes; collective."""
+    runs = [(Path(place), words) for place, words in json.loads(file.read_text())]
+    configs = [build_config(compose_config("config", words)) for _, words in runs]
+    trainer = configs[0].trainer
+    device = chosen_device(trainer.device)
+    with process_group(device=device, timeout_s=trainer.timeout_s) as ranks:
+        for (run_dir, _), config in zip(runs, configs, strict=True):
+            try:
+                run_training(config, run_dir, ranks)
+            except ValueError as error:  # the same on every rank
+                if ranks.is_first:
+                    (run_dir / ERROR).write_text(f"{error}\n")
+            gc.collect()  # ends the loader's workers
+            barrier()
+
+
+if __name__ == "__main__":
+    train_all(Path(sys.argv[1]))
