@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
@@ -86,7 +85,8 @@ FLAGS_OF_HELP = ("-h", "--help")
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
 EXIT_CODE_OF_SIGPIPE = 128 + signal.SIGPIPE
-_sigterm_came = threading.Event()
+# The signals that end this process, in the order of their coming.
+_came: list[int] = []
 
 Figures = dict[str, Any]
 
@@ -166,9 +166,9 @@ def _check_processes(invocation: Invocation) -> None:
 
 @contextmanager
 def _prepared_process(invocation: Invocation) -> Iterator[None]:
-    """Set what Hydra reads from the process, and turn SIGTERM into an exit."""
-    saved_words, saved_handler = sys.argv, signal.getsignal(signal.SIGTERM)
-    saved_hang_up = signal.getsignal(signal.SIGHUP)
+    """Set what Hydra reads from the process, and turn signals into an exit."""
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    saved_words, handlers = sys.argv, {number: signal.getsignal(number) for number in numbers}
     try:
         decide_run_dir(invocation.name, invocation.words, is_multirun=invocation.is_multirun)
         # With this variable Hydra raises errors instead of printing them in its own way.
@@ -185,18 +185,20 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
         if PARENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
         # An exit unwinds, so that half-written artifacts are removed.
-        _sigterm_came.clear()
-        signal.signal(signal.SIGTERM, _exit_on_sigterm)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+        _came.clear()
+        signal.signal(signal.SIGTERM, _end_by)
+        if handlers[signal.SIGHUP] != signal.SIG_IGN:  # as nohup sets it
             signal.signal(signal.SIGHUP, _hang_up)
+        if handlers[signal.SIGINT] is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _end_by)
         with nullcontext() if is_under_torchrun() else private_temporary_directory():
             try:
                 yield
             finally:
                 end_workers()
     finally:
-        signal.signal(signal.SIGTERM, saved_handler)
-        signal.signal(signal.SIGHUP, saved_hang_up)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         sys.argv = saved_words
         for key in (RUN_DIR, FULL_TRACE):
             os.environ.pop(key, None)
@@ -233,12 +235,21 @@ def _check_flags(flags: Sequence[str]) -> None:
             f"flags {' '.join(flags)}: expected those of --help, got {error}."
         ) from error
     if unknown:
-        raise ValueError(f"{unknown[0]}: expected one of the flags of --help, got another.")
+        key = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
+        raise ValueError(
+            f"{unknown[0]}: expected one of the flags of --help, got another. Settings have no "
+            f"dashes: {key}=<value>."
+        )
 
 
-def _exit_on_sigterm(number: int, _frame: FrameType | None) -> None:
-    _sigterm_came.set()
-    raise SystemExit(EXIT_CODE_OF_SIGTERM)
+def _end_by(number: int, _frame: FrameType | None) -> None:
+    _came.append(number)
+    raise _ending(number)
+
+
+def _ending(number: int) -> BaseException:
+    """What unwinds the program after a signal."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _hang_up(number: int, _frame: FrameType | None) -> None:
@@ -319,8 +330,8 @@ def _run_job(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int
     except CommandFailed as failure:
         return failure.exit_code
     except Exception as error:
-        if _sigterm_came.is_set():  # torch may turn the exit into an error of its own
-            raise SystemExit(EXIT_CODE_OF_SIGTERM) from error
+        if _came:  # torch may turn what unwinds into an error of its own
+            raise _ending(_came[0]) from error
         if is_reader_gone(error):
             return EXIT_CODE_OF_SIGPIPE
         log_trace(error)

@@ -139,6 +139,11 @@ def _integer(name: str, default: int) -> int:
 def decide_run_dir(command: str, overrides: Sequence[str], *, is_multirun: bool) -> str:
     """The run's directory, the same on every rank; also put into the environment for Hydra."""
     chosen = os.environ.get(RUN_DIR)
+    if chosen and "://" in chosen:
+        raise ValueError(
+            f"{RUN_DIR}: expected a directory of this host, got {chosen!r}. Name one, and copy it "
+            "to the store afterwards."
+        )
     if not chosen:
         chosen = _propose(command, overrides, is_multirun=is_multirun)
         if is_under_torchrun() and environment_world_size() > 1:

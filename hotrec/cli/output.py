@@ -30,7 +30,7 @@ from omegaconf.errors import (
 )
 
 from hotrec.cli.launch import environment_rank, rank_prefix
-from hotrec.cli.told import tell_once
+from hotrec.cli.print_once import print_once
 from hotrec.config.fields import VARIANTS
 from hotrec.runtime.progress import Progress, is_line_of_progress
 
@@ -124,7 +124,7 @@ def print_error(error: BaseException, *, wants_trace: bool) -> None:
         sys.stderr.write("".join(f"{rank_prefix()}{line}\n" for line in lines))
         sys.stderr.flush()
 
-    tell_once("\n".join(lines), write, origin=getattr(error, "of_rank", None))
+    print_once("\n".join(lines), write, origin=getattr(error, "of_rank", None))
 
 
 def _describe(error: BaseException) -> str:

@@ -82,7 +82,13 @@ def _warn_of_drift(landmarks: list[dict[str, Any]]) -> None:
 def sampling_of(profile: ProfileConfig) -> Sampling:
     """What is counted, as configured."""
     frac = profile.sample_frac if profile.mode is ProfileMode.sample else 1.0
-    return Sampling(frac, profile.seed, profile.min_count, profile.confidence)
+    return Sampling(
+        frac,
+        profile.seed,
+        profile.min_count,
+        profile.confidence,
+        profile.half_life_samples,
+    )
 
 
 def blocks_of(dataset: Dataset, split: str, bar: Progress | None = None) -> Iterator[Block]:

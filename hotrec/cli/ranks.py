@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
 from hotrec.cli.launch import end_with_parent
-from hotrec.cli.told import note_of, notes_folder
+from hotrec.cli.print_once import note_of, notes_folder
 from hotrec.runtime.watchdog import EXIT_CODE
 
 # Exit codes that follow from another rank's end: the watchdog's, then that of torchrun's SIGTERM.
@@ -54,7 +54,7 @@ def ended_first(failures: Mapping[int, ProcessFailure]) -> int:
     return min(failures, key=order)
 
 
-def has_told(rank: int, failure: ProcessFailure) -> bool:
+def was_printed(rank: int, failure: ProcessFailure) -> bool:
     """Whether the rank failed in good order, and what ended it has been printed."""
     notes = notes_folder(failure.error_file)
     return failure.exitcode == 1 and notes is not None and note_of(notes, rank).exists()
@@ -113,7 +113,7 @@ def main() -> int:
     except ChildFailedError as error:
         rank = ended_first(error.failures)
         code = error.failures[rank].exitcode
-        if not has_told(rank, error.failures[rank]):
+        if not was_printed(rank, error.failures[rank]):
             print(f"error: rank {rank} ended first, with exit code {code}.", file=sys.stderr)
         return code if code >= 0 else 128 - code
     except SignalException as error:

@@ -1,4 +1,4 @@
-"""After ``--multirun`` of plan or train: the table and the page that compare its jobs.
+"""After ``--multirun`` of plan, train or run: the table and the page that compare its jobs.
 
 Hydra makes a ``Sweep`` for every command (conf/hydra/default.yaml); it acts on sweeps of these,
 and records each job's overrides before the job, so that the page shows failed jobs too.
@@ -21,7 +21,9 @@ from hotrec.cli.output import print_error
 from hotrec.config.roots import ReportConfig
 from hotrec.runtime.run_dir import POINT
 
-PLAN, TRAIN = "plan", "train"
+PLAN, TRAIN, RUN = "plan", "train", "run"
+# What ``hotrec run`` trains with run.compare=true: the placement, and its directory beside TRAIN.
+BASELINE = "torchrec"
 # What the page of a sweep of plan needs of each job besides its overrides.
 FIELDS = {
     "num_ranks": "plan.world_size",
@@ -72,14 +74,22 @@ class Sweep(Callback):
         if not self._is_compared(config):
             return
         with _exit_on_error():
-            point: dict[str, Any] = {
-                "overrides": dict(map(_split_override, config.hydra.overrides.task))
-            }
+            overrides = dict(map(_split_override, config.hydra.overrides.task))
+            point: dict[str, Any] = {"overrides": overrides}
             if self._command == PLAN:
                 point |= {name: OmegaConf.select(config, key) for name, key in FIELDS.items()}
                 point[MIN_SAMPLES_PER_S] = config.plan.min_samples_per_s
-            text = json.dumps(point, indent=2) + "\n"
-            (Path(config.hydra.runtime.output_dir) / POINT).write_text(text, encoding="utf-8")
+            job_dir = Path(config.hydra.runtime.output_dir)
+            points = {job_dir: point}
+            if self._command == RUN:  # which trains in directories of its own
+                points = {job_dir / TRAIN: point}
+                if config.run.compare:
+                    theirs = {**overrides, "placement": BASELINE}
+                    points[job_dir / BASELINE] = {"overrides": theirs}
+            for folder, content in points.items():
+                folder.mkdir(exist_ok=True)
+                text = json.dumps(content, indent=2) + "\n"
+                (folder / POINT).write_text(text, encoding="utf-8")
 
     def on_multirun_end(self, config: DictConfig, **_kwargs: Any) -> None:
         """Write the page and its data into the sweep's directory; the table to stderr."""
@@ -94,11 +104,11 @@ class Sweep(Callback):
                 write_report_of_sweep(sweep_dir)
 
     def _is_compared(self, config: DictConfig) -> bool:
-        return config.hydra.mode == RunMode.MULTIRUN and self._command in (PLAN, TRAIN)
+        return config.hydra.mode == RunMode.MULTIRUN and self._command in (PLAN, TRAIN, RUN)
 
 
 def write_report_of_sweep(sweep_dir: Path) -> None:
-    """Compare the jobs of a sweep of train in report.html, report.json and sweep.csv.
+    """Compare the jobs of a sweep of train or run in report.html, report.json and sweep.csv.
 
     The table is printed on stderr. Nothing is written where no job has recorded a figure: their
     errors have been printed.

@@ -214,7 +214,10 @@ def _trim_zeros(text: str) -> str:
 
 
 def draw_caches(document: Content) -> Figure:
-    """Hits and bytes of replayed caches by size, a line per policy; see ``hotrec cache``."""
+    """Hits and bytes of replayed caches by size, a line per policy; see ``hotrec cache``.
+
+    A dashed line is what a plan predicts of look-ahead.
+    """
     panels = {
         "Lookups that hit": (lambda one: one["lookup_hit_frac"], PercentFormatter(1.0, decimals=0)),
         "Bytes per batch, both ways": (
@@ -234,6 +237,13 @@ def draw_caches(document: Content) -> Figure:
                 sizes = [one["num_slots"] / document["num_rows"] for one in of_policy]
                 values = [value_of(one) for one in of_policy]
                 axes.plot(sizes, values, "o-", color=run_color(position), label=policy)
+            predicted = document["predicted"]
+            axes.plot(
+                [one["num_slots"] / document["num_rows"] for one in predicted],
+                [value_of(one) for one in predicted],
+                "k--",
+                label="look_ahead, predicted",
+            )
             axes.set_title(title)
             axes.set_xscale("log")
             axes.set_xticks(ticks, [f"{100 * frac:.3g}%" for frac in ticks])

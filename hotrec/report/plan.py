@@ -69,6 +69,8 @@ EXPECTED: tuple[Column, ...] = (
     ("Of these, rows that some rank reads in the next step too", "urgent_rows", show_count),
     ("Samples whose lookups are all hot", "all_hot_frac", show_frac),
     ("Cold rows found in the device's cache", "cache_hit_frac", show_frac),
+    ("Fetched into slots per rank and step", "fetched_bytes", show_bytes),
+    ("Written back from slots per rank and step", "returned_bytes", show_bytes),
 )
 
 Document = Mapping[str, Any]

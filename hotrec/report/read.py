@@ -172,6 +172,12 @@ class Run:
     is_empty: bool
 
     @property
+    def job(self) -> str:
+        """Its name among the jobs of a sweep: 3, or 3/train where job 3 is of ``hotrec run``."""
+        above, name = self.path.parent.name, self.path.name
+        return f"{above}/{name}" if above.isdigit() and not name.isdigit() else name
+
+    @property
     def splits(self) -> list[str]:
         return list(dict.fromkeys(str(line.get("split")) for line in self.evals))
 
@@ -244,7 +250,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
 def find_jobs(sweep_dir: Path, *names: str) -> list[Path]:
     """The directories below that hold one of the named files, numbers by value."""
     folders = {path.parent for name in names for path in sweep_dir.rglob(name)}
-    return sorted(folders, key=lambda path: (not path.name.isdigit(), path.name.zfill(9), path))
+    return sorted(folders, key=lambda path: [part.zfill(9) for part in path.parts])
 
 
 def varied_overrides(runs: Iterable[Run]) -> list[str]:

@@ -28,7 +28,7 @@ def sweep_records(jobs: Sequence[Run]) -> list[dict[str, Any]]:
     varied = varied_overrides(jobs)
     return [
         {
-            "job": job.path.name,
+            "job": job.job,
             **{key: job.overrides.get(key) for key in varied},
             **{name: job.number(name) for name in SWEPT},
             "finished": job.summary["finished"],
@@ -57,7 +57,7 @@ def sweep_table(jobs: Sequence[Run], baseline: Run | None) -> Table:
         settings = [job.overrides.get(key, DASH) for key in varied]
         figures = [show_known(measure.show, job.number(measure.name)) for measure in measures]
         end = "yes" if job.summary["finished"] else "failed" if job.is_empty else "no"
-        cells: list[str | Cell] = [Cell(job.path.name, color=color), *settings, *figures, end]
+        cells: list[str | Cell] = [Cell(job.job, color=color), *settings, *figures, end]
         return cells if baseline is None else [*cells, against(job, baseline)]
 
     def against(job: Run, other: Run) -> str:
@@ -68,7 +68,7 @@ def sweep_table(jobs: Sequence[Run], baseline: Run | None) -> Table:
 
     header = ["Job", *varied, *(measure.label for measure in measures), "Finished"]
     if baseline is not None:
-        header.append(f"Step against job {baseline.path.name}")
+        header.append(f"Step against job {baseline.job}")
     return Table(header, [row(job) for job in jobs])
 
 

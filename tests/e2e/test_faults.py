@@ -81,6 +81,54 @@ def test_slow_rank_finishes_and_killed_rank_is_named(workspace: Workspace) -> No
     assert final_loss(killed) == final_loss(slow)
 
 
+IN_BACKGROUND = [*WORDS, "trainer.save_in_background=true"]
+
+
+def test_killed_while_a_checkpoint_is_written_in_the_background(workspace: Workspace) -> None:
+    whole, killed = (workspace.folder / "runs" / name for name in ("background", "half_written"))
+    hotrec(*IN_BACKGROUND, "launch.num_ranks=2", cwd=workspace.folder, HOTREC_RUN_DIR=str(whole))
+    with run_of_ranks(
+        IN_BACKGROUND,
+        num_ranks=2,
+        cwd=workspace.folder,
+        environment=variables(killed),
+        fault=Fault("disk", rank=1, step=20),
+    ) as running:
+        wait_for_step(killed, 30, running)  # training goes on, and saves again after the last one
+        written = sorted(path.name for path in (killed / "checkpoints").glob("*step-*"))
+        assert [name[:14] for name in written] == [
+            ".step-00000020",
+            ".step-00000020",
+            "step-00000010",
+        ]
+        os.kill(rank_processes(running.pid)[0], signal.SIGKILL)
+        _, err = running.communicate(timeout=60)
+    assert "resumes from checkpoint step-00000010" in err
+    again = hotrec(
+        *IN_BACKGROUND, "launch.num_ranks=2", cwd=workspace.folder, HOTREC_RUN_DIR=str(killed)
+    )
+    assert again.figures["num_steps"] == 40
+    assert final_loss(killed) == final_loss(whole)
+    left = sorted(path.name for path in (killed / "checkpoints").iterdir())
+    assert left == ["latest", "step-00000030", "step-00000040"]
+
+
+def test_a_checkpoint_that_cannot_be_written_in_the_background(workspace: Workspace) -> None:
+    run_dir = workspace.folder / "runs" / "full_disk"
+    with run_of_ranks(
+        IN_BACKGROUND,
+        num_ranks=2,
+        cwd=workspace.folder,
+        environment=variables(run_dir),
+        fault=Fault("full disk", rank=1, step=20),
+    ) as running:
+        _, err = running.communicate(timeout=90)
+    assert running.returncode == 1, err
+    assert err.count("No space left on device") == 1, err
+    left = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert left == ["latest", "step-00000010"]
+
+
 def test_run_goes_on_when_torchrun_restarts_it(workspace: Workspace) -> None:
     run_dir = workspace.folder / "runs" / "restarted"
     with run_of_ranks(

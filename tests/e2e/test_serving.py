@@ -33,6 +33,7 @@ SIZES = ("model.dense_layer_sizes=[16,8]", "model.over_layer_sizes=[16,8,1]")
 MODELS = {
     "dlrm": SIZES,
     "dcnv2": SIZES,
+    "din": (*SIZES, "+model.attention.last_seen=item"),
     "own": ("model._target_=my_model.MyModel", "+model.args.hidden=8"),
 }
 MODEL = (
@@ -56,6 +57,7 @@ source:
     user: {kind: categorical}
     item: {kind: categorical}
     seen: {kind: categorical_list, table: item}
+    last_seen: {kind: sequence, source: seen, table: item, max_length: 2}
     slot: {kind: categorical}
     day: {kind: categorical}
   tables:

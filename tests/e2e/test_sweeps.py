@@ -91,6 +91,24 @@ def test_each_job_on_slurm_is_a_group_over_its_nodes(
     assert list((tmp_path / "sweep").rglob("exit_code")) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sweep_of_run_ends_with_a_table(workspace: Workspace, tmp_path: Path) -> None:
+    words = ["--multirun", SMOKE, "placement=coverage", "pipeline=base", "trainer.max_steps=4,6"]
+    words += ["calibrate.budget_s=1", "calibrate.repeats=3", "calibrate.cap_mib=1"]
+    sweep = tmp_path / "sweep"
+    outcome = hotrec("run", *words, cwd=workspace.folder, HOTREC_RUN_DIR=str(sweep), timeout_s=580)
+    assert outcome.exit_code == 0, outcome.stderr
+    jobs = [json.loads(line) for line in outcome.stdout.splitlines()]
+    with (sweep / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["job"] for row in rows] == ["0/train", "1/train"]
+    assert [row["trainer.max_steps"] for row in rows] == ["4", "6"]
+    assert [float(row["step_p50_s"]) for row in rows] == [job["step_p50_s"] for job in jobs]
+    assert outcome.stderr.splitlines()[-1] == f"sweep: {sweep}/report.html"
+    assert "max_steps=6" in (sweep / "report.html").read_text()
+
+
 def test_optuna_looks_for_the_highest_auc(workspace: Workspace, tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["--multirun", SMOKE, "hydra/sweeper=auc", "hydra.sweeper.n_trials=3"]

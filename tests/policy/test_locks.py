@@ -109,6 +109,13 @@ def test_pyproject_accepts_the_pins(extra: str) -> None:
         assert need.specifier.contains(pins[name]), f"{need}, but the lock has {pins[name]}"
 
 
+@pytest.mark.parametrize("extra", ["metrics", "remote"])
+def test_images_have_what_clusters_ask_for(extra: str) -> None:
+    """Images are made from these locks alone."""
+    names = {canonicalize_name(Requirement(need).name) for need in needs_of(extra)}
+    assert names <= CPU.keys() & CUDA.keys()
+
+
 def test_extras_pin_the_doctors_pair() -> None:
     """Of torchrec's needs, cpu has all but the CUDA fbgemm-gpu, which would break it."""
     pinned = {

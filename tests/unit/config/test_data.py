@@ -115,6 +115,14 @@ def test_features_may_share_a_table():
             *("data.source.columns.user.separator", "''"),
         ),
         (
+            delimited(label=LABEL, user=ColumnSpec(ColumnKind.sequence)),
+            *("data.source.columns.user.max_length", "0"),
+        ),
+        (
+            delimited(label=LABEL, a=ColumnSpec(ColumnKind.sequence, max_length=9), a_9=USER),
+            *("data.source.columns.a", r"\['a_9'\]"),
+        ),
+        (
             criteo(joins={"u": JoinSpec(["u"], on="C1", format=SourceFormat.criteo)}),
             *("data.source.joins.u.format", "'criteo'"),
         ),

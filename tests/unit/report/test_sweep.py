@@ -155,6 +155,35 @@ def test_the_page_is_written_at_the_end_of_a_sweep(
         assert not (job / "point.json").exists()
 
 
+@pytest.mark.parametrize("compare", [False, True])
+def test_jobs_of_run_are_compared_by_what_they_trained(
+    compare: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = Sweep("run")
+    for number in (9, 10):  # in this order, though not as texts
+        hydra = {
+            "mode": RunMode.MULTIRUN,
+            "overrides": {"task": ["data=events", f"model={number}"]},
+            "sweep": {"dir": str(tmp_path)},
+            "runtime": {"output_dir": str(tmp_path / str(number))},
+        }
+        config = OmegaConf.create({"hydra": hydra, "run": {"compare": compare}})
+        for name, summary in (("train", SUMMARY), ("torchrec", TORCHREC))[: 1 + compare]:
+            write_run(tmp_path / str(number) / name, summary=summary)
+        callback.on_job_start(config=config, task_function=lambda _: None)
+    callback.on_multirun_end(config=config, config_name="config")
+    with (tmp_path / "sweep.csv").open(newline="") as stream:
+        records = list(csv.DictReader(stream))
+    jobs = [("9/train", "9"), ("9/torchrec", "9"), ("10/train", "10"), ("10/torchrec", "10")]
+    expected = jobs if compare else jobs[::2]
+    assert [(record["job"], record["model"]) for record in records] == expected
+    assert all(record["auc"] for record in records)
+    assert [record.get("placement") for record in records][:2] == (
+        ["", "torchrec"] if compare else [None, None]
+    )
+    assert "10/train" in capsys.readouterr().err
+
+
 def test_nothing_is_written_where_every_job_failed(tmp_path: Path) -> None:
     write_job(tmp_path, 0, {"a": "1"})
     hydra = {"mode": RunMode.MULTIRUN, "sweep": {"dir": str(tmp_path)}}

@@ -1,8 +1,7 @@
-"""What several ranks of a host would print is printed by one of them.
+"""Print an error that several ranks of a host share once.
 
-Ranks under torchrun leave notes for each other where torchrun has them write what ended them. A
-note follows the error that it stands for: whatever ends a rank in between, what it has not printed
-another rank prints.
+Ranks under torchrun leave notes for each other in the directory of torchrun's error files. A rank
+writes its note after it has printed the error, so if it dies in between another rank prints it.
 """
 
 from __future__ import annotations
@@ -21,27 +20,28 @@ from hotrec.cli.launch import environment_rank
 WAIT_S, LOOK_S = 2.0, 0.02
 
 
-def tell_once(text: str, tell: Callable[[], None], origin: int | None = None) -> None:
-    """Call ``tell``, unless another rank of this host has told the same, or ``origin`` its error.
+def print_once(text: str, show: Callable[[], None], origin: int | None = None) -> None:
+    """Call ``show``, unless another rank of this host has printed the same text.
 
     Args:
-        text: What is told, without the number of this rank.
-        tell: Prints it.
-        origin: The rank whose error ended this one, if another one's did.
+        text: The message, without the number of this rank.
+        show: Prints the message.
+        origin: The rank whose error ended this one, if any: nothing is printed if that rank has
+            printed its own message.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     notes = notes_folder(error_file)
     if notes is None:
-        tell()
+        show()
         return
     _record(Path(error_file), text)
     if origin is not None and _appears(note_of(notes, origin)):
         return
     claim = notes / hashlib.sha256(text.encode()).hexdigest()
-    told = claim.with_suffix(".told")
-    if _claim(claim) or not _appears(told):
-        tell()
-        _write(told)
+    printed = claim.with_suffix(".printed")
+    if _claim(claim) or not _appears(printed):
+        show()
+        _write(printed)
     _write(note_of(notes, environment_rank()))
 
 
@@ -60,7 +60,7 @@ def notes_folder(error_file: str) -> Path | None:
 
 def note_of(notes: Path, rank: int) -> Path:
     """The file that says that a rank's error has been printed, by itself or another."""
-    return notes / f"rank-{rank}.told"
+    return notes / f"rank-{rank}.printed"
 
 
 def _claim(path: Path) -> bool:
