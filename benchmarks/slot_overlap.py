@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, bytes_per_s: float | None) -> dict[str,
         trainer=TrainerConfig(batch_size=options.batch),
     )
     with process_group(device="cpu") as ranks, link(bytes_per_s):
-        placed = as_placement(placement, partition, "cpu", lambda _: resident)
+        placed = as_placement(placement, partition, "cpu", lambda *_: resident)
         machine = Machine(1, 1, "cpu", 0, 64 << 30, options.batch)
         sharded = build_sharded(config, samples.schema, placed, machine, ranks.device)
         route: Any = sharded.transform

@@ -260,7 +260,7 @@ def build_runner(
     if case.partition is not None:
         assert isinstance(case.placement, HotColdConfig)
         device = ranks.device.type
-        placed = as_placement(case.placement, case.partition, device, lambda _: case.resident_rows)
+        placed = as_placement(case.placement, case.partition, device, lambda *_: case.resident_rows)
     sharded = build_sharded(case_config(config, case), schema, placed, machine, ranks.device)
     pipeline = sharded.make_pipeline(ranks.device)
     if case.assign is OrderAssign.by_owner:

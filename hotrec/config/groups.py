@@ -38,6 +38,7 @@ MAX_LAYER_SIZE = 2**20
 MEMORY = "memory for hot rows and their optimizer state, in MiB per device"
 AVAILABLE_MEMORY = f"largest {MEMORY}; null: as much as is free"
 CACHE_LOAD = "fraction of the sharded rows that fused_uvm_caching and cached keep on the device"
+DEFAULT_LOAD_FRAC = 0.2
 ACCESSES = "smallest expected lookups per global batch of a hot row"
 ASSIGN = "rank of each sample of a global batch: as_read, or by_owner (of its cold rows)"
 
@@ -124,7 +125,13 @@ class TieredConfig(HotColdConfig):
         "fp32 in slots, with their optimizer state, and rounded at random when written back",
         WireType.fp32,
     )
-    cache_load_frac: float = key(CACHE_LOAD, 0.2, gt=0, lt=1)
+    cache_load_frac: float | None = key(
+        f"{CACHE_LOAD}; null: {DEFAULT_LOAD_FRAC} for fused_uvm_caching; for cached the smallest "
+        "with which a step is predicted to take at most 1% longer than with all slots that fit",
+        None,
+        gt=0,
+        lt=1,
+    )
     resident_frac: float | None = key(
         "fraction of the slots of cold_tier=cached that hold the rows looked up most for good, the "
         "others turn over; null: up to 0.25, as far as rows of the batches in flight leave room",
@@ -244,7 +251,7 @@ class TorchrecPlacement(PlacementConfig):
         "auto: fused",
         ColdTier.auto,
     )
-    cache_load_frac: float = key(CACHE_LOAD, 0.2, gt=0, le=1)
+    cache_load_frac: float = key(CACHE_LOAD, DEFAULT_LOAD_FRAC, gt=0, le=1)
 
 
 @dataclass

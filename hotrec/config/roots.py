@@ -13,6 +13,7 @@ from hotrec.config.groups import (
     ACCESSES,
     ASSIGN,
     CACHE_LOAD,
+    DEFAULT_LOAD_FRAC,
     ModelConfig,
     OptimizerConfig,
     OrderAssign,
@@ -341,7 +342,7 @@ class BenchVariant:
         None,
     )
     tier: ColdTier = key("memory of the sharded rows, as in placement", ColdTier.auto)
-    cache_load_frac: float = key(CACHE_LOAD, 0.2, gt=0, lt=1)
+    cache_load_frac: float = key(CACHE_LOAD, DEFAULT_LOAD_FRAC, gt=0, lt=1)
     num_hot_rows: int | None = key("number of hot rows, those looked up most", None, ge=0)
     hot_exchange: HotExchange | None = key("how gradients of hot rows are reduced", None)
     wire: WireType = key(WIRE, WireType.fp32)

@@ -328,6 +328,14 @@ def _pooled_imbalance(scenario: Scenario, tables: Mapping[str, TablePlacement]) 
 NUM_DEVIATIONS = 4
 
 
+class SlotsError(ValueError):
+    """The slots on the device do not fit, or, if ``are_too_few``, do not suffice."""
+
+    def __init__(self, message: str, *, are_too_few: bool) -> None:
+        super().__init__(message)
+        self.are_too_few = are_too_few
+
+
 def check_slots(scenario: Scenario, placement: Placement, samples_in_flight: int) -> None:
     """Checks that the slots of CACHED tables fit, and suffice for the batches of look-ahead.
 
@@ -341,7 +349,7 @@ def check_slots(scenario: Scenario, placement: Placement, samples_in_flight: int
             training or evaluation.
 
     Raises:
-        ValueError: If a mean rank is expected to need more, or its device cannot hold them.
+        SlotsError: If a mean rank is expected to need more, or its device cannot hold them.
     """
     num_ranks = scenario.world.num_ranks
     num_batches = samples_in_flight / (scenario.machine.batch_size * num_ranks)
@@ -359,19 +367,21 @@ def check_slots(scenario: Scenario, placement: Placement, samples_in_flight: int
         num_bytes += cached_rows(demand, placed) * demand.row_bytes / num_ranks
     needed += others + NUM_DEVIATIONS * math.sqrt(num_ranks * others)
     if num_bytes > free_bytes and scenario.machine.device == "cuda":
-        raise ValueError(
+        raise SlotsError(
             f"placement.cache_load_frac: expected slots, with optimizer state, of at most "
             f"{int(free_bytes)} bytes, the device's memory, got {math.ceil(num_bytes)}. Set it "
-            f"{free_bytes / num_bytes:.2f} times as large or less."
+            f"{free_bytes / num_bytes:.2f} times as large or less.",
+            are_too_few=False,
         )
     if needed > num_slots:
         is_training = num_batches <= scenario.pipeline.depth + 1
         batch = "batch_size" if is_training else "eval_batch_size"
-        raise ValueError(
+        raise SlotsError(
             f"placement.cache_load_frac: expected {math.ceil(needed)} slots or more over all ranks "
             f"for the resident rows and those that {samples_in_flight} samples in flight read, got "
             f"{math.ceil(num_slots)}. Set it {needed / num_slots:.2f} times as large or more, or "
-            f"lower placement.resident_frac, pipeline.depth or trainer.{batch}."
+            f"lower placement.resident_frac, pipeline.depth or trainer.{batch}.",
+            are_too_few=True,
         )
 
 

@@ -34,7 +34,7 @@ from hotrec.cost_model.profile import Profile
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.embedding.slots import SlotMap, TooFewSlotsError
-from hotrec.types import Placement, Rows, Tier
+from hotrec.types import Partition, Rows
 
 LOOK_AHEAD, BELADY_WINDOW = "look_ahead", "belady_window"
 # A stream has at most so many ids of its sampled rows, and a sample at least so many slots: with a
@@ -176,53 +176,81 @@ def draw_stream(
     return Stream([rows for rows, _ in batches], [times for _, times in batches], of_stream, every)
 
 
-def predict_slots(
-    config: Config, dataset: Dataset, profile: Profile, placement: Placement, world_size: int
-) -> Replayed | None:
-    """Replay training's first batches, or drawn ones without data, through the slots of all ranks.
+@dataclass(frozen=True)
+class SlotReplay:
+    """Training's first batches, or drawn ones without data, for slots in any number.
 
     The ranks' shards are taken as one: each serves as much as the others. Rows that the profile
     says are hot take no slots.
 
-    Returns:
-        What look-ahead does over the slots of all ranks; None if no table has slots.
+    Args:
+        config: The configuration.
+        counts: Lookups of the rows of each table in the profile.
+        numbers: Numbers of the sampled rows that may be in slots, int64 (R,); -1 of all others.
+        stream: What the batches read of these rows.
     """
-    counts, partition = profile.counts, placement.partition
-    of_all = np.concatenate(list(counts.values()))
-    load_fracs = {table.cache_load_frac for table in placement.tables.values()}
-    if {table.tier for table in placement.tables.values()} != {Tier.CACHED}:
-        return None
-    [load_frac] = load_fracs
-    num_slots = math.ceil((load_frac or 0.0) * of_all.size)
-    samples = config.trainer.batch_size * world_size
-    num_ids = of_all.sum() / profile.num_samples * samples
-    num_batches = max(2, min(config.cache.num_batches, int(MOST_READ / max(num_ids, 1.0))))
-    every = sampling_step(num_ids * num_batches, num_slots)
-    numbers = sample_rows(of_all, every)
-    numbers[number_rows({t: partition.hot(t) for t in counts}, counts)] = -1
-    numbers = np.where(numbers >= 0, np.cumsum(numbers >= 0) - 1, -1)
-    if dataset.num_samples("train"):
-        stream = read_stream(
-            config,
-            dataset,
-            counts,
-            world_size=world_size,
-            num_batches=num_batches,
-            numbers=numbers,
-            every=every,
+
+    config: Config
+    counts: Mapping[str, Rows]
+    numbers: Rows
+    stream: Stream
+
+    @classmethod
+    def read(
+        cls,
+        config: Config,
+        dataset: Dataset,
+        profile: Profile,
+        partition: Partition,
+        world_size: int,
+        *,
+        least_load_frac: float,
+    ) -> SlotReplay:
+        """Read a sample of the rows that is large enough for the fewest slots to be replayed."""
+        counts = profile.counts
+        of_all = np.concatenate(list(counts.values()))
+        num_ids = of_all.sum() / profile.num_samples * config.trainer.batch_size * world_size
+        num_batches = max(2, min(config.cache.num_batches, int(MOST_READ / max(num_ids, 1.0))))
+        every = sampling_step(num_ids * num_batches, least_load_frac * of_all.size)
+        numbers = sample_rows(of_all, every)
+        numbers[number_rows({t: partition.hot(t) for t in counts}, counts)] = -1
+        numbers = np.where(numbers >= 0, np.cumsum(numbers >= 0) - 1, -1)
+        if dataset.num_samples("train"):
+            stream = read_stream(
+                config,
+                dataset,
+                counts,
+                world_size=world_size,
+                num_batches=num_batches,
+                numbers=numbers,
+                every=every,
+            )
+        else:
+            stream = draw_stream(of_all, numbers, every, num_ids=num_ids, num_batches=num_batches)
+        return cls(config, counts, numbers, stream)
+
+    def predict(self, load_frac: float, resident_rows: Mapping[str, Rows]) -> Replayed | None:
+        """Replay look-ahead over the slots of all ranks.
+
+        Args:
+            load_frac: Slots, as a fraction of the rows.
+            resident_rows: Rows of each table that keep their slots.
+
+        Returns:
+            None if the batches that are held read more rows than there are slots.
+        """
+        stream, pipeline = self.stream, self.config.pipeline
+        resident = _numbered(number_rows(resident_rows, self.counts), self.numbers)
+        num_slots = math.ceil(load_frac * self.numbers.size)
+        return replay(
+            stream,
+            LOOK_AHEAD,
+            max(num_slots, stream.every * _least_slots(stream, resident, pipeline.depth)),
+            int(self.config.cache.skip_frac * len(stream.rows)),
+            depth=pipeline.depth,
+            window=pipeline.window,
+            resident=resident,
         )
-    else:
-        stream = draw_stream(of_all, numbers, every, num_ids=num_ids, num_batches=num_batches)
-    resident = _numbered(number_rows(placement.resident_rows, counts), numbers)
-    return replay(
-        stream,
-        LOOK_AHEAD,
-        max(num_slots, every * _least_slots(stream, resident, config.pipeline.depth)),
-        int(config.cache.skip_frac * len(stream.rows)),
-        depth=config.pipeline.depth,
-        window=config.pipeline.window,
-        resident=resident,
-    )
 
 
 def _least_slots(stream: Stream, resident: Rows, depth: int) -> int:

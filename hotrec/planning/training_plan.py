@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchrec.distributed.types import CacheStatistics
 
 from hotrec.artifact import Artifact, ArtifactError, check_made_from
 from hotrec.config.groups import (
+    DEFAULT_LOAD_FRAC,
     CostPlacement,
     HotColdConfig,
     SavedPlacement,
@@ -37,6 +39,8 @@ from hotrec.planning.optimum import Decision, fastest_of, in_doubt
 from hotrec.planning.partition import read_placement, summarize_partition, write_partition
 from hotrec.planning.policies import choose_partition, choose_resident_rows, policy_parameters
 from hotrec.planning.predict import (
+    Predicted,
+    SlotsError,
     cache_statistics,
     check_slots,
     is_own,
@@ -49,7 +53,7 @@ from hotrec.planning.predict import (
     torchrec_name,
     with_pipeline,
 )
-from hotrec.planning.replay import predict_slots
+from hotrec.planning.replay import Replayed, SlotReplay
 from hotrec.planning.scenario import (
     Loader,
     Scenario,
@@ -61,11 +65,14 @@ from hotrec.planning.trial import Trial, read_trial, trial_file
 from hotrec.planning.unsharded import as_placement, row_bytes
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import Partition, PipelineKind, Placement, Rows
+from hotrec.types import Partition, PipelineKind, Placement, Rows, Tier
 
 logger = logging.getLogger(__name__)
 
 MEMORIES = ("device_bytes", "host_bytes")
+# Slots to choose among, as fractions of the rows, and how much longer a step may take with fewer.
+LOAD_FRACS = tuple(0.9 / 2 ** (half / 2) for half in reversed(range(20)))
+MOST_LONGER_FRAC = 0.01
 
 
 @dataclass(frozen=True)
@@ -314,16 +321,26 @@ def propose(
                 sensitivity = predict_sensitivity(
                     kind, scenario, decision.predicted[best], describe
                 )
+        elif placement is None:
+            decision = _predict_torchrec(config, dataset, scenario, is_plan=is_plan)
         else:
-            decision = _predict_given(
+            placement, decision = _predict_given(
                 config, dataset, scenario, placement, profile, is_plan=is_plan
             )
     except CostsError as error:
         if isinstance(kind, CostPlacement):
             raise
         logger.warning("no prediction: %s", error)
+        if _are_slots_open(config, placement):
+            logger.warning("placement.cache_load_frac is %s without one", DEFAULT_LOAD_FRAC)
         return without
-    return replace(without, scenario=scenario, decision=decision, sensitivity=sensitivity)
+    return replace(
+        without,
+        placement=placement,
+        scenario=scenario,
+        decision=decision,
+        sensitivity=sensitivity,
+    )
 
 
 def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
@@ -385,42 +402,149 @@ def _warn_of_another_situation(artifact: Artifact, machine: Machine) -> None:
         )
 
 
-def _predict_given(
-    config: Config,
-    dataset: Dataset,
-    scenario: Scenario,
-    placement: Placement | None,
-    profile: Profile,
-    *,
-    is_plan: bool,
+def _predict_torchrec(
+    config: Config, dataset: Dataset, scenario: Scenario, *, is_plan: bool
 ) -> Decision:
-    """Predicts the configured placement in each pipeline that may train it.
+    """Predicts the configured plan of TorchRec.
 
     Raises:
         CostsError: If the costs lack what it needs.
     """
-    if placement is None:
-        given = {torchrec_name(config): predict_torchrec_config(config, dataset.schema, scenario)}
+    name = torchrec_name(config)
+    given = {name: predict_torchrec_config(config, dataset.schema, scenario)}
+    others = predict_baselines(config, dataset.schema, scenario) if is_plan else {}
+    why = f"placement={config.placement.kind.name} is configured."
+    return Decision(name, why, {**others, **given})
+
+
+def _predict_given(
+    config: Config,
+    dataset: Dataset,
+    scenario: Scenario,
+    placement: Placement,
+    profile: Profile,
+    *,
+    is_plan: bool,
+) -> tuple[Placement, Decision]:
+    """Predicts the configured placement in each pipeline that may train it.
+
+    Returns:
+        The placement, with the number of slots chosen if none is configured, and the decision.
+
+    Raises:
+        CostsError: If the costs lack what it needs.
+    """
+    why, slots = f"placement={config.placement.kind.name} is configured.", None
+    if _is_cached(placement):
+        placement, slots, chosen_slots = _choose_slots(
+            config, dataset, scenario, placement, profile
+        )
+        why = f"{why}{chosen_slots}"
     else:
         check_slots(scenario, placement, samples_in_flight(config, scenario.world.num_ranks))
-        num_hot = {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
-        slots = predict_slots(config, dataset, profile, placement, scenario.world.num_ranks)
-        given = {
-            own_name(kind): predict_placement(
-                scenario.with_pipeline(kind),
-                num_hot,
-                placement.tables,
-                is_hot_dense=placement.is_hot_dense,
-                slots=slots,
-            )
-            for kind in candidate_pipelines(config, scenario.machine)
-        }
+    given = {
+        own_name(kind): _predict(scenario.with_pipeline(kind), placement, slots)
+        for kind in candidate_pipelines(config, scenario.machine)
+    }
     chosen = fastest_of(given)
-    why = f"placement={config.placement.kind.name} is configured."
     if len(given) > 1:
         why = f"{why} Of its pipelines {given[chosen].pipeline.kind.value} is predicted to be best."
     others = predict_baselines(config, dataset.schema, scenario) if is_plan else {}
-    return Decision(chosen, why, {**others, **given})
+    return placement, Decision(chosen, why, {**others, **given})
+
+
+def _predict(scenario: Scenario, placement: Placement, slots: Replayed | None) -> Predicted:
+    num_hot = {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
+    return predict_placement(
+        scenario, num_hot, placement.tables, is_hot_dense=placement.is_hot_dense, slots=slots
+    )
+
+
+def _choose_slots(
+    config: Config, dataset: Dataset, scenario: Scenario, placement: Placement, profile: Profile
+) -> tuple[Placement, Replayed | None, str]:
+    """Chooses the fewest slots with which a step is hardly longer than with the most that fit.
+
+    Returns:
+        The placement, what look-ahead does in its slots, and a sentence if there was a choice.
+
+    Raises:
+        ValueError: If the slots do not fit, or do not suffice for the batches in flight.
+    """
+    kind, machine = config.placement, scenario.machine
+    [given] = {table.cache_load_frac or 0.0 for table in placement.tables.values()}
+    is_open = _are_slots_open(config, placement)
+    replay = SlotReplay.read(
+        config,
+        dataset,
+        profile,
+        placement.partition,
+        machine.world_size,
+        least_load_frac=LOAD_FRACS[0] if is_open else given,
+    )
+    ahead = scenario.with_pipeline(PipelineKind.look_ahead)
+
+    @cache
+    def place(load_frac: float) -> Placement:
+        placed = placement
+        if is_open:
+            assert isinstance(kind, TieredConfig)
+            with_slots = replace(kind, cache_load_frac=load_frac)
+            placed = _place(with_slots, placement.partition, config, machine, profile)
+        check_slots(scenario, placed, samples_in_flight(config, machine.world_size))
+        return placed
+
+    @cache
+    def replayed(load_frac: float) -> Replayed | None:
+        return replay.predict(load_frac, place(load_frac).resident_rows)
+
+    def step_s(load_frac: float) -> float:
+        try:
+            return _predict(ahead, place(load_frac), replayed(load_frac)).step.step_s
+        except SlotsError:
+            return math.inf
+
+    if not is_open:
+        return place(given), replayed(given), ""
+    most = _most_that_fit(place)
+    most_s = (1 + MOST_LONGER_FRAC) * step_s(most)
+    below = LOAD_FRACS[: LOAD_FRACS.index(most)]
+    first = bisect_left(below, True, key=lambda load_frac: step_s(load_frac) <= most_s)
+    chosen = LOAD_FRACS[first]
+    why = (
+        f" cache_load_frac={chosen:.3f} gives the fewest slots with which a step is predicted to "
+        f"take at most {MOST_LONGER_FRAC:.0%} longer than with the most that fit, {most:.3f}."
+    )
+    return place(chosen), replayed(chosen), why
+
+
+def _is_cached(placement: Placement) -> bool:
+    return {table.tier for table in placement.tables.values()} == {Tier.CACHED}
+
+
+def _are_slots_open(config: Config, placement: Placement | None) -> bool:
+    """Whether the planner is to choose the number of slots."""
+    kind = config.placement
+    is_open = isinstance(kind, TieredConfig) and kind.cache_load_frac is None
+    return is_open and placement is not None and _is_cached(placement)
+
+
+def _most_that_fit(place: Callable[[float], Placement]) -> float:
+    """Returns the largest of LOAD_FRACS with which a placement is possible.
+
+    Raises:
+        SlotsError: If there is none.
+    """
+    for load_frac in reversed(LOAD_FRACS[1:]):
+        try:
+            place(load_frac)
+        except SlotsError as error:
+            if error.are_too_few:
+                raise
+        else:
+            return load_frac
+    place(LOAD_FRACS[0])
+    return LOAD_FRACS[0]
 
 
 def _apply_policy(
@@ -435,13 +559,18 @@ def _apply_policy(
         row_bytes=row_bytes(dataset.schema, config),
         dim=config.model.embedding_dim,
     )
+    return _place(kind, partition, config, machine, profile)
 
-    def resident(tiered: TieredConfig) -> dict[str, Rows]:
+
+def _place(
+    kind: HotColdConfig, partition: Partition, config: Config, machine: Machine, profile: Profile
+) -> Placement:
+    def resident(load_frac: float, resident_frac: float | None) -> dict[str, Rows]:
         return choose_resident_rows(
             partition,
             profile,
-            load_frac=tiered.cache_load_frac,
-            resident_frac=tiered.resident_frac,
+            load_frac=load_frac,
+            resident_frac=resident_frac,
             samples_in_flight=samples_in_flight(config, machine.world_size),
             world_size=machine.world_size,
         )

@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.config.groups import (
+    DEFAULT_LOAD_FRAC,
     HotColdConfig,
     OptimizerConfig,
     PlacementConfig,
@@ -213,29 +214,33 @@ def as_placement(
     placement: HotColdConfig,
     partition: Partition,
     device: str,
-    resident: Callable[[TieredConfig], Mapping[str, Rows]] | None = None,
+    resident: Callable[[float, float | None], Mapping[str, Rows]] | None = None,
 ) -> Placement:
     """Returns the placement of a partition with the configured exchange and tier.
 
     Args:
         device: "cpu" or "cuda".
-        resident: Chooses the rows that stay in slots; None for none.
+        resident: Chooses the rows that stay in slots, by the fraction of rows that have one and
+            the fraction of slots for them, which may be None; None for none.
 
     Raises:
         ValueError: If the device has no such memory tier.
     """
     assert isinstance(placement, TieredConfig), placement
     tier = cold_tier_for(device, placement.cold_tier, on_cuda=ColdTier.fused_uvm_caching)
+    load_frac = placement.cache_load_frac
+    if load_frac is None:
+        load_frac = DEFAULT_LOAD_FRAC
     placed = Placement.alike(
         partition,
         TIER_OF_KERNEL[tier],
-        placement.cache_load_frac,
+        load_frac,
         is_hot_dense=placement.hot_exchange is HotExchange.dense,
         row_type=placement.cold_rows,
     )
     if tier is not ColdTier.cached or resident is None:
         return placed
-    return replace(placed, resident_rows=resident(placement))
+    return replace(placed, resident_rows=resident(load_frac, placement.resident_frac))
 
 
 def hot_exchange_of(placement: PlacementConfig, placed: Placement) -> HotExchange:

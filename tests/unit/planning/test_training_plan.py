@@ -13,14 +13,23 @@ from hotrec.artifact import ArtifactError
 from hotrec.cli.profile import blocks_of
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.look_ahead import MOVEMENTS
 from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
 from hotrec.planning.machine import Machine
-from hotrec.planning.training_plan import Proposal, TrainingPlan, propose, read_training_plan
+from hotrec.planning.predict import SlotsError
+from hotrec.planning.training_plan import (
+    LOAD_FRACS,
+    Proposal,
+    TrainingPlan,
+    propose,
+    read_training_plan,
+)
 from hotrec.planning.trial import Trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import PipelineKind
-from tests.unit.data.logs import write_dataset
+from hotrec.types import PipelineKind, Table
+from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
 ON = Machine(2, 2, "cpu", 0, 8 << 30, 32)
 
@@ -36,12 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def propose_plan(folder: Path, *words: str) -> Proposal:
+def propose_plan(folder: Path, *words: str, is_plan: bool = True) -> Proposal:
     names = ("dataset", "profile", "partition")
     paths = [f"paths.{name}={folder / name}" for name in names]
     given = ["trainer.batch_size=32", "planner.costs=cpu_1gbit", *paths, *words]
     config = build_config(compose_config("config", given))
-    return propose(config, Dataset.open(folder / "dataset"), ON, is_plan=True)
+    return propose(config, Dataset.open(folder / "dataset"), ON, is_plan=is_plan)
 
 
 def make(folder: Path, *words: str, run: str = "run") -> tuple[Config, TrainingPlan]:
@@ -145,3 +154,41 @@ def test_a_saved_partition_of_another_situation_is_told(
     config = propose_plan(folder, *saved).config
     propose(config, Dataset.open(folder / "dataset"), replace(ON, world_size=4, local_world_size=4))
     assert "num_ranks 4 instead of 2, ranks_per_host 4 instead of 2. Another" in caplog.text
+
+
+@pytest.mark.parametrize("slower", [1, 100_000])
+def test_the_planner_chooses_the_number_of_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: int
+) -> None:
+    """The fewest that are as fast as all that fit, found among all, also with a slow link."""
+    costs = BUILTIN["cpu_1gbit"]
+    moves = {name: replace(costs.kernels[name], per_byte_s=slower * 530e-12) for name in MOVEMENTS}
+    monkeypatch.setitem(BUILTIN, "cpu_1gbit", replace(costs, kernels={**costs.kernels, **moves}))
+    schema = replace(ONE_HOT_SCHEMA, tables=(Table("t_a", 10), Table("t_b", 2000)))
+    write_dataset(tmp_path / "dataset", {"train": 1000}, rows_per_chunk=500, schema=schema)
+    dataset = Dataset.open(tmp_path / "dataset")
+    blocks = blocks_of(dataset, "train")
+    content = dataset.artifact.content_hash
+    write_profile(blocks, dataset.schema, tmp_path / "profile", dataset_hash=content)
+    words = [
+        "placement=all_cold", "placement.cold_tier=cached", "pipeline=look_ahead",
+        "pipeline.depth=1", "trainer.batch_size=4", "trainer.eval_batch_size=4",
+    ]  # fmt: skip
+    seconds = {}
+    for load_frac in LOAD_FRACS:
+        try:
+            given = propose_plan(
+                tmp_path, *words, f"placement.cache_load_frac={load_frac}", is_plan=False
+            )
+        except SlotsError:
+            continue
+        seconds[load_frac] = given.predicted_s(1)
+    assert len(LOAD_FRACS) > len(seconds) > 3
+    least = min(f for f in seconds if seconds[f] <= 1.01 * seconds[LOAD_FRACS[-1]])
+    proposal = propose_plan(tmp_path, *words, is_plan=False)
+    assert proposal.placement is not None
+    assert {t.cache_load_frac for t in proposal.placement.tables.values()} == {least}
+    assert proposal.predicted_s(1) == pytest.approx(seconds[least])
+    assert proposal.decision is not None
+    assert f"cache_load_frac={least:.3f} gives the fewest" in proposal.decision.why
+    assert (least > min(seconds)) == (slower > 1)
