@@ -352,7 +352,9 @@ def commit_artifact(
     """
     files, known = {}, written or {}
     for path in sorted(scratch.rglob("*")):
-        if path.is_file():
+        if path.is_dir():
+            sync_path(path)
+        elif path.is_file():
             name = path.relative_to(scratch).as_posix()
             files[name] = known[name] if name in known else write_through(path)
     document = {

@@ -54,6 +54,23 @@ def test_write_and_read_back(tmp_path: Path) -> None:
     assert left_over(target.parent) == ["profile"]
 
 
+def test_every_file_and_directory_is_flushed_before_the_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, fsync = [], os.fsync
+
+    def record(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    write(tmp_path / "a")
+    scratch = next(path.parent for path in flushed if path.name == MANIFEST)
+    assert scratch != tmp_path / "a"
+    names = ("b.txt", "counts", "counts/t.npy", MANIFEST, ".")
+    assert {scratch / name for name in names} <= set(flushed)
+
+
 def test_the_hash_depends_on_every_part(tmp_path: Path) -> None:
     hashes = {
         write(tmp_path / "a").content_hash,
