@@ -95,13 +95,15 @@ def test_a_signal_ends_a_command_whatever_it_interrupts(
             raise TypeError("expected an int, got an object of another type") from None
 
     monkeypatch.setattr("hotrec.cli.app._run_composed", convert)
-    before = signal.getsignal(number)
+    # A shell starts a background job with SIGINT ignored, and a command leaves it so.
+    of_job = signal.signal(number, signal.default_int_handler)
     try:
         found = run_command("prepare", SMALL)
     except SystemExit as ended:
         found = ended.code
+    after = signal.signal(number, of_job)
     assert found == code
-    assert signal.getsignal(number) is before
+    assert after is signal.default_int_handler
 
 
 def test_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """A checkpoint of any ranks, placement and pipeline goes on under any other, as the unsplit model.
 
 Every world size saves some runs; every world size then loads them, under placements and pipelines
-that are drawn, and trains on.
+that are drawn, and trains on: two thirds of them as they were, the others into tables where a
+fourth of the rows is new and the others have moved, as after new days of data.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def saved_ways(world_size: int) -> list[Way]:
     return [draw_way(rng, kind) for kind in OptimizerKind for _ in range(2)]
 
 
-def loaded_ways(world_size: int) -> list[tuple[str, Way]]:
-    """What is loaded, by its directory, and how it is trained then."""
+def loaded_ways(world_size: int) -> list[tuple[str, Way, bool]]:
+    """What is loaded, by its directory, how it is trained then, and whether into other rows."""
     rng = np.random.default_rng(10 + world_size)
     saved = [
         (directory(size, index), way.optimizer)
@@ -109,7 +110,10 @@ def loaded_ways(world_size: int) -> list[tuple[str, Way]]:
         for index, way in enumerate(saved_ways(size))
     ]
     chosen = itertools.islice(itertools.cycle(rng.permutation(len(saved)).tolist()), NUM_LOADED)
-    return [(saved[at][0], draw_way(rng, saved[at][1])) for at in chosen]
+    return [
+        (saved[at][0], draw_way(rng, saved[at][1]), index % 3 == 2)
+        for index, at in enumerate(chosen)
+    ]
 
 
 def directory(world_size: int, index: int) -> str:
@@ -168,14 +172,14 @@ def save_all(folder: Path) -> list[list[float]]:
 def load_all(folder: Path) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     """Load and train on; losses and weights of every way."""
     found = []
-    for name, way in loaded_ways(dist.get_world_size()):
+    for name, way, has_moved in loaded_ways(dist.get_world_size()):
         run = Run(way)
-        load_checkpoint(
-            folder / name / f"step-{SAVED_STEP:08d}",
-            model=run.setup.model,
-            optimizer=run.setup.optimizer,
-            facts={},
-        )
+        path = folder / name / f"step-{SAVED_STEP:08d}"
+        model, optimizer = run.setup.model, run.setup.optimizer
+        if has_moved:
+            load_rows(path, model=model, optimizer=optimizer, find_rows=map_rows)
+        else:
+            load_checkpoint(path, model=model, optimizer=optimizer, facts={})
         losses = run.train(SAVED_STEP, LAST_STEP)
         tensors = run.tensors()
         run.close()
@@ -210,8 +214,14 @@ def resume_all(folder: Path) -> list[str]:
     return wrong
 
 
-def train_plain(kind: OptimizerKind) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of the unsplit model in plain PyTorch, on one rank."""
+def train_plain(
+    kind: OptimizerKind, *, has_moved: bool = False
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the unsplit model in plain PyTorch, on one rank.
+
+    If the rows have moved, those of the saved step go on elsewhere, with their state, and the new
+    ones begin as they began at first.
+    """
     tables = [
         PlainTable(name, rows, setups.DIMS[name], tuple(setups.FEATURES[name]), name == "t1")
         for name, rows in setups.NUM_ROWS.items()
@@ -244,6 +254,16 @@ def train_plain(kind: OptimizerKind) -> tuple[list[float], dict[str, torch.Tenso
     ]
     losses = []
     for step in range(LAST_STEP):
+        if has_moved and step == SAVED_STEP:
+            for table in tables:
+                weight = bags.bags[table.name].weight
+                found = map_rows(table.name, torch.arange(table.num_rows))
+                is_new = found < 0
+                state = optimizers[0].state[weight]
+                for value in (weight.data, *(v for v in state.values() if v.dim())):
+                    value.copy_(value[found])
+                    value[is_new] = 0
+                weight.data[is_new] = weights[table.name][is_new]
         batch = make_batch(step)
         of_feature = batch.sparse.to_dict()
         ids = {
@@ -312,8 +332,12 @@ def start_warm(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plain(one_rank: Any) -> dict[OptimizerKind, tuple[list[float], dict[str, torch.Tensor]]]:
-    return {kind: train_plain(kind) for kind in OptimizerKind}
+def plain(one_rank: Any) -> dict[Any, tuple[list[float], dict[str, torch.Tensor]]]:
+    return {
+        (kind, has_moved): train_plain(kind, has_moved=has_moved)
+        for kind in OptimizerKind
+        for has_moved in (False, True)
+    }
 
 
 def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
@@ -326,14 +350,16 @@ def test_any_checkpoint_goes_on_as_the_unsplit_model(plain: Any, tmp_path: Path)
     for size in WORLD_SIZES:
         [losses, *_] = run_ranks(save_all, size, timeout_s=280, folder=tmp_path)
         for way, of_way in zip(saved_ways(size), losses, strict=True):
-            assert of_way == pytest.approx(plain[way.optimizer][0][:SAVED_STEP], abs=TOLERANCE), way
+            assert of_way == pytest.approx(
+                plain[way.optimizer, False][0][:SAVED_STEP], abs=TOLERANCE
+            ), way
     for wrong in run_ranks(start_warm, 3, timeout_s=280, folder=tmp_path):
         assert not wrong
     for size in WORLD_SIZES:
         [found, *_] = run_ranks(load_all, size, timeout_s=280, folder=tmp_path)
-        for (name, way), (losses, tensors) in zip(loaded_ways(size), found, strict=True):
-            expected_losses, expected = plain[way.optimizer]
-            what = f"{name} on {size} ranks by {way}"
+        for (name, way, has_moved), (losses, tensors) in zip(loaded_ways(size), found, strict=True):
+            expected_losses, expected = plain[way.optimizer, has_moved]
+            what = f"{name} on {size} ranks by {way}, rows moved: {has_moved}"
             assert losses == pytest.approx(expected_losses[SAVED_STEP:], abs=TOLERANCE), what
             assert tensors.keys() == expected.keys(), what
             for key, value in tensors.items():
