@@ -116,7 +116,9 @@ def make_cases(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) 
                 Profile(bench.profile_samples, 0, bench.profile_samples, Sampling(), counts),
                 load_frac=variant.cache_load_frac,
                 resident_frac=None,
-                samples_in_flight=bench.batch_size * world_size * (variant.depth + 1),
+                samples_in_flight=bench.batch_size
+                * world_size
+                * PipelineConfig(depth=variant.depth).batches_in_slots,
                 world_size=world_size,
             )
         cases.append(Case(name, placement, partition, pipeline, **same, resident_rows=resident))

@@ -43,7 +43,8 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     profile, artifact = read_profile(Path(config.paths.profile))
     check_made_from(artifact, dataset.artifact)
     cache = config.cache
-    settings = {"depth": config.pipeline.depth, "window": config.pipeline.window}
+    num_held = config.pipeline.batches_in_slots
+    settings = {"depth": num_held - 1, "window": config.pipeline.window}
     stream = read_stream(
         config,
         dataset,
@@ -63,7 +64,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             profile,
             load_frac=size / stream.counts.size,
             resident_frac=getattr(config.placement, "resident_frac", None),
-            samples_in_flight=_batch_size(config) * (config.pipeline.depth + 1),
+            samples_in_flight=_batch_size(config) * num_held,
             world_size=1,
         )
         rows = number_rows(resident, profile.counts)

@@ -69,6 +69,14 @@ class PipelineConfig:
     micro_batches: bool = key(MICRO_BATCHES, False)
     wire: WireType = key(WIRE, WireType.fp32)
 
+    @property
+    def batches_in_slots(self) -> int:
+        """Batches that hold slots at once: the one that is computed, and those to come.
+
+        One more than are requested is known where there is a window, and its rows are fetched.
+        """
+        return self.depth + 1 + (self.window > 0)
+
 
 @dataclass
 class TrainerConfig:

@@ -207,7 +207,8 @@ class CachedRows:
     def restart(self) -> None:
         """Forget what the slots hold, since the rows may have been written; start new numbers."""
         self._mover = RowMover(*self._tensors, self._device)
-        self._moved: CommunicationFuture[list[torch.Tensor]] | None = None
+        # What was started for each batch, in the order of their numbers.
+        self._moved: deque[tuple[int, CommunicationFuture[list[torch.Tensor]]]] = deque()
         # Fetched later: the rows may not have been initialised or loaded.
         self._resident: Moves | None = self.slots.clear()
 
@@ -227,19 +228,19 @@ class CachedRows:
         slots_K, moves = self.slots.reserve(rows_K.cpu().numpy(), number)
         for to_move in (self._resident, moves):
             if to_move is not None and to_move.in_rows.size:
-                self._moved = self._mover.submit(to_move, int(self.update_count))
+                moved = self._mover.submit(to_move, int(self.update_count))
+                self._moved.append((number, moved))
                 self.read_bytes += to_move.in_rows.size * self._mover.row_bytes
                 self.written_bytes += to_move.out_rows.size * self._mover.row_bytes
         self._resident = None
         return to_device(slots_K, self._device)
 
-    def wait(self) -> None:
-        """Wait until the slots of all batches that reserved some hold their rows."""
-        if self._moved is not None:
-            start = time.perf_counter()
-            self._moved.wait()
-            self.wait_s += time.perf_counter() - start
-            self._moved = None
+    def wait(self, number: int) -> None:
+        """Wait until the slots of all batches up to a number hold their rows."""
+        start = time.perf_counter()
+        while self._moved and self._moved[0][0] <= number:
+            self._moved.popleft()[1].wait()
+        self.wait_s += time.perf_counter() - start
 
     def read(self, slots_K: torch.Tensor) -> torch.Tensor:
         """Copy the rows of slots, float (K, D)."""

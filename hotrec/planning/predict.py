@@ -374,13 +374,12 @@ def check_slots(scenario: Scenario, placement: Placement, samples_in_flight: int
             are_too_few=False,
         )
     if needed > num_slots:
-        is_training = num_batches <= scenario.pipeline.depth + 1
-        batch = "batch_size" if is_training else "eval_batch_size"
         raise SlotsError(
             f"placement.cache_load_frac: expected {math.ceil(needed)} slots or more over all ranks "
             f"for the resident rows and those that {samples_in_flight} samples in flight read, got "
             f"{math.ceil(num_slots)}. Set it {needed / num_slots:.2f} times as large or more, or "
-            f"lower placement.resident_frac, pipeline.depth or trainer.{batch}.",
+            "lower placement.resident_frac, pipeline.depth or the larger of trainer.batch_size and "
+            "trainer.eval_batch_size.",
             are_too_few=True,
         )
 

@@ -239,16 +239,16 @@ class SlotReplay:
         Returns:
             None if the batches that are held read more rows than there are slots.
         """
-        stream, pipeline = self.stream, self.config.pipeline
+        stream, depth = self.stream, self.config.pipeline.batches_in_slots - 1
         resident = _numbered(number_rows(resident_rows, self.counts), self.numbers)
         num_slots = math.ceil(load_frac * self.numbers.size)
         return replay(
             stream,
             LOOK_AHEAD,
-            max(num_slots, stream.every * _least_slots(stream, resident, pipeline.depth)),
+            max(num_slots, stream.every * _least_slots(stream, resident, depth)),
             int(self.config.cache.skip_frac * len(stream.rows)),
-            depth=pipeline.depth,
-            window=pipeline.window,
+            depth=depth,
+            window=self.config.pipeline.window,
             resident=resident,
         )
 
@@ -301,7 +301,7 @@ def replay(
         policy: One of POLICIES.
         num_slots: Slots for all rows, of which a sampled stream has its share.
         num_skipped: First batches, which are not counted.
-        depth: Batches that look-ahead holds beside the one that is computed.
+        depth: Batches that hold slots in look-ahead beside the one that is computed.
         window: Further batches that it knows.
         resident: Rows that look-ahead keeps for good.
 

@@ -582,4 +582,4 @@ def samples_in_flight(config: Config, world_size: int) -> int:
     """Most samples of all ranks whose rows look-ahead holds at once, in training and evaluation."""
     trainer = config.trainer
     of_rank = max(trainer.batch_size, trainer.eval_batch_size if trainer.eval_splits else 0)
-    return of_rank * world_size * (config.pipeline.depth + 1)
+    return of_rank * world_size * config.pipeline.batches_in_slots

@@ -205,10 +205,11 @@ def train_from(
     return losses, tables, path
 
 
-def test_a_step_is_computed_while_rows_of_the_next_one_are_moved(
-    one_rank: Ranks, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("window", "num_steps"), [(0, 1), (3, 2)])
+def test_steps_are_computed_while_rows_of_later_ones_are_moved(
+    one_rank: Ranks, monkeypatch: pytest.MonkeyPatch, window: int, num_steps: int
 ) -> None:
-    """It returns before they have arrived."""
+    """They return before the rows have arrived, which with a window are moved a step earlier."""
     case = replace(
         make_cache_cases(1, 0)[0], partition="all_cold", placement="row_wise", depth=1,
         micro_batches=False, batches="drawn", cache_load_frac=1.0, resident_frac=0.0,
@@ -222,15 +223,17 @@ def test_a_step_is_computed_while_rows_of_the_next_one_are_moved(
         assert may_fetch.wait(20)
         return fetch(*given)
 
-    ahead = LookAhead(lambda: RowsAhead(model, device))
+    ahead = LookAhead(lambda: RowsAhead(model, device, window=window))
     pipeline = make_pipeline("look_ahead", model, optimizer, device, ahead)
     pipeline.start()
-    batches = batches_of(case, 0, 4)
+    batches = batches_of(case, 0, 8)
     pipeline.progress(batches)
     pipeline.drain()
     monkeypatch.setattr(RowMover, "fetch", fetch_later)
-    pipeline.progress(batches)
+    for _ in range(num_steps):
+        pipeline.progress(batches)
     assert is_fetching.wait(20)
+    assert not may_fetch.is_set()
     may_fetch.set()
     pipeline.progress(batches)
     pipeline.drain()

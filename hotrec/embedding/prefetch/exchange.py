@@ -179,6 +179,8 @@ class ColdExchange:
     rank runs the exchanges of step s in this order:
 
         send_ids(s + d + w)   name the rows of batch s + d + w to their owners
+        reserve_slots(s + d + 1)
+                              where rows are behind slots, start to fetch them, for a whole step
         request_rows(s + d)   request the rows of batch s + d from their owners, which answer with
                               the lags, and with the rows of batch s + d - 1 that are read again
         fetch_rows(s)         rows of batches after s that became final with the update of s - 1
@@ -241,6 +243,13 @@ class ColdExchange:
                     for index, positions_R in zip(self._cold, batch.request.positions, strict=True):
                         self._groups[index].owned.foresee(positions_R, batch.number)
 
+    def reserve_slots(self, batch: PrefetchedBatch) -> None:
+        """Let the owners of a batch's rows start to fetch them into slots, before the request."""
+        if batch.request is not None and self._is_cached:
+            enter(COMMUNICATION, "ids_exchange")
+            with named_range("ids_exchange"):
+                self._reserve(batch.number, batch.request)
+
     def request_rows(self, batch: PrefetchedBatch) -> None:
         """Let the owners of a batch's rows reserve places, and find conflicts with other batches.
 
@@ -249,7 +258,7 @@ class ColdExchange:
         if batch.request is not None:
             enter(COMMUNICATION, "ids_exchange")
             with named_range("ids_exchange"):
-                batch.request.places = self._reserve(batch, batch.request.positions)
+                self._reserve(batch.number, batch.request)
                 if batch.will_update and self._depth > 0:
                     self._find_conflicts(batch, batch.request)
         self._newest = batch
@@ -274,17 +283,19 @@ class ColdExchange:
         positions = [part.view(-1).long() for part in received]
         return RowRequest(requested, num_requested, num_served, positions)
 
-    def _reserve(self, batch: PrefetchedBatch, positions: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The places of the rows at these positions, by group.
+    def _reserve(self, number: int, request: RowRequest) -> None:
+        """Find the places of a batch's rows, by group, unless that was done.
 
         Raises:
             ValueError: on every rank, if the batches in flight read more rows on some rank than it
                 has slots for.
         """
-        places, missing = [], (0, 0)
-        for index, positions_R in zip(self._cold, positions, strict=True):
+        if request.places:
+            return
+        missing = (0, 0)
+        for index, positions_R in zip(self._cold, request.positions, strict=True):
             try:
-                places.append(self._groups[index].owned.reserve(positions_R, batch.number))
+                request.places.append(self._groups[index].owned.reserve(positions_R, number))
             except TooFewSlotsError as error:
                 missing = max(missing, (error.num_needed, error.num_slots))
         if self._is_cached:
@@ -294,13 +305,12 @@ class ColdExchange:
             needed, num_slots = max(zip(found[::2], found[1::2], strict=True))
             if needed:
                 raise ValueError(
-                    f"placement.cache_load_frac batch {batch.number}: expected {needed} slots or "
-                    f"more on a rank for its resident rows and those of the {self._depth + 1} "
-                    f"batches in flight, got {num_slots}. Set it {needed / num_slots:.2f} times as "
+                    f"placement.cache_load_frac batch {number}: expected {needed} slots or more on "
+                    f"a rank for its resident rows and those of the batches in flight (pipeline."
+                    f"depth + 2), got {num_slots}. Set it {needed / num_slots:.2f} times as "
                     "large or more, or lower placement.resident_frac, pipeline.depth or the batch "
                     "size (trainer.eval_batch_size in evaluation)."
                 )
-        return places
 
     def _find_conflicts(self, batch: PrefetchedBatch, request: RowRequest) -> None:
         """Exchange, in one message, the lags and which rows of the last batch are read again."""
@@ -372,7 +382,7 @@ class ColdExchange:
             return
         arriving, leaving = request.select(request.by_lag, first, end)
         for index in self._cold:
-            self._groups[index].owned.wait()
+            self._groups[index].owned.wait(batch.number)
         parts = [
             self._groups[index].owned.read(leaving.of(at, request.places[at]), self._dims[at])
             for at, index in enumerate(self._cold)

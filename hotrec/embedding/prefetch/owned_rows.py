@@ -238,10 +238,10 @@ class OwnedRows:
         ]
         return torch.empty_like(positions_K).index_copy_(0, order_K, torch.cat(places))
 
-    def wait(self) -> None:
-        """Wait until all reserved slots hold their rows."""
+    def wait(self, number: int) -> None:
+        """Wait until the slots of all batches up to a number hold their rows."""
         for cache in self.caches:
-            cache.wait()
+            cache.wait(number)
 
     def release(self, number: int, *, is_changed: bool) -> None:
         """Give back what the batches up to ``number`` reserved, whose updates are all made."""

@@ -174,6 +174,9 @@ class RowsAhead:
             self._requested.append(batch)
             self._thread.will_use(*batch.rows)
             self._thread.submit(partial(self._request_in_thread, batch))
+        if self._known:
+            following = self._known[0]
+            self._thread.submit(lambda: self._cold.reserve_slots(following))
 
     def start_step(self) -> None:
         """Start the step of the oldest batch: fetch the rows that have become final."""

@@ -17,6 +17,7 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import OptimizerKind
 
 NUM_ROWS, DIM = 20, 4
+LAST = 1 << 30  # of no batch
 
 
 def make_rows(num_slots: int = 6, resident: tuple[int, ...] = ()) -> tuple[CachedRows, Any]:
@@ -33,14 +34,14 @@ def make_rows(num_slots: int = 6, resident: tuple[int, ...] = ()) -> tuple[Cache
 
 
 def values(rows: CachedRows, slots: torch.Tensor) -> list[float]:
-    rows.wait()
+    rows.wait(LAST)
     return rows.read(slots)[:, 0].tolist()
 
 
 def train(rows: CachedRows, number: int, *ids: int) -> None:
     """A batch whose gradients are ones."""
     slots = rows.reserve(torch.tensor(ids), number)
-    rows.wait()
+    rows.wait(number)
     rows.update(slots, torch.ones(len(ids), DIM), 1.0, 1)
     rows.release(number, is_changed=True)
 
@@ -138,6 +139,20 @@ def test_a_row_is_fetched_after_its_write_back(monkeypatch: pytest.MonkeyPatch) 
     assert values(rows, slots) == [0, 1]
 
 
+def test_a_batch_does_not_wait_for_rows_of_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, _ = make_rows()
+    first = rows.reserve(torch.tensor([3, 4]), 0)
+    rows.wait(0)
+    may_move, fetch = threading.Event(), rows._mover.fetch
+    monkeypatch.setattr(rows._mover, "fetch", lambda *of: (may_move.wait(10), fetch(*of))[1])
+    second = rows.reserve(torch.tensor([5]), 1)
+    rows.wait(0)
+    assert rows.read(first)[:, 0].tolist() == [3, 4]
+    assert not may_move.is_set()
+    may_move.set()
+    assert values(rows, second) == [5]
+
+
 def test_a_failure_of_the_mover_reaches_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, _ = make_rows()
 
@@ -147,7 +162,7 @@ def test_a_failure_of_the_mover_reaches_the_reader(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rows._mover, "fetch", fail)
     rows.reserve(torch.tensor([3]), 0)
     with pytest.raises(RuntimeError, match="no such memory"):
-        rows.wait()
+        rows.wait(0)
 
 
 def test_old_lookups_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
