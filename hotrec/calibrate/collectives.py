@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ MIN_BYTES = 1024.0
 GROWTH = 4
 # On a slow network a size that would take longer is left out: the line is known by then.
 MAX_CALL_S = 0.5
+# Shaped links let a burst through at full speed, which training has used up, since it never pauses.
+# So many bytes are sent before a size is timed, in at most so many calls.
+BURST_BYTES, MOST_WARM = 512e3, 32
 # Calls of a size in two rounds, warm-up included, times what the smaller sizes take beside it.
 CALLS_OF_LARGEST = 8
 MIN_SIZES = 3
@@ -121,9 +125,12 @@ def start_curve(
         if found.sent_bytes and size <= found.sent_bytes[-1]:
             continue
 
-        def measure(num_warm: int, num_repeats: int, values: int = values) -> list[list[float]]:
+        def measure(
+            num_warm: int, num_repeats: int, values: int = values, size: float = size
+        ) -> list[list[float]]:
             call = make_call(kind, values, group, device)
-            return time_on_all_ranks(call, device, num_warm, num_repeats)
+            num_burst = min(MOST_WARM, math.ceil(BURST_BYTES / size))
+            return time_on_all_ranks(call, device, max(num_warm, num_burst), num_repeats)
 
         one = Series(slowest_rank, measure=measure)
         one.run_round()
@@ -138,16 +145,17 @@ def start_curve(
 def link_of(curves: Sequence[CollectiveCurve], ranks_sending: int = 1) -> Link:
     """Median latency and rate of curves; ``ranks_sending`` share the link, its rate is their sum.
 
-    Where the fitted time does not grow with the bytes (all sizes small), the rate is that of the
-    largest size, latency included: a lower bound.
+    The rate is that of the largest messages, since smaller ones may pass a shaped link in a burst.
+    Where the time does not grow with the bytes (all sizes small) it includes the latency: a lower
+    bound.
     """
-    lines = [curve.line() for curve in curves]
-    rates = [
-        1 / line.per_byte_s if line.per_byte_s > 0 else curve.sent_bytes[-1] / curve.seconds[-1]
-        for line, curve in zip(lines, curves, strict=True)
-    ]
-    latency_s = float(np.median([line.fixed_s for line in lines]))
-    return Link(latency_s, float(np.median(rates)) * ranks_sending)
+    latencies_s = [curve.line().fixed_s for curve in curves]
+    rates = []
+    for latency_s, curve in zip(latencies_s, curves, strict=True):
+        seconds = curve.seconds[-1]
+        travels_s = seconds - latency_s if seconds > latency_s else seconds
+        rates.append(curve.sent_bytes[-1] / travels_s)
+    return Link(float(np.median(latencies_s)), float(np.median(rates)) * ranks_sending)
 
 
 @dataclass(frozen=True)
