@@ -23,7 +23,7 @@ def machine_facts() -> dict[str, Any]:
     found = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
     return {
         "processor": found[1] if found else platform.processor(),
-        "num_cores": os.cpu_count(),
+        "num_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": read_memory()[0],
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "kernel": platform.release(),

@@ -110,7 +110,7 @@ def _config_dir(directory: str) -> str:
 
 def _settings(sample: Sample) -> str:
     """What a first run of this log needs on this host besides the defaults."""
-    num_ranks = min(_MOST_RANKS, os.cpu_count() or 1)
+    num_ranks = min(_MOST_RANKS, len(os.sched_getaffinity(0)))
     num_train = 0.8 * sample.num_rows
     batch_size = TrainerConfig().batch_size
     while batch_size > _LEAST_BATCH and num_train < _LEAST_STEPS * num_ranks * batch_size:

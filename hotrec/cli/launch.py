@@ -226,7 +226,7 @@ def run_under_torchrun(
     variables = {**environment, RUN_DIR: run_dir, "TMPDIR": tempfile.gettempdir()}
     variables[PARENT] = str(os.getpid())
     # The ranks share the host's cores; torchrun would set 1, with a warning.
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     return wait_for_child([*launcher, "-m", "hotrec", command, *overrides], variables)
 
 

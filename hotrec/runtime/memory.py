@@ -67,7 +67,8 @@ def read_fingerprint(
     return {
         "device": device,
         "processor": _processor(cpuinfo),
-        "num_cores": os.cpu_count(),
+        # Ranks of GPUs are bound to some of the host's cores, one differently from another.
+        "num_cores": os.cpu_count() if device == "cuda" else len(os.sched_getaffinity(0)),
         # Kernels of one machine differ by some megabytes in what they keep for themselves.
         "memory_gib": round(read_memory()[0] / GIB),
         "gpu": torch.cuda.get_device_name(0) if gpus else None,
