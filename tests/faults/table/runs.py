@@ -97,7 +97,7 @@ def tidy(below: str) -> Callable[[Made], Complaint]:
 
 
 SLOTS = (
-    f"{TRAIN} placement=all_cold placement.cold_tier=cached placement.cache_load_frac=0.65 "
+    f"{TRAIN} placement=all_cold placement.cold_tier=cached placement.cache_load_frac=0.75 "
     "pipeline=look_ahead trainer.eval_splits=[] trainer.num_epochs=1000 trainer.max_steps=400 "
     "trainer.save_every_steps=150"
 )
