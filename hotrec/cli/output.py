@@ -76,7 +76,7 @@ _EXTRA_OF_PLUGIN = {
 }
 _EXHAUSTED = re.compile(
     "Resource temporarily unavailable|can't (?:start new thread|allocate memory)|std::bad_alloc|"
-    "[Cc]annot allocate memory"
+    "[Cc]annot allocate memory|failed to map segment"
 )
 _open_handlers: list[logging.Handler] = []
 
