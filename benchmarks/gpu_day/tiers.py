@@ -260,7 +260,7 @@ class _SlotStep:
         for _, of_ids in batches:
             with laps.lap("step"):
                 with laps.lap("forward"):
-                    self._rows.wait()
+                    self._rows.wait(self._number)
                     held_UD = self._rows.read(self._slots)
                     held_UD.index_select(0, of_ids)
                 number, slots = self._number, self._slots
