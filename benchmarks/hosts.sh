@@ -2,8 +2,7 @@
 #
 # Two hosts are joined by a veth pair. More hang on a bridge, which has a namespace of its own, by a
 # veth pair each. Every end of every pair is shaped to the rate by tbf, so each host sends and
-# receives at no more than that. A host has its share of the cores. Needs root (CAP_NET_ADMIN,
-# CAP_SYS_ADMIN), ip, tc and taskset.
+# receives at no more than that. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), ip and tc.
 #
 #   make_hosts RATE NUMBER   namespaces host_names[0..NUMBER-1], interface veth0, 10.77.0.1 and up;
 #                            its status tells whether it could; says why not on stderr
@@ -92,23 +91,11 @@ clean_up_at_end() {
   trap 'exit 143' TERM
 }
 
-# The cores of a host: its share of the machine's, or one that others have, too.
-cores_of_host() {
-  local node=$1 number=${#host_names[@]} cores share
-  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
-  share=$((cores / number))
-  if [ "$share" -eq 0 ]; then
-    echo $((node % cores))
-  else
-    echo "$((node * share))-$((node * share + share - 1))"
-  fi
-}
-
 # host_node NODE RANKS words ...
 host_node() {
   local node=$1 ranks=$2
   shift 2
-  exec ip netns exec "${host_names[$node]}" taskset -c "$(cores_of_host "$node")" env \
+  exec ip netns exec "${host_names[$node]}" env \
     GLOO_SOCKET_IFNAME=veth0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
     "$(find_python)" -m torch.distributed.run --nnodes "${#host_names[@]}" --node-rank "$node" \
     --nproc-per-node "$ranks" --master-addr 10.77.0.1 --master-port 29500 "$@"
