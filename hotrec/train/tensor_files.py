@@ -248,6 +248,11 @@ class TensorFiles:
         self._pieces: dict[str, list[Piece]] = {}
         with artifact.parsing():
             for name, entry in index.items():
+                if not isinstance(entry, dict):
+                    raise ArtifactError(
+                        f"{artifact.path}: expected shape, dtype and pieces of tensor {name}, got "
+                        f"{entry!r}. Use another checkpoint."
+                    )
                 of, dtype = tuple(map(int, entry["shape"])), str(entry["dtype"])
                 self._pieces[name] = [
                     Piece(

@@ -214,7 +214,7 @@ UNTRUE: list[tuple[str, str, Change, str]] = [
     ("world-size", "evaluate", _content(CHECKPOINT, "facts/world_size", 2), "num_ranks|world_size"),
     ("world-size-text", "evaluate", _content(CHECKPOINT, "facts/world_size", "1"), "world_size|num_ranks"),
     ("tensors-null", "evaluate", _content(CHECKPOINT, "tensors", None), "tensors|manifest"),
-    ("tensor-shape", "evaluate", _content(CHECKPOINT, "tensors", {"model/x": [1]}), "tensor|content"),
+    ("tensor-shape", "evaluate", _content(CHECKPOINT, "tensors", {"model/x": [1]}), "tensor"),
 ]
 
 
