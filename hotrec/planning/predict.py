@@ -301,7 +301,7 @@ def _moved(
     scenario: Scenario, tables: Mapping[str, TablePlacement], slots: Replayed
 ) -> dict[str, float]:
     """Returns the rows, and their bytes, that the mean rank moves into slots and back in a step."""
-    # Slots are of tables of one dimension and one type (see ``predict_slots``).
+    # Slots are of tables of one dimension and one type (see ``SlotReplay``).
     demand = scenario.demands[0]
     host_bytes = demand.row_bytes
     if tables[demand.name].row_type is not WireType.fp32:

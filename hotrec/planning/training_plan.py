@@ -472,7 +472,9 @@ def _choose_slots(
         ValueError: If the slots do not fit, or do not suffice for the batches in flight.
     """
     kind, machine = config.placement, scenario.machine
-    [given] = {table.cache_load_frac or 0.0 for table in placement.tables.values()}
+    num_rows = placement.partition.num_rows
+    num_slots = sum((placement.tables[t].cache_load_frac or 0.0) * n for t, n in num_rows.items())
+    given = num_slots / sum(num_rows.values())  # all tables share their slots
     is_open = _are_slots_open(config, placement)
     replay = SlotReplay.read(
         config,

@@ -304,10 +304,11 @@ class ColdExchange:
             found = HostInts(self._wire.all_to_all(sent, [2] * world_size, [2] * world_size)).wait()
             needed, num_slots = max(zip(found[::2], found[1::2], strict=True))
             if needed:
+                num_held = self._depth + 1 + (self._window > 0)
                 raise ValueError(
                     f"placement.cache_load_frac batch {number}: expected {needed} slots or more on "
-                    f"a rank for its resident rows and those of the batches in flight (pipeline."
-                    f"depth + 2), got {num_slots}. Set it {needed / num_slots:.2f} times as "
+                    f"a rank for its resident rows and those of the {num_held} batches in flight, "
+                    f"got {num_slots}. Set it {needed / num_slots:.2f} times as "
                     "large or more, or lower placement.resident_frac, pipeline.depth or the batch "
                     "size (trainer.eval_batch_size in evaluation)."
                 )
