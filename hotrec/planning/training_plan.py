@@ -177,10 +177,12 @@ class Proposal:
         step_s = predicted.step.step_s
         return TrainingPlan(config, placement, None, None, self.scenario.costs, stats, most, step_s)
 
-    def predicted_s(self, num_steps: int) -> float:
-        """Predicted seconds of ``num_steps`` steps of the best candidate."""
+    def predicted_s(self, num_steps: int) -> tuple[float, float]:
+        """Predicted seconds of ``num_steps`` steps of the best candidate, and at most."""
+        assert self.scenario is not None
         assert self.decision is not None
-        return num_steps * self.decision.predicted[self.decision.chosen].step.step_s
+        run_s = num_steps * self.decision.predicted[self.decision.chosen].step.step_s
+        return run_s, self.scenario.costs.interval_s(run_s)[1]
 
     @property
     def recorded_trial(self) -> Trial | None:

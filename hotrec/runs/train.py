@@ -421,23 +421,23 @@ def _try_candidates(
     if order.assign is not OrderAssign.as_read:
         return None
 
-    def describe() -> tuple[dict[str, TrainingPlan], Trial | None, float]:
+    def describe() -> tuple[dict[str, TrainingPlan], Trial | None, float, float]:
         if proposal is None or len(proposal.candidates) < 2:
-            return {}, None, 0.0
-        run_s = proposal.predicted_s(_count_steps(config, dataset, ranks))
-        return proposal.candidates, proposal.recorded_trial, run_s
+            return {}, None, 0.0, 0.0
+        run_s, longest_s = proposal.predicted_s(_count_steps(config, dataset, ranks))
+        return proposal.candidates, proposal.recorded_trial, run_s, longest_s
 
     # Whatever fails on rank 0 alone must reach the others before a collective.
-    plans, recorded, run_s = broadcast_object(same_verdict(describe))
+    plans, recorded, run_s, longest_s = broadcast_object(same_verdict(describe))
     if len(plans) < 2 or recorded is not None:
         return recorded
     candidates = {n: _candidate(plan, dataset, machine, ranks) for n, plan in plans.items()}
     limit_s, least_s = trial_seconds(config.plan.trial_s, run_s, candidates.values())
-    if config.plan.trial_s is None and run_s < max(limit_s, least_s):
+    if config.plan.trial_s is None and longest_s < max(limit_s, least_s):
         logger.info(
             "no trial of %d plans that predictions cannot tell apart: the run is predicted to take "
-            "%.3g s, a trial %.3g s",
-            *(len(plans), run_s, max(limit_s, least_s)),
+            "%.3g s, at most %.3g s, a trial %.3g s",
+            *(len(plans), run_s, longest_s, max(limit_s, least_s)),
         )
         return None
     takes = f"about {limit_s:.0f} s"
