@@ -15,6 +15,7 @@ from hotrec.calibrate.workload import CalibrationWorkload
 from hotrec.cost_model.costs import Line
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
+from hotrec.data.packing import pack
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier
 
 SPLIT = "train"
@@ -44,7 +45,8 @@ def measure_loader(dataset: Path, workload: CalibrationWorkload) -> dict[str, Li
     features = workload.features(workload.samples, workload.num_ids)
     router = workload.router_on_cpu
     turns = cycle(of_rank.to("cpu") for of_rank in features)
-    route = _point(features[0].values().numel(), lambda: router(next(turns)))
+    # What is routed is handed over too, beyond the ids of the batches above.
+    route = _point(features[0].values().numel(), lambda: pack(router(next(turns))))
     return {
         "read": fit_line(read, is_by_bytes=False, is_growing=True),
         "work": fit_line(work, is_by_bytes=False, is_growing=True),

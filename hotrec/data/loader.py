@@ -33,6 +33,7 @@ from hotrec.data.days import days_of
 from hotrec.data.gather import Gathered, Gatherer, select_bags
 from hotrec.data.locality import Assign
 from hotrec.data.order import GlobalBatch, SampleOrder, StepSequence, num_steps_of, select_pieces
+from hotrec.data.packing import Packed, pack
 
 _RANK_CHECK_S = 1.0
 # Error numbers of the system and the same in libraries' words, and what the user can do.
@@ -178,10 +179,15 @@ def make_loader(
         batches,
         batch_size=None,
         num_workers=num_workers,
+        collate_fn=_pack_in_worker,
         pin_memory=pin_memory,
         persistent_workers=keep_workers and num_workers > 0,
         worker_init_fn=_leave_sigterm_to_rank,
     )
+
+
+def _pack_in_worker(batch: Batch) -> Batch | Packed:
+    return batch if get_worker_info() is None else pack(batch)
 
 
 class Loader(DataLoader[Batch]):
@@ -221,14 +227,14 @@ class Loader(DataLoader[Batch]):
             iterator = super().__iter__()
         return self._take(iterator)
 
-    def _take(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
+    def _take(self, iterator: Iterator[Batch | Packed]) -> Iterator[Batch]:
         while True:
             with self._explaining():
                 batch = next(iterator, None)
             if batch is None:
                 return
             self._num_taken += 1
-            yield batch
+            yield batch.unpack() if isinstance(batch, Packed) else batch
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:

@@ -246,7 +246,7 @@ def _predict(
 
     def remember_weights() -> Iterator[Batch]:
         for batch in iterator:
-            held.append(batch.weights)
+            held.append(batch.weights.clone())
             yield batch
 
     pipeline.start()
@@ -256,13 +256,14 @@ def _predict(
         nothing = np.empty(0, np.float32)
         return nothing, nothing, nothing
     batches = chain([first], remembered)
-    # On the device until all are there: a copy of each would make the host wait for its batch.
+    # On the device until all are there: a copy of each to the host would wait for its batch. Labels
+    # and weights are cloned, since they would keep the memory of the whole batch.
     logits, labels, weights = [], [], []
     while held:  # one for every batch that is handed out and not yet computed
         watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, step)
         _, logits_B, labels_B = pipeline.progress(batches)
         logits.append(logits_B.float())
-        labels.append(labels_B.float())
+        labels.append(labels_B.float().clone())
         weights.append(held.popleft())
         bar.update()
     weights_S = torch.cat(weights).cpu()
