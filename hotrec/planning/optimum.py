@@ -285,7 +285,8 @@ def fastest_of(predicted: Mapping[str, Predicted]) -> str:
 def in_doubt(decision: Decision, costs: Costs, *, may_decline: bool = True) -> list[str]:
     """The candidates that may be fastest, as far as predictions can tell, the likeliest first.
 
-    Their intervals reach below the upper end of the chosen one's. Without ``may_decline``
+    The second one is the likeliest of the other kind, TorchRec's own plans or those with hot rows,
+    if there is one. Their intervals reach below the upper end of the chosen one's. Without ``may_decline``
     TorchRec's own plans are not among them.
     """
     predicted = decision.predicted
@@ -303,7 +304,11 @@ def in_doubt(decision: Decision, costs: Costs, *, may_decline: bool = True) -> l
         is_base = predicted[name].pipeline.kind is PipelineKind.base
         return is_base, predicted[name].step.step_s
 
-    return sorted(names, key=order)[:MOST_TRIED]
+    ordered = sorted(names, key=order)
+    # Errors of predictions are alike within a kind, and a short trial may reach two candidates.
+    rivals = [name for name in ordered if is_own(name) is not is_own(ordered[0])][:1]
+    others = [name for name in ordered if name not in rivals]
+    return [*others[:1], *rivals, *others[1:]][:MOST_TRIED]
 
 
 def explain(chosen: str, predicted: Mapping[str, Predicted], costs: Costs) -> str:

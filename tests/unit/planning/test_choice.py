@@ -58,9 +58,10 @@ def test_candidates_in_doubt() -> None:
         torchrec__hand_tuned=14.0,  # from 12.6 ms on, where the chosen one ends at 12
     )
     decision = Decision("hot_cold sparse_dist", "", predicted)
-    own = ["hot_cold sparse_dist", "hot_cold look_ahead"]
-    assert in_doubt(decision, COSTS) == [*own, "torchrec planner", "hot_cold base"]
-    assert in_doubt(decision, COSTS, may_decline=False) == [*own, "hot_cold base"]
+    first, *others = ["hot_cold sparse_dist", "hot_cold look_ahead", "hot_cold base"]
+    assert in_doubt(decision, COSTS) == [first, "torchrec planner", *others]
+    assert in_doubt(decision, COSTS, may_decline=False) == [first, *others]
+    assert in_doubt(Decision("all_cold", "", predictions(all_cold=10.0)), COSTS) == []
     many = {f"hot_cold {n}": plan for n in range(9) for plan in predictions(p=10.0).values()}
     assert len(in_doubt(Decision("hot_cold 0", "", many), COSTS)) == MOST_TRIED
 
