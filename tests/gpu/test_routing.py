@@ -7,6 +7,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.data.packing import pack
 from hotrec.embedding.collection import columns_by_dim
 from hotrec.embedding.initialize import initial_rows
 from hotrec.routing.features import RoutedFeatures
@@ -81,16 +82,16 @@ def test_an_id_outside_its_table_is_refused_on_the_device(gpu: Ranks) -> None:
 def test_routed_features_are_pinned_and_copied(gpu: Ranks) -> None:
     for case in make_cases(12, seed=29):
         routed = make_router(case)(features_of(case))
-        pinned = routed.pin_memory()
-        for group in pinned.groups:
-            assert group.rows.values().is_pinned()
-            assert group.positions_K.is_pinned()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            copied = pinned.to(gpu.device, non_blocking=True)
-            copied.record_stream(torch.cuda.current_stream())
-        stream.synchronize()
-        assert_same(copied, routed)
+        for pinned in (routed.pin_memory(), pack(routed).pin_memory().unpack()):
+            for group in pinned.groups:
+                assert group.rows.values().is_pinned()
+                assert group.positions_K.is_pinned()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                copied = pinned.to(gpu.device, non_blocking=True)
+                copied.record_stream(torch.cuda.current_stream())
+            stream.synchronize()
+            assert_same(copied, routed)
 
 
 def test_initial_rows_are_the_same_on_the_device(gpu: Ranks) -> None:

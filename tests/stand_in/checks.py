@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.data.batch import Batch
+from hotrec.data.packing import pack
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.tables import gather_tables
@@ -103,6 +104,8 @@ def tensors_are_torchs_own() -> None:
     assert weight.grad.tolist() == [0, 1, 2]
     assert torch.zeros(2).pin_memory().is_pinned()
     assert not torch.zeros(2).is_pinned()
+    packed = pack([torch.arange(3), torch.ones(2)]).pin_memory()
+    assert all(tensor.is_pinned() for tensor in packed.unpack())
 
 
 def synchronisations_are_counted() -> None:
