@@ -286,8 +286,8 @@ def in_doubt(decision: Decision, costs: Costs, *, may_decline: bool = True) -> l
     """The candidates that may be fastest, as far as predictions can tell, the likeliest first.
 
     The second one is the likeliest of the other kind, TorchRec's own plans or those with hot rows,
-    if there is one. Their intervals reach below the upper end of the chosen one's. Without ``may_decline``
-    TorchRec's own plans are not among them.
+    if there is one. Their intervals reach below the upper end of the chosen one's. Without
+    ``may_decline`` TorchRec's own plans are not among them.
     """
     predicted = decision.predicted
     _, most_s = costs.interval_s(predicted[decision.chosen].step.step_s)
