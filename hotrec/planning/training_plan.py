@@ -178,7 +178,7 @@ class Proposal:
         return TrainingPlan(config, placement, None, None, self.scenario.costs, stats, most, step_s)
 
     def predicted_s(self, num_steps: int) -> tuple[float, float]:
-        """Predicted seconds of ``num_steps`` steps of the best candidate, and at most."""
+        """Predicted seconds of ``num_steps`` steps of the best candidate, and their upper end."""
         assert self.scenario is not None
         assert self.decision is not None
         run_s = num_steps * self.decision.predicted[self.decision.chosen].step.step_s
