@@ -126,7 +126,7 @@ def _prefetched(lookup: StageForm, dense: Form) -> StageForm:
         fetch = max(miss - hit, 0.0)
         compute.add(f"{kind}_miss", -fetch)
         wire.add(f"{kind}_miss", fetch)
-    return StageForm(compute, wire, dense, lookup.sent_bytes)
+    return StageForm(compute, wire, Form().add_form(dense), lookup.sent_bytes)
 
 
 def make_step_model(
@@ -155,16 +155,6 @@ def make_step_model(
     add_compute(stages, costs, workload)
     if world.num_ranks > 1:
         _add_messages(stages, costs, world, workload, is_hot_dense, at, pipeline.narrow_frac)
-    for name, form in stages.items():
-        factor = costs.correction(name)
-        form.compute.scale(factor)
-        form.wire.scale(factor)
-    for name in STAGES:
-        waiting_s = costs.waiting_frac.get(name, 0.0) * stages["dense"].compute.constant
-        overhead_s = costs.stage_overhead_s.get(name, 0.0) + waiting_s
-        if name == "other":
-            overhead_s += costs.overhead_s
-        add_overhead(stages[name].compute, name, overhead_s)
     _add_covers(stages, workload)
     for name in COVERED:
         # The share that cannot be hidden counts as computation.
@@ -174,6 +164,16 @@ def make_step_model(
         stages["ids_exchange"] = replace(stages["ids_exchange"], cover=Form())
     elif pipeline.kind is PipelineKind.prefetch:
         stages["row_lookup"] = _prefetched(stages["row_lookup"], stages["dense"].compute)
+    for name, stage in stages.items():
+        # Factors are fitted to what a stage takes after some of it was hidden, so they scale that.
+        for form in (stage.compute, stage.wire, stage.cover):
+            form.scale(costs.correction(name))
+    for name in STAGES:
+        waiting_s = costs.waiting_frac.get(name, 0.0) * stages["dense"].compute.constant
+        overhead_s = costs.stage_overhead_s.get(name, 0.0) + waiting_s
+        if name == "other":
+            overhead_s += costs.overhead_s
+        add_overhead(stages[name].compute, name, overhead_s)
     return StepModel(stages, costs.overlap)
 
 

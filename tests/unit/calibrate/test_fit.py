@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 from hotrec.calibrate.fit import fit_corrections, fit_from_run, fit_look_ahead_factor
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
-from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, Workload
+from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.step import make_model, make_step_model
-from hotrec.types import STAGES
+from hotrec.types import STAGES, PipelineKind
 from tests.unit.cost_model.samples import work_of
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.0)
@@ -60,19 +61,33 @@ def test_time_for_which_nothing_is_predicted_becomes_overhead() -> None:
     assert "route" not in fitted.corrections
 
 
-def test_fitted_costs_predict_the_run_they_were_fitted_to() -> None:
-    world = World(2, 2)
-    before = make_step_model(COSTS, world, WORKLOAD).predict(QUANTITIES)
+@pytest.mark.parametrize("overlap", [0.0, 0.9])
+@pytest.mark.parametrize("dense_flops", [1e4, 1e6])
+@pytest.mark.parametrize("pipeline", [SPARSE_DIST, PipelineSpec(PipelineKind.prefetch)])
+def test_fitted_costs_predict_the_run_they_were_fitted_to(
+    overlap: float, dense_flops: float, pipeline: PipelineSpec
+) -> None:
+    """Also where the layers hide a part of an exchange, and take longer than predicted."""
+
+    def predict(costs: Costs) -> Mapping[str, float]:
+        return (
+            make_step_model(costs, World(2, 2), workload, pipeline=pipeline)
+            .predict(QUANTITIES)
+            .stage_s
+        )
+
+    workload = replace(WORKLOAD, dense_flops=dense_flops)
+    costs = replace(COSTS, overlap=overlap)
+    before = predict(costs)
     factors = {stage: 0.5 + 0.2 * number for number, stage in enumerate(STAGES)}
-    measured = {stage: before.stage_s[stage] * factors[stage] for stage in STAGES}
-    fitted = fit_corrections(COSTS, before.stage_s, measured, {})
-    after = make_step_model(fitted, world, WORKLOAD).predict(QUANTITIES)
-    assert dict(after.stage_s) == pytest.approx(measured)
+    measured = {stage: before[stage] * factors[stage] for stage in STAGES}
+    fitted = fit_corrections(costs, before, measured, {})
+    after = predict(fitted)
+    assert dict(after) == pytest.approx(measured)
     # Fitted again, to another run of the fitted costs: factors add up, names do not repeat.
     again = {stage: 1.1 * seconds for stage, seconds in measured.items()}
-    twice = fit_corrections(fitted, after.stage_s, again, {})
-    last = make_step_model(twice, world, WORKLOAD).predict(QUANTITIES)
-    assert dict(last.stage_s) == pytest.approx(again)
+    twice = fit_corrections(fitted, after, again, {})
+    assert dict(predict(twice)) == pytest.approx(again)
     assert [fitted.name, twice.name] == ["cpu_1gbit-fitted-1", "cpu_1gbit-fitted-2"]
 
 
