@@ -18,6 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
+from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -57,7 +58,8 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
     """Every kernel of ``hotrec.cost_model.KERNELS`` that the device has."""
     target, sizes = workload.target, workload.sizes()
     batch_size = target.batch_size
-    at_dim = [(num_ids, dim) for num_ids, dim in sizes if dim == workload.dim]
+    dim = workload.dim
+    at_dim = [(num_ids, of_dim) for num_ids, of_dim in sizes if of_dim == dim]
     samples = sorted({max(1, batch_size // part) for part in (8, 2)} | {batch_size, 2 * batch_size})
     work = work_of(target.model, workload.samples.schema)
     values = [max(1, work.num_dense_values // part) for part in (16, 4, 1)]
@@ -69,14 +71,26 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
     return [
         by_items("route", _route, [num_ids for num_ids, _ in at_dim]),
         Probe("pool", partial(_pool, workload), sizes),
-        Probe("copy", partial(_copy, workload), at_dim, is_by_items=False),
+        Probe(
+            "copy",
+            partial(_copy, workload),
+            [(num_rows, dim) for num_rows in workload.moved_rows(4 * dim)],
+            is_by_items=False,
+        ),
+        by_items("order_row", _order_rows, [num_ids for num_ids, _ in at_dim]),
+        by_items("order_id", _order_ids, [num_ids for num_ids, _ in at_dim]),
         by_items("dense", _dense, samples),
         by_items("dense_update", _dense_update, values),
         *(Probe(name, partial(_hot_work, workload, name), sizes) for name in HOT_PROBES),
         *replicated_probes(workload),
         *row_probes(workload),
         *(
-            Probe(name, partial(_move_rows, workload, name), at_dim, is_by_items=False)
+            Probe(
+                name,
+                partial(_move_rows, workload, name),
+                [(num_rows, dim) for num_rows in workload.moved_rows(_slot_bytes(workload))],
+                is_by_items=False,
+            )
             for name in MOVEMENTS
         ),
     ]
@@ -91,7 +105,7 @@ def _route(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
 def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
     """Concatenate hot and cold rows, pool them into bags, and run backward."""
     samples: list[KeyedJaggedTensor] = workload.features(workload.samples, num_ids)
-    turns = cycle([workload.router(features).groups[0] for features in samples])
+    turns = cycle(workload.routed(workload.router, workload.samples, num_ids))
     num_ids = samples[0].values().numel()
     grad = torch.randn(samples[0].stride(), workload.num_columns * dim, device=workload.device)
     num_hot_keys = len(next(iter(workload.router.groups.values())).hot_tables)
@@ -108,6 +122,44 @@ def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
         pool_rows(torch.cat(rows), routed, workload.num_columns).backward(grad)
 
     return Work(run, num_ids, 4 * dim * num_ids, prepare)
+
+
+def _order_rows(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
+    """Put the distinct rows of a batch in order by owner, and those received in order by table."""
+    num_ranks, router = max(2, workload.ranks.world_size), workload.own_router
+    routed = workload.routed(router, workload.own_samples, num_ids)
+    samples = [of_batch.rows for of_batch in routed]
+    turns, num_keys = cycle(samples), len(samples[0].keys())
+    num_rows = torch.tensor([table.num_rows for table in workload.own_samples.schema.tables])
+    blocks = (-(-num_rows // num_ranks)).to(workload.device)
+    by_rank = torch.arange(num_ranks * num_keys, dtype=torch.int32, device=workload.device)
+    by_key = by_rank.view(num_ranks, num_keys).t().flatten()
+
+    def run(rows: KeyedJaggedTensor) -> None:
+        bucketized, _ = bucketize_kjt_before_all2all(
+            rows, num_buckets=num_ranks, block_sizes=blocks, output_permute=True
+        )
+        torch.ops.fbgemm.permute_2D_sparse_data(
+            by_key,
+            bucketized.lengths().view(-1, 1),
+            bucketized.values(),
+            None,
+            rows.values().numel(),
+        )
+
+    mean_rows = sum(rows.values().numel() for rows in samples) / len(samples)
+    return Work(run, mean_rows, 0, lambda: next(turns))
+
+
+def _order_ids(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
+    """Put the ids of a batch in order by owner of their table, and those received by table."""
+    samples = workload.features(workload.samples, num_ids)
+    turns, order = cycle(samples), list(reversed(range(workload.num_columns)))
+
+    def run(features: KeyedJaggedTensor) -> None:
+        features.permute(order).permute(order)
+
+    return Work(run, samples[0].values().numel(), 0, lambda: next(turns))
 
 
 def _copy(workload: CalibrationWorkload, num_rows: int, dim: int) -> Work:
@@ -224,8 +276,8 @@ def _hot_work(workload: CalibrationWorkload, name: str, num_ids: int, dim: int) 
     values = torch.randn(sum(num_rows_T) * dim, device=workload.device)
     num_keys = [len(group.hot_tables), len(group.cold_tables)]
     samples = [
-        workload.router(features).groups[0].rows.split(num_keys)[0]
-        for features in workload.features(workload.samples, num_ids)
+        routed.rows.split(num_keys)[0]
+        for routed in workload.routed(workload.router, workload.samples, num_ids)
     ]
     # One rank reduces nothing, but costs measured on it may be used to plan for several.
     num_ranks = max(2, workload.ranks.world_size) if name == "hot_add" else 1
@@ -394,7 +446,7 @@ def _look_up(module: Any, features: KeyedJaggedTensor) -> torch.Tensor:
 def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int) -> Work:
     """Move distinct rows with their state into slots or back, as look-ahead's threads do."""
     state_floats = row_spec(workload).state_bytes_per_row(dim) // 4
-    most_rows = max(number for number, _ in workload.sizes())
+    most_rows = max(workload.moved_rows(_slot_bytes(workload)))
     num_all = max(most_rows, workload.target.cap_bytes // (4 * (dim + state_floats)))
     generator = torch.Generator().manual_seed(workload.target.seed)
 
@@ -418,6 +470,11 @@ def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int
     return Work(run, num_rows, mover.row_bytes * num_rows, lambda: np.sort(next(turns)))
 
 
+def _slot_bytes(workload: CalibrationWorkload) -> int:
+    """Bytes of a row and its optimizer state."""
+    return 4 * workload.dim + row_spec(workload).state_bytes_per_row(workload.dim)
+
+
 def row_spec(workload: CalibrationWorkload) -> OptimizerSpec:
     """The optimizer of sharded rows: the configured one where the device supports it."""
     spec, _ = workload.specs
@@ -430,10 +487,9 @@ def row_spec(workload: CalibrationWorkload) -> OptimizerSpec:
 def _requested_rows(workload: CalibrationWorkload, num_ids: int) -> list[KeyedJaggedTensor]:
     """Row requests received by this rank: from each rank the distinct rows of its batch, sorted."""
     num_requesting = min(workload.ranks.world_size, MAX_REQUESTING_RANKS)
-    messages = [
-        workload.own_router(features).groups[0].rows
-        for features in workload.features(workload.own_samples, num_ids // num_requesting)
-    ]
+    of_rank = num_ids // num_requesting
+    routed = workload.routed(workload.own_router, workload.own_samples, of_rank)
+    messages = [of_batch.rows for of_batch in routed]
     # Each simulated rank uses another batch, so that they do not all request the same rows.
     return [
         _merge([messages[(turn + rank) % len(messages)] for rank in range(num_requesting)])

@@ -48,6 +48,9 @@ MIN_STEPS = 4
 # Share of the budget in which a link between hosts could send all tables. Measured rates may be
 # twice too high, since a link that is shaped lets bursts through.
 BUILD_FRAC = 0.05
+# Share of the budget for the first round of steps, even if other measurements took longer: kernels
+# alone say little of what large batches take.
+MIN_FRAC = 0.2
 # Parts of a round's steps whose medians are repeats of one another.
 NUM_PARTS = 2
 # The smaller batch shows the constant part of each stage.
@@ -60,23 +63,22 @@ KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
     (HOT_COLD, "pool"): ("pool",),
     (HOT_COLD, "row_lookup"): (*(f"read_{tier}" for tier in TIERS), "hot_read"),
     (HOT_COLD, "row_update"): tuple(f"update_{tier}" for tier in TIERS),
-    (HOT_COLD, "hot_exchange"): ("hot_pack", "hot_add"),
     (HOT_COLD, "optimizer"): ("hot_update", "dense_update"),
     (TORCHREC, "row_lookup"): (*(f"pooled_{tier}" for tier in TIERS), "replicated_read"),
     (TORCHREC, "row_update"): tuple(f"pooled_update_{tier}" for tier in TIERS),
     (TORCHREC, "optimizer"): ("replicated_update",),
 }
-# What is credible of measured over predicted seconds of a stage. A message is never faster than
-# when it is sent alone, and kernels that share caches, memory and cores with others are slower by a
-# small factor; those of tiny batches need less than in a cold cache. Assumed.
-COMPUTE_FACTORS, MESSAGE_FACTORS = (0.2, 4.0), (1.0, 4.0)
+# What is credible of measured over predicted seconds of a stage. Kernels that share caches, memory
+# and cores with others are slower by a small factor, and so are messages; those of tiny batches
+# need less than in a cold cache, and a shaped link lets the first bytes of each step through at
+# once, where messages were measured one after the other. Assumed.
+COMPUTE_FACTORS, MESSAGE_FACTORS = (0.2, 4.0), (0.5, 4.0)
 # Ranks wait for the slowest for less than the dense layers take.
 WAITING_FRACS = (0.0, 1.0)
 # A stage that takes a smaller share of every step may be as far off as it likes.
 MIN_STAGE_FRAC = 0.05
 BOUND_TOLERANCE = 1e-3
-HOT_STAGES = ("hot_exchange", "optimizer")
-EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange")
+EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 
 
 @dataclass(frozen=True)
@@ -196,12 +198,12 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
         is_own = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
         # A large replica costs more per row, but a line has one slope. Fitting the large one errs
         # towards fewer replicas.
-        chosen = [a for a in anchors if stage not in HOT_STAGES or a.coverage in (None, 1.0)]
+        chosen = [a for a in anchors if stage != "optimizer" or a.coverage in (None, 1.0)]
         points = [_point(anchor, stage, is_own) for anchor in chosen]
         used = [point for point in points if point.seconds > 0]
         if len(used) < 2:
             continue
-        overheads[stage], factors = _fit_compute(used)
+        overheads[stage], factors = _fit_compute(used, _least_s(anchors, stage))
         beyond += _beyond(anchors, stage, factors, COMPUTE_FACTORS)
         if not is_own:
             corrections[stage] = factors[0]
@@ -230,10 +232,18 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
     )
 
 
-def _fit_compute(points: Sequence[Point]) -> tuple[float, list[float]]:
+def _least_s(anchors: Sequence[Anchor], stage: str) -> float:
+    """The least that the stage took where it was, which bounds what it takes whatever it does."""
+    return min(
+        a.measured_s[stage] for a in anchors if min(a.predicted_s[stage], a.measured_s[stage]) > 0
+    )
+
+
+def _fit_compute(points: Sequence[Point], most_s: float) -> tuple[float, list[float]]:
     """Overhead, and the factors of items and of bytes; 1 where none was measured.
 
-    Least squares of relative errors, with factors in COMPUTE_FACTORS.
+    Least squares of relative errors, with the overhead up to ``most_s`` and factors in
+    COMPUTE_FACTORS.
     """
     seconds = np.array([point.seconds for point in points])
     columns = np.array([(1.0, point.num_items, point.num_bytes) for point in points])
@@ -243,7 +253,7 @@ def _fit_compute(points: Sequence[Point]) -> tuple[float, list[float]]:
         columns[:, used] / seconds[:, None],
         np.ones(seconds.size),
         [0.0 if at == 0 else low for at in used],
-        [np.inf if at == 0 else high for at in used],
+        [most_s if at == 0 else high for at in used],
     )
     factors = dict(zip(used, found.tolist(), strict=True))
     return factors[0], [factors.get(1, 1.0), factors.get(2, 1.0)]
@@ -298,7 +308,7 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, floa
     step = np.array([a.step_s for a in anchors])
     columns = np.stack([np.ones_like(dense), dense, predicted], axis=1)
     matrix = (columns / step[:, None])[used]
-    low, high = zip((0.0, np.inf), WAITING_FRACS, MESSAGE_FACTORS, strict=True)
+    low, high = zip((0.0, _least_s(anchors, stage)), WAITING_FRACS, MESSAGE_FACTORS, strict=True)
     overhead, waiting, factor = fit_bounded(matrix, (measured / step)[used], low, high).tolist()
     return overhead, waiting, factor
 
@@ -443,13 +453,14 @@ def _fit_in(
 
     Batches become smaller only where MIN_STEPS do not fit.
     """
-    left_s = budget.seconds - budget.spent_s()
+    left_s = max(budget.seconds - budget.spent_s(), MIN_FRAC * budget.seconds)
     batch_size = target.workload.target.batch_size
     case = target.case(HOT_COLD, COVERAGES[0])
     while True:
         sizes = [max(MIN_BATCH, batch_size // part) for part in BATCH_PARTS]
         step_s = sum(target.predict(case, size, None, costs).step.step_s for size in sizes)
-        num_steps = int(left_s / (num_runs * step_s)) - NUM_WARM
+        # To draw the batches and to build a case takes about as long as its steps.
+        num_steps = int(left_s / (2 * num_runs * step_s)) - NUM_WARM
         if num_steps >= MIN_STEPS or batch_size // 2 < BATCH_PARTS[0] * MIN_BATCH:
             # Rank 0's own costs decide, since those of other ranks differ by counts of their rows.
             return broadcast_object((sizes, max(MIN_STEPS, min(NUM_STEPS, num_steps))))

@@ -15,17 +15,22 @@ from hotrec.config.groups import ModelConfig, OptimizerConfig
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.policies import choose_all_cold, choose_fraction
 from hotrec.planning.unsharded import optimizer_specs
-from hotrec.routing.features import Column
+from hotrec.routing.features import Column, RoutedGroup
 from hotrec.routing.router import Router
 from hotrec.runtime.ranks import Group, Ranks
 from hotrec.types import Partition, Rows, Schema
 
 T = TypeVar("T")
 # Each call reads another batch, as each step does, or its rows would still be in the CPU cache.
-# Enough for all calls of one size, warm-up included.
-NUM_SAMPLES = 10
+# Enough for all calls of one size, warm-up included; a few of large batches fill that cache too,
+# and to draw and route more would take longer than to time them.
+NUM_SAMPLES, MIN_SAMPLES, SAMPLED_IDS = 10, 3, 1 << 21
 # Smaller batches are measured with this many ids, or the cost of the call would hide theirs.
 MIN_IDS = 8192
+# Twice a batch is measured too where that has no more ids.
+MAX_IDS = 1 << 20
+# Most bytes that are copied or moved at once: rows of a step, of which it reads fewer than ids.
+MAX_MOVED_BYTES = 64 << 20
 # Bytes per row in ZipfTables and in a router's map.
 SAMPLED_ROW_BYTES = 20
 
@@ -104,6 +109,7 @@ class CalibrationWorkload:
     alone: Group
     _built: dict[str, tuple[object, Any]] = field(default_factory=dict)
     _drawn: dict[tuple[int, int], list[KeyedJaggedTensor]] = field(default_factory=dict)
+    _routed: dict[tuple[int, int], list[RoutedGroup]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +137,13 @@ class CalibrationWorkload:
         most = max(self.num_ids, MIN_IDS)
         ids = [most // part for part in (16, 4, 1)]
         other = self.dim // 16 * 4 if self.dim >= 16 else 2 * self.dim
-        return [(k, dim) for dim in (other, self.dim) for k in ids] + [(2 * most, self.dim)]
+        found = [(k, dim) for dim in (other, self.dim) for k in ids]
+        return [*found, (2 * most, self.dim)] if 2 * most <= MAX_IDS else found
+
+    def moved_rows(self, row_bytes: int) -> list[int]:
+        """Numbers of rows to measure copies with: of the ids above, at most MAX_MOVED_BYTES."""
+        most = min(max(self.num_ids, MIN_IDS), MAX_MOVED_BYTES // row_bytes)
+        return [max(1, most // part) for part in (16, 4, 1)]
 
     @cached_property
     def samples(self) -> ZipfTables:
@@ -189,16 +201,27 @@ class CalibrationWorkload:
         return Router({self.dim: columns}, partition).to(device or self.device)
 
     def features(self, samples: ZipfTables, num_ids: int) -> list[KeyedJaggedTensor]:
-        """NUM_SAMPLES batches of about ``num_ids`` ids each."""
+        """Batches of about ``num_ids`` ids each."""
         batch_size = max(1, int(num_ids / self.target.ids_per_sample))
         key = (id(samples), batch_size)
         if key not in self._drawn:
             rank, world_size = self.ranks.rank, self.ranks.world_size
             batches = samples.batches(
-                NUM_SAMPLES, batch_size=batch_size, rank=rank, world_size=world_size
+                max(MIN_SAMPLES, min(NUM_SAMPLES, SAMPLED_IDS // num_ids)),
+                batch_size=batch_size,
+                rank=rank,
+                world_size=world_size,
             )
             self._drawn[key] = [batch.sparse.to(self.device) for batch in batches]
         return self._drawn[key]
+
+    def routed(self, router: Router, samples: ZipfTables, num_ids: int) -> list[RoutedGroup]:
+        """These batches as ``router`` routes them."""
+        key = (id(router), num_ids)
+        if key not in self._routed:
+            batches = self.features(samples, num_ids)
+            self._routed[key] = [router(features).groups[0] for features in batches]
+        return self._routed[key]
 
     def once(self, kind: str, key: object, build: Callable[[], T]) -> T:
         """The result of ``build``, cached until the same kind is requested with another key."""

@@ -74,6 +74,8 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
         "fetch_slot": in_slots(6.6e9),
         "return_slot": in_slots(4.3e9),
         "route": moved(hbm, 0, 60, 64, f"{source}; radix sort of 8-byte keys, 8 passes"),
+        "order_row": moved(hbm, 0, 10, 12, f"{source}; one pass for each rank's ids, and one back"),
+        "order_id": moved(hbm, 0, 8, 4, source),
         "read_device": read,
         "read_host": on_host(1, 2),
         "read_hit": hit,
@@ -148,6 +150,8 @@ def _cpu_kernels() -> dict[str, Line]:
     )
     figures = {
         "route": (47, 0, 620),
+        "order_row": (14, 0, 400),
+        "order_id": (5, 0, 400),
         "read_device": (12, 280, 300),
         "update_device": (140, 840, 800),
         "pool": (4.5, 165, 190),

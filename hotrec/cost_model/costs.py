@@ -176,6 +176,8 @@ KERNELS: Mapping[str, str] = {
     "pooled_update_hit": "the same, in the device cache",
     "replicated_read": "an id of a data-parallel table of TorchRec, both ways; its 4 D bytes",
     "replicated_update": "a row of such a table, dense optimizer, touched or not; its 4 D bytes",
+    "order_row": "a distinct row's id put in order by owner, and by table where it arrives",
+    "order_id": "the same for an id of a pooled table, by TorchRec",
     "fetch_slot": "a row and its optimizer state fetched from host memory into a slot; their bytes",
     "return_slot": "a changed row and its state written back from a slot; their bytes",
     "copy": "bytes copied around a collective",
@@ -183,7 +185,7 @@ KERNELS: Mapping[str, str] = {
     "dense_update": "a parameter of the dense layers, optimizer",
 }
 # Those without which no step can be predicted, on any device.
-OPTIONAL = ("_host", "_hit", "_miss", "_slot")
+OPTIONAL = ("_host", "_hit", "_miss", "_slot", "order_row", "order_id")
 REQUIRED = tuple(name for name in KERNELS if not name.endswith(OPTIONAL))
 # By the samples of a batch of the measured dataset, but for "route" by lookups.
 LOADER_PARTS: Mapping[str, str] = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from scipy.optimize import brentq
 
-from hotrec.cost_model.costs import Costs, World
+from hotrec.cost_model.costs import Costs, Line, World
 from hotrec.cost_model.forms import (
     BYTES_OF,
     BYTES_PER_FLOAT,
@@ -188,7 +188,8 @@ def _add_messages(
 ) -> None:
     """Adds what travels, and the kernels of the hot exchange.
 
-    ids       all_to_all, 8 bytes for each id requested from another rank
+    ids       all_to_all, 8 bytes for each id requested from another rank; every id is put in order
+              before and after
     rows      all_to_all of the distinct rows, 4 D (W-1)/W each, and their gradients
     pooled    all_to_all of one vector a bag, and as much for its gradient
     hot rows  all_gather of (slot, gradient row), (W-1) (4 D + 4) each; or all_reduce of all
@@ -202,6 +203,14 @@ def _add_messages(
     ids.sent_bytes.add("pooled_sent_ids", BYTES_PER_ID)
     line = costs.collective("all_to_all", world, _message_bytes(ids.sent_bytes, at))
     ids.wire.add_form(ids.sent_bytes, line.per_byte_s)
+    for kernel, items, group in (
+        ("order_row", "rows", "cold_groups"),
+        ("order_id", "pooled_ids", "pooled_groups"),
+    ):
+        order = costs.kernels.get(kernel, Line())  # costs of earlier versions lack these
+        ids.compute.add(group, order.fixed_s)
+        for tier in TIERS:
+            ids.compute.add(f"{items}_{tier}", order.per_item_s)
     for group in ("cold_groups", "pooled_groups"):
         # Split sizes, then lengths and ids; the main thread waits for the first.
         ids.compute.add(group, line.fixed_s)

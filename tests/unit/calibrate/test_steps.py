@@ -87,9 +87,22 @@ def test_exchanges_have_waiting_and_a_factor() -> None:
     assert fitted.stage_overhead_s["rows_exchange"] == pytest.approx(1e-4, rel=1e-4)
 
 
-def test_messages_never_take_less_than_alone() -> None:
+def test_messages_take_at_least_half_of_what_they_took_alone() -> None:
     fitted = fit_steps(COSTS, all_anchors(grads_exchange=lambda family, seconds, size: seconds / 4))
-    assert fitted.correction("grads_exchange") == 1.0
+    assert fitted.correction("grads_exchange") == 0.5
+
+
+def test_an_overhead_is_no_more_than_the_least_that_was_measured() -> None:
+    """Else a line through large replicas would charge every small one for its slope."""
+
+    def curved(family: str, seconds: float, size: float) -> float:
+        return seconds / 5 if size < 1 else seconds
+
+    anchors = all_anchors(dense=curved, hot_exchange=curved)
+    fitted = fit_steps(COSTS, anchors)
+    for stage in ("dense", "hot_exchange"):
+        least_s = min(a.measured_s[stage] for a in anchors if a.predicted_s[stage] > 0)
+        assert fitted.stage_overhead_s[stage] <= least_s
 
 
 def test_large_replicas_set_the_price_of_hot_rows() -> None:
