@@ -19,7 +19,7 @@ _POPULARITY, _PROFILE, _SAMPLES = 1, 2, 3
 
 
 class ZipfTables:
-    """Tables whose k-th most popular row is looked up with probability ~ k^-exponent.
+    """Tables whose k-th most popular row is looked up with probability ~ k^-exponent, by table.
 
     Rows are numbered without regard to popularity (a seeded permutation), since row-wise shards are
     contiguous. Features and tables are ``C1`` and so on, or those of ``columns``, with
@@ -30,7 +30,7 @@ class ZipfTables:
         self,
         table_rows: Sequence[int],
         *,
-        exponent: float,
+        exponent: float | Sequence[float],
         num_dense: int,
         seed: int,
         columns: Schema | None = None,
@@ -50,8 +50,10 @@ class ZipfTables:
         rng = np.random.default_rng([seed, _POPULARITY])
         self._cumulative = []
         self._rows_by_rank = []
-        for num_rows in table_rows:
-            cumulative = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent)
+        for num_rows, power in zip(
+            table_rows, np.broadcast_to(exponent, len(table_rows)), strict=True
+        ):
+            cumulative = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -power)
             self._cumulative.append(cumulative / cumulative[-1])
             self._rows_by_rank.append(rng.permutation(num_rows).astype(np.int64))
 

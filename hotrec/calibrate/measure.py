@@ -154,7 +154,7 @@ def measure_costs(
                 "batch_size": target.batch_size,
                 "embedding_dim": workload.dim,
                 "optimizer": target.optimizer.kind.name,
-                "zipf_exponent": target.zipf_exponent,
+                "zipf_exponents": list(target.exponents),
                 "hosts_differ": any(other != host for other in fingerprints),
                 "points": {name: [list(astuple(p)) for p in of] for name, of in points.items()},
             },

@@ -340,7 +340,7 @@ class StepTarget:
         most_rows = int(most_bytes) // (4 * workload.dim)
         samples = ZipfTables(
             cut_tables(target.table_rows, most_rows),
-            exponent=target.zipf_exponent,
+            exponent=target.exponents,
             num_dense=target.num_dense,
             seed=target.seed,
             columns=target.schema,

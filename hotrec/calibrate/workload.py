@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from scipy.optimize import brentq
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.bench.samples import ZipfTables
@@ -31,6 +33,9 @@ MIN_IDS = 8192
 MAX_IDS = 1 << 20
 # Most bytes that are copied or moved at once: rows of a step, of which it reads fewer than ids.
 MAX_MOVED_BYTES = 64 << 20
+# Skew of ids of which nothing is known, the steepest that is fitted, and groups of ranks alike.
+DEFAULT_EXPONENT, MAX_EXPONENT, NUM_RANK_GROUPS = 1.05, 3.0, 400
+MOST_READ_FRAC = 0.9
 # Bytes per row in ZipfTables and in a router's map.
 SAMPLED_ROW_BYTES = 20
 
@@ -45,10 +50,11 @@ class CalibrationTarget:
         optimizer: Optimizer of rows and dense layers.
         num_dense: Number of dense columns.
         batch_size: Batch size per rank.
-        zipf_exponent: Skew of the ids, which decides how often a batch repeats a row.
         cap_bytes: Memory per rank for tables; the largest tables are cut to fit.
         seed: Seed of the samples.
         schema: Columns of the dataset, whose names the model may tell apart; None for others.
+        zipf_exponents: Skew of the ids of each feature (``fit_zipf_exponent``), which decides how
+            often a batch repeats a row; None for DEFAULT_EXPONENT.
         bag_lengths: Lengths of some of the data's bags, by feature, among which batches draw; None
             for one id each. What a bag costs is in the cost of its ids, so it depends on these.
     """
@@ -58,10 +64,10 @@ class CalibrationTarget:
     optimizer: OptimizerConfig
     num_dense: int
     batch_size: int
-    zipf_exponent: float = 1.05
     cap_bytes: int = 256 << 20
     seed: int = 0
     schema: Schema | None = None
+    zipf_exponents: Sequence[float] | None = None
     bag_lengths: Sequence[Rows] | None = None
 
     @property
@@ -71,16 +77,58 @@ class CalibrationTarget:
             return float(len(self.table_rows))
         return max(1.0, sum(float(lengths.mean()) for lengths in self.bag_lengths))
 
+    @property
+    def exponents(self) -> Sequence[float]:
+        """By feature."""
+        if self.zipf_exponents is None:
+            return [DEFAULT_EXPONENT] * len(self.table_rows)
+        return self.zipf_exponents
+
     def only(self, is_kept: Callable[[int], bool]) -> CalibrationTarget:
         """The target with those features alone whose tables have so many rows."""
         kept = [at for at, rows in enumerate(self.table_rows) if is_kept(rows)]
-        lengths = self.bag_lengths
+        lengths, exponents = self.bag_lengths, self.zipf_exponents
         return replace(
             self,
             table_rows=[self.table_rows[at] for at in kept],
+            zipf_exponents=None if exponents is None else [exponents[at] for at in kept],
             bag_lengths=None if lengths is None else [lengths[at] for at in kept],
             schema=None,
         )
+
+
+def fit_zipf_exponent(ids: Rows, num_rows: int) -> float:
+    """The exponent at which as many lookups read as many distinct rows in expectation.
+
+    Of n lookups with probabilities p_k ~ k^-exponent, 1 - e^(-n p_k) is that of reading row k.
+    Lookups that read nearly all rows say little, so of those fewer are taken.
+
+    Args:
+        ids: Rows looked up, as they come.
+        num_rows: Rows of the table.
+
+    Returns:
+        0 to MAX_EXPONENT; DEFAULT_EXPONENT where there is nothing to tell it from.
+    """
+    num_distinct = np.unique(ids).size
+    while num_distinct > MOST_READ_FRAC * num_rows and ids.size >= 2 * num_rows:
+        ids = ids[: ids.size // 2]
+        num_distinct = np.unique(ids).size
+    if num_rows <= 2 or num_distinct <= 1:
+        return DEFAULT_EXPONENT
+    edges = np.unique(np.geomspace(1, num_rows + 1, NUM_RANK_GROUPS).round())
+    rows_G, ranks_G = np.diff(edges), (edges[:-1] + edges[1:] - 1) / 2
+
+    def excess(exponent: float) -> float:
+        weights_G = ranks_G**-exponent
+        lookups_G = ids.size * weights_G / (weights_G * rows_G).sum()
+        return float((rows_G * -np.expm1(-lookups_G)).sum()) - num_distinct
+
+    if excess(0.0) <= 0:
+        return 0.0
+    if excess(MAX_EXPONENT) >= 0:
+        return MAX_EXPONENT
+    return float(brentq(excess, 0.0, MAX_EXPONENT))
 
 
 def cut_tables(table_rows: Sequence[int], most_rows: int) -> list[int]:
@@ -160,7 +208,7 @@ class CalibrationWorkload:
     def _zipf(self, table_rows: Sequence[int]) -> ZipfTables:
         return ZipfTables(
             table_rows,
-            exponent=self.target.zipf_exponent,
+            exponent=self.target.exponents,
             num_dense=self.target.num_dense,
             seed=self.target.seed,
             columns=self.target.schema,

@@ -7,20 +7,20 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hotrec.calibrate.fit import fit_from_run
 from hotrec.calibrate.loader import SPLIT
 from hotrec.calibrate.measure import costs_table, measure_costs
-from hotrec.calibrate.workload import CalibrationTarget
+from hotrec.calibrate.workload import CalibrationTarget, fit_zipf_exponent
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.store import write_costs
-from hotrec.data.chunks import Dataset, Jagged
+from hotrec.data.chunks import Dataset, Integers, Jagged
 from hotrec.planning.unsharded import chosen_device
 from hotrec.runtime.ranks import broadcast_object, same_verdict
 from hotrec.types import Rows, Schema
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Used without a dataset: the columns of the Criteo logs, tables larger than the cache.
 STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE = 26, 100_000, 13
-# Bags of each feature whose lengths are drawn from.
-NUM_BAGS = 16_384
+# First bags of each feature, which tell their lengths and how often ids repeat.
+NUM_BAGS, MOST_LOOKUPS = 16_384, 1 << 18
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         sizes = same_verdict(lambda: _read_sizes(config.paths.dataset) if ranks.is_first else None)
         sizes = broadcast_object(sizes)
         assert sizes is not None
-        table_rows, num_dense, schema, bag_lengths = sizes
+        table_rows, num_dense, schema, exponents, bag_lengths = sizes
         dataset = Path(config.paths.dataset)
         # All ranks alike, whatever a file system shows each of them.
         is_there = broadcast_object(dataset.exists())
@@ -60,6 +60,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             cap_bytes=settings.cap_mib << 20,
             seed=config.trainer.seed,
             schema=schema if config.model.names_columns else None,
+            zipf_exponents=exponents,
             bag_lengths=bag_lengths,
         )
         costs = measure_costs(
@@ -77,8 +78,14 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     return _figures(costs, target, start_s)
 
 
-# Table rows of each feature, number of dense columns, columns, and lengths of bags by feature.
-Sizes = tuple[list[int], int, Schema | None, list[Rows] | None]
+class Sizes(NamedTuple):
+    """What is measured with, by feature."""
+
+    table_rows: list[int]
+    num_dense: int
+    schema: Schema | None
+    zipf_exponents: list[float] | None
+    bag_lengths: list[Rows] | None  # None if each has one id
 
 
 def _read_sizes(path: str) -> Sizes:
@@ -89,28 +96,32 @@ def _read_sizes(path: str) -> Sizes:
             "prepare",
             *(path, STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE),
         )
-        return [STAND_IN_ROWS] * STAND_IN_TABLES, STAND_IN_DENSE, None, None
+        return Sizes([STAND_IN_ROWS] * STAND_IN_TABLES, STAND_IN_DENSE, None, None, None)
     dataset = Dataset.open(path)
     schema = dataset.schema
     rows = {table.name: table.num_rows for table in schema.tables}
     table_rows = [rows[feature.table] for feature in schema.features]
-    return table_rows, len(schema.dense), schema, _bag_lengths(dataset)
+    exponents, lengths = None, None
+    if dataset.num_samples(SPLIT) > 0:
+        block = dataset.block(SPLIT, 0)
+        features = [block.features[feature.name] for feature in schema.features]
+        exponents = [*map(_zipf_exponent, features, table_rows)]
+        if any(isinstance(ids, Jagged) for ids in features):
+            lengths = [*map(_bag_lengths, features)]
+    return Sizes(table_rows, len(schema.dense), schema, exponents, lengths)
 
 
-def _bag_lengths(dataset: Dataset) -> list[Rows] | None:
-    """Lengths of the first bags of each feature; None if no feature has bags, or no samples."""
-    if dataset.num_samples(SPLIT) == 0:
-        return None
-    block = dataset.block(SPLIT, 0)
-    features = [block.features[feature.name] for feature in dataset.schema.features]
-    if not any(isinstance(ids, Jagged) for ids in features):
-        return None
-    return [
-        np.diff(ids.offsets[: NUM_BAGS + 1]).astype(np.int64)
-        if isinstance(ids, Jagged)
-        else np.ones(1, np.int64)
-        for ids in features
-    ]
+def _zipf_exponent(ids: Integers | Jagged, num_rows: int) -> float:
+    if isinstance(ids, Jagged):
+        ids = ids.values[: ids.offsets[: NUM_BAGS + 1][-1]]
+    return fit_zipf_exponent(ids[:MOST_LOOKUPS].astype(np.int64), num_rows)
+
+
+def _bag_lengths(ids: Integers | Jagged) -> Rows:
+    """Lengths of the first bags of a feature."""
+    if not isinstance(ids, Jagged):
+        return np.ones(1, np.int64)
+    return np.diff(ids.offsets[: NUM_BAGS + 1]).astype(np.int64)
 
 
 def _figures(costs: Costs, target: Path, start_s: float) -> dict[str, Any]:
