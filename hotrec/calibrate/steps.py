@@ -56,6 +56,9 @@ NUM_PARTS = 2
 # The smaller batch shows the constant part of each stage.
 BATCH_PARTS = (4, 1)
 MIN_BATCH = 32
+# What is tried for the overlap of look-ahead; and squared errors that weigh as much as an overlap
+# that is 1 from the one that was measured by itself.
+OVERLAPS, OVERLAP_PRIOR = tuple(tenth / 10 for tenth in range(11)), 0.01
 HOT_COLD, TORCHREC, AHEAD = "hot_cold", "torchrec", "look_ahead"
 # The kernels of each family by stage; the other stages are the same for both.
 KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -150,8 +153,7 @@ def _correct(
 ) -> Costs:
     """Costs corrected by ``cases``, whose anchors predicted from ``costs`` are given."""
     fitted = fit_steps(costs, [anchors[case] for case in cases if case.family != AHEAD])
-    ahead = [case.anchor(fitted) for case in cases if case.family == AHEAD]
-    return replace(fitted, look_ahead=fit_look_ahead(ahead))
+    return correct_look_ahead(fitted, [case for case in cases if case.family == AHEAD])
 
 
 def _ratios(
@@ -164,6 +166,26 @@ def _ratios(
         step_s = case.predict(_correct(costs, others, anchors)).step.step_s
         ratios.append([seconds / step_s for seconds in case.parts_s()])
     return ratios
+
+
+def correct_look_ahead(costs: Costs, cases: Sequence[MeasuredCase]) -> Costs:
+    """The overlap, and what else look-ahead takes, that predict its steps best; ``costs`` of none.
+
+    Least squares of the logarithms of predicted over measured steps. A single message beside a
+    product of matrices tells the overlap too, but of no other computation, and a link that is
+    shaped lets bursts through; it decides between overlaps that predict the steps alike.
+    """
+    if not cases:
+        return replace(costs, look_ahead=fit_look_ahead([]))
+
+    def fit(overlap: float) -> tuple[float, Costs]:
+        fitted = replace(costs, look_ahead_overlap=overlap)
+        fitted = replace(fitted, look_ahead=fit_look_ahead([case.anchor(fitted) for case in cases]))
+        errors = [math.log(case.predict(fitted).step.step_s / case.step_s) for case in cases]
+        prior = OVERLAP_PRIOR * (overlap - costs.overlap) ** 2
+        return sum(error**2 for error in errors) + prior, fitted
+
+    return min(map(fit, OVERLAPS), key=lambda found: found[0])[1]
 
 
 def fit_look_ahead(anchors: list[Anchor]) -> Line:

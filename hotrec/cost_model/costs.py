@@ -221,6 +221,7 @@ class Costs:
         look_ahead: What a step with look-ahead takes beside its stages, by the bytes of a rank's
             cold rows: its thread of communication takes it from the cores that compute. Measured
             in whole steps; nothing where it was not.
+        look_ahead_overlap: ``overlap`` of steps with look-ahead; None where none were measured.
         look_ahead_factor: Measured over predicted step of a run with look-ahead; 1 without one.
         ratio_interval: 5% and 95% quantiles of measured over predicted step, at most 1 and at
             least 1.
@@ -246,6 +247,7 @@ class Costs:
     waiting_frac: Mapping[str, float] = field(default_factory=dict)
     corrections: Mapping[str, float] = field(default_factory=dict)
     look_ahead: Line = Line(source="not measured")
+    look_ahead_overlap: float | None = None
     look_ahead_factor: float = 1.0
     ratio_interval: tuple[float, float] = UNKNOWN_INTERVAL
     loader: Mapping[str, Line] = field(default_factory=dict)
@@ -392,7 +394,9 @@ def check_costs(costs: Costs) -> None:
     _expect(not unknown, f"{where} kernels", f"some of {sorted(KERNELS)}", unknown)
     missing = ", ".join(name for name in REQUIRED if name not in costs.kernels)
     _expect(not missing, f"{where} kernels", ", ".join(REQUIRED), f"none for {missing}")
-    _expect(0 <= costs.overlap <= 1, f"{where} overlap", "0..1", costs.overlap)
+    for key in ("overlap", "look_ahead_overlap"):
+        overlap = getattr(costs, key)
+        _expect(overlap is None or 0 <= overlap <= 1, f"{where} {key}", "0..1", overlap)
     has_all = set(costs.loader) in (set(), set(LOADER_PARTS))
     _expect(has_all, f"{where} loader", f"{sorted(LOADER_PARTS)} or none", sorted(costs.loader))
     interval = costs.ratio_interval

@@ -127,7 +127,7 @@ class LookAheadModel:
         )
         if moving_s == 0:
             return step
-        hidden_s = min(moving_s, self.costs.overlap * step.step_s)
+        hidden_s = min(moving_s, self._overlap * step.step_s)
         added = {"rows_exchange": moving_s - hidden_s}
         return replace(
             step,
@@ -151,7 +151,7 @@ class LookAheadModel:
         for name, of in traffic.items():
             covered_s = min(of.critical_s, cover_s)
             cover_s -= covered_s
-            hidden_s[name] = self.costs.overlap * (covered_s + of.background_s)
+            hidden_s[name] = self._overlap * (covered_s + of.background_s)
             stage_s[name] += of.compute_s + of.link_s - hidden_s[name]
             sent[name] = of.sent_bytes
         line_s = sum(stage_s.values())
@@ -169,6 +169,11 @@ class LookAheadModel:
             {name: factor * seconds for name, seconds in hidden_s.items()},
             sent,
         )
+
+    @property
+    def _overlap(self) -> float:
+        overlap = self.costs.look_ahead_overlap
+        return self.costs.overlap if overlap is None else overlap
 
     @property
     def _others(self) -> float:

@@ -15,6 +15,7 @@ from hotrec.calibrate.steps import (
     Anchor,
     MeasuredCase,
     correct_by_steps,
+    correct_look_ahead,
     fit_look_ahead,
     fit_steps,
 )
@@ -166,6 +167,45 @@ def test_a_factor_that_no_machine_needs_is_bounded_and_doubted(stage: str, high:
 def test_a_strange_factor_of_a_stage_that_hardly_counts_is_not_doubted() -> None:
     anchors = [replace(a, step_s=1e3) for a in all_anchors(rows_exchange=noisy)]
     assert fit_steps(COSTS, anchors).is_trusted
+
+
+def ahead_case(overlap: float, *, computing_s: float, sending_s: float) -> MeasuredCase:
+    """Steps that hide ``overlap`` of what is sent, predicted by whatever overlap the costs have."""
+
+    def seconds(overlap: float) -> float:
+        return computing_s + (1 - overlap) * sending_s
+
+    def predict(costs: Costs) -> Predicted:
+        found = costs.overlap if costs.look_ahead_overlap is None else costs.look_ahead_overlap
+        stage_s = {**dict.fromkeys(STAGES, 0.0), "dense": seconds(found)}
+        stage_s["rows_exchange"] = costs.look_ahead.seconds()
+        return Predicted(StepPrediction(sum(stage_s.values()), stage_s, {}, {}), [])
+
+    case = MeasuredCase(AHEAD, 0.0, predict)
+    case.stage_s.append(dict.fromkeys(STAGES, 0.0))
+    case.repeats.rounds.append([[seconds(overlap)] * 4])
+    return case
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.4, 1.0])
+def test_whole_steps_tell_the_overlap_of_look_ahead(overlap: float) -> None:
+    cases = [
+        ahead_case(overlap, computing_s=computing_s, sending_s=sending_s)
+        for computing_s, sending_s in ((0.01, 0.004), (0.01, 0.02), (0.04, 0.01), (0.04, 0.07))
+    ]
+    for measured_alone in (0.0, 0.5, 1.0):
+        found = correct_look_ahead(replace(COSTS, overlap=measured_alone), cases)
+        assert found.look_ahead_overlap == pytest.approx(overlap)
+        assert found.overlap == measured_alone
+        for case in cases:
+            assert case.predict(found).step.step_s == pytest.approx(case.step_s, rel=0.05)
+
+
+def test_a_message_alone_tells_the_overlap_that_steps_do_not() -> None:
+    cases = [ahead_case(0.4, computing_s=0.01, sending_s=1e-9)]
+    found = correct_look_ahead(replace(COSTS, overlap=0.7), cases)
+    assert found.look_ahead_overlap == 0.7
+    assert correct_look_ahead(COSTS, []).look_ahead_overlap is None
 
 
 def measured(coverage: float, size: float, factor: float) -> MeasuredCase:
