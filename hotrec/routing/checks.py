@@ -64,10 +64,10 @@ def refuse_ids(
     columns: Sequence[Column],
     num_rows_F: torch.Tensor,
     rows_K: torch.Tensor,
-    is_outside_K: torch.Tensor,
     lengths_F: torch.Tensor,
 ) -> NoReturn:
-    """Raise a ValueError that names the first id that ``is_outside_K`` its table."""
+    """Raise a ValueError that names the first id outside its table, of which there is one."""
+    is_outside_K = (rows_K < 0) | (rows_K >= torch.repeat_interleave(num_rows_F, lengths_F))
     first = int(is_outside_K.nonzero()[0])
     position = int(torch.searchsorted(lengths_F.cumsum(0), first, right=True))
     column = columns[position]

@@ -30,42 +30,36 @@ class _Bags:
     """The bags of a batch; bag ``b * F + f`` is sample b of column f."""
 
     shape: tuple[int, int]  # F and B
-    lengths_F: torch.Tensor  # the number of ids of each column, int64
     bag_K: torch.Tensor  # the bag of each id in the features' order (feature-major), int64
     offsets: torch.Tensor  # the start of each bag among the ids ordered by bag, int64 (B * F,)
-    order_K: torch.Tensor | None  # ids by bag, int64; None if every bag has one: a transposition
-
-    def per_column(self, values_F: torch.Tensor) -> torch.Tensor:
-        """The value of its column for each id, in the features' order."""
-        if self.order_K is None:
-            return values_F[:, None].expand(self.shape).reshape(-1)
-        return torch.repeat_interleave(values_F, self.lengths_F, output_size=self.bag_K.numel())
+    lengths_FB: torch.Tensor | None  # int64; None if every bag has one id
 
     def by_bag(self, values_K: torch.Tensor) -> torch.Tensor:
         """Reorder values from the features' order to the order of the bags."""
-        if self.order_K is None:
+        num_columns, batch_size = self.shape
+        if self.lengths_FB is None:
             return values_K.view(self.shape).t().reshape(-1)
-        return values_K.index_select(0, self.order_K)
+        cells = torch.arange(self.offsets.numel(), dtype=torch.int32, device=values_K.device)
+        by_bag: torch.Tensor = torch.ops.fbgemm.permute_1D_sparse_data(
+            cells.view(num_columns, batch_size).t().reshape(-1),
+            self.lengths_FB.reshape(-1),
+            values_K,
+            None,
+            values_K.numel(),
+        )[1]
+        return by_bag
 
 
 def _find_bags(lengths_FB: torch.Tensor, num_ids: int, *, all_one: bool) -> _Bags:
     """Find the bags of int64 (F, B) lengths, all 1 or not."""
-    num_columns, batch_size = lengths_FB.shape
-    device = lengths_FB.device
-    lengths_F = lengths_FB.sum(1)
-    bags = torch.arange(num_columns * batch_size, device=device)
+    num_columns, batch_size = shape = (lengths_FB.shape[0], lengths_FB.shape[1])
+    bags = torch.arange(num_columns * batch_size, device=lengths_FB.device)
     bag_of_cell = bags.view(batch_size, num_columns).t().reshape(-1)
     if all_one:
-        return _Bags((num_columns, batch_size), lengths_F, bag_of_cell, bags, None)
-    lengths_cell = lengths_FB.reshape(-1)
-    begins_cell = lengths_cell.cumsum(0) - lengths_cell
-    bag_K = torch.repeat_interleave(bag_of_cell, lengths_cell, output_size=num_ids)
-    begins_bag = begins_cell.view(num_columns, batch_size).t().reshape(-1)
+        return _Bags(shape, bag_of_cell, bags, None)
+    bag_K = torch.repeat_interleave(bag_of_cell, lengths_FB.reshape(-1), output_size=num_ids)
     lengths_bag = lengths_FB.t().reshape(-1)
-    offsets = lengths_bag.cumsum(0) - lengths_bag
-    shift_K = torch.repeat_interleave(begins_bag - offsets, lengths_bag, output_size=num_ids)
-    order_K = torch.arange(num_ids, device=device) + shift_K
-    return _Bags((num_columns, batch_size), lengths_F, bag_K, offsets, order_K)
+    return _Bags(shape, bag_K, lengths_bag.cumsum(0) - lengths_bag, lengths_FB)
 
 
 class GroupRouter:
@@ -92,7 +86,7 @@ class GroupRouter:
         self._kept_T = torch.tensor(self._kept)
         table_of_F = torch.tensor([tables.index(column.table) for column in columns])
         self._num_rows_F = self._num_rows_T[table_of_F]
-        self._begin_of_F = (self._table_ends - self._num_rows_T)[table_of_F]
+        self._begins = (self._table_ends - self._num_rows_T)[table_of_F].tolist()
         self._is_mean_F = find_means(columns)
         self._slots = torch.full((self._total_rows,), COLD, dtype=torch.int32)
         self._hot_keys: list[torch.Tensor] = []
@@ -116,15 +110,16 @@ class GroupRouter:
         rows_K = features.values().long()
         all_one = all(key.shortest == key.longest == 1 for key in known)
         bags = _find_bags(lengths_FB, rows_K.numel(), all_one=all_one)
-        limit_K = bags.per_column(self._num_rows_F)
-        is_outside_K = (rows_K < 0) | (rows_K >= limit_K)
+        sizes_F = [key.num_ids for key in known]
+        any_outside_here = self._any_outside(rows_K, sizes_F)
 
         # One sort serves everything: hot rows before cold ones, each by table and row. Ids outside
         # their tables are refused below; until then they must not reach beyond the map.
-        key_K = rows_K + bags.per_column(self._begin_of_F)
+        key_K = rows_K.clone()
+        torch._foreach_add_(key_K.split(sizes_F), self._begins)
         key_K.clamp_(0, self._total_rows - 1)
-        is_cold_K = self._slots.index_select(0, key_K) == COLD  # half of an index's time on CPU
-        key_K += is_cold_K.long() * self._total_rows
+        cold_K = self._slots.index_select(0, key_K).bitwise_right_shift_(31)  # -1 if COLD, else 0
+        key_K.sub_(cold_K, alpha=self._total_rows)
         sorted_K, by_row_K = sort_keys(key_K, 2 * self._total_rows)
         runs = find_runs(sorted_K)
         positions_K = torch.empty_like(key_K).scatter_(0, by_row_K, runs.run_K)
@@ -132,10 +127,10 @@ class GroupRouter:
         ends = torch.searchsorted(runs.keys, self._key_ends)
         lengths_U = runs.begins.diff(append=runs.begins.new_full((1,), rows_K.numel()))
         longest = lengths_U.max() if rows_K.numel() else lengths_U.new_zeros(())
-        facts = torch.stack([is_outside_K.any().long(), runs.num[0], longest])
+        facts = torch.stack([any_outside_here, runs.num[0], longest])
         *ends_here, any_outside, num_rows, longest_row = torch.cat([ends, facts]).tolist()
         if any_outside:
-            refuse_ids(self.columns, self._num_rows_F, rows_K, is_outside_K, lengths_FB.sum(1))
+            refuse_ids(self.columns, self._num_rows_F, rows_K, lengths_FB.sum(1))
         num_hot = ends_here[len(self.tables) - 1]
 
         weights_K = features.weights_or_none()
@@ -148,10 +143,20 @@ class GroupRouter:
             row_offsets_U=runs.begins[:num_rows],
             scales_K=None if scales_K is None else bags.by_bag(scales_K),
             row_scales_K=None if scales_K is None else scales_K[by_row_K],
-            num_hot_lookups=(sorted_K < self._total_rows).sum(),
+            num_hot_lookups=lengths_U[:num_hot].sum(),
             longest_bag=max((key.longest for key in known), default=0),
             longest_row=longest_row,
         )
+
+    def _any_outside(self, rows_K: torch.Tensor, sizes_F: Sequence[int]) -> torch.Tensor:
+        """Whether an id is outside its table, int64 ()."""
+        used = [at for at, num_ids in enumerate(sizes_F) if num_ids > 0]
+        if not used:
+            return rows_K.new_zeros(())
+        parts = rows_K.split(sizes_F)
+        largest = torch.stack(torch._foreach_max([parts[at] for at in used]))
+        limits = self._num_rows_F if len(used) == len(sizes_F) else self._num_rows_F[used]
+        return ((largest >= limits).any() | (rows_K.min() < 0)).long()
 
     def _rows(
         self, distinct_U: torch.Tensor, num_hot: int, ends: torch.Tensor, ends_here: list[int]

@@ -127,7 +127,7 @@ class PooledRouter:
         limit_K = torch.repeat_interleave(self._num_rows_F, lengths_F, output_size=rows_K.numel())
         is_outside_K = (rows_K < 0) | (rows_K >= limit_K)
         if is_outside_K.any():
-            refuse_ids(self.columns, self._num_rows_F, rows_K, is_outside_K, lengths_F)
+            refuse_ids(self.columns, self._num_rows_F, rows_K, lengths_F)
         if weights_K is not None:
             # FBGEMM's CPU kernel ignores the mean in backward if there are weights.
             weights_K = scale_ids(weights_K, self._is_mean_F, lengths_FB, rows_K.numel())
