@@ -68,7 +68,7 @@ class IdsExchange(nn.Module):
             return IdsRequest(self, bucketized, order)
 
 
-class _Permuted(torch.autograd.Function):
+class Permuted(torch.autograd.Function):
     """Rows (U, D) by a permutation, whose gradient is a copy too.
 
     Backward of ``index_select``, which TorchRec calls here, adds rows to zeros: 6 times a copy on
@@ -353,7 +353,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         return rows
 
     def _put_in_order(self, order_U: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ordered: torch.Tensor = _Permuted.apply(rows.view(-1, self.dim), order_U)
+        ordered: torch.Tensor = Permuted.apply(rows.view(-1, self.dim), order_U)
         return ordered
 
     def join(

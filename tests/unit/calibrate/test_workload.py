@@ -15,6 +15,8 @@ from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.workload import (
     DEFAULT_EXPONENT,
     MAX_EXPONENT,
+    MAX_MOVED_BYTES,
+    SAMPLED_IDS,
     CalibrationTarget,
     CalibrationWorkload,
     cut_tables,
@@ -142,3 +144,19 @@ def test_skew_is_found_from_the_ids(exponent: float, num_rows: int) -> None:
 )
 def test_skew_has_bounds(ids: list[int], num_rows: int, expected: float) -> None:
     assert fit_zipf_exponent(np.array(ids, np.int64), num_rows) == expected
+
+
+def test_large_batches_are_measured_with_bounded_work(one_rank: Ranks) -> None:
+    """A million ids a batch must leave time for whole steps."""
+    config, optimizer = DlrmConfig(embedding_dim=64), RowwiseAdagradConfig(learning_rate=0.1)
+    bags = [np.array([160])]
+    target = CalibrationTarget([500], config, optimizer, 0, batch_size=8192, bag_lengths=bags)
+    workload = CalibrationWorkload(target, one_rank, group_alone(one_rank))
+    assert max(workload.sizes()) == (workload.num_ids, 64)  # the batch itself, not twice of it
+    assert max(workload.moved_rows(256)) * 256 <= MAX_MOVED_BYTES
+    assert len(workload.features(workload.samples, SAMPLED_IDS // 4)) == 4
+    routed = workload.routed(workload.router, workload.samples, 8192)
+    assert workload.routed(workload.router, workload.samples, 8192) is routed
+    small = replace(target, batch_size=512)
+    of_small = CalibrationWorkload(small, one_rank, group_alone(one_rank)).sizes()
+    assert max(of_small) == (2 * 512 * 160, 64)
