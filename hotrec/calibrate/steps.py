@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torchrec.distributed.types import ShardingPlan
@@ -91,7 +92,7 @@ class Anchor:
     family: str
     coverage: float | None  # of lookups that are hot; None for TorchRec's plan
     predicted_s: Mapping[str, float]  # by stage, from the kernels alone
-    measured_s: Mapping[str, float]  # by stage, median over the steps and mean over the ranks
+    measured_s: Mapping[str, float]  # by stage (``typical_stages``)
     step_s: float  # of the slowest rank
     row_bytes: float = 0.0  # of a rank's distinct cold rows, predicted
 
@@ -105,7 +106,7 @@ class MeasuredCase:
         coverage: Fraction of lookups that are hot; None for TorchRec's plan.
         predict: The case's prediction from costs.
         repeats: Seconds of each step, by round.
-        stage_s: Seconds by stage of each round, median over the steps and mean over the ranks.
+        stage_s: Seconds by stage of each round (``typical_stages``).
     """
 
     family: str
@@ -211,8 +212,14 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
         if stage == "other":
             continue
         if stage in EXCHANGES:
-            overheads[stage], waiting[stage], factor = _fit_exchange(anchors, stage)
+            # Ranks wait for the dense layers' all-reduce in the exchange of hot gradients.
+            dense_stage = "other" if stage == "hot_exchange" else None
+            overheads[stage], waiting[stage], factor, of_dense = _fit_exchange(
+                anchors, stage, dense_stage
+            )
             corrections[stage] = factor
+            if dense_stage:
+                corrections[dense_stage] = of_dense
             # Waiting at its bound is noise of the same kind.
             beyond += _beyond(anchors, stage, [factor], MESSAGE_FACTORS)
             beyond += _beyond(anchors, stage, [waiting[stage]], WAITING_FRACS, "waiting in ")
@@ -241,7 +248,6 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
                         per_byte_s=scaled.per_byte_s * factor,
                     )
     doubts = [f"were corrected by more than is credible ({', '.join(beyond)})"] if beyond else []
-    corrections["other"] = _fit_dense_exchange(anchors)
     left = [a.step_s - sum(a.measured_s[s] for s in STAGES if s != "other") for a in anchors]
     return replace(
         costs,
@@ -302,37 +308,35 @@ def _beyond(
     ]
 
 
-def _fit_dense_exchange(anchors: list[Anchor]) -> float:
-    """Exposed fraction of the dense layers' all-reduce.
-
-    Its wait is part of the stage of replicated rows' gradients, of which TorchRec's plan has few.
-    """
-    shares = [
-        (sum(a.measured_s[s] for s in ("hot_exchange", "other")) - a.predicted_s["hot_exchange"])
-        / a.predicted_s["other"]
-        for a in anchors
-        if a.family == TORCHREC and a.predicted_s["other"] > 0
-    ]
-    return float(np.clip(np.median(shares), 0.0, 1.0)) if shares else 1.0
-
-
-def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, float]:
+def _fit_exchange(
+    anchors: list[Anchor], stage: str, dense_stage: str | None
+) -> tuple[float, float, float, float]:
     """Overhead, waiting as a share of the dense layers, and the factor of the prediction.
 
-    Least squares of the errors relative to the step, within WAITING_FRACS and MESSAGE_FACTORS.
+    The last number is the exposed fraction of ``dense_stage``, the dense layers' all-reduce, where
+    that is waited for in the same stage. Least squares of the errors relative to the step, within
+    WAITING_FRACS, MESSAGE_FACTORS and 0..1.
     """
-    measured = np.array([a.measured_s[stage] for a in anchors])
-    predicted = np.array([a.predicted_s[stage] for a in anchors])
-    used = (predicted > 0) & (measured > 0)
+    stages = [stage] if dense_stage is None else [stage, dense_stage]
+    measured = np.array([sum(a.measured_s[s] for s in stages) for a in anchors])
+    predicted = np.array([[a.predicted_s[s] for s in stages] for a in anchors])
+    used = (predicted.sum(axis=1) > 0) & (measured > 0)
     if np.count_nonzero(used) < 3:
-        return 0.0, 0.0, 1.0
+        return 0.0, 0.0, 1.0, 1.0
     dense = np.array([a.measured_s["dense"] for a in anchors])
     step = np.array([a.step_s for a in anchors])
-    columns = np.stack([np.ones_like(dense), dense, predicted], axis=1)
-    matrix = (columns / step[:, None])[used]
-    low, high = zip((0.0, _least_s(anchors, stage)), WAITING_FRACS, MESSAGE_FACTORS, strict=True)
-    overhead, waiting, factor = fit_bounded(matrix, (measured / step)[used], low, high).tolist()
-    return overhead, waiting, factor
+    columns = np.column_stack([np.ones_like(dense), dense, predicted])
+    matrix, wanted = (columns / step[:, None])[used], (measured / step)[used]
+    if dense_stage is not None:
+        # The all-reduce takes the same time in every step, as an overhead does, but is also there
+        # without hot rows. So an overhead counts as an error of one more step.
+        matrix = np.vstack([matrix, [1 / np.median(step), 0.0, 0.0, 0.0]])
+        wanted = np.append(wanted, 0.0)
+    bounds = [(0.0, float(measured[used].min())), WAITING_FRACS, MESSAGE_FACTORS, (0.0, 1.0)]
+    low, high = zip(*bounds[: columns.shape[1]], strict=True)
+    found = fit_bounded(matrix, wanted, low, high).tolist()
+    overhead, waiting, factor, of_dense = (*found, 1.0)[:4]
+    return overhead, waiting, factor, of_dense
 
 
 def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
@@ -542,8 +546,8 @@ def _time_steps(runner: Runner, ranks: Ranks, num_steps: int) -> Times:
         with clock.step():
             runner.step()
         times.append(sum(float(s[-1]) for s in clock.seconds().values()))
-    gathered = all_gather_object((clock.medians(), times))
-    return _mean_stages([medians for medians, _ in gathered]), [times for _, times in gathered]
+    gathered = all_gather_object((clock.seconds(), times))
+    return typical_stages([seconds for seconds, _ in gathered]), [times for _, times in gathered]
 
 
 def _time_ahead(runner: Runner, ranks: Ranks, num_steps: int) -> Times:
@@ -552,10 +556,21 @@ def _time_ahead(runner: Runner, ranks: Ranks, num_steps: int) -> Times:
     The seconds are those of the ranks together.
     """
     block = run_block(runner, NUM_WARM + num_steps, NUM_WARM, ranks)
-    gathered = all_gather_object((runner.clock.medians(), block))
+    gathered = all_gather_object((runner.clock.seconds(), block))
     steps = step_seconds([block for _, block in gathered]).tolist()
-    return _mean_stages([medians for medians, _ in gathered]), [steps]
+    return typical_stages([seconds for seconds, _ in gathered]), [steps]
 
 
-def _mean_stages(medians: list[dict[str, float]]) -> dict[str, float]:
-    return {stage: float(np.mean([of[stage] for of in medians])) for stage in STAGES}
+def typical_stages(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean over the ranks, and over the half of the steps that are neither short nor long.
+
+    The stages add up to such a step, which medians do not where messages are now fast, now slow.
+
+    Args:
+        of_ranks: Seconds of each step (steps,) by stage.
+    """
+    seconds = {s: np.mean([of_rank[s] for of_rank in of_ranks], axis=0) for s in STAGES}
+    by_length = np.argsort(np.sum([*seconds.values()], axis=0))
+    quarter = by_length.size // 4
+    middle = by_length[quarter : by_length.size - quarter]
+    return {stage: float(of_steps[middle].mean()) for stage, of_steps in seconds.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hotrec.calibrate.steps import (
@@ -18,6 +19,7 @@ from hotrec.calibrate.steps import (
     correct_look_ahead,
     fit_look_ahead,
     fit_steps,
+    typical_stages,
 )
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import NARROWEST_INTERVAL, Costs
@@ -32,6 +34,7 @@ ROUTED = ("route", "pool")
 
 def anchor(family: str, coverage: float | None, size: float, **measured: float) -> Anchor:
     predicted = {stage: size * seconds for stage, seconds in PREDICTED.items()}
+    predicted["other"] = PREDICTED["other"]  # parameters of the dense layers, whatever the batch
     if family == TORCHREC:
         predicted |= dict.fromkeys(ROUTED, 0.0)
     found = {**predicted, "other": 0.0, **measured}
@@ -120,12 +123,20 @@ def test_large_replicas_set_the_price_of_hot_rows() -> None:
 
 
 def test_the_dense_exchange_counts_as_far_as_it_is_waited_for() -> None:
-    assert fit_steps(COSTS, all_anchors()).correction("other") == 0.0
-
-    def waited(family: str, predicted_s: float, size: float) -> float:
-        return predicted_s / 2
-
-    assert fit_steps(COSTS, all_anchors(other=waited)).correction("other") == pytest.approx(0.5)
+    for exposed in (0.0, 0.5, 1.0):
+        anchors = []
+        for found in all_anchors():
+            # Other placements have more hot rows, or hide more, at the same batch size.
+            factor = {0.8: 1.0, 1.0: 3.0, None: 0.5}[found.coverage]
+            predicted = {**found.predicted_s, "other": PREDICTED["other"] / factor}
+            predicted["hot_exchange"] *= factor
+            waited = predicted["hot_exchange"] + exposed * predicted["other"]
+            measured = {**found.measured_s, "hot_exchange": waited}
+            anchors.append(replace(found, predicted_s=predicted, measured_s=measured))
+        fitted = fit_steps(COSTS, anchors)
+        assert fitted.correction("other") == pytest.approx(exposed, abs=1e-6)
+        assert fitted.correction("hot_exchange") == pytest.approx(1.0)
+        assert fitted.stage_overhead_s["hot_exchange"] == pytest.approx(0.0, abs=1e-6)
 
 
 def ahead(row_bytes: float, left_s: float) -> Anchor:
@@ -229,3 +240,15 @@ def test_the_interval_is_of_cases_that_were_not_fitted_to() -> None:
     assert [a.step_s for a in anchors] == [case.step_s for case in alike]
     odd = [*alike, measured(0.9, 4.0, 3.0)]
     assert correct_by_steps(COSTS, odd)[0].ratio_interval[1] > 1.1
+
+
+def test_stages_are_those_of_steps_of_usual_length() -> None:
+    """Now one message is slow and now the other, as on a shaped link; one step is an outlier."""
+    fast, slow = 1e-3, 9e-3
+    rows = np.array([fast, slow, fast, slow, fast, slow, fast, slow, 1.0])
+    grads = fast + slow - np.minimum(rows, slow)
+    of_rank = {**dict.fromkeys(STAGES, np.zeros(9)), "rows_exchange": rows, "grads_exchange": grads}
+    found = typical_stages([of_rank, of_rank])
+    assert sum(found.values()) == pytest.approx(fast + slow)
+    assert found["rows_exchange"] > 2e-3
+    assert found["grads_exchange"] > 2e-3

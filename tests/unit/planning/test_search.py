@@ -98,19 +98,23 @@ def test_problems_of_several_dims_fit(seed):
 @pytest.mark.parametrize(
     ("device_frac", "host_frac", "replica_frac", "most_s"),
     [
-        (1e3, 1e3, None, 0.000892166),
-        (0.3, 1.02, None, 0.000920610),
-        (0.02, 2.0, None, 0.001090112),
-        (16.0, 16.0, 1e-3, 0.000931332),
+        (1e3, 1e3, None, 0.000990463),
+        (0.3, 1.02, None, 0.000997524),
+        (0.02, 2.0, None, 0.001108319),
+        (16.0, 16.0, 1e-3, 0.001027423),
     ],
 )
 def test_criteo_sizes(device_frac, host_frac, replica_frac, most_s):
-    """Steps within 0.1% of the optimum, which branch and bound proved to 1e-4."""
+    """Steps within 0.1% of the best that is known.
+
+    Searches with 80 thresholds, 60 sweeps, 12 programs of 24 prices, 5,000 nodes and a gap of 1e-6
+    found no better ones.
+    """
     demands = [zipf_demand(f"t{i}", rows) for i, rows in enumerate(CRITEO_ROWS)]
     share = sum(d.num_rows * d.row_bytes for d in demands) / WORLD.num_ranks
     replica = None if replica_frac is None else share * replica_frac
     limits = Limits(share * device_frac, share * host_frac, replica)
-    costs = machine(without=("order_row", "order_id"))  # as when the optimum was proved
+    costs = machine(without=("order_row", "order_id"))
     choice = search_placement(demands, costs, WORLD, BY_LOADER, limits)
     assert choice.prediction.step_s <= most_s * 1.001
     used = used_frac(demands, choice, limits, 16, is_cpu=False, is_routed_on_device=False)
