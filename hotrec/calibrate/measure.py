@@ -13,7 +13,13 @@ import torch
 
 from hotrec.calibrate.collectives import Network, measure_overlap, start_network
 from hotrec.calibrate.loader import measure_loader
-from hotrec.calibrate.noise import LoadMeter, doubts_of, median_drift, noise_text
+from hotrec.calibrate.noise import (
+    LoadMeter,
+    cores_per_host,
+    doubts_of,
+    median_drift,
+    noise_text,
+)
 from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.steps import correct_by_steps, measure_steps
 from hotrec.calibrate.timing import (
@@ -155,6 +161,7 @@ def measure_costs(
                 "embedding_dim": workload.dim,
                 "optimizer": target.optimizer.kind.name,
                 "zipf_exponents": list(target.exponents),
+                "cores_per_host": cores_per_host(ranks),
                 "hosts_differ": any(other != host for other in fingerprints),
                 "points": {name: [list(astuple(p)) for p in of] for name, of in points.items()},
             },

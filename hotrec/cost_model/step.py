@@ -50,12 +50,17 @@ def with_loader(
 
     The longest of
 
-        step + main                                        the main thread gets or makes the batch
+        step + main + delay                                the main thread gets or makes the batch
         worker / workers                                   each worker makes every n-th batch
         ranks (busy / slowdown + main + worker) / cores    a host's work, on all of its cores
 
     where a rank is busy while its main thread computes, and for the share of communication that
-    takes processor time, 1 - ``overlap``. The difference is put into the stage "other".
+    takes processor time, 1 - ``overlap``. Workers that find no core of their own, beside the ranks'
+    own, do not wait until a rank does: they delay it for the share of the step that it is busy,
+
+        delay = busy / step max(0, worker - step max(0, cores - ranks) / ranks)
+
+    The difference is put into the stage "other".
 
     Args:
         step: Step without a loader.
@@ -71,8 +76,11 @@ def with_loader(
     sending_s = sum(step.stage_s.get(name, 0.0) for name in COVERED) + sum(step.hidden_s.values())
     busy_s = min(computing_s + (1 - overlap) * sending_s, step.step_s)
     main_s, worker_s = loader_s
+    spare_cores = max(0.0, cores_per_host - ranks_per_host) / ranks_per_host
+    unserved_s = max(0.0, worker_s - spare_cores * step.step_s)
+    delay_s = busy_s / step.step_s * unserved_s if unserved_s > 0 else 0.0
     step_s = max(
-        step.step_s + main_s,
+        step.step_s + main_s + delay_s,
         worker_s / max(1, num_workers),
         ranks_per_host * (busy_s / slowdown + main_s + worker_s) / cores_per_host,
     )

@@ -35,7 +35,7 @@ class Loader:
     """The loader of each rank, which shares the host's cores with the ranks."""
 
     num_workers: int
-    cores_per_host: int
+    cores_per_host: float
 
 
 @dataclass(frozen=True)

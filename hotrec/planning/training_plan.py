@@ -306,7 +306,7 @@ def propose(
             note,
             profile.locality,
         )
-        cores = costs.host.get("num_cores")
+        cores = costs.facts.get("cores_per_host") or costs.host.get("num_cores")
         loader = Loader(config.trainer.num_workers, cores) if cores else None
         return replace(scenario, loader=loader)
 

@@ -25,7 +25,9 @@ STEP = StepPrediction(
         ((1e-3, 3e-3), 2, 2, 8, 1.0, 11e-3),  # but the main thread gets the batch from them
         ((0.0, 30e-3), 2, 1, 8, 1.0, 15e-3),  # too few workers
         ((0.0, 30e-3), 1, 1, 8, 1.0, 30e-3),
-        ((0.0, 6e-3), 2, 2, 2, 1.0, 12e-3),  # workers compute while ranks wait, but have more to do
+        ((0.0, 3e-3), 2, 2, 2, 1.0, 11.8e-3),  # workers delay a rank while it computes
+        ((0.0, 3e-3), 2, 2, 2, 0.0, 13e-3),
+        ((0.0, 3e-3), 2, 4, 5, 1.0, 10.3e-3),  # a spare core serves most of them
         ((0.0, 6e-3), 2, 2, 2, 0.0, 16e-3),  # and communication takes the cores as well
         ((0.0, 0.0), 2, 4, 2, 1.0, 12e-3),  # more ranks than cores
     ],
