@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from scipy.optimize import brentq
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import ModelConfig, OptimizerConfig
+from hotrec.cost_model.skew import DEFAULT_EXPONENT
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.policies import choose_all_cold, choose_fraction
 from hotrec.planning.unsharded import optimizer_specs
@@ -33,9 +32,6 @@ MIN_IDS = 8192
 MAX_IDS = 1 << 20
 # Most bytes that are copied or moved at once: rows of a step, of which it reads fewer than ids.
 MAX_MOVED_BYTES = 64 << 20
-# Skew of ids of which nothing is known, the steepest that is fitted, and groups of ranks alike.
-DEFAULT_EXPONENT, MAX_EXPONENT, NUM_RANK_GROUPS = 1.05, 3.0, 400
-MOST_READ_FRAC = 0.9
 # Bytes per row in ZipfTables and in a router's map.
 SAMPLED_ROW_BYTES = 20
 
@@ -95,40 +91,6 @@ class CalibrationTarget:
             bag_lengths=None if lengths is None else [lengths[at] for at in kept],
             schema=None,
         )
-
-
-def fit_zipf_exponent(ids: Rows, num_rows: int) -> float:
-    """The exponent at which as many lookups read as many distinct rows in expectation.
-
-    Of n lookups with probabilities p_k ~ k^-exponent, 1 - e^(-n p_k) is that of reading row k.
-    Lookups that read nearly all rows say little, so of those fewer are taken.
-
-    Args:
-        ids: Rows looked up, as they come.
-        num_rows: Rows of the table.
-
-    Returns:
-        0 to MAX_EXPONENT; DEFAULT_EXPONENT where there is nothing to tell it from.
-    """
-    num_distinct = np.unique(ids).size
-    while num_distinct > MOST_READ_FRAC * num_rows and ids.size >= 2 * num_rows:
-        ids = ids[: ids.size // 2]
-        num_distinct = np.unique(ids).size
-    if num_rows <= 2 or num_distinct <= 1:
-        return DEFAULT_EXPONENT
-    edges = np.unique(np.geomspace(1, num_rows + 1, NUM_RANK_GROUPS).round())
-    rows_G, ranks_G = np.diff(edges), (edges[:-1] + edges[1:] - 1) / 2
-
-    def excess(exponent: float) -> float:
-        weights_G = ranks_G**-exponent
-        lookups_G = ids.size * weights_G / (weights_G * rows_G).sum()
-        return float((rows_G * -np.expm1(-lookups_G)).sum()) - num_distinct
-
-    if excess(0.0) <= 0:
-        return 0.0
-    if excess(MAX_EXPONENT) >= 0:
-        return MAX_EXPONENT
-    return float(brentq(excess, 0.0, MAX_EXPONENT))
 
 
 def cut_tables(table_rows: Sequence[int], most_rows: int) -> list[int]:

@@ -14,11 +14,12 @@ import numpy as np
 from hotrec.calibrate.fit import fit_from_run
 from hotrec.calibrate.loader import SPLIT
 from hotrec.calibrate.measure import costs_table, measure_costs
-from hotrec.calibrate.workload import CalibrationTarget, fit_zipf_exponent
+from hotrec.calibrate.workload import CalibrationTarget
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs
+from hotrec.cost_model.skew import fit_zipf_exponent
 from hotrec.cost_model.store import write_costs
 from hotrec.data.chunks import Dataset, Integers, Jagged
 from hotrec.planning.unsharded import chosen_device

@@ -13,14 +13,11 @@ from hypothesis import strategies as st
 from hotrec.calibrate.measure import costs_table
 from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.workload import (
-    DEFAULT_EXPONENT,
-    MAX_EXPONENT,
     MAX_MOVED_BYTES,
     SAMPLED_IDS,
     CalibrationTarget,
     CalibrationWorkload,
     cut_tables,
-    fit_zipf_exponent,
     group_alone,
 )
 from hotrec.config.groups import (
@@ -120,30 +117,6 @@ def test_bags_have_lengths_of_the_data(one_rank: Ranks) -> None:
     assert target.only(lambda rows: rows > 50) == replace(
         target, table_rows=[5000], bag_lengths=lengths[1:]
     )
-
-
-@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.05, 1.5])
-@pytest.mark.parametrize("num_rows", [50, 5000, 200_000])
-def test_skew_is_found_from_the_ids(exponent: float, num_rows: int) -> None:
-    weights = np.arange(1, num_rows + 1) ** -exponent
-    cumulative = np.cumsum(weights / weights.sum())
-    ids = np.searchsorted(cumulative, np.random.default_rng(0).random(50_000))
-    near = 0.03 if num_rows > 50 else 0.3  # all of few rows are soon read
-    assert fit_zipf_exponent(ids, num_rows) == pytest.approx(exponent, abs=near)
-
-
-@pytest.mark.parametrize(
-    ("ids", "num_rows", "expected"),
-    [
-        ([], 9, DEFAULT_EXPONENT),
-        ([3], 9, DEFAULT_EXPONENT),
-        ([0, 1, 0, 1], 2, DEFAULT_EXPONENT),
-        ([4] * 999 + [5], 1000, MAX_EXPONENT),
-        (list(range(1000)), 1000, 0.0),  # more than chance would read
-    ],
-)
-def test_skew_has_bounds(ids: list[int], num_rows: int, expected: float) -> None:
-    assert fit_zipf_exponent(np.array(ids, np.int64), num_rows) == expected
 
 
 def test_large_batches_are_measured_with_bounded_work(one_rank: Ranks) -> None:
