@@ -181,7 +181,10 @@ def add_overhead(compute: Form, stage: str, seconds: float) -> None:
     """What a stage takes whatever it does, where it is there at all."""
     if stage in ("route", "pool"):
         _add_once(compute, seconds)
-    elif stage in ("ids_exchange", "rows_exchange", "grads_exchange", "row_update"):
+    elif stage == "ids_exchange":
+        _add_once(compute, seconds)
+        compute.add("pooled_groups", seconds)
+    elif stage in ("rows_exchange", "grads_exchange", "row_update"):
         compute.add("cold_groups", seconds).add("pooled_groups", seconds)
     elif stage == "hot_exchange":
         compute.add("hot_groups", seconds).add("replicated_groups", seconds)

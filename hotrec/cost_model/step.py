@@ -251,6 +251,8 @@ def _add_messages(
     hot.sent_bytes.add_form(reduced).add_form(gathered)
     reduce = costs.collective("all_reduce", world, _message_bytes(reduced, at))
     gather = costs.collective("all_gather", world, _message_bytes(gathered, at))
+    # How many rows each rank has touched is known when the ids are.
+    ids.compute.add("hot_groups", gather.fixed_s)
     hot.wire.add_form(gathered, gather.per_byte_s).add_form(reduced, reduce.per_byte_s)
     hot.wire.add("hot_groups", 2 * gather.fixed_s + (reduce.fixed_s if is_hot_dense else 0.0))
     hot.wire.add("replicated_groups", reduce.fixed_s)

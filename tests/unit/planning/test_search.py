@@ -98,9 +98,9 @@ def test_problems_of_several_dims_fit(seed):
 @pytest.mark.parametrize(
     ("device_frac", "host_frac", "replica_frac", "most_s"),
     [
-        (1e3, 1e3, None, 0.000990463),
-        (0.3, 1.02, None, 0.000997524),
-        (0.02, 2.0, None, 0.001108319),
+        (1e3, 1e3, None, 0.001020463),
+        (0.3, 1.02, None, 0.001027524),
+        (0.02, 2.0, None, 0.001126704),
         (16.0, 16.0, 1e-3, 0.001027423),
     ],
 )
