@@ -261,10 +261,9 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
 
 
 def _least_s(anchors: Sequence[Anchor], stage: str) -> float:
-    """The least that the stage took where it was, which bounds what it takes whatever it does."""
-    return min(
-        a.measured_s[stage] for a in anchors if min(a.predicted_s[stage], a.measured_s[stage]) > 0
-    )
+    """The least that the stage took where it was predicted, which bounds its overhead."""
+    took = [a.measured_s[stage] for a in anchors if a.predicted_s[stage] > 0]
+    return min((seconds for seconds in took if seconds > 0), default=math.inf)
 
 
 def _fit_compute(points: Sequence[Point], most_s: float) -> tuple[float, list[float]]:

@@ -109,6 +109,20 @@ def test_an_overhead_is_no_more_than_the_least_that_was_measured() -> None:
         assert fitted.stage_overhead_s[stage] <= least_s
 
 
+def test_a_stage_that_no_step_has_is_no_reason_to_fail() -> None:
+    """With Adam on CPU all rows are hot, and the clock still passes between two marks."""
+    anchors = [a for a in all_anchors() if a.coverage == 1.0]
+    anchors = [
+        replace(
+            a,
+            predicted_s={**a.predicted_s, "row_update": 0.0},
+            measured_s={**a.measured_s, "row_update": 1e-6},
+        )
+        for a in anchors
+    ]
+    assert fit_steps(COSTS, anchors).stage_overhead_s["row_update"] == pytest.approx(1e-6)
+
+
 def test_large_replicas_set_the_price_of_hot_rows() -> None:
     anchors = all_anchors()
     dear = [
