@@ -47,22 +47,23 @@ MOST_EXPOSED, MOST_OFF = 0.05, 0.1
 
 @contextmanager
 def link(bytes_per_s: float | None) -> Iterator[None]:
-    """Movements take as long as on a link of this rate; None for no link."""
-    fetch, put_back = RowMover.fetch, RowMover.put_back
+    """Copies between host and slots take as long as on a link of this rate; None for no link."""
+    here, there = RowMover.copy_to_host, RowMover.copy_to_device
 
-    def slow_fetch(mover: RowMover, rows: Any, *given: Any) -> Any:
+    def slow_to_host(mover: RowMover, held: Any) -> Any:
+        _sleep(len(held[0]) * mover.row_bytes, bytes_per_s)
+        return here(mover, held)
+
+    def slow_to_device(mover: RowMover, rows: Any, gathered: Any) -> Any:
         _sleep(rows.size * mover.row_bytes, bytes_per_s)
-        return fetch(mover, rows, *given)
+        return there(mover, rows, gathered)
 
-    def slow_put_back(mover: RowMover, rows: Any, held: Any, key: int) -> None:
-        _sleep(rows.size * mover.row_bytes, bytes_per_s)
-        put_back(mover, rows, held, key)
-
-    RowMover.fetch, RowMover.put_back = slow_fetch, slow_put_back  # type: ignore[method-assign]
+    patched: Any = RowMover
+    patched.copy_to_host, patched.copy_to_device = slow_to_host, slow_to_device
     try:
         yield
     finally:
-        RowMover.fetch, RowMover.put_back = fetch, put_back  # type: ignore[method-assign]
+        patched.copy_to_host, patched.copy_to_device = here, there
 
 
 def _sleep(num_bytes: int, bytes_per_s: float | None) -> None:

@@ -13,7 +13,7 @@ update. Ids: ``raw_id`` (value in the log) -> ``row`` (0..num_rows-1) -> ``hot_s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -289,6 +289,18 @@ class ColdTier(Enum):
     cached = "cached"
 
 
+class RowFetch(Enum):
+    """How rows behind slots come to the device; auto chooses by costs.
+
+    ``staged``: the host gathers them into pinned memory, which is copied as one. ``mapped``: the
+    device reads them in host memory itself, which takes no host core but more of the bus.
+    """
+
+    auto = "auto"
+    staged = "staged"
+    mapped = "mapped"
+
+
 class TorchrecPlan(Enum):
     """Plans on unsplit tables, the baselines."""
 
@@ -316,6 +328,7 @@ class TablePlacement:
         tier: Memory of the rows; DEVICE or CACHED on CPU.
         cache_load_frac: Cached fraction of the rows in HOST_CACHED and CACHED, in 0..1; else None.
         row_type: Type of the rows in host memory, in CACHED; else fp32. Slots are fp32.
+        row_fetch: How rows in CACHED come to the device; not auto.
     """
 
     exchange: Exchange = Exchange.ROWS
@@ -323,6 +336,7 @@ class TablePlacement:
     tier: Tier = Tier.DEVICE
     cache_load_frac: float | None = None
     row_type: WireType = WireType.fp32
+    row_fetch: RowFetch = RowFetch.staged
 
 
 @dataclass(frozen=True)
@@ -349,12 +363,20 @@ class Placement:
         *,
         is_hot_dense: bool = False,
         row_type: WireType = WireType.fp32,
+        row_fetch: RowFetch = RowFetch.staged,
     ) -> Placement:
         """All tables alike: cold rows exchanged as rows, row-wise, in one tier."""
         is_cached = tier in (Tier.HOST_CACHED, Tier.CACHED)
         load_frac = cache_load_frac if is_cached else None
-        table = TablePlacement(tier=tier, cache_load_frac=load_frac, row_type=row_type)
+        table = TablePlacement(
+            tier=tier, cache_load_frac=load_frac, row_type=row_type, row_fetch=row_fetch
+        )
         return Placement(partition, dict.fromkeys(partition.num_rows, table), is_hot_dense)
+
+    def with_fetch(self, row_fetch: RowFetch) -> Placement:
+        """The same with another way of fetching rows in CACHED."""
+        tables = {n: replace(table, row_fetch=row_fetch) for n, table in self.tables.items()}
+        return replace(self, tables=tables)
 
     def __post_init__(self) -> None:
         if set(self.tables) != set(self.partition.num_rows):

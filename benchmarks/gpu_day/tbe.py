@@ -26,8 +26,9 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import OptimizerKind
 
 DEVICE, UVM, UVM_CACHE = "device memory", "UVM", "UVM cache"
-# hotrec's: host rows behind slots that hold a row with its state.
-SLOTS = "slots"
+# hotrec's: host rows behind slots that hold a row with its state. They are filled by the host, or
+# by the device, which reads mapped memory.
+SLOTS, MAPPED_SLOTS = "slots", "mapped slots"
 LOCATIONS = {
     DEVICE: EmbeddingLocation.DEVICE,
     UVM: EmbeddingLocation.MANAGED,
@@ -71,7 +72,7 @@ class Tables:
     def build(self, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
         """The module, its weights small random numbers."""
         is_cuda = device.type == "cuda"
-        in_memory = LOCATIONS[UVM if self.tier == SLOTS else self.tier]
+        in_memory = LOCATIONS[UVM if self.has_slots else self.tier]
         location = in_memory if is_cuda else EmbeddingLocation.HOST
         compute = ComputeDevice.CUDA if is_cuda else ComputeDevice.CPU
         params: dict[str, Any] = fused_params(self.optimizer)
@@ -90,6 +91,10 @@ class Tables:
         for name in ("weights_dev", "weights_host", "weights_uvm"):
             getattr(module, name).data.uniform_(-0.01, 0.01)
         return module
+
+    @property
+    def has_slots(self) -> bool:
+        return self.tier in (SLOTS, MAPPED_SLOTS)
 
     @property
     def cache_bytes(self) -> int:
@@ -116,7 +121,7 @@ class Tables:
         on_device, on_host = (state, weights) if is_row_wise else (0, weights + state)
         if self.tier == UVM_CACHE:
             on_device += self.cache_bytes + 4 * total_rows
-        if self.tier == SLOTS:
+        if self.has_slots:
             on_device += self.cache_bytes
         return on_device + work, on_host
 

@@ -23,6 +23,7 @@ from benchmarks.gpu_day.record import OK, DoesNotFitError, Parts, Summary, Table
 from benchmarks.gpu_day.stage import DASH, Day, Laps, free_memory, main, show
 from benchmarks.gpu_day.tbe import (
     DEVICE,
+    MAPPED_SLOTS,
     SLOTS,
     UVM,
     UVM_CACHE,
@@ -33,7 +34,7 @@ from benchmarks.gpu_day.tbe import (
     tiers_of,
 )
 from hotrec.embedding.cached_rows import CachedRows
-from hotrec.embedding.cpu_rows import fbgemm_rows
+from hotrec.embedding.cpu_rows import fbgemm_rows, mapped_rows
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.report.units import show_bytes, show_count, show_seconds
 from hotrec.runtime.memory import read_memory
@@ -53,7 +54,10 @@ PLACES: tuple[tuple[str, float, bool], ...] = (
     (UVM_CACHE, 0.015, True),
     (SLOTS, 0.1, True),
     (SLOTS, 0.015, True),
+    (MAPPED_SLOTS, 0.1, True),
+    (MAPPED_SLOTS, 0.015, True),
 )
+OURS = (SLOTS, MAPPED_SLOTS)
 # Batches whose rows are known ahead, as `pipeline.window` has it by default.
 WINDOW = 32
 # Left to the CUDA context, the libraries and the host's own work.
@@ -86,7 +90,7 @@ class Sizes:
         rows = self.num_rows // 2 if kind is OptimizerKind.adam else self.num_rows
         return Tables(
             NUM_TABLES, rows, self.dim, OptimizerSpec(kind, learning_rate=0.01), tier,
-            cache_frac=cache_frac or 0.2, is_prefetching=is_prefetching and tier != SLOTS,
+            cache_frac=cache_frac or 0.2, is_prefetching=is_prefetching and tier not in OURS,
         )  # fmt: skip
 
 
@@ -94,7 +98,7 @@ def place_name(place: tuple[str, float, bool]) -> str:
     """Such as ``UVM cache 1.5%, prefetch``; slots are always filled ahead."""
     tier, cache_frac, is_prefetching = place
     share = f" {100 * cache_frac:g}%" if cache_frac else ""
-    return f"{tier}{share}{', prefetch' if is_prefetching and tier != SLOTS else ''}"
+    return f"{tier}{share}{', prefetch' if is_prefetching and tier not in OURS else ''}"
 
 
 class CalibrationWorkload:
@@ -157,7 +161,7 @@ class CalibrationWorkload:
             table.unique().numel() for table in batches[num_steps].view(NUM_TABLES, per_table)
         )
         step: _Step | _SlotStep = _Step(module, tables, self._sizes.num_ids, device)
-        if tables.tier == SLOTS:
+        if tables.has_slots:
             step = _SlotStep(module, tables, self._sizes.num_ids, device)
             batches = [step.prepare(ids) for ids in batches]
         warm, fresh, again = (batches[i * num_steps :][:num_steps] for i in range(3))
@@ -241,6 +245,7 @@ class _SlotStep:
             torch.optim.SGD([torch.zeros(1)], lr=rate),
             tables.optimizer,
             device,
+            mapped_rows(module, tables.optimizer, is_wanted=tables.tier == MAPPED_SLOTS),
         )
         self._grad = torch.randn(num_ids, tables.dim, device=device) * 1e-3
         # The batch to compute, its slots, and the batches that are known.
@@ -343,9 +348,10 @@ def _verdict(kind: str, cases: Parts) -> str:
 
 def _against_cache(place: str, steps: Mapping[str, float]) -> str:
     """How much faster slots are than FBGEMM's best cache of as many bytes."""
-    if not place.startswith(SLOTS):
+    ours = next((tier for tier in OURS if place.startswith(tier)), None)
+    if ours is None:
         return ""
-    cache = place.replace(SLOTS, UVM_CACHE)
+    cache = place.replace(ours, UVM_CACHE)
     others = [seconds for name, seconds in steps.items() if name.startswith(cache)]
     return f" ({min(others) / steps[place]:.2f} times as fast as {cache})" if others else ""
 
@@ -357,7 +363,7 @@ def run(day: Day) -> None:
         f"{kind.value}: {place_name(place)}": sizes.tables(kind, place)
         for kind in KINDS
         for place in PLACES
-        if kind in kinds and place[0] in (*tiers, SLOTS)
+        if kind in kinds and place[0] in (*tiers, *OURS)
     }
     bench = CalibrationWorkload(day, sizes, list(cases.values()))
     if day.device.type == "cuda":

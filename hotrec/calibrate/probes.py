@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.calibrate.timing import Probe, Work
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
-from hotrec.cost_model.look_ahead import MOVEMENTS
+from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
 from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
@@ -41,7 +41,7 @@ from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedGroup
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
-from hotrec.types import HotExchange, OptimizerKind, Rows
+from hotrec.types import HotExchange, OptimizerKind, RowFetch, Rows
 
 # At most this many ranks' requests are merged into one lookup.
 MAX_REQUESTING_RANKS = 8
@@ -92,6 +92,8 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
                 is_by_items=False,
             )
             for name in MOVEMENTS
+            # On CPU slots are host memory, and the two ways of fetching are one.
+            if name != FETCHES[RowFetch.mapped] or workload.device.type == "cuda"
         ),
     ]
 
@@ -450,24 +452,41 @@ def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int
     num_all = max(most_rows, workload.target.cap_bytes // (4 * (dim + state_floats)))
     generator = torch.Generator().manual_seed(workload.target.seed)
 
-    def build() -> tuple[RowMover, torch.Tensor]:
-        # Written, or all pages would be one.
-        host = [torch.ones(num_all, width) for width in (dim, state_floats) if width]
-        held = [torch.ones(most_rows, *part.shape[1:], device=workload.device) for part in host]
-        return RowMover(host, held, workload.device), torch.randperm(num_all, generator=generator)
+    def build() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+        seen = [
+            _host_rows(workload.device, num_all, width) for width in (dim, state_floats) if width
+        ]
+        return seen, torch.randperm(num_all, generator=generator)
 
-    mover, order = workload.once("mover", dim, build)
+    seen, order = workload.once("mover", dim, build)
+    host, mapped = [here for here, _ in seen], [there for _, there in seen]
+    held = [torch.ones(most_rows, *part.shape[1:], device=workload.device) for part in host]
+    is_mapped = name == FETCHES[RowFetch.mapped]
+    mover = RowMover(host, held, workload.device, mapped if is_mapped else None)
     turns = cycle(order[: num_all // num_rows * num_rows].view(-1, num_rows).numpy())
     slots = np.arange(num_rows, dtype=np.int32)
 
     def fetch(rows: Rows) -> None:
-        mover.fetch(rows, slots, slots[:0])
+        mover.put_in_slots(slots, mover.copy_to_device(rows, mover.gather(rows)))
 
     def return_rows(rows: Rows) -> None:
-        mover.put_back(rows, mover.read_slots(slots), 0)
+        mover.put_back(rows, mover.copy_to_host(mover.read_slots(slots)), 0)
 
-    run = fetch if name == "fetch_slot" else return_rows
+    run = fetch if name in FETCHES.values() else return_rows
     return Work(run, num_rows, mover.row_bytes * num_rows, lambda: np.sort(next(turns)))
+
+
+def _host_rows(
+    device: torch.device, num_rows: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in host memory, as the host and as the device sees them; in FBGEMM's kind of memory."""
+    shape, memory = (num_rows, width), None
+    if device.type == "cuda":
+        like = torch.empty(0, device=device)
+        memory = torch.ops.fbgemm.new_unified_tensor(like, shape, is_host_mapped=True)
+    # Written, or all pages would be one.
+    seen = torch.ones(shape, device=device, out=memory)
+    return torch.ops.fbgemm.uvm_to_cpu(seen) if seen.is_cuda else seen, seen
 
 
 def _slot_bytes(workload: CalibrationWorkload) -> int:

@@ -13,6 +13,7 @@ from hotrec.types import (
     HugectrLink,
     ModelKind,
     OptimizerKind,
+    RowFetch,
     TorchrecPlan,
     WireType,
 )
@@ -124,6 +125,12 @@ class TieredConfig(HotColdConfig):
         "type of the rows that cold_tier=cached keeps in host memory: fp32, fp16 or bf16; they are "
         "fp32 in slots, with their optimizer state, and rounded at random when written back",
         WireType.fp32,
+    )
+    row_fetch: RowFetch = key(
+        "how rows of cold_tier=cached come to a CUDA device: staged (the host gathers them into "
+        "pinned memory, and one copy crosses the bus), mapped (the device reads them in host "
+        "memory itself, without a host core), or auto (the one that takes less by the costs)",
+        RowFetch.auto,
     )
     cache_load_frac: float | None = key(
         f"{CACHE_LOAD}; null: {DEFAULT_LOAD_FRAC} for fused_uvm_caching; for cached the smallest "

@@ -179,13 +179,14 @@ KERNELS: Mapping[str, str] = {
     "order_row": "a distinct row's id put in order by owner, and by table where it arrives",
     "order_id": "the same for an id of a pooled table, by TorchRec",
     "fetch_slot": "a row and its optimizer state fetched from host memory into a slot; their bytes",
+    "fetch_mapped": "the same, read by the device in mapped host memory; their bytes",
     "return_slot": "a changed row and its state written back from a slot; their bytes",
     "copy": "bytes copied around a collective",
     "dense": "a floating-point operation of the dense layers, forward, backward, loss",
     "dense_update": "a parameter of the dense layers, optimizer",
 }
 # Those without which no step can be predicted, on any device.
-OPTIONAL = ("_host", "_hit", "_miss", "_slot", "order_row", "order_id")
+OPTIONAL = ("_host", "_hit", "_miss", "_slot", "_mapped", "order_row", "order_id")
 REQUIRED = tuple(name for name in KERNELS if not name.endswith(OPTIONAL))
 # By the samples of a batch of the measured dataset, but for "route" by lookups.
 LOADER_PARTS: Mapping[str, str] = {

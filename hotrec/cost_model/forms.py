@@ -61,6 +61,7 @@ BYTES_OF = {
     "replicated_ids": "replicated_id_bytes",  # of TorchRec's data-parallel tables
     "replicated_rows": "replicated_bytes",
     "fetched_rows": "fetched_bytes",  # with their state, from host memory into slots
+    "mapped_rows": "mapped_bytes",  # the same, read by the device
     "returned_rows": "returned_bytes",  # the same back, changed
 }
 QUANTITIES = (

@@ -25,7 +25,7 @@ from hotrec.cost_model.forms import (
     add_hot_pack,
     add_overhead,
 )
-from hotrec.types import STAGES
+from hotrec.types import STAGES, RowFetch
 
 # Share of the dense layers' time, forward and backward, that is left when the gradients of rows are
 # there: the bottom layers' backward pass, and the weight gradients of the others, which can wait.
@@ -36,7 +36,12 @@ POSITION_BYTES, FLAGS_BYTES, SLOT_BYTES = 4, 2, 4
 # Messages of a step, whatever their size: counts, positions, flags.
 NUM_ID_MESSAGES = 3
 # What moves rows into slots and back, and the rows that each moves.
-MOVEMENTS = {"fetch_slot": "fetched_rows", "return_slot": "returned_rows"}
+FETCHES = {RowFetch.staged: "fetch_slot", RowFetch.mapped: "fetch_mapped"}
+MOVEMENTS = {
+    FETCHES[RowFetch.staged]: "fetched_rows",
+    FETCHES[RowFetch.mapped]: "mapped_rows",
+    "return_slot": "returned_rows",
+}
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 
 

@@ -19,46 +19,57 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.cpu_rows import RowsInMemory, fbgemm_rows
+from hotrec.embedding.cpu_rows import RowsInMemory, fbgemm_rows, mapped_rows
 from hotrec.embedding.flat import put_rows, table_begins
 from hotrec.embedding.random_bits import round_randomly
 from hotrec.embedding.slots import Moves, SlotMap, Slots
 from hotrec.embedding.snapshot import keep
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread
+from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, record_use
 from hotrec.runtime.stages import named_range
-from hotrec.types import Placement, Rows, Tier
+from hotrec.types import Placement, RowFetch, Rows, Tier
 
 
-def to_device(slots: Slots, device: torch.device) -> torch.Tensor:
-    """Slots as int64 on a device; the host does not wait for the copy."""
-    here = torch.from_numpy(slots).long()
+def to_device(numbers: Slots | Rows, device: torch.device) -> torch.Tensor:
+    """Slots or rows as int64 on a device; the host does not wait for the copy."""
+    here = torch.from_numpy(numbers).long()
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
 class RowMover:
     """Moves rows between host memory and slots, both ways at once.
 
-    Each way has a thread and a stream of its own and keeps its order. A row that is fetched while
-    it is still being written back waits for that.
+    Host memory, the link and the slots each have a thread and a stream for a way, but both ways use
+    the slots in turn. So the host gathers the rows of one movement while those of another one cross
+    the link. Each thread keeps its order. A row that is fetched while it is still being written
+    back waits for that.
 
     Args:
         host: Weights and states in host memory, each (R, ...).
         slots: The same of the slots, each (S, ...), on the device.
         device: The device.
+        mapped: Host tensors as the device sees them, None where it does not. It reads these itself;
+            the host gathers the others.
     """
 
     def __init__(
-        self, host: list[torch.Tensor], slots: list[torch.Tensor], device: torch.device
+        self,
+        host: Sequence[torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        device: torch.device,
+        mapped: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        self._pairs = list(zip(host, slots, strict=True))
+        self._parts = list(zip(host, mapped or [None] * len(host), slots, strict=True))
         self._device = device
+        self._gathering = CommunicationThread(torch.device("cpu"), "gather rows")
         self._fetching = CommunicationThread(device, "fetch rows")
+        self._filling = CommunicationThread(device, "fill slots")
+        self._returning = CommunicationThread(device, "return rows")
         self._writing = CommunicationThread(device, "write rows back")
         self._leaving: deque[tuple[Rows, CommunicationFuture[None]]] = deque()
         self.row_bytes = sum(part[:1].numel() * part.element_size() for part in host)
 
-    def submit(self, moves: Moves, key: int) -> CommunicationFuture[list[torch.Tensor]]:
+    def submit(self, moves: Moves, key: int) -> CommunicationFuture[None]:
         """Start to move rows, see ``put_back``; those fetched are there with the result."""
         while self._leaving and self._leaving[0][1].done():
             self._leaving.popleft()
@@ -67,78 +78,105 @@ class RowMover:
             for rows, written in self._leaving
             if np.isin(moves.in_rows, rows, assume_unique=True).any()
         ]
-        fetched = self._fetching.submit(
-            partial(self.fetch, moves.in_rows, moves.in_slots, moves.out_slots, before)
-        )
+        gathered = self._gathering.submit(partial(self.gather, moves.in_rows, before))
+        fetched = self._fetching.submit(lambda: self.copy_to_device(moves.in_rows, gathered.wait()))
         if moves.out_rows.size:
+            # Before others are put there.
+            held = self._filling.submit(partial(self.read_slots, moves.out_slots))
+            returned = self._returning.submit(lambda: self.copy_to_host(held.wait()))
             written = self._writing.submit(
-                lambda: self.put_back(moves.out_rows, fetched.wait(), key)
+                lambda: self.put_back(moves.out_rows, returned.wait(), key)
             )
             self._leaving.append((moves.out_rows, written))
-        return fetched
+        return self._filling.submit(lambda: self.put_in_slots(moves.in_slots, fetched.wait()))
 
-    def fetch(
-        self,
-        rows: Rows,
-        slots: Slots,
-        leaving: Slots,
-        before: Sequence[CommunicationFuture[None]] = (),
+    def gather(
+        self, rows: Rows, before: Sequence[CommunicationFuture[None]] = ()
+    ) -> list[torch.Tensor | None]:
+        """Rows and states of host memory, None for those that the device reads itself."""
+        for written in before:
+            written.result()
+        with named_range("gather rows"):
+            index = torch.from_numpy(rows)
+            return [
+                None if mapped is not None else self._staged(host, rows.size, index)
+                for host, mapped, _ in self._parts
+            ]
+
+    def _staged(self, host: torch.Tensor, num_rows: int, index: torch.Tensor) -> torch.Tensor:
+        # Gathered into pinned memory at once, from which the copy does not wait.
+        is_pinned = self._device.type == "cuda"
+        staged = torch.empty((num_rows, *host.shape[1:]), dtype=host.dtype, pin_memory=is_pinned)
+        return torch.index_select(host, 0, index, out=staged)
+
+    def copy_to_device(
+        self, rows: Rows, gathered: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor]:
-        """Fetch rows into slots, of which ``leaving`` are read first; what they held."""
+        """What ``gather`` returned of rows on the device, with what it left to the device."""
         with named_range("fetch rows"):
-            held = self.read_slots(leaving)
-            for written in before:
-                written.wait()
-            for host, of_slots in self._pairs:
-                index = torch.from_numpy(rows).to(host.device)
-                # Gathered into pinned memory at once, from which the copy does not wait.
-                is_staged = self._device.type == "cuda" and not host.is_cuda
-                shape = (rows.size, *host.shape[1:])
-                arriving = torch.empty(
-                    shape, dtype=host.dtype, device=host.device, pin_memory=is_staged
-                )
-                torch.index_select(host, 0, index, out=arriving)
-                arrived = arriving.to(self._device, non_blocking=True).to(of_slots.dtype)
-                put_rows(of_slots, to_device(slots, self._device), arrived)
-            return held
+            index, arrived = None, []
+            for (_, mapped, _), staged in zip(self._parts, gathered, strict=True):
+                if staged is not None:
+                    arrived.append(staged.to(self._device, non_blocking=True))
+                else:
+                    assert mapped is not None
+                    index = to_device(rows, self._device) if index is None else index
+                    arrived.append(mapped.index_select(0, index))
+            return arrived
+
+    def put_in_slots(self, slots: Slots, fetched: Sequence[torch.Tensor]) -> None:
+        """Write what ``copy_to_device`` returned into slots."""
+        record_use(*fetched)
+        index = to_device(slots, self._device)
+        for (_, _, of_slots), values in zip(self._parts, fetched, strict=True):
+            put_rows(of_slots, index, values.to(of_slots.dtype))
 
     def read_slots(self, slots: Slots) -> list[torch.Tensor]:
-        """Rows and states of slots, on their way to the host."""
+        """Rows and states of slots, on the device."""
         index = to_device(slots, self._device)
-        parts = [of_slots.index_select(0, index) for _, of_slots in self._pairs]
-        if self._device.type == "cpu":
-            return parts
-        here = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
-        return [to.copy_(part, non_blocking=True) for to, part in zip(here, parts, strict=True)]
+        return [of_slots.index_select(0, index) for _, _, of_slots in self._parts]
 
-    def put_back(self, rows: Rows, held: list[torch.Tensor], key: int) -> None:
-        """Write to the host what ``read_slots`` returned.
+    def copy_to_host(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What ``read_slots`` returned, on its way to the host."""
+        if self._device.type == "cpu":
+            return list(held)
+        record_use(*held)
+        here = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in held]
+        return [to.copy_(part, non_blocking=True) for to, part in zip(here, held, strict=True)]
+
+    def put_back(self, rows: Rows, returned: Sequence[torch.Tensor], key: int) -> None:
+        """Write to the host what ``copy_to_host`` returned.
 
         Rows of another type than in the slots are rounded at random, by a key of this moment.
         """
         with named_range("write rows back"):
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-            for (host, _), values in zip(self._pairs, held, strict=True):
-                index, values = torch.from_numpy(rows).to(host.device), values.to(host.device)
+            for (host, _, _), here in zip(self._parts, returned, strict=True):
+                index, values = torch.from_numpy(rows).to(host.device), here.to(host.device)
                 keep(host, index)
                 if host.dtype is values.dtype:
                     put_rows(host, index, values)
                 else:  # as integers, since numpy lacks bf16
                     rounded = round_randomly(values, host.dtype, key, index)
                     put_rows(host.view(torch.int16), index, rounded.view(torch.int16))
-            if any(host.is_cuda for host, _ in self._pairs):  # FBGEMM's state of one float a row
+            if any(host.is_cuda for host, _, _ in self._parts):  # FBGEMM's state of a float a row
                 torch.cuda.current_stream(self._device).synchronize()
 
     def drain(self) -> None:
         """Wait until all rows have been moved."""
-        self._fetching.drain()
-        self._writing.drain()
+        for thread in self._threads:
+            thread.drain()
 
     def close(self) -> None:
         """Let the threads end."""
-        self._fetching.close()
-        self._writing.close()
+        for thread in self._threads:
+            thread.close()
+
+    @property
+    def _threads(self) -> tuple[CommunicationThread, ...]:
+        """In the order in which rows pass them."""
+        return self._gathering, self._fetching, self._filling, self._returning, self._writing
 
 
 class CachedRows:
@@ -156,6 +194,7 @@ class CachedRows:
         optimizer: Has the learning rate.
         spec: The update rule.
         device: Where the slots are.
+        mapped: What the device reads in host memory itself, see ``RowMover``.
     """
 
     def __init__(
@@ -166,6 +205,7 @@ class CachedRows:
         optimizer: torch.optim.Optimizer,
         spec: OptimizerSpec,
         device: torch.device,
+        mapped: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         weights, states = host
         self._is_rounded = weights.dtype is not torch.float32
@@ -178,7 +218,7 @@ class CachedRows:
         self._rows = RowsInMemory(
             empty[0], dict(zip(states, empty[1:], strict=True)), optimizer, spec
         )
-        self._tensors = ([weights, *states.values()], empty)
+        self._tensors, self._mapped = ([weights, *states.values()], empty), mapped
         self._device = device
         self.slots = SlotMap(weights.shape[0], num_slots, resident_rows)
         self.read_bytes = self.written_bytes = 0
@@ -206,9 +246,9 @@ class CachedRows:
 
     def restart(self) -> None:
         """Forget what the slots hold, since the rows may have been written; start new numbers."""
-        self._mover = RowMover(*self._tensors, self._device)
+        self._mover = RowMover(*self._tensors, self._device, self._mapped)
         # What was started for each batch, in the order of their numbers.
-        self._moved: deque[tuple[int, CommunicationFuture[list[torch.Tensor]]]] = deque()
+        self._moved: deque[tuple[int, CommunicationFuture[None]]] = deque()
         # Fetched later: the rows may not have been initialised or loaded.
         self._resident: Moves | None = self.slots.clear()
 
@@ -265,7 +305,8 @@ class CachedRows:
         """
         self._mover.drain()
         rows, slots = self.slots.take_changed()
-        self._mover.put_back(rows, self._mover.read_slots(slots), int(self.update_count))
+        held = self._mover.copy_to_host(self._mover.read_slots(slots))
+        self._mover.put_back(rows, held, int(self.update_count))
         self.written_bytes += rows.size * self._mover.row_bytes
         if self._is_rounded and not self.slots.has_batches:
             self._resident = self.slots.clear()
@@ -305,6 +346,7 @@ def use_cached_rows(
     kernels: Any = lookup._emb_modules
     for kernel in kernels:
         tables = kernel.config.embedding_tables
+        is_mapped = any(placement.tables[t.name].row_fetch is RowFetch.mapped for t in tables)
         num_slots, residents = 0.0, [np.empty(0, np.int64)]
         begins = table_begins([table.local_rows for table in tables]).tolist()
         for table, begin in zip(tables, begins, strict=True):
@@ -320,6 +362,7 @@ def use_cached_rows(
             kernel.fused_optimizer,
             spec,
             device,
+            mapped_rows(kernel.emb_module, spec, is_wanted=is_mapped),
         )
 
 

@@ -21,8 +21,14 @@ from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
 from hotrec.runtime.stages import mark
 
 
-def _flat_view(module: nn.Module, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """View FBGEMM's flat buffer as rows, after checking that it concatenates the tables."""
+def _flat_view(
+    module: nn.Module, name: str, parts: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FBGEMM's flat buffer as rows, as the host sees it and as the device does.
+
+    Raises:
+        RuntimeError: if the buffer is not the tables one after the other.
+    """
     size = sum(part.numel() for part in parts)
     buffers = {f"{name}_{place}": getattr(module, f"{name}_{place}") for place in _PLACES}
     what, flat = next((item for item in buffers.items() if item[1].numel() == size), ("host", None))
@@ -38,13 +44,26 @@ def _flat_view(module: nn.Module, name: str, parts: list[torch.Tensor]) -> torch
             )
         first += part.numel() * part.element_size()
     assert flat is not None
-    if what.endswith("uvm"):
-        flat = torch.ops.fbgemm.uvm_to_cpu(flat)
-    return flat.detach().view(-1, *parts[0].shape[1:])
+    here = torch.ops.fbgemm.uvm_to_cpu(flat) if what.endswith("uvm") else flat
+    width = parts[0].shape[1:]
+    return here.detach().view(-1, *width), flat.detach().view(-1, *width)
 
 
 # Where a module keeps its tables: host memory, host memory that the device maps, the device.
 _PLACES = ("host", "uvm", "dev")
+
+
+def _rows_and_states(
+    module: SplitTableBatchedEmbeddingBagsCodegen, spec: OptimizerSpec
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    of_tables = module.split_optimizer_states() if spec.state_names else []
+    return [
+        _flat_view(module, "weights", module.split_embedding_weights()),
+        *(
+            _flat_view(module, name, [part[index] for part in of_tables])
+            for index, name in enumerate(spec.state_names)
+        ),
+    ]
 
 
 def fbgemm_rows(
@@ -54,13 +73,17 @@ def fbgemm_rows(
 
     Those in mapped host memory are host tensors.
     """
-    weights_RD = _flat_view(module, "weights", module.split_embedding_weights())
-    of_tables = module.split_optimizer_states() if spec.state_names else []
-    states = {
-        name: _flat_view(module, name, [part[index] for part in of_tables])
-        for index, name in enumerate(spec.state_names)
-    }
-    return weights_RD, states
+    (weights_RD, _), *states = _rows_and_states(module, spec)
+    return weights_RD, dict(zip(spec.state_names, (here for here, _ in states), strict=True))
+
+
+def mapped_rows(
+    module: SplitTableBatchedEmbeddingBagsCodegen, spec: OptimizerSpec, *, is_wanted: bool
+) -> list[torch.Tensor | None]:
+    """The same as the device sees them; None for what is on the host, unless ``is_wanted``."""
+    return [
+        seen if is_wanted or here.is_cuda else None for here, seen in _rows_and_states(module, spec)
+    ]
 
 
 class _ReadAndUpdate(torch.autograd.Function):

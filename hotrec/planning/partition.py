@@ -21,6 +21,7 @@ from hotrec.types import (
     Exchange,
     Partition,
     Placement,
+    RowFetch,
     Rows,
     Sharding,
     TablePlacement,
@@ -145,6 +146,7 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
                 tier=Tier(table["tier"]),
                 cache_load_frac=table["cache_load_frac"],
                 row_type=WireType(table["row_type"]),
+                row_fetch=RowFetch(table.get("row_fetch", RowFetch.staged.value)),
             )
             for name, table in content["placement"]["tables"].items()
         }

@@ -25,6 +25,7 @@ from hotrec.cost_model.forms import (
     StepPrediction,
 )
 from hotrec.cost_model.histogram import CountHistogram, order_all_rows, top_rows
+from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
 from hotrec.cost_model.memory import NUM_LASTING_GRADIENTS, memory_by_rank
 from hotrec.cost_model.quantities import (
     TableSharding,
@@ -46,6 +47,7 @@ from hotrec.types import (
     Partition,
     PipelineKind,
     Placement,
+    RowFetch,
     Rows,
     Schema,
     TablePlacement,
@@ -297,6 +299,21 @@ def predict_placement(
     )
 
 
+def with_faster_fetch(scenario: Scenario, placement: Placement, slots: Replayed) -> Placement:
+    """Returns the placement with the way of fetching rows that takes least by the costs.
+
+    Costs of a CPU have only one, since slots are host memory there.
+    """
+
+    def seconds(way: RowFetch) -> float:
+        moved = _moved(scenario, placement.with_fetch(way).tables, slots)
+        items = MOVEMENTS[FETCHES[way]]
+        return scenario.costs.kernel(FETCHES[way]).seconds(moved[items], moved[BYTES_OF[items]])
+
+    known = [way for way, kernel in FETCHES.items() if kernel in scenario.costs.kernels]
+    return placement.with_fetch(min(known, key=seconds, default=RowFetch.staged))
+
+
 def _moved(
     scenario: Scenario, tables: Mapping[str, TablePlacement], slots: Replayed
 ) -> dict[str, float]:
@@ -306,7 +323,8 @@ def _moved(
     host_bytes = demand.row_bytes
     if tables[demand.name].row_type is not WireType.fp32:
         host_bytes -= BYTES_PER_FLOAT // 2 * demand.dim
-    moved = {"fetched_rows": slots.num_in, "returned_rows": slots.num_out}
+    fetched = MOVEMENTS[FETCHES[tables[demand.name].row_fetch]]
+    moved = {fetched: slots.num_in, "returned_rows": slots.num_out}
     moved |= {BYTES_OF[items]: host_bytes * number for items, number in moved.items()}
     return {name: number / scenario.world.num_ranks for name, number in moved.items()}
 

@@ -51,6 +51,7 @@ from hotrec.planning.predict import (
     predict_torchrec_config,
     torchrec_baselines,
     torchrec_name,
+    with_faster_fetch,
     with_pipeline,
 )
 from hotrec.planning.replay import Replayed, SlotReplay
@@ -65,7 +66,7 @@ from hotrec.planning.trial import Trial, read_trial, trial_file
 from hotrec.planning.unsharded import as_placement, row_bytes
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import Partition, PipelineKind, Placement, Rows, Tier
+from hotrec.types import Partition, PipelineKind, Placement, RowFetch, Rows, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -441,7 +442,8 @@ def _predict_given(
         placement, slots, chosen_slots = _choose_slots(
             config, dataset, scenario, placement, profile
         )
-        why = f"{why}{chosen_slots}"
+        ways = {table.row_fetch.value for table in placement.tables.values()}
+        why = f"{why}{chosen_slots} Rows come to the device {' and '.join(ways)}."
     else:
         check_slots(scenario, placement, samples_in_flight(config, scenario.world.num_ranks))
     given = {
@@ -502,14 +504,21 @@ def _choose_slots(
     def replayed(load_frac: float) -> Replayed | None:
         return replay.predict(load_frac, place(load_frac).resident_rows)
 
+    @cache
+    def settle(load_frac: float) -> tuple[Placement, Replayed | None]:
+        placed, slots = place(load_frac), replayed(load_frac)
+        if slots is not None and getattr(kind, "row_fetch", None) is RowFetch.auto:
+            placed = with_faster_fetch(scenario, placed, slots)
+        return placed, slots
+
     def step_s(load_frac: float) -> float:
         try:
-            return _predict(ahead, place(load_frac), replayed(load_frac)).step.step_s
+            return _predict(ahead, *settle(load_frac)).step.step_s
         except SlotsError:
             return math.inf
 
     if not is_open:
-        return place(given), replayed(given), ""
+        return *settle(given), ""
     most = _most_that_fit(place)
     most_s = (1 + MOST_LONGER_FRAC) * step_s(most)
     below = LOAD_FRACS[: LOAD_FRACS.index(most)]
@@ -519,7 +528,7 @@ def _choose_slots(
         f" cache_load_frac={chosen:.3f} gives the fewest slots with which a step is predicted to "
         f"take at most {MOST_LONGER_FRAC:.0%} longer than with the most that fit, {most:.3f}."
     )
-    return place(chosen), replayed(chosen), why
+    return *settle(chosen), why
 
 
 def _is_cached(placement: Placement) -> bool:

@@ -48,6 +48,7 @@ from hotrec.types import (
     Partition,
     PipelineKind,
     Placement,
+    RowFetch,
     Rows,
     Schema,
 )
@@ -224,9 +225,14 @@ def as_placement(
             the fraction of slots for them, which may be None; None for none.
 
     Raises:
-        ValueError: If the device has no such memory tier.
+        ValueError: If the device has no such memory tier, or reads no mapped memory.
     """
     assert isinstance(placement, TieredConfig), placement
+    if placement.row_fetch is RowFetch.mapped and device == "cpu":
+        raise ValueError(
+            "placement.row_fetch: expected staged or auto on CPU, where slots are host memory too, "
+            "got mapped. Leave it out, or train on CUDA."
+        )
     tier = cold_tier_for(device, placement.cold_tier, on_cuda=ColdTier.fused_uvm_caching)
     load_frac = placement.cache_load_frac
     if load_frac is None:
@@ -237,6 +243,7 @@ def as_placement(
         load_frac,
         is_hot_dense=placement.hot_exchange is HotExchange.dense,
         row_type=placement.cold_rows,
+        row_fetch=RowFetch.mapped if placement.row_fetch is RowFetch.mapped else RowFetch.staged,
     )
     if tier is not ColdTier.cached or resident is None:
         return placed

@@ -32,6 +32,7 @@ from hotrec.types import (
     OptimizerKind,
     Partition,
     Placement,
+    RowFetch,
     Sharding,
     TablePlacement,
     Tier,
@@ -86,6 +87,7 @@ class Case:
     resident_frac: float = 0.0
     window: int = 0
     row_type: WireType = WireType.fp32
+    row_fetch: RowFetch = RowFetch.staged
     tables: tuple[PlainTable, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -205,6 +207,7 @@ def make_placement(case: Case) -> Placement:
             tier=case.tier,
             cache_load_frac=None if case.tier in (Tier.DEVICE, Tier.HOST) else case.cache_load_frac,
             row_type=case.row_type,
+            row_fetch=case.row_fetch,
         )
     resident = {
         # The batches read low rows most.

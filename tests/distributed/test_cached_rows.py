@@ -21,7 +21,7 @@ from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import HotExchange, OptimizerKind, Tier, WireType
+from hotrec.types import HotExchange, OptimizerKind, RowFetch, Tier, WireType
 from tests.distributed.parity_cases import Case, build_hot_cold, rank_batch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader
@@ -53,6 +53,7 @@ def make_cache_cases(num_cases: int, seed: int) -> list[Case]:
             cache_load_frac=(0.02, 0.02, 0.6, 1.0)[index % 4],
             resident_frac=(0.0, 0.5)[int(rng.integers(2))],
             window=(0, 1, 3, 8)[index // 2 % 4],
+            row_fetch=(RowFetch.staged, RowFetch.mapped)[index // 3 % 2],
         )
         for index in range(num_cases)
     ]
@@ -215,13 +216,13 @@ def test_steps_are_computed_while_rows_of_later_ones_are_moved(
         micro_batches=False, batches="drawn", cache_load_frac=1.0, resident_frac=0.0,
     )  # fmt: skip
     model, optimizer, _ = build_hot_cold(case)
-    device, fetch = torch.device("cpu"), RowMover.fetch
+    device, gather = torch.device("cpu"), RowMover.gather
     is_fetching, may_fetch = threading.Event(), threading.Event()
 
-    def fetch_later(*given: Any) -> list[torch.Tensor]:
+    def gather_later(*given: Any) -> list[torch.Tensor | None]:
         is_fetching.set()
         assert may_fetch.wait(20)
-        return fetch(*given)
+        return gather(*given)
 
     ahead = LookAhead(lambda: RowsAhead(model, device, window=window))
     pipeline = make_pipeline("look_ahead", model, optimizer, device, ahead)
@@ -229,7 +230,7 @@ def test_steps_are_computed_while_rows_of_later_ones_are_moved(
     batches = batches_of(case, 0, 8)
     pipeline.progress(batches)
     pipeline.drain()
-    monkeypatch.setattr(RowMover, "fetch", fetch_later)
+    monkeypatch.setattr(RowMover, "gather", gather_later)
     for _ in range(num_steps):
         pipeline.progress(batches)
     assert is_fetching.wait(20)

@@ -14,7 +14,7 @@ from hotrec.types import STAGES
 from tests.helpers.ranks import run_ranks
 
 # Kernels of memories that only a GPU has.
-GPU_KERNELS = {name for name in KERNELS if name.endswith(("_host", "_hit", "_miss"))}
+GPU_KERNELS = {name for name in KERNELS if name.endswith(("_host", "_hit", "_miss", "_mapped"))}
 
 
 def tiny_subject(optimizer: Any) -> Any:

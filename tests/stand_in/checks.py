@@ -24,7 +24,7 @@ from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import Ranks, broadcast_object
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.evaluate import evaluate
-from hotrec.types import HotExchange, OptimizerKind, Tier
+from hotrec.types import HotExchange, OptimizerKind, RowFetch, Tier
 from tests.distributed.parity_cases import BATCHES, PARTITIONS, Case, run_cases
 from tests.distributed.test_pipelines import NoLoader
 from tests.helpers.checks import run_checks
@@ -295,6 +295,7 @@ def parity_cases() -> list[Case]:
                         micro_batches=at % 5 != 1 and at % 4 == 2,
                         cache_load_frac=1.0 if tier is Tier.CACHED else 0.2,
                         resident_frac=0.2 * (at % 2),
+                        row_fetch=(RowFetch.staged, RowFetch.mapped)[at // 2 % 2],
                     )
                 )
     return cases
@@ -331,6 +332,7 @@ RUNS = [
     )
 ]
 RUNS.append(replace(RUNS[-1], tier="cached"))
+RUNS.append(replace(RUNS[-1], row_fetch="mapped"))
 
 
 def _losses(training: Training, begin: int, end: int) -> list[float]:
@@ -394,7 +396,7 @@ def _save_and_load(run: Run) -> None:
 
 def hot_rows_follow() -> None:
     """Rows that move between replica and shard, in every tier, change no loss and no row."""
-    tiers = ("device", "host_cached", "device", "host", "cached")
+    tiers = ("device", "host_cached", "device", "host", "cached", "cached")
     for run, tier in zip(RUNS, tiers, strict=True):
         # The last rows are read most.
         stale = replace(run, routing="device", tier=tier, skew=0.5, batch_size=8)
@@ -426,7 +428,7 @@ def calibration_runs() -> None:
     probes = all_probes(CalibrationWorkload(subject, ranks, group_alone(ranks)))
     names = {probe.name for probe in probes}
     assert {"read_host", "read_hit", "read_miss", "update_device", "pooled_update_device"} <= names
-    assert {"fetch_slot", "return_slot"} <= names
+    assert {"fetch_slot", "fetch_mapped", "return_slot"} <= names
     for probe in probes:
         work = probe.make(*probe.sizes[0])
         work.run(work.prepare())

@@ -102,9 +102,9 @@ def _shown(filename: str) -> str:
 
 def _find_place() -> int:
     ident = threading.get_ident()
-    if ident not in _threads:
-        thread = threading._active.get(ident)  # type: ignore[attr-defined]
-        _threads[ident] = thread.name if thread is not None else "autograd"
+    # The system gives the number of a thread that ended to a new one.
+    thread = threading._active.get(ident)  # type: ignore[attr-defined]
+    _threads[ident] = thread.name if thread is not None else "autograd"
     # The innermost line of hotrec, and before it that of the library which hotrec called.
     found: dict[int, Any] = {}
     frame: Any = sys._getframe(0).f_back

@@ -32,6 +32,7 @@ from hotrec.types import (
     OptimizerKind,
     Partition,
     Placement,
+    RowFetch,
     TablePlacement,
     Tier,
 )
@@ -56,6 +57,7 @@ class Run:
         batch_size: of a rank.
         depth: of look_ahead.
         tier: of the cold rows.
+        row_fetch: how cold rows in tier cached come to the device.
         skew: power of the uniform draw; the higher, the more often low rows are read.
         skews: of tables that have another.
         exchange: of hot gradients.
@@ -72,6 +74,7 @@ class Run:
     batch_size: int = 16
     depth: int = 1
     tier: str = "device"
+    row_fetch: str = "staged"
     skew: float = 2.0
     skews: dict[str, float] = field(default_factory=dict)
     exchange: str = "auto"
@@ -103,7 +106,12 @@ class Training:
         load = {"host_cached": 0.2, "cached": 0.6}.get(run.tier)
         placement = Placement(
             partition,
-            dict.fromkeys(run.num_rows, TablePlacement(tier=Tier(run.tier), cache_load_frac=load)),
+            dict.fromkeys(
+                run.num_rows,
+                TablePlacement(
+                    tier=Tier(run.tier), cache_load_frac=load, row_fetch=RowFetch(run.row_fetch)
+                ),
+            ),
         )
         tables = configs(run)
         embeddings = HotColdEmbeddingBagCollection(tables, placement, device=torch.device("meta"))

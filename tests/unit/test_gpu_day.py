@@ -210,7 +210,7 @@ def test_places_have_names_of_their_own() -> None:
     names = [tiers.place_name(place) for place in tiers.PLACES]
     assert names[2:] == [
         "UVM cache 10%", "UVM cache 10%, prefetch", "UVM cache 1.5%", "UVM cache 1.5%, prefetch",
-        "slots 10%", "slots 1.5%",
+        "slots 10%", "slots 1.5%", "mapped slots 10%", "mapped slots 1.5%",
     ]  # fmt: skip
 
 
@@ -227,10 +227,12 @@ def test_slots_are_compared_with_the_best_cache_of_as_many_bytes() -> None:
     parts = {
         "sgd: device memory": step(1.0), "sgd: UVM cache 10%": step(6.0),
         "sgd: UVM cache 10%, prefetch": step(3.0), "sgd: slots 10%": step(1.5),
+        "sgd: mapped slots 10%": step(2.0),
         "adam: device memory": step(1.0), "adam: slots 10%": step(2.0),
     }  # fmt: skip
     verdict = tiers.summarize(parts).verdict
-    assert "slots 10% 1.5 (2.00 times as fast as UVM cache 10%);" in verdict
+    assert ", slots 10% 1.5 (2.00 times as fast as UVM cache 10%)" in verdict
+    assert "mapped slots 10% 2.0 (1.50 times as fast as UVM cache 10%);" in verdict
     assert verdict.endswith("adam: slots 10% 2.0.")
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hotrec.embedding.slots as slots_module
-from hotrec.embedding.cached_rows import CachedRows
-from hotrec.embedding.slots import TooFewSlotsError
+from hotrec.embedding.cached_rows import CachedRows, RowMover
+from hotrec.embedding.slots import Moves, TooFewSlotsError
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import OptimizerKind
 
@@ -44,6 +44,18 @@ def train(rows: CachedRows, number: int, *ids: int) -> None:
     rows.wait(number)
     rows.update(slots, torch.ones(len(ids), DIM), 1.0, 1)
     rows.release(number, is_changed=True)
+
+
+def test_the_device_reads_what_is_mapped_and_the_host_gathers_the_rest() -> None:
+    host, state = torch.zeros(NUM_ROWS, DIM), torch.arange(NUM_ROWS).float()
+    seen = torch.arange(NUM_ROWS).float()[:, None].repeat(1, DIM)
+    held = [torch.zeros(4, DIM), torch.zeros(4)]
+    mover = RowMover([host, state], held, torch.device("cpu"), [seen, None])
+    rows, slots = np.array([3, 9, 11]), np.array([2, 0, 1], np.int32)
+    mover.submit(Moves(rows[:0], slots[:0], rows, slots), 0).wait()
+    assert held[0][:, 0].tolist() == [9, 11, 3, 0]
+    assert held[1].tolist() == [9, 11, 3, 0]
+    mover.close()
 
 
 def test_batches_in_flight_share_slots_and_keep_them() -> None:
@@ -143,8 +155,8 @@ def test_a_batch_does_not_wait_for_rows_of_a_later_one(monkeypatch: pytest.Monke
     rows, _ = make_rows()
     first = rows.reserve(torch.tensor([3, 4]), 0)
     rows.wait(0)
-    may_move, fetch = threading.Event(), rows._mover.fetch
-    monkeypatch.setattr(rows._mover, "fetch", lambda *of: (may_move.wait(10), fetch(*of))[1])
+    may_move, gather = threading.Event(), rows._mover.gather
+    monkeypatch.setattr(rows._mover, "gather", lambda *of: (may_move.wait(10), gather(*of))[1])
     second = rows.reserve(torch.tensor([5]), 1)
     rows.wait(0)
     assert rows.read(first)[:, 0].tolist() == [3, 4]
@@ -159,7 +171,7 @@ def test_a_failure_of_the_mover_reaches_the_reader(monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> None:
         raise RuntimeError("no such memory")
 
-    monkeypatch.setattr(rows._mover, "fetch", fail)
+    monkeypatch.setattr(rows._mover, "gather", fail)
     rows.reserve(torch.tensor([3]), 0)
     with pytest.raises(RuntimeError, match="no such memory"):
         rows.wait(0)

@@ -4,7 +4,7 @@ import pytest
 from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.planning.partition import read_placement, summarize_partition, write_partition
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement, Tier
+from hotrec.types import Exchange, Partition, Placement, RowFetch, Sharding, TablePlacement, Tier
 
 # A table may be called "file", which np.savez cannot take as a name.
 COUNTS = {"file": np.array([5, 0, 3, 2]), "t/x": np.array([0, 0]), "big": np.arange(10)}
@@ -82,7 +82,7 @@ def test_artifact_round_trip(tmp_path):
 
 def test_resident_rows_round_trip(tmp_path):
     resident = {"file": np.array([1, 3]), "t/x": np.array([0]), "big": np.empty(0, np.int64)}
-    slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5)
+    slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5, row_fetch=RowFetch.mapped)
     placed = Placement(PARTITION, dict.fromkeys(TABLES, slots), resident_rows=resident)
     given = {"parameters": {}, "summary": {}, "dataset_hash": "d1", "profile_hash": "p1"}
     write_partition(placed, tmp_path / "p", **given)
@@ -91,6 +91,19 @@ def test_resident_rows_round_trip(tmp_path):
     assert {t: rows.tolist() for t, rows in found.resident_rows.items()} == {
         "file": [1, 3], "t/x": [0], "big": [],
     }  # fmt: skip
+
+
+def test_partitions_of_before_there_were_two_ways_to_fetch_are_read(tmp_path):
+    table = {"exchange": "rows", "sharding": "row_wise", "tier": "cached", "row_type": "fp32"}
+    tables = {"t": {**table, "cache_load_frac": 0.5}}
+    with scratch_directory(tmp_path / "p", kind="partition") as scratch:
+        np.savez(scratch / "hot_rows.npz", t=np.array([2]))
+        content = {
+            **{"policy": "by hand", "num_rows": {"t": 7}},
+            "placement": {"is_hot_dense": False, "tables": tables},
+        }
+        commit_artifact(scratch, tmp_path / "p", kind="partition", content=content)
+    assert read_placement(tmp_path / "p")[0].tables["t"].row_fetch is RowFetch.staged
 
 
 def test_altered_hot_rows_are_found(tmp_path):

@@ -20,7 +20,7 @@ from hotrec.config.groups import (
 )
 from hotrec.config.roots import Config, PipelineConfig, TrainerConfig
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import World
+from hotrec.cost_model.costs import Line, World
 from hotrec.cost_model.forms import PipelineSpec, Workload
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import decide
@@ -28,12 +28,15 @@ from hotrec.planning.predict import (
     check_slots,
     is_own,
     predict_baselines,
+    predict_placement,
     torchrec_baselines,
     torchrec_name,
+    with_faster_fetch,
 )
+from hotrec.planning.replay import Replayed
 from hotrec.planning.scenario import Scenario, candidate_pipelines, choose_pipeline
-from hotrec.planning.unsharded import build_unsharded
-from hotrec.types import ColdTier, Partition, PipelineKind, Placement, Tier, TorchrecPlan
+from hotrec.planning.unsharded import as_placement, build_unsharded
+from hotrec.types import ColdTier, Partition, PipelineKind, Placement, RowFetch, Tier, TorchrecPlan
 from tests.unit.cost_model.samples import make_demand
 
 NUM_ROWS, BATCH, RANKS = (400_000, 5_000, 300), 512, 2
@@ -212,6 +215,45 @@ def test_slots_that_the_device_cannot_hold_are_refused() -> None:
     with pytest.raises(ValueError, match=rf"of at most .* got {math.ceil(needed)}\. Set it 0\."):
         check_slots(on, placed, 1)
     check_slots(dataclasses.replace(on, machine=machine("cpu")), placed, 1)
+
+
+@pytest.mark.parametrize(
+    ("mapped_s", "expected"), [(1e-9, RowFetch.mapped), (4e-9, RowFetch.staged), (None, "staged")]
+)
+def test_rows_come_to_the_device_the_faster_way(mapped_s: float | None, expected: Any) -> None:
+    """By the costs of both ways; the prediction is of the chosen one."""
+    on = scenario(machine("cuda"))
+    lines = {"fetch_slot": Line(1e-3, 0, 2e-9), "return_slot": Line(), "fetch_mapped": None}
+    if mapped_s is not None:
+        lines["fetch_mapped"] = Line(1e-3, 0, mapped_s)
+    kernels = {n: line for n, line in {**on.costs.kernels, **lines}.items() if line is not None}
+    pipeline = PipelineSpec(PipelineKind.look_ahead, "fp32", 1)
+    on = dataclasses.replace(
+        on, costs=dataclasses.replace(on.costs, kernels=kernels), pipeline=pipeline
+    )
+    num_rows = {d.name: d.num_rows for d in on.demands}
+    placed = Placement.alike(Partition(num_rows), Tier.CACHED, 0.5)
+    slots = Replayed("look_ahead", 10, 0.5, 0.5, 1e6, 1e5)
+    found = with_faster_fetch(on, placed, slots)
+    assert {table.row_fetch for table in found.tables.values()} == {RowFetch(expected)}
+    predicted = predict_placement(on, {}, found.tables, slots=slots)
+    row_bytes = on.demands[0].row_bytes
+    rate = {RowFetch.staged: 2e-9, RowFetch.mapped: mapped_s}[RowFetch(expected)]
+    assert rate is not None
+    moved_s = 1e-3 + rate * 1e6 / RANKS * row_bytes
+    hidden_s = predicted.step.hidden_s["rows_exchange"]
+    without = predict_placement(on, {}, found.tables)
+    added_s = predicted.step.step_s - without.step.step_s
+    assert added_s + hidden_s - without.step.hidden_s["rows_exchange"] == pytest.approx(moved_s)
+
+
+def test_slots_of_a_cpu_are_not_mapped() -> None:
+    placement = AllColdPlacement(cold_tier=ColdTier.cached, row_fetch=RowFetch.mapped)
+    partition = Partition({"t": 5})
+    with pytest.raises(ValueError, match=r"^placement\.row_fetch: expected staged or auto on CPU"):
+        as_placement(placement, partition, "cpu")
+    placed = as_placement(placement, partition, "cuda")
+    assert placed.tables["t"].row_fetch is RowFetch.mapped
 
 
 def test_slots_need_look_ahead() -> None:
