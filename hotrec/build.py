@@ -48,6 +48,7 @@ from hotrec.planning.training_plan import TrainingPlan
 from hotrec.planning.unsharded import build_unsharded, hot_exchange_of, optimizer_specs
 from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.codecs import compress_dense
+from hotrec.runtime.cores import num_workers
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.ranks import Ranks, all_gather_object, same_verdict
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
@@ -492,6 +493,7 @@ def make_train_loader(
         assign: Result of ``choose_assign``.
     """
     trainer = config.trainer
+    workers = num_workers(trainer.num_workers, ranks)
 
     def make(subset: SampleSubset | None) -> Any:
         return make_loader(
@@ -504,7 +506,7 @@ def make_train_loader(
             epochs=trainer.num_epochs,
             shuffle=not isinstance(config.order, TimeOrder),
             by_day=evaluates_ahead(config),
-            num_workers=trainer.num_workers,
+            num_workers=workers,
             transform=transform,
             pin_memory=ranks.device.type == "cuda",
             subset=subset,

@@ -10,6 +10,8 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hotrec.calibrate.timing import Point, fit_line, median_and_spread
 from hotrec.calibrate.workload import CalibrationWorkload
 from hotrec.cost_model.costs import Line
@@ -21,6 +23,8 @@ from hotrec.runtime.ranks import Ranks, all_gather_object, barrier
 SPLIT = "train"
 # Untimed batches, which bring files into memory and start the worker, and timed ones.
 NUM_WARM, NUM_BATCHES = 4, 6
+# Read between batches, so that they are not in the caches; a core's own are a few MB.
+EVICTING_BYTES = 64 << 20
 # Of a worker: its time is known to 10 ms (proc(5)), so batches that take longer need be fewer.
 MIN_HANDED_OVER, MAX_HANDED_OVER, HANDED_OVER_S = 10, 60, 0.5
 # The smaller batch shows what a batch takes whatever its size.
@@ -106,10 +110,14 @@ def cpu_seconds(pid: int | None) -> float:
 
 
 def _point(num_items: float, run: Callable[[], Any]) -> Point:
-    """Median processor time of a call on the slowest rank, with all ranks at work; collective."""
-    times = []
+    """Median processor time of a call on the slowest rank, with all ranks at work; collective.
+
+    Before each call the caches are filled with other data, as a training step fills them.
+    """
+    times, other = [], torch.zeros(EVICTING_BYTES, dtype=torch.uint8)
     barrier()
     for _ in range(NUM_WARM + NUM_BATCHES):
+        other.add_(1)
         start_s = time.process_time()
         run()
         times.append(time.process_time() - start_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from hotrec.calibrate.timing import MAX_ERROR, Repeats
 from hotrec.runtime.ranks import Ranks, all_gather_object
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STAT = Path("/proc/stat")
 # Work of others that takes less than this share of the cores is always there: daemons, the shell.
 MAX_OTHERS_FRAC = 0.1
@@ -108,27 +106,6 @@ def _load_of(readings: Sequence[tuple[Any, int]]) -> HostLoad | None:
         others=max(0.0, sum(busy.values()) - own),
         stolen=sum(stolen.values()),
     )
-
-
-def cores_per_host(ranks: Ranks) -> float:
-    """The cores that each host has for itself, of the host that has fewest; collective.
-
-    Containers and network namespaces that run on one kernel share the cores they are allowed.
-    """
-    kernel = (
-        BOOT_ID.read_text() if BOOT_ID.exists() else f"host {ranks.rank // ranks.local_world_size}"
-    )
-    of_ranks = all_gather_object((kernel, os.sched_getaffinity(0)))
-    return least_cores(of_ranks, ranks.local_world_size)
-
-
-def least_cores(of_ranks: Sequence[tuple[str, set[int]]], ranks_per_host: int) -> float:
-    """The same from the kernel of each rank and the cores that it may use."""
-    hosts, cores = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
-    for rank, (kernel, allowed) in enumerate(of_ranks):
-        hosts[kernel].add(rank // ranks_per_host)
-        cores[kernel] |= allowed
-    return min(len(cores[kernel]) / len(hosts[kernel]) for kernel in hosts)
 
 
 def doubts_of(hosts: Sequence[HostLoad], series: Sequence[Repeats]) -> list[str]:

@@ -41,7 +41,10 @@ BATCH_SIZE = "number of samples per rank and step"
 FINISHED_RUN = "directory of the finished training run; latest: the newest under runs/"
 CHECKPOINT = "checkpoint: latest, best (of trainer.keep_best), or a name in the run's checkpoints/"
 SCORED_AT_ONCE = "number of samples that are scored at once"
-NUM_WORKERS = "number of loader processes per rank; 0: read in the rank itself"
+NUM_WORKERS = (
+    "number of loader processes per rank; 0: read in the rank itself; null: 0 on a CPU whose cores "
+    "the ranks fill, else 1"
+)
 WINDOW = (
     "number of further batches whose rows look_ahead knows, to choose which rows stay in the slots "
     "of placement.cold_tier=cached"
@@ -106,7 +109,7 @@ class TrainerConfig:
         None,
         gt=0,
     )
-    num_workers: int = key(NUM_WORKERS, 1, ge=0, le=256)
+    num_workers: int | None = key(NUM_WORKERS, None, ge=0, le=256)
     label_weights: dict[str, float] = key(
         "weights of the labels in the loss, of datasets with several; 1 for those left out",
         {},
@@ -549,7 +552,7 @@ class EvaluateConfig:
     split: str = key("split of the run's dataset to evaluate on", "test")
     batch_size: int | None = key(f"{BATCH_SIZE}; null: as in the run", None, ge=1)
     device: Device = key(DEVICE, Device.auto)
-    num_workers: int = key(NUM_WORKERS, 1, ge=0, le=256)
+    num_workers: int | None = key(NUM_WORKERS, None, ge=0, le=256)
     timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
 

@@ -318,7 +318,7 @@ def describe_scenario(
             num_dense_values=dense.num_dense_values,
             is_routed_by_loader=isinstance(placement, HotColdConfig)
             and placement.routes_in_loader
-            and config.trainer.num_workers > 0,
+            and config.trainer.num_workers != 0,
         ),
         histograms,
         num_samples,

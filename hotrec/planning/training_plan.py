@@ -64,6 +64,7 @@ from hotrec.planning.scenario import (
 )
 from hotrec.planning.trial import Trial, read_trial, trial_file
 from hotrec.planning.unsharded import as_placement, row_bytes
+from hotrec.runtime.cores import choose_workers
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import Partition, PipelineKind, Placement, RowFetch, Rows, Tier
@@ -295,6 +296,10 @@ def propose(
         placement = _apply_policy(kind, config, dataset, machine, profile)
     without = Proposal(config, dataset, machine, placement, artifact, counted, histograms)
     costs, note = _choose_costs(config, machine)
+    cores = costs.facts.get("cores_per_host") or costs.host.get("num_cores")
+    if config.trainer.num_workers is None and cores:
+        workers = choose_workers(machine.device, cores, machine.local_world_size)
+        config = replace(config, trainer=replace(config.trainer, num_workers=workers))
 
     def describe(machine: Machine) -> Scenario:
         scenario = describe_scenario(
@@ -307,8 +312,8 @@ def propose(
             note,
             profile.locality,
         )
-        cores = costs.facts.get("cores_per_host") or costs.host.get("num_cores")
-        loader = Loader(config.trainer.num_workers, cores) if cores else None
+        workers = config.trainer.num_workers
+        loader = Loader(workers, cores) if cores and workers is not None else None
         return replace(scenario, loader=loader)
 
     sensitivity: list[dict[str, Any]] = []

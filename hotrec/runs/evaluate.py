@@ -13,6 +13,7 @@ from hotrec.data.generation import check_current
 from hotrec.data.loader import make_loader
 from hotrec.planning.training_plan import read_training_plan
 from hotrec.runs.train import checkpoint_facts, make_run_machine
+from hotrec.runtime.cores import num_workers
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS
 from hotrec.train.checkpoint import BEST, LATEST, find_latest, load_checkpoint, read_facts
@@ -63,6 +64,7 @@ def evaluate_run(
     sharded = build_sharded(trained, dataset.schema, training_plan.placement, machine, ranks.device)
     facts = checkpoint_facts(trained, dataset, training_plan.artifact)
     position = load_checkpoint(checkpoint, model=sharded.model, facts=facts)
+    workers = num_workers(config.num_workers, ranks)
     batches = same_verdict(
         lambda: make_loader(
             trained.paths.dataset,
@@ -72,7 +74,7 @@ def evaluate_run(
             world_size=ranks.world_size,
             epochs=1,
             shuffle=False,
-            num_workers=config.num_workers,
+            num_workers=workers,
             transform=sharded.transform,
             pin_memory=ranks.device.type == "cuda",
         )

@@ -66,6 +66,7 @@ from hotrec.runs.record import (
 )
 from hotrec.runs.trial import OVERRUN, Candidate, run_trial, trial_seconds
 from hotrec.runs.warm_start import WarmStart
+from hotrec.runtime.cores import num_workers
 from hotrec.runtime.ranks import Ranks, broadcast_object, same_verdict
 from hotrec.runtime.run_dir import (
     CHECKPOINTS,
@@ -107,6 +108,8 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
             dataset.
     """
     dataset = same_verdict(lambda: Dataset.open(config.paths.dataset, config.paths.verify))
+    workers = num_workers(config.trainer.num_workers, ranks)
+    config = replace(config, trainer=replace(config.trainer, num_workers=workers))
     # Fail early.
     same_verdict(lambda: _count_steps(config, dataset, ranks))
     same_verdict(lambda: check_order(config, dataset))
@@ -458,7 +461,7 @@ def _candidate(plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ra
         return sharded, make_train_loader(config, ranks, sharded.transform, None, None, None)
 
     # A window of batches is held for slots alone, with which there is nothing to choose.
-    held = 2 * config.trainer.num_workers + config.pipeline.depth
+    held = 2 * num_workers(config.trainer.num_workers, ranks) + config.pipeline.depth
     return Candidate(build, plan.most_bytes, held, plan.step_s)
 
 
@@ -564,7 +567,7 @@ def _make_eval_loader(
         world_size=ranks.world_size,
         epochs=1,
         shuffle=False,
-        num_workers=trainer.num_workers,
+        num_workers=num_workers(trainer.num_workers, ranks),
         keep_workers=by_day_from is None,
         transform=sharded.transform,
         by_day=by_day_from is not None,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hotrec.calibrate import noise
-from hotrec.calibrate.noise import HostLoad, LoadMeter, doubts_of, least_cores, noise_text
+from hotrec.calibrate.noise import HostLoad, LoadMeter, doubts_of, noise_text
 from hotrec.calibrate.timing import Repeats, slowest_median
 from hotrec.runtime.ranks import Ranks
 
@@ -79,20 +79,3 @@ def test_rounds_that_differ_raise_a_doubt() -> None:
         "differ by 25% from round to round"
     ]
     assert doubts_of([], [steady(1.0, 1.05), steady(1.0)]) == []
-
-
-@pytest.mark.parametrize(
-    ("of_ranks", "ranks_per_host", "expected"),
-    [
-        ([("a", {0, 1})], 1, 2.0),
-        ([("a", {0, 1})] * 2, 2, 2.0),  # two ranks of one host
-        ([("a", {0, 1})] * 2, 1, 1.0),  # two containers of one machine
-        ([("a", {0}), ("a", {1})], 1, 1.0),  # each with a core of its own
-        ([("a", {0}), ("a", {1})], 2, 2.0),  # ranks bound to cores
-        ([("a", {0, 1, 2, 3}), ("b", {0, 1})], 1, 2.0),  # two machines
-    ],
-)
-def test_hosts_of_one_kernel_share_its_cores(
-    of_ranks: list[tuple[str, set[int]]], ranks_per_host: int, expected: float
-) -> None:
-    assert least_cores(of_ranks, ranks_per_host) == expected
