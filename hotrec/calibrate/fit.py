@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hotrec.cost_model.costs import Costs, CostsError
+from hotrec.cost_model.costs import TORCHREC_STAGE, Costs, CostsError
 from hotrec.cost_model.store import find_costs
 from hotrec.runtime.run_dir import PREDICTION, SUMMARY
 from hotrec.types import STAGES, PipelineKind
@@ -46,7 +46,9 @@ def fit_corrections(
     corrections = dict(costs.corrections)
     overhead, waiting = dict(costs.stage_overhead_s), dict(costs.waiting_frac)
     for stage, factor in factors.items():
-        corrections[stage] = costs.correction(stage) * factor
+        for name in (stage, TORCHREC_STAGE.format(stage)):
+            if name == stage or name in corrections:
+                corrections[name] = corrections.get(name, 1.0) * factor
         overhead[stage] = overhead.get(stage, 0.0) * factor
         # Waiting is a share of the dense layers' time, whose own factor applies already.
         waiting[stage] = waiting.get(stage, 0.0) * factor / factors.get("dense", 1.0)

@@ -24,7 +24,7 @@ from hotrec.calibrate.timing import Budget, Point, Repeats, fit_line, slowest_ra
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchConfig, BenchRootConfig, LaunchConfig, PlannerConfig
-from hotrec.cost_model.costs import Costs, Line, fit_bounded, ratio_interval
+from hotrec.cost_model.costs import TORCHREC_STAGE, Costs, Line, fit_bounded, ratio_interval
 from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
 from hotrec.data.batch import Batch
@@ -83,6 +83,8 @@ WAITING_FRACS = (0.0, 1.0)
 MIN_STAGE_FRAC = 0.05
 BOUND_TOLERANCE = 1e-3
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
+# Rows in one family, pooled vectors in the other.
+OF_BOTH_FAMILIES = ("rows_exchange", "grads_exchange")
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,8 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
     waiting * dense layers + factor * predicted``; there is one factor per family of kernels.
     """
     kernels = dict(costs.kernels)
-    corrections, overheads, waiting = {}, {}, {}
+    corrections: dict[str, float] = {}
+    overheads, waiting = {}, {}
     beyond: list[str] = []
     for stage in STAGES:
         if stage == "other":
@@ -214,14 +217,11 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
         if stage in EXCHANGES:
             # Ranks wait for the dense layers' all-reduce in the exchange of hot gradients.
             dense_stage = "other" if stage == "hot_exchange" else None
-            overheads[stage], waiting[stage], factor, of_dense = _fit_exchange(
-                anchors, stage, dense_stage
-            )
-            corrections[stage] = factor
-            if dense_stage:
-                corrections[dense_stage] = of_dense
+            overheads[stage], waiting[stage], found = _fit_exchange(anchors, stage, dense_stage)
+            corrections |= found
             # Waiting at its bound is noise of the same kind.
-            beyond += _beyond(anchors, stage, [factor], MESSAGE_FACTORS)
+            of_messages = [factor for name, factor in found.items() if name != dense_stage]
+            beyond += _beyond(anchors, stage, of_messages, MESSAGE_FACTORS)
             beyond += _beyond(anchors, stage, [waiting[stage]], WAITING_FRACS, "waiting in ")
             continue
         is_own = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
@@ -309,33 +309,44 @@ def _beyond(
 
 def _fit_exchange(
     anchors: list[Anchor], stage: str, dense_stage: str | None
-) -> tuple[float, float, float, float]:
-    """Overhead, waiting as a share of the dense layers, and the factor of the prediction.
+) -> tuple[float, float, dict[str, float]]:
+    """Overhead, waiting as a share of the dense layers, and factors of the prediction.
 
-    The last number is the exposed fraction of ``dense_stage``, the dense layers' all-reduce, where
-    that is waited for in the same stage. Least squares of the errors relative to the step, within
-    WAITING_FRACS, MESSAGE_FACTORS and 0..1.
+    TorchRec's messages of pooled vectors have a factor of their own beside those of rows: it copies
+    them once more. ``dense_stage`` is the dense layers' all-reduce where that is waited for in the
+    same stage; its factor is the exposed fraction. Least squares of the errors relative to the
+    step, within WAITING_FRACS, MESSAGE_FACTORS and 0..1.
     """
     stages = [stage] if dense_stage is None else [stage, dense_stage]
     measured = np.array([sum(a.measured_s[s] for s in stages) for a in anchors])
     predicted = np.array([[a.predicted_s[s] for s in stages] for a in anchors])
     used = (predicted.sum(axis=1) > 0) & (measured > 0)
+    names, bounds = [stage, dense_stage or ""][: len(stages)], [MESSAGE_FACTORS, (0.0, 1.0)]
+    is_theirs = np.array([a.family == TORCHREC for a in anchors])
+    if stage in OF_BOTH_FAMILIES and (used & is_theirs).any() and (used & ~is_theirs).any():
+        predicted = predicted * np.column_stack([~is_theirs, is_theirs])
+        names, bounds = [stage, TORCHREC_STAGE.format(stage)], [MESSAGE_FACTORS] * 2
     if np.count_nonzero(used) < 3:
-        return 0.0, 0.0, 1.0, 1.0
+        return 0.0, 0.0, dict.fromkeys(names, 1.0)
     dense = np.array([a.measured_s["dense"] for a in anchors])
     step = np.array([a.step_s for a in anchors])
     columns = np.column_stack([np.ones_like(dense), dense, predicted])
     matrix, wanted = (columns / step[:, None])[used], (measured / step)[used]
+    if len(names) == 2 and dense_stage is None:
+        # There are hardly more steps than unknowns, so a difference between the factors counts as
+        # an error of one more step.
+        alike = float(np.median(matrix[:, 2:].sum(axis=1)))
+        matrix = np.vstack([matrix, [0.0, 0.0, alike, -alike]])
+        wanted = np.append(wanted, 0.0)
     if dense_stage is not None:
         # The all-reduce takes the same time in every step, as an overhead does, but is also there
         # without hot rows. So an overhead counts as an error of one more step.
         matrix = np.vstack([matrix, [1 / np.median(step), 0.0, 0.0, 0.0]])
         wanted = np.append(wanted, 0.0)
-    bounds = [(0.0, float(measured[used].min())), WAITING_FRACS, MESSAGE_FACTORS, (0.0, 1.0)]
-    low, high = zip(*bounds[: columns.shape[1]], strict=True)
-    found = fit_bounded(matrix, wanted, low, high).tolist()
-    overhead, waiting, factor, of_dense = (*found, 1.0)[:4]
-    return overhead, waiting, factor, of_dense
+    all_bounds = [(0.0, float(measured[used].min())), WAITING_FRACS, *bounds[: len(names)]]
+    low, high = zip(*all_bounds, strict=True)
+    overhead, waiting, *factors = fit_bounded(matrix, wanted, low, high).tolist()
+    return overhead, waiting, dict(zip(names, factors, strict=True))
 
 
 def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:

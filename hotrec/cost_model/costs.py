@@ -185,6 +185,8 @@ KERNELS: Mapping[str, str] = {
     "dense": "a floating-point operation of the dense layers, forward, backward, loss",
     "dense_update": "a parameter of the dense layers, optimizer",
 }
+# Corrections of TorchRec's messages of pooled vectors, beside those of rows.
+TORCHREC_STAGE = "torchrec_{}"
 # Those without which no step can be predicted, on any device.
 OPTIONAL = ("_host", "_hit", "_miss", "_slot", "_mapped", "order_row", "order_id")
 REQUIRED = tuple(name for name in KERNELS if not name.endswith(OPTIONAL))
@@ -218,7 +220,8 @@ class Costs:
         stage_overhead_s: Fixed seconds of each stage: Python, many small calls.
         waiting_frac: Time that ranks wait for stragglers in each exchange, as a fraction of the
             dense layers' time.
-        corrections: Measured over predicted seconds of each stage; 1 where absent.
+        corrections: Measured over predicted seconds of each stage, and of TorchRec's messages in it
+            (TORCHREC_STAGE) where they have a factor of their own; 1 where absent.
         look_ahead: What a step with look-ahead takes beside its stages, by the bytes of a rank's
             cold rows: its thread of communication takes it from the cores that compute. Measured
             in whole steps; nothing where it was not.
@@ -272,8 +275,12 @@ class Costs:
             )
         return self.kernels[name]
 
-    def correction(self, stage: str) -> float:
-        return float(self.corrections.get(stage, 1.0))
+    def correction(self, stage: str, *, of_torchrec: bool = False) -> float:
+        """The factor of a stage, of TorchRec's messages if those have one of their own."""
+        factor = self.corrections.get(stage, 1.0)
+        return float(
+            self.corrections.get(TORCHREC_STAGE.format(stage), factor) if of_torchrec else factor
+        )
 
     @property
     def is_trusted(self) -> bool:
@@ -419,7 +426,8 @@ def check_costs(costs: Costs) -> None:
             above_0[f"{where} link {level} bytes_per_s"] = link.bytes_per_s
     for key in ("corrections", "stage_overhead_s", "waiting_frac"):
         numbers[f"{where} {key}"] = of_stages = getattr(costs, key)
-        strange = sorted(set(of_stages) - set(STAGES))
+        of_torchrec = map(TORCHREC_STAGE.format, STAGES if key == "corrections" else ())
+        strange = sorted(set(of_stages) - {*STAGES, *of_torchrec})
         _expect(not strange, f"{where} {key}", f"stages of {STAGES}", strange)
     for owner, parts in numbers.items():
         for key, value in parts.items():

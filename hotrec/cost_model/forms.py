@@ -120,9 +120,11 @@ class Form:
             self.add(quantity, coefficient * factor)
         return self
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float, of: Mapping[str, float] | None = None) -> None:
+        """Scale all terms, those of the quantities ``of`` by another factor."""
         self.constant *= factor
-        self.terms.update({q: c * factor for q, c in self.terms.items()})
+        own = of or {}
+        self.terms.update({q: c * own.get(q, factor) for q, c in self.terms.items()})
 
     def value(self, quantities: Mapping[str, float]) -> float:
         return self.constant + sum(c * quantities.get(q, 0.0) for q, c in self.terms.items())

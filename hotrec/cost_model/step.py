@@ -34,6 +34,8 @@ from hotrec.types import STAGES, PipelineKind
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 LEAST_LOOKUPS = 1e-12
+# TorchRec's messages of pooled vectors; their corrections are their own.
+POOLED_MESSAGES = ("pooled_sent_bytes", "pooled_groups")
 
 
 def with_loader(
@@ -172,10 +174,14 @@ def make_step_model(
         stages["ids_exchange"] = replace(stages["ids_exchange"], cover=Form())
     elif pipeline.kind is PipelineKind.prefetch:
         stages["row_lookup"] = _prefetched(stages["row_lookup"], stages["dense"].compute)
+    rows = sum((at or {}).get(f"rows_{tier}", 0.0) for tier in TIERS)
+    is_pooled = rows == 0 and (at or {}).get("pooled_groups", 0.0) > 0
     for name, stage in stages.items():
         # Factors are fitted to what a stage takes after some of it was hidden, so they scale that.
-        for form in (stage.compute, stage.wire, stage.cover):
-            form.scale(costs.correction(name))
+        own, pooled = costs.correction(name), costs.correction(name, of_torchrec=True)
+        for form in (stage.compute, stage.wire):
+            form.scale(own, dict.fromkeys(POOLED_MESSAGES, pooled))
+        stage.cover.scale(pooled if is_pooled else own)
     for name in STAGES:
         waiting_s = costs.waiting_frac.get(name, 0.0) * stages["dense"].compute.constant
         overhead_s = costs.stage_overhead_s.get(name, 0.0) + waiting_s

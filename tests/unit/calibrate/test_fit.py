@@ -46,6 +46,14 @@ def test_a_stage_is_corrected_by_measured_over_predicted() -> None:
     assert fitted.kernels == COSTS.kernels
 
 
+def test_a_correction_of_torchrecs_messages_is_scaled_with_their_stage() -> None:
+    before = replace(COSTS, corrections={"rows_exchange": 0.5, "torchrec_rows_exchange": 2.0})
+    fitted = fit_corrections(before, PREDICTED, times(rows_exchange=3.0), {})
+    assert fitted.correction("rows_exchange") == pytest.approx(1.5)
+    assert fitted.correction("rows_exchange", of_torchrec=True) == pytest.approx(6.0)
+    assert "torchrec_dense" not in fitted.corrections
+
+
 def test_stages_measured_together_share_a_factor() -> None:
     joint = times()
     both = joint.pop("row_update") + joint.pop("hot_exchange")

@@ -91,6 +91,18 @@ def test_exchanges_have_waiting_and_a_factor() -> None:
     assert fitted.stage_overhead_s["rows_exchange"] == pytest.approx(1e-4, rel=1e-4)
 
 
+def test_torchrecs_messages_have_a_factor_of_their_own() -> None:
+    """It is as far from that of rows as steps say, less what a difference counts."""
+
+    def copied(family: str, predicted_s: float, size: float) -> float:
+        return predicted_s * (3.0 if family == TORCHREC else 1.5)
+
+    fitted = fit_steps(COSTS, all_anchors(rows_exchange=copied))
+    rows, pooled = (fitted.correction("rows_exchange", of_torchrec=of) for of in (False, True))
+    assert 1.25 * rows < pooled <= 3.0
+    assert fitted.correction("ids_exchange", of_torchrec=True) == fitted.correction("ids_exchange")
+
+
 def test_messages_take_at_least_half_of_what_they_took_alone() -> None:
     fitted = fit_steps(COSTS, all_anchors(grads_exchange=lambda family, seconds, size: seconds / 4))
     assert fitted.correction("grads_exchange") == 0.5

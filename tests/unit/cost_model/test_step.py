@@ -44,6 +44,29 @@ def test_a_share_of_what_travels_is_hidden(overlap: float) -> None:
     assert step.hidden_s["rows_exchange"] == pytest.approx(overlap * min(wire_s, cover_s))
 
 
+@pytest.mark.parametrize("overlap", [0.0, 0.7])
+def test_torchrecs_messages_have_a_correction_of_their_own(overlap: float) -> None:
+    """Of pooled vectors, also of what hides them; those of rows keep the stage's."""
+    pooled = work_of(pooled_sent_bytes=1e6, pooled_groups=1)
+    plain = replace(COSTS, overlap=overlap)
+    corrections = {"rows_exchange": 3.0, "torchrec_rows_exchange": 2.0}
+    corrected = replace(plain, corrections=corrections)
+    for quantities, factor in ((pooled, 2.0), (COLD, 3.0)):
+        without = predict_step(plain, WORLD, WORKLOAD, quantities)
+        step = predict_step(corrected, WORLD, WORKLOAD, quantities)
+        exposed_s = without.stage_s["rows_exchange"]
+        assert step.stage_s["rows_exchange"] == pytest.approx(factor * exposed_s)
+        assert step.stage_s["grads_exchange"] == without.stage_s["grads_exchange"]
+    both = predict_step(corrected, WORLD, WORKLOAD, {**pooled, **COLD}).stage_s["rows_exchange"]
+    low, high = (
+        predict_step(
+            replace(plain, corrections={"rows_exchange": f}), WORLD, WORKLOAD, {**pooled, **COLD}
+        ).stage_s["rows_exchange"]
+        for f in (2.0, 3.0)
+    )
+    assert low < both < high
+
+
 def test_bytes_are_those_of_the_exchanges() -> None:
     sent = predict_step(COSTS, WORLD, WORKLOAD, MIXED).sent_bytes
     assert sent["ids_exchange"] == pytest.approx(4e3 * 8 / 2)
