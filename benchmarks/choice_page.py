@@ -227,6 +227,7 @@ def summarize(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "median_trial_s": _median(
             run.get("trial_s") for document in documents.values() for run in document["runs"]
         ),
+        "given_trial_s": max((d["settings"]["trial_s"] for d in documents.values()), default=0.0),
         "num_failed_runs": sum("error" in r for d in documents.values() for r in d["runs"]),
     }
 
@@ -272,7 +273,11 @@ def verdict(figures: Mapping[str, Any], *, is_busy: bool) -> str:
             f"{figures['worst_plan_ratio'] - 1:+.1%}."
         )
     if figures["median_trial_s"] is not None:
-        text += f" A trial takes {show_seconds(figures['median_trial_s'])} in the median."
+        given_s = figures["given_trial_s"]
+        text += (
+            f" A trial takes {show_seconds(figures['median_trial_s'])} in the median, with "
+            f"{show_seconds(given_s)} given, as a run of {show_seconds(100 * given_s)} gives it."
+        )
     left_out = [
         f"{figures[key]} {what}"
         for key, what in (

@@ -62,10 +62,11 @@ class RowMover:
         self._parts = list(zip(host, mapped or [None] * len(host), slots, strict=True))
         self._device = device
         self._gathering = CommunicationThread(torch.device("cpu"), "gather rows")
-        self._fetching = CommunicationThread(device, "fetch rows")
+        # Only what reads or writes slots has to wait for the steps before.
+        self._fetching = CommunicationThread(device, "fetch rows", is_apart=True)
         self._filling = CommunicationThread(device, "fill slots")
-        self._returning = CommunicationThread(device, "return rows")
-        self._writing = CommunicationThread(device, "write rows back")
+        self._returning = CommunicationThread(device, "return rows", is_apart=True)
+        self._writing = CommunicationThread(device, "write rows back", is_apart=True)
         self._leaving: deque[tuple[Rows, CommunicationFuture[None]]] = deque()
         self.row_bytes = sum(part[:1].numel() * part.element_size() for part in host)
 
@@ -266,6 +267,8 @@ class CachedRows:
             TooFewSlotsError: if the batches in flight hold too many slots.
         """
         slots_K, moves = self.slots.reserve(rows_K.cpu().numpy(), number)
+        if self._resident is not None:
+            self._wait_for_writes()
         for to_move in (self._resident, moves):
             if to_move is not None and to_move.in_rows.size:
                 moved = self._mover.submit(to_move, int(self.update_count))
@@ -316,7 +319,13 @@ class CachedRows:
         slots = self.slots.slots_of(rows)
         here, nothing = slots >= 0, slots[:0]
         moves = Moves(rows[:0], nothing, rows[here], slots[here])
+        self._wait_for_writes()
         self._mover.submit(moves, int(self.update_count)).wait()
+
+    def _wait_for_writes(self) -> None:
+        """Wait for what the device was told to write in host memory, which the mover does not."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
         """Let the mover's threads end."""

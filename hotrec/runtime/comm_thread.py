@@ -72,10 +72,11 @@ class CommunicationThread:
         device: If CUDA, tasks run on a stream of their own, which first waits for all work that the
             submitting stream was given before.
         name: The thread's name, shown in traces.
+        is_apart: Whether it does not wait for that, since tasks use nothing of it.
     """
 
-    def __init__(self, device: torch.device, name: str) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, name: str, *, is_apart: bool = False) -> None:
+        self._device, self._is_apart = device, is_apart
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -93,7 +94,8 @@ class CommunicationThread:
             self._thread.start()
             _STARTED[self._thread] = self._tasks
         future: CommunicationFuture[T] = CommunicationFuture()
-        ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        waits = self._stream is not None and not self._is_apart
+        ready = torch.cuda.current_stream().record_event() if waits else None
         self._tasks.put((task, future, ready))
         return future
 

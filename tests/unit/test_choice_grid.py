@@ -51,7 +51,7 @@ def runs(default: list[float], **candidates: list[float]) -> list[dict[str, Any]
 
 def document(found: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
     cell = {"data": "kuairand", "batch_size": 512, "network": "loopback", "num_ranks": 2}
-    options = {"warmup_steps": 5, "busy": False}
+    options = {"warmup_steps": 5, "busy": False, "trial_s": 5.0}
     options["candidates"] = sorted({run["candidate"] for run in found} - {DEFAULT})
     machine: dict[str, Any] = dict.fromkeys(("processor", "kernel", "python", "code"), "some")
     machine |= {"num_cores": 2, "packages": {"torch": "2"}}

@@ -19,6 +19,7 @@ from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
 from hotrec.planning.machine import Machine
 from hotrec.planning.predict import SlotsError
+from hotrec.planning.scenario import Loader
 from hotrec.planning.training_plan import (
     LOAD_FRACS,
     Proposal,
@@ -51,6 +52,23 @@ def propose_plan(folder: Path, *words: str, is_plan: bool = True) -> Proposal:
     given = ["trainer.batch_size=32", "planner.costs=cpu_1gbit", *paths, *words]
     config = build_config(compose_config("config", given))
     return propose(config, Dataset.open(folder / "dataset"), ON, is_plan=is_plan)
+
+
+@pytest.mark.parametrize(
+    ("cores", "words", "expected"),
+    [(2, (), 0), (3, (), 1), (2, ("trainer.num_workers=4",), 4)],
+)
+def test_predictions_are_for_the_loader_workers_that_a_run_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cores: int, words: tuple[str, ...], expected: int
+) -> None:
+    """None where the ranks fill the cores, unless their number is configured."""
+    costs = BUILTIN["cpu_1gbit"]
+    facts = {**costs.facts, "cores_per_host": float(cores)}
+    monkeypatch.setitem(BUILTIN, "cpu_1gbit", replace(costs, facts=facts))
+    proposal = propose_plan(folder, *words, is_plan=False)
+    assert proposal.scenario is not None
+    assert proposal.scenario.loader == Loader(expected, cores)
+    assert proposal.scenario.workload.is_routed_by_loader == (expected > 0)
 
 
 def make(folder: Path, *words: str, run: str = "run") -> tuple[Config, TrainingPlan]:
