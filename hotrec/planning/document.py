@@ -175,6 +175,8 @@ def _expected(scenario: Scenario, best: Predicted) -> dict[str, float | None]:
         "urgent_rows": sum(expected_urgent(d, n) for d, n in zip(demands, hot, strict=True)),
         "all_hot_frac": all_hot_share(demands, best.num_hot),
         "cache_hit_frac": hit_frac if best.slots is None else best.slots.row_hit_frac,
-        "fetched_bytes": best.quantities.get("fetched_bytes", best.quantities.get("mapped_bytes")),
-        "returned_bytes": best.quantities.get("returned_bytes"),
+        "fetched_bytes": best.quantities["fetched_bytes"] + best.quantities["mapped_bytes"]
+        if best.slots
+        else None,
+        "returned_bytes": best.quantities["returned_bytes"] if best.slots else None,
     }

@@ -447,8 +447,10 @@ def _predict_given(
         placement, slots, chosen_slots = _choose_slots(
             config, dataset, scenario, placement, profile
         )
-        ways = {table.row_fetch.value for table in placement.tables.values()}
-        why = f"{why}{chosen_slots} Rows come to the device {' and '.join(ways)}."
+        why = f"{why}{chosen_slots}"
+        if scenario.machine.device == "cuda":  # else slots are host memory, too
+            ways = {table.row_fetch.value for table in placement.tables.values()}
+            why = f"{why} Rows come to the device by row_fetch={' and '.join(sorted(ways))}."
     else:
         check_slots(scenario, placement, samples_in_flight(config, scenario.world.num_ranks))
     given = {

@@ -22,6 +22,7 @@ from hotrec.config.roots import Config, PipelineConfig, TrainerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Line, World
 from hotrec.cost_model.forms import PipelineSpec, Workload
+from hotrec.planning.document import _expected as expected_of
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import decide
 from hotrec.planning.predict import (
@@ -243,6 +244,9 @@ def test_rows_come_to_the_device_the_faster_way(mapped_s: float | None, expected
     moved_s = 1e-3 + rate * 1e6 / RANKS * row_bytes
     hidden_s = predicted.step.hidden_s["rows_exchange"]
     without = predict_placement(on, {}, found.tables)
+    assert expected_of(on, predicted)["fetched_bytes"] == pytest.approx(1e6 / RANKS * row_bytes)
+    assert expected_of(on, predicted)["returned_bytes"] == pytest.approx(1e5 / RANKS * row_bytes)
+    assert expected_of(on, without)["fetched_bytes"] is None
     added_s = predicted.step.step_s - without.step.step_s
     assert added_s + hidden_s - without.step.hidden_s["rows_exchange"] == pytest.approx(moved_s)
 
