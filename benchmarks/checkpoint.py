@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -63,13 +64,13 @@ from hotrec.train.checkpoint import (
     save_checkpoint,
 )
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import OptimizerKind, Partition, Placement, Tier
+from hotrec.types import POPULAR_ROW, OptimizerKind, Partition, Placement, Tier
 
 NUM_TABLES, DIM, HOT_FRAC = 8, 64, 0.01
 NAMES = [f"t{index}" for index in range(NUM_TABLES)]
 ROW_BYTES = 4 * DIM + 4
 SPEC = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.1)
-EXPONENT, RESIDENT_FRAC, WINDOW = 1.05, 0.25, 32
+EXPONENT, WINDOW = 1.05, 32
 # Scatters the popular rows, and no table has a multiple of it as its number of rows.
 PRIME = 2_147_483_647
 
@@ -125,14 +126,20 @@ def make_batches(num_rows: int, given: argparse.Namespace, ranks: Ranks) -> Iter
         )
 
 
-def choose_placement(num_rows: int, slots: float) -> Placement:
+def choose_placement(num_rows: int, slots: float, global_batch_size: int) -> Placement:
     sizes = dict.fromkeys(NAMES, num_rows)
     if not slots:
         every = np.arange(0, num_rows, int(1 / HOT_FRAC))
         return Placement.alike(Partition(sizes, dict.fromkeys(NAMES, every)))
-    resident = np.sort(rows_of(np.arange(int(RESIDENT_FRAC * slots * num_rows)), num_rows))
+    popularity = np.arange(math.ceil(slots * num_rows))
+    popular = np.empty(popularity.size, POPULAR_ROW)
+    popular["row"] = rows_of(popularity, num_rows)
+    # As ``make_batches`` draws them.
+    shares = -np.diff(np.arange(1, popularity.size + 2) ** (1 - EXPONENT))
+    shares /= 1 - num_rows ** (1 - EXPONENT)
+    popular["prob"] = 1 - (1 - shares) ** global_batch_size
     placed = Placement.alike(Partition(sizes), Tier.CACHED, slots)
-    return replace(placed, resident_rows=dict.fromkeys(NAMES, resident))
+    return replace(placed, popular_rows=dict.fromkeys(NAMES, popular))
 
 
 def predict_bytes(placement: Placement, num_rows: int, ranks: Ranks) -> list[float]:
@@ -252,7 +259,7 @@ def run_phase(given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with process_group(device="cpu") as ranks, most_anonymous_bytes() as most_of_all:
         start_s = time.perf_counter()
-        placement = choose_placement(num_rows, given.slots)
+        placement = choose_placement(num_rows, given.slots, given.batch * ranks.world_size)
         model, optimizer = build(placement, num_rows, ranks)
         initialize_embeddings(model, seed=0 if phase == "save" else 1)
         barrier()

@@ -33,7 +33,7 @@ from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.embedding.cached_rows import RowMover
 from hotrec.embedding.table_memory import SlotCounters
 from hotrec.planning.machine import Machine
-from hotrec.planning.policies import choose_all_cold, choose_resident_rows
+from hotrec.planning.policies import choose_all_cold, choose_popular_rows
 from hotrec.planning.unsharded import as_placement
 from hotrec.runtime.ranks import process_group
 from hotrec.types import ColdTier, PipelineKind
@@ -79,12 +79,11 @@ def measure(options: argparse.Namespace, bytes_per_s: float | None) -> dict[str,
         cold_tier=ColdTier.cached, cache_load_frac=options.load_frac, routing=Routing.loader
     )
     partition = choose_all_cold(counts)
-    resident = choose_resident_rows(
+    popular = choose_popular_rows(
         partition,
         Profile(NUM_PROFILED, 0, NUM_PROFILED, Sampling(), counts),
         load_frac=options.load_frac,
-        resident_frac=None,
-        samples_in_flight=2 * options.batch,
+        global_batch_size=options.batch,
         world_size=1,
     )
     config = Config(
@@ -97,7 +96,7 @@ def measure(options: argparse.Namespace, bytes_per_s: float | None) -> dict[str,
         trainer=TrainerConfig(batch_size=options.batch),
     )
     with process_group(device="cpu") as ranks, link(bytes_per_s):
-        placed = as_placement(placement, partition, "cpu", lambda *_: resident)
+        placed = as_placement(placement, partition, "cpu", lambda _: popular)
         machine = Machine(1, 1, "cpu", 0, 64 << 30, options.batch)
         sharded = build_sharded(config, samples.schema, placed, machine, ranks.device)
         route: Any = sharded.transform

@@ -21,6 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 Rows = npt.NDArray[np.int64]
+# Rows of a table, and the probability that a global batch reads each of them.
+POPULAR_ROW = np.dtype([("row", np.int64), ("prob", np.float32)])
+PopularRows = npt.NDArray[np.void]
 
 # The parts of a step, in the order in which a step comes to them.
 STAGES = (
@@ -347,13 +350,13 @@ class Placement:
         partition: The hot rows.
         tables: Placement of every table.
         is_hot_dense: Whether all hot rows' gradients are all-reduced, instead of touched rows.
-        resident_rows: Rows of CACHED tables that their owner keeps in slots for good, int64.
+        popular_rows: Rows of CACHED tables that begin in their owner's slots, of POPULAR_ROW.
     """
 
     partition: Partition
     tables: Mapping[str, TablePlacement]
     is_hot_dense: bool = False
-    resident_rows: Mapping[str, Rows] = field(default_factory=dict)
+    popular_rows: Mapping[str, PopularRows] = field(default_factory=dict)
 
     @staticmethod
     def alike(

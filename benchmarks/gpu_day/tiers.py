@@ -38,7 +38,7 @@ from hotrec.embedding.cpu_rows import fbgemm_rows, mapped_rows
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.report.units import show_bytes, show_count, show_seconds
 from hotrec.runtime.memory import read_memory
-from hotrec.types import OptimizerKind
+from hotrec.types import POPULAR_ROW, OptimizerKind
 
 NUM_TABLES, EXPONENT = 10, 1.05
 FRESH, REPLAYED = "fresh", "replayed"
@@ -241,7 +241,7 @@ class _SlotStep:
         self._rows = CachedRows(
             fbgemm_rows(module, tables.optimizer),
             tables.num_slots,
-            np.empty(0, np.int64),
+            np.empty(0, POPULAR_ROW),
             torch.optim.SGD([torch.zeros(1)], lr=rate),
             tables.optimizer,
             device,

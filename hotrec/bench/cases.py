@@ -50,14 +50,23 @@ from hotrec.planning.policies import (
     choose_all_hot,
     choose_fraction,
     choose_min_accesses,
-    choose_resident_rows,
+    choose_popular_rows,
 )
 from hotrec.planning.scenario import Scenario, describe_scenario
 from hotrec.planning.unsharded import as_placement, make_machine
 from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.train.pipelines import Pipeline
-from hotrec.types import ColdTier, Partition, PipelineKind, Rows, Schema, TorchrecPlan, WireType
+from hotrec.types import (
+    ColdTier,
+    Partition,
+    PipelineKind,
+    PopularRows,
+    Rows,
+    Schema,
+    TorchrecPlan,
+    WireType,
+)
 
 logger = logging.getLogger("hotrec.bench")
 
@@ -74,7 +83,7 @@ class Case:
     depth: int = 1  # number of batches that look_ahead prefetches
     micro_batches: bool = False  # look_ahead first computes the samples whose rows have arrived
     assign: OrderAssign = OrderAssign.as_read  # which rank computes which sample
-    resident_rows: Mapping[str, Rows] = field(default_factory=dict)  # that stay in slots
+    popular_rows: Mapping[str, PopularRows] = field(default_factory=dict)  # that begin in slots
 
     @property
     def is_exact(self) -> bool:
@@ -109,19 +118,16 @@ def make_cases(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) 
         placement, partition = _place(variant, bench, counts, world_size)
         pipeline = variant.pipeline or bench.pipeline
         same = {key: getattr(variant, key) for key in ("wire", "depth", "micro_batches", "assign")}
-        resident = {}
+        popular = {}
         if variant.tier is ColdTier.cached and partition is not None:
-            resident = choose_resident_rows(
+            popular = choose_popular_rows(
                 partition,
                 Profile(bench.profile_samples, 0, bench.profile_samples, Sampling(), counts),
                 load_frac=variant.cache_load_frac,
-                resident_frac=None,
-                samples_in_flight=bench.batch_size
-                * world_size
-                * PipelineConfig(depth=variant.depth).batches_in_slots,
+                global_batch_size=bench.batch_size * world_size,
                 world_size=world_size,
             )
-        cases.append(Case(name, placement, partition, pipeline, **same, resident_rows=resident))
+        cases.append(Case(name, placement, partition, pipeline, **same, popular_rows=popular))
     return cases
 
 
@@ -262,7 +268,7 @@ def build_runner(
     if case.partition is not None:
         assert isinstance(case.placement, HotColdConfig)
         device = ranks.device.type
-        placed = as_placement(case.placement, case.partition, device, lambda *_: case.resident_rows)
+        placed = as_placement(case.placement, case.partition, device, lambda _: case.popular_rows)
     sharded = build_sharded(case_config(config, case), schema, placed, machine, ranks.device)
     pipeline = sharded.make_pipeline(ranks.device)
     if case.assign is OrderAssign.by_owner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from hotrec.artifact import check_made_from
 from hotrec.config.roots import Config
 from hotrec.cost_model.profile import read_profile
 from hotrec.data.chunks import Dataset
-from hotrec.planning.policies import choose_resident_rows
+from hotrec.planning.policies import choose_popular_rows
 from hotrec.planning.replay import (
     LOOK_AHEAD,
     POLICIES,
     Replayed,
-    number_rows,
+    SlotReplay,
+    number_popular,
     read_stream,
     replay,
     sample_rows,
@@ -43,8 +45,8 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     profile, artifact = read_profile(Path(config.paths.profile))
     check_made_from(artifact, dataset.artifact)
     cache = config.cache
-    num_held = config.pipeline.batches_in_slots
-    settings = {"depth": num_held - 1, "window": config.pipeline.window}
+    pipeline = config.pipeline
+    settings = {"depth": pipeline.batches_in_slots - 1, "window": pipeline.batches_foreseen}
     stream = read_stream(
         config,
         dataset,
@@ -55,39 +57,34 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     num_ids = sum(int(lookups.sum()) for lookups in stream.lookups)
     num_skipped = int(cache.skip_frac * len(stream.rows))
     partition = Partition({table.name: table.num_rows for table in dataset.schema.tables})
-    sizes = [max(1, int(frac * stream.counts.size)) for frac in cache.load_fracs]
     found: list[Replayed] = []
     predicted: list[Replayed] = []
-    for size in tqdm(sizes, desc="cache", unit=" sizes", disable=None):
-        resident = choose_resident_rows(
+    for load_frac in tqdm(cache.load_fracs, desc="cache", unit=" sizes", disable=None):
+        size = math.ceil(load_frac * stream.counts.size)
+        popular = choose_popular_rows(
             partition,
             profile,
-            load_frac=size / stream.counts.size,
-            resident_frac=getattr(config.placement, "resident_frac", None),
-            samples_in_flight=_batch_size(config) * num_held,
+            load_frac=load_frac,
+            global_batch_size=config.trainer.batch_size * config.plan.world_size,
             world_size=1,
         )
-        rows = number_rows(resident, profile.counts)
-        for policy in POLICIES:
-            replayed = replay(stream, policy, size, num_skipped, resident=rows, **settings)
-            found += [] if replayed is None else [replayed]
-        # As a plan predicts it.
-        every = sampling_step(num_ids, size)
-        numbers = sample_rows(stream.counts, every)
-        rows = numbers[rows]
-        replayed = replay(
-            stream.sample(numbers, every),
-            LOOK_AHEAD,
-            size,
-            num_skipped,
-            resident=rows[rows >= 0],
-            **settings,
-        )
-        predicted += [] if replayed is None else [replayed]
+        of_all = number_popular(popular, profile.counts)
+        by_policy = {
+            policy: replay(stream, policy, size, num_skipped, popular=of_all, **settings)
+            for policy in POLICIES
+        }
+        found += [one for one in by_policy.values() if one is not None]
+        if by_policy[LOOK_AHEAD] is not None:
+            every = sampling_step(num_ids, size)
+            numbers = sample_rows(stream.counts, every)
+            sampled = SlotReplay(config, profile.counts, numbers, stream.sample(numbers, every))
+            planned = sampled.predict(load_frac, popular)
+            assert planned is not None
+            predicted.append(planned)
     if not found:
         raise ValueError(
             f"cache.load_fracs: expected slots for the {max(map(len, stream.rows))} rows of a "
-            f"batch, got {max(sizes)}. Add a larger fraction."
+            f"batch, got {size}. Add a larger fraction."
         )
     [bytes_of_row] = set(row_bytes(dataset.schema, config).values())
     if getattr(config.placement, "cold_rows", WireType.fp32) is not WireType.fp32:
@@ -106,10 +103,6 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     picture = run_dir / "cache.png"
     write_png(draw_caches(document), picture)
     return {"command": "cache", "picture": picture, "document": run_dir / "cache.json", **document}
-
-
-def _batch_size(config: Config) -> int:
-    return config.trainer.batch_size * config.plan.world_size
 
 
 def _entry(one: Replayed, row_bytes: int) -> dict[str, Any]:

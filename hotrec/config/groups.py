@@ -139,13 +139,6 @@ class TieredConfig(HotColdConfig):
         gt=0,
         lt=1,
     )
-    resident_frac: float | None = key(
-        "fraction of the slots of cold_tier=cached that hold the rows looked up most for good, the "
-        "others turn over; null: up to 0.25, as far as rows of the batches in flight leave room",
-        None,
-        ge=0,
-        lt=1,
-    )
 
 
 @dataclass

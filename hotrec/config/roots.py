@@ -80,6 +80,11 @@ class PipelineConfig:
         """
         return self.depth + 1 + (self.window > 0)
 
+    @property
+    def batches_foreseen(self) -> int:
+        """Batches after those that hold slots whose rows are known: the others of the window."""
+        return max(self.window - 1, 0)
+
 
 @dataclass
 class TrainerConfig:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,24 @@ from hotrec.embedding.snapshot import keep
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, record_use
 from hotrec.runtime.stages import named_range
-from hotrec.types import Placement, RowFetch, Rows, Tier
+from hotrec.types import POPULAR_ROW, Placement, PopularRows, RowFetch, Rows, Tier
 
 
 def to_device(numbers: Slots | Rows, device: torch.device) -> torch.Tensor:
     """Slots or rows as int64 on a device; the host does not wait for the copy."""
     here = torch.from_numpy(numbers).long()
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
+
+
+# Rows that are moved at once where slots begin.
+MOST_FIRST = 1 << 16
+
+
+def _split(moves: Moves) -> Iterator[Moves]:
+    """Rows to fetch alone, in parts of MOST_FIRST."""
+    for begin in range(0, moves.in_rows.size, MOST_FIRST):
+        part = slice(begin, begin + MOST_FIRST)
+        yield replace(moves, in_rows=moves.in_rows[part], in_slots=moves.in_slots[part])
 
 
 class RowMover:
@@ -191,7 +203,7 @@ class CachedRows:
     Args:
         host: Rows and states in host memory.
         num_slots: The number of slots S.
-        resident_rows: Rows that get slots for good, int64, distinct, at most S.
+        popular: Rows whose popularity is known, distinct; as many as fit begin in slots.
         optimizer: Has the learning rate.
         spec: The update rule.
         device: Where the slots are.
@@ -202,7 +214,7 @@ class CachedRows:
         self,
         host: tuple[torch.Tensor, Mapping[str, torch.Tensor]],
         num_slots: int,
-        resident_rows: Rows,
+        popular: PopularRows,
         optimizer: torch.optim.Optimizer,
         spec: OptimizerSpec,
         device: torch.device,
@@ -221,7 +233,7 @@ class CachedRows:
         )
         self._tensors, self._mapped = ([weights, *states.values()], empty), mapped
         self._device = device
-        self.slots = SlotMap(weights.shape[0], num_slots, resident_rows)
+        self.slots = SlotMap(weights.shape[0], num_slots, popular)
         self.read_bytes = self.written_bytes = 0
         self.wait_s = 0.0
         self.restart()
@@ -251,7 +263,7 @@ class CachedRows:
         # What was started for each batch, in the order of their numbers.
         self._moved: deque[tuple[int, CommunicationFuture[None]]] = deque()
         # Fetched later: the rows may not have been initialised or loaded.
-        self._resident: Moves | None = self.slots.clear()
+        self._first: Moves | None = self.slots.clear()
 
     def foresee(self, rows_K: torch.Tensor, number: int) -> None:
         """Say which rows, int64 (K,), a batch will reserve slots for."""
@@ -267,16 +279,23 @@ class CachedRows:
             TooFewSlotsError: if the batches in flight hold too many slots.
         """
         slots_K, moves = self.slots.reserve(rows_K.cpu().numpy(), number)
-        if self._resident is not None:
+        if self._first is not None:
             self._wait_for_writes()
-        for to_move in (self._resident, moves):
-            if to_move is not None and to_move.in_rows.size:
-                moved = self._mover.submit(to_move, int(self.update_count))
-                self._moved.append((number, moved))
-                self.read_bytes += to_move.in_rows.size * self._mover.row_bytes
-                self.written_bytes += to_move.out_rows.size * self._mover.row_bytes
-        self._resident = None
+            # The slots' memory is not taken a second time: two of these are on their way at once.
+            for part in _split(self._first):
+                self._move(part, number)
+                if len(self._moved) > 1:
+                    self._moved[-2][1].wait()
+            self._first = None
+        self._move(moves, number)
         return to_device(slots_K, self._device)
+
+    def _move(self, moves: Moves, number: int) -> None:
+        if moves.in_rows.size:
+            moved = self._mover.submit(moves, int(self.update_count))
+            self._moved.append((number, moved))
+            self.read_bytes += moves.in_rows.size * self._mover.row_bytes
+            self.written_bytes += moves.out_rows.size * self._mover.row_bytes
 
     def wait(self, number: int) -> None:
         """Wait until the slots of all batches up to a number hold their rows."""
@@ -312,7 +331,7 @@ class CachedRows:
         self._mover.put_back(rows, held, int(self.update_count))
         self.written_bytes += rows.size * self._mover.row_bytes
         if self._is_rounded and not self.slots.has_batches:
-            self._resident = self.slots.clear()
+            self._first = self.slots.clear()
 
     def refresh(self, rows: Rows) -> None:
         """Fetch rows again that were written in host memory, with no batch in flight."""
@@ -356,18 +375,20 @@ def use_cached_rows(
     for kernel in kernels:
         tables = kernel.config.embedding_tables
         is_mapped = any(placement.tables[t.name].row_fetch is RowFetch.mapped for t in tables)
-        num_slots, residents = 0.0, [np.empty(0, np.int64)]
+        num_slots, popular = 0.0, [np.empty(0, POPULAR_ROW)]
         begins = table_begins([table.local_rows for table in tables]).tolist()
         for table, begin in zip(tables, begins, strict=True):
             num_slots += (placement.tables[table.name].cache_load_frac or 0.0) * table.local_rows
             first = table.local_metadata.shard_offsets[0] if table.local_rows else 0
-            rows = placement.resident_rows.get(table.name, residents[0]) - first
-            residents.append(rows[(rows >= 0) & (rows < table.local_rows)] + begin)
-        size = math.ceil(num_slots)
+            of_table = placement.popular_rows.get(table.name, popular[0])
+            is_here = (of_table["row"] >= first) & (of_table["row"] < first + table.local_rows)
+            of_table = of_table[is_here]
+            of_table["row"] += begin - first
+            popular.append(of_table)
         kernel.forward = CachedRows(
             fbgemm_rows(kernel.emb_module, spec),
-            size,
-            np.concatenate(residents)[:size],
+            math.ceil(num_slots),
+            np.concatenate(popular),
             kernel.fused_optimizer,
             spec,
             device,

@@ -1,9 +1,9 @@
 """Which rows have a device slot: decided on the host, from the rows that batches in flight read.
 
-Some slots hold the rows that were looked up most for good. The others turn over: rows of batches in
-flight stay. Of the rest, rows that no known batch reads go first, by the smallest decayed count of
-lookups, then those that known batches read last (Colossal-AI's frequency-ordered cache and
-ScratchPipe's look-forward cache, in one; Belady's rule as far as batches are known).
+Slots begin with the rows that the profile found most popular. Rows of batches in flight stay. Of
+the rest, rows that no known batch reads go first, by the smallest decayed count of lookups, which
+begins with the profile's, then those that known batches read last (Colossal-AI's frequency-ordered
+cache and ScratchPipe's look-forward cache, in one; Belady's rule as far as batches are known).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotrec.types import Rows
+from hotrec.types import PopularRows, Rows
 
 Slots = npt.NDArray[np.int32]
 
 # Batches after which a lookup counts half.
-HALF_LIFE = 256
+HALF_LIFE = 512
 # New lookups weigh more instead of old ones less, up to this weight.
 MOST_WEIGHT = 1e30
 # More than the decayed lookups of any row.
 FORESEEN_WORTH = 1e60
-# Slots that are ranked at once, as a share of those that turn over, and the share of them that
+# Slots that are ranked at once, as a share of all, and the share of them that
 # batches may read until they are ranked again: a ranking knows nothing of the batches that come
 # into the window after it.
 QUEUE_FRAC = 1 / 8
@@ -112,12 +112,12 @@ class SlotMap:
     Args:
         num_rows: The number of rows R.
         num_slots: The number of slots S.
-        resident_rows: Rows that keep slots for good, int64, distinct, at most S.
+        popular: Rows whose popularity is known, distinct; as many as fit begin in slots.
     """
 
-    def __init__(self, num_rows: int, num_slots: int, resident_rows: Rows) -> None:
+    def __init__(self, num_rows: int, num_slots: int, popular: PopularRows) -> None:
         self.num_slots = num_slots
-        self._resident_rows = resident_rows
+        self._popular = popular[np.argsort(-popular["prob"], kind="stable")]
         self._lookups = np.zeros(num_rows, np.float32)  # decayed
         self._slot_of_row = np.full(num_rows, -1, np.int32)
         self._first = np.zeros(num_slots, np.int64)  # scratch
@@ -138,8 +138,11 @@ class SlotMap:
         return bool(self._reserved)
 
     def clear(self) -> Moves:
-        """Forget slots, lookups and numbers; the resident rows to fetch."""
+        """Forget slots, lookups and numbers; the rows to fetch, with which the slots begin."""
         self._lookups.fill(0)
+        # As many as if batches had read them for ever: 1 + 2^(-1 / HALF_LIFE) + ... in each.
+        most = 1 / -math.expm1(-math.log(2) / HALF_LIFE)
+        self._lookups[self._popular["row"]] = most * self._popular["prob"]
         self._weight = 1.0  # of a lookup now
         self._slot_of_row.fill(-1)
         self._row_of_slot = np.full(self.num_slots, -1, np.int64)
@@ -155,10 +158,10 @@ class SlotMap:
         # When they were ranked, the batch that was released, and the last one known.
         self._queued_at = self._queued_until = -1
         self._num_read_since = 0
-        slots = np.arange(self._resident_rows.size, dtype=np.int32)
-        self._row_of_slot[slots] = self._resident_rows
-        self._slot_of_row[self._resident_rows] = slots
-        return Moves(self._resident_rows[:0], slots[:0], self._resident_rows, slots)
+        rows = self._popular["row"][: self.num_slots].copy()
+        slots = np.arange(rows.size, dtype=np.int32)
+        self._row_of_slot[slots], self._slot_of_row[rows] = rows, slots
+        return Moves(rows[:0], slots[:0], rows, slots)
 
     def foresee(self, rows: Rows, number: int) -> None:
         """Say which rows a batch will reserve slots for, before ``reserve``."""
@@ -202,19 +205,17 @@ class SlotMap:
         """Slots of no batch in flight, of the rows that are known to be read last or least."""
         is_left = self._last_use[self._queue] <= self._queued_at
         queue = self._queue[is_left & (self._last_foreseen[self._queue] <= self._queued_until)]
-        num_turning = self.num_slots - self._resident_rows.size
-        is_stale = num > 0 and self._num_read_since > QUEUE_FRAC * num_turning
+        is_stale = num > 0 and self._num_read_since > QUEUE_FRAC * self.num_slots
         if queue.size < num or is_stale:
-            first = self._resident_rows.size
-            is_free = self._last_use[first:] <= self._released
-            free = (first + np.flatnonzero(is_free)).astype(np.int32)
+            free = np.flatnonzero(self._last_use <= self._released).astype(np.int32)
             if free.size < num:
                 raise TooFewSlotsError(self.num_slots - free.size + num, self.num_slots)
             # Ranking all slots in every step would cost more than moving the rows.
-            size = min(free.size, max(num, math.ceil(QUEUE_FRAC * num_turning)))
+            size = min(free.size, max(num, math.ceil(QUEUE_FRAC * self.num_slots)))
             worth = self._worth(free, number)
-            least = np.argpartition(worth, size - 1)[:size]
-            queue = free[least[np.argsort(worth[least], kind="stable")]]
+            least = np.flatnonzero(worth <= np.partition(worth, size - 1)[size - 1])
+            # Of equal ones the first, however much of the window is known: many are read seldom.
+            queue = free[least[np.argsort(worth[least], kind="stable")]][:size]
             self._queued_at = self._released
             last = self._window.last
             self._queued_until = self._released if last is None else last

@@ -21,6 +21,7 @@ from hotrec.types import (
     Exchange,
     Partition,
     Placement,
+    PopularRows,
     RowFetch,
     Rows,
     Sharding,
@@ -31,7 +32,7 @@ from hotrec.types import (
 
 KIND = "partition"
 HOT_ROWS = "hot_rows.npz"
-RESIDENT_ROWS = "resident_rows.npz"
+POPULAR_ROWS = "popular_rows.npz"
 
 
 def summarize_partition(
@@ -91,8 +92,8 @@ def write_partition(
     }
     with scratch_directory(output, kind=KIND) as scratch:
         _write_rows(scratch / HOT_ROWS, {t: partition.hot(t) for t in partition.num_rows})
-        if placement.resident_rows:
-            _write_rows(scratch / RESIDENT_ROWS, placement.resident_rows)
+        if placement.popular_rows:
+            _write_rows(scratch / POPULAR_ROWS, placement.popular_rows)
         return commit_artifact(
             scratch,
             output,
@@ -109,7 +110,7 @@ def write_partition(
         )
 
 
-def _write_rows(path: Path, rows: Mapping[str, Rows]) -> None:
+def _write_rows(path: Path, rows: Mapping[str, Rows] | Mapping[str, PopularRows]) -> None:
     # ``np.savez`` takes names as keywords and so fails for a table named "file".
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for table, of_table in rows.items():
@@ -119,7 +120,7 @@ def _write_rows(path: Path, rows: Mapping[str, Rows]) -> None:
                 np.lib.format.write_array(file, of_table, allow_pickle=False)
 
 
-def _read_rows(artifact: Artifact, name: str) -> dict[str, Rows]:
+def _read_rows(artifact: Artifact, name: str) -> dict[str, Any]:
     if name not in artifact.files:
         return {}
     with np.load(artifact.file(name), allow_pickle=False) as arrays:
@@ -151,5 +152,5 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
             for name, table in content["placement"]["tables"].items()
         }
         is_hot_dense = bool(content["placement"]["is_hot_dense"])
-        resident_rows = _read_rows(artifact, RESIDENT_ROWS)
-        return Placement(partition, tables, is_hot_dense, resident_rows), artifact
+        popular_rows = _read_rows(artifact, POPULAR_ROWS)
+        return Placement(partition, tables, is_hot_dense, popular_rows), artifact

@@ -44,7 +44,7 @@ from hotrec.cost_model.histogram import (
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.profile import Profile
 from hotrec.planning.machine import Machine
-from hotrec.types import HugectrLink, Partition, Rows
+from hotrec.types import POPULAR_ROW, HugectrLink, Partition, PopularRows, Rows
 
 MIB = 1 << 20
 Counts = Mapping[str, Rows]
@@ -648,38 +648,30 @@ def _scars_curve(
     return all_hot, np.maximum(np.cumsum(cold_rows), 0.0)
 
 
-# Slots for each row that batches in flight are expected to read beside the resident ones, and the
-# largest share of the slots that are resident, since popularity drifts.
-SPARE_SLOTS, MOST_RESIDENT_FRAC = 1.25, 0.25
-
-
-def choose_resident_rows(
+def choose_popular_rows(
     partition: Partition,
     profile: Profile,
     *,
     load_frac: float,
-    resident_frac: float | None,
-    samples_in_flight: int,
+    global_batch_size: int,
     world_size: int,
-) -> dict[str, Rows]:
-    """Chooses the cold rows that their owners keep in slots for good.
+) -> dict[str, PopularRows]:
+    """Chooses the cold rows with which slots begin.
 
-    Each rank, of TorchRec's row-wise shards, keeps those of its rows that were looked up most, of
-    all tables together; never one that was not looked up.
+    Each rank, of TorchRec's row-wise shards, begins with those of its rows that were looked up
+    most, of all tables together, as many as it has slots; never one that was not looked up.
 
     Args:
         partition: The hot rows, which have replicas.
         load_frac: Slots, as a fraction of a rank's rows.
-        resident_frac: Fraction of the slots; None leaves SPARE_SLOTS of what the batches in flight
-            are expected to read else, and at least 1 - MOST_RESIDENT_FRAC, to the others.
-        samples_in_flight: Samples of all ranks whose rows look-ahead holds at once.
+        global_batch_size: Samples of a step of all ranks.
         world_size: World size.
 
     Returns:
-        By table int64 rows, ascending.
+        By table, in ascending order of the rows.
     """
     counts = profile.counts
-    chosen: dict[str, list[Rows]] = {table: [] for table in counts}
+    chosen: dict[str, list[PopularRows]] = {table: [] for table in counts}
     for rank in range(world_size):
         num_rows, found = 0, []
         for table, lookups in counts.items():
@@ -689,22 +681,17 @@ def choose_resident_rows(
             block[hot[(hot >= 0) & (hot < block.size)]] = 0
             num_rows += block.size
             rows = np.flatnonzero(block)
-            total = int(lookups.sum())
-            drawn = total / profile.num_samples * samples_in_flight
-            probs = prob_drawn(block[rows].astype(np.float64), total, drawn) if total else rows
-            found.append((table, rows + begin, block[rows], probs))
-        order = np.argsort(-np.concatenate([part for _, _, part, _ in found]), kind="stable")
-        num_slots = load_frac * num_rows
-        if resident_frac is None:
-            read = np.concatenate([probs for *_, probs in found])[order]
-            others = SPARE_SLOTS * (read.sum() - np.cumsum(read))
-            fits = np.flatnonzero(np.arange(1, read.size + 1) + others <= num_slots)
-            num = min(int(MOST_RESIDENT_FRAC * num_slots), int(fits[-1]) + 1 if fits.size else 0)
-        else:
-            num = int(resident_frac * num_slots)
+            found.append((table, rows + begin, block[rows]))
+        order = np.argsort(-np.concatenate([part for *_, part in found]), kind="stable")
         is_kept = np.zeros(order.size, np.bool_)
-        is_kept[order[:num]] = True
-        for table, rows, part, _ in found:
-            chosen[table].append(rows[is_kept[: part.size]])
-            is_kept = is_kept[part.size :]
-    return {table: np.concatenate(rows) for table, rows in chosen.items()}
+        is_kept[order[: math.ceil(load_frac * num_rows)]] = True
+        for table, rows, part in found:
+            is_of_table, is_kept = is_kept[: part.size], is_kept[part.size :]
+            kept = np.empty(np.count_nonzero(is_of_table), POPULAR_ROW)
+            kept["row"] = rows[is_of_table]
+            if kept.size:
+                total = int(counts[table].sum())
+                num_drawn = total / profile.num_samples * global_batch_size
+                kept["prob"] = prob_drawn(part[is_of_table].astype(np.float64), total, num_drawn)
+            chosen[table].append(kept)
+    return {table: np.concatenate(parts) for table, parts in chosen.items()}

@@ -357,8 +357,8 @@ class SlotsError(ValueError):
 def check_slots(scenario: Scenario, placement: Placement, samples_in_flight: int) -> None:
     """Checks that the slots of CACHED tables fit, and suffice for the batches of look-ahead.
 
-    They hold the resident rows, and the distinct others of a rank's share of the rows that the
-    batches in flight read. A row is read in one of n global batches with probability
+    They hold the distinct rows of a rank's share of those that the batches in flight read. A row is
+    read in one of n global batches with probability
     1 - (1 - Q)^n, as if they were independent, and at most as many as NUM_DEVIATIONS standard
     deviations of a Poisson number above the mean are read.
 
@@ -371,19 +371,17 @@ def check_slots(scenario: Scenario, placement: Placement, samples_in_flight: int
     """
     num_ranks = scenario.world.num_ranks
     num_batches = samples_in_flight / (scenario.machine.batch_size * num_ranks)
-    needed, others, num_slots = 0.0, 0.0, 0.0
+    needed, num_slots = 0.0, 0.0
     num_bytes, free_bytes = 0.0, scenario.memory_bytes[0]
     for demand in scenario.demands:
         placed, num_hot = placement.tables[demand.name], placement.partition.num_hot(demand.name)
         if placed.tier is not Tier.CACHED or num_hot == demand.num_rows:
             continue
-        resident = len(placement.resident_rows.get(demand.name, ()))
-        others_G = demand.rows_G - take_rows(demand, num_hot + resident)
-        needed += resident
-        others += float(others_G @ (1 - (1 - demand.by_any_G) ** num_batches))
+        cold_G = demand.rows_G - take_rows(demand, num_hot)
+        needed += float(cold_G @ (1 - (1 - demand.by_any_G) ** num_batches))
         num_slots += cached_rows(demand, placed)
         num_bytes += cached_rows(demand, placed) * demand.row_bytes / num_ranks
-    needed += others + NUM_DEVIATIONS * math.sqrt(num_ranks * others)
+    needed += NUM_DEVIATIONS * math.sqrt(num_ranks * needed)
     if num_bytes > free_bytes and scenario.machine.device == "cuda":
         raise SlotsError(
             f"placement.cache_load_frac: expected slots, with optimizer state, of at most "
@@ -394,10 +392,9 @@ def check_slots(scenario: Scenario, placement: Placement, samples_in_flight: int
     if needed > num_slots:
         raise SlotsError(
             f"placement.cache_load_frac: expected {math.ceil(needed)} slots or more over all ranks "
-            f"for the resident rows and those that {samples_in_flight} samples in flight read, got "
+            f"for the rows that {samples_in_flight} samples in flight read, got "
             f"{math.ceil(num_slots)}. Set it {needed / num_slots:.2f} times as large or more, or "
-            "lower placement.resident_frac, pipeline.depth or the larger of trainer.batch_size and "
-            "trainer.eval_batch_size.",
+            "lower pipeline.depth or the larger of trainer.batch_size and trainer.eval_batch_size.",
             are_too_few=True,
         )
 

@@ -9,10 +9,11 @@ one that leaves is written back. The policies differ in which rows leave:
     frequency       those with the fewest lookups in the profile (Colossal-AI's cache)
     belady          those read again last, of the whole stream: no policy moves fewer (Belady, IBM
                     Systems Journal 5(2), 1966), as far as rows are in no batch in flight
-    belady_window   the same in the reach of look-ahead: rows that the known batches do not read,
-                    those with the fewest lookups in the profile first; then those read again last
+    belady_window   the same with what look-ahead has, the rows with which it begins, the batches
+                    in flight and those that it knows: rows that these do not read, those with the
+                    fewest lookups in the profile first; then those read again last
 
-Look-ahead comes to belady with depth 0, no resident rows and a window as long as the stream.
+Look-ahead comes to belady with depth 0, no popular rows and a window as long as the stream.
 
 Misses by number of slots are predicted by replay too, of a sample of the rows through slots in
 proportion (SHARDS: Waldspurger et al., FAST 2015). So the policy is exact, and all that is wrong
@@ -34,12 +35,13 @@ from hotrec.cost_model.profile import Profile
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.embedding.slots import SlotMap, TooFewSlotsError
-from hotrec.types import Partition, Rows
+from hotrec.types import Partition, PopularRows, Rows
 
 LOOK_AHEAD, BELADY_WINDOW = "look_ahead", "belady_window"
-# A stream has at most so many ids of its sampled rows, and a sample at least so many slots: with a
-# fourth of these misses were off by up to 1.2 points, with all of them by 0.4.
-MOST_IDS, LEAST_SLOTS = 1 << 21, 2500
+# A stream has at most so many ids of its sampled rows, and a sample at least so many slots: with
+# half of these misses were off by up to 1.1 points, where batches in flight fill nearly all of the
+# slots, and with all of them by 0.13.
+MOST_IDS, LEAST_SLOTS = 1 << 21, 5000
 # Ids that are read to sample them, some ten seconds.
 MOST_READ = 1 << 28
 
@@ -104,6 +106,18 @@ def number_rows(rows: Mapping[str, Rows], counts: Mapping[str, Rows]) -> Rows:
     begins = np.cumsum([0, *(of_table.size for of_table in counts.values())])
     parts = [rows[table] + begin for table, begin in zip(counts, begins, strict=False)]
     return np.concatenate(parts)
+
+
+def number_popular(
+    popular: Mapping[str, PopularRows], counts: Mapping[str, Rows], numbers: Rows | None = None
+) -> PopularRows:
+    """Popular rows by table as those of a stream, see ``read_stream``."""
+    of_all = np.concatenate([popular[table] for table in counts])
+    of_all["row"] = number_rows({table: popular[table]["row"] for table in counts}, counts)
+    if numbers is None:
+        return of_all
+    of_all["row"] = numbers[of_all["row"]]
+    return of_all[of_all["row"] >= 0]
 
 
 def read_stream(
@@ -229,34 +243,33 @@ class SlotReplay:
             stream = draw_stream(of_all, numbers, every, num_ids=num_ids, num_batches=num_batches)
         return cls(config, counts, numbers, stream)
 
-    def predict(self, load_frac: float, resident_rows: Mapping[str, Rows]) -> Replayed | None:
+    def predict(self, load_frac: float, popular_rows: Mapping[str, PopularRows]) -> Replayed | None:
         """Replay look-ahead over the slots of all ranks.
 
         Args:
             load_frac: Slots, as a fraction of the rows.
-            resident_rows: Rows of each table that keep their slots.
+            popular_rows: Rows of each table that begin in slots.
 
         Returns:
             None if the batches that are held read more rows than there are slots.
         """
         stream, depth = self.stream, self.config.pipeline.batches_in_slots - 1
-        resident = _numbered(number_rows(resident_rows, self.counts), self.numbers)
         num_slots = math.ceil(load_frac * self.numbers.size)
         return replay(
             stream,
             LOOK_AHEAD,
-            max(num_slots, stream.every * _least_slots(stream, resident, depth)),
+            max(num_slots, stream.every * _least_slots(stream, depth)),
             int(self.config.cache.skip_frac * len(stream.rows)),
             depth=depth,
-            window=self.config.pipeline.window,
-            resident=resident,
+            window=self.config.pipeline.batches_foreseen,
+            popular=number_popular(popular_rows, self.counts, self.numbers),
         )
 
 
-def _least_slots(stream: Stream, resident: Rows, depth: int) -> int:
-    """Slots for the resident rows and those of the batches in flight, whose sample may be off."""
+def _least_slots(stream: Stream, depth: int) -> int:
+    """Slots for the rows of the batches in flight, whose sample may be off."""
     held = [
-        np.unique(np.concatenate([resident, *stream.rows[number : number + depth + 1]])).size
+        np.unique(np.concatenate(stream.rows[number : number + depth + 1])).size
         for number in range(len(stream.rows))
     ]
     return max(held)
@@ -293,7 +306,7 @@ def replay(
     *,
     depth: int,
     window: int,
-    resident: Rows,
+    popular: PopularRows,
 ) -> Replayed | None:
     """Replay a stream through a policy.
 
@@ -303,7 +316,7 @@ def replay(
         num_skipped: First batches, which are not counted.
         depth: Batches that hold slots in look-ahead beside the one that is computed.
         window: Further batches that it knows.
-        resident: Rows that look-ahead keeps for good.
+        popular: Rows of the stream with which its slots begin.
 
     Returns:
         None if the batches that are held read more rows than there are slots.
@@ -311,9 +324,10 @@ def replay(
     every = stream.every
     size = max(1, round(num_slots / every))
     if policy == LOOK_AHEAD:
-        steps = _look_ahead(stream, size, depth, window, resident)
+        steps = _look_ahead(stream, size, depth, window, popular)
     elif policy == BELADY_WINDOW:
-        steps = _ranked(stream, size, _by_next_use(stream, window), window)
+        first = popular["row"][np.argsort(-popular["prob"], kind="stable")[:size]]
+        steps = _ranked(stream, size, _by_next_use(stream, window), first, depth, window)
     else:
         steps = _ranked(stream, size, RANKINGS[policy](stream))
     num_rows = num_lookups = missed_lookups = num_in = num_out = 0
@@ -343,12 +357,12 @@ def replay(
 
 
 def _look_ahead(
-    stream: Stream, num_slots: int, depth: int, window: int, resident: Rows
+    stream: Stream, num_slots: int, depth: int, window: int, popular: PopularRows
 ) -> Iterator[Step]:
-    slots = SlotMap(stream.counts.size, num_slots, resident)
+    slots = SlotMap(stream.counts.size, num_slots, popular)
     known = 0
     for number, rows in enumerate(stream.rows):
-        while window and known <= min(number + window, len(stream.rows) - 1):
+        while window and known <= min(max(number, depth) + window, len(stream.rows) - 1):
             slots.foresee(stream.rows[known], known)
             known += 1
         if number > depth:
@@ -357,46 +371,69 @@ def _look_ahead(
         yield np.isin(rows, moves.in_rows, assume_unique=True), moves.out_rows.size
 
 
-# The rank of each row of a batch among the rows that leave, the least first.
-Ranking = Callable[[int], np.ndarray]
+# The rank of each row of a batch among the rows that leave, the least first, so many batches later.
+Ranking = Callable[[int, int], np.ndarray]
 
 
-def _ranked(stream: Stream, num_slots: int, ranks_of: Ranking, window: int = 0) -> Iterator[Step]:
-    """A cache whose rows of the least rank leave.
+def _ranked(
+    stream: Stream,
+    num_slots: int,
+    ranks_of: Ranking,
+    first: Rows | None = None,
+    depth: int = 0,
+    window: int = 0,
+) -> Iterator[Step]:
+    """A cache whose rows of the least rank leave, if the last batches do not read them.
 
     Rows of the batch that comes into the window get its rank, unless they are read before.
+
+    Args:
+        first: Rows with which it begins.
+        depth: Batches before the one that is computed whose rows stay.
     """
     slot_of_row = np.full(stream.counts.size, -1, np.int64)
     row_of_slot = np.full(num_slots, -1, np.int64)
     ranks = np.full(num_slots, -np.inf)
+    last_use = np.full(num_slots, -1, np.int64)
+    if first is not None:
+        row_of_slot[: first.size], slot_of_row[first] = first, np.arange(first.size)
+        ranks[: first.size] = _rank_of_unread(stream, first)
+    num_known = 0
     for number, rows in enumerate(stream.rows):
-        if rows.size > num_slots:
-            raise TooFewSlotsError(rows.size, num_slots)
-        if 0 < window < len(stream.rows) - number:
-            known = slot_of_row[stream.rows[number + window]]
+        while window and num_known <= min(number + window, len(stream.rows) - 1):
+            known = slot_of_row[stream.rows[num_known]]
             known = known[known >= 0]
-            ranks[known] = np.maximum(ranks[known], -float(number + window))
+            ranks[known] = np.maximum(ranks[known], -float(num_known))
+            num_known += 1
         slots = slot_of_row[rows]
         is_missing = slots < 0
         ranks[slots[~is_missing]] = np.inf
         missing = rows[is_missing]
+        num_free = int(np.count_nonzero(ranks < np.inf))
+        if missing.size > num_free:
+            raise TooFewSlotsError(num_slots - num_free + missing.size, num_slots)
         taken = np.argpartition(ranks, max(missing.size - 1, 0))[: missing.size]
         left = row_of_slot[taken]
         slot_of_row[left[left >= 0]] = -1
         row_of_slot[taken], slot_of_row[missing] = missing, taken
-        ranks[slot_of_row[rows]] = ranks_of(number)
+        slots = slot_of_row[rows]
+        ranks[slots], last_use[slots] = np.inf, number
+        if number >= depth:
+            slots = slot_of_row[stream.rows[number - depth]]
+            is_last = last_use[slots] == number - depth
+            ranks[slots[is_last]] = ranks_of(number - depth, depth)[is_last]
         yield is_missing, int(np.count_nonzero(left >= 0))
 
 
 def _by_recency(stream: Stream) -> Ranking:
     # Within a batch in the order of its rows.
-    return lambda number: number + np.linspace(0, 1, stream.rows[number].size, endpoint=False)
+    return lambda number, _: number + np.linspace(0, 1, stream.rows[number].size, endpoint=False)
 
 
 def _by_uses(stream: Stream) -> Ranking:
     uses = np.zeros(stream.counts.size)
 
-    def count(number: int) -> np.ndarray:
+    def count(number: int, _: int) -> np.ndarray:
         uses[stream.rows[number]] += 1
         return uses[stream.rows[number]]
 
@@ -404,7 +441,12 @@ def _by_uses(stream: Stream) -> Ranking:
 
 
 def _by_profile(stream: Stream) -> Ranking:
-    return lambda number: stream.counts[stream.rows[number]].astype(np.float64)
+    return lambda number, _: stream.counts[stream.rows[number]].astype(np.float64)
+
+
+def _rank_of_unread(stream: Stream, rows: Rows) -> np.ndarray:
+    """Of rows that are not known to be read: less than others, and finite, unlike an empty slot."""
+    return stream.counts[rows] / (stream.counts.max() + 1) - (len(stream.rows) + 1)
 
 
 def _by_next_use(stream: Stream, window: int | None = None) -> Ranking:
@@ -416,14 +458,11 @@ def _by_next_use(stream: Stream, window: int | None = None) -> Ranking:
     following.reverse()
     num_batches = len(stream.rows)
     reach = num_batches if window is None else window
-    # Of rows that are not known to be read: less than any other rank, and finite, since -inf marks
-    # an empty slot.
-    beyond = stream.counts / (stream.counts.max() + 1) - (num_batches + 1)
 
-    def rank(number: int) -> np.ndarray:
+    def rank(number: int, later: int) -> np.ndarray:
         uses = following[number]
-        is_known = uses <= number + reach
-        return np.where(is_known, -uses, beyond[stream.rows[number]])
+        is_known = uses <= number + later + reach
+        return np.where(is_known, -uses, _rank_of_unread(stream, stream.rows[number]))
 
     return rank
 

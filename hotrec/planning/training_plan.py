@@ -37,7 +37,7 @@ from hotrec.planning.document import prediction_document
 from hotrec.planning.machine import Machine
 from hotrec.planning.optimum import Decision, fastest_of, in_doubt
 from hotrec.planning.partition import read_placement, summarize_partition, write_partition
-from hotrec.planning.policies import choose_partition, choose_resident_rows, policy_parameters
+from hotrec.planning.policies import choose_partition, choose_popular_rows, policy_parameters
 from hotrec.planning.predict import (
     Predicted,
     SlotsError,
@@ -67,7 +67,7 @@ from hotrec.planning.unsharded import as_placement, row_bytes
 from hotrec.runtime.cores import choose_workers
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import Partition, PipelineKind, Placement, RowFetch, Rows, Tier
+from hotrec.types import Partition, PipelineKind, Placement, PopularRows, RowFetch, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -509,7 +509,7 @@ def _choose_slots(
 
     @cache
     def replayed(load_frac: float) -> Replayed | None:
-        return replay.predict(load_frac, place(load_frac).resident_rows)
+        return replay.predict(load_frac, place(load_frac).popular_rows)
 
     @cache
     def settle(load_frac: float) -> tuple[Placement, Replayed | None]:
@@ -585,17 +585,16 @@ def _apply_policy(
 def _place(
     kind: HotColdConfig, partition: Partition, config: Config, machine: Machine, profile: Profile
 ) -> Placement:
-    def resident(load_frac: float, resident_frac: float | None) -> dict[str, Rows]:
-        return choose_resident_rows(
+    def popular(load_frac: float) -> dict[str, PopularRows]:
+        return choose_popular_rows(
             partition,
             profile,
             load_frac=load_frac,
-            resident_frac=resident_frac,
-            samples_in_flight=samples_in_flight(config, machine.world_size),
+            global_batch_size=config.trainer.batch_size * machine.world_size,
             world_size=machine.world_size,
         )
 
-    return as_placement(kind, partition, machine.device, resident)
+    return as_placement(kind, partition, machine.device, popular)
 
 
 def samples_in_flight(config: Config, world_size: int) -> int:

@@ -48,8 +48,8 @@ from hotrec.types import (
     Partition,
     PipelineKind,
     Placement,
+    PopularRows,
     RowFetch,
-    Rows,
     Schema,
 )
 
@@ -215,14 +215,14 @@ def as_placement(
     placement: HotColdConfig,
     partition: Partition,
     device: str,
-    resident: Callable[[float, float | None], Mapping[str, Rows]] | None = None,
+    popular: Callable[[float], Mapping[str, PopularRows]] | None = None,
 ) -> Placement:
     """Returns the placement of a partition with the configured exchange and tier.
 
     Args:
         device: "cpu" or "cuda".
-        resident: Chooses the rows that stay in slots, by the fraction of rows that have one and
-            the fraction of slots for them, which may be None; None for none.
+        popular: Chooses the rows with which slots begin, by the fraction of rows that have one;
+            None for none.
 
     Raises:
         ValueError: If the device has no such memory tier, or reads no mapped memory.
@@ -245,9 +245,9 @@ def as_placement(
         row_type=placement.cold_rows,
         row_fetch=RowFetch.mapped if placement.row_fetch is RowFetch.mapped else RowFetch.staged,
     )
-    if tier is not ColdTier.cached or resident is None:
+    if tier is not ColdTier.cached or popular is None:
         return placed
-    return replace(placed, resident_rows=resident(load_frac, placement.resident_frac))
+    return replace(placed, popular_rows=popular(load_frac))
 
 
 def hot_exchange_of(placement: PlacementConfig, placed: Placement) -> HotExchange:

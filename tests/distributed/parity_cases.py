@@ -27,6 +27,7 @@ from hotrec.planning.constraints import placement_constraints
 from hotrec.routing.router import Router
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import (
+    POPULAR_ROW,
     Exchange,
     HotExchange,
     OptimizerKind,
@@ -84,7 +85,7 @@ class Case:
     depth: int = 1
     micro_batches: bool = False
     cache_load_frac: float = 0.2
-    resident_frac: float = 0.0
+    popular_frac: float = 0.0
     window: int = 0
     row_type: WireType = WireType.fp32
     row_fetch: RowFetch = RowFetch.staged
@@ -209,13 +210,16 @@ def make_placement(case: Case) -> Placement:
             row_type=case.row_type,
             row_fetch=case.row_fetch,
         )
-    resident = {
+    popular = {
         # The batches read low rows most.
-        name: rng.permutation(int(case.resident_frac * case.cache_load_frac * rows))
+        name: np.array(
+            [(row, rng.random()) for row in rng.permutation(int(case.popular_frac * rows))],
+            POPULAR_ROW,
+        )
         for name, rows in partition.num_rows.items()
     }
     split = Partition(partition.num_rows, hot, case.partition)
-    return Placement(split, placements, resident_rows=resident)
+    return Placement(split, placements, popular_rows=popular)
 
 
 def make_global_batch(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hotrec.embedding.adapt import AdaptiveHotSet, Decision
 from hotrec.embedding.convert import check_replicas
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
-from hotrec.types import OptimizerKind, Partition, Placement, TablePlacement, Tier
+from hotrec.types import POPULAR_ROW, OptimizerKind, Partition, Placement, TablePlacement, Tier
 from tests.distributed import setups, test_portable
 from tests.distributed.test_portable import LAST_STEP, TOLERANCE, Run, Way, train_plain
 from tests.helpers.ranks import run_ranks
@@ -39,8 +39,11 @@ STALE_PLACEMENTS = {
     "cached": Placement(
         STALE,
         {table: TablePlacement(tier=Tier.CACHED, cache_load_frac=0.9) for table in setups.NUM_ROWS},
-        # Some rows keep a slot for good, also while they are hot.
-        resident_rows={table: np.arange(3) for table in setups.NUM_ROWS},
+        # Some rows begin in slots, also where they are hot.
+        popular_rows={
+            table: np.array([(0, 0.9), (1, 0.5), (2, 0.5)], POPULAR_ROW)
+            for table in setups.NUM_ROWS
+        },
     ),
 }
 

@@ -51,7 +51,7 @@ def make_cache_cases(num_cases: int, seed: int) -> list[Case]:
             depth=(1, 2, 3, 4, 0)[index % 5],
             micro_batches=bool(rng.integers(2)),
             cache_load_frac=(0.02, 0.02, 0.6, 1.0)[index % 4],
-            resident_frac=(0.0, 0.5)[int(rng.integers(2))],
+            popular_frac=(0.0, 0.5)[int(rng.integers(2))],
             window=(0, 1, 3, 8)[index // 2 % 4],
             row_fetch=(RowFetch.staged, RowFetch.mapped)[index // 3 % 2],
         )
@@ -163,7 +163,7 @@ def test_rows_in_half_precision_resume_bit_for_bit_and_are_loaded_by_any_placeme
 ) -> None:
     plain = replace(
         make_cache_cases(3, 0)[2], partition="one_row", placement="row_wise", batches="drawn",
-        cache_load_frac=0.7, tier=Tier.DEVICE, depth=1, resident_frac=0.3,
+        cache_load_frac=0.7, tier=Tier.DEVICE, depth=1, popular_frac=0.3,
     )  # fmt: skip
     case = replace(plain, tier=Tier.CACHED, window=3, row_type=row_type)
     losses, saved, path = train_from(case, tmp_path, None)
@@ -213,7 +213,7 @@ def test_steps_are_computed_while_rows_of_later_ones_are_moved(
     """They return before the rows have arrived, which with a window are moved a step earlier."""
     case = replace(
         make_cache_cases(1, 0)[0], partition="all_cold", placement="row_wise", depth=1,
-        micro_batches=False, batches="drawn", cache_load_frac=1.0, resident_frac=0.0,
+        micro_batches=False, batches="drawn", cache_load_frac=1.0, popular_frac=0.0,
     )  # fmt: skip
     model, optimizer, _ = build_hot_cold(case)
     device, gather = torch.device("cpu"), RowMover.gather

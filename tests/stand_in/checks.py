@@ -294,7 +294,7 @@ def parity_cases() -> list[Case]:
                         depth=at % 3,
                         micro_batches=at % 5 != 1 and at % 4 == 2,
                         cache_load_frac=1.0 if tier is Tier.CACHED else 0.2,
-                        resident_frac=0.2 * (at % 2),
+                        popular_frac=0.2 * (at % 2),
                         row_fetch=(RowFetch.staged, RowFetch.mapped)[at // 2 % 2],
                     )
                 )

@@ -307,10 +307,9 @@ class ColdExchange:
                 num_held = self._depth + 1 + (self._window > 0)
                 raise ValueError(
                     f"placement.cache_load_frac batch {number}: expected {needed} slots or more on "
-                    f"a rank for its resident rows and those of the {num_held} batches in flight, "
-                    f"got {num_slots}. Set it {needed / num_slots:.2f} times as "
-                    "large or more, or lower placement.resident_frac, pipeline.depth or the batch "
-                    "size (trainer.eval_batch_size in evaluation)."
+                    f"a rank for the rows of the {num_held} batches in flight, got {num_slots}. "
+                    f"Set it {needed / num_slots:.2f} times as large or more, or lower "
+                    "pipeline.depth or the batch size (trainer.eval_batch_size in evaluation)."
                 )
 
     def _find_conflicts(self, batch: PrefetchedBatch, request: RowRequest) -> None:

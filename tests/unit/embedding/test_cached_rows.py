@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+import hotrec.embedding.cached_rows as cached_rows_module
 import hotrec.embedding.slots as slots_module
 from hotrec.embedding.cached_rows import CachedRows, RowMover
 from hotrec.embedding.slots import Moves, TooFewSlotsError
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.types import OptimizerKind
+from hotrec.types import POPULAR_ROW, OptimizerKind
 
 NUM_ROWS, DIM = 20, 4
 LAST = 1 << 30  # of no batch
 
 
-def make_rows(num_slots: int = 6, resident: tuple[int, ...] = ()) -> tuple[CachedRows, Any]:
+def make_rows(
+    num_slots: int = 6, popular: tuple[tuple[int, float], ...] = ()
+) -> tuple[CachedRows, Any]:
     """Rows that hold their own numbers, with a state of zeros, and both in host memory."""
     weights = torch.arange(NUM_ROWS).float()[:, None].repeat(1, DIM)
     state = torch.zeros(NUM_ROWS)
@@ -28,7 +31,7 @@ def make_rows(num_slots: int = 6, resident: tuple[int, ...] = ()) -> tuple[Cache
     optimizer: Any = SimpleNamespace(param_groups=[{"lr": 1.0}])
     host = (weights, {"momentum1": state})
     rows = CachedRows(
-        host, num_slots, np.array(resident, np.int64), optimizer, spec, torch.device("cpu")
+        host, num_slots, np.array(list(popular), POPULAR_ROW), optimizer, spec, torch.device("cpu")
     )
     return rows, SimpleNamespace(weights=weights, state=state)
 
@@ -86,18 +89,33 @@ def test_released_rows_stay_until_their_slots_are_needed_those_looked_up_least_l
     assert rows.slots.num_misses == 6
 
 
-def test_resident_rows_are_there_from_the_start_for_good() -> None:
-    rows, _ = make_rows(num_slots=5, resident=(4, 11))
-    slots = rows.reserve(torch.tensor([11, 4, 11]), 0)
-    assert values(rows, slots) == [11, 4, 11]
+@pytest.mark.parametrize("most", [1, 3, 1 << 16])
+def test_slots_begin_with_the_most_popular_rows(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of any size; rows without a slot are popular too, but fetched when they are read."""
+    monkeypatch.setattr(cached_rows_module, "MOST_FIRST", most)
+    rows, _ = make_rows(
+        num_slots=5, popular=((4, 0.5), (2, 0.1), (7, 0.2), *((11 + n, 0.3) for n in range(3)))
+    )
+    slots = rows.reserve(torch.tensor([11, 4, 11, 13]), 0)
+    assert values(rows, slots) == [11, 4, 11, 13]
     assert rows.slots.num_misses == 0
-    rows.release(0, is_changed=False)
-    for number in range(1, 9):
-        rows.reserve(torch.tensor([number + 10 + (number > 0), 1, 2]), number)
+    # Row 7 leaves.
+    assert values(rows, rows.reserve(torch.tensor([2, 12]), 1)) == [2, 12]
+    assert (rows.slots.num_misses, rows.slots.num_evictions) == (1, 1)
+
+
+def test_popular_rows_stay_until_others_are_read_more() -> None:
+    """Until the decayed lookups of the profile are fewer than those since."""
+    rows, _ = make_rows(num_slots=2, popular=((4, 2 / 3), (7, 0.01)))
+    last = {4: -1, 7: -1}
+    for number in range(800):
+        rows.reserve(torch.tensor([9 + number % 2]), number)
         rows.release(number, is_changed=False)
-    num_misses = rows.slots.num_misses
-    assert rows.reserve(torch.tensor([4]), 9).item() == slots[1]
-    assert rows.slots.num_misses == num_misses
+        for row in (4, 7):
+            if rows.slots.slots_of(np.array([row])) >= 0:
+                last[row] = number
+    # Rows 9 and 10 are read by every other batch: 2/3 2^-t = 1/2 (1 - 2^-t) after t half-lives.
+    assert last == {4: pytest.approx(512 * np.log2(7 / 3), abs=2), 7: -1}
 
 
 def test_only_changed_rows_are_written_back_with_their_state() -> None:
@@ -130,7 +148,7 @@ def test_flush_writes_updates_and_keeps_rows_in_their_slots() -> None:
 
 
 def test_rows_that_were_written_in_host_memory_are_read_after_a_restart() -> None:
-    rows, host = make_rows(resident=(0,))
+    rows, host = make_rows(popular=((0, 0.5),))
     rows.reserve(torch.tensor([0, 5]), 7)
     rows.flush()
     host.weights += 100

@@ -4,7 +4,16 @@ import pytest
 from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.planning.partition import read_placement, summarize_partition, write_partition
-from hotrec.types import Exchange, Partition, Placement, RowFetch, Sharding, TablePlacement, Tier
+from hotrec.types import (
+    POPULAR_ROW,
+    Exchange,
+    Partition,
+    Placement,
+    RowFetch,
+    Sharding,
+    TablePlacement,
+    Tier,
+)
 
 # A table may be called "file", which np.savez cannot take as a name.
 COUNTS = {"file": np.array([5, 0, 3, 2]), "t/x": np.array([0, 0]), "big": np.arange(10)}
@@ -80,16 +89,20 @@ def test_artifact_round_trip(tmp_path):
         assert placement.partition.hot(table).tolist() == PARTITION.hot(table).tolist()
 
 
-def test_resident_rows_round_trip(tmp_path):
-    resident = {"file": np.array([1, 3]), "t/x": np.array([0]), "big": np.empty(0, np.int64)}
+def test_popular_rows_round_trip(tmp_path):
+    popular = {
+        "file": np.array([(1, 0.5), (3, 1)], POPULAR_ROW),
+        "t/x": np.array([(0, 0.25)], POPULAR_ROW),
+        "big": np.empty(0, POPULAR_ROW),
+    }
     slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5, row_fetch=RowFetch.mapped)
-    placed = Placement(PARTITION, dict.fromkeys(TABLES, slots), resident_rows=resident)
+    placed = Placement(PARTITION, dict.fromkeys(TABLES, slots), popular_rows=popular)
     given = {"parameters": {}, "summary": {}, "dataset_hash": "d1", "profile_hash": "p1"}
     write_partition(placed, tmp_path / "p", **given)
     found, _ = read_placement(tmp_path / "p")
     assert found.tables == placed.tables
-    assert {t: rows.tolist() for t, rows in found.resident_rows.items()} == {
-        "file": [1, 3], "t/x": [0], "big": [],
+    assert {t: rows.tolist() for t, rows in found.popular_rows.items()} == {
+        "file": [(1, 0.5), (3, 1)], "t/x": [(0, 0.25)], "big": [],
     }  # fmt: skip
 
 

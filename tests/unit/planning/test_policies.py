@@ -36,7 +36,7 @@ from hotrec.planning.policies import (
     choose_freq_cache,
     choose_min_accesses,
     choose_partition,
-    choose_resident_rows,
+    choose_popular_rows,
     choose_scars,
     hugectr_threshold,
 )
@@ -400,45 +400,38 @@ def test_configured_policies(placement, policy):
             choose_partition(placement, profile, short, **given)
 
 
-RESIDENT_COUNTS = {"a": np.array([9, 8, 7, 6, 5, 0]), "b": np.array([4, 10, 1])}
+POPULAR_COUNTS = {"a": np.array([9, 8, 7, 6, 5, 0]), "b": np.array([4, 10, 1])}
 
 
-def choose_resident(load_frac, resident_frac, *, samples_in_flight=1, world_size=2):
+def choose_popular(load_frac, *, batch_size=1, world_size=2):
     partition = Partition({"a": 6, "b": 3}, {"a": np.array([1])})
-    found = choose_resident_rows(
+    return choose_popular_rows(
         partition,
-        Profile(10, 0, 10, Sampling(), RESIDENT_COUNTS),
+        Profile(10, 0, 10, Sampling(), POPULAR_COUNTS),
         load_frac=load_frac,
-        resident_frac=resident_frac,
-        samples_in_flight=samples_in_flight,
+        global_batch_size=batch_size,
         world_size=world_size,
     )
-    return {name: rows.tolist() for name, rows in found.items()}
 
 
-def test_each_rank_keeps_its_most_looked_up_cold_rows():
+@pytest.mark.parametrize(
+    ("load_frac", "expected"),
+    [
+        (0.2, {"a": [3], "b": [1]}),  # of one slot each
+        (0.5, {"a": [0, 2, 3, 4], "b": [1]}),
+        (1.0, {"a": [0, 2, 3, 4], "b": [0, 1, 2]}),
+    ],
+)
+def test_each_rank_begins_with_its_most_looked_up_cold_rows(load_frac, expected):
     # Rank 0 has a0 to a2 and b0, b1; rank 1 has a3 to a5 and b2.
-    assert choose_resident(0.5, 1.0) == {"a": [0, 3, 4], "b": [1]}
-    assert choose_resident(1.0, 0.5) == {"a": [0, 3, 4], "b": [1]}
-    assert choose_resident(1.0, 1.0) == {"a": [0, 2, 3, 4], "b": [0, 1, 2]}
+    found = choose_popular(load_frac)
+    assert {name: rows["row"].tolist() for name, rows in found.items()} == expected
 
 
-@pytest.mark.parametrize("load_frac", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("samples", [1, 2, 5])
-def test_resident_rows_leave_room_for_the_others(load_frac, samples):
-    """As many as can: with one more, what others are expected to need would not fit."""
-    found = choose_resident(load_frac, None, samples_in_flight=samples, world_size=1)
-    probs = {
-        (table, row): prob_drawn(np.array([1.0 * count]), counts.sum(), counts.sum() / 10 * samples)
-        for table, counts in RESIDENT_COUNTS.items()
-        for row, count in enumerate(counts)
-        if count and (table, row) != ("a", 1)
-    }
-    order = sorted(probs, key=lambda key: -RESIDENT_COUNTS[key[0]][key[1]])
-    slots = load_frac * 9
-    fitting = [
-        num
-        for num in range(len(order) + 1)
-        if num + 1.25 * sum(probs[key] for key in order[num:]) <= slots and num <= 0.25 * slots
-    ]
-    assert sum(map(len, found.values())) == (max(fitting) if fitting else 0)
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_popular_rows_have_the_probability_that_a_batch_reads_them(batch_size):
+    for table, found in choose_popular(1.0, batch_size=batch_size).items():
+        counts = POPULAR_COUNTS[table]
+        num_drawn = counts.sum() / 10 * batch_size
+        expected = prob_drawn(counts[found["row"]].astype(float), counts.sum(), num_drawn)
+        assert found["prob"] == pytest.approx(expected)

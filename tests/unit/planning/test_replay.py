@@ -16,10 +16,12 @@ from hotrec.planning.replay import (
     Replayed,
     Stream,
     draw_stream,
+    number_popular,
     replay,
     sample_rows,
     sampling_step,
 )
+from hotrec.types import POPULAR_ROW, PopularRows
 
 NUM_ROWS, NUM_BATCHES = 60, 40
 
@@ -36,9 +38,20 @@ def make_stream(seed: int = 0) -> Stream:
     return Stream(rows, lookups, counts)
 
 
-def run(stream: Stream, policy: str, num_slots: int, num_skipped: int = 0) -> Replayed | None:
-    resident = np.argsort(-stream.counts)[: num_slots // 4]
-    return replay(stream, policy, num_slots, num_skipped, depth=1, window=0, resident=resident)
+def make_popular(rows: np.ndarray, counts: np.ndarray) -> PopularRows:
+    popular = np.empty(rows.size, POPULAR_ROW)
+    popular["row"], popular["prob"] = rows, counts[rows] / counts.sum()
+    return popular
+
+
+NOTHING = make_popular(np.empty(0, np.int64), np.ones(1))
+
+
+def run(
+    stream: Stream, policy: str, num_slots: int, num_skipped: int = 0, depth: int = 1
+) -> Replayed | None:
+    popular = make_popular(np.argsort(-stream.counts)[: num_slots // 4], stream.counts)
+    return replay(stream, policy, num_slots, num_skipped, depth=depth, window=0, popular=popular)
 
 
 @pytest.mark.parametrize("num_slots", [12, 20, 60])
@@ -88,9 +101,9 @@ def test_look_ahead_that_knows_all_batches_moves_as_few_rows_as_belady(
     stream = make_stream()
     least = run(stream, "belady", num_slots)
     assert least is not None
-    nothing, moved = np.empty(0, np.int64), []
+    moved = []
     for window in (0, 1, 4, NUM_BATCHES):
-        found = replay(stream, LOOK_AHEAD, num_slots, 0, depth=0, window=window, resident=nothing)
+        found = replay(stream, LOOK_AHEAD, num_slots, 0, depth=0, window=window, popular=NOTHING)
         assert found is not None
         moved.append(found.num_in)
     assert moved == sorted(moved, reverse=True)
@@ -103,8 +116,8 @@ def test_with_slots_for_all_rows_each_is_fetched_once() -> None:
     for policy in POLICIES:
         found = run(stream, policy, NUM_ROWS)
         assert found is not None
-        num_resident = NUM_ROWS // 4 if policy == LOOK_AHEAD else 0  # there from the start
-        assert found.num_in * NUM_BATCHES == pytest.approx(num_read - num_resident)
+        num_first = 0 if policy in RANKINGS else NUM_ROWS // 4  # there from the start
+        assert found.num_in * NUM_BATCHES == pytest.approx(num_read - num_first)
         assert found.num_out == 0
 
 
@@ -114,13 +127,24 @@ def test_fewer_slots_than_a_batch_reads_are_no_cache() -> None:
     assert all(run(stream, policy, most - 1) is None for policy in POLICIES)
 
 
+def test_rows_of_batches_in_flight_stay_also_where_the_window_is_known() -> None:
+    """Four batches of two rows each: with two in flight each needs all slots but one."""
+    rows = [np.array(pair) for pair in ((0, 1), (2, 3), (0, 4), (2, 3))]
+    stream = Stream(rows, [np.ones(2, np.int64)] * 4, np.array([9, 1, 5, 5, 1]))
+    for policy in (LOOK_AHEAD, BELADY_WINDOW):
+        assert replay(stream, policy, 3, 0, depth=1, window=2, popular=NOTHING) is None
+        found = replay(stream, policy, 4, 0, depth=1, window=2, popular=NOTHING)
+        assert found is not None
+        # Only row 1, of the first batch, may leave for row 4.
+        assert (4 * found.num_in, 4 * found.num_out) == (5, 1)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_belady_in_the_window_lies_between_popularity_and_belady(seed: int) -> None:
     stream = make_stream(seed)
-    nothing = np.empty(0, np.int64)
 
     def moved(policy: str, window: int = 0) -> float:
-        found = replay(stream, policy, 25, 0, depth=0, window=window, resident=nothing)
+        found = replay(stream, policy, 25, 0, depth=0, window=window, popular=NOTHING)
         assert found is not None
         return found.num_in
 
@@ -135,9 +159,9 @@ def test_belady_in_the_window_lies_between_popularity_and_belady(seed: int) -> N
 def test_belady_in_the_window_keeps_what_the_window_reads() -> None:
     rows = [np.array([row]) for row in (1, 0, 2, 1, 3, 1)]
     stream = Stream(rows, [np.ones(1, np.int64)] * len(rows), np.array([9, 5, 1, 1]))
-    nothing, missed = np.empty(0, np.int64), []
+    missed = []
     for window in (0, 1):
-        found = replay(stream, BELADY_WINDOW, 2, 0, depth=0, window=window, resident=nothing)
+        found = replay(stream, BELADY_WINDOW, 2, 0, depth=0, window=window, popular=NOTHING)
         assert found is not None
         missed.append(round(found.num_in * len(rows)))
     # Without a window the most popular row, 0, stays for good; with one, 1 stays instead.
@@ -162,15 +186,12 @@ def test_a_sample_of_the_rows_predicts_the_misses_of_all(exponent: float) -> Non
     drawn = draw_stream(counts, numbers, 4, num_ids=4 * batch, num_batches=num_batches)
     for frac in (0.1, 0.3):
         size = int(frac * counts.size)
-        resident = np.sort(np.argsort(-counts)[: size // 4])
-        of_sample = numbers[resident]
+        popular = make_popular(np.argsort(-counts)[:size], batch * counts)
+        by_table = {"all": popular}
+        of_sample = number_popular(by_table, {"all": counts}, numbers)
         found = [
-            replay(of, LOOK_AHEAD, size, 20, depth=1, window=8, resident=kept)
-            for of, kept in (
-                (stream, resident),
-                (sampled, of_sample[of_sample >= 0]),
-                (drawn, of_sample[of_sample >= 0]),
-            )
+            replay(of, LOOK_AHEAD, size, 20, depth=1, window=8, popular=first)
+            for of, first in ((stream, popular), (sampled, of_sample), (drawn, of_sample))
         ]
         whole = found[0]
         assert whole is not None
@@ -191,4 +212,4 @@ def test_rows_of_each_popularity_are_in_the_sample() -> None:
         share = np.count_nonzero(counts[taken] >= least) / np.count_nonzero(counts >= least)
         assert share == pytest.approx(1 / 16, abs=1 / np.count_nonzero(counts >= least))
     assert np.array_equal(sample_rows(counts, 1), np.arange(10_000))
-    assert [sampling_step(1e9, slots) for slots in (100, 6000, 1e9)] == [1, 2, 477]
+    assert [sampling_step(1e9, slots) for slots in (100, 12_000, 1e9)] == [1, 2, 477]
