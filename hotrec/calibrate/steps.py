@@ -211,16 +211,17 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
     corrections: dict[str, float] = {}
     overheads, waiting = {}, {}
     beyond: list[str] = []
+    of_rows = [anchor for anchor in anchors if anchor.family != TORCHREC]
+    delayed = _with_delays(anchors, of_rows)
     for stage in STAGES:
         if stage == "other":
             continue
         if stage in EXCHANGES:
-            # Ranks wait for the dense layers' all-reduce in the exchange of hot gradients.
-            dense_stage = "other" if stage == "hot_exchange" else None
-            overheads[stage], waiting[stage], found = _fit_exchange(anchors, stage, dense_stage)
+            fitted_to = of_rows if stage == "hot_exchange" else delayed
+            overheads[stage], waiting[stage], found = _fit_exchange(fitted_to, stage)
             corrections |= found
             # Waiting at its bound is noise of the same kind.
-            of_messages = [factor for name, factor in found.items() if name != dense_stage]
+            of_messages = [factor for name, factor in found.items() if name != "other"]
             beyond += _beyond(anchors, stage, of_messages, MESSAGE_FACTORS)
             beyond += _beyond(anchors, stage, [waiting[stage]], WAITING_FRACS, "waiting in ")
             continue
@@ -307,16 +308,37 @@ def _beyond(
     ]
 
 
-def _fit_exchange(
-    anchors: list[Anchor], stage: str, dense_stage: str | None
-) -> tuple[float, float, dict[str, float]]:
+def _with_delays(anchors: list[Anchor], of_rows: list[Anchor]) -> list[Anchor]:
+    """The anchors, TorchRec's with all of the time for which its pooled vectors hold ranks up.
+
+    A rank that gets its vectors late comes late to the all-reduce of the dense layers, where the
+    others wait for it. On links of 1 Gbit/s and less that is a tenth of a step. So what it takes in
+    TorchRec's steps beyond its fit to those with hot rows counts in the exchanges of vectors and of
+    their gradients.
+    """
+    overhead, waiting, factors = _fit_exchange(of_rows, "hot_exchange")
+    shown = []
+    for anchor in anchors:
+        measured_s = dict(anchor.measured_s)
+        if anchor.family == TORCHREC:
+            expected_s = overhead + waiting * measured_s["dense"]
+            expected_s += sum(factor * anchor.predicted_s[s] for s, factor in factors.items())
+            left_s = sum(measured_s[s] for s in factors) - expected_s
+            for stage in OF_BOTH_FAMILIES:
+                measured_s[stage] += max(0.0, left_s) / len(OF_BOTH_FAMILIES)
+        shown.append(replace(anchor, measured_s=measured_s))
+    return shown
+
+
+def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, dict[str, float]]:
     """Overhead, waiting as a share of the dense layers, and factors of the prediction.
 
     TorchRec's messages of pooled vectors have a factor of their own beside those of rows: it copies
-    them once more. ``dense_stage`` is the dense layers' all-reduce where that is waited for in the
-    same stage; its factor is the exposed fraction. Least squares of the errors relative to the
-    step, within WAITING_FRACS, MESSAGE_FACTORS and 0..1.
+    them once more. Ranks wait for the dense layers' all-reduce in the exchange of hot gradients;
+    the factor of "other" is its exposed fraction. Least squares of the errors relative to the step,
+    within WAITING_FRACS, MESSAGE_FACTORS and 0..1.
     """
+    dense_stage = "other" if stage == "hot_exchange" else None
     stages = [stage] if dense_stage is None else [stage, dense_stage]
     measured = np.array([sum(a.measured_s[s] for s in stages) for a in anchors])
     predicted = np.array([[a.predicted_s[s] for s in stages] for a in anchors])

@@ -103,6 +103,30 @@ def test_torchrecs_messages_have_a_factor_of_their_own() -> None:
     assert fitted.correction("ids_exchange", of_torchrec=True) == fitted.correction("ids_exchange")
 
 
+def test_ranks_that_pooled_vectors_delay_are_waited_for_in_the_all_reduce() -> None:
+    """So that time belongs to the exchanges of vectors, not to that of hot rows."""
+
+    def delayed(family: str, predicted_s: float, size: float) -> float:
+        of_vectors = size * (PREDICTED["rows_exchange"] + PREDICTED["grads_exchange"])
+        return predicted_s + (of_vectors if family == TORCHREC else 0.0)
+
+    anchors = all_anchors(hot_exchange=delayed)
+    fitted = fit_steps(COSTS, anchors)
+    stages = ("rows_exchange", "grads_exchange", "hot_exchange", "other")
+    for one in anchors:
+        expected_s = 0.0
+        for stage in stages:
+            factor = fitted.correction(stage, of_torchrec=one.family == TORCHREC)
+            waiting = fitted.waiting_frac.get(stage, 0.0) * one.measured_s["dense"]
+            expected_s += factor * one.predicted_s[stage] + waiting
+            expected_s += fitted.stage_overhead_s.get(stage, 0.0)
+        measured_s = sum(one.measured_s[stage] for stage in stages)
+        assert expected_s == pytest.approx(measured_s, rel=0.15)
+    for stage in stages[:2]:
+        pooled = fitted.correction(stage, of_torchrec=True)
+        assert pooled > 1.1 * fitted.correction(stage)
+
+
 def test_messages_take_at_least_half_of_what_they_took_alone() -> None:
     fitted = fit_steps(COSTS, all_anchors(grads_exchange=lambda family, seconds, size: seconds / 4))
     assert fitted.correction("grads_exchange") == 0.5
