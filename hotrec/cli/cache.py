@@ -82,9 +82,10 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             assert planned is not None
             predicted.append(planned)
     if not found:
+        most = math.ceil(max(cache.load_fracs) * stream.counts.size)
         raise ValueError(
             f"cache.load_fracs: expected slots for the {max(map(len, stream.rows))} rows of a "
-            f"batch, got {math.ceil(max(cache.load_fracs) * stream.counts.size)}. Add a larger fraction."
+            f"batch, got {most}. Add a larger fraction."
         )
     [bytes_of_row] = set(row_bytes(dataset.schema, config).values())
     if getattr(config.placement, "cold_rows", WireType.fp32) is not WireType.fp32:

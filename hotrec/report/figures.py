@@ -236,13 +236,16 @@ def draw_caches(document: Content) -> Figure:
                 of_policy = [one for one in document["replayed"] if one["policy"] == policy]
                 sizes = [one["num_slots"] / document["num_rows"] for one in of_policy]
                 values = [value_of(one) for one in of_policy]
-                axes.plot(sizes, values, "o-", color=run_color(position), label=policy)
+                # The first on top of those that come close to it.
+                line = {"color": run_color(position), "zorder": 3 - position / len(policies)}
+                axes.plot(sizes, values, "o-", label=policy, **line)
             predicted = document["predicted"]
             axes.plot(
                 [one["num_slots"] / document["num_rows"] for one in predicted],
                 [value_of(one) for one in predicted],
                 "k--",
                 label="look_ahead, predicted",
+                zorder=4,
             )
             axes.set_title(title)
             axes.set_xscale("log")
