@@ -312,7 +312,7 @@ def _with_delays(anchors: list[Anchor], of_rows: list[Anchor]) -> list[Anchor]:
     """The anchors, TorchRec's with all of the time for which its pooled vectors hold ranks up.
 
     A rank that gets its vectors late comes late to the all-reduce of the dense layers, where the
-    others wait for it. On links of 1 Gbit/s and less that is a tenth of a step. So what it takes in
+    others wait for it, on links of 1 Gbit/s and less for up to 8% of a step. So what it takes in
     TorchRec's steps beyond its fit to those with hot rows counts in the exchanges of vectors and of
     their gradients.
     """
