@@ -38,11 +38,12 @@ shaped to the rate both ways; loopback: all ranks on one host. `hot_cold` is the
 cost model chooses for that pipeline; `planner` and `hand_tuned` are TorchRec's plans.
 
 Step: median of a run's steps after the first {warmup_steps}, of rank 0; of several runs their
-median. A candidate that took 1.2 times the best in the first repeat is trained once. Ratios are of
-runs of the same repeat, median over the repeats. Best: the candidate with the least step; as the
-least of several noisy figures it is a little too small. Its plan / best: with the run of the
-candidate that trained the very plan which the defaults chose, in place of their own
-run. Predicted: error of the defaults' prediction, which a trial may have corrected."""
+median. A candidate that took 1.2 times the best in the first repeat, or 1.08 times in the median of
+the first two, is not trained again. Ratios are of runs of the same repeat, median over the repeats.
+Best: the candidate with the least step; as the least of several noisy figures it is a little too
+small. Its plan / best: with the run of the candidate that trained the very plan which the defaults
+chose, in place of their own run. Predicted: error of the defaults' prediction, which a trial may
+have corrected."""
 
 
 @dataclass(frozen=True)
