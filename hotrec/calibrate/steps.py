@@ -31,7 +31,7 @@ from hotrec.data.batch import Batch
 from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.planning.predict import Predicted, predict_placement, predict_plan
 from hotrec.planning.scenario import Scenario
-from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, broadcast_object
+from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.types import STAGES, Partition, PipelineKind, Rows, TablePlacement, TorchrecPlan
 
@@ -550,8 +550,7 @@ def _run(
     for found in measured:
         # The warm-up flushes what the pipeline holds of the other size.
         runner.clock = StageClock(ranks.device)
-        time_steps = _time_ahead if case.name == AHEAD else _time_steps
-        stage_s, times = time_steps(runner, ranks, num_steps)
+        stage_s, times = _time_steps(runner, ranks, num_steps)
         found.stage_s.append(stage_s)
         found.repeats.rounds.append(times)
     runner.pipeline.close()
@@ -569,23 +568,12 @@ Times = tuple[dict[str, float], list[list[float]]]
 
 
 def _time_steps(runner: Runner, ranks: Ranks, num_steps: int) -> Times:
-    """Time steps with a barrier before each; collective."""
-    for _ in range(NUM_WARM):
-        runner.step()
-    clock, times = runner.clock, []
-    for _ in range(num_steps):
-        barrier()
-        with clock.step():
-            runner.step()
-        times.append(sum(float(s[-1]) for s in clock.seconds().values()))
-    gathered = all_gather_object((clock.seconds(), times))
-    return typical_stages([seconds for seconds, _ in gathered]), [times for _, times in gathered]
+    """Time consecutive steps; collective. The seconds are those of the ranks together.
 
-
-def _time_ahead(runner: Runner, ranks: Ranks, num_steps: int) -> Times:
-    """Time consecutive steps, since a barrier would end their overlap; collective.
-
-    The seconds are those of the ranks together.
+    A barrier before each step would end the overlap of look-ahead, and bring ranks to TorchRec's
+    exchanges at the same moment, as nothing does in training. There, gloo's all-to-all between two
+    ranks sends first one way and then the other: it announces that it can receive only after what
+    it sends itself.
     """
     block = run_block(runner, NUM_WARM + num_steps, NUM_WARM, ranks)
     gathered = all_gather_object((runner.clock.seconds(), block))

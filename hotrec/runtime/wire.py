@@ -146,7 +146,8 @@ class Wire:
             if backend_of(self.group, source.device) != "gloo":
                 dist.all_to_all(out, parts, group=self.group)
                 return joined
-            # gloo's all-to-all gets half of a slow link's rate, single messages all of it.
+            # Receive first: in gloo's all-to-all a rank announces that it can receive only after
+            # all that it sends, so of two ranks the earlier one sends when the other has ended.
             out[self.rank].copy_(source)
             works = []
             for step in range(1, self.world_size):
