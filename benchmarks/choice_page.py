@@ -220,6 +220,10 @@ def summarize(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             [cell.error_frac for cell in cells], lambda error: abs(error) <= PREDICTED
         ),
         "default_held_share": share([cell.is_held for cell in cells], bool),
+        "warned_share": share(
+            [_majority(bool(r.get("cost_note")) for r in d["runs"]) for d in documents.values()],
+            bool,
+        ),
         "num_predictions": len(_known(map(error_frac, predicted))),
         "predicted_share": share(map(error_frac, predicted), lambda e: abs(e) <= PREDICTED),
         "held_share": share(map(is_held, predicted), bool),
@@ -252,7 +256,13 @@ def verdict(figures: Mapping[str, Any], *, is_busy: bool) -> str:
         ),
     ]
     text = "; ".join(parts) + "."
-    if (found := figures["predicted_share"]) is not None:
+    if is_busy:
+        text += (
+            f" In {show_frac(figures['warned_share'])} of the cells the plan says that its costs "
+            f"are not to be trusted; {show_frac(figures['predicted_share'])} of its predictions, "
+            f"made without a trial, are within {PREDICTED:.0%} of the measured step."
+        )
+    elif (found := figures["predicted_share"]) is not None:
         text += (
             f" Of {figures['num_predictions']} predictions, made without a trial, "
             f"{_found(found, found >= PREDICTED_SHARE, f'at least {PREDICTED_SHARE:.0%}')} are "
@@ -329,7 +339,7 @@ def _trial_words(runs: Runs) -> str:
     return "-" if seconds is None else show_seconds(seconds)
 
 
-def draw(documents: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+def draw(documents: Mapping[str, Mapping[str, Any]], path: Path, *, is_busy: bool) -> None:
     """Chosen / best of every cell, sorted, and the faster of TorchRec's plans / best."""
     cells = sorted(_known(judge(d) for d in documents.values()), key=lambda c: c.ratio)
     places = np.arange(1, len(cells) + 1)
@@ -338,7 +348,7 @@ def draw(documents: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         theirs = [np.nan if c.torchrec_ratio is None else c.torchrec_ratio for c in cells]
         axes.scatter(places, theirs, color=run_color(1), marker="x", label="TorchRec's best plan")
         axes.scatter(places, [c.ratio for c in cells], color=run_color(0), label="the defaults")
-        for limit in (WITHIN, WITHIN_ALL):
+        for limit in (WITHIN_BUSY if is_busy else WITHIN, WITHIN_ALL):
             axes.axhline(1 + limit, linestyle="--", linewidth=0.8, color="gray")
             text = f" {limit:.0%} more"
             right = axes.get_yaxis_transform()
@@ -397,6 +407,7 @@ def write_page(directory: Path) -> dict[str, Any]:
     documents = read(directory)
     if not documents:
         raise SystemExit(f"{directory}: expected files of choice_grid.py, got none.")
-    draw(documents, directory / "choice.png")
+    is_busy = next(iter(documents.values()))["settings"]["busy"]
+    draw(documents, directory / "choice.png", is_busy=is_busy)
     (directory / "choice.md").write_text(render(documents))
     return summarize(documents)

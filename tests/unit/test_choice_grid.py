@@ -166,6 +166,17 @@ def test_what_was_reached_is_not_called_missed() -> None:
     assert "missed" not in verdict(summarize({"one": document(found)}), is_busy=False)
 
 
+def test_verdict_of_costs_measured_beside_other_work() -> None:
+    found = runs([10.4], hot_cold__base=[10])
+    for run in found:
+        run["predicted_step_s"] = 1.0
+    of_two = {"one": document(found), "two": document([{**r, "cost_note": "busy"} for r in found])}
+    text = verdict(summarize(of_two), is_busy=True)
+    assert "within 5% of the best candidate in 100.0%" in text
+    assert "In 50.0% of the cells the plan says that its costs are not to be trusted; 0.0%" in text
+    assert "missed" not in text
+
+
 def test_page(tmp_path: Path) -> None:
     found = runs([10.2], hot_cold__base=[10], planner__base=[20])
     found[0] |= {"chosen": "hot_cold", "trial_s": 5.0}
