@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
-from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
@@ -209,6 +208,8 @@ def _hook_up(
     weights, group = kernels[0].emb_module.weights, settings.env.process_group
     replicas = HotReplicas(weights, num_rows_T, dim, group, settings.exchange, settings.wire_type)
     kernels[0].forward = replicas
+    # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
+    lookup.broadcast_buffers = False
     lookup.register_comm_hook(None, replicas.reduce_gradient)
     return replicas
 
@@ -272,24 +273,6 @@ class ShardedRows(ShardedEmbeddingCollection):
                 use_cached_rows(lookup, spec, placement, device)
             elif not self._is_cuda:
                 use_cpu_rows(lookup, spec)
-
-    def init_data_parallel(self) -> None:
-        """Wrap the lookup of hot rows in DDP, as TorchRec does, but without sending the rows.
-
-        ``shard`` and ``initialize_embeddings`` make the replicas equal, the latter without a
-        message. FBGEMM's buffers are constants, which DDP would broadcast in every forward pass.
-        """
-        for at, sharding in enumerate(self._sharding_type_to_sharding.values()):
-            if isinstance(sharding, DpSequenceEmbeddingSharding):
-                self._lookups[at] = DistributedDataParallel(
-                    self._lookups[at],
-                    device_ids=[self._device] if self._device.type == "cuda" else None,
-                    process_group=self._env.process_group,
-                    gradient_as_bucket_view=True,
-                    broadcast_buffers=False,
-                    static_graph=True,
-                    init_sync=False,
-                )
 
     def _create_input_dist(self, *args: Any, **kwargs: Any) -> None:
         super()._create_input_dist(*args, **kwargs)

@@ -176,14 +176,6 @@ def sharding_makes_replicas_equal() -> None:
     assert all(rows.any() for rows in replica_bits(setup))
 
 
-def ddp_does_not_send_hot_rows() -> None:
-    """Sharding makes replicas equal; to send them a second time took seconds on slow links."""
-    with mock.patch("torch.nn.parallel.distributed._sync_module_states") as sync:
-        setup = build(SGD, PARTITIONS["all_hot"], data_parallel=False)
-    sync.assert_not_called()
-    assert_replicas_equal(setup)
-
-
 def untouched_rows_stay() -> None:
     """No rank reads the last rows in these batches; Adam and Adagrad must leave them bitwise."""
     for kind, name in ((ADAM, "all_hot"), (ROWWISE, "mixed"), (ADAGRAD, "all_cold")):
@@ -207,7 +199,6 @@ CHECKS: list[Callable[[], None]] = [
     skipped_step_leaves_nothing_behind,
     corruption_is_found_on_all_ranks,
     sharding_makes_replicas_equal,
-    ddp_does_not_send_hot_rows,
     untouched_rows_stay,
     backward_raises_what_the_reduction_raised,  # last: DDP is of no more use
 ]
