@@ -256,13 +256,19 @@ def verdict(figures: Mapping[str, Any], *, is_busy: bool) -> str:
         ),
     ]
     text = "; ".join(parts) + "."
+    found = figures["predicted_share"]
     if is_busy:
         text += (
             f" In {show_frac(figures['warned_share'])} of the cells the plan says that its costs "
-            f"are not to be trusted; {show_frac(figures['predicted_share'])} of its predictions, "
-            f"made without a trial, are within {PREDICTED:.0%} of the measured step."
+            "are not to be trusted"
         )
-    elif (found := figures["predicted_share"]) is not None:
+        text += (
+            "."
+            if found is None
+            else f"; {show_frac(found)} of its predictions, made without a trial, are within "
+            f"{PREDICTED:.0%} of the measured step."
+        )
+    elif found is not None:
         text += (
             f" Of {figures['num_predictions']} predictions, made without a trial, "
             f"{_found(found, found >= PREDICTED_SHARE, f'at least {PREDICTED_SHARE:.0%}')} are "

@@ -168,6 +168,8 @@ def test_what_was_reached_is_not_called_missed() -> None:
 
 def test_verdict_of_costs_measured_beside_other_work() -> None:
     found = runs([10.4], hot_cold__base=[10])
+    text = verdict(summarize({"one": document(found)}), is_busy=True)
+    assert "In 0.0% of the cells the plan says that its costs are not to be trusted." in text
     for run in found:
         run["predicted_step_s"] = 1.0
     of_two = {"one": document(found), "two": document([{**r, "cost_note": "busy"} for r in found])}
