@@ -563,7 +563,7 @@ def choose_hot(counts: Mapping[str, Rows], coverage: float) -> Partition:
     return choose_coverage(counts, coverage=coverage) if coverage < 1 else choose_all_hot(counts)
 
 
-# Seconds by stage, and of each step by rank.
+# Seconds by stage, and of each step of the ranks together, as if they were one rank.
 Times = tuple[dict[str, float], list[list[float]]]
 
 
