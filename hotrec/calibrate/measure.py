@@ -166,7 +166,7 @@ def measure_costs(
                 "points": {name: [list(astuple(p)) for p in of] for name, of in points.items()},
             },
         )
-        cases, batch_sizes, num_rows = measure_steps(
+        cases, batch_sizes = measure_steps(
             workload,
             costs,
             budget,
@@ -188,7 +188,7 @@ def measure_costs(
             "median_drift_of_steps": median_drift(of_steps),
             "hosts": [asdict(host) for host in hosts],
         },
-        "cut": cut_text(network, max_bytes, batch_sizes, num_rows, target),
+        "cut": cut_text(network, max_bytes, batch_sizes, target),
     }
     costs = replace(costs, facts={**costs.facts, **more}, doubts=tuple(doubts))
     return Costs.from_json(broadcast_object(costs.to_json()))
@@ -210,7 +210,6 @@ def cut_text(
     network: Network,
     max_bytes: float,
     batch_sizes: Sequence[int],
-    num_rows: int,
     target: CalibrationTarget,
 ) -> str | None:
     """What was measured smaller than asked for to keep to the budget; None if nothing was."""
@@ -219,8 +218,6 @@ def cut_text(
         cut.append(f"messages of up to {network.largest_bytes:,.0f} bytes, not {max_bytes:,.0f}")
     if max(batch_sizes) < target.batch_size:
         cut.append(f"whole steps of batches of up to {max(batch_sizes)}, not {target.batch_size}")
-    if num_rows < sum(target.table_rows):
-        cut.append(f"whole steps on tables of {num_rows:,} rows, not {sum(target.table_rows):,}")
     return f"measured {' and '.join(cut)}, to keep to calibrate.budget_s" if cut else None
 
 

@@ -46,9 +46,6 @@ PROFILE_SAMPLES = 200_000
 # Timed steps of a batch size in a round, those before them, and batches that pipelines hold ahead.
 NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
 MIN_STEPS = 4
-# Share of the budget in which a link between hosts could send all tables. Measured rates may be
-# twice too high, since a link that is shaped lets bursts through.
-BUILD_FRAC = 0.05
 # Share of the budget for the first round of steps, even if other measurements took longer: kernels
 # alone say little of what large batches take.
 MIN_FRAC = 0.2
@@ -391,11 +388,10 @@ class StepTarget:
     histograms: Mapping[str, CountHistogram]
 
     @staticmethod
-    def of(workload: CalibrationWorkload, most_bytes: float = math.inf) -> StepTarget:
-        """The target with tables of at most ``most_bytes`` together."""
+    def of(workload: CalibrationWorkload) -> StepTarget:
+        """The target, whose tables take at most its cap on each rank."""
         target = workload.target
-        most_bytes = min(most_bytes, workload.ranks.world_size * target.cap_bytes)
-        most_rows = int(most_bytes) // (4 * workload.dim)
+        most_rows = workload.ranks.world_size * target.cap_bytes // (4 * workload.dim)
         samples = ZipfTables(
             cut_tables(target.table_rows, most_rows),
             exponent=target.exponents,
@@ -407,10 +403,6 @@ class StepTarget:
         counts = samples.count(PROFILE_SAMPLES)
         histograms = {table: build_histogram(rows) for table, rows in counts.items()}
         return StepTarget(workload, samples, counts, histograms)
-
-    @property
-    def num_rows(self) -> int:
-        return sum(table.num_rows for table in self.samples.schema.tables)
 
     def config(self, batch_size: int) -> BenchRootConfig:
         target = self.workload.target
@@ -459,11 +451,10 @@ def measure_steps(
     *,
     max_repeats: int = NUM_STEPS,
     after_turn: Callable[[], object] = lambda: None,
-) -> tuple[list[MeasuredCase], list[int], int]:
+) -> tuple[list[MeasuredCase], list[int]]:
     """Measure steps of every case, in rounds until each is known or time is up; collective.
 
-    Returns the cases, the batch sizes that they were measured at, and the rows that a slow link
-    between hosts left of the tables.
+    Returns the cases and the batch sizes that they were measured at.
 
     Args:
         workload: Tables, model and ranks.
@@ -472,11 +463,7 @@ def measure_steps(
         max_repeats: Most timed steps of each case and batch size, in whole rounds of NUM_STEPS.
         after_turn: Called after each case.
     """
-    most_bytes = math.inf
-    if costs.inter is not None:
-        # Where all rows are hot, torch sends them to the other ranks when the case is built.
-        most_bytes = broadcast_object(BUILD_FRAC * budget.seconds * costs.inter.bytes_per_s)
-    target, ranks = StepTarget.of(workload, most_bytes), workload.ranks
+    target, ranks = StepTarget.of(workload), workload.ranks
     of_coverage = coverages(workload)
     runs = [(HOT_COLD if c is not None else TORCHREC, c) for c in of_coverage]
     # On CUDA steps with look-ahead have not been run yet.
@@ -499,9 +486,7 @@ def measure_steps(
             _run(target, family, coverage, sizes, num_steps, measured[at])
             took_s[at] = budget.spent_s() - start_s
             after_turn()
-    is_cut = most_bytes < ranks.world_size * workload.target.cap_bytes
-    num_rows = target.num_rows if is_cut else sum(workload.target.table_rows)
-    return [case for of_run in measured for case in of_run], sizes, num_rows
+    return [case for of_run in measured for case in of_run], sizes
 
 
 def _fit_in(

@@ -31,8 +31,8 @@ CACHE_MAP_BYTES = 4
 # mark and a scratch number of a slot. All on the host.
 SLOT_MAP_BYTES = 4 + 4 + 4
 SLOT_BYTES = 8 + 8 + 8 + 8 + 1 + 8
-# Copies of a replica's gradient at the first steps, the peak: DDP makes its bucket anew in its
-# third iteration beside the old one.
+# Copies of a replica's gradient in the first step, the peak: autograd's, which DDP copies into its
+# bucket.
 NUM_REPLICA_GRADIENTS = 2
 # Copies afterwards. Look-ahead has none: it keeps only the gradients of touched rows.
 NUM_LASTING_GRADIENTS = 1

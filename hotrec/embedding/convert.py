@@ -86,7 +86,6 @@ def shard(
     Without ``data_parallel`` the dense layers are not wrapped in DDP, for the pipeline look_ahead,
     which reduces their gradients itself. Without ``broadcast_hot`` the caller makes the replicas
     equal, say by ``initialize_embeddings``: on a slow network large ones take minutes to send.
-    DDP, in which TorchRec wraps their lookup, has sent them once by then.
     """
     sharded = DistributedModelParallel(
         model,

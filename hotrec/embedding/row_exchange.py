@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
@@ -210,6 +211,8 @@ def _hook_up(
     kernels[0].forward = replicas
     # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
     lookup.broadcast_buffers = False
+    # DDP would make its bucket, as large as all hot rows, a second time in the third step.
+    lookup.reducer._push_all_rebuilt_params()
     lookup.register_comm_hook(None, replicas.reduce_gradient)
     return replicas
 
@@ -273,6 +276,30 @@ class ShardedRows(ShardedEmbeddingCollection):
                 use_cached_rows(lookup, spec, placement, device)
             elif not self._is_cuda:
                 use_cpu_rows(lookup, spec)
+
+    # TorchRec sends rank 0's hot rows in both of these. ``shard`` makes replicas equal after them,
+    # or ``initialize_embeddings`` without a message.
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights of all rows on this rank."""
+        if self._device.type == "meta":
+            return
+        for config in self._embedding_configs:
+            assert config.init_fn is not None
+            config.init_fn(self.embeddings[config.name].weight)
+
+    def init_data_parallel(self) -> None:
+        """Wrap the lookup of hot rows in DDP; torchrec 1.6 does so in its constructor instead."""
+        for at, sharding in enumerate(self._sharding_type_to_sharding.values()):
+            if isinstance(sharding, DpSequenceEmbeddingSharding):
+                self._lookups[at] = DistributedDataParallel(
+                    self._lookups[at],
+                    device_ids=[self._device] if self._device.type == "cuda" else None,
+                    process_group=self._env.process_group,
+                    gradient_as_bucket_view=True,
+                    static_graph=True,
+                    init_sync=False,
+                )
 
     def _create_input_dist(self, *args: Any, **kwargs: Any) -> None:
         super()._create_input_dist(*args, **kwargs)

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.hot_reduce import HotReducer
@@ -176,6 +177,33 @@ def sharding_makes_replicas_equal() -> None:
     assert all(rows.any() for rows in replica_bits(setup))
 
 
+def hot_rows_are_sent_once() -> None:
+    """By ``shard``; TorchRec and DDP would send them before, which takes long on slow links.
+
+    The constructor of torchrec 1.6 leaves nothing to override, so there DDP sends them.
+    """
+    with (
+        mock.patch("torch.nn.parallel.distributed._sync_module_states") as sync,
+        mock.patch("torch.distributed.broadcast", wraps=dist.broadcast) as broadcast,
+    ):
+        setup = build(SGD, PARTITIONS["all_hot"], data_parallel=False)
+    assert sync.called is not hasattr(ShardedEmbeddingCollection, "init_data_parallel")
+    sent = sum(call.args[0].numel() for call in broadcast.call_args_list)
+    replicas = list(hot_replicas(setup.model).values())
+    assert sent == sum(replica.weight.numel() for replica in replicas) > 0
+    assert_replicas_equal(setup)
+
+
+def ddp_keeps_its_bucket() -> None:
+    """A second one, made in the third step, was as large as all hot rows once more."""
+    setup = build(SGD, PARTITIONS["all_hot"])
+    gradients = set()
+    for _ in range(4):
+        train(setup, 1)
+        gradients.add(tuple(r.weight.grad.data_ptr() for r in hot_replicas(setup.model).values()))
+    assert len(gradients) == 1
+
+
 def untouched_rows_stay() -> None:
     """No rank reads the last rows in these batches; Adam and Adagrad must leave them bitwise."""
     for kind, name in ((ADAM, "all_hot"), (ROWWISE, "mixed"), (ADAGRAD, "all_cold")):
@@ -199,6 +227,8 @@ CHECKS: list[Callable[[], None]] = [
     skipped_step_leaves_nothing_behind,
     corruption_is_found_on_all_ranks,
     sharding_makes_replicas_equal,
+    hot_rows_are_sent_once,
+    ddp_keeps_its_bucket,
     untouched_rows_stay,
     backward_raises_what_the_reduction_raised,  # last: DDP is of no more use
 ]
