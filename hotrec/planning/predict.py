@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -120,10 +120,8 @@ def torchrec_baselines(config: Config, device: str = "cuda") -> dict[str, Config
     kind = config.pipeline.kind
     if kind is not PipelineKind.base:
         kind = PipelineKind.sparse_dist  # unsplit tables cannot be trained with look-ahead
-    plans = [
-        (TorchrecPlan.planner, ColdTier.auto, kind),
-        (TorchrecPlan.hand_tuned, ColdTier.auto, kind),
-    ]
+    in_line = (TorchrecPlan.planner, TorchrecPlan.hand_tuned, TorchrecPlan.table_wise)
+    plans = [(plan, ColdTier.auto, kind) for plan in in_line]
     if config.pipeline.kind is PipelineKind.auto:
         plans += [(plan, tier, PipelineKind.base) for plan, tier, _ in plans]
     if device == "cuda":
@@ -146,23 +144,40 @@ def with_pipeline(config: Config, kind: PipelineKind) -> Config:
 
 
 def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dict[str, Predicted]:
-    """Predicts TorchRec's own plans, except where they do not fit or the costs lack their tier."""
+    """Predicts TorchRec's own plans that differ and fit, and whose tier is in the costs."""
     has_host = "pooled_host" in scenario.costs.kernels
     predicted = dict[str, Predicted]()
     device = scenario.machine.device if has_host else "cpu"
     for name, baseline in torchrec_baselines(config, device).items():
-        in_line = predicted.get(name.removesuffix(f" {PipelineKind.base.name}"))
-        if baseline.pipeline.kind is PipelineKind.base and in_line is not None:
-            of_base = scenario.with_pipeline(PipelineKind.base)
-            predicted[name] = predict_shardings(of_base, in_line.shardings)
+        kind = baseline.pipeline.kind
+        if kind is PipelineKind.base and config.pipeline.kind is PipelineKind.auto:
+            in_line = predicted.get(name.removesuffix(f" {kind.name}"))
+            if in_line is not None:
+                shardings = in_line.shardings
+                predicted[name] = predict_shardings(scenario.with_pipeline(kind), shardings)
             continue
         # An optimizer that the device cannot train is an error, tables that do not fit are not.
         unsharded = build_unsharded(baseline, schema, None, scenario.machine)
         try:
-            predicted[name] = _predict_unsharded(baseline, unsharded, scenario)
+            found = _predict_unsharded(baseline, unsharded, scenario)
         except ValueError as error:
             logger.info("%s does not fit: %s", name, error)
+            continue
+        if is_another(found, predicted.values()):
+            predicted[name] = found
     return predicted
+
+
+def is_another(plan: Predicted, others: Iterable[Predicted]) -> bool:
+    """Whether a plan of TorchRec shards tables otherwise than others of the same pipeline.
+
+    Which rank holds a table does not count, since TorchRec's planner chooses that in all of them.
+    """
+
+    def of(plan: Predicted) -> tuple[PipelineKind, dict[str, tuple[str, Tier]]]:
+        return plan.pipeline.kind, {name: (s.kind, s.tier) for name, s in plan.shardings.items()}
+
+    return of(plan) not in [of(other) for other in others]
 
 
 def predict_torchrec_config(config: Config, schema: Schema, scenario: Scenario) -> Predicted:

@@ -21,6 +21,7 @@ from hotrec.planning.predict import (
     Predicted,
     baseline_name,
     cache_statistics,
+    is_another,
     is_own,
     make_placement,
     predict_plan,
@@ -46,7 +47,7 @@ CACHE_LOAD_FRAC = 0.2
 # Plan of TorchRec and pipeline -> its name among the predictions.
 BASELINES = {
     (plan, kind): baseline_name(plan, kind)
-    for plan in (TorchrecPlan.planner, TorchrecPlan.hand_tuned)
+    for plan in (TorchrecPlan.planner, TorchrecPlan.hand_tuned, TorchrecPlan.table_wise)
     for kind in (PipelineKind.sparse_dist, PipelineKind.base)
 }
 
@@ -221,14 +222,15 @@ def _pipelines(tables: Tables, machine: Machine) -> tuple[PipelineKind, ...]:
 def _predict_baselines(
     tables: Tables, machine: Machine, kinds: Sequence[PipelineKind], scenario: Scenario
 ) -> dict[str, Predicted]:
-    """TorchRec's own plans, except where the tables do not fit."""
+    """TorchRec's own plans that differ and fit."""
     predicted = dict[str, Predicted]()
     for plan in dict.fromkeys(plan for plan, _ in BASELINES):
         try:
             sharding = tables.plan(constraints_of(plan, tables.configs, machine))
             for kind in kinds:
-                of_kind = scenario.with_pipeline(kind)
-                predicted[BASELINES[plan, kind]] = predict_plan(of_kind, sharding)
+                found = predict_plan(scenario.with_pipeline(kind), sharding)
+                if is_another(found, predicted.values()):
+                    predicted[BASELINES[plan, kind]] = found
         except ValueError as error:
             logger.info("torchrec %s does not fit: %s", plan.name, error)
     return predicted

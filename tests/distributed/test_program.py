@@ -212,7 +212,6 @@ def choices() -> dict[str, tuple[Callable[[], Any], dict[str, Any]]]:
         return hotrec.profile(batches(), Model())
 
     kinds = (LOOK_AHEAD, SPARSE_DIST, BASE)
-    plans = (TorchrecPlan.planner, TorchrecPlan.hand_tuned)
     asked: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {"auto": (counted, {})}
     for kind in kinds:
         asked[f"counted {kind.name}"] = (
@@ -221,7 +220,7 @@ def choices() -> dict[str, tuple[Callable[[], Any], dict[str, Any]]]:
         )
         for name, make in (("some", lambda: some_hot(9)), ("mixed", mixed_placement)):
             asked[f"{name} {kind.name}"] = (make, {"pipeline": kind})
-    for plan, kind in itertools.product(plans, (SPARSE_DIST, BASE)):
+    for plan, kind in itertools.product(TorchrecPlan, (SPARSE_DIST, BASE)):
         choice = hotrec.Choice("torchrec", "asked", kind, torchrec_plan=plan)
         asked[f"{plan.name} {kind.name}"] = (partial(lambda choice: choice, choice), {})
     return asked
