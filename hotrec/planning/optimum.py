@@ -286,8 +286,9 @@ def in_doubt(decision: Decision, costs: Costs, *, may_decline: bool = True) -> l
     """The candidates that may be fastest, as far as predictions can tell, the likeliest first.
 
     The second one is the likeliest of the other kind, TorchRec's own plans or those with hot rows,
-    if there is one. Their intervals reach below the upper end of the chosen one's. Without
-    ``may_decline`` TorchRec's own plans are not among them.
+    if there is one. Their intervals reach below the upper end of the chosen one's; of more than
+    MOST_TRIED the slowest are left out. Without ``may_decline`` TorchRec's own plans are not among
+    them.
     """
     predicted = decision.predicted
     _, most_s = costs.interval_s(predicted[decision.chosen].step.step_s)
@@ -308,7 +309,10 @@ def in_doubt(decision: Decision, costs: Costs, *, may_decline: bool = True) -> l
     # Errors of predictions are alike within a kind, and a short trial may reach two candidates.
     rivals = [name for name in ordered if is_own(name) is not is_own(ordered[0])][:1]
     others = [name for name in ordered if name not in rivals]
-    return [*others[:1], *rivals, *others[1:]][:MOST_TRIED]
+    by_speed = sorted(others, key=lambda name: predicted[name].step.step_s)
+    likely = by_speed[: MOST_TRIED - len(rivals)]
+    others = [name for name in others if name in likely]
+    return [*others[:1], *rivals, *others[1:]]
 
 
 def explain(chosen: str, predicted: Mapping[str, Predicted], costs: Costs) -> str:

@@ -66,6 +66,23 @@ def test_candidates_in_doubt() -> None:
     assert len(in_doubt(Decision("hot_cold 0", "", many), COSTS)) == MOST_TRIED
 
 
+def test_the_slowest_in_doubt_are_not_tried() -> None:
+    """Though a plan in base comes after all others, as its prediction hardly differs."""
+    predicted = predictions(
+        hot_cold__sparse_dist=10.0,
+        hot_cold__look_ahead=11.0,
+        hot_cold__base=10.5,
+        torchrec__planner=11.0,
+        torchrec__hand_tuned=10.0,
+        torchrec__table_wise=11.5,
+        torchrec__hand_tuned__base=10.5,
+    )
+    *in_line, base, their_base = in_doubt(Decision("hot_cold sparse_dist", "", predicted), COSTS)
+    assert in_line[:2] == ["hot_cold sparse_dist", "torchrec hand_tuned"]
+    assert set(in_line[2:]) == {"hot_cold look_ahead", "torchrec planner"}
+    assert {base, their_base} == {"hot_cold base", "torchrec hand_tuned base"}
+
+
 @pytest.mark.parametrize(("num_others", "num_rounds"), [(0, 6), (3, 3)])
 def test_the_interval_of_a_ratio_holds_it_as_often_as_it_says(
     num_others: int, num_rounds: int
