@@ -148,7 +148,7 @@ class _Rounds:
     def run_together(self, candidates: Mapping[str, Candidate]) -> None:
         with Progress("trial", self._limit_s, unit="s", is_shown=self._ranks.is_first) as bar:
             held = self._build(candidates, bar)
-            self._drop_first(held)
+            self._drop_late(held)
             for number in itertools.count():
                 names = list(held)
                 shift = number % len(names)
@@ -167,30 +167,37 @@ class _Rounds:
             contender.close()
 
     def _build(self, candidates: Mapping[str, Candidate], bar: Progress) -> dict[str, _Contender]:
-        """Two candidates, and further ones as long as there is time to measure them."""
+        """Two candidates, and further ones as long as there is time to measure them.
+
+        Those whom the first steps show to be out of the question are dropped.
+        """
         held: dict[str, _Contender] = {}
-        for name, candidate in candidates.items():
+        for num_built, (name, candidate) in enumerate(candidates.items()):
             bar.set_postfix_str(name)
-            if len(held) >= 2:
+            if num_built >= 2:
                 # It is taken to need as long as those before on average.
-                more = (len(held) + 1) / len(held)
-                needed_s = self._seconds() + LEAST_ROUNDS * _round_s(held.values())
-                if more * needed_s > self._most_s:
+                spent_s, rounds_s = self._seconds(), LEAST_ROUNDS * _round_s(held.values())
+                needed_s = spent_s + spent_s / num_built + rounds_s + rounds_s / len(held)
+                if needed_s > self._most_s:
                     break
             held[name] = _Contender(candidate, self._ranks)
+            least_s = min(contender.step_s for contender in held.values())
+            for other in [n for n, c in held.items() if c.step_s > FIRST_RATIO * least_s]:
+                self._drop(other, held)
         return held
 
-    def _drop_first(self, held: dict[str, _Contender]) -> None:
-        """Drop whom the first steps show to be out of the question, or no time is left for."""
-        by_speed = sorted(held, key=lambda name: held[name].step_s)
-        spent_s, least_s = self._seconds(), held[by_speed[0]].step_s
-        for name in reversed(by_speed[1:]):
+    def _drop_late(self, held: dict[str, _Contender]) -> None:
+        """Drop the slowest if no time is left for all, but not the last two."""
+        spent_s = self._seconds()
+        for name in sorted(held, key=lambda name: held[name].step_s, reverse=True):
             needed_s = spent_s + LEAST_ROUNDS * _round_s(held.values())
-            is_late = len(held) > 2 and needed_s > self._most_s
-            if is_late or held[name].step_s > FIRST_RATIO * least_s:
-                contender = held.pop(name)
-                self._first_s[name] = [contender.step_s]
-                contender.close()
+            if len(held) > 2 and needed_s > self._most_s:
+                self._drop(name, held)
+
+    def _drop(self, name: str, held: dict[str, _Contender]) -> None:
+        contender = held.pop(name)
+        self._first_s[name] = [contender.step_s]
+        contender.close()
 
     def run_alone(self, candidates: Mapping[str, Candidate]) -> None:
         for name, candidate in candidates.items():
