@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
@@ -166,7 +165,7 @@ def measure_costs(
                 "points": {name: [list(astuple(p)) for p in of] for name, of in points.items()},
             },
         )
-        cases, batch_sizes = measure_steps(
+        cases, batch_size = measure_steps(
             workload,
             costs,
             budget,
@@ -188,7 +187,7 @@ def measure_costs(
             "median_drift_of_steps": median_drift(of_steps),
             "hosts": [asdict(host) for host in hosts],
         },
-        "cut": cut_text(network, max_bytes, batch_sizes, target),
+        "cut": cut_text(network, max_bytes, batch_size, target),
     }
     costs = replace(costs, facts={**costs.facts, **more}, doubts=tuple(doubts))
     return Costs.from_json(broadcast_object(costs.to_json()))
@@ -209,15 +208,15 @@ class BudgetProgress:
 def cut_text(
     network: Network,
     max_bytes: float,
-    batch_sizes: Sequence[int],
+    batch_size: int,
     target: CalibrationTarget,
 ) -> str | None:
     """What was measured smaller than asked for to keep to the budget; None if nothing was."""
     cut = []
     if network.among_all and network.largest_bytes < 0.9 * max_bytes:
         cut.append(f"messages of up to {network.largest_bytes:,.0f} bytes, not {max_bytes:,.0f}")
-    if max(batch_sizes) < target.batch_size:
-        cut.append(f"whole steps of batches of up to {max(batch_sizes)}, not {target.batch_size}")
+    if batch_size < target.batch_size:
+        cut.append(f"some whole steps of batches of up to {batch_size}, not {target.batch_size}")
     return f"measured {' and '.join(cut)}, to keep to calibrate.budget_s" if cut else None
 
 

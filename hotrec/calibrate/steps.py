@@ -1,8 +1,8 @@
 """Correct measured kernels by whole training steps.
 
 A kernel timed alone has the cache and the memory bandwidth to itself and no Python around it. So a
-few steps of a hot/cold placement and of TorchRec's hand-tuned plan are measured at two batch sizes,
-and those of look-ahead, whose communication thread competes with the layers for the cores.
+few steps of hot/cold placements and of two of TorchRec's plans are measured at two batch sizes, and
+those of look-ahead, whose communication thread competes with the layers for the cores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.bench.cases import Case, Runner, build_runner, case_scenario, step_seconds
+from hotrec.bench.cases import (
+    Case,
+    Runner,
+    build_runner,
+    case_config,
+    case_scenario,
+    machine_of,
+    step_seconds,
+)
 from hotrec.bench.measure import run_block
 from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.probes import row_spec
@@ -31,6 +39,7 @@ from hotrec.data.batch import Batch
 from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.planning.predict import Predicted, predict_placement, predict_plan
 from hotrec.planning.scenario import Scenario
+from hotrec.planning.unsharded import build_unsharded
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.types import STAGES, Partition, PipelineKind, Rows, TablePlacement, TorchrecPlan
@@ -40,14 +49,20 @@ COVERAGES = (0.8, 1.0)
 ALL_COLD = 0.0
 # Those of the steps with look-ahead: its thread has most to do where all rows are cold.
 AHEAD_COVERAGES = (ALL_COLD, 0.8)
+# Of TorchRec's plans: two that send different numbers of bytes tell what a message takes by its
+# bytes from what it waits for ranks. Only in base are ids exposed.
+THEIR_STEPS = (
+    (TorchrecPlan.hand_tuned, PipelineKind.sparse_dist),
+    (TorchrecPlan.planner, PipelineKind.base),
+)
 # With a smaller span of bytes, noise would decide the cost per byte.
 MIN_SPAN_BYTES = 1 << 16
 PROFILE_SAMPLES = 200_000
 # Timed steps of a batch size in a round, those before them, and batches that pipelines hold ahead.
 NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
 MIN_STEPS = 4
-# Share of the budget for the first round of steps, even if other measurements took longer: kernels
-# alone say little of what large batches take.
+# Least share of the budget for the first round of steps, even if other measurements took longer:
+# kernels alone say little of what large batches take.
 MIN_FRAC = 0.2
 # Parts of a round's steps whose medians are repeats of one another.
 NUM_PARTS = 2
@@ -133,12 +148,6 @@ class MeasuredCase:
         return Anchor(self.family, self.coverage, stage_s, measured, self.step_s, row_bytes)
 
 
-def coverages(workload: CalibrationWorkload) -> tuple[float | None, ...]:
-    """Coverages of the cases to run; None is TorchRec's plan. Adam has no cold rows on CPU."""
-    has_cold = row_spec(workload) == workload.specs[0]
-    return (*COVERAGES, None) if has_cold else (1.0,)
-
-
 def correct_by_steps(costs: Costs, cases: Sequence[MeasuredCase]) -> tuple[Costs, list[Anchor]]:
     """The costs corrected by whole steps with their interval, and the steps as predicted before."""
     anchors = {case: case.anchor(costs) for case in cases}
@@ -208,13 +217,13 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
     corrections: dict[str, float] = {}
     overheads, waiting = {}, {}
     beyond: list[str] = []
-    of_rows = [anchor for anchor in anchors if anchor.family != TORCHREC]
-    delayed = _with_delays(anchors, of_rows)
+    prompt = _not_delayed(anchors)
+    delayed = _with_delays(anchors, prompt)
     for stage in STAGES:
         if stage == "other":
             continue
         if stage in EXCHANGES:
-            fitted_to = of_rows if stage == "hot_exchange" else delayed
+            fitted_to = prompt if stage == "hot_exchange" else delayed
             overheads[stage], waiting[stage], found = _fit_exchange(fitted_to, stage)
             corrections |= found
             # Waiting at its bound is noise of the same kind.
@@ -305,22 +314,41 @@ def _beyond(
     ]
 
 
-def _with_delays(anchors: list[Anchor], of_rows: list[Anchor]) -> list[Anchor]:
+def _not_delayed(anchors: list[Anchor]) -> list[Anchor]:
+    """The anchors whose ranks are not held up by pooled vectors in the exchange of hot gradients.
+
+    Those with hot rows, and those of TorchRec's that take less there than a fit to the former.
+    """
+    of_rows = [anchor for anchor in anchors if anchor.family != TORCHREC]
+    beyond_s = _beyond_fit(anchors, of_rows)
+    return [
+        a for a, left_s in zip(anchors, beyond_s, strict=True) if a.family != TORCHREC or left_s < 0
+    ]
+
+
+def _beyond_fit(anchors: list[Anchor], fitted_to: list[Anchor]) -> list[float]:
+    """What anchors take in the exchange of hot gradients beyond the fit to some of them."""
+    overhead, waiting, factors = _fit_exchange(fitted_to, "hot_exchange")
+    return [
+        sum(a.measured_s[s] - factor * a.predicted_s[s] for s, factor in factors.items())
+        - overhead
+        - waiting * a.measured_s["dense"]
+        for a in anchors
+    ]
+
+
+def _with_delays(anchors: list[Anchor], prompt: list[Anchor]) -> list[Anchor]:
     """The anchors, TorchRec's with all of the time for which its pooled vectors hold ranks up.
 
     A rank that gets its vectors late comes late to the all-reduce of the dense layers, where the
     others wait for it, on links of 1 Gbit/s and less for up to 8% of a step. So what it takes in
-    TorchRec's steps beyond its fit to those with hot rows counts in the exchanges of vectors and of
-    their gradients.
+    TorchRec's steps beyond the fit to those that are not delayed counts in the exchanges of vectors
+    and of their gradients.
     """
-    overhead, waiting, factors = _fit_exchange(of_rows, "hot_exchange")
     shown = []
-    for anchor in anchors:
+    for anchor, left_s in zip(anchors, _beyond_fit(anchors, prompt), strict=True):
         measured_s = dict(anchor.measured_s)
         if anchor.family == TORCHREC:
-            expected_s = overhead + waiting * measured_s["dense"]
-            expected_s += sum(factor * anchor.predicted_s[s] for s, factor in factors.items())
-            left_s = sum(measured_s[s] for s in factors) - expected_s
             for stage in OF_BOTH_FAMILIES:
                 measured_s[stage] += max(0.0, left_s) / len(OF_BOTH_FAMILIES)
         shown.append(replace(anchor, measured_s=measured_s))
@@ -378,6 +406,29 @@ def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
     return Point(predicted, 0.0, measured, 0.0)
 
 
+@dataclass(eq=False)
+class _Run:
+    """A case to measure, and what was measured of it.
+
+    Args:
+        case: What is built in each round.
+        coverage: Fraction of lookups that are hot; None for TorchRec's plans.
+        plan: TorchRec's plan; None for placements with hot rows.
+        sizes: Batch sizes, rising.
+        num_steps: Timed steps of each size in a round.
+        took_s: Seconds of the last round.
+        measured: By batch size.
+    """
+
+    case: Case
+    coverage: float | None = None
+    plan: ShardingPlan | None = None
+    sizes: Sequence[int] = ()
+    num_steps: int = 0
+    took_s: float = 0.0
+    measured: list[MeasuredCase] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class StepTarget:
     """What whole steps are measured on: tables, and how often each row is looked up."""
@@ -414,13 +465,36 @@ class StepTarget:
             launch=LaunchConfig(),
         )
 
-    def case(self, family: str, coverage: float | None) -> Case:
-        """The case in which a fraction of the lookups is hot, or TorchRec's hand-tuned plan."""
-        if coverage is None:
-            return Case(TORCHREC, TorchrecPlacement(plan=TorchrecPlan.hand_tuned), None)
+    def case(self, family: str, coverage: float) -> Case:
+        """The case in which a fraction of the lookups is hot."""
         partition = choose_hot(self.counts, coverage)
         kind = PipelineKind.look_ahead if family == AHEAD else PipelineKind.sparse_dist
         return Case(family, FractionPlacement(routing=Routing.device), partition, kind)
+
+    def runs(self) -> list[_Run]:
+        """The cases to measure."""
+        if row_spec(self.workload) != self.workload.specs[0]:  # Adam has no cold rows on CPU
+            return [_Run(self.case(HOT_COLD, 1.0), 1.0)]
+        found = [
+            _Run(case, plan=self.plan(case))
+            for case in (
+                Case(TORCHREC, TorchrecPlacement(plan=plan), None, kind)
+                for plan, kind in THEIR_STEPS
+            )
+        ]
+        found += [_Run(self.case(HOT_COLD, coverage), coverage) for coverage in COVERAGES]
+        # On CUDA steps with look-ahead have not been run yet.
+        if self.workload.ranks.device.type == "cpu" and self.workload.ranks.world_size > 1:
+            found += [_Run(self.case(AHEAD, coverage), coverage) for coverage in AHEAD_COVERAGES]
+        return found
+
+    def plan(self, case: Case) -> ShardingPlan:
+        """The plan of TorchRec that the case is sharded by; collective."""
+        config = self.config(self.workload.target.batch_size)
+        # Free memory differs between ranks, but all must plan the same.
+        machine = broadcast_object(machine_of(config, self.workload.ranks))
+        unsharded = build_unsharded(case_config(config, case), self.samples.schema, None, machine)
+        return unsharded.plan(machine)
 
     def scenario(self, case: Case, batch_size: int, costs: Costs) -> Scenario:
         config, schema, ranks = self.config(batch_size), self.samples.schema, self.workload.ranks
@@ -451,10 +525,10 @@ def measure_steps(
     *,
     max_repeats: int = NUM_STEPS,
     after_turn: Callable[[], object] = lambda: None,
-) -> tuple[list[MeasuredCase], list[int]]:
+) -> tuple[list[MeasuredCase], int]:
     """Measure steps of every case, in rounds until each is known or time is up; collective.
 
-    Returns the cases and the batch sizes that they were measured at.
+    Returns the cases, and the largest batch size with which all of them were measured.
 
     Args:
         workload: Tables, model and ranks.
@@ -463,79 +537,67 @@ def measure_steps(
         max_repeats: Most timed steps of each case and batch size, in whole rounds of NUM_STEPS.
         after_turn: Called after each case.
     """
-    target, ranks = StepTarget.of(workload), workload.ranks
-    of_coverage = coverages(workload)
-    runs = [(HOT_COLD if c is not None else TORCHREC, c) for c in of_coverage]
-    # On CUDA steps with look-ahead have not been run yet.
-    if ranks.device.type == "cpu" and ranks.world_size > 1 and None in of_coverage:
-        runs += [(AHEAD, coverage) for coverage in AHEAD_COVERAGES]
-    sizes, num_steps = _fit_in(target, costs, len(runs), budget)
-    measured: list[list[MeasuredCase]] = []
-    took_s: list[float] = []
+    target = StepTarget.of(workload)
+    runs = target.runs()
     for number in range(-(-max_repeats // NUM_STEPS)):
-        for at, (family, coverage) in enumerate(runs):
+        for at, run in enumerate(runs):
             start_s = budget.spent_s()
             if number == 0:
-                measured.append([])
-                took_s.append(0.0)
+                parts = len(runs) - at
+                least_s = MIN_FRAC * budget.seconds / len(runs)
+                _fit_in(target, run, costs, max((budget.seconds - start_s) / parts, least_s))
             elif (
-                all(case.repeats.is_enough for case in measured[at])
-                or start_s + took_s[at] > budget.seconds
+                all(case.repeats.is_enough for case in run.measured)
+                or start_s + run.took_s > budget.seconds
             ):
                 continue
-            _run(target, family, coverage, sizes, num_steps, measured[at])
-            took_s[at] = budget.spent_s() - start_s
+            _measure(target, run)
+            run.took_s = budget.spent_s() - start_s
             after_turn()
-    return [case for of_run in measured for case in of_run], sizes
+    cases = [case for run in runs for case in run.measured]
+    return cases, min(max(run.sizes) for run in runs)
 
 
-def _fit_in(
-    target: StepTarget, costs: Costs, num_runs: int, budget: Budget
-) -> tuple[list[int], int]:
-    """Batch sizes, and timed steps of each, that fit into what is left of the budget; collective.
+def _fit_in(target: StepTarget, run: _Run, costs: Costs, seconds: float) -> None:
+    """Choose batch sizes, and timed steps of each, that take so many seconds; collective.
 
     Batches become smaller only where MIN_STEPS do not fit.
     """
-    left_s = max(budget.seconds - budget.spent_s(), MIN_FRAC * budget.seconds)
     batch_size = target.workload.target.batch_size
-    case = target.case(HOT_COLD, COVERAGES[0])
     while True:
         sizes = [max(MIN_BATCH, batch_size // part) for part in BATCH_PARTS]
-        step_s = sum(target.predict(case, size, None, costs).step.step_s for size in sizes)
+        step_s = sum(target.predict(run.case, n, run.plan, costs).step.step_s for n in sizes)
         # To draw the batches and to build a case takes about as long as its steps.
-        num_steps = int(left_s / (2 * num_runs * step_s)) - NUM_WARM
+        num_steps = int(seconds / (2 * step_s)) - NUM_WARM
         if num_steps >= MIN_STEPS or batch_size // 2 < BATCH_PARTS[0] * MIN_BATCH:
             # Rank 0's own costs decide, since those of other ranks differ by counts of their rows.
-            return broadcast_object((sizes, max(MIN_STEPS, min(NUM_STEPS, num_steps))))
+            num_steps = max(MIN_STEPS, min(NUM_STEPS, num_steps))
+            run.sizes, run.num_steps = broadcast_object((sizes, num_steps))
+            return
         batch_size //= 2
 
 
-def _run(
-    target: StepTarget,
-    family: str,
-    coverage: float | None,
-    sizes: Sequence[int],
-    num_steps: int,
-    measured: list[MeasuredCase],
-) -> None:
-    """Build a case, and measure a round of its steps with each batch size into ``measured``."""
-    case, ranks = target.case(family, coverage), target.workload.ranks
-    num_batches = NUM_WARM + num_steps
+def _measure(target: StepTarget, run: _Run) -> None:
+    """Build a case, and measure a round of its steps with each batch size."""
+    ranks, sizes = target.workload.ranks, run.sizes
+    num_batches = NUM_WARM + run.num_steps
     batches = target.batches(sizes[0], 1) + [
         batch for size in sizes for batch in target.batches(size, num_batches)
     ]
     batches += target.batches(sizes[-1], NUM_AHEAD)
-    runner = build_runner(target.config(sizes[-1]), case, target.samples.schema, batches, ranks)
-    plan = broadcast_object(runner.sharded.plan)
-    if not measured:
-        measured += [
-            MeasuredCase(case.name, coverage, partial(target.predict, case, size, plan))
+    config = target.config(target.workload.target.batch_size)
+    runner = build_runner(config, run.case, target.samples.schema, batches, ranks)
+    if not run.measured:
+        # The plan that was made before, unless another amount of memory was free.
+        plan = broadcast_object(runner.sharded.plan)
+        run.measured += [
+            MeasuredCase(run.case.name, run.coverage, partial(target.predict, run.case, size, plan))
             for size in sizes
         ]
-    for found in measured:
+    for found in run.measured:
         # The warm-up flushes what the pipeline holds of the other size.
         runner.clock = StageClock(ranks.device)
-        stage_s, times = _time_steps(runner, ranks, num_steps)
+        stage_s, times = _time_steps(runner, ranks, run.num_steps)
         found.stage_s.append(stage_s)
         found.repeats.rounds.append(times)
     runner.pipeline.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -80,6 +81,10 @@ def test_both_ranks_get_the_same_valid_costs() -> None:
         noise = costs.facts["noise"]
         assert [host["num_cores"] for host in noise["hosts"]] == [len(os.sched_getaffinity(0))]
         assert costs.facts["cut"] is None  # small messages and batches take little time
+    # Two batch sizes of two placements, of two of TorchRec's plans and of look-ahead twice. With
+    # Adam all rows are hot.
+    families = [Counter(step["family"] for step in d["facts"]["steps"]) for d in first]
+    assert families == [{"hot_cold": 4, "torchrec": 4, "look_ahead": 4}, {"hot_cold": 2}]
     # With Adam there are no cold rows on CPU to look ahead for.
     assert [d["look_ahead"]["source"] for d in first] == ["measured", "not measured"]
     # And two cases are too few for an interval.

@@ -91,6 +91,26 @@ def test_exchanges_have_waiting_and_a_factor() -> None:
     assert fitted.stage_overhead_s["rows_exchange"] == pytest.approx(1e-4, rel=1e-4)
 
 
+def test_a_plan_that_sends_more_tells_waiting_from_what_bytes_take() -> None:
+    """Both grow with the batch, so steps of one plan fit the one as well as the other."""
+
+    def waiting(family: str, predicted_s: float, size: float) -> float:
+        return 1e-4 + 0.1 * size * PREDICTED["dense"] + 1.5 * predicted_s
+
+    anchors = all_anchors(rows_exchange=waiting)
+    for one in [a for a in anchors if a.family == TORCHREC]:
+        more_s = one.predicted_s["rows_exchange"]
+        stages = ((one.predicted_s, 1.0), (one.measured_s, 1.5))
+        predicted_s, measured_s = (
+            {**of, "rows_exchange": of["rows_exchange"] + factor * more_s} for of, factor in stages
+        )
+        anchors.append(replace(one, predicted_s=predicted_s, measured_s=measured_s))
+    fitted = fit_steps(COSTS, anchors)
+    assert fitted.correction("rows_exchange", of_torchrec=True) == pytest.approx(1.5, rel=1e-4)
+    assert fitted.waiting_frac["rows_exchange"] == pytest.approx(0.1, rel=1e-4)
+    assert fitted.stage_overhead_s["rows_exchange"] == pytest.approx(1e-4, rel=1e-2)
+
+
 def test_torchrecs_messages_have_a_factor_of_their_own() -> None:
     """It is as far from that of rows as steps say, less what a difference counts."""
 
@@ -125,6 +145,32 @@ def test_ranks_that_pooled_vectors_delay_are_waited_for_in_the_all_reduce() -> N
     for stage in stages[:2]:
         pooled = fitted.correction(stage, of_torchrec=True)
         assert pooled > 1.1 * fitted.correction(stage)
+
+
+def test_what_hot_rows_seem_to_take_whatever_their_number_is_not_charged_to_others() -> None:
+    """Where a link lets bursts through, their messages do not grow with their bytes."""
+
+    def dear(family: str, predicted_s: float, size: float) -> float:
+        return PREDICTED["other"] + (0.0 if family == TORCHREC else 3 * PREDICTED["hot_exchange"])
+
+    anchors = [
+        replace(a, predicted_s={**a.predicted_s, "hot_exchange": 0.0})
+        if a.family == TORCHREC
+        else a
+        for a in all_anchors(hot_exchange=dear)
+    ]
+
+    def theirs_s(costs: Costs) -> list[float]:
+        waiting = costs.waiting_frac["hot_exchange"]
+        exposed_s = costs.correction("other") * PREDICTED["other"]
+        exposed_s += costs.stage_overhead_s["hot_exchange"]
+        dense = [a.measured_s["dense"] for a in anchors if a.family == TORCHREC]
+        return [exposed_s + waiting * seconds for seconds in dense]
+
+    of_rows = fit_steps(COSTS, [a for a in anchors if a.family != TORCHREC])
+    assert min(theirs_s(of_rows)) > 2.5 * PREDICTED["other"]
+    fitted = fit_steps(COSTS, anchors)
+    assert max(theirs_s(fitted)) < 1.5 * PREDICTED["other"]
 
 
 def test_messages_take_at_least_half_of_what_they_took_alone() -> None:
