@@ -6,7 +6,8 @@ A cell is a dataset, a batch size, a network and a number of ranks. In each the 
 and profiled, the machine is calibrated once, and then the defaults and every candidate are trained
 in turn, --repeats times over, as `hotrec train` trains them, with the run's own loader. The runs of
 a repeat are started together (choice_runs.py), since starting takes longer than they do; and
-candidates that are CLEARLY_SLOWER than the fastest are not repeated. Every run begins with
+candidates that are CLEARLY_SLOWER than the fastest are not repeated. TorchRec's table-wise plan is
+trained where it is not that of its planner or the hand-tuned one. Every run begins with
 the calibrated costs as they were measured: what one run learns is not known to another. Results are
 added to DIRECTORY/<cell>.json after every repeat, so the same command goes on where it was stopped;
 in the end choice_page.py writes the page of all cells that are there.
@@ -36,7 +37,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.choice_page import DEFAULT, paired_ratio, steps_of, write_page
+from benchmarks.choice_page import (
+    BASELINES,
+    DEFAULT,
+    TABLE_WISE,
+    alike,
+    paired_ratio,
+    steps_of,
+    write_page,
+)
 from benchmarks.choice_runs import ERROR
 from hotrec.bench.machine import machine_facts
 from hotrec.runtime.run_dir import CHECKPOINTS, PARTITION, PLAN_JSON, PREDICTION, SUMMARY
@@ -70,7 +79,7 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
             *("placement=torchrec", f"placement.plan={plan}"),
             f"pipeline={pipeline}",
         )
-        for plan, pipeline in product(("planner", "hand_tuned"), ("sparse_dist", "base"))
+        for plan, pipeline in product((*BASELINES, TABLE_WISE), ("sparse_dist", "base"))
     },
 }
 # Of summary.json; also all that begins with "trial".
@@ -415,7 +424,7 @@ def turn(repeat: int) -> list[str]:
 def left(runs: Sequence[Mapping[str, Any]], repeat: int) -> list[str]:
     """What is still to be run in a repeat, in its order."""
     done = {run["candidate"] for run in runs if run["repeat"] == repeat}
-    return [name for name in turn(repeat) if name not in done | slow(runs)]
+    return [name for name in turn(repeat) if name not in done | slow(runs) | alike(runs)]
 
 
 def slow(runs: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -446,6 +455,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         found |= {name: prediction[name] for name in ("chosen", "why")}
         found["step_low_s"], found["step_high_s"] = chosen["interval_s"]
         found["cost_note"] = prediction["costs"]["note"]
+        found["predicted"] = list(prediction["plans"])
         found["trial"] = prediction["trial"]
         found["trial_s"] = (prediction["trial"] or {}).get("seconds")
     plan = (run_dir / PLAN_JSON).read_bytes() + repr(summary.get("hot_rows")).encode()

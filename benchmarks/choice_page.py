@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ T = TypeVar("T")
 # What `hotrec train` chooses by itself, among the names of the candidates.
 DEFAULT = "default"
 BASELINES = ("planner", "hand_tuned")
+# Often the same plan as one of these.
+TABLE_WISE = "table_wise"
 # What is to be reached: (most that is lost, in which share of the cells).
 WITHIN, WITHIN_SHARE, WITHIN_ALL = 0.03, 0.95, 0.08
 WITHIN_BUSY, WITHIN_BUSY_SHARE = 0.05, 0.90
@@ -35,7 +38,8 @@ Made by `benchmarks/choice_grid.py`. In each cell the machine is calibrated once
 `hotrec train`, with its own loader and ranks, trains the defaults (`placement=cost pipeline=auto`)
 and every candidate in full, in turn. Hosts are network namespaces with one rank each, every link
 shaped to the rate both ways; loopback: all ranks on one host. `hot_cold` is the placement that the
-cost model chooses for that pipeline; `planner` and `hand_tuned` are TorchRec's plans.
+cost model chooses for that pipeline; `planner`, `hand_tuned` and `table_wise` are TorchRec's plans,
+the last only where it is another than the first two.
 
 Step: median of a run's steps after the first {warmup_steps}, of rank 0; of several runs their
 median. A candidate that took 1.2 times the best in the first repeat, or 1.08 times in the median of
@@ -89,6 +93,19 @@ def steps_of(runs: Runs) -> dict[str, dict[int, float]]:
     return found
 
 
+def alike(runs: Runs) -> set[str]:
+    """The candidates that are another's plan, which the defaults therefore did not predict."""
+    predicted = [
+        run["predicted"] for run in runs if run["candidate"] == DEFAULT and "predicted" in run
+    ]
+    names = {f"{TABLE_WISE}-sparse_dist": "", f"{TABLE_WISE}-base": " base"}
+    return {
+        candidate
+        for candidate, pipeline in names.items()
+        if predicted and f"torchrec {TABLE_WISE}{pipeline}" not in predicted[0]
+    }
+
+
 def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float | None:
     """Median over the repeats that both have of ours / theirs; None without such a repeat."""
     ratios = [ours[repeat] / theirs[repeat] for repeat in ours if repeat in theirs]
@@ -98,7 +115,8 @@ def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> floa
 def judge(document: Mapping[str, Any]) -> Judged | None:
     """Compare the defaults with the candidates; None where one of them has not been run yet."""
     runs = document["runs"]
-    if not {DEFAULT, *document["settings"]["candidates"]} <= {run["candidate"] for run in runs}:
+    wanted = {DEFAULT, *document["settings"]["candidates"]} - alike(runs)
+    if not wanted <= {run["candidate"] for run in runs}:
         return None
     steps = steps_of(runs)
     default = steps.pop(DEFAULT, {})
@@ -374,7 +392,7 @@ def draw(documents: Mapping[str, Mapping[str, Any]], path: Path, *, is_busy: boo
 def render(documents: Mapping[str, Mapping[str, Any]]) -> str:
     """The whole page, from what ``read`` gives."""
     first = next(iter(documents.values()))
-    machine, settings = first["machine"], first["settings"]
+    settings = first["settings"]
     found = {run["candidate"] for document in documents.values() for run in document["runs"]}
     names = [DEFAULT, *sorted(found - {DEFAULT})]
     columns = ["data", "B", "network", "ranks", *(f"{name}, ms" for name in names)]
@@ -395,17 +413,23 @@ def render(documents: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     if errors:
         parts += ["## Runs that failed", "\n".join(errors)]
-    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     load = [run["load_average"] for d in documents.values() for run in d["runs"]]
-    codes = sorted({document["machine"]["code"] for document in documents.values()})
+    made_on = Counter(_machine_text(document["machine"]) for document in documents.values())
     parts += [
-        "## Machine",
-        f"{machine['processor']}, {machine['num_cores']} cores, Linux {machine['kernel']}, Python "
-        f"{machine['python']}, {packages}; code {', '.join(codes)}; load average before a run "
-        f"{median(load) if load else 0:.1f} in the median. With more ranks than cores the ranks "
-        "share them.",
+        "## Machines",
+        "\n".join(f"* {number} cells: {text}" for text, number in made_on.most_common()),
+        f"The load average before a run was {median(load) if load else 0:.1f} in the median. With "
+        "more ranks than cores the ranks share them.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _machine_text(machine: Mapping[str, Any]) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    return (
+        f"{machine['processor']}, {machine['num_cores']} cores, Linux {machine['kernel']}, Python "
+        f"{machine['python']}, {packages}; code {machine['code']}"
+    )
 
 
 def write_page(directory: Path) -> dict[str, Any]:
