@@ -32,7 +32,14 @@ from hotrec.calibrate.timing import Budget, Point, Repeats, fit_line, slowest_ra
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchConfig, BenchRootConfig, LaunchConfig, PlannerConfig
-from hotrec.cost_model.costs import TORCHREC_STAGE, Costs, Line, fit_bounded, ratio_interval
+from hotrec.cost_model.costs import (
+    TORCHREC_STAGE,
+    Costs,
+    Floats,
+    Line,
+    fit_bounded,
+    ratio_interval,
+)
 from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
 from hotrec.data.batch import Batch
@@ -95,8 +102,10 @@ WAITING_FRACS = (0.0, 1.0)
 MIN_STAGE_FRAC = 0.05
 BOUND_TOLERANCE = 1e-3
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
-# Rows in one family, pooled vectors in the other.
-OF_BOTH_FAMILIES = ("rows_exchange", "grads_exchange")
+# Exchanges of rows in one family, of pooled vectors in the other; in a third hot rows are gathered
+# in one and replicas reduced in the other.
+OF_VECTORS = ("rows_exchange", "grads_exchange")
+OF_BOTH_FAMILIES = (*OF_VECTORS, "hot_exchange")
 
 
 @dataclass(frozen=True)
@@ -217,14 +226,12 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
     corrections: dict[str, float] = {}
     overheads, waiting = {}, {}
     beyond: list[str] = []
-    prompt = _not_delayed(anchors)
-    delayed = _with_delays(anchors, prompt)
+    settled = _with_delays(anchors)
     for stage in STAGES:
         if stage == "other":
             continue
         if stage in EXCHANGES:
-            fitted_to = prompt if stage == "hot_exchange" else delayed
-            overheads[stage], waiting[stage], found = _fit_exchange(fitted_to, stage)
+            overheads[stage], waiting[stage], found = _fit_exchange(settled, stage)
             corrections |= found
             # Waiting at its bound is noise of the same kind.
             of_messages = [factor for name, factor in found.items() if name != "other"]
@@ -314,43 +321,27 @@ def _beyond(
     ]
 
 
-def _not_delayed(anchors: list[Anchor]) -> list[Anchor]:
-    """The anchors whose ranks are not held up by pooled vectors in the exchange of hot gradients.
-
-    Those with hot rows, and those of TorchRec's that take less there than a fit to the former.
-    """
-    of_rows = [anchor for anchor in anchors if anchor.family != TORCHREC]
-    beyond_s = _beyond_fit(anchors, of_rows)
-    return [
-        a for a, left_s in zip(anchors, beyond_s, strict=True) if a.family != TORCHREC or left_s < 0
-    ]
-
-
-def _beyond_fit(anchors: list[Anchor], fitted_to: list[Anchor]) -> list[float]:
-    """What anchors take in the exchange of hot gradients beyond the fit to some of them."""
-    overhead, waiting, factors = _fit_exchange(fitted_to, "hot_exchange")
-    return [
-        sum(a.measured_s[s] - factor * a.predicted_s[s] for s, factor in factors.items())
-        - overhead
-        - waiting * a.measured_s["dense"]
-        for a in anchors
-    ]
-
-
-def _with_delays(anchors: list[Anchor], prompt: list[Anchor]) -> list[Anchor]:
+def _with_delays(anchors: list[Anchor]) -> list[Anchor]:
     """The anchors, TorchRec's with all of the time for which its pooled vectors hold ranks up.
 
     A rank that gets its vectors late comes late to the all-reduce of the dense layers, where the
-    others wait for it, on links of 1 Gbit/s and less for up to 8% of a step. So what it takes in
-    TorchRec's steps beyond the fit to those that are not delayed counts in the exchanges of vectors
-    and of their gradients.
+    others wait for it, on links of 1 Gbit/s and less for up to 8% of a step. So what TorchRec's
+    steps take there beyond the fit to those with hot rows, and no longer than the vectors travel,
+    counts in the exchanges of vectors and of their gradients.
     """
+    of_rows = [anchor for anchor in anchors if anchor.family != TORCHREC]
+    overhead, waiting, factors = _fit_exchange(of_rows, "hot_exchange")
     shown = []
-    for anchor, left_s in zip(anchors, _beyond_fit(anchors, prompt), strict=True):
+    for anchor in anchors:
         measured_s = dict(anchor.measured_s)
         if anchor.family == TORCHREC:
-            for stage in OF_BOTH_FAMILIES:
-                measured_s[stage] += max(0.0, left_s) / len(OF_BOTH_FAMILIES)
+            expected_s = overhead + waiting * measured_s["dense"]
+            expected_s += sum(factor * anchor.predicted_s[s] for s, factor in factors.items())
+            left_s = max(0.0, sum(measured_s[s] for s in factors) - expected_s)
+            delay_s = min(left_s, sum(anchor.predicted_s[s] for s in OF_VECTORS))
+            measured_s["hot_exchange"] -= delay_s
+            for stage in OF_VECTORS:
+                measured_s[stage] += delay_s / len(OF_VECTORS)
         shown.append(replace(anchor, measured_s=measured_s))
     return shown
 
@@ -358,42 +349,55 @@ def _with_delays(anchors: list[Anchor], prompt: list[Anchor]) -> list[Anchor]:
 def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, dict[str, float]]:
     """Overhead, waiting as a share of the dense layers, and factors of the prediction.
 
-    TorchRec's messages of pooled vectors have a factor of their own beside those of rows: it copies
-    them once more. Ranks wait for the dense layers' all-reduce in the exchange of hot gradients;
-    the factor of "other" is its exposed fraction. Least squares of the errors relative to the step,
-    within WAITING_FRACS, MESSAGE_FACTORS and 0..1.
+    TorchRec's messages of pooled vectors have a factor of their own beside those of rows, since it
+    copies them once more, and so have its all-reduces of replicas beside those of hot rows. Ranks
+    wait for the dense layers' all-reduce in the exchange of hot gradients; the factor of "other" is
+    its exposed fraction. Least squares of the errors relative to the step, within WAITING_FRACS,
+    MESSAGE_FACTORS and 0..1.
     """
-    dense_stage = "other" if stage == "hot_exchange" else None
-    stages = [stage] if dense_stage is None else [stage, dense_stage]
-    measured = np.array([sum(a.measured_s[s] for s in stages) for a in anchors])
-    predicted = np.array([[a.predicted_s[s] for s in stages] for a in anchors])
-    used = (predicted.sum(axis=1) > 0) & (measured > 0)
-    names, bounds = [stage, dense_stage or ""][: len(stages)], [MESSAGE_FACTORS, (0.0, 1.0)]
+
+    def predicted_s(name: str) -> Floats:
+        return np.array([a.predicted_s[name] for a in anchors])
+
     is_theirs = np.array([a.family == TORCHREC for a in anchors])
-    if stage in OF_BOTH_FAMILIES and (used & is_theirs).any() and (used & ~is_theirs).any():
-        predicted = predicted * np.column_stack([~is_theirs, is_theirs])
-        names, bounds = [stage, TORCHREC_STAGE.format(stage)], [MESSAGE_FACTORS] * 2
+    stages, found = [stage], {stage: predicted_s(stage)}
+    if stage == "hot_exchange":
+        stages.append("other")
+    measured = np.array([sum(a.measured_s[s] for s in stages) for a in anchors])
+    used = (sum(map(predicted_s, stages)) > 0) & (measured > 0)
+    sent = used & (found[stage] > 0)
+    is_split = stage in OF_BOTH_FAMILIES and (sent & is_theirs).any() and (sent & ~is_theirs).any()
+    if is_split:
+        found = {
+            stage: np.where(is_theirs, 0.0, found[stage]),
+            TORCHREC_STAGE.format(stage): np.where(is_theirs, found[stage], 0.0),
+        }
+    bounds = [MESSAGE_FACTORS] * len(found)
+    if stage == "hot_exchange":
+        found["other"] = predicted_s("other")
+        bounds.append((0.0, 1.0))
     if np.count_nonzero(used) < 3:
-        return 0.0, 0.0, dict.fromkeys(names, 1.0)
+        return 0.0, 0.0, dict.fromkeys(found, 1.0)
     dense = np.array([a.measured_s["dense"] for a in anchors])
     step = np.array([a.step_s for a in anchors])
-    columns = np.column_stack([np.ones_like(dense), dense, predicted])
+    columns = np.column_stack([np.ones_like(dense), dense, *found.values()])
     matrix, wanted = (columns / step[:, None])[used], (measured / step)[used]
-    if len(names) == 2 and dense_stage is None:
+    errors = []
+    if is_split:
         # There are hardly more steps than unknowns, so a difference between the factors counts as
         # an error of one more step.
-        alike = float(np.median(matrix[:, 2:].sum(axis=1)))
-        matrix = np.vstack([matrix, [0.0, 0.0, alike, -alike]])
-        wanted = np.append(wanted, 0.0)
-    if dense_stage is not None:
+        alike = float(np.median(matrix[:, 2:4].sum(axis=1)))
+        errors.append([0.0, 0.0, alike, -alike])
+    if stage == "hot_exchange":
         # The all-reduce takes the same time in every step, as an overhead does, but is also there
         # without hot rows. So an overhead counts as an error of one more step.
-        matrix = np.vstack([matrix, [1 / np.median(step), 0.0, 0.0, 0.0]])
+        errors.append([1 / float(np.median(step))])
+    for error in errors:
+        matrix = np.vstack([matrix, error + [0.0] * (matrix.shape[1] - len(error))])
         wanted = np.append(wanted, 0.0)
-    all_bounds = [(0.0, float(measured[used].min())), WAITING_FRACS, *bounds[: len(names)]]
-    low, high = zip(*all_bounds, strict=True)
+    low, high = zip((0.0, float(measured[used].min())), WAITING_FRACS, *bounds, strict=True)
     overhead, waiting, *factors = fit_bounded(matrix, wanted, low, high).tolist()
-    return overhead, waiting, dict(zip(names, factors, strict=True))
+    return overhead, waiting, dict(zip(found, factors, strict=True))
 
 
 def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:

@@ -34,8 +34,8 @@ from hotrec.types import STAGES, PipelineKind
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 LEAST_LOOKUPS = 1e-12
-# TorchRec's messages of pooled vectors; their corrections are their own.
-POOLED_MESSAGES = ("pooled_sent_bytes", "pooled_groups")
+# TorchRec's messages of pooled vectors and of replicas; their corrections are their own.
+THEIR_MESSAGES = ("pooled_sent_bytes", "pooled_groups", "replicated_bytes", "replicated_groups")
 
 
 def with_loader(
@@ -178,10 +178,10 @@ def make_step_model(
     is_pooled = rows == 0 and (at or {}).get("pooled_groups", 0.0) > 0
     for name, stage in stages.items():
         # Factors are fitted to what a stage takes after some of it was hidden, so they scale that.
-        own, pooled = costs.correction(name), costs.correction(name, of_torchrec=True)
+        own, theirs = costs.correction(name), costs.correction(name, of_torchrec=True)
         for form in (stage.compute, stage.wire):
-            form.scale(own, dict.fromkeys(POOLED_MESSAGES, pooled))
-        stage.cover.scale(pooled if is_pooled else own)
+            form.scale(own, dict.fromkeys(THEIR_MESSAGES, theirs))
+        stage.cover.scale(theirs if is_pooled else own)
     for name in STAGES:
         waiting_s = costs.waiting_frac.get(name, 0.0) * stages["dense"].compute.constant
         overhead_s = costs.stage_overhead_s.get(name, 0.0) + waiting_s

@@ -147,6 +147,25 @@ def test_ranks_that_pooled_vectors_delay_are_waited_for_in_the_all_reduce() -> N
         assert pooled > 1.1 * fitted.correction(stage)
 
 
+def test_all_reduces_of_replicas_are_no_delay_of_vectors() -> None:
+    """Where hardly any vectors travel, they cannot hold ranks up for long."""
+
+    def reduced(family: str, predicted_s: float, size: float) -> float:
+        return predicted_s * (3.0 if family == TORCHREC else 1.5)
+
+    few = dict.fromkeys(("rows_exchange", "grads_exchange"), 1e-5)
+    anchors = [
+        replace(a, predicted_s={**a.predicted_s, **few}, measured_s={**a.measured_s, **few})
+        if a.family == TORCHREC
+        else a
+        for a in all_anchors(hot_exchange=reduced)
+    ]
+    fitted = fit_steps(COSTS, anchors)
+    own, theirs = (fitted.correction("hot_exchange", of_torchrec=of) for of in (False, True))
+    assert 1.25 * own < theirs <= 3.0
+    assert fitted.waiting_frac["rows_exchange"] < 0.01
+
+
 def test_what_hot_rows_seem_to_take_whatever_their_number_is_not_charged_to_others() -> None:
     """Where a link lets bursts through, their messages do not grow with their bytes."""
 

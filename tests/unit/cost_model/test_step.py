@@ -67,6 +67,18 @@ def test_torchrecs_messages_have_a_correction_of_their_own(overlap: float) -> No
     assert low < both < high
 
 
+def test_all_reduces_of_replicas_have_a_correction_of_their_own() -> None:
+    plain = replace(COSTS, overlap=0.0)
+    corrected = replace(plain, corrections={"hot_exchange": 3.0, "torchrec_hot_exchange": 2.0})
+    replicas = {"replicated_bytes": 1e6, "replicated_groups": 1.0}
+    for quantities, factor in ((replicas, 2.0), ({"hot_rows": 1e3, "hot_bytes": 256e3}, 3.0)):
+        before, after = (
+            predict_step(costs, WORLD, WORKLOAD, quantities).stage_s["hot_exchange"]
+            for costs in (plain, corrected)
+        )
+        assert after == pytest.approx(factor * before), quantities
+
+
 def test_bytes_are_those_of_the_exchanges() -> None:
     sent = predict_step(COSTS, WORLD, WORKLOAD, MIXED).sent_bytes
     assert sent["ids_exchange"] == pytest.approx(4e3 * 8 / 2)
