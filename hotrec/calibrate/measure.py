@@ -39,7 +39,7 @@ from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 
 # Shares of the budget until which messages, and then messages and kernels, are measured; the rest
 # is for whole steps.
-NETWORK_FRAC, KERNELS_FRAC = 0.25, 0.55
+NETWORK_FRAC, KERNELS_FRAC = 0.25, 0.4
 
 
 @dataclass

@@ -8,6 +8,7 @@ those of look-ahead, whose communication thread competes with the layers for the
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -67,7 +68,11 @@ MIN_SPAN_BYTES = 1 << 16
 PROFILE_SAMPLES = 200_000
 # Timed steps of a batch size in a round, those before them, and batches that pipelines hold ahead.
 NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
-MIN_STEPS = 4
+# Of steps that are long for the budget. A few steps of the run's own batch tell more than many of a
+# smaller one, whose messages a shaped link may let through in a burst.
+MIN_STEPS, MIN_WARM = 3, 2
+# Assumed of the first case, which tells what it takes to build the next ones.
+FIRST_BUILD_S = 1.0
 # Least share of the budget for the first round of steps, even if other measurements took longer:
 # kernels alone say little of what large batches take.
 MIN_FRAC = 0.2
@@ -419,8 +424,10 @@ class _Run:
         coverage: Fraction of lookups that are hot; None for TorchRec's plans.
         plan: TorchRec's plan; None for placements with hot rows.
         sizes: Batch sizes, rising.
-        num_steps: Timed steps of each size in a round.
+        num_warm: Untimed steps of each size in a round.
+        num_steps: Timed steps after them.
         took_s: Seconds of the last round.
+        build_s: Of these, what building the case took.
         measured: By batch size.
     """
 
@@ -428,8 +435,10 @@ class _Run:
     coverage: float | None = None
     plan: ShardingPlan | None = None
     sizes: Sequence[int] = ()
+    num_warm: int = 0
     num_steps: int = 0
     took_s: float = 0.0
+    build_s: float = 0.0
     measured: list[MeasuredCase] = field(default_factory=list)
 
 
@@ -547,9 +556,10 @@ def measure_steps(
         for at, run in enumerate(runs):
             start_s = budget.spent_s()
             if number == 0:
-                parts = len(runs) - at
-                least_s = MIN_FRAC * budget.seconds / len(runs)
-                _fit_in(target, run, costs, max((budget.seconds - start_s) / parts, least_s))
+                share_s = (budget.seconds - start_s) / (len(runs) - at)
+                share_s = max(share_s, MIN_FRAC * budget.seconds / len(runs))
+                build_s = runs[at - 1].build_s if at else min(FIRST_BUILD_S, share_s / 2)
+                _fit_in(target, run, costs, share_s - build_s)
             elif (
                 all(case.repeats.is_enough for case in run.measured)
                 or start_s + run.took_s > budget.seconds
@@ -563,20 +573,26 @@ def measure_steps(
 
 
 def _fit_in(target: StepTarget, run: _Run, costs: Costs, seconds: float) -> None:
-    """Choose batch sizes, and timed steps of each, that take so many seconds; collective.
+    """Choose batch sizes, and steps of each, that take so many seconds; collective.
 
-    Batches become smaller only where MIN_STEPS do not fit.
+    Batches become smaller only where MIN_WARM and MIN_STEPS do not fit.
     """
     batch_size = target.workload.target.batch_size
+    start_s = time.perf_counter()
+    target.batches(batch_size, 1)
+    draw_s = (time.perf_counter() - start_s) / batch_size
     while True:
         sizes = [max(MIN_BATCH, batch_size // part) for part in BATCH_PARTS]
-        step_s = sum(target.predict(run.case, n, run.plan, costs).step.step_s for n in sizes)
-        # To draw the batches and to build a case takes about as long as its steps.
-        num_steps = int(seconds / (2 * step_s)) - NUM_WARM
-        if num_steps >= MIN_STEPS or batch_size // 2 < BATCH_PARTS[0] * MIN_BATCH:
+        of_sizes_s = [
+            target.predict(run.case, size, run.plan, costs).step.step_s + draw_s * size
+            for size in sizes
+        ]
+        num_steps = int((seconds - NUM_AHEAD * of_sizes_s[0]) / sum(of_sizes_s))
+        if num_steps >= MIN_WARM + MIN_STEPS or batch_size // 2 < BATCH_PARTS[0] * MIN_BATCH:
+            num_warm = min(max(num_steps // 2, MIN_WARM), NUM_WARM)
+            num_steps = min(max(num_steps - num_warm, MIN_STEPS), NUM_STEPS)
             # Rank 0's own costs decide, since those of other ranks differ by counts of their rows.
-            num_steps = max(MIN_STEPS, min(NUM_STEPS, num_steps))
-            run.sizes, run.num_steps = broadcast_object((sizes, num_steps))
+            run.sizes, run.num_warm, run.num_steps = broadcast_object((sizes, num_warm, num_steps))
             return
         batch_size //= 2
 
@@ -584,13 +600,14 @@ def _fit_in(target: StepTarget, run: _Run, costs: Costs, seconds: float) -> None
 def _measure(target: StepTarget, run: _Run) -> None:
     """Build a case, and measure a round of its steps with each batch size."""
     ranks, sizes = target.workload.ranks, run.sizes
-    num_batches = NUM_WARM + run.num_steps
+    num_batches = run.num_warm + run.num_steps + NUM_AHEAD
     batches = target.batches(sizes[0], 1) + [
         batch for size in sizes for batch in target.batches(size, num_batches)
     ]
-    batches += target.batches(sizes[-1], NUM_AHEAD)
     config = target.config(target.workload.target.batch_size)
+    start_s = time.perf_counter()
     runner = build_runner(config, run.case, target.samples.schema, batches, ranks)
+    run.build_s = time.perf_counter() - start_s
     if not run.measured:
         # The plan that was made before, unless another amount of memory was free.
         plan = broadcast_object(runner.sharded.plan)
@@ -598,12 +615,13 @@ def _measure(target: StepTarget, run: _Run) -> None:
             MeasuredCase(run.case.name, run.coverage, partial(target.predict, run.case, size, plan))
             for size in sizes
         ]
+    num_ahead = 0  # of the other size, which the pipeline holds
     for found in run.measured:
-        # The warm-up flushes what the pipeline holds of the other size.
         runner.clock = StageClock(ranks.device)
-        stage_s, times = _time_steps(runner, ranks, run.num_steps)
+        stage_s, times = _time_steps(runner, ranks, num_ahead + run.num_warm, run.num_steps)
         found.stage_s.append(stage_s)
         found.repeats.rounds.append(times)
+        num_ahead = NUM_AHEAD
     runner.pipeline.close()
 
 
@@ -618,7 +636,7 @@ def choose_hot(counts: Mapping[str, Rows], coverage: float) -> Partition:
 Times = tuple[dict[str, float], list[list[float]]]
 
 
-def _time_steps(runner: Runner, ranks: Ranks, num_steps: int) -> Times:
+def _time_steps(runner: Runner, ranks: Ranks, num_warm: int, num_steps: int) -> Times:
     """Time consecutive steps; collective. The seconds are those of the ranks together.
 
     A barrier before each step would end the overlap of look-ahead, and bring ranks to TorchRec's
@@ -626,7 +644,7 @@ def _time_steps(runner: Runner, ranks: Ranks, num_steps: int) -> Times:
     ranks sends first one way and then the other: it announces that it can receive only after what
     it sends itself.
     """
-    block = run_block(runner, NUM_WARM + num_steps, NUM_WARM, ranks)
+    block = run_block(runner, num_warm + num_steps, num_warm, ranks)
     gathered = all_gather_object((runner.clock.seconds(), block))
     steps = step_seconds([block for _, block in gathered]).tolist()
     return typical_stages([seconds for seconds, _ in gathered]), [steps]
