@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 
@@ -144,8 +145,10 @@ def test_run_goes_on_when_torchrun_restarts_it(workspace: Workspace) -> None:
 
 def listening(pid: int) -> list[str]:
     """The addresses, as /proc shows them, at which a process accepts connections."""
-    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    sockets = {link.removeprefix("socket:[").rstrip("]") for link in links}
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(os.readlink(link).removeprefix("socket:[").rstrip("]"))
     tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.splitlines()]
     return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets]
