@@ -4,13 +4,14 @@
 
 A cell is a dataset, a batch size, a network and a number of ranks. In each the dataset is prepared
 and profiled, the machine is calibrated once, and then the defaults and every candidate are trained
-in turn, --repeats times over, as `hotrec train` trains them, with the run's own loader. The runs of
-a repeat are started together (choice_runs.py), since starting takes longer than they do; and
-candidates that are CLEARLY_SLOWER than the fastest are not repeated. TorchRec's table-wise plan is
-trained where it is not that of its planner or the hand-tuned one. Every run begins with
-the calibrated costs as they were measured: what one run learns is not known to another. Results are
-added to DIRECTORY/<cell>.json after every repeat, so the same command goes on where it was stopped;
-in the end choice_page.py writes the page of all cells that are there.
+in turn, --repeats times over, and up to --most-repeats where their ratios are noisy (MAX_ERROR), as
+`hotrec train` trains them, with the run's own loader. The runs of a repeat are started together
+(choice_runs.py), since starting takes longer than they do; and candidates that are CLEARLY_SLOWER
+than the fastest are not repeated. TorchRec's table-wise plan is trained where it is not that of its
+planner or the hand-tuned one. Every run begins with the calibrated costs as they were measured:
+what one run learns is not known to another. Results are added to DIRECTORY/<cell>.json after every
+repeat, so the same command goes on where it was stopped; in the end choice_page.py writes the page
+of all cells that are there.
 
 Hosts are network namespaces (on_hosts.sh), one rank in each; this needs root. Loopback needs none.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -28,13 +30,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 from benchmarks.choice_page import (
@@ -90,6 +92,9 @@ KEPT = (
 # Two runs of one plan differ by 2 to 4%, seldom by 10%. Candidates that took so many times the
 # fastest's step, in one repeat or in the median of several, are not the best.
 CLEARLY_SLOWER = (1.2, 1.08)
+# Runs are repeated again while the defaults' ratio to a rival has a larger relative standard error:
+# half of the least difference that is judged.
+MAX_ERROR = 0.015
 SKIPPED = 77  # exit code of on_hosts.sh where there are no namespaces
 END_S = 60.0  # that ranks and namespaces get to end in order
 
@@ -162,6 +167,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup-steps", type=int, default=20, help="steps before them")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each candidate")
     parser.add_argument(
+        "--most-repeats",
+        type=int,
+        default=6,
+        help="the same where the comparison with the best or TorchRec's plans is noisy",
+    )
+    parser.add_argument(
         "--run-s",
         type=float,
         default=60.0,
@@ -213,8 +224,7 @@ class Grid:
         """
         path = self._options.output / f"{cell.name}.json"
         document = read_cell(path, self._settings(cell))
-        repeats = range(self._options.repeats)
-        if not any(left(document["runs"], repeat) for repeat in repeats):
+        if not self._next(document["runs"]):
             return
         place = self._options.work / cell.name
         overrides = [*self._prepared(cell.data), f"trainer.batch_size={cell.batch_size}"]
@@ -230,16 +240,26 @@ class Grid:
                 )
             document["calibrated"].pop("costs", None)  # a path of this machine
             write_cell(path, document)
-        for repeat in repeats:
-            while todo := left(document["runs"], repeat):
-                length = self._length(document["runs"])
-                # The first run tells how many steps the others make.
-                begun = todo if document["runs"] else todo[:1]
-                words = {name: [*overrides, *self._words(name), *length] for name in begun}
-                for candidate, run in self._train(cell, place / str(repeat), words).items():
-                    document["runs"].append({"repeat": repeat, "candidate": candidate, **run})
-                    say(f"{cell.name} {repeat} {candidate}: {describe(run)}")
-                write_cell(path, document)
+        while found := self._next(document["runs"]):
+            repeat, todo = found
+            length = self._length(document["runs"])
+            # The first run tells how many steps the others make.
+            begun = todo if document["runs"] else todo[:1]
+            words = {name: [*overrides, *self._words(name), *length] for name in begun}
+            for candidate, run in self._train(cell, place / str(repeat), words).items():
+                document["runs"].append({"repeat": repeat, "candidate": candidate, **run})
+                say(f"{cell.name} {repeat} {candidate}: {describe(run)}")
+            write_cell(path, document)
+
+    def _next(self, runs: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]] | None:
+        """The next repeat and what is left to run in it; None if nothing is."""
+        for repeat in range(self._options.most_repeats):
+            is_begun = any(run["repeat"] == repeat for run in runs)
+            if repeat >= self._options.repeats and not is_begun and is_settled(runs):
+                return None
+            if todo := left(runs, repeat):
+                return repeat, todo
+        return None
 
     def _settings(self, cell: Cell) -> dict[str, Any]:
         names = ("steps", "warmup_steps", "run_s", "trial_s", "busy", "overrides")
@@ -443,6 +463,30 @@ def slow(runs: Sequence[Mapping[str, Any]]) -> set[str]:
         if ratio is not None and ratio > CLEARLY_SLOWER[len(shared) > 1]:
             found.add(name)
     return found
+
+
+def is_settled(runs: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the ratios by which the defaults are judged are known to MAX_ERROR."""
+    steps, out = steps_of(runs), slow(runs)
+    default = steps.pop(DEFAULT, {})
+    steps = {name: of for name, of in steps.items() if name not in out}
+    rivals = {min(names, key=lambda name: median(steps[name].values())) for names in groups(steps)}
+    return all(ratio_error(default, steps[name]) <= MAX_ERROR for name in rivals)
+
+
+def groups(names: Iterable[str]) -> list[list[str]]:
+    """All candidates, and those of each of TorchRec's plans; none is empty."""
+    of_plans = ([n for n in names if n.startswith(f"{plan}-")] for plan in BASELINES)
+    return [group for group in (list(names), *of_plans) if group]
+
+
+def ratio_error(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """Standard error of the median of ours / theirs over the repeats; infinite of fewer than two.
+
+    Of normal logarithms, whose median has 1.25 times the error of their mean.
+    """
+    logs = [math.log(ours[repeat] / theirs[repeat]) for repeat in ours if repeat in theirs]
+    return 1.25 * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:

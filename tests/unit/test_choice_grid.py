@@ -17,6 +17,7 @@ from benchmarks.choice_grid import (
     all_cells,
     choose_cells,
     data_overrides,
+    is_settled,
     main,
     parse,
     read_cell,
@@ -95,6 +96,28 @@ def test_every_repeat_runs_all_and_the_defaults_begin() -> None:
     assert orders[0][0] == DEFAULT
     assert all(set(order) == {DEFAULT, *CANDIDATES} for order in orders)
     assert len({order[0] for order in orders}) == 3
+
+
+def test_noisy_ratios_are_not_settled() -> None:
+    quiet = runs([10, 20, 10], hot_cold__base=[10, 20.2, 10], planner__base=[30])
+    assert is_settled(quiet)  # the machine was slow in one repeat, but for both alike
+    assert not is_settled([*quiet[:3], *runs([], hot_cold__base=[10, 18, 11])])
+    # Slower than the best by 5%, TorchRec's planner is still a rival.
+    assert not is_settled([*quiet[:6], *runs([], planner__base=[10.5, 20, 11.5])])
+    assert not is_settled(runs([10], hot_cold__base=[10]))
+
+
+def test_noisy_cells_are_repeated_again() -> None:
+    grid = Grid(parse(["--repeats", "2", "--most-repeats", "4"]))
+    steps: dict[str, list[float]] = {name.replace("-", "__"): [20] for name in CANDIDATES}
+    quiet = runs([10, 10], **{**steps, "hot_cold__base": [10, 10]})
+    assert grid._next(quiet) is None
+    noisy = runs([10, 12], **{**steps, "hot_cold__base": [10, 10]})
+    assert grid._next(noisy) == (2, [DEFAULT, "hot_cold-base"])
+    # A repeat that was begun is finished, however quiet it makes the ratios.
+    assert grid._next([*noisy, run(DEFAULT, 2, 10)]) == (2, ["hot_cold-base"])
+    noisy += [run(name, n, 10) for n in (2, 3) for name in (DEFAULT, "hot_cold-base")]
+    assert grid._next(noisy) is None
 
 
 def test_ratios_are_paired_within_repeats() -> None:
