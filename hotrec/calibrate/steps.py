@@ -238,10 +238,12 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
         if stage in EXCHANGES:
             overheads[stage], waiting[stage], found = _fit_exchange(settled, stage)
             corrections |= found
-            # Waiting at its bound is noise of the same kind.
             of_messages = [factor for name, factor in found.items() if name != "other"]
             beyond += _beyond(anchors, stage, of_messages, MESSAGE_FACTORS)
-            beyond += _beyond(anchors, stage, [waiting[stage]], WAITING_FRACS, "waiting in ")
+            # Waiting at its bound is noise of the same kind. It is a share of the dense layers,
+            # which are nothing beside the jitter of a slow link where they are small.
+            shown = f"waiting in {stage}"
+            beyond += _beyond(anchors, "dense", [waiting[stage]], WAITING_FRACS, shown)
             continue
         is_own = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
         # A large replica costs more per row, but a line has one slope. Fitting the large one errs
@@ -310,9 +312,9 @@ def _beyond(
     stage: str,
     factors: Sequence[float],
     bounds: tuple[float, float],
-    what: str = "",
+    name: str | None = None,
 ) -> list[str]:
-    """Factors at the upper bound of what is credible, if the stage matters.
+    """Factors of a stage at the upper bound of what is credible, if the stage matters.
 
     At the lower one the stage takes the same time whatever it does, which is its overhead.
     """
@@ -320,7 +322,7 @@ def _beyond(
         return []
     _, high = bounds
     return [
-        f"{what}{stage} {factor:.2g}"
+        f"{name or stage} {factor:.2g}"
         for factor in factors
         if factor >= high * (1 - BOUND_TOLERANCE)
     ]

@@ -196,6 +196,15 @@ def test_figures_of_the_verdict() -> None:
     assert text.count("missed") == 4
 
 
+def test_a_prediction_counts_once_however_often_its_candidate_ran() -> None:
+    found = runs([10, 10, 10], hot_cold__base=[10, 16, 11], planner__base=[20])
+    for one in found:
+        one["predicted_step_s"] = 0.020 if one["candidate"] == "planner-base" else 0.010
+    figures = summarize({"cell": document(found)})
+    assert (figures["num_predictions"], figures["predicted_share"]) == (2, 1.0)
+    assert figures["run_predicted_share"] == 0.75
+
+
 def test_what_was_reached_is_not_called_missed() -> None:
     found = runs([10.2], hot_cold__base=[10], planner__base=[10.1])
     assert "missed" not in verdict(summarize({"one": document(found)}), is_busy=False)

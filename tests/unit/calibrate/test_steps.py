@@ -91,6 +91,20 @@ def test_exchanges_have_waiting_and_a_factor() -> None:
     assert fitted.stage_overhead_s["rows_exchange"] == pytest.approx(1e-4, rel=1e-4)
 
 
+@pytest.mark.parametrize("dense_s", [4e-3, 1e-5])
+def test_waiting_is_in_doubt_only_where_the_dense_layers_matter(dense_s: float) -> None:
+    def jitter(family: str, predicted_s: float, size: float) -> float:
+        return predicted_s + 3 * size * dense_s
+
+    def dense(family: str, predicted_s: float, size: float) -> float:
+        return size * dense_s
+
+    fitted = fit_steps(COSTS, all_anchors(dense=dense, rows_exchange=jitter))
+    assert fitted.waiting_frac["rows_exchange"] == 1.0
+    is_in_doubt = any("waiting in rows_exchange 1" in doubt for doubt in fitted.doubts)
+    assert is_in_doubt == (dense_s > 1e-3)
+
+
 def test_a_plan_that_sends_more_tells_waiting_from_what_bytes_take() -> None:
     """Both grow with the batch, so steps of one plan fit the one as well as the other."""
 
