@@ -359,8 +359,10 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, dict
     TorchRec's messages of pooled vectors have a factor of their own beside those of rows, since it
     copies them once more, and so have its all-reduces of replicas beside those of hot rows. Ranks
     wait for the dense layers' all-reduce in the exchange of hot gradients; the factor of "other" is
-    its exposed fraction. Least squares of the errors relative to the step, within WAITING_FRACS,
-    MESSAGE_FACTORS and 0..1.
+    its exposed fraction. Least squares within WAITING_FRACS, MESSAGE_FACTORS and 0..1: of errors in
+    seconds, so that the larger batch decides, which is that of the run or nearest to it, since on a
+    shaped link no line holds for both; but relative to the step in the exchange of hot gradients,
+    where only the smaller batch tells what does not grow with it.
     """
 
     def predicted_s(name: str) -> Floats:
@@ -387,8 +389,9 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, dict
         return 0.0, 0.0, dict.fromkeys(found, 1.0)
     dense = np.array([a.measured_s["dense"] for a in anchors])
     step = np.array([a.step_s for a in anchors])
+    unit = step if stage == "hot_exchange" else np.full_like(step, np.median(step))
     columns = np.column_stack([np.ones_like(dense), dense, *found.values()])
-    matrix, wanted = (columns / step[:, None])[used], (measured / step)[used]
+    matrix, wanted = (columns / unit[:, None])[used], (measured / unit)[used]
     errors = []
     if is_split:
         # There are hardly more steps than unknowns, so a difference between the factors counts as

@@ -91,6 +91,21 @@ def test_exchanges_have_waiting_and_a_factor() -> None:
     assert fitted.stage_overhead_s["rows_exchange"] == pytest.approx(1e-4, rel=1e-4)
 
 
+def test_messages_that_no_line_holds_for_are_as_in_the_larger_batch() -> None:
+    """A link lets small messages through at once and sends large ones both ways in turn."""
+
+    def convex(family: str, predicted_s: float, size: float) -> float:
+        return predicted_s * (0.7 if size == 1.0 else 1.5)
+
+    anchors = all_anchors(rows_exchange=convex, grads_exchange=convex)
+    fitted = fit_steps(COSTS, anchors)
+    for stage in ("rows_exchange", "grads_exchange"):
+        found = fitted.correction(stage, of_torchrec=True) * 4 * PREDICTED[stage]
+        found += fitted.stage_overhead_s[stage]
+        found += fitted.waiting_frac[stage] * 4 * PREDICTED["dense"]
+        assert found == pytest.approx(6 * PREDICTED[stage], rel=0.05)
+
+
 @pytest.mark.parametrize("dense_s", [4e-3, 1e-5])
 def test_waiting_is_in_doubt_only_where_the_dense_layers_matter(dense_s: float) -> None:
     def jitter(family: str, predicted_s: float, size: float) -> float:
