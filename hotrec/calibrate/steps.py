@@ -557,6 +557,9 @@ def measure_steps(
     """
     target = StepTarget.of(workload)
     runs = target.runs()
+    start_s = time.perf_counter()
+    target.batches(workload.target.batch_size, 1)
+    draw_s = (time.perf_counter() - start_s) / workload.target.batch_size
     for number in range(-(-max_repeats // NUM_STEPS)):
         for at, run in enumerate(runs):
             start_s = budget.spent_s()
@@ -564,7 +567,7 @@ def measure_steps(
                 share_s = (budget.seconds - start_s) / (len(runs) - at)
                 share_s = max(share_s, MIN_FRAC * budget.seconds / len(runs))
                 build_s = runs[at - 1].build_s if at else min(FIRST_BUILD_S, share_s / 2)
-                _fit_in(target, run, costs, share_s - build_s)
+                _fit_in(target, run, costs, share_s - build_s, draw_s)
             elif (
                 all(case.repeats.is_enough for case in run.measured)
                 or start_s + run.took_s > budget.seconds
@@ -577,15 +580,13 @@ def measure_steps(
     return cases, min(max(run.sizes) for run in runs)
 
 
-def _fit_in(target: StepTarget, run: _Run, costs: Costs, seconds: float) -> None:
+def _fit_in(target: StepTarget, run: _Run, costs: Costs, seconds: float, draw_s: float) -> None:
     """Choose batch sizes, and steps of each, that take so many seconds; collective.
 
-    Batches become smaller only where MIN_WARM and MIN_STEPS do not fit.
+    Batches become smaller only where MIN_WARM and MIN_STEPS do not fit. To draw a sample takes
+    ``draw_s``.
     """
     batch_size = target.workload.target.batch_size
-    start_s = time.perf_counter()
-    target.batches(batch_size, 1)
-    draw_s = (time.perf_counter() - start_s) / batch_size
     while True:
         sizes = [max(MIN_BATCH, batch_size // part) for part in BATCH_PARTS]
         of_sizes_s = [
