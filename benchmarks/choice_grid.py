@@ -253,9 +253,10 @@ class Grid:
 
     def _next(self, runs: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]] | None:
         """The next repeat and what is left to run in it; None if nothing is."""
-        for repeat in range(self._options.most_repeats):
+        repeats = self._options.repeats
+        for repeat in range(max(repeats, self._options.most_repeats)):
             is_begun = any(run["repeat"] == repeat for run in runs)
-            if repeat >= self._options.repeats and not is_begun and is_settled(runs):
+            if repeat >= repeats and not is_begun and is_settled(runs):
                 return None
             if todo := left(runs, repeat):
                 return repeat, todo

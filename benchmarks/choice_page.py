@@ -43,9 +43,9 @@ the last only where it is another than the first two.
 
 Step: median of a run's steps after the first {warmup_steps}, of rank 0; of several runs their
 median. A candidate that took 1.2 times the best in the first repeat, or 1.08 times in the median of
-the first two, is not trained again. Each is trained in three repeats, and in up to six until the
-ratios to the best and to TorchRec's plans have a standard error of 1.5%, in the cells made or made
-again since this rule. Ratios are of runs of the same repeat, median over the repeats.
+the first two, is not trained again. Cells are repeated more often where the ratios to the best or
+to TorchRec's plans are noisy (`--most-repeats`). Ratios are of runs of the same repeat, median over
+the repeats.
 Best: the candidate with the least step; as the least of several noisy figures it is a little too
 small. Its plan / best: with the run of the candidate that trained the very plan which the defaults
 chose, in place of their own run. Predicted: error of the defaults' prediction, which a trial may
@@ -373,6 +373,7 @@ def cell_rows(documents: Mapping[str, Mapping[str, Any]], names: Sequence[str]) 
         row += ["-"] * 2 if cell is None else [f"{cell.ratio:.3f}", f"{cell.plan_ratio:.3f}"]
         row += ["-" if cell is None or cell.error_frac is None else f"{cell.error_frac:+.0%}"]
         row += [_trial_words(ours)]
+        row += [str(len({run["repeat"] for run in runs}))]
         rows.append(row)
     return rows
 
@@ -415,7 +416,15 @@ def render(documents: Mapping[str, Mapping[str, Any]]) -> str:
     found = {run["candidate"] for document in documents.values() for run in document["runs"]}
     names = [DEFAULT, *sorted(found - {DEFAULT})]
     columns = ["data", "B", "network", "ranks", *(f"{name}, ms" for name in names)]
-    columns += ["chosen", "best", "default / best", "its plan / best", "predicted", "trial"]
+    columns += [
+        "chosen",
+        "best",
+        "default / best",
+        "its plan / best",
+        "predicted",
+        "trial",
+        "repeats",
+    ]
     parts = [
         HEADER.format(warmup_steps=settings["warmup_steps"]),
         verdict(summarize(documents), is_busy=settings["busy"]),
@@ -436,7 +445,10 @@ def render(documents: Mapping[str, Mapping[str, Any]]) -> str:
     made_on = Counter(_machine_text(document["machine"]) for document in documents.values())
     parts += [
         "## Machines",
-        "\n".join(f"* {number} cells: {text}" for text, number in made_on.most_common()),
+        "\n".join(
+            f"* {number} {'cell' if number == 1 else 'cells'}: {text}"
+            for text, number in made_on.most_common()
+        ),
         f"The load average before a run was {median(load) if load else 0:.1f} in the median. With "
         "more ranks than cores the ranks share them.",
     ]

@@ -118,6 +118,8 @@ def test_noisy_cells_are_repeated_again() -> None:
     assert grid._next([*noisy, run(DEFAULT, 2, 10)]) == (2, ["hot_cold-base"])
     noisy += [run(name, n, 10) for n in (2, 3) for name in (DEFAULT, "hot_cold-base")]
     assert grid._next(noisy) is None
+    more = Grid(parse(["--repeats", "5", "--most-repeats", "4"]))
+    assert more._next(noisy) == (4, [DEFAULT, "hot_cold-base"])
 
 
 def test_ratios_are_paired_within_repeats() -> None:
