@@ -392,11 +392,12 @@ def draw(documents: Mapping[str, Mapping[str, Any]], path: Path, *, is_busy: boo
         theirs = [np.nan if c.torchrec_ratio is None else c.torchrec_ratio for c in cells]
         axes.scatter(places, theirs, color=run_color(1), marker="x", label="TorchRec's best plan")
         axes.scatter(places, [c.ratio for c in cells], color=run_color(0), label="the defaults")
-        for limit in (WITHIN_BUSY if is_busy else WITHIN, WITHIN_ALL):
+        # Beside their lines, which are close together.
+        for limit, place in ((WITHIN_BUSY if is_busy else WITHIN, "top"), (WITHIN_ALL, "bottom")):
             axes.axhline(1 + limit, linestyle="--", linewidth=0.8, color="gray")
             text = f" {limit:.0%} more"
             right = axes.get_yaxis_transform()
-            axes.text(1, 1 + limit, text, transform=right, va="center", color="gray", size=8)
+            axes.text(1, 1 + limit, text, transform=right, va=place, color="gray", size=8)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
