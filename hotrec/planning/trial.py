@@ -96,8 +96,8 @@ class Trial:
         return ratio_interval(self.block_s[first], self.block_s[name], *others)
 
     def step_s(self, name: str) -> float:
-        """The median step of a candidate."""
-        return float(np.median(self.block_s[name]))
+        """The step of a candidate: the geometric mean of its blocks, whose ratios are compared."""
+        return math.exp(float(np.log(self.block_s[name]).mean()))
 
     @property
     def why(self) -> str:

@@ -109,5 +109,8 @@ def test_seconds_of_a_trial() -> None:
     assert asked == [5.0, 10.0, 60.0]
     limit_s, least_s = trial_seconds(0.5, 1000.0, made)
     assert limit_s == 0.5
-    # Two of 10 ms a step: 8 first steps, and three blocks of 3 untimed and 30 timed ones.
-    assert least_s == pytest.approx(2 * (BUILD_S + (8 + 3 * 33) * 0.01))
+    # Two of 10 ms a step: 8 first steps, and three blocks of 3 untimed and 12 timed ones.
+    assert least_s == pytest.approx(2 * (BUILD_S + (8 + 3 * 15) * 0.01))
+    # Long steps: 4 first ones, and three blocks of 2 untimed and 2 timed ones.
+    long = sleeping({"a": 0.2, "b": 0.2}).values()
+    assert trial_seconds(0.5, 1000.0, long)[1] == pytest.approx(2 * (BUILD_S + (4 + 3 * 4) * 0.2))

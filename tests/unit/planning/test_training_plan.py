@@ -148,7 +148,7 @@ def test_a_trial_decides_and_is_read_back(folder: Path, one_rank: Any) -> None:
         made = proposal.settle(run / PARTITION, trial)
         assert made.prediction is not None
         assert (made.prediction["chosen"], made.prediction["why"]) == (name, trial.why)
-        assert made.prediction["trial"]["plans"][name]["step_s"] == 0.01
+        assert made.prediction["trial"]["plans"][name]["step_s"] == pytest.approx(0.01)
         run.mkdir(exist_ok=True)
         (run / PREDICTION).write_text(json.dumps(made.prediction))
         read = read_training_plan(proposal.config, run)
