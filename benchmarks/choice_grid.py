@@ -4,14 +4,14 @@
 
 A cell is a dataset, a batch size, a network and a number of ranks. In each the dataset is prepared
 and profiled, the machine is calibrated once, and then the defaults and every candidate are trained
-in turn, --repeats times over, and up to --most-repeats where their ratios are noisy (MAX_ERROR), as
-`hotrec train` trains them, with the run's own loader. The runs of a repeat are started together
-(choice_runs.py), since starting takes longer than they do; and candidates that are CLEARLY_SLOWER
-than the fastest are not repeated. TorchRec's table-wise plan is trained where it is not that of its
-planner or the hand-tuned one. Every run begins with the calibrated costs as they were measured:
-what one run learns is not known to another. Results are added to DIRECTORY/<cell>.json after every
-repeat, so the same command goes on where it was stopped; in the end choice_page.py writes the page
-of all cells that are there.
+in turn, --repeats times over, and up to --most-repeats where their ratios are noisy (MAX_ERROR) or
+the defaults lose more than is wanted, as `hotrec train` trains them, with the run's own loader. The
+runs of a repeat are started together (choice_runs.py), since starting takes longer than they do;
+and candidates that are CLEARLY_SLOWER than the fastest are not repeated. TorchRec's table-wise plan
+is trained where it is not that of its planner or the hand-tuned one. Every run begins with the
+calibrated costs as they were measured: what one run learns is not known to another. Results are
+added to DIRECTORY/<cell>.json after every repeat, so the same command goes on where it was stopped;
+in the end choice_page.py writes the page of all cells that are there.
 
 Hosts are network namespaces (on_hosts.sh), one rank in each; this needs root. Loopback needs none.
 """
@@ -43,6 +43,7 @@ from benchmarks.choice_page import (
     BASELINES,
     DEFAULT,
     TABLE_WISE,
+    WITHIN,
     alike,
     paired_ratio,
     steps_of,
@@ -93,7 +94,8 @@ KEPT = (
 # fastest's step, in one repeat or in the median of several, are not the best.
 CLEARLY_SLOWER = (1.2, 1.08)
 # Runs are repeated again while the defaults' ratio to a rival has a larger relative standard error:
-# half of the least difference that is judged.
+# half of the least difference that is judged. Also while it is above what is wanted, since runs of
+# short steps differ so much that three may agree by chance.
 MAX_ERROR = 0.015
 SKIPPED = 77  # exit code of on_hosts.sh where there are no namespaces
 END_S = 60.0  # that ranks and namespaces get to end in order
@@ -170,7 +172,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--most-repeats",
         type=int,
         default=6,
-        help="the same where the comparison with the best or TorchRec's plans is noisy",
+        help="the same where the comparison with the best or TorchRec's plans is noisy or lost",
     )
     parser.add_argument(
         "--run-s",
@@ -467,12 +469,16 @@ def slow(runs: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def is_settled(runs: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the ratios by which the defaults are judged are known to MAX_ERROR."""
+    """Whether the ratios by which the defaults are judged are known to MAX_ERROR, and good."""
     steps, out = steps_of(runs), slow(runs)
     default = steps.pop(DEFAULT, {})
     steps = {name: of for name, of in steps.items() if name not in out}
     rivals = {min(names, key=lambda name: median(steps[name].values())) for names in groups(steps)}
-    return all(ratio_error(default, steps[name]) <= MAX_ERROR for name in rivals)
+    return all(
+        ratio_error(default, steps[name]) <= MAX_ERROR
+        and (paired_ratio(default, steps[name]) or math.inf) <= 1 + WITHIN
+        for name in rivals
+    )
 
 
 def groups(names: Iterable[str]) -> list[list[str]]:

@@ -44,8 +44,9 @@ the last only where it is another than the first two.
 Step: median of a run's steps after the first {warmup_steps}, of rank 0; of several runs their
 median. A candidate that took 1.2 times the best in the first repeat, or 1.08 times in the median of
 the first two, is not trained again. Cells are repeated more often where the ratios to the best or
-to TorchRec's plans are noisy (`--most-repeats`). Ratios are of runs of the same repeat, median over
-the repeats.
+to TorchRec's plans are noisy, or show the defaults above what is wanted (`--most-repeats`;
+the latter favours the defaults a little). Ratios are of runs of the same repeat, median over the
+repeats.
 Best: the candidate with the least step; as the least of several noisy figures it is a little too
 small. Its plan / best: with the run of the candidate that trained the very plan which the defaults
 chose, in place of their own run. Predicted: error of the defaults' prediction, which a trial may

@@ -105,6 +105,9 @@ def test_noisy_ratios_are_not_settled() -> None:
     # Slower than the best by 5%, TorchRec's planner is still a rival.
     assert not is_settled([*quiet[:6], *runs([], planner__base=[10.5, 20, 11.5])])
     assert not is_settled(runs([10], hot_cold__base=[10]))
+    # Three repeats may agree by chance that the defaults lose.
+    assert is_settled(runs([10.2, 10.2, 10.2], hot_cold__base=[10, 10, 10]))
+    assert not is_settled(runs([10.4, 10.4, 10.4], hot_cold__base=[10, 10, 10]))
 
 
 def test_noisy_cells_are_repeated_again() -> None:
