@@ -14,7 +14,7 @@ import torch
 
 from hotrec.build import Sharded
 from hotrec.data.batch import Batch
-from hotrec.planning.trial import FIRST_RATIO, Trial
+from hotrec.planning.trial import Trial
 from hotrec.runtime import watchdog
 from hotrec.runtime.memory import read_memory
 from hotrec.runtime.progress import Progress
@@ -34,6 +34,9 @@ BLOCK_S, LEAST_STEPS, MOST_STEPS = 0.12, 4, 200
 LEAST_ROUNDS = 3
 # First steps compile, allocate and start the loader's workers.
 NUM_WARM = 4
+# A candidate whose timed first steps take this much longer than another's is out. Those of the
+# first one that a process builds took up to 1.8 times as long as its later ones.
+FIRST_STEPS_RATIO = 2.0
 # Where steps take longer, loaders keep up anyway: fewer steps are warm, fill the pipeline, and are
 # timed in a block, which leaves time for more candidates.
 LONG_STEP_S, LONG_STEPS = 0.1, 2
@@ -186,7 +189,7 @@ class _Rounds:
                     break
             held[name] = _Contender(candidate, self._ranks)
             least_s = min(contender.step_s for contender in held.values())
-            for other in [n for n, c in held.items() if c.step_s > FIRST_RATIO * least_s]:
+            for other in [n for n, c in held.items() if c.step_s > FIRST_STEPS_RATIO * least_s]:
                 self._drop(other, held)
         return held
 
