@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from hotrec.planning.trial import Trial
-from hotrec.runs.trial import BUILD_S, LEAST_ROUNDS, Candidate, run_trial, trial_seconds
+from hotrec.runs.trial import BUILD_S, LEAST_ROUNDS, NUM_WARM, Candidate, run_trial, trial_seconds
 from hotrec.runtime.ranks import all_gather_object
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
@@ -23,19 +24,19 @@ UNEVEN = "uneven"
 
 
 class SleepingPipeline:
-    """Sleeps in each step; counts how many pipelines are held at once."""
+    """Sleeps in each step, in the first ones longer; counts how many pipelines are held at once."""
 
     held = 0
     most_held = 0
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, first_s: float) -> None:
+        self._sleeps_s = itertools.chain([first_s] * 2 * NUM_WARM, itertools.repeat(seconds))
         SleepingPipeline.held += 1
         SleepingPipeline.most_held = max(SleepingPipeline.held, SleepingPipeline.most_held)
 
     def progress(self, batches: Iterator[int]) -> None:
         next(batches)
-        time.sleep(self._seconds)
+        time.sleep(next(self._sleeps_s))
 
     def drain(self) -> None:
         pass
@@ -44,15 +45,19 @@ class SleepingPipeline:
         SleepingPipeline.held -= 1
 
 
-def sleeping(sleeps_s: Mapping[str, float], num_bytes: float = 0.0) -> dict[str, Candidate]:
-    def candidate(seconds: float) -> Candidate:
+def sleeping(
+    sleeps_s: Mapping[str, float],
+    num_bytes: float = 0.0,
+    first_s: Mapping[str, float] | None = None,
+) -> dict[str, Candidate]:
+    def candidate(seconds: float, first_s: float) -> Candidate:
         def build() -> tuple[Any, Any]:
-            pipeline = SleepingPipeline(seconds)
+            pipeline = SleepingPipeline(seconds, first_s)
             return SimpleNamespace(make_pipeline=lambda device: pipeline), range(3)
 
         return Candidate(build, (0.0, num_bytes), num_ahead=1, step_s=seconds)
 
-    return {name: candidate(seconds) for name, seconds in sleeps_s.items()}
+    return {name: candidate(s, (first_s or sleeps_s)[name]) for name, s in sleeps_s.items()}
 
 
 def try_sleeping(num_bytes: float) -> tuple[Trial, list[Trial], int]:
@@ -90,6 +95,19 @@ def test_two_candidates_are_tried_however_short_the_time() -> None:
     for trial in run_ranks(try_long, 2):
         assert set(trial.block_s) == {"a", "b"}
         assert min(map(len, trial.block_s.values())) > 1
+
+
+def try_slow_start() -> Trial:
+    first_s = {"starts slowly": 0.018, "b": 0.01}
+    return run_trial(
+        sleeping({**first_s, "starts slowly": 0.008}, first_s=first_s), this_rank(), limit_s=3.0
+    )
+
+
+def test_slow_first_steps_of_a_process_drop_no_candidate() -> None:
+    for trial in run_ranks(try_slow_start, 2):
+        assert len(trial.block_s["starts slowly"]) > 1
+        assert max(trial.block_s["starts slowly"]) < 0.018
 
 
 def try_after_slow_ones() -> Trial:
