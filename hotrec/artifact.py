@@ -333,6 +333,14 @@ def write_through(path: Path) -> FileFacts:
     return {"num_bytes": path.stat().st_size, CHECKSUM: checksum_of(path)}
 
 
+def link_file(source: Path, target: Path) -> None:
+    """A second name of a file that nobody writes to; a copy where there are no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def commit_artifact(
     scratch: Path,
     target: Path,
@@ -394,6 +402,35 @@ def move_artifact(scratch: Path, target: Path, kind: str) -> None:
     else:
         scratch.rename(target)
     sync_path(target.parent)
+
+
+def check_removable(target: Path, kind: str) -> None:
+    """Check that ``remove_artifact`` would remove nothing else, and that nobody reads it.
+
+    Raises:
+        ArtifactError, LockedError: As ``check_replaceable``.
+    """
+    check_replaceable(target, kind)
+    _parse_manifest(target / MANIFEST, kind)
+
+
+def remove_artifact(target: Path, kind: str) -> None:
+    """Remove an artifact that no process has opened; a kill leaves it whole or absent.
+
+    Raises:
+        ArtifactError: If the directory holds files of others, or nothing of this kind.
+        LockedError: If another process has opened it.
+    """
+    target = _resolve(target)
+    with lock_file(_sibling(target, "lock"), target):
+        check_removable(target, kind)
+        # The name of a scratch directory, which the next writer there removes if this one is
+        # killed.
+        removed = _sibling(target, f"{uuid.uuid4().hex[:8]}.tmp")
+        with _locked_for_replacement(target / MANIFEST):
+            target.rename(removed)
+        sync_path(target.parent)
+        shutil.rmtree(removed)
 
 
 def _restore_retired(target: Path) -> None:

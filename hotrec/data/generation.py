@@ -8,8 +8,6 @@ its row to another one, its samples now read row 0.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.artifact import ArtifactError, Verify
+from hotrec.artifact import Verify, link_file
 from hotrec.config.data import EPOCH, SourceSpec, tables_of
 from hotrec.data.chunks import ChunkInfo, Dataset, Integers, Jagged, write_chunk
 from hotrec.data.columns import Float64s
@@ -140,7 +138,7 @@ class Earlier:
             changed = replace(block, features={**block.features, **features})
             write_chunk(target, changed, self.dataset.schema)
         else:
-            _link(self.dataset.artifact.path / info.file, target)
+            link_file(self.dataset.artifact.path / info.file, target)
         return info
 
     @property
@@ -159,24 +157,6 @@ def _iso(time_ms: float) -> str:
 def generations_of(dataset: Dataset) -> tuple[Mapping[str, Any], ...]:
     """The generations before this dataset: content hash, training samples and rows by table."""
     return tuple(dataset.artifact.content["source"].get("generations", ()))
-
-
-def check_current(dataset: Dataset, content_hash: str, checkpoint: Path) -> None:
-    """Check that a checkpoint was not trained on an earlier generation of its dataset.
-
-    Its validation and test samples are gone, and a value may have another row by now.
-
-    Raises:
-        ArtifactError: If it was.
-    """
-    hashes = [generation["content_hash"] for generation in generations_of(dataset)]
-    if content_hash in hashes:
-        raise ArtifactError(
-            f"{dataset.artifact.path}: expected generation {hashes.index(content_hash)}, which "
-            f"{checkpoint} was trained on, got generation {len(hashes)}: `hotrec prepare append` "
-            f"has replaced it. Train on with trainer.warm_start={checkpoint}, or put a copy of "
-            "that generation there."
-        )
 
 
 def growth_of(dataset: Dataset) -> dict[str, dict[str, int]]:
@@ -198,11 +178,3 @@ def evicted_rows(vocabulary: Vocabulary, num_rows: int, generation: int) -> Rows
     """Rows below ``num_rows`` that belong to another value since a generation, int64."""
     is_new = vocabulary.generations("since")[: num_rows - 1] == generation
     return np.flatnonzero(is_new) + 1
-
-
-def _link(source: Path, target: Path) -> None:
-    """A second name of a file that nobody writes to; a copy where there are no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

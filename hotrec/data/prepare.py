@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
@@ -58,6 +59,7 @@ from hotrec.data.encode import (
     select_samples,
 )
 from hotrec.data.generation import Earlier, evicted_rows
+from hotrec.data.kept import keeping
 from hotrec.data.log import TRAIN, Log, Splitter, open_log
 from hotrec.data.vocabulary import (
     EMPTY,
@@ -482,4 +484,5 @@ def _commit(
         **total.times.to_json(job.spec.split.time_column),
         **({"generations": job.earlier.document()} if job.earlier is not None else {}),
     }
-    commit_dataset(job.scratch, target, _schema(job, encoders), splits, source)
+    with nullcontext() if job.earlier is None else keeping(job.earlier.dataset):
+        commit_dataset(job.scratch, target, _schema(job, encoders), splits, source)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from hotrec.build import build_sharded
 from hotrec.config.roots import Config, EvaluateConfig
-from hotrec.data.chunks import Dataset
-from hotrec.data.generation import check_current
+from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.planning.training_plan import read_training_plan
 from hotrec.runs.train import checkpoint_facts, make_run_machine
@@ -55,9 +54,11 @@ def evaluate_run(
         ValueError: If there is no such checkpoint.
     """
     checkpoint = same_verdict(lambda: find_checkpoint(trained_dir, config.checkpoint))
-    dataset = same_verdict(lambda: Dataset.open(trained.paths.dataset, trained.paths.verify))
     trained_on = same_verdict(lambda: read_facts(checkpoint, None)["facts"])["dataset"]
-    same_verdict(lambda: check_current(dataset, trained_on, checkpoint))
+    paths = trained.paths
+    dataset = same_verdict(
+        lambda: open_generation(paths.dataset, trained_on, checkpoint, paths.verify)
+    )
     training_plan = same_verdict(lambda: read_training_plan(trained, trained_dir))
     trained = training_plan.config
     machine = make_run_machine(trained, ranks)
@@ -67,7 +68,7 @@ def evaluate_run(
     workers = num_workers(config.num_workers, ranks)
     batches = same_verdict(
         lambda: make_loader(
-            trained.paths.dataset,
+            dataset.artifact.path,
             config.split,
             batch_size=config.batch_size or trained.trainer.eval_batch_size,
             rank=ranks.rank,

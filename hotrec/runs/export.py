@@ -29,7 +29,8 @@ import torch
 from hotrec.artifact import Artifact, ArtifactError, commit_artifact, scratch_directory
 from hotrec.config.roots import Config, ExportConfig, ExportFormConfig, RowType
 from hotrec.data.chunks import Dataset
-from hotrec.data.generation import check_current, generations_of
+from hotrec.data.generation import generations_of
+from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.data.vocabulary import read_vocabulary
 from hotrec.embedding.canonical import Part
@@ -147,8 +148,8 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
             f"run_dir: expected a finished run, got {trained_dir}, which stands at {path.name}. "
             f"Resume it, or choose this state with checkpoint={path.name}."
         )
-    dataset = Dataset.open(config.paths.dataset, config.paths.verify)
-    check_current(dataset, read_facts(path, None)["facts"]["dataset"], path)
+    trained_on = read_facts(path, None)["facts"]["dataset"]
+    dataset = open_generation(config.paths.dataset, trained_on, path, config.paths.verify)
     plan = read_training_plan(config, trained_dir)
     facts = checkpoint_facts(plan.config, dataset, plan.artifact)
     content = read_facts(path, facts, verify_files=True)

@@ -43,7 +43,7 @@ from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import days_of
-from hotrec.data.generation import check_current
+from hotrec.data.kept import open_generation
 from hotrec.data.loader import Loader, make_loader, step_sequence
 from hotrec.data.order import StepSequence
 from hotrec.embedding.adapt import AdaptiveHotSet
@@ -107,17 +107,15 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         ValueError: If the placement does not fit the machine, or the configuration contradicts the
             dataset.
     """
-    dataset = same_verdict(lambda: Dataset.open(config.paths.dataset, config.paths.verify))
+    resume_from = same_verdict(lambda: _resume_from(config, run_dir))
+    dataset = same_verdict(lambda: _open_dataset(config, resume_from))
+    config = replace(config, paths=replace(config.paths, dataset=str(dataset.artifact.path)))
     workers = num_workers(config.trainer.num_workers, ranks)
     config = replace(config, trainer=replace(config.trainer, num_workers=workers))
     # Fail early.
     same_verdict(lambda: _count_steps(config, dataset, ranks))
     same_verdict(lambda: check_order(config, dataset))
     same_verdict(lambda: [import_callback(path) for path in config.trainer.callbacks])
-    resume_from = same_verdict(lambda: _resume_from(config, run_dir))
-    if resume_from is not None:
-        resumed_on = same_verdict(lambda: read_facts(resume_from, None)["facts"].get("dataset"))
-        same_verdict(lambda: check_current(dataset, resumed_on, resume_from))
     warm = None
     if config.trainer.warm_start is not None and resume_from is None:
         source = config.trainer.warm_start
@@ -127,6 +125,15 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         listeners = _listeners(stack, config.trainer.metrics_port, ranks)
         staged = stack.enter_context(staged_record(run_dir, is_first=ranks.is_first))
         return _train(config, dataset, run_dir, staged, resume_from, warm, listeners, ranks)
+
+
+def _open_dataset(config: Config, resume_from: Path | None) -> Dataset:
+    """The dataset, of which a resumed run goes on with the generation that it began with."""
+    paths = config.paths
+    if resume_from is None:
+        return Dataset.open(paths.dataset, paths.verify)
+    resumed_on = read_facts(resume_from, None)["facts"].get("dataset")
+    return open_generation(paths.dataset, resumed_on, resume_from, paths.verify)
 
 
 def _listeners(stack: ExitStack, port: int, ranks: Ranks) -> list[Listener]:

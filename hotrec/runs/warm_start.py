@@ -16,6 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from hotrec.artifact import ArtifactError
 from hotrec.data.chunks import Dataset, one_array
 from hotrec.data.generation import generations_of
+from hotrec.data.kept import open_generation
 from hotrec.data.vocabulary import RowEncoder, read_vocabulary, read_whole_vocabulary
 from hotrec.runtime.ranks import rank
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE
@@ -94,13 +95,7 @@ class WarmStart:
                         "Leave it out."
                     )
             return warm
-        trained_on = _dataset_of(checkpoint)
-        if trained_on.artifact.content_hash != facts["dataset"]:
-            raise ArtifactError(
-                f"{trained_on.artifact.path}: expected the dataset {facts['dataset'][:12]} that "
-                f"{checkpoint} was trained on, got {trained_on.artifact.content_hash[:12]}. Keep "
-                "the dataset of a run whose weights are used again."
-            )
+        trained_on = open_generation(_dataset_of(checkpoint), facts["dataset"], checkpoint)
         warm = WarmStart(checkpoint, trained_on, dataset, is_same, names=names)
         warm._check_tables(trained_on)
         return warm
@@ -201,13 +196,11 @@ def _has_vocabulary(dataset: Dataset, table: str) -> bool:
     return f"vocab/{table}.arrow" in dataset.artifact.files
 
 
-def _dataset_of(checkpoint: Path) -> Dataset:
-    """The dataset that the run of a checkpoint recorded."""
+def _dataset_of(checkpoint: Path) -> str:
+    """The directory of the dataset that the run of a checkpoint recorded."""
     recorded = checkpoint.resolve().parents[1] / CONFIG_FILE
     try:
-        return Dataset.open(yaml.safe_load(recorded.read_text())["paths"]["dataset"])
-    except ArtifactError:
-        raise
+        return str(yaml.safe_load(recorded.read_text())["paths"]["dataset"])
     except (OSError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ArtifactError(
             f"{recorded}: expected the configuration of the run that saved {checkpoint}, got "

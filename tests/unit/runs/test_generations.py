@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotrec.artifact import ArtifactError
+from hotrec.artifact import ArtifactError, LockedError
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import TableSpec
 from hotrec.config.roots import Config, EvaluateConfig
+from hotrec.data.kept import prune_generations
 from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
 from hotrec.runs.evaluate import evaluate_run
@@ -20,6 +21,7 @@ from hotrec.runs.export import open_trained
 from hotrec.runs.train import run_training
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.checkpoint import open_tensors
+from hotrec.train.evaluate import Quality
 from hotrec.train.loop import TrainResult
 from tests.unit.data.logs import spec_by_day, write_day
 
@@ -91,23 +93,36 @@ def test_new_days_go_on_from_the_generation_before(
     assert again.step == warm.step == 2
 
 
-def test_a_run_on_an_earlier_generation_is_refused(tmp_path: Path, one_rank: Ranks) -> None:
-    """By every command that needs the very dataset."""
+def test_a_run_stays_of_use_after_its_dataset_has_grown(tmp_path: Path, one_rank: Ranks) -> None:
+    """It is evaluated, exported and resumed on its own generation, until that is pruned."""
     first, second = (write_day(tmp_path, day, users) for day, users in enumerate(DAYS))
     spec = spec_by_day(first)
     prepare(spec, tmp_path / "dataset")
-    grown = Path(shutil.copytree(tmp_path / "dataset", tmp_path / "grown"))
     run(tmp_path, "before", one_rank)
-    prepare(spec, grown, append=[second])
-    run_dir, config = tmp_path / "before", config_of(tmp_path, f"paths.dataset={grown}")
+    run_dir, config = tmp_path / "before", config_of(tmp_path)
     evaluated = EvaluateConfig(run_dir=str(run_dir), split="train")
+
+    def evaluate() -> Quality:
+        return evaluate_run(evaluated, config, run_dir, one_rank).quality
+
+    quality = evaluate()
+    prepare(spec, tmp_path / "dataset", append=[second])
+    assert evaluate() == quality
+    trained = open_trained(config, run_dir, "latest")  # of export and predict
+    assert users_of(trained.dataset.artifact.path).keys() == {*"abcd"}
+    assert run(tmp_path, "before", one_rank, "trainer.num_epochs=2").step == 8
+    with pytest.raises(LockedError, match="reading it"):
+        prune_generations(tmp_path / "dataset", 0)
+    assert evaluate().num_samples == 7
+    del trained
+    prune_generations(tmp_path / "dataset", 0)
     calls: list[Callable[[], object]] = [
-        lambda: evaluate_run(evaluated, config, run_dir, one_rank),
-        lambda: open_trained(config, run_dir, "latest"),  # of export and predict
-        lambda: run(tmp_path, "before", one_rank, f"paths.dataset={grown}"),
+        evaluate,
+        lambda: open_trained(config, run_dir, "latest"),
+        lambda: run(tmp_path, "before", one_rank),
     ]
     for call in calls:
-        with pytest.raises(ArtifactError, match=r"expected generation 0, .* got generation 1: "):
+        with pytest.raises(ArtifactError, match=r"expected generation 0 \(.* it was pruned"):
             call()
 
 
