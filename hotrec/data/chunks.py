@@ -25,6 +25,7 @@ from hotrec.types import Feature, Rows, Schema
 
 DATASET = "dataset"
 SPLITS = ("train", "valid", "test")
+HELD_OUT = SPLITS[1:]
 CHUNK_DIR = "chunks"
 Integers = npt.NDArray[np.integer[Any]]
 Floats = npt.NDArray[np.float32]

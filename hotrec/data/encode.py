@@ -6,7 +6,7 @@ Everything works on whole blocks, and where possible on distinct texts rather th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ from hotrec.data.columns import (
 )
 from hotrec.data.gather import gather_bags
 from hotrec.data.vocabulary import RowEncoder, RowNumbers, find_rows, read_vocabulary
+
+ShowColumn = Callable[[str, Texts | Lists, Integers | Jagged], None]
 
 
 def moments_of(dense: Float64s) -> Float64s:
@@ -175,13 +177,14 @@ def encode_block(
     columns: Mapping[str, ColumnSpec],
     encoders: Mapping[str, RowEncoder],
     scaling: Float64s,
+    show: ShowColumn | None = None,
 ) -> Block:
-    """Encode a block of raw columns for a chunk; ``encoders`` are by feature."""
+    """Encode a block of raw columns for a chunk, as ``encode_inputs`` does."""
     labels: Floats = labels_of(block, columns).astype(np.float32)
     label = labels.reshape(-1) if labels.shape[1] == 1 else labels
     sources = sources_of(columns, ColumnKind.weight).values()
     weights = [block.numbers[source].astype(np.float32) for source in sources]
-    inputs = encode_inputs(block, columns, encoders, scaling)
+    inputs = encode_inputs(block, columns, encoders, scaling, show)
     return Block(label, *inputs, weights[0] if weights else None)
 
 
@@ -190,12 +193,25 @@ def encode_inputs(
     columns: Mapping[str, ColumnSpec],
     encoders: Mapping[str, RowEncoder],
     scaling: Float64s,
+    show: ShowColumn | None = None,
 ) -> tuple[Floats, dict[str, Integers | Jagged]]:
-    """Dense columns and features of a chunk, as in ``Block``; the label is not needed."""
+    """Dense columns and features of a chunk, as in ``Block``; the label is not needed.
+
+    Args:
+        block: Raw columns.
+        columns: What to make of them.
+        encoders: Encoders by feature.
+        scaling: What to scale dense columns by, see ``scaling_of``.
+        show: Called with the name of each column that reads a vocabulary, its ids as they were
+            read and their rows; see ``hotrec.data.unknown``.
+    """
     dense = (dense_values(block, columns) - scaling[0]) / scaling[1]
     features: dict[str, Integers | Jagged] = {}
     for name, column in feature_columns(columns).items():
-        ids = encode_feature(raw_feature(block, name, column), encoders[name])
+        raw = raw_feature(block, name, column)
+        ids = encode_feature(raw, encoders[name])
+        if show is not None and encoders[name].has_unknown:
+            show(name, raw, ids)
         places: list[Integers | Jagged] = [ids]
         if column.kind is ColumnKind.sequence:
             assert isinstance(ids, Jagged), name

@@ -35,14 +35,16 @@ from hotrec.config.data import (
 from hotrec.config.validate import validate
 from hotrec.data.chunks import (
     DATASET,
+    HELD_OUT,
     SPLITS,
     ChunkInfo,
     ChunkWriter,
     Integers,
+    Jagged,
     commit_dataset,
     write_arrow,
 )
-from hotrec.data.columns import Float64s, RawBlock
+from hotrec.data.columns import Float64s, Lists, RawBlock, Texts
 from hotrec.data.days import Times, count_by_split
 from hotrec.data.encode import (
     check_row_numbers,
@@ -61,6 +63,7 @@ from hotrec.data.encode import (
 from hotrec.data.generation import Earlier, evicted_rows
 from hotrec.data.kept import keeping
 from hotrec.data.log import TRAIN, Log, Splitter, open_log
+from hotrec.data.unknown import UnknownIds, count_unknown
 from hotrec.data.vocabulary import (
     EMPTY,
     Counted,
@@ -174,9 +177,9 @@ def prepare(source: SourceSpec, output: str | Path, *, append: Sequence[str] = (
         total = job.earlier_facts() + new
         encoders = _build_encoders(job, largest)
         scaling = scaling_of(log.columns, new.moments) if earlier is None else earlier.scaling
-        splits = _write(job, encoders, scaling, facts)
+        written = _write(job, encoders, scaling, facts)
         distributed.same_verdict(
-            lambda: _commit(job, target, encoders, scaling, splits, total) if is_first else None
+            lambda: _commit(job, target, encoders, scaling, written, total) if is_first else None
         )
     return read_artifact(target, kind=DATASET)
 
@@ -385,24 +388,37 @@ def _schema(job: _Job, encoders: dict[str, RowEncoder]) -> Schema:
     )
 
 
+@dataclass(frozen=True)
+class _Written:
+    """The chunks of each split, and the unknown ids of those held out; of a file or of all."""
+
+    chunks: dict[str, list[ChunkInfo]]
+    unknown: dict[str, UnknownIds]
+
+
 def _write(
     job: _Job, encoders: dict[str, RowEncoder], scaling: Float64s, facts: dict[int, FileFacts]
-) -> dict[str, list[ChunkInfo]]:
-    """Write the chunks of all files; the chunks of each split, in order of files."""
+) -> _Written:
+    """Write the chunks of all files, in their order."""
     schema = _schema(job, encoders)
     of_features = {name: encoders[table] for name, table in job.tables.items()}
     total = sum(int(facts[file].num_samples.sum()) for file in job.my_files)
 
-    def write_my_files() -> dict[int, dict[str, list[ChunkInfo]]]:
+    def write_my_files() -> dict[int, _Written]:
         with _progress("2/2 write", total) as progress:
             return {
                 file: _write_file(job, file, schema, of_features, scaling, progress)
                 for file in job.my_files
             }
 
-    chunks = _on_all_ranks(write_my_files)
-    splits = {split: [c for of_file in chunks.values() for c in of_file[split]] for split in SPLITS}
-    return {**splits, SPLITS[TRAIN]: [*_take_chunks(job), *splits[SPLITS[TRAIN]]]}
+    written = list(_on_all_ranks(write_my_files).values())
+    splits = {split: [c for of_file in written for c in of_file.chunks[split]] for split in SPLITS}
+    unknown = {
+        split: sum((of_file.unknown[split] for of_file in written), start=UnknownIds())
+        for split in HELD_OUT
+    }
+    splits[SPLITS[TRAIN]] = [*_take_chunks(job), *splits[SPLITS[TRAIN]]]
+    return _Written(splits, unknown)
 
 
 def _take_chunks(job: _Job) -> list[ChunkInfo]:
@@ -434,23 +450,32 @@ def _write_file(
     encoders: dict[str, RowEncoder],
     scaling: Float64s,
     progress: Progress,
-) -> dict[str, list[ChunkInfo]]:
+) -> _Written:
     rows_per_chunk = job.spec.rows_per_chunk
     begin = f"g{job.generation:04d}-" if job.generation else ""
     writers = {
         split: ChunkWriter(job.scratch, f"{split}-{begin}{file:05d}", schema, rows_per_chunk)
         for split in SPLITS
     }
+    unknown = dict.fromkeys(HELD_OUT, UnknownIds())
+    split_of: Integers
+
+    def count(column: str, ids: Texts | Lists, rows: Integers | Jagged) -> None:
+        for split in HELD_OUT:
+            is_counted = split_of == SPLITS.index(split)
+            if is_counted.any():
+                unknown[split] += UnknownIds({column: count_unknown(ids, rows, is_counted)})
+
     for raw in read_ahead(job.log.blocks(file)):
         split_of = job.splitter.split_of(raw, file)
-        block = encode_block(raw, job.log.columns, encoders, scaling)
+        block = encode_block(raw, job.log.columns, encoders, scaling, count)
         for index, writer in enumerate(writers.values()):
             samples = np.nonzero(split_of == index)[0]
             if samples.size:
                 is_whole = samples.size == len(block)
                 writer.write(block if is_whole else select_samples(block, samples))
         progress.update(len(raw))
-    return {split: writer.close() for split, writer in writers.items()}
+    return _Written({split: writer.close() for split, writer in writers.items()}, unknown)
 
 
 def _earlier_files(job: _Job) -> list[str]:
@@ -462,7 +487,7 @@ def _commit(
     target: Path,
     encoders: dict[str, RowEncoder],
     scaling: Float64s,
-    splits: dict[str, list[ChunkInfo]],
+    written: _Written,
     total: FileFacts,
 ) -> None:
     if total.num_skipped:
@@ -480,9 +505,10 @@ def _commit(
         "num_samples": _by_split(total.num_samples),
         "num_clicks": num_clicks if len(labels) > 1 else num_clicks[labels[0]],
         "num_skipped": total.num_skipped,
+        "unknown_ids": {split: ids.to_json() for split, ids in written.unknown.items()},
         "encoding": encoding_document(job.spec, scaling),
         **total.times.to_json(job.spec.split.time_column),
         **({"generations": job.earlier.document()} if job.earlier is not None else {}),
     }
     with nullcontext() if job.earlier is None else keeping(job.earlier.dataset):
-        commit_dataset(job.scratch, target, _schema(job, encoders), splits, source)
+        commit_dataset(job.scratch, target, _schema(job, encoders), written.chunks, source)

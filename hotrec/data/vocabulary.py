@@ -249,6 +249,11 @@ class RowEncoder:
             self._order = np.argsort(self._keys)
             self._keys = self._keys[self._order]
 
+    @property
+    def has_unknown(self) -> bool:
+        """Whether there are values without a row of their own, which read row 0."""
+        return self._keys is not None
+
     def rows(self, values: pa.Array) -> Rows:
         """int64 (n,): the row of each value, 0 for nulls."""
         hashes = hash_text(values)

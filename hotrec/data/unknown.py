@@ -1,0 +1,131 @@
+"""Ids without a row of their own, by column: in held-out samples and in files to score.
+
+A value that a vocabulary does not hold reads row 0, whether training has never seen it or too
+seldom. A few are normal; most of a column means that its values are written otherwise, or are of
+other users and items. Missing values do not count, and hashed ids and row numbers always have rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from hotrec.data.chunks import Dataset, Integers, Jagged
+from hotrec.data.columns import Lists, Texts
+from hotrec.data.gather import gather_bags
+from hotrec.types import Rows
+
+# Shares from which columns are named in a line of text.
+NOTABLE_FRAC = 0.05
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class UnknownIds:
+    """Counts of the ids of each column that reads a vocabulary; those of parts add up.
+
+    Args:
+        counts: The number of ids and of those without a row, int64 (2,), by column.
+    """
+
+    counts: Mapping[str, Rows] = field(default_factory=dict)
+
+    @staticmethod
+    def of(column: str, raw: Texts | Lists, rows: Integers | Jagged) -> UnknownIds:
+        """Those of one column, as ``encode_inputs`` shows it."""
+        return UnknownIds({column: count_unknown(raw, rows)})
+
+    def __add__(self, other: UnknownIds) -> UnknownIds:
+        counts = dict(self.counts)
+        for column, more in other.counts.items():
+            counts[column] = counts.get(column, np.zeros(2, np.int64)) + more
+        return UnknownIds(counts)
+
+    @property
+    def fracs(self) -> dict[str, float]:
+        """The share without a row, by column that has ids, the largest first."""
+        found = {n: int(unknown) / int(ids) for n, (ids, unknown) in self.counts.items() if ids}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def text(self, where: str, least: float = NOTABLE_FRAC) -> str | None:
+        """A line that names the columns with notable shares; None if there are none.
+
+        Args:
+            where: What the ids are of, such as "valid" or the name of a file.
+            least: The share from which a column is named.
+        """
+        shares = [f"{name} {share:.1%}" for name, share in self.fracs.items() if share >= least]
+        if not shares:
+            return None
+        return f"{where}: ids without a row of their own (unseen or rare): {', '.join(shares)}"
+
+    def to_json(self) -> dict[str, dict[str, int | float]]:
+        """As manifests and the lines of commands have it, by column."""
+        return {
+            column: {
+                "num_ids": int(ids),
+                "num_unknown": int(unknown),
+                "unknown_frac": int(unknown) / int(ids) if ids else 0.0,
+            }
+            for column, (ids, unknown) in self.counts.items()
+        }
+
+    @staticmethod
+    def from_json(document: Mapping[str, Mapping[str, int | float]]) -> UnknownIds:
+        """What ``to_json`` returned."""
+        names = ("num_ids", "num_unknown")
+        return UnknownIds(
+            {
+                column: np.array([int(of[name]) for name in names], np.int64)
+                for column, of in document.items()
+            }
+        )
+
+
+def count_unknown(
+    raw: Texts | Lists, rows: Integers | Jagged, is_counted: Mask | None = None
+) -> Rows:
+    """Count the ids of a column as ``UnknownIds`` has them, int64 (2,).
+
+    Args:
+        raw: The column as it was read.
+        rows: The rows of its ids; row 0 is that of values without a row.
+        is_counted: Whether to count each sample; None for all.
+    """
+    if isinstance(raw, Lists):
+        assert isinstance(rows, Jagged)
+        has_id = np.ones(rows.values.size, bool)
+        if not _is_present(raw.items).all():
+            bags = Jagged(_is_present(raw.items), np.append(raw.offsets, raw.offsets[-1]))
+            samples = np.where(raw.codes < 0, raw.offsets.size - 1, raw.codes)
+            has_id = gather_bags(bags, samples)[0].astype(bool)
+        if is_counted is not None:
+            has_id &= np.repeat(is_counted, np.diff(rows.offsets))
+        values = rows.values
+    else:
+        assert not isinstance(rows, Jagged)
+        has_id = _is_present(raw)
+        if is_counted is not None:
+            has_id &= is_counted
+        values = rows
+    counts = [np.count_nonzero(has_id), np.count_nonzero(has_id & (values == 0))]
+    return np.array(counts, np.int64)
+
+
+def _is_present(texts: Texts) -> Mask:
+    """Whether each value is one, and not missing."""
+    is_present: Mask = texts.codes >= 0
+    if texts.values.null_count:
+        is_value = texts.values.is_valid().to_numpy(zero_copy_only=False)
+        is_present &= np.append(is_value, False)[texts.codes]
+    return is_present
+
+
+def unknown_ids_of(dataset: Dataset) -> dict[str, UnknownIds]:
+    """Those of each split held out, as ``prepare`` counted them; empty where it did not."""
+    with dataset.artifact.parsing():
+        recorded = dataset.artifact.content["source"].get("unknown_ids", {})
+        return {split: UnknownIds.from_json(document) for split, document in recorded.items()}
