@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,13 @@ from hotrec.cli.store import USER_CONF
 from hotrec.config.groups import SavedPlacement, TorchrecPlacement
 from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.cost_model.profile import KIND as PROFILE
-from hotrec.data.chunks import DATASET
+from hotrec.data.chunks import DATASET, Dataset
+from hotrec.data.encode import check_encoding
+from hotrec.data.generation import generations_of
 from hotrec.data.readers import find_files
 from hotrec.runtime.run_dir import CHECKPOINTS, find_run
 
+logger = logging.getLogger(__name__)
 RECORD = "made.json"
 Figures = dict[str, Any]
 
@@ -64,7 +68,7 @@ def artifact_inputs(name: str, config: Any) -> str | None:
     if environment_rank() != 0:
         return None
     with suppress(OSError, ValueError):
-        if name == "prepare":
+        if name == "prepare" and (config.prune is None or config.append):
             return digest_of(asdict(config.data), _files_of(config))
         if name == "profile":
             return digest_of(asdict(config.profile), content_hash(config.paths.dataset, DATASET))
@@ -97,7 +101,15 @@ def record_artifact(name: str, config: Config, digest: str | None, figures: Figu
 
 
 def find_artifact(name: str, config: Config) -> Figures | None:
-    """The figures of what ``prepare`` or ``profile`` made, if they would make the same again."""
+    """The figures of what ``prepare`` or ``profile`` made, if they would make the same again.
+
+    A dataset that files were appended to is current, whatever its first files are now.
+
+    Raises:
+        ArtifactError: If it was encoded otherwise than the configuration says.
+    """
+    if name == "prepare" and (grown := _find_grown(config)) is not None:
+        return grown
     digest = artifact_inputs(name, config)
     figures = None if digest is None else read_made(_artifact_record(name, config), digest)
     path, kind = _artifact_of(name, config)
@@ -105,6 +117,31 @@ def find_artifact(name: str, config: Config) -> Figures | None:
         if figures is not None and figures["content_hash"] == content_hash(path, kind):
             return figures
     return None
+
+
+def _find_grown(config: Config) -> Figures | None:
+    """The figures of a dataset that files were appended to, unless it may be overwritten."""
+    source = config.data.source
+    if source is None or config.overwrite:
+        return None
+    from hotrec.cli.prepare import figures_of  # which imports torch
+
+    dataset: Dataset | None = None
+    with suppress(ArtifactError):
+        dataset = Dataset.open(config.paths.dataset)
+    if dataset is None or not generations_of(dataset):
+        return None
+    check_encoding(
+        dataset,
+        source,
+        of="this configuration has it",
+        advice="Go back to the configuration that files were appended with, or set overwrite=true "
+        "to prepare the dataset anew without them.",
+        may_grow=True,
+    )
+    figures = figures_of(dataset)
+    logger.info("%s: generation %d", config.paths.dataset, figures["generation"])
+    return figures
 
 
 def _artifact_of(name: str, config: Config) -> tuple[str, str]:

@@ -7,61 +7,103 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hotrec.artifact import Artifact
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config
 from hotrec.data.chunks import SPLITS, Dataset
-from hotrec.data.generation import growth_of
+from hotrec.data.generation import generations_of, growth_of
+from hotrec.data.kept import kept_directory, kept_generations, prune_generations
 from hotrec.data.prepare import prepare
 from hotrec.data.synthetic import write_synthetic
+from hotrec.data.unknown import unknown_ids_of
+from hotrec.lock import LockedError
 from hotrec.runtime.ranks import same_verdict
 
 logger = logging.getLogger(__name__)
+MOSTLY_UNKNOWN_FRAC = 0.5
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Write or extend paths.dataset; several ranks share the files of the log."""
+    """Write or extend paths.dataset, or prune what is kept of it; ranks share the files."""
     output = Path(config.paths.dataset)
     start_s = time.perf_counter()
     # Ranks exchange objects and files, no tensors, so gloo is enough on any machine.
     with watched_ranks(run_dir, device="cpu", timeout_s=config.trainer.timeout_s) as ranks:
-        artifact = _write(config, output, is_first=ranks.is_first)
+        if config.prune is None or config.append:
+            _write(config, output, is_first=ranks.is_first)
+        figures = same_verdict(lambda: _describe(config, output) if ranks.is_first else None)
+        if figures is None:  # rank 0 has them
+            return {}
         elapsed_s = time.perf_counter() - start_s
-        return _figures(artifact, output, elapsed_s, ranks.world_size)
+        total = sum(figures["num_samples"].values())
+        logger.info("%s: %d samples in %.1f s", output, total, elapsed_s)
+        return {
+            **figures,
+            "samples_per_s": total / elapsed_s,
+            "elapsed_s": elapsed_s,
+            "world_size": ranks.world_size,
+        }
 
 
-def _write(config: Config, output: Path, *, is_first: bool) -> Artifact | None:
+def _write(config: Config, output: Path, *, is_first: bool) -> None:
+    overwrite = config.overwrite
     if config.data.source is not None:
-        return prepare(config.data.source, output, append=config.append)
+        prepare(config.data.source, output, append=config.append, overwrite=overwrite)
+        return
     spec = config.data.synthetic
     assert spec is not None  # the configuration is validated
-    return same_verdict(lambda: write_synthetic(spec, output) if is_first else None)
+    same_verdict(lambda: write_synthetic(spec, output, overwrite=overwrite) if is_first else None)
 
 
-def _figures(
-    artifact: Artifact | None, output: Path, elapsed_s: float, world_size: int
-) -> dict[str, Any]:
-    if artifact is None:  # rank 0 has it
-        return {}
+def _describe(config: Config, output: Path) -> dict[str, Any]:
+    """The figures of the dataset, after pruning it; the lines that the terminal shows."""
     dataset = Dataset.open(output)
-    num_samples = {split: dataset.num_samples(split) for split in SPLITS}
-    total = sum(num_samples.values())
-    logger.info("%s: %d samples in %.1f s", output, total, elapsed_s)
-    growth = growth_of(dataset)
-    for table, grown in growth.items():
+    figures = figures_of(dataset)
+    for table, grown in growth_of(dataset).items():
         words = [f"{num} {name.replace('_', ' ')}" for name, num in grown.items()]
         logger.info("table %s: %s", table, ", ".join(words))
+    for split, unknown in unknown_ids_of(dataset).items():
+        text = unknown.text(split)
+        if text is not None:
+            is_most = max(unknown.fracs.values()) >= MOSTLY_UNKNOWN_FRAC
+            logger.log(logging.WARNING if is_most else logging.INFO, "%s", text)
+    return {**figures, **_prune(config, output)}
+
+
+def _prune(config: Config, output: Path) -> dict[str, Any]:
+    if config.prune is None:
+        return {}
+    try:
+        pruned, freed_bytes = prune_generations(output, config.prune)
+    except LockedError as error:
+        if not config.append:
+            raise
+        # The dataset has been extended, which a second try would be refused for.
+        logger.warning("prune: nothing was removed: %s", error)
+        pruned, freed_bytes = [], 0
+    kept = kept_generations(output)
+    logger.info(
+        "prune: removed %d generations (%d bytes), kept %d in %s",
+        *(len(pruned), freed_bytes, len(kept), kept_directory(output)),
+    )
+    return {"pruned": pruned, "freed_bytes": freed_bytes, "kept": kept}
+
+
+def figures_of(dataset: Dataset) -> dict[str, Any]:
+    """What the line of ``prepare`` says of a dataset itself."""
+    artifact = dataset.artifact
+    growth = growth_of(dataset)
     return {
         "command": "prepare",
-        "dataset": output,
+        "dataset": artifact.path,
         "content_hash": artifact.content_hash,
-        "num_samples": num_samples,
+        "generation": len(generations_of(dataset)),
+        "num_samples": {split: dataset.num_samples(split) for split in SPLITS},
         "num_features": len(dataset.schema.features),
         "num_dense": len(dataset.schema.dense),
         "num_rows": {table.name: table.num_rows for table in dataset.schema.tables},
         "num_skipped": artifact.content["source"].get("num_skipped", 0),
+        "unknown_ids": {
+            split: unknown.to_json() for split, unknown in unknown_ids_of(dataset).items()
+        },
         **({"growth": growth} if growth else {}),
-        "samples_per_s": total / elapsed_s,
-        "elapsed_s": elapsed_s,
-        "world_size": world_size,
     }

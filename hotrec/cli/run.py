@@ -64,6 +64,11 @@ def run(
         CommandFailed: If a stage fails, after it has said why; with its exit code.
         ValueError: If the dataset is to be extended.
     """
+    if config.prune is not None:
+        raise ValueError(
+            f"prune: expected none for `hotrec run`, got {config.prune}. Run `hotrec prepare "
+            "prune=...`."
+        )
     if config.append:
         raise ValueError(
             f"append: expected no files for `hotrec run`, which makes its dataset, got "
@@ -161,7 +166,8 @@ class _Chain:
     def inputs(self) -> str:
         """The digest of what is planned and trained."""
         settings = asdict(self.config)
-        del settings["run"]
+        for name in ("run", "overwrite"):  # which change nothing that is trained
+            del settings[name]
         paths = self.config.paths
         made_from = [content_hash(paths.dataset, DATASET), content_hash(paths.profile, PROFILE)]
         return digest_of(settings, made_from)

@@ -498,6 +498,17 @@ class Config:
         "data.source.files: its training split grows, and so do its vocabularies",
         [],
     )
+    overwrite: bool = key(
+        "let `hotrec prepare` and `hotrec run` prepare a dataset anew that files were appended to, "
+        "without them",
+        False,
+    )
+    prune: int | None = key(
+        "for `hotrec prepare`, number of earlier generations of the dataset to keep, after append= "
+        "or, without it, in place of preparing; null: all",
+        None,
+        ge=0,
+    )
     profile: ProfileConfig = section("how lookups are counted", ProfileConfig)
     model: ModelConfig = section("the model", ModelConfig)
     placement: PlacementConfig = section("the choice of hot rows", PlacementConfig)

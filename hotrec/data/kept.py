@@ -8,6 +8,7 @@ the space of its held-out samples, its vocabularies and the chunks that lost row
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -89,6 +90,25 @@ def open_generation(
     )
 
 
+def check_not_grown(directory: Path) -> None:
+    """Check that a dataset may be replaced by one that is prepared anew.
+
+    Raises:
+        ArtifactError: If files were appended to it, which the new one would not have.
+    """
+    number = 0
+    # Of a damaged one, too. What else may be there is refused by whoever replaces it.
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        number = len(manifest["content"]["source"].get("generations", ()))
+    if number > 0:
+        raise ArtifactError(
+            f"{directory}: expected a dataset without appended files to replace, got generation "
+            f"{number}. Extend it with append=..., train on it as it is, or set overwrite=true "
+            "to prepare it anew without them."
+        )
+
+
 @contextmanager
 def keeping(dataset: Dataset) -> Iterator[None]:
     """Keep a dataset that is replaced within; the caller holds its lock for writing."""
@@ -139,4 +159,6 @@ def prune_generations(directory: str | Path, num_kept: int) -> tuple[list[Path],
         status = [file.stat() for file in path.rglob("*") if file.is_file()]
         remove_artifact(path, DATASET)
         num_bytes += sum(file.st_size for file in status if file.st_nlink == 1)
+    with suppress(OSError):  # that of others
+        kept_directory(directory).rmdir()
     return pruned, num_bytes

@@ -61,7 +61,7 @@ from hotrec.data.encode import (
     select_samples,
 )
 from hotrec.data.generation import Earlier, evicted_rows
-from hotrec.data.kept import keeping
+from hotrec.data.kept import check_not_grown, keeping
 from hotrec.data.log import TRAIN, Log, Splitter, open_log
 from hotrec.data.unknown import UnknownIds, count_unknown
 from hotrec.data.vocabulary import (
@@ -138,7 +138,13 @@ class _Job:
         return replace(facts, num_skipped=source["num_skipped"], times=self.earlier.times)
 
 
-def prepare(source: SourceSpec, output: str | Path, *, append: Sequence[str] = ()) -> Artifact:
+def prepare(
+    source: SourceSpec,
+    output: str | Path,
+    *,
+    append: Sequence[str] = (),
+    overwrite: bool = False,
+) -> Artifact:
     """Read a log, write a dataset. Every rank of the process group calls it together.
 
     Args:
@@ -147,6 +153,7 @@ def prepare(source: SourceSpec, output: str | Path, *, append: Sequence[str] = (
             system.
         append: Files, as in ``source.files`` and in place of them, that extend the dataset in
             ``output``; see ``hotrec.data.generation``.
+        overwrite: Whether to replace a dataset that files were appended to.
 
     Returns:
         The committed dataset: ``chunks/``, and ``vocab/<table>.arrow`` with the value and count of
@@ -166,6 +173,8 @@ def prepare(source: SourceSpec, output: str | Path, *, append: Sequence[str] = (
     is_first = distributed.rank() == 0
     with distributed.shared_scratch(target, kind=DATASET) as scratch:
         verify = Verify.full if is_first else Verify.size
+        if not append and not overwrite:
+            distributed.same_verdict(lambda: check_not_grown(target))
         earlier = distributed.same_verdict(
             lambda: Earlier.open(target, source, verify) if append else None
         )

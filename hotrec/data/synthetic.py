@@ -26,6 +26,7 @@ from hotrec.config.validate import validate
 from hotrec.data.chunks import DATASET, SPLITS, Block, ChunkWriter, Integers, Jagged, commit_dataset
 from hotrec.data.columns import offsets_of
 from hotrec.data.days import day_document
+from hotrec.data.kept import check_not_grown
 from hotrec.runtime.progress import Progress
 from hotrec.types import Feature, Rows, Schema, Table
 
@@ -191,11 +192,18 @@ def _bias_for(click_rate: float, signal: float) -> float:
     return math.log(click_rate / (1 - click_rate)) * math.sqrt(1 + (signal / 1.702) ** 2)
 
 
-def write_synthetic(spec: SyntheticSpec, output: str | Path) -> Artifact:
+def write_synthetic(
+    spec: SyntheticSpec, output: str | Path, *, overwrite: bool = False
+) -> Artifact:
     """Draw a synthetic log and write it as a dataset.
 
     Besides the chunks it writes ``popularity/<table>.npy``: int64 (periods, top), the most popular
     rows of each period in falling order; the manifest names the first ones of the first period.
+
+    Args:
+        spec: What to draw.
+        output: The directory of the dataset, replaced if it exists.
+        overwrite: Whether to replace a dataset that files were appended to.
 
     Raises:
         ValueError: if the specification is invalid.
@@ -203,6 +211,8 @@ def write_synthetic(spec: SyntheticSpec, output: str | Path) -> Artifact:
     log = SyntheticLog(spec)
     schema = synthetic_schema(spec)
     with scratch_directory(Path(output), kind=DATASET) as scratch:
+        if not overwrite:
+            check_not_grown(Path(output))
         writers = {
             split: ChunkWriter(scratch, split, schema, spec.rows_per_chunk) for split in SPLITS
         }

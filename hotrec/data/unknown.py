@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hotrec.data.chunks import Dataset, Integers, Jagged
+from hotrec.data.chunks import HELD_OUT, Dataset, Integers, Jagged
 from hotrec.data.columns import Lists, Texts
 from hotrec.data.gather import gather_bags
 from hotrec.types import Rows
@@ -128,4 +128,4 @@ def unknown_ids_of(dataset: Dataset) -> dict[str, UnknownIds]:
     """Those of each split held out, as ``prepare`` counted them; empty where it did not."""
     with dataset.artifact.parsing():
         recorded = dataset.artifact.content["source"].get("unknown_ids", {})
-        return {split: UnknownIds.from_json(document) for split, document in recorded.items()}
+        return {s: UnknownIds.from_json(recorded[s]) for s in HELD_OUT if s in recorded}
