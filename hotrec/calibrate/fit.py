@@ -11,7 +11,7 @@ from typing import Any
 
 from hotrec.cost_model.costs import TORCHREC_STAGE, Costs, CostsError
 from hotrec.cost_model.store import find_costs
-from hotrec.runtime.run_dir import PREDICTION, SUMMARY
+from hotrec.runtime.run_dir import PREDICTION, SUMMARY, run_at
 from hotrec.types import STAGES, PipelineKind
 
 # Joins the names of stages that were measured together, as in "row_update+hot_exchange".
@@ -129,6 +129,7 @@ def fit_from_run(run_dir: Path, where: str) -> Costs:
     Raises:
         CostsError: If the run has no stage times, or was planned with other costs.
     """
+    run_dir = run_at(run_dir, SUMMARY) or run_dir
     summary = _read_document(run_dir / SUMMARY)
     predicted, measured = summary.get("predicted_stage_s"), summary.get("measured_stage_s")
     if not (isinstance(predicted, dict) and isinstance(measured, dict) and predicted and measured):

@@ -13,7 +13,7 @@ from hotrec.planning.unsharded import chosen_device
 from hotrec.runs.evaluate import evaluate_run
 from hotrec.runs.train import placement_name
 from hotrec.runtime.ranks import broadcast_object, same_verdict
-from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, find_run
+from hotrec.runtime.run_dir import CONFIG_FILE, find_trained
 
 
 def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
     start_s = time.perf_counter()
     device = chosen_device(config.device)
     with watched_ranks(run_dir, device=device, timeout_s=config.timeout_s) as ranks:
-        found = same_verdict(lambda: _find(config.run_dir) if ranks.is_first else None)
+        found = same_verdict(lambda: find_trained(config.run_dir) if ranks.is_first else None)
         trained_dir = broadcast_object(found)
         assert trained_dir is not None  # rank 0 has found it
         trained = same_verdict(lambda: read_config(trained_dir / CONFIG_FILE, Config))
@@ -37,7 +37,3 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
         "world_size": ranks.world_size,
         "elapsed_s": time.perf_counter() - start_s,
     }
-
-
-def _find(run_dir: str) -> Path:
-    return find_run(run_dir, holding=f"{CHECKPOINTS}/latest", key="run_dir")

@@ -22,16 +22,15 @@ from hotrec.artifact import MANIFEST, ArtifactError, check_made_from, read_artif
 from hotrec.cli.launch import environment_rank
 from hotrec.cli.store import USER_CONF
 from hotrec.config.groups import SavedPlacement, TorchrecPlacement
-from hotrec.config.roots import Config, EvaluateConfig
+from hotrec.config.roots import Config, EvaluateConfig, ExportConfig, PredictConfig
 from hotrec.cost_model.profile import KIND as PROFILE
 from hotrec.data.chunks import DATASET, Dataset
 from hotrec.data.encode import check_encoding
 from hotrec.data.generation import generations_of
 from hotrec.data.readers import find_files
-from hotrec.runtime.run_dir import CHECKPOINTS, find_run
+from hotrec.runtime.run_dir import CHECKPOINTS, RECORD, find_trained
 
 logger = logging.getLogger(__name__)
-RECORD = "made.json"
 Figures = dict[str, Any]
 
 
@@ -170,8 +169,8 @@ def check_inputs(name: str, config: Any, run_dir: Path, words: Sequence[str]) ->
         ArtifactError: If one is missing or of another dataset; the message has that command.
         ValueError: If the run to evaluate is missing.
     """
-    if isinstance(config, EvaluateConfig):
-        find_run(config.run_dir, holding=f"{CHECKPOINTS}/latest", key="run_dir")
+    if isinstance(config, EvaluateConfig | ExportConfig | PredictConfig):
+        find_trained(config.run_dir)
     if name not in ("profile", "plan", "train"):
         return
     paths = config.paths

@@ -11,7 +11,7 @@ from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config, PredictConfig
 from hotrec.runs.predict import predict_run
 from hotrec.runtime.ranks import broadcast_object, same_verdict
-from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, find_run
+from hotrec.runtime.run_dir import CONFIG_FILE, find_trained
 
 
 def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
     start_s = time.perf_counter()
     # Ranks exchange objects and files, no tensors, so gloo is enough on any machine.
     with watched_ranks(run_dir, device="cpu", timeout_s=config.timeout_s) as ranks:
-        found = same_verdict(lambda: _find(config.run_dir) if ranks.is_first else None)
+        found = same_verdict(lambda: find_trained(config.run_dir) if ranks.is_first else None)
         trained_dir = broadcast_object(found)
         assert trained_dir is not None  # rank 0 has found it
         trained = same_verdict(lambda: read_config(trained_dir / CONFIG_FILE, Config))
@@ -39,7 +39,3 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
         "world_size": ranks.world_size,
         "elapsed_s": elapsed_s,
     }
-
-
-def _find(run_dir: str) -> Path:
-    return find_run(run_dir, holding=f"{CHECKPOINTS}/latest", key="run_dir")

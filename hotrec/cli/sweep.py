@@ -19,11 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from hotrec.cli.output import print_error
 from hotrec.config.roots import ReportConfig
-from hotrec.runtime.run_dir import POINT
+from hotrec.runtime.run_dir import COMPARISON, POINT, TRAINED
 
 PLAN, TRAIN, RUN = "plan", "train", "run"
-# What ``hotrec run`` trains with run.compare=true: the placement, and its directory beside TRAIN.
-BASELINE = "torchrec"
 # What the page of a sweep of plan needs of each job besides its overrides.
 FIELDS = {
     "num_ranks": "plan.world_size",
@@ -82,10 +80,10 @@ class Sweep(Callback):
             job_dir = Path(config.hydra.runtime.output_dir)
             points = {job_dir: point}
             if self._command == RUN:  # which trains in directories of its own
-                points = {job_dir / TRAIN: point}
+                points = {job_dir / TRAINED: point}
                 if config.run.compare:
-                    theirs = {**overrides, "placement": BASELINE}
-                    points[job_dir / BASELINE] = {"overrides": theirs}
+                    theirs = {**overrides, "placement": COMPARISON}
+                    points[job_dir / COMPARISON] = {"overrides": theirs}
             for folder, content in points.items():
                 folder.mkdir(exist_ok=True)
                 text = json.dumps(content, indent=2) + "\n"

@@ -19,7 +19,7 @@ from hotrec.data.generation import generations_of
 from hotrec.data.kept import open_generation
 from hotrec.data.vocabulary import RowEncoder, read_vocabulary, read_whole_vocabulary
 from hotrec.runtime.ranks import rank
-from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, run_at
 from hotrec.train.checkpoint import find_latest, load_rows, read_facts
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,8 @@ class WarmStart:
             ValueError: If there is no checkpoint, or the tables of the datasets do not match.
             ArtifactError: If the checkpoint is damaged, or its dataset is gone.
         """
-        path = Path(source)
-        checkpoint = find_latest(path / CHECKPOINTS) if (path / CHECKPOINTS).is_dir() else path
+        path = run_at(Path(source), CHECKPOINTS)
+        checkpoint = Path(source) if path is None else find_latest(path / CHECKPOINTS)
         if checkpoint is None or not checkpoint.is_dir():
             raise ValueError(
                 "trainer.warm_start: expected the directory of a run with checkpoints, or of a "

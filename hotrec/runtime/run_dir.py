@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE, SUMMARY = "config.yaml", "summary.json"
 PLAN_JSON, PLAN_TEXT, ENVIRONMENT = "plan.json", "plan.txt", "environment.json"
@@ -15,6 +18,10 @@ POINT = "point.json"
 # Where a run writes its record until its configuration and checkpoint have been accepted.
 STAGED = ".staged"
 LOCK_FILE = ".lock"
+# In a directory of `hotrec run`, and beside artifacts: what it was made from. Such a directory
+# holds the run in TRAINED, and one with TorchRec's own plan, to compare with, in COMPARISON.
+RECORD = "made.json"
+TRAINED, COMPARISON = "train", "torchrec"
 RUNS = Path("runs")
 
 
@@ -36,6 +43,9 @@ def read_finished(run_dir: Path, config_text: str | None = None) -> dict[str, An
 def find_run(path: str, *, holding: str, key: str) -> Path:
     """A run directory as configured, or the newest under ``runs/`` for "latest".
 
+    A directory of ``hotrec run`` stands for the run that it trained. The newest is never one that
+    was trained to compare with, nor one without a recorded configuration.
+
     Args:
         holding: File that a run of the expected kind contains.
         key: Configuration key for messages.
@@ -44,17 +54,40 @@ def find_run(path: str, *, holding: str, key: str) -> Path:
         ValueError: If there is no such run.
     """
     if path != "latest":
-        run_dir = Path(path)
-        if not (run_dir / holding).exists():
-            raise ValueError(
-                f"{key}: expected a run directory with {holding}, got {path}, which has none. "
-                "Pass a directory that `hotrec train` wrote."
-            )
-        return run_dir
-    found = sorted(RUNS.rglob(holding), key=lambda file: file.stat().st_mtime)
-    if not found:
+        run_dir = run_at(Path(path), holding)
+        if run_dir is not None:
+            return run_dir
+        raise ValueError(
+            f"{key}: expected a run directory with {holding}, got {path}, which has none. "
+            "Pass a directory that `hotrec train` or `hotrec run` wrote."
+        )
+    depth = len(Path(holding).parts) - 1
+    found = {file.parents[depth]: file.stat().st_mtime_ns for file in RUNS.rglob(holding)}
+    usable = [
+        run_dir
+        for run_dir in found
+        if (run_dir / CONFIG_FILE).exists() and not is_comparison(run_dir)
+    ]
+    if not usable:
         raise ValueError(
             f"{key}: expected a run with {holding} under {RUNS}/ for latest, got none. "
             "Run `hotrec train` first, or name a run."
         )
-    return found[-1].parents[len(Path(holding).parts) - 1]
+    newest = max(usable, key=lambda run_dir: found[run_dir])
+    logger.info("%s=latest: %s", key, newest)
+    return newest
+
+
+def run_at(path: Path, holding: str) -> Path | None:
+    """The run directory with that file: this one, or what ``hotrec run`` trained in it."""
+    return next((at for at in (path, path / TRAINED) if (at / holding).exists()), None)
+
+
+def find_trained(path: str) -> Path:
+    """The run directory whose model is evaluated, exported or scored with; see ``find_run``."""
+    return find_run(path, holding=f"{CHECKPOINTS}/latest", key="run_dir")
+
+
+def is_comparison(run_dir: Path) -> bool:
+    """Whether ``hotrec run`` trained this with TorchRec's plan, to compare its own run with."""
+    return run_dir.name == COMPARISON and (run_dir.parent / RECORD).exists()
