@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from hotrec.embedding.convert import check_replicas
     from hotrec.embedding.tables import gather_tables
     from hotrec.embedding.update_rules import OptimizerSpec
+    from hotrec.models.encoder import load_encoder
     from hotrec.models.plain import load_model
     from hotrec.planning.machine import Machine
     from hotrec.planning.torchrec_plan import plan_document, plan_text
@@ -56,6 +57,7 @@ __all__ = [
     "choice_of",
     "gather_tables",
     "load_checkpoint",
+    "load_encoder",
     "load_model",
     "parallelize",
     "plan_document",
@@ -76,6 +78,7 @@ _HOME = {
     "choice_of": "hotrec.program.parallel",
     "gather_tables": "hotrec.embedding.tables",
     "load_checkpoint": "hotrec.program.checkpoint",
+    "load_encoder": "hotrec.models.encoder",
     "load_model": "hotrec.models.plain",
     "parallelize": "hotrec.program.parallel",
     "plan_document": "hotrec.planning.torchrec_plan",

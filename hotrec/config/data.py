@@ -11,10 +11,13 @@ from hotrec.config.fields import Rules, key, section
 from hotrec.config.names import MAX_NAME_BYTES, name_rules
 
 SourceFormat = StrEnum("SourceFormat", "criteo delimited parquet arrow")
+# Of these formats a file is text, in which some values mean "missing".
+TEXT_FORMATS = (SourceFormat.criteo, SourceFormat.delimited)
 ColumnKind = StrEnum("ColumnKind", "label weight dense categorical categorical_list sequence")
 # Of these kinds are the columns that read a table.
 FEATURE_KINDS = (ColumnKind.categorical, ColumnKind.categorical_list, ColumnKind.sequence)
 Derive = StrEnum("Derive", "none hour_of_day day_of_week log_bucket")
+DERIVED_FROM_TIMES = (Derive.hour_of_day, Derive.day_of_week)
 DenseTransform = StrEnum("DenseTransform", "none log1p")
 Encoding = StrEnum("Encoding", "vocabulary hashing rows")
 TimeUnit = StrEnum("TimeUnit", "iso s ms us ns")
@@ -67,7 +70,7 @@ class ColumnSpec:
         is_categorical = kind in FEATURE_KINDS
         yield is_categorical or not table, f"table: expected none for this kind, got {table!r}."
         yield len(separator) == 1, f"separator: expected one character, got {separator!r}."
-        of_time = derive in (Derive.hour_of_day, Derive.day_of_week)
+        of_time = derive in DERIVED_FROM_TIMES
         is_derived = kind is ColumnKind.categorical or (kind is ColumnKind.dense and of_time)
         is_possible = derive is Derive.none or is_derived
         yield is_possible, f"derive: expected none for kind {kind.name}, got {derive.name!r}."

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hotrec.config.data import (
+    DERIVED_FROM_TIMES,
     ColumnKind,
     ColumnSpec,
-    Derive,
     SourceFormat,
     SourceSpec,
     SplitKind,
@@ -137,7 +137,7 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
                 f"column {source!r} of the joined table {place}. Join it into the files of the log."
             )
         (numbers if needs_numbers(column) else ids)[place].append(source)
-        if column.derive in (Derive.hour_of_day, Derive.day_of_week):
+        if column.derive in DERIVED_FROM_TIMES:
             times[place][source] = spec.times.get(source, TimeUnit.ms)
     labels, weights = (
         tuple(sources_of(columns, kind).values()) for kind in (ColumnKind.label, ColumnKind.weight)

@@ -1,13 +1,15 @@
 """A trained model as a plain PyTorch module, read from the directory that ``hotrec export`` wrote.
 
 Needs torch and safetensors, and nothing else of hotrec, so that it can be copied into a service;
-a model of your own also needs the package of its class.
+a model of your own also needs the package of its class. ``hotrec.models.encoder`` makes its inputs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +22,19 @@ from safetensors.torch import load_file
 from torch import nn
 
 DESCRIPTION, DENSE_FILE, TABLES_DIR = "model.json", "dense.safetensors", "tables"
-FORMAT_VERSION = 1
+# Version 1 had no hashes, and could not be encoded for.
+FORMAT_VERSION, VERSIONS = 2, (1, 2)
 WEIGHT, SCALE = "weight", "scale"
+# The tensors of a table, by the type of its rows.
+FORMS = {
+    "fp32": {WEIGHT: torch.float32},
+    "fp16": {WEIGHT: torch.float16},
+    "int8": {WEIGHT: torch.int8, SCALE: torch.float32},
+}
 OWN = "own"
+KINDS = ("dlrm", "dcnv2", "deepfm", "din", "mmoe", "two_tower", OWN)
+POOLINGS = ("sum", "mean")
+_CHECKED_AT_ONCE = 1 << 24
 # The rows of a feature in a batch: see PlainModel.forward.
 Ids = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -479,13 +491,20 @@ class PlainModel(nn.Module):
         return logits.squeeze(1)  # of one label
 
 
-def load_model(directory: str | Path) -> PlainModel:
+def load_model(
+    directory: str | Path, *, allow_code: bool = False, check_values: bool = True
+) -> PlainModel:
     """Load a model that ``hotrec export`` wrote, on the CPU, in evaluation mode.
 
-    The tables are mapped from their files, and read as their rows are looked up.
+    The tables are mapped from their files, and read as their rows are looked up. Nothing outside
+    the directory is read, unless ``allow_code`` says so.
 
     Args:
         directory: The exported directory.
+        allow_code: Whether the class that ``model.json`` names may be imported, for a model of your
+            own. Importing runs its code: allow it for directories that you trust.
+        check_values: Whether each row is read once to see that its values are finite. False leaves
+            rows unread until they are looked up.
 
     Returns:
         A module of PyTorch alone; see ``PlainModel.forward`` for what it takes.
@@ -495,51 +514,210 @@ def load_model(directory: str | Path) -> PlainModel:
     """
     directory = Path(directory)
     description = read_description(directory)
-    try:
-        shape = Architecture(**description["architecture"])
-        tables = {
-            table["name"]: _load_table(directory / table["file"], table, shape)
-            for table in description["tables"]
-        }
-        return PlainModel(shape, load_file(directory / DENSE_FILE), tables)
-    except (SafetensorError, OSError, LookupError, TypeError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+    shape = Architecture(**description["architecture"])
+    if shape.kind == OWN and not allow_code:
         raise ValueError(
-            f"{directory}: expected a whole exported model, got {type(error).__name__}: {reason}. "
-            "Export it again."
+            f"{directory / DESCRIPTION}: expected a model of hotrec's own layers, got one of the "
+            f"class {shape.target}. Call load_model(..., allow_code=True) if its code may be run."
+        )
+    dense_file = file_within(directory, DENSE_FILE)
+    check_dense_file(dense_file, description)
+    dense = load_tensors(dense_file)
+    for name, weight in dense.items():
+        if weight.dtype is not torch.float32 or not weight.isfinite().all():
+            raise ValueError(
+                f"{dense_file}: expected finite values of type float32 in {name}, got others. "
+                "Export the model again."
+            )
+    tables = load_tables(directory, description, check_values=check_values)
+    try:
+        return PlainModel(shape, dense, tables)
+    except (LookupError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{directory}: expected a whole exported model, got {type(error).__name__}: "
+            f"{reason:.300}. Export it again."
         ) from error
 
 
-def read_description(directory: Path) -> dict[str, Any]:
+def read_description(directory: Path, name: str = DESCRIPTION) -> dict[str, Any]:
     """The content of ``model.json``.
 
     Raises:
-        ValueError: If it is missing, or of another version.
+        ValueError: If it is missing, of another version, or describes no model.
     """
-    path = directory / DESCRIPTION
+    path = directory / name
     try:
-        description: dict[str, Any] = json.loads(path.read_text())
+        description: dict[str, Any] = json.loads(file_within(directory, name).read_text())
         version = description["format_version"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        if version in VERSIONS:
+            _check_description(description, version)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if ": expected " in str(error):
+            raise
+        reason = str(error) if type(error) is ValueError else repr(error)
         raise ValueError(
-            f"{path}: expected the description of an exported model, got {error!r}. Correct the "
+            f"{path}: expected the description of an exported model, got {reason}. Correct the "
             "path, or run `hotrec export`."
         ) from error
-    if version != FORMAT_VERSION:
+    if version not in VERSIONS:
         raise ValueError(
-            f"{path}: expected format version {FORMAT_VERSION}, got {version!r}. Export the model "
-            "with this version of hotrec."
+            f"{path}: expected format version {' or '.join(map(str, VERSIONS))}, got {version!r}. "
+            "Export the model with this version of hotrec."
         )
     return description
 
 
-def _load_table(path: Path, table: Mapping[str, Any], shape: Architecture) -> TableRows:
-    held = load_file(path)
-    weight_RD = held[WEIGHT]
-    expected = (table["num_rows"], shape.embedding_dim)
-    if tuple(weight_RD.shape) != expected:
+def _check_description(description: Mapping[str, Any], version: int) -> None:
+    """Raise an error of what a description has that no export writes."""
+    shape = Architecture(**description["architecture"])
+    tables = {table["name"]: table for table in description["tables"]}
+    read = [table for _, table in shape.features]
+    for what, found, expected in (
+        ("kind", shape.kind, KINDS),
+        ("pooling", shape.pooling, POOLINGS),
+        ("rows", description.get("rows", "fp32" if version == 1 else None), tuple(FORMS)),
+        *(("table", table, tuple(tables)) for table in read),
+    ):
+        if found not in expected:
+            raise ValueError(f"a {what} {found!r}, which is none of {', '.join(expected)}")
+    names = [table["name"] for table in description["tables"]]
+    if len(tables) < len(names) or set(names) != set(read):
+        raise ValueError(f"tables {names} for features of {sorted(set(read))}")
+    for name, table in tables.items():
+        expected_file = f"{TABLES_DIR}/{name}.safetensors"
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"a table {name!r}, whose files would be elsewhere")
+        if version > 1 and table["file"] != expected_file:
+            raise ValueError(f"the file {table['file']!r}, which is not {expected_file}")
+        if not _is_count(table["num_rows"]):
+            raise ValueError(f"{table['num_rows']!r} rows of table {name}")
+    if not _is_count(shape.embedding_dim):
+        raise ValueError(f"an embedding_dim of {shape.embedding_dim!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def file_within(directory: Path, name: str) -> Path:
+    """The path of a regular file of a directory, to which no link leads.
+
+    Raises:
+        ValueError: If it is a link or outside, so that something else would be read, or no file.
+    """
+    path = os.path.realpath(directory / name)
+    if path != os.path.join(os.path.realpath(directory), name):
         raise ValueError(
-            f"{path}: expected rows of shape {expected}, got {tuple(weight_RD.shape)}. Export the "
+            f"{directory / name}: expected a file in the directory, got one at {path}. Export the "
             "model again."
         )
-    return TableRows(weight_RD, held.get(SCALE), shape.pooling == "mean")
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"{directory / name}: expected a file, got none. Correct the path, or run `hotrec "
+            "export`."
+        )
+    return directory / name
+
+
+def check_dense_file(path: Path, description: Mapping[str, Any]) -> None:
+    """Check that the weights of the layers are those that a description was written with.
+
+    Raises:
+        ValueError: If they are another model's.
+    """
+    expected = description.get("dense_sha256")
+    if expected is None and description["format_version"] == 1:
+        return
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != expected:
+        raise ValueError(
+            f"{path}: expected the layers of this model, with SHA-256 {str(expected)[:12]}, got "
+            f"{found[:12]}. Export the model again."
+        )
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, mapped into memory.
+
+    Raises:
+        ValueError: If it is no whole file of safetensors.
+    """
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{path}: expected a whole exported model, got {type(error).__name__}: {reason}. "
+            "Export it again."
+        ) from error
+
+
+def check_rows(
+    path: Path,
+    held: Mapping[str, torch.Tensor],
+    form: str | None,
+    shape: tuple[int, int],
+    *,
+    check_values: bool = True,
+) -> None:
+    """Check the tensors of a table.
+
+    Args:
+        path: Their file.
+        held: The tensors.
+        form: "fp32", "fp16" or "int8"; None for any of them.
+        shape: Number of rows, and D.
+        check_values: Whether to look for values that are not finite, too.
+
+    Raises:
+        ValueError: If they are not what the table has.
+    """
+    found = {name: tensor.dtype for name, tensor in held.items()}
+    forms = FORMS.values() if form is None else (FORMS[form],)
+    if found not in forms:
+        raise ValueError(
+            f"{path}: expected {' or '.join(map(_shown, forms))}, got {_shown(found)}. Export the "
+            "model again."
+        )
+    for name, tensor in held.items():
+        expected = shape if name == WEIGHT else shape[:1]
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{path}: expected {'rows' if name == WEIGHT else name} of shape {expected}, got "
+                f"{tuple(tensor.shape)}. Export the model again."
+            )
+        if not check_values or not tensor.is_floating_point():
+            continue
+        step = max(1, _CHECKED_AT_ONCE // shape[1])
+        for begin in range(0, len(tensor), step):
+            is_fine = tensor[begin : begin + step].isfinite()
+            if not is_fine.all():
+                row = begin + int((~is_fine).nonzero()[0, 0])
+                raise ValueError(
+                    f"{path}: expected finite values, got another in {name} of row {row}. Export "
+                    "the model again."
+                )
+
+
+def _shown(types: Mapping[str, torch.dtype]) -> str:
+    return ", ".join(f"{name} of type {dtype}" for name, dtype in sorted(types.items()))
+
+
+def load_tables(
+    directory: Path, description: Mapping[str, Any], *, check_values: bool = True
+) -> dict[str, TableRows]:
+    """The tables of an exported model, mapped into memory.
+
+    Raises:
+        ValueError: If one is not whole, or not what the description says.
+    """
+    shape = Architecture(**description["architecture"])
+    tables = {}
+    for table in description["tables"]:
+        path = file_within(directory, table["file"])
+        held = load_tensors(path)
+        size = table["num_rows"], shape.embedding_dim
+        check_rows(path, held, description.get("rows"), size, check_values=check_values)
+        tables[table["name"]] = TableRows(held[WEIGHT], held.get(SCALE), shape.pooling == "mean")
+    return tables

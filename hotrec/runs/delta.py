@@ -13,7 +13,6 @@ of both the export that would have been written whole: the same files, and the s
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import count
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from hotrec.artifact import (
     Artifact,
@@ -34,18 +34,35 @@ from hotrec.artifact import (
     read_artifact,
     scratch_directory,
 )
-from hotrec.models.plain import DENSE_FILE, DESCRIPTION, TABLES_DIR, WEIGHT, read_description
+from hotrec.models.plain import (
+    DENSE_FILE,
+    DESCRIPTION,
+    OWN,
+    TABLES_DIR,
+    WEIGHT,
+    check_dense_file,
+    check_rows,
+    file_within,
+    load_model,
+    load_tables,
+    load_tensors,
+    read_description,
+)
 from hotrec.runs.exported import (
     IDS_AT_ONCE,
     KIND,
     VOCABULARIES,
     TensorWriter,
+    check_files,
+    check_ids,
+    check_place,
     make_ids,
     map_tensors,
     read_ids,
     rows_at_once,
     table_file,
     vocabulary_file,
+    write_hashes,
     write_ids,
 )
 from hotrec.runs.onnx_file import ONNX_FILE
@@ -68,8 +85,9 @@ def open_base(path: Path, description: Mapping[str, Any], datasets: Collection[s
         ArtifactError: If it is missing or damaged, or its rows are not those of the model.
     """
     base = read_artifact(path, kind=KIND, verify=Verify.full, stay_open=True)
-    before = read_description(path)
     with base.parsing():
+        check_files(base)
+        before = read_description(path)
         dataset = before["checkpoint"]["dataset"]
         if dataset not in datasets:
             raise ArtifactError(
@@ -87,7 +105,47 @@ def open_base(path: Path, description: Mapping[str, Any], datasets: Collection[s
                 f"since {path}: expected rows of {dim} values in {rows}, got rows of {dim_before} "
                 f"in {rows_before}. Choose another, or export the whole model."
             )
+        _check_grown(before, description)
+        check_content(path, before)
     return base
+
+
+def check_content(directory: Path, description: Mapping[str, Any]) -> None:
+    """Check that the files of a whole export are what its description says.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    if description["architecture"]["kind"] == OWN:  # whose code is not run for this
+        check_dense_file(directory / DENSE_FILE, description)
+        load_tables(directory, description)
+    else:
+        load_model(directory)
+    for table in description["tables"]:
+        if table["vocabulary"] is not None:
+            file = vocabulary_file(table["name"])
+            check_ids(file_within(directory, file), table["num_rows"], may_lack=False)
+
+
+def _check_grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Check that a model has the tables of an earlier one, with as many rows or more.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    (old, _), (new, num_new) = (
+        (
+            {table["name"]: table["vocabulary"] is not None for table in of["tables"]},
+            {table["name"]: table["num_rows"] for table in of["tables"]},
+        )
+        for of in (before, after)
+    )
+    shrunk = [t["name"] for t in before["tables"] if num_new.get(t["name"], 0) < t["num_rows"]]
+    if old != new or shrunk:
+        raise ValueError(
+            f"tables: expected {sorted(old)} of the earlier export, none with fewer rows, got "
+            f"{sorted(new)}, with fewer in {shrunk}. Export the whole model."
+        )
 
 
 def changed_rows(
@@ -156,6 +214,7 @@ def apply_delta(base: str | Path, delta: str | Path, output: str | Path) -> Path
             or if the output directory holds something else. Nothing is changed.
     """
     base, delta, output = Path(base), Path(delta), Path(output)
+    check_place(output)
     with scratch_directory(output, kind=KIND) as scratch:
         content, made_from = _merge_verified(base, delta, scratch)
         commit_artifact(scratch, output, kind=KIND, content=content, made_from=made_from)
@@ -167,29 +226,81 @@ def _merge_verified(
 ) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """Merge two artifacts, which are closed at the end; content and inputs of the result."""
     opened = read_artifact(delta, kind=DELTA_KIND, verify=Verify.full, stay_open=True)
-    check_made_from(opened, read_artifact(base, kind=KIND, verify=Verify.full))
+    opened_base = read_artifact(base, kind=KIND, verify=Verify.full)
+    check_made_from(opened, opened_base)
+    with opened_base.parsing():
+        check_files(opened_base)
+        check_content(base, read_description(base))
     with opened.parsing():
+        check_files(opened)
         merge(base, delta, scratch)
     made_from = {kind: claimed for kind, claimed in opened.made_from.items() if kind != KIND}
     return opened.content, made_from
 
 
 def merge(base: Path, delta: Path, target: Path) -> None:
-    """Write the files of an export that a delta makes of an earlier one."""
-    description = json.loads((delta / DELTA_DESCRIPTION).read_text())
+    """Write the files of an export that a delta makes of an earlier one.
+
+    Raises:
+        ValueError: If the delta is not whole, or has what an export of its description has not.
+    """
+    description = read_description(delta, DELTA_DESCRIPTION)
+    _check_grown(read_description(base), description)
     shutil.copyfile(delta / DELTA_DESCRIPTION, target / DESCRIPTION)
     for file in (DENSE_FILE, ONNX_FILE):
-        if (delta / file).exists():
-            shutil.copyfile(delta / file, target / file)
+        if file == DENSE_FILE or (delta / file).exists():
+            shutil.copyfile(file_within(delta, file), target / file)
+    check_dense_file(target / DENSE_FILE, description)
     (target / TABLES_DIR).mkdir()
+    dim = description["architecture"]["embedding_dim"]
     for table in description["tables"]:
-        file = table_file(table["name"])
-        tensors = map_tensors(base / file), map_tensors(delta / file)
-        _merge_table(*tensors, table["num_rows"], target / file)
+        name, shape = table["name"], (table["num_rows"], dim)
+        file = table_file(name)
+        before = map_tensors(file_within(base, file))
+        changes = _map_changes(file_within(delta, file), description["rows"], shape, before)
+        _merge_table(before, changes, table["num_rows"], target / file)
         if table["vocabulary"] is not None:
             (target / VOCABULARIES).mkdir(exist_ok=True)
-            file = vocabulary_file(table["name"])
+            file = vocabulary_file(name)
+            check_ids(file_within(delta, file), table["num_rows"], may_lack=True)
             _merge_ids(base / file, delta / file, target / file)
+            check_ids(target / file, table["num_rows"], may_lack=False)
+            write_hashes(target, name, table["num_rows"])
+
+
+def _map_changes(
+    path: Path, form: str, shape: tuple[int, int], base: Mapping[str, npt.NDArray[Any]]
+) -> dict[str, npt.NDArray[Any]]:
+    """The tensors of the changed rows of a table, checked.
+
+    Raises:
+        ValueError: If they are of other types or shapes than the table's, or have rows that it has
+            not, a row twice, or not all that are new.
+    """
+    held = load_tensors(path)
+    rows = held.pop(ROW, torch.empty(0))
+    check_rows(path, held, form, (len(rows), shape[1]))
+    if rows.dtype is not torch.int64 or rows.dim() != 1:
+        raise ValueError(
+            f"{path}: expected the rows' numbers of type int64, got {rows.dtype} of shape "
+            f"{tuple(rows.shape)}. Export the changes again."
+        )
+    num_before, num_rows = len(base[WEIGHT]), shape[0]
+    is_rising = bool((rows[1:] > rows[:-1]).all())
+    is_inside = not len(rows) or (int(rows[0]) >= 0 and int(rows[-1]) < num_rows)
+    num_new = int((rows >= num_before).sum())
+    if not is_rising or not is_inside or num_new != num_rows - num_before:
+        raise ValueError(
+            f"{path}: expected rising rows below {num_rows}, among them all from {num_before} on, "
+            "got others. Export the changes again."
+        )
+    tensors = {ROW: rows, **held}
+    if base.keys() != held.keys():
+        raise ValueError(
+            f"{path}: expected tensors {sorted(base)} as in the earlier export, got "
+            f"{sorted(held)}. Export the whole model."
+        )
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def _merge_table(

@@ -4,6 +4,7 @@
     dense.safetensors            weights of all layers but the tables
     tables/<table>.safetensors   weight (R, D) in the dataset's own rows; for int8 also scale (R,)
     vocab/<table>.parquet        value and row of each raw id, where the table has a vocabulary
+    vocab/<table>.npy            the hash of the value of row 1, 2, ..., which the encoder reads
     model.onnx                   with export.onnx=true
 
 Tables are copied a chunk at a time. With ``since`` only what has changed is written: see
@@ -26,7 +27,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from hotrec.artifact import Artifact, ArtifactError, commit_artifact, scratch_directory
+from hotrec.artifact import (
+    Artifact,
+    ArtifactError,
+    checksum_of,
+    commit_artifact,
+    scratch_directory,
+)
+from hotrec.config.data import DERIVED_FROM_TIMES, FEATURE_KINDS, TEXT_FORMATS, TimeUnit
 from hotrec.config.roots import Config, ExportConfig, ExportFormConfig, RowType
 from hotrec.data.chunks import Dataset
 from hotrec.data.generation import generations_of
@@ -64,11 +72,13 @@ from hotrec.runs.exported import (
     VOCABULARIES,
     Forms,
     TensorWriter,
+    check_place,
     make_ids,
     map_tensors,
     rows_at_once,
     table_file,
     vocabulary_file,
+    write_hashes,
     write_ids,
 )
 from hotrec.runs.onnx_file import check_packages, write_onnx
@@ -227,6 +237,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
         ValueError: As ``open_trained``, or if a package that ``export.onnx`` needs is missing.
     """
     target, form = Path(config.output), config.export
+    check_place(target)
     kind = KIND if config.since is None else DELTA_KIND
     if form.onnx:
         check_packages()
@@ -243,6 +254,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
             num_rows = _write_tables(scratch, files, trained, form.rows, base)
             dense = dense_weights(files, shape)
         _write_dense(scratch / DENSE_FILE, dense)
+        description["dense_sha256"] = checksum_of(scratch / DENSE_FILE, "sha256")
         if form.onnx:
             tables = {
                 table.name: _forms(table.num_rows, shape.embedding_dim, form.rows)
@@ -289,10 +301,10 @@ def _evaluate_written(
     if form.eval_split is None:
         return None
     if base is None:
-        return _evaluate(load_model(scratch), trained, form)
+        return _evaluate(load_model(scratch, allow_code=True), trained, form)
     with TemporaryDirectory(dir=scratch) as whole:
         merge(base.path, scratch, Path(whole))
-        return _evaluate(load_model(whole), trained, form)
+        return _evaluate(load_model(whole, allow_code=True), trained, form)
 
 
 def row_chunks(files: TensorFiles, name: str) -> Iterator[npt.NDArray[np.float32]]:
@@ -397,6 +409,8 @@ def _write_vocabularies(scratch: Path, trained: Trained, base: Artifact | None) 
         with write_ids(scratch / file) as writer:
             for ids in chunks if base is None else changed_ids(chunks, base.file(file)):
                 writer.write_table(ids)
+        if base is None:
+            write_hashes(scratch, table, trained.dataset.schema.table(table).num_rows)
 
 
 def _with_vocabulary(trained: Trained) -> list[str]:
@@ -404,9 +418,38 @@ def _with_vocabulary(trained: Trained) -> list[str]:
     return [table.name for table in tables if f"vocab/{table.name}.arrow" in files]
 
 
+def _encoding(trained: Trained) -> dict[str, Any] | None:
+    """How raw values are encoded, for ``hotrec.models.encoder``; None where it was not a log."""
+    recorded = trained.dataset.artifact.content["source"].get("encoding")
+    source = trained.config.data.source
+    if recorded is None or source is None:
+        return None
+    columns = {
+        name: {
+            **column,
+            "source": column["source"] or name,
+            **({"table": column["table"] or name} if column["kind"] in FEATURE_KINDS else {}),
+        }
+        for name, column in recorded["columns"].items()
+    }
+    of_times = {
+        column["source"] for column in columns.values() if column["derive"] in DERIVED_FROM_TIMES
+    }
+    dense = trained.dataset.schema.dense
+    return {
+        # Parquet and Arrow files have nulls of their own.
+        "null_values": source.null_values if source.format in TEXT_FORMATS else [],
+        "columns": columns,
+        "tables": recorded["tables"],
+        "times": {name: recorded["times"].get(name, TimeUnit.ms.name) for name in sorted(of_times)},
+        "means": dict(zip(dense, recorded["means"], strict=True)),
+        "deviations": dict(zip(dense, recorded["deviations"], strict=True)),
+    }
+
+
 def _description(trained: Trained, shape: Architecture, form: ExportFormConfig) -> dict[str, Any]:
     """The content of ``model.json``."""
-    schema, source = trained.dataset.schema, trained.dataset.artifact.content["source"]
+    schema = trained.dataset.schema
     with_vocabulary = _with_vocabulary(trained)
     tables = [
         {
@@ -422,8 +465,7 @@ def _description(trained: Trained, shape: Architecture, form: ExportFormConfig) 
         "architecture": asdict(shape),
         "rows": form.rows.name,
         "tables": tables,
-        # What each column and table of the log was encoded by; null where it was not a log.
-        "encoding": source.get("encoding"),
+        "encoding": _encoding(trained),
         "checkpoint": {
             "name": trained.checkpoint.name,
             "step": trained.step,

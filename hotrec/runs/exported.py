@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors.torch import load_file
 
-from hotrec.models.plain import TABLES_DIR
+from hotrec.artifact import MANIFEST, Artifact
+from hotrec.data.hashing import Hashes, hash_text
+from hotrec.models.encoder import hash_file
+from hotrec.models.plain import TABLES_DIR, file_within, load_tensors
 
 KIND = "model export"
 VOCABULARIES = "vocab"
@@ -110,9 +112,33 @@ class TensorWriter:
         self._at[name] += self._file.write(np.ascontiguousarray(values).data)
 
 
+def check_files(artifact: Artifact) -> None:
+    """Check that the files of an artifact are its own, and not links to others.
+
+    Raises:
+        ValueError: If one is a link.
+    """
+    for name in artifact.files:
+        file_within(artifact.path, name)
+
+
+def check_place(target: Path) -> None:
+    """Check that a directory to write into is not within an artifact, which would be another then.
+
+    Raises:
+        ValueError: If it is.
+    """
+    for parent in target.resolve().parents:
+        if _is_artifact(parent):
+            raise ValueError(
+                f"output {target}: expected a directory outside of others that hotrec has made, "
+                f"got one within {parent}. Choose another directory."
+            )
+
+
 def map_tensors(path: Path) -> dict[str, npt.NDArray[Any]]:
     """The tensors of a file, mapped into memory."""
-    return {name: value.numpy() for name, value in load_file(path).items()}
+    return {name: value.numpy() for name, value in load_tensors(path).items()}
 
 
 @contextmanager
@@ -127,7 +153,79 @@ def make_ids(values: pa.Array, rows: npt.NDArray[np.int64]) -> pa.Table:
     return pa.table([values, rows], schema=_IDS)
 
 
+def _is_artifact(directory: Path) -> bool:
+    try:  # others, too, name a file so
+        return {"kind", "content_hash"} <= json.loads((directory / MANIFEST).read_text()).keys()
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def read_ids(path: Path, begin: int, end: int) -> pa.Table:
-    """The raw ids of a vocabulary with rows from ``begin`` to before ``end``."""
-    found = pq.read_table(path, filters=[("row", ">=", begin), ("row", "<", end)])
-    return found.cast(_IDS).combine_chunks()
+    """The raw ids of a vocabulary with rows from ``begin`` to before ``end``.
+
+    Raises:
+        ValueError: If it is no such file.
+    """
+    try:
+        found = pq.read_table(path, filters=[("row", ">=", begin), ("row", "<", end)])
+        return found.cast(_IDS).combine_chunks()
+    except (pa.ArrowException, OSError, LookupError) as error:
+        reason = str(error).splitlines()[0].removesuffix(".")
+        raise ValueError(
+            f"{path}: expected the values and rows of a vocabulary, got {reason}. Export the model "
+            "again."
+        ) from error
+
+
+def check_ids(path: Path, num_rows: int, *, may_lack: bool) -> None:
+    """Check that a vocabulary has a value for each row of a table but row 0, in order.
+
+    Args:
+        path: The file.
+        num_rows: Rows of the table.
+        may_lack: Whether it may have some of the rows only, as that of a delta.
+
+    Raises:
+        ValueError: If it has other rows, a row twice, or a row without a value.
+    """
+    num_found = read_count(path)
+    is_whole = num_found == num_rows - 1 or (may_lack and num_found < num_rows)
+    num_read, last = 0, 0
+    for begin in range(1, num_rows, IDS_AT_ONCE):
+        ids = read_ids(path, begin, begin + IDS_AT_ONCE)
+        rows = ids["row"].to_numpy()
+        is_whole &= not ids["value"].null_count and (np.diff(rows, prepend=last) > 0).all()
+        num_read, last = num_read + len(rows), rows[-1] if len(rows) else last
+    if not is_whole or num_read != num_found or last >= num_rows:
+        raise ValueError(
+            f"{path}: expected a value for each of the rows 1 to {num_rows - 1} once, in order, "
+            "got others. Export the model again."
+        )
+
+
+def read_count(path: Path) -> int:
+    """The number of rows of a Parquet file."""
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].removesuffix(".")
+        raise ValueError(
+            f"{path}: expected a Parquet file, got {reason}. Export the model again."
+        ) from error
+
+
+def write_hashes(directory: Path, table: str, num_rows: int) -> None:
+    """Write what the encoder finds rows by: the hashes of a vocabulary's values, by row.
+
+    Args:
+        directory: The exported directory, which has the vocabulary.
+        table: The table.
+        num_rows: Its rows.
+    """
+    shape = (num_rows - 1,)
+    target = directory / hash_file(table)
+    hashes: Hashes = np.lib.format.open_memmap(target, mode="w+", dtype="<u8", shape=shape)
+    for begin in range(1, num_rows, IDS_AT_ONCE):
+        ids = read_ids(directory / vocabulary_file(table), begin, begin + IDS_AT_ONCE)
+        values = ids["value"].combine_chunks()
+        hashes[begin - 1 : begin - 1 + len(values)] = hash_text(values)

@@ -1,0 +1,473 @@
+"""Raw records as the inputs of an exported model, encoded as ``hotrec prepare`` encodes a log.
+
+Needs numpy, and nothing else of hotrec, so that it can be copied into a service; tensors, which
+``hotrec.models.plain`` takes, also need torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+DESCRIPTION = "model.json"
+# Version 1 named no null values, and means by no name.
+FORMAT_VERSION = 2
+# A record of the log: values by the names of its columns.
+Record = Mapping[str, Any]
+Rows = npt.NDArray[np.int64]
+# The rows of a feature: one for each record, or all of them and where each record's begin and end.
+Ids = Rows | tuple[Rows, Rows]
+Hashes = npt.NDArray[np.uint64]
+
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_ROW_NUMBER = re.compile("[0-9]{1,13}")
+_LARGEST = float(np.finfo(np.float32).max)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_EPOCH_WEEKDAY = 3  # 1970-01-01 was a Thursday; weeks begin on Monday
+_MS_PER_HOUR = 3_600_000
+_MS_PER_UNIT = {"s": 1e3, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
+# Of the hash that hotrec.data.hashing documents.
+_START, _FACTORS, _MASK = 0x9E3779B97F4A7C15, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53), 2**64 - 1
+
+
+def load_encoder(directory: str | Path) -> Encoder:
+    """Load what encodes raw records for a model that ``hotrec export`` wrote.
+
+    Args:
+        directory: The exported directory.
+
+    Raises:
+        ValueError: If the directory holds no model, or one that was not trained on a log.
+    """
+    directory = Path(directory)
+    path = directory / DESCRIPTION
+    expected = f"{path}: expected the description of an exported model"
+    try:
+        document = json.loads(_inside(directory, DESCRIPTION).read_text())
+        version, encoding = document["format_version"], document["encoding"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{expected}, got {reason}. Run `hotrec export`.") from error
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: expected format version {FORMAT_VERSION}, which says how raw values are "
+            f"encoded, got {version!r}. Export the model again."
+        )
+    if encoding is None:
+        raise ValueError(
+            f"{path}: expected a model that was trained on a log, got one of a synthetic dataset "
+            "or of an earlier version's. Give the model rows and dense columns themselves."
+        )
+    try:
+        lookups = {
+            table["name"]: _make_lookup(directory, table, encoding["tables"][table["name"]])
+            for table in document["tables"]
+        }
+        return Encoder(encoding, document["architecture"]["dense"], lookups)
+    except (OSError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{expected} that says how each column is encoded, got {type(error).__name__}: "
+            f"{error}. Export the model again."
+        ) from error
+
+
+class Encoder:
+    """Turns records into the inputs of a model; made by ``load_encoder``.
+
+    A value may be a text, a number, a truth value, a date or time, a list or an array of them, or
+    None, and be as the log had it or of the type that it stands for: ``7`` and ``"7"`` are one id.
+    A column that a record lacks is a missing value.
+
+    Attributes:
+        columns: The columns of the log that are read.
+        num_ids: Ids so far, by prepared column, of those whose table has a vocabulary.
+        num_unknown: Those of them that the vocabulary does not hold, so that the model reads row 0.
+    """
+
+    def __init__(
+        self, encoding: Mapping[str, Any], dense: Sequence[str], lookups: Mapping[str, Lookup]
+    ) -> None:
+        self._nulls = frozenset(encoding["null_values"])
+        self._times = encoding["times"]
+        self._dense = [
+            (name, encoding["columns"][name], encoding["means"][name], encoding["deviations"][name])
+            for name in dense
+        ]
+        self._features = [
+            (name, column, lookups[column["table"]])
+            for name, column in encoding["columns"].items()
+            if column["kind"] in ("categorical", "categorical_list", "sequence")
+        ]
+        read = (column["source"] for _, column, *_ in (*self._dense, *self._features))
+        self.columns = list(dict.fromkeys(read))
+        self.num_ids: Counter[str] = Counter()
+        self.num_unknown: Counter[str] = Counter()
+
+    def __call__(self, records: Iterable[Record]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The inputs of ``PlainModel.forward``, as tensors.
+
+        Raises:
+            ValueError: If a value is none that the column can have; it names record and column.
+        """
+        import torch
+
+        def tensor(values: npt.NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(values)
+
+        dense, ids = self.arrays(records)
+        tensors = {
+            name: tuple(map(tensor, rows)) if isinstance(rows, tuple) else tensor(rows)
+            for name, rows in ids.items()
+        }
+        return tensor(dense), tensors
+
+    def arrays(self, records: Iterable[Record]) -> tuple[npt.NDArray[np.float32], dict[str, Ids]]:
+        """Dense columns, float32 (B, N), and the rows of each feature, without torch.
+
+        Rows are int64 (B,), or for lists and places of sequences the pair of all rows (K,) and
+        offsets (B + 1,); see ``padded``.
+
+        Raises:
+            ValueError: If a value is none that the column can have; it names record and column.
+        """
+        records = list(records)
+        dense = np.empty((len(records), len(self._dense)), np.float32)
+        for index, (_, column, mean, deviation) in enumerate(self._dense):
+            numbers = self._derived(column, records)
+            filled = np.where(np.isnan(numbers), column["fill"], numbers)
+            if column["transform"] == "log1p":
+                filled = np.copysign(np.log1p(np.abs(filled)), filled)
+            dense[:, index] = (filled - mean) / deviation
+        ids: dict[str, Ids] = {}
+        for name, column, lookup in self._features:
+            if column["kind"] == "categorical":
+                ids[name] = self._rows(name, column, lookup, self._ids(column, records))
+                continue
+            bags = list(self._bags(column, records))
+            items = [(record, item) for record, bag in enumerate(bags) for item in bag]
+            rows = self._rows(name, column, lookup, items)
+            offsets = _offsets([len(bag) for bag in bags])
+            if column["kind"] == "categorical_list":
+                ids[name] = rows, offsets
+                continue
+            for place in range(1, column["max_length"] + 1):
+                has_id = np.diff(offsets) >= place
+                ids[f"{name}_{place}"] = rows[offsets[1:][has_id] - place], _offsets(has_id)
+        return dense, ids
+
+    def _derived(self, column: Mapping[str, Any], records: Sequence[Record]) -> _Floats:
+        """The numbers of a column, float64 (B,), NaN where one is missing."""
+        source, derive = column["source"], column["derive"]
+        unit = self._times.get(source)
+        values = [
+            _parsed(lambda value: self._number(value, unit), record.get(source), number, source)
+            for number, record in enumerate(records)
+        ]
+        numbers = np.array(values, np.float64)
+        if derive == "hour_of_day":
+            return np.floor(numbers / _MS_PER_HOUR + column["utc_offset_h"]) % 24
+        if derive == "day_of_week":
+            days = np.floor((numbers / _MS_PER_HOUR + column["utc_offset_h"]) / 24)
+            return (days + _EPOCH_WEEKDAY) % 7
+        if derive == "log_bucket":
+            return np.sign(numbers) * np.floor(4 * np.log2(1 + np.abs(numbers)))
+        return numbers
+
+    def _number(self, value: Any, unit: str | None) -> float:
+        """A value as a number, a time as milliseconds since 1970; NaN for a missing one."""
+        if value is None or (isinstance(value, str) and value in self._nulls):
+            return np.nan
+        number = _LARGEST * 2
+        if unit is not None and isinstance(value, date):
+            number = _time_ms(value)
+        elif unit == "iso":
+            number = _iso_ms(value) if isinstance(value, str) else number
+        elif not isinstance(value, str) or _NUMBER.fullmatch(value.strip(" \t")):
+            is_number = isinstance(value, str | int | float | Decimal)
+            number = float(value) * _MS_PER_UNIT[unit or "ms"] if is_number else number
+        if not abs(number) <= _LARGEST:
+            what = "a time such as 2024-05-01T12:30:00" if unit == "iso" else "a finite number"
+            raise ValueError(f"{what} or nothing")
+        return number
+
+    def _ids(
+        self, column: Mapping[str, Any], records: Sequence[Record]
+    ) -> Iterator[tuple[int, str | None]]:
+        """The number of each record, and the text of its id, None for a missing one."""
+        source = column["source"]
+        if column["derive"] != "none":
+            for number, value in enumerate(self._derived(column, records)):
+                yield number, None if np.isnan(value) else str(int(value))
+            return
+        for number, record in enumerate(records):
+            text = _parsed(_text, record.get(source), number, source)
+            yield number, None if text in self._nulls else text
+
+    def _bags(
+        self, column: Mapping[str, Any], records: Sequence[Record]
+    ) -> Iterator[list[str | None]]:
+        """The texts of each record's list, cut to its last ones."""
+        source, most = column["source"], column["max_length"]
+
+        def split(value: Any) -> list[str | None]:
+            if isinstance(value, list | tuple | np.ndarray):
+                return [_text(_scalar(item)) for item in value]
+            text = _text(value)
+            if text is None or text in self._nulls:
+                return []
+            return [item for item in text.split(column["separator"]) if item]
+
+        for number, record in enumerate(records):
+            bag = _parsed(split, record.get(source), number, source)
+            yield bag[-most:] if most else bag
+
+    def _rows(
+        self,
+        name: str,
+        column: Mapping[str, Any],
+        lookup: Lookup,
+        items: Iterable[tuple[int, str | None]],
+    ) -> Rows:
+        """The rows of texts, each with the number of its record."""
+        items = list(items)
+        try:
+            rows = lookup.rows([text for _, text in items])
+        except _NoRow as error:
+            number, text = items[error.index]
+            raise ValueError(
+                f"record {number} column {column['source']}: expected {error.expected}, got "
+                f"{'nothing' if text is None else repr(text)}. Correct the value."
+            ) from error
+        if lookup.has_unknown:
+            self.num_ids[name] += sum(text is not None for _, text in items)
+            texts_of_0 = (items[at][1] for at in np.flatnonzero(rows == 0))
+            self.num_unknown[name] += sum(text is not None for text in texts_of_0)
+        return rows
+
+
+def padded(rows: Ids) -> Rows:
+    """Rows of a feature as int64 (B, L) with -1 where there is none, as the ONNX graph takes them.
+
+    Args:
+        rows: Of ``Encoder.arrays``.
+    """
+    if not isinstance(rows, tuple):
+        return rows[:, None]
+    values, offsets = rows
+    lengths = np.diff(offsets)
+    is_id = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    bags = np.full(is_id.shape, -1, np.int64)
+    bags[is_id] = values
+    return bags
+
+
+_Floats = npt.NDArray[np.float64]
+
+
+def _parsed(parse: Callable[[Any], Any], value: Any, number: int, source: str) -> Any:
+    """What is made of a column's value in the record of this number."""
+    try:
+        return parse(_scalar(value))
+    except (ValueError, ArithmeticError) as error:
+        expected = "a finite number" if isinstance(error, ArithmeticError) else error
+        raise ValueError(
+            f"record {number} column {source}: expected {expected}, got {value!r:.80}. Correct the "
+            "value, or give None where it is missing."
+        ) from error
+
+
+def _scalar(value: Any) -> Any:
+    """A value of numpy's types as one of Python's."""
+    if not isinstance(value, np.generic):
+        return None if isinstance(value, datetime) and value != value else value  # pandas' NaT
+    if isinstance(value, np.datetime64):
+        return (value if np.datetime_data(value)[0] == "D" else value.astype("M8[us]")).item()
+    return value.item()
+
+
+def _text(value: Any) -> str | None:
+    """The text of an id, as Arrow writes it; None for a missing one."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return format(value, "d")
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")  # is refused where it is hashed
+    if isinstance(value, Decimal) and value.is_finite():
+        return format(value, "f" if value == value.to_integral_value() else "")
+    if isinstance(value, datetime):
+        zone = "Z" if value.utcoffset() == timedelta(0) else value.strftime("%z")
+        return value.replace(tzinfo=None).isoformat(" ", "microseconds") + zone
+    if isinstance(value, date):
+        return value.isoformat()
+    raise ValueError("an id, which is a text or an integer")
+
+
+def _time_ms(moment: date) -> float:
+    """A date or time as milliseconds since 1970; UTC where it has no offset."""
+    if not isinstance(moment, datetime):
+        moment = datetime(moment.year, moment.month, moment.day, tzinfo=UTC)
+    elif moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return (moment - _EPOCH) / timedelta(milliseconds=1)
+
+
+def _iso_ms(text: str) -> float:
+    """A text in ISO 8601 as milliseconds since 1970; infinite if it is no date or time."""
+    try:
+        return _time_ms(datetime.fromisoformat(text.strip()))
+    except (ValueError, OverflowError):
+        return np.inf
+
+
+def _offsets(lengths: Any) -> Rows:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+# From texts to rows.
+
+
+class _NoRow(Exception):  # noqa: N818 (caught where the record is known)
+    """A text has no row: its position, and what is expected."""
+
+    def __init__(self, index: int, expected: str) -> None:
+        super().__init__(index, expected)
+        self.index, self.expected = index, expected
+
+
+class Lookup:
+    """The rows of the texts of one table; row 0 is for missing ones."""
+
+    has_unknown = False
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def rows(self, texts: Sequence[str | None]) -> Rows:
+        """int64 (n,), each different text looked up once."""
+        number_of: dict[Any, int] = {None: 0}
+        numbers = [number_of.setdefault(text, len(number_of)) for text in texts]
+        try:
+            hashes = [hash_text(text) for text in list(number_of)[1:]]
+        except UnicodeEncodeError as error:
+            raise _NoRow(texts.index(error.object), "UTF-8 text") from error
+        found = self._find(np.array(hashes, np.uint64))
+        return np.append(0, found).astype(np.int64)[np.array(numbers, np.int64)]
+
+    def _find(self, hashes: Hashes) -> Rows:
+        raise NotImplementedError
+
+
+class _Hashed(Lookup):
+    """1 + hash mod (num_rows - 1)."""
+
+    def _find(self, hashes: Hashes) -> Rows:
+        return (hashes % np.uint64(self.num_rows - 1)).astype(np.int64) + 1
+
+
+class _Vocabulary(Lookup):
+    """Texts by their hashes, that of row r + 1 at position r; all others have row 0."""
+
+    has_unknown = True
+
+    def __init__(self, path: Path, num_rows: int) -> None:
+        super().__init__(num_rows)
+        try:
+            hashes = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise ValueError(
+                f"{path}: expected an array of numpy, got {error}. Export the model again."
+            ) from error
+        if hashes.dtype != np.dtype("<u8") or hashes.shape != (num_rows - 1,):
+            raise ValueError(
+                f"{path}: expected {num_rows - 1} hashes of type uint64, got {hashes.dtype} of "
+                f"shape {hashes.shape}. Export the model again."
+            )
+        # They rise, and stay mapped, until a vocabulary grows.
+        is_rising = bool((hashes[1:] > hashes[:-1]).all())
+        self._order = None if is_rising else np.argsort(hashes, kind="stable")
+        self._hashes = hashes if self._order is None else hashes[self._order]
+        if (self._hashes[1:] == self._hashes[:-1]).any():
+            raise ValueError(
+                f"{path}: expected a different hash for each row, got one twice. Export the model "
+                "again."
+            )
+
+    def _find(self, hashes: Hashes) -> Rows:
+        if not len(self._hashes):
+            return np.zeros(len(hashes), np.int64)
+        places = np.searchsorted(self._hashes, hashes).clip(max=len(self._hashes) - 1)
+        found = places if self._order is None else self._order[places]
+        return np.where(self._hashes[places] == hashes, found + 1, 0)
+
+
+class _RowNumbers(Lookup):
+    """Texts that are row numbers."""
+
+    def rows(self, texts: Sequence[str | None]) -> Rows:
+        """int64 (n,); none may be missing."""
+        rows = [
+            int(text) if text is not None and _ROW_NUMBER.fullmatch(text) else self.num_rows
+            for text in texts
+        ]
+        for index, row in enumerate(rows):
+            if row >= self.num_rows:
+                raise _NoRow(index, f"a row number below {self.num_rows}")
+        return np.array(rows, np.int64)
+
+
+def _make_lookup(directory: Path, table: Mapping[str, Any], spec: Mapping[str, Any]) -> Lookup:
+    num_rows, encoding = table["num_rows"], spec["encoding"]
+    if encoding == "vocabulary":
+        return _Vocabulary(_inside(directory, hash_file(table["name"])), num_rows)
+    return {"hashing": _Hashed, "rows": _RowNumbers}[encoding](num_rows)
+
+
+def hash_file(table: str) -> str:
+    """Path in the exported directory of the hashes of a table's vocabulary."""
+    return f"vocab/{table}.npy"
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """The path of a regular file of the directory, to which no link leads."""
+    path = os.path.realpath(directory / name)
+    if path != os.path.join(os.path.realpath(directory), *name.split("/")):
+        raise ValueError(
+            f"{directory / name}: expected a file in the directory, got a link to {path}. Export "
+            "the model again."
+        )
+    if not os.path.isfile(path):
+        raise ValueError(f"{directory / name}: expected a file, got none. Export the model again.")
+    return Path(path)
+
+
+def _mix(state: int) -> int:
+    state ^= state >> 33
+    for factor in _FACTORS:
+        state = state * factor & _MASK
+        state ^= state >> 33
+    return state
+
+
+def hash_text(text: str) -> int:
+    """The 64-bit hash of a text, by which rows are found."""
+    data = text.encode()
+    state = _mix(len(data) + _START & _MASK)
+    for begin in range(0, len(data), 8):
+        state = _mix(state ^ int.from_bytes(data[begin : begin + 8], "little"))
+    return state

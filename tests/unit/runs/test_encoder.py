@@ -1,0 +1,254 @@
+"""The encoder that goes with an exported model makes of records what ``prepare`` makes of a log."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hotrec.config.data import (
+    ColumnKind,
+    ColumnSpec,
+    DenseTransform,
+    Derive,
+    Encoding,
+    SourceFormat,
+    SourceSpec,
+    SplitKind,
+    SplitSpec,
+    TableSpec,
+    TimeUnit,
+)
+from hotrec.data.chunks import SPLITS, Dataset, Jagged
+from hotrec.data.hashing import hash_text
+from hotrec.data.prepare import prepare
+from hotrec.models import encoder
+from hotrec.models.encoder import Encoder, load_encoder, padded
+from hotrec.runs import export
+from hotrec.runs.export import Trained
+
+NUM_RECORDS = 10_000
+Record = dict[str, Any]
+
+CATEGORICAL, DENSE = ColumnKind.categorical, ColumnKind.dense
+COLUMNS = {
+    "label": ColumnSpec(ColumnKind.label, source="clicked"),
+    "price": ColumnSpec(
+        DENSE, transform=DenseTransform.log1p, standardize=True, fill=2.5, source="odd price"
+    ),
+    "amount": ColumnSpec(DENSE, standardize=True),
+    "flag": ColumnSpec(DENSE, fill=0.25),
+    "big": ColumnSpec(DENSE, transform=DenseTransform.log1p),
+    "user": ColumnSpec(CATEGORICAL),
+    "item": ColumnSpec(CATEGORICAL),
+    "hashed": ColumnSpec(CATEGORICAL, source="user"),
+    "bucket": ColumnSpec(CATEGORICAL, source="amount", derive=Derive.log_bucket),
+    "hour": ColumnSpec(CATEGORICAL, source="when", derive=Derive.hour_of_day, utc_offset_h=5.5),
+    "weekday": ColumnSpec(CATEGORICAL, source="when", derive=Derive.day_of_week),
+    "hour_of": ColumnSpec(DENSE, source="at", derive=Derive.hour_of_day),
+    "slot": ColumnSpec(CATEGORICAL),
+    "tags": ColumnSpec(ColumnKind.categorical_list, separator="|", max_length=3),
+    "seen": ColumnSpec(ColumnKind.sequence, separator="|", max_length=2, table="item"),
+}
+TABLES = {
+    "hashed": TableSpec(Encoding.hashing, num_rows=1000),
+    "slot": TableSpec(Encoding.rows, num_rows=100),
+    "item": TableSpec(min_count=2),
+}
+WORDS = (
+    *("a", "A", "é", "e\u0301", "日志", "🙂", "Ω\u200b", "x y", " x", "x ", "\t", "'", "a,b", 'say "hi"'),
+    *("NULL", "null", "None", "nan", "NaN", "-0", "007", "7", "7.0", "1e3", "true", "True"),
+    *("x" * 7, "x" * 8, "x" * 9, "ß" * 40, "\x7f", "0", "-1", "|", "||", "\\N", "#", "\ufeff"),
+)  # fmt: skip
+
+
+def odd_text(rng: random.Random) -> str | None:
+    kind = rng.random()
+    if kind < 0.1:
+        return rng.choice([None, "", "NULL"])
+    if kind < 0.5:
+        return rng.choice(WORDS)
+    if kind < 0.6:
+        return "".join(chr(rng.choice([65, 233, 0x65E5, 0x1F600, 9, 32])) for _ in range(rng.randrange(1, 20)))
+    return str(rng.choice([rng.randrange(300), rng.getrandbits(63), -rng.getrandbits(40)]))  # fmt: skip
+
+
+def odd_moment(rng: random.Random) -> datetime | None:
+    if rng.random() < 0.1:
+        return None
+    zone = rng.choice([None, UTC, timezone(timedelta(hours=-9.5)), timezone(timedelta(hours=2))])
+    seconds = rng.choice([rng.uniform(-2e9, 4e9), rng.randrange(2_000_000_000), 0])
+    moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
+    return moment.replace(tzinfo=None) if zone is None else moment.astimezone(zone)
+
+
+def odd_number(rng: random.Random) -> float | None:
+    return rng.choice(
+        [None, 0.0, -0.0, 1e-320, 5e-324, 3e38, -3e38, 0.1, 1 / 3, rng.gauss(0, 1e6), rng.random()]
+    )
+
+
+def odd_list(rng: random.Random) -> list[str | None] | None:
+    if rng.random() < 0.1:
+        return None
+    items = (odd_text(rng) for _ in range(rng.randrange(6)))
+    return [None if item is None else item.replace("|", "/") for item in items]
+
+
+def typed_records() -> Iterator[Record]:
+    """As a Parquet file holds them."""
+    rng = random.Random(7)
+    for _ in range(NUM_RECORDS):
+        yield {
+            "clicked": rng.randrange(2),
+            "odd price": odd_number(rng),
+            "amount": rng.choice([None, Decimal(rng.randrange(-(10**9), 10**9)).scaleb(-2)]),
+            "flag": rng.choice([None, True, False]),
+            "big": rng.choice([None, 0, 2**63 - 1, -(2**63), 2**53 + 1, rng.getrandbits(62)]),
+            "user": odd_text(rng),
+            "item": rng.choice([None, rng.randrange(50), 2**63 - 1, -5]),
+            "when": odd_moment(rng),
+            "at": rng.choice([None, rng.randrange(4_000_000_000_000), -1]),
+            "slot": rng.randrange(100),
+            "tags": odd_list(rng),
+            "seen": rng.choice([None, [], [rng.randrange(60), None, 3], [1] * rng.randrange(5)]),
+        }
+
+
+TYPES = {"when": pa.timestamp("us", "UTC"), "amount": pa.decimal128(20, 2), "big": pa.int64()}
+
+
+def as_utc(record: Record) -> Record:
+    """A column of times has one zone."""
+    when = record["when"]
+    utc = when if when is None or when.tzinfo else when.replace(tzinfo=UTC)
+    return {**record, "when": utc}
+
+
+def text_records() -> Iterator[Record]:
+    """As a text file holds them."""
+    rng = random.Random(11)
+    forms: dict[str, Callable[[Any], str]] = {
+        "odd price": lambda number: rng.choice([f"{number!r}", f" {number:.17g}\t", f"{number:+e}"]),
+        "when": lambda moment: rng.choice([moment.isoformat(), moment.isoformat(" ")]),
+        "flag": lambda flag: str(int(flag)),
+        **dict.fromkeys(("tags", "seen"), lambda items: "|".join(map(str, filter(None, items)))),
+    }  # fmt: skip
+    for record in typed_records():
+        made = {}
+        for name, value in record.items():
+            nothing = "0" if name in ("clicked", "slot") else rng.choice(["", "NULL"])
+            made[name] = nothing if value is None else forms.get(name, str)(value)
+        yield made
+
+
+def write_table(path: Path, records: list[Record]) -> None:
+    columns = {
+        name: pa.array([record[name] for record in records], TYPES.get(name)) for name in records[0]
+    }
+    table = pa.table(columns)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+        return
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_text(path: Path, records: list[Record]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(records[0])
+        writer.writerows(record.values() for record in records)
+
+
+def spec_of(path: Path, *, format: SourceFormat, **more: Any) -> SourceSpec:
+    return SourceSpec(
+        **{
+            "format": format,
+            "files": [str(path)],
+            "separator": ",",
+            "columns": COLUMNS,
+            "tables": TABLES,
+            "null_values": ["", "NULL"],
+            "split": SplitSpec(SplitKind.last, valid_frac=0.1, test_frac=0.2),
+            "rows_per_chunk": 3000,
+            **more,
+        }
+    )
+
+
+def encoder_of(dataset: Dataset, spec: SourceSpec, directory: Path) -> Encoder:
+    """The encoder of what ``hotrec export`` writes for a model on the dataset."""
+    config = SimpleNamespace(data=SimpleNamespace(source=spec))
+    trained = Trained(cast("Any", config), dataset, Path(), 0)
+    directory.mkdir()
+    export._write_vocabularies(directory, trained, None)
+    tables = [{"name": t.name, "num_rows": t.num_rows} for t in dataset.schema.tables]
+    document = {
+        "format_version": 2,
+        "architecture": {"dense": dataset.schema.dense},
+        "encoding": export._encoding(trained),
+        "tables": tables,
+    }
+    (directory / "model.json").write_text(json.dumps(document))
+    return load_encoder(directory)
+
+
+def check_equal(dataset: Dataset, made: Encoder, records: list[Record]) -> None:
+    """Bit for bit, in batches of odd sizes."""
+    begin = 0
+    for split in SPLITS:
+        for chunk in range(len(dataset.chunks(split))):
+            block = dataset.block(split, chunk)
+            parts = np.array_split(np.arange(begin, begin + len(block)), 3)
+            begin += len(block)
+            dense, ids = zip(*(made.arrays(records[i] for i in part) for part in parts), strict=True)
+            np.testing.assert_array_equal(
+                np.concatenate(dense).view(np.uint32), np.ascontiguousarray(block.dense).view(np.uint32)
+            )
+            assert ids[0].keys() == block.features.keys()
+            for name, expected in block.features.items():
+                found = [of[name] for of in ids]
+                if isinstance(expected, Jagged):
+                    lengths = [np.diff(offsets) for _, offsets in found]
+                    np.testing.assert_array_equal(np.concatenate(lengths), np.diff(expected.offsets))
+                    found, expected = [values for values, _ in found], expected.values
+                np.testing.assert_array_equal(np.concatenate(found), expected, err_msg=name)
+    assert begin == len(records)  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_records_of_types_as_tables_hold_them(tmp_path: Path, suffix: str) -> None:
+    records = list(typed_records())
+    path = tmp_path / f"log.{suffix}"
+    write_table(path, [as_utc(record) for record in records])
+    spec = spec_of(path, format=SourceFormat[suffix])
+    prepare(spec, tmp_path / "dataset")
+    dataset = Dataset.open(tmp_path / "dataset")
+    made = encoder_of(dataset, spec, tmp_path / "exported")
+    check_equal(dataset, made, records)
+    assert 0 < made.num_unknown["user"] < made.num_ids["user"]
+    made = load_encoder(tmp_path / "exported")
+    without_none = ({n: v for n, v in record.items() if v is not None} for record in records)
+    check_equal(dataset, made, list(without_none))
+
+
+def test_records_of_texts_as_lines_hold_them(tmp_path: Path) -> None:
+    records, path = list(text_records()), tmp_path / "log.csv"
+    write_text(path, records)
+    spec = spec_of(path, format=SourceFormat.delimited, times={"when": TimeUnit.iso})
+    prepare(spec, tmp_path / "dataset")
+    dataset = Dataset.open(tmp_path / "dataset")
+    made = encoder_of(dataset, spec, tmp_path / "exported")
+    check_equal(dataset, made, records)
