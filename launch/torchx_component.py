@@ -3,11 +3,12 @@
     torchx run -s local_cwd launch/torchx_component.py:train --nproc_per_node 2 \
         experiment=quickstart
 
-torchx is an optional extra (``pip install hotrec[torchx]``). Each replica is one host and starts
+torchx is an optional extra (``pip install 'hotrec[torchx]'``). Each replica is one host and starts
 ``launch/torchrun.sh``, so an application differs from a run by hand in nothing but who starts it.
 The run's directory is decided here, at submission, and given to all replicas.
 """
 
+import secrets
 import shlex
 import time
 from pathlib import PurePosixPath
@@ -41,7 +42,7 @@ def train(
     """Run a hotrec command with one torchrun per host.
 
     Args:
-        overrides: Hydra overrides, e.g. experiment=quickstart trainer.num_steps=100
+        overrides: Hydra overrides, e.g. experiment=quickstart trainer.max_steps=100
         command: the hotrec command
         nnodes: number of hosts
         nproc_per_node: ranks on each host
@@ -74,7 +75,9 @@ def train(
         line += f" --rdzv-id {macros.app_id} --node-rank {macros.replica_id}"
     # Whatever the overrides hold is theirs, not torchx's to substitute.
     line += " " + shlex.join([command, *overrides]).replace("$", "$$")
-    directory = run_dir or f"runs/torchx/{time.strftime('%Y%m%d-%H%M%S')}"
+    # Submissions within a second differ by the end of the name.
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    directory = run_dir or f"runs/torchx/{stamp}"
     return AppDef(
         name=f"hotrec-{command}",
         roles=[

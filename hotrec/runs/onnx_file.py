@@ -34,7 +34,7 @@ def check_packages() -> None:
     if missing:
         raise ValueError(
             "export.onnx: expected the packages onnx and onnxscript, got no "
-            f"{' and no '.join(missing)}. Install hotrec[onnx]."
+            f"{' and no '.join(missing)}. Run `pip install 'hotrec[onnx]'`."
         )
 
 

@@ -30,7 +30,7 @@ def test_one_host(place: Place) -> None:
     assert place.seen_variable("MARK") == ["set", "set"]
     first, second = place.seen_variable("HOTREC_RUN_DIR")
     assert first == second
-    assert re.fullmatch(r"runs/torchx/\d{8}-\d{6}", first or "")
+    assert re.fullmatch(r"runs/torchx/\d{8}-\d{6}-[0-9a-f]{6}", first or "")
 
 
 def test_two_hosts(place: Place, free_port: int) -> None:
