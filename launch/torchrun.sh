@@ -20,7 +20,7 @@
 #   --max-restarts N      start all ranks again after a failure, N times; default 0
 #   --shutdown-timeout S  seconds that ranks get after SIGTERM to save and end; torchrun's default 30
 #   --run-dir DIR         the run's directory; default $HOTREC_RUN_DIR, else
-#                         runs/<experiment or command>/<rdzv-id or time>
+#                         runs/<experiment or command>/<rdzv-id, or time and a number>
 #   --python PYTHON       default: the checkout's .venv, else python3
 #
 # Of the environment, ranks on GPUs heed besides what torch and NCCL read:
@@ -100,9 +100,9 @@ if [ -z "$python" ]; then
 fi
 command -v "$python" >/dev/null || fail "--python: expected an interpreter, got '$python'."
 
-# The directory is decided here, before there are ranks that could disagree. Several hosts agree
-# only on what they are all told, so without an id the choice is left to rank 0.
-if [ -z "$run_dir" ] && { ((nnodes == 1)) || [ -n "$rdzv_id" ]; }; then
+# Without an id the choice is left to rank 0, which makes a directory that no other run can take; with
+# one the same directory is meant, to go on in it.
+if [ -z "$run_dir" ] && [ -n "$rdzv_id" ]; then
     name=$command
     for word in "${@:2}"; do
         case $word in
@@ -112,15 +112,7 @@ if [ -z "$run_dir" ] && { ((nnodes == 1)) || [ -n "$rdzv_id" ]; }; then
                 ;;
         esac
     done
-    run_dir=runs/$name/${rdzv_id:-$(date +%Y%m%d-%H%M%S)}
-    if [ -z "$rdzv_id" ]; then
-        # Two starts in one second; with an id the same directory is meant, to go on in it.
-        first=$run_dir
-        for ((number = 1; ; number++)); do
-            [ -e "$run_dir" ] || break
-            run_dir=$first-$number
-        done
-    fi
+    run_dir=runs/$name/$rdzv_id
 fi
 if [ -n "$run_dir" ]; then
     export HOTREC_RUN_DIR=$run_dir

@@ -7,6 +7,8 @@ on stderr, one line of JSON on stdout, one message for an error, and the start o
 from __future__ import annotations
 
 import argparse
+import difflib
+import glob
 import importlib
 import itertools
 import json
@@ -17,7 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,6 +44,7 @@ from hotrec.cli.launch import (
     is_under_torchrun,
     private_temporary_directory,
     rank_prefix,
+    remove_if_empty,
     run_under_torchrun,
     this_host,
     this_process,
@@ -66,10 +69,12 @@ from hotrec.cli.store import (
     check_overrides,
     check_yaml_files,
     conf_dir,
+    quoted,
     register_schemas,
     user_conf_dir,
 )
 from hotrec.cli.sweep import leave_exit_code, take_exit_codes
+from hotrec.config.roots import ROOTS
 from hotrec.doctor import check_versions
 from hotrec.lock import lock_file
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, STAGED, read_finished
@@ -82,6 +87,10 @@ FLAGS_WITH_VALUE = (
 )
 FLAGS_OF_MULTIRUN = ("-m", "--multirun")
 FLAGS_OF_HELP = ("-h", "--help")
+FLAGS_OF_QUESTIONS = (
+    *FLAGS_OF_HELP,
+    *("--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"),
+)
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
 EXIT_CODE_OF_SIGPIPE = 128 + signal.SIGPIPE
@@ -114,14 +123,20 @@ class Invocation:
         return any(word in FLAGS_OF_HELP for word in self.words)
 
     @property
+    def is_question(self) -> bool:
+        """Whether Hydra answers from the configuration alone, and no job is run."""
+        return any(word.partition("=")[0] in FLAGS_OF_QUESTIONS for word in self.words)
+
+    @property
     def is_multirun(self) -> bool:
         return any(word in FLAGS_OF_MULTIRUN for word in self.words)
 
 
 def run_command(name: str, overrides: Sequence[str]) -> int:
     """Run one command; the exit code."""
-    invocation = Invocation(name, tuple(_complete(name, overrides)), dict(os.environ))
+    invocation = Invocation(name, tuple(overrides), dict(os.environ))
     try:
+        invocation = replace(invocation, words=tuple(_complete(name, overrides)))
         if name != "doctor" and not invocation.wants_help:
             check_versions()
         _check_processes(invocation)
@@ -139,15 +154,32 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
 
 
 def _complete(name: str, words: Sequence[str]) -> list[str]:
-    """The words with the key that a command's first one sets, and the user's own ``conf``."""
+    """The words with the key that a command's first ones set, and the user's own ``conf``."""
     flags, overrides = _split_flags(words)
-    if COMMANDS[name].first and overrides and "=" not in overrides[0]:
-        # In quotes: a path may have signs that mean something in an override.
-        escaped = overrides[0].replace("\\", "\\\\").replace("'", "\\'")
-        overrides[0] = COMMANDS[name].first.format(f"'{escaped}'")
+    first = COMMANDS[name].first
+    paths = list(itertools.takewhile(lambda word: _is_path(name, word), overrides)) if first else []
+    if len(paths) > 1 and "[" not in first:
+        raise ValueError(
+            f"hotrec {name}: expected one path, got {len(paths)}: {', '.join(paths[:3])}"
+            f"{', ...' if len(paths) > 3 else ''}. Name a directory, or put a pattern into quotes."
+        )
+    if paths:
+        overrides[: len(paths)] = [first.format(",".join(map(quoted, paths)))]
     names_one = any(flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR for flag in flags)
     own = None if names_one else user_conf_dir()
     return [*(() if own is None else ("--config-dir", str(own))), *flags, *overrides]
+
+
+def _is_path(name: str, word: str) -> bool:
+    """Whether a word is a path, of which parts may look like ``key=value``, and no override."""
+    key, is_pair, _ = word.partition("=")
+    if not is_pair or os.path.exists(word) or any(glob.iglob(word)):
+        return True
+    key = key.lstrip("+~")
+    root = key.partition(".")[0]
+    known = [item.name for item in fields(ROOTS[COMMANDS[name].config_name])]
+    is_key = root in known or root.partition("/")[0] == "hydra"
+    return not is_key and not difflib.get_close_matches(root, known, n=1)
 
 
 def _check_processes(invocation: Invocation) -> None:
@@ -170,7 +202,12 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     saved_words, handlers = sys.argv, {number: signal.getsignal(number) for number in numbers}
     try:
-        decide_run_dir(invocation.name, invocation.words, is_multirun=invocation.is_multirun)
+        decide_run_dir(
+            invocation.name,
+            invocation.words,
+            is_multirun=invocation.is_multirun,
+            is_made=not invocation.is_question,
+        )
         # With this variable Hydra raises errors instead of printing them in its own way.
         os.environ[FULL_TRACE] = "1"
         flags, overrides = _split_flags(invocation.words)
@@ -200,6 +237,7 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         sys.argv = saved_words
+        _forget(Path(os.environ.get(RUN_DIR, "")), invocation)
         for key in (RUN_DIR, FULL_TRACE):
             os.environ.pop(key, None)
             if key in invocation.environment:
@@ -274,7 +312,7 @@ def _run_hydra(invocation: Invocation) -> int:
 
     flags, overrides = _split_flags(invocation.words)
     _check_flags(flags)
-    check_overrides(overrides)
+    check_overrides(overrides, is_multirun=invocation.is_multirun)
     try:
         for flag, value in itertools.pairwise([*invocation.words, ""]):
             if flag in FLAGS_OF_CONFIG_DIR:
@@ -336,11 +374,17 @@ def _run_job(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int
             return EXIT_CODE_OF_SIGPIPE
         log_trace(error)
         print_error(error, wants_trace=invocation.wants_trace)
-        _remove_if_empty(run_dir)
+        _forget(run_dir, invocation)
         return 1
     finally:
         stop_logging()
     return 0
+
+
+def _forget(run_dir: Path, invocation: Invocation) -> None:
+    """Remove a directory that was made for this command, if nothing was written into it."""
+    if environment_rank() == 0 and not invocation.environment.get(RUN_DIR):
+        remove_if_empty(run_dir)
 
 
 def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -> Figures | None:
@@ -437,11 +481,6 @@ def _record_for_torchrun(action: Callable[[], Figures | None]) -> Callable[[], F
     from torch.distributed.elastic.multiprocessing.errors import record
 
     return record(action)
-
-
-def _remove_if_empty(run_dir: Path) -> None:
-    if run_dir.is_dir() and not any(run_dir.iterdir()):
-        run_dir.rmdir()
 
 
 def _print_figures(figures: Figures) -> None:

@@ -14,7 +14,8 @@ class Command:
         config_name: The root configuration in ``conf/``. Commands that share one accept the same
             overrides, so one ``experiment=`` describes a whole chain of them.
         is_parallel: Whether several ranks can share the work.
-        first: The override that the first word makes if it has no "=", with {} for the word.
+        first: The override that the first word makes if it is a path, with {} for the path, or
+            for several.
     """
 
     summary: str
@@ -37,11 +38,21 @@ COMMANDS = {
     "cache": Command("replay the dataset's rows through caches of several sizes and policies"),
     "train": Command("train a model; one process, or many under torchrun", is_parallel=True),
     "evaluate": Command(
-        "evaluate a run's checkpoint on a split of its dataset", "evaluate", is_parallel=True
+        "evaluate a run's checkpoint on a split of its dataset",
+        "evaluate",
+        is_parallel=True,
+        first="run_dir={}",
     ),
-    "export": Command("write a run's model for serving: tables, vocabularies and layers", "export"),
+    "export": Command(
+        "write a run's model for serving: tables, vocabularies and layers",
+        "export",
+        first="run_dir={}",
+    ),
     "predict": Command(
-        "score raw files with a run's model, into Parquet", "predict", is_parallel=True
+        "score raw files with a run's model, into Parquet",
+        "predict",
+        is_parallel=True,
+        first="input=[{}]",
     ),
     "bench": Command(
         "time hot/cold against TorchRec's plans, interleaved in one run", "bench", is_parallel=True

@@ -1,10 +1,11 @@
 """How a command is launched: its place under torchrun, its run directory, and its ranks.
 
 Hydra would name the run directory by the time at which each process starts, so ranks would
-disagree. Here ``HOTREC_RUN_DIR`` wins; without it a single process takes a time stamp, and under
-torchrun rank 0 decides and the others read its choice from torchrun's own store at
-MASTER_ADDR:MASTER_PORT, before Hydra starts. With ``launch.num_ranks=N`` the command runs again as
-N ranks in a child torchrun. Torch is imported only where several ranks have to agree.
+disagree, and two runs that start within a second would share one. Here ``HOTREC_RUN_DIR`` wins;
+without it a single process makes a new directory, and under torchrun rank 0 does, and the others
+read its choice from torchrun's own store at MASTER_ADDR:MASTER_PORT, before Hydra starts. With
+``launch.num_ranks=N`` the command runs again as N ranks in a child torchrun. Torch is imported only
+where several ranks have to agree.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
@@ -136,8 +137,18 @@ def _integer(name: str, default: int) -> int:
     return int(text)
 
 
-def decide_run_dir(command: str, overrides: Sequence[str], *, is_multirun: bool) -> str:
-    """The run's directory, the same on every rank; also put into the environment for Hydra."""
+def decide_run_dir(
+    command: str, overrides: Sequence[str], *, is_multirun: bool, is_made: bool = True
+) -> str:
+    """The run's directory, the same on every rank; also put into the environment for Hydra.
+
+    Args:
+        command: The command.
+        overrides: Its words; the experiment names the directory of a run.
+        is_multirun: Whether it is a sweep.
+        is_made: Whether to make the directory, unless the environment names one, so that no other
+            command that starts at the same time can take it.
+    """
     chosen = os.environ.get(RUN_DIR)
     if chosen and "://" in chosen:
         raise ValueError(
@@ -145,42 +156,75 @@ def decide_run_dir(command: str, overrides: Sequence[str], *, is_multirun: bool)
             "to the store afterwards."
         )
     if not chosen:
-        chosen = _propose(command, overrides, is_multirun=is_multirun)
-        if is_under_torchrun() and environment_world_size() > 1:
-            chosen = _agree(chosen)
+        folder = _propose(command, overrides, is_multirun=is_multirun)
+
+        def decide() -> str:
+            return (_make_new(folder) if is_made else folder).as_posix()
+
+        chosen = _agree(decide) if is_under_torchrun() else decide()
         os.environ[RUN_DIR] = chosen
     return chosen
 
 
-def _propose(command: str, overrides: Sequence[str], *, is_multirun: bool) -> str:
+def _propose(command: str, overrides: Sequence[str], *, is_multirun: bool) -> Path:
     name = command
     if command in _NAMED_BY_EXPERIMENT:
         for override in overrides:
             key, _, value = override.partition("=")
             if key.lstrip("+") == "experiment" and value.isidentifier():
                 name = value
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(_start_time_s()))
-    folder = Path("runs") / ("sweep" if is_multirun else "") / name / stamp
+    return Path("runs") / ("sweep" if is_multirun else "") / name / time.strftime("%Y%m%d-%H%M%S")
+
+
+def _make_new(folder: Path) -> Path:
+    """Make the directory, or one with a number after its name if others had the same idea.
+
+    Where none can be made, all ranks get the same error from Hydra, which tries again.
+    """
     candidate, number = folder, 0
-    # Two runs may start within a second. Ranks find the directory of their own run.
-    while not is_under_torchrun() and candidate.exists():
-        number += 1
-        candidate = folder.with_name(f"{folder.name}-{number}")
-    return candidate.as_posix()
+    while True:
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            number += 1
+            candidate = folder.with_name(f"{folder.name}-{number}")
+        except FileNotFoundError:  # a command that has ended may have removed the empty parent
+            with suppress(OSError):
+                candidate.parent.mkdir(parents=True, exist_ok=True)
+                continue
+            return candidate
+        except OSError:
+            return candidate
 
 
-def _start_time_s() -> float:
-    """Now; under torchrun the start of its agent, which outlives a restart of the workers."""
-    stat = Path(f"/proc/{os.getppid()}/stat")
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not stat.exists():
-        return time.time()
-    # proc(5): field 22 is the start in clock ticks after boot; the name in field 2 may hold spaces.
-    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
-    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    return time.time() - uptime_s + ticks / os.sysconf("SC_CLK_TCK")
+def remove_if_empty(run_dir: Path) -> None:
+    """Remove a run's directory in which nothing was written, and parents that are empty then."""
+    with suppress(OSError):
+        os.removedirs(run_dir)
 
 
-def _agree(proposal: str) -> str:
+def _agree(decide: Callable[[], str]) -> str:
+    """What rank 0 decides, on every rank; after a restart by torchrun, what it decided before.
+
+    Another host may have rank 0 then, so one rank of each host leaves a note in the directory that
+    torchrun's agent there keeps for all its attempts.
+    """
+    note: Path | None = None
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # <agent>/<attempt>/<rank>/...
+        note = Path(error_file).parents[2] / "run_dir"
+    chosen = note.read_text() if note is not None and note.is_file() else ""
+    if environment_world_size() == 1:
+        chosen = chosen or decide()
+    else:
+        chosen = _tell_all(chosen or decide() if environment_rank() == 0 else "")
+    if note is not None and note.parent.is_dir() and os.environ.get("LOCAL_RANK") == "0":
+        note.write_text(chosen)
+    return chosen
+
+
+def _tell_all(chosen: str) -> str:
+    """Rank 0's text, on every rank."""
     global _held_store
     from torch.distributed import rendezvous
 
@@ -189,7 +233,7 @@ def _agree(proposal: str) -> str:
     with joining():
         _held_store, _, _ = next(iter(rendezvous("env://")))
         if environment_rank() == 0:
-            _held_store.set(_STORE_KEY, proposal)
+            _held_store.set(_STORE_KEY, chosen)
         return str(_held_store.get(_STORE_KEY).decode())
 
 

@@ -25,6 +25,7 @@ from hotrec.cli.made import (
     write_made,
 )
 from hotrec.cli.output import CommandFailed
+from hotrec.cli.store import quoted
 from hotrec.config.data import SourceSpec
 from hotrec.config.roots import Config
 from hotrec.cost_model.profile import KIND as PROFILE
@@ -200,7 +201,8 @@ class _Chain:
             logger.info("no evaluation: the dataset has no %s split", TEST)
             return
         ranks = f"launch.num_ranks={self.config.launch.num_ranks}"
-        words = ["evaluate", f"run_dir={self.folder / 'train'}", f"split={split}", ranks]
+        run_dir = f"run_dir={quoted(str(self.folder / 'train'))}"
+        words = ["evaluate", run_dir, f"split={split}", ranks]
         splits = self.config.trainer.eval_splits
         if splits and splits[-1] == split and trained.get("auc") is not None:
             self.do("evaluate", words, lambda: {**trained, "split": split})
@@ -211,9 +213,9 @@ class _Chain:
         names = [name for name in ("train", "torchrec") if name in self.figures]
         runs = [self.folder / name for name in names]
         digest = digest_of([(run / SUMMARY).read_text() for run in runs])
-        words = ["report", f"runs=[{','.join(map(str, runs))}]"]
+        words = ["report", f"runs=[{','.join(quoted(str(run)) for run in runs)}]"]
         if self.config.run.compare:
-            words.append(f"baseline={_name_of(runs[-1])}")
+            words.append(f"baseline={quoted(_name_of(runs[-1]))}")
         self.do_recorded("report", words, digest)
 
     def sum_up(self) -> Figures:

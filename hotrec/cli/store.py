@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -24,6 +27,7 @@ from hotrec.config.validate import validate
 PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
 USER_CONF = Path("conf")
+_PARSER = OverridesParser.create()
 MAX_YAML_BYTES, MAX_YAML_ALIASES = 1 << 20, 20
 
 
@@ -92,26 +96,41 @@ def build_config(composed: DictConfig) -> Any:
     return config
 
 
-def check_overrides(words: Sequence[str]) -> None:
+def quoted(text: str) -> str:
+    """A text as a value of an override, whatever signs it has."""
+    # In double quotes, since a shell's are single ones.
+    return QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()
+
+
+def check_overrides(words: Sequence[str], *, is_multirun: bool = False) -> None:
     """Read each override by itself, so that an error names it; Hydra's own often names none.
+
+    Args:
+        words: The overrides.
+        is_multirun: Whether an override may be a sweep over several values.
 
     Raises:
         ValueError: If one cannot be read, or gives a group something else than its choices.
     """
-    parser = OverridesParser.create()
     for word in words:
         key = word.partition("=")[0].lstrip("+~").strip()
         if not key:
             raise ValueError(f"{word}: expected key=value, got no key. See --help.")
         try:
-            override = parser.parse_rule(word, "override")
+            override = _PARSER.parse_rule(word, "override")
             is_sweep = override.is_sweep_override()
             value = None if is_sweep else override.value()
         except (HydraException, ValueError) as error:
             reason = str(error).split("\n")[0]
+            form = _quoted_form(word)
+            advice = "put text with special signs into quotes"
             raise ValueError(
                 f"{key}: expected an override of the form key=value, got an error: {reason}. "
-                "See --help, and put text with special signs into quotes."
+                + (
+                    f"To give it as it stands, write {form}."
+                    if form
+                    else f"See --help, and {advice}."
+                )
             ) from error
         choices = options_of(key) if (conf_dir() / key).is_dir() else []
         is_choice = is_sweep or override.is_delete() or isinstance(value, str | list | dict)
@@ -119,6 +138,53 @@ def check_overrides(words: Sequence[str]) -> None:
             raise ValueError(
                 f"{key}: expected one of {', '.join(choices)}, got {value}. Choose one of them."
             )
+        if is_sweep and not is_multirun:
+            raise ValueError(
+                f"{key}: expected one value without --multirun, got several: "
+                f"{word.partition('=')[2]}. Add --multirun for a run of each, or write "
+                f"{_quoted_form(word) or 'the value in quotes'} if it is one text."
+            )
+        if isinstance(value, list):
+            _check_commas(word)
+
+
+def _quoted_form(word: str) -> str | None:
+    """The override with its texts in quotes, and itself so that a shell leaves it alone.
+
+    None if that cannot be read either.
+    """
+    key, _, value = word.partition("=")
+    is_list = value[:1] == "[" and value[-1:] == "]" and len(value) > 2
+    texts = value[1:-1].split(",") if is_list else [value]
+    form = ",".join(text if text[:1] in ("'", '"') else quoted(text.strip()) for text in texts)
+    form = f"{key}=[{form}]" if is_list else f"{key}={form}"
+    try:
+        _PARSER.parse_rule(form, "override")
+    except HydraException:
+        return None
+    return shlex.quote(form)
+
+
+def _check_commas(word: str) -> None:
+    """Refuse a list that splits the name of a file at its commas.
+
+    Raises:
+        ValueError: If parts of it name no files, but do together.
+    """
+    key, _, value = word.partition("=")
+    parts = value.strip()[1:-1].split(",")
+    for first, part in enumerate(parts):
+        if os.path.exists(part):
+            continue
+        for end in range(first + 2, len(parts) + 1):
+            name = ",".join(parts[first:end])
+            if os.path.exists(name):
+                texts = [*parts[:first], quoted(name), *parts[end:]]
+                form = shlex.quote(f"{key}=[{','.join(texts)}]")
+                raise ValueError(
+                    f"{key}: expected a name with commas in quotes, got {name}, which stands for "
+                    f"{end - first} names. Write {form}."
+                )
 
 
 def _check_known_keys(node: DictConfig, parent: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,8 @@ def _pattern_and_format(path: str) -> tuple[str, SourceFormat]:
         )
     [(suffix, log_format)] = formats.items()
     is_flat = all(file.parent == directory for file in files)
-    return str(directory / ("" if is_flat else "**") / f"*{suffix}"), log_format
+    pattern = locate(glob.escape(path), "path") / ("" if is_flat else "**") / f"*{suffix}"
+    return str(pattern), log_format
 
 
 def _spread(items: Sequence[T], num: int) -> list[T]:

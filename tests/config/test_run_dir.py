@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -30,7 +31,7 @@ import os, sys, time
 from hotrec.cli import launch
 rank = int(os.environ["RANK"])
 if "--apart" in sys.argv:
-    launch._start_time_s = lambda: 1.7e9 + 1000 * rank
+    launch.time = type("Clock", (), {"strftime": lambda _: f"2023-{rank}-{os.getpid()}"})
 chosen = launch.decide_run_dir("train", [], is_multirun=False)
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 open(f"attempt-{attempt}-rank-{rank}", "w").write(chosen)
@@ -77,11 +78,46 @@ def test_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_runs_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrec.cli.launch._start_time_s", lambda: 1.7e9)
-    first = decide_run_dir("train", [], is_multirun=False)
-    Path(first).mkdir(parents=True)
-    monkeypatch.delenv("HOTREC_RUN_DIR")
-    assert decide_run_dir("train", [], is_multirun=False) == f"{first}-1"
+    monkeypatch.setattr("hotrec.cli.launch.time", Mock(strftime=lambda _: "20231114-221320"))
+    for is_multirun in (False, True):
+        chosen = []
+        for _ in range(3):
+            chosen.append(decide_run_dir("train", [], is_multirun=is_multirun))
+            assert Path(chosen[-1]).is_dir(), "made, so that no other run takes it"
+            monkeypatch.delenv("HOTREC_RUN_DIR")
+        assert chosen[1:] == [f"{chosen[0]}-1", f"{chosen[0]}-2"]
+
+
+def test_jobs_that_start_at_once_have_directories_of_their_own(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from hotrec.cli.launch import decide_run_dir; time.sleep(0.3)\n"
+        "print(decide_run_dir('train', [], is_multirun=False))"
+    )
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(8)
+    ]
+    chosen = {job.communicate(timeout=60)[0].strip() for job in jobs}
+    assert len(chosen) == len(list((tmp_path / "runs/train").iterdir())) == 8
+
+
+@pytest.mark.parametrize("words", [["trainer.cake=1"], ["--cfg", "job"], ["data=nope"]])
+def test_nothing_stays_of_a_command_that_does_nothing(words: list[str], tmp_path: Path) -> None:
+    run_command("train", words)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_directory_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setenv("HOTREC_RUN_DIR", "mine")
+    assert run_command("train", ["trainer.cake=1"]) == 1
+    assert (tmp_path / "mine").is_dir()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

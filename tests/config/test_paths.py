@@ -1,0 +1,124 @@
+"""Paths with any signs, as the first words of a command and within overrides."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from hotrec.cli.app import _complete, run_command
+from hotrec.cli.store import check_overrides, compose_config
+from hotrec.data.sample import read_sample
+
+ODD = [
+    *("dt=2024-05-01", "two words", "a,b", "it's", "x#1", "100%", "\u65e5\u5fd7", "x[1]", "(p)"),
+    *("a;b", "b\\c", "a${b}", 'say "x"', "label=1", "name=x", "~home", "{c: d}", "a:b", "a\\"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def read(word: str) -> Any:
+    """The value of an override, as OmegaConf resolves it."""
+    override = OverridesParser.create().parse_rule(word, "override")
+    value = override.value()
+    plain = [str(one) for one in value] if isinstance(value, list) else str(value)
+    return OmegaConf.to_container(OmegaConf.create({"value": plain}), resolve=True)["value"]
+
+
+def complaint(word: str) -> str | None:
+    try:
+        check_overrides([word])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def make_log(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    lines = [f"{n % 2},u{n % 7}\n" for n in range(60)]
+    (folder / "part.csv").write_text("".join(["clicked,user\n", *lines]))
+
+
+def test_the_first_word_is_a_path_whatever_signs_it_has(tmp_path: Path) -> None:
+    for name in ODD:
+        make_log(tmp_path / name)
+    paths = [path for name in ODD for path in (f"{name}/part.csv", name)]
+    assert {read_sample(path).num_rows for path in paths} == {60}
+    for path in paths:
+        (word,) = _complete("init", [path])
+        assert read(word.replace("path=", "run_name=")) == path
+    (word,) = _complete("predict", paths)
+    assert read(word) == paths
+
+
+@pytest.mark.parametrize("name", ["dt=2024-05-01", "x[1]", "a${b}", "label=1"])
+def test_init_and_what_it_writes(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    make_log(tmp_path / name)
+    assert run_command("init", [name, "name=log"]) == 0, capfd.readouterr().err
+    assert run_command("prepare", ["data=log"]) == 0, capfd.readouterr().err
+    made, prepared = map(json.loads, capfd.readouterr().out.splitlines())
+    assert made["num_rows"] == sum(prepared["num_samples"].values()) == 60
+
+
+def test_a_pattern_is_a_path(tmp_path: Path) -> None:
+    make_log(tmp_path / "label=1")
+    assert run_command("init", ["label=*/part.csv"]) == 0
+
+
+def test_words_that_are_overrides(capfd: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["nme=x"], "nme: expected one of path, name, label,"),
+        (["label=clicked"], "path: expected a file or directory, got none."),
+        (["hydra.job.name=x"], "path: expected a file or directory, got none."),
+        (["dt=1/absent.csv"], "path: expected files of format delimited at 'dt=1/absent.csv'"),
+        (["a.csv", "b.csv"], "hotrec init: expected one path, got 2: a.csv, b.csv."),
+    ):
+        assert run_command("init", words) == 1
+        assert capfd.readouterr().err.startswith(f"error: {said}")
+
+
+def test_commands_that_take_several() -> None:
+    for command, key in (("report", "runs"), ("predict", "input")):
+        words = _complete(command, ["runs/a", "lr=0.1", "output=x", "b"])
+        assert words.pop() == "b", "after an override a word is none"
+        assert compose_config(command, words)[key] == ["runs/a", "lr=0.1"]
+    for command in ("evaluate", "export"):
+        words = _complete(command, ["runs/lr=0.1, b", "checkpoint=best"])
+        config = compose_config(command, words)
+        assert (config.run_dir, config.checkpoint) == ("runs/lr=0.1, b", "best")
+
+
+def test_an_override_works_or_its_error_has_the_form_that_does(tmp_path: Path) -> None:
+    refused = set()
+    for name in ODD:
+        if "$" in name:  # which stands for another key
+            continue
+        make_log(tmp_path / name)
+        paths = [f"{name}/part.csv", "part.csv"]
+        word = f"input=[{','.join(paths)}]"
+        if (said := complaint(word)) is not None:
+            found = re.search(r"[Ww]rite (.*)\.$", said)
+            assert found is not None, said
+            (word,) = shlex.split(found[1])
+            assert complaint(word) is None
+            refused.add(name)
+        assert read(word) == paths
+    assert {"dt=2024-05-01", "a,b", "x#1", "\u65e5\u5fd7"} <= refused
+    assert not {"two words", "100%", "b\\c"} & refused
+
+
+def test_a_text_with_commas(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_command("evaluate", ["run_dir=a,b"]) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("error: run_dir: expected one value without --multirun, got several: a,b")
+    assert """'run_dir="a,b"'""" in err
