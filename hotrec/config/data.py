@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -10,9 +11,9 @@ from enum import StrEnum
 from hotrec.config.fields import Rules, key, section
 from hotrec.config.names import MAX_NAME_BYTES, name_rules
 
-SourceFormat = StrEnum("SourceFormat", "criteo delimited parquet arrow")
+SourceFormat = StrEnum("SourceFormat", "criteo delimited json parquet arrow")
 # Of these formats a file is text, in which some values mean "missing".
-TEXT_FORMATS = (SourceFormat.criteo, SourceFormat.delimited)
+TEXT_FORMATS = (SourceFormat.criteo, SourceFormat.delimited, SourceFormat.json)
 ColumnKind = StrEnum("ColumnKind", "label weight dense categorical categorical_list sequence")
 # Of these kinds are the columns that read a table.
 FEATURE_KINDS = (ColumnKind.categorical, ColumnKind.categorical_list, ColumnKind.sequence)
@@ -27,17 +28,64 @@ OnBadLine = StrEnum("OnBadLine", "error skip")
 # More rows than any table that fits; sums and products of row numbers stay below 2**63.
 MAX_ROWS = 2**40
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+# UTC is written as Z, UTC or GMT, with or without a blank before it, which an offset may have too.
+_OF_UTC = re.compile(r"[ ]?(?:UTC|GMT|[zZ])$")
+_OFFSET = re.compile(r"(:.*?)[ ]([+-][0-9]{2}(?::?[0-9]{2})?)$")
 
 
-def time_ms(text: str) -> float:
-    """A date or time in ISO 8601 as milliseconds since 1970; UTC where it has no offset.
+def time_ms(text: str, form: str = TimeUnit.iso) -> float:
+    """A date or time in text as milliseconds since 1970; UTC where it has no offset.
+
+    Args:
+        text: The date or time.
+        form: "iso" for ISO 8601, with UTC and GMT as other names of Z; or the form in the
+            directives of Python's ``strptime``.
 
     Raises:
-        ValueError: If it is no date or time.
+        ValueError: If it is no date or time of this form.
     """
-    moment = datetime.fromisoformat(text.strip())
+    text = text.strip()
+    if form == TimeUnit.iso:
+        moment = datetime.fromisoformat(_OFFSET.sub(r"\1\2", _OF_UTC.sub("+00:00", text)))
+    else:
+        moment = datetime.strptime(text, form)
+        # Digits alone do not say where a year ends: "9010100" is no "%y%m%d%H".
+        if text.isdigit() and moment.strftime(form) != text:
+            raise ValueError(f"{text!r} is not of the form {form!r}")
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return (moment - EPOCH) / timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True)
+class NumberForm:
+    """How a number is written in text; see ``ColumnSpec``."""
+
+    decimal: str = "."
+    thousands: str = ""
+    ignore: str = ""
+
+    def rules(self) -> Rules:
+        decimal, thousands, ignored = self.decimal, self.thousands, self.ignore
+        expected = "no digit, sign, parenthesis or e"
+        yield (
+            len(decimal) == 1 and not _is_of_number(decimal),
+            f"decimal: expected one character, {expected}, got {decimal!r}.",
+        )
+        yield (
+            len(thousands) <= 1 and thousands != decimal and not _is_of_number(thousands),
+            f"thousands: expected at most one character, {expected} and not the decimal one, got "
+            f"{thousands!r}.",
+        )
+        yield (
+            not _is_of_number(ignored) and not {decimal, thousands} & set(ignored),
+            f"ignore: expected characters that are {expected} and not those of decimal and "
+            f"thousands, got {ignored!r}.",
+        )
+
+
+def _is_of_number(characters: str) -> bool:
+    # Of parentheses and other signs of minus only the digits would be left.
+    return any(c.isdigit() or c in "+-eE()\u2212\n\r" for c in characters)
 
 
 @dataclass
@@ -53,7 +101,11 @@ class ColumnSpec:
         Derive.none,
     )
     utc_offset_h: float = key("for hour_of_day and day_of_week, hours to add to UTC", 0.0)
-    separator: str = key("for lists and sequences in text files, the character between ids", " ")
+    separator: str = key(
+        "for lists, sequences and vectors in text files, the character between ids or numbers; "
+        "brackets around them, and blanks and quotes around each inside brackets, are left out",
+        " ",
+    )
     max_length: int = key(
         "for lists and sequences, how many of the last ids to keep; 0: all, of a list", 0, ge=0
     )
@@ -64,8 +116,30 @@ class ColumnSpec:
     standardize: bool = key(
         "for dense, scale by mean and standard deviation of the training split", False
     )
+    width: int = key(
+        "for dense, the length of a vector, whose numbers are the dense features NAME[0], "
+        "NAME[1], ...; 0: one number",
+        0,
+        ge=0,
+        le=65_536,
+    )
+    values: list[str] = key(
+        'for label, the values of a negative and of a positive, such as ["-1", "1"]; "" is a '
+        "missing one. Empty: 0 and 1, false and true, f and t, no and yes, or n and y in any case",
+        [],
+    )
+    decimal: str = key("for numbers in text, the decimal sign", ".")
+    thousands: str = key("for numbers in text, the sign between groups of digits; empty: none", "")
+    ignore: str = key("for numbers in text, characters to leave out, such as $, \u20ac and %", "")
+
+    @property
+    def number_form(self) -> NumberForm:
+        """How its numbers are written in text."""
+        return NumberForm(self.decimal, self.thousands, self.ignore)
 
     def rules(self) -> Rules:
+        yield from self._number_rules()
+        yield from self._label_rules()
         kind, derive, table, separator = self.kind, self.derive, self.table, self.separator
         is_categorical = kind in FEATURE_KINDS
         yield is_categorical or not table, f"table: expected none for this kind, got {table!r}."
@@ -78,6 +152,34 @@ class ColumnSpec:
             kind is not ColumnKind.sequence or self.max_length > 0,
             f"max_length: expected at least 1 for kind sequence, got {self.max_length}. "
             "Set how many of the last ids to keep.",
+        )
+
+    def _number_rules(self) -> Rules:
+        yield from self.number_form.rules()
+        kind, derive, form = self.kind, self.derive, self.number_form
+        is_number = kind in (ColumnKind.dense, ColumnKind.weight) or derive is Derive.log_bucket
+        yield (
+            is_number or form == NumberForm(),
+            f"decimal, thousands, ignore: expected a column of numbers, got kind {kind.name}.",
+        )
+        is_one = kind is ColumnKind.dense and derive is Derive.none
+        yield (
+            is_one or not self.width,
+            f"width: expected 0 for what is no dense column, got {self.width}.",
+        )
+        signs = form.decimal + form.thousands + form.ignore
+        yield (
+            not self.width or self.separator not in signs,
+            f"separator: expected another character than in decimal, thousands and ignore, got "
+            f"{self.separator!r}.",
+        )
+
+    def _label_rules(self) -> Rules:
+        values, is_label = self.values, self.kind is ColumnKind.label
+        yield (
+            not values or (is_label and len(values) == 2 and values[0] != values[1]),
+            f"values: expected two different values of a label, got {values}. Name that of a "
+            "negative, then that of a positive.",
         )
 
 
@@ -123,13 +225,13 @@ class JoinSpec:
 
     files: list[str] = key("paths or glob patterns", size=1)
     on: str = key("key column of the log, or of a side table joined before this one")
-    format: SourceFormat = key("delimited, parquet or arrow", SourceFormat.delimited)
+    format: SourceFormat = key("delimited, json, parquet or arrow", SourceFormat.delimited)
     separator: str = key("separator of delimited files", "\t")
     key: str = key("key column of the side table; empty: the same name as on", "")
 
     def rules(self) -> Rules:
         is_table = self.format is not SourceFormat.criteo
-        yield is_table, "format: expected delimited, parquet or arrow, got 'criteo'."
+        yield is_table, "format: expected delimited, json, parquet or arrow, got 'criteo'."
 
 
 @dataclass
@@ -211,13 +313,13 @@ class SourceSpec:
 
     format: SourceFormat = key(
         "how the files are stored: criteo (tab separated without a header: label, 13 integers, 26 "
-        "hexadecimal texts), delimited (text with a header line), parquet, or arrow (IPC file or "
-        "stream)"
+        "hexadecimal texts), delimited (text with a header line), json (JSON Lines: text with an "
+        "object a line), parquet, or arrow (IPC file or stream)"
     )
     files: list[str] = key(
         "paths, directories or glob patterns, relative to the current directory; read in this "
         "order, matches of a pattern or directory in order of name. Text may be compressed (.gz, "
-        ".zst, .bz2)",
+        ".zst, .bz2). Directories named key=value are columns of the files in them",
         size=1,
     )
     columns: dict[str, ColumnSpec] = key(
@@ -228,17 +330,21 @@ class SourceSpec:
     tables: dict[str, TableSpec] = key("settings of tables that differ from table_defaults", {})
     table_defaults: TableSpec = section("settings of all other tables", TableSpec)
     joins: dict[str, JoinSpec] = key("side tables by name", {})
-    times: dict[str, TimeUnit] = key(
-        "columns that hold times, with their form: iso (text such as 2024-05-01T12:30:00+02:00, "
-        "UTC where it has no offset) or the unit of numbers since 1970: s, ms, us or ns. Without "
-        "an entry numbers are ms; what Parquet and Arrow files store as times needs none",
+    times: dict[str, str] = key(
+        "columns that hold times, with their form: iso (text such as 2024-05-01T12:30:00+02:00 or "
+        "2024-05-01 12:30:00 UTC, UTC where it has no offset), the unit of numbers since 1970: s, "
+        "ms, us or ns, or the directives of Python's strptime, such as %Y%m%d. Without an entry "
+        "numbers are ms; what Parquet and Arrow files store as times needs none",
         {},
     )
     split: SplitSpec = section("how samples are divided into train, valid and test", SplitSpec)
     separator: str = key("for delimited text, the ASCII character between two columns", "\t")
-    null_values: list[str] = key('texts that mean "missing"', [""])
+    null_values: list[str] = key('texts that mean "missing", of delimited and json', [""])
     on_bad_line: OnBadLine = key(
-        "stop at a line that cannot be read, or leave it out and count it", OnBadLine.error
+        "stop at a line, or row, that cannot be read, or leave it out and count it: one with "
+        "another number of columns than the header, an open quote or a carriage return in it, of "
+        "no UTF-8, or with a label, number, time, vector or id that is none",
+        OnBadLine.error,
     )
     rows_per_chunk: int = key("samples per chunk, the window of the shuffle", 262_144, ge=1)
     block_mib: int = key(
@@ -274,6 +380,8 @@ class SourceSpec:
             bool(tables),
             f"columns: expected {expected}, got {sorted(columns)}. Give an id kind categorical.",
         )
+        yield from _time_rules(self.times)
+        yield from _source_rules(columns)
         for name in self.tables:
             expected = f"one of the tables {sorted(tables)}"
             yield (
@@ -290,7 +398,8 @@ class SourceSpec:
                 "as its source.",
             )
         for name, column in columns.items():
-            taken = sorted(columns.keys() & set(features_of(name, column)) - {name})
+            parts = {*features_of(name, column), *dense_of(name, column)}
+            taken = sorted(columns.keys() & parts - {name})
             yield (
                 not taken,
                 f"columns.{name}: expected no columns named as its positions, got {taken}. Rename "
@@ -303,6 +412,42 @@ class SourceSpec:
                 f"columns: expected no table {hot!r} beside table {name!r}, whose hot rows have "
                 "this name, got both. Choose another name for one of them.",
             )
+
+
+def _time_rules(times: dict[str, str]) -> Rules:
+    for name, form in times.items():
+        yield (
+            form in list(TimeUnit) or ("%" in form and _is_form_of_time(form)),
+            f"times.{name}: expected {', '.join(TimeUnit)} or directives of a date such as %Y%m%d, "
+            f"got {form!r}.",
+        )
+
+
+def _is_form_of_time(form: str) -> bool:
+    """Whether a moment can be read from what is written in this form, wherever that is done."""
+    moment = datetime(2001, 2, 3, 16, tzinfo=UTC)
+    try:
+        at_hour_h = time_ms(moment.strftime(form), form) / 3_600_000 - moment.timestamp() / 3600
+    except ValueError:
+        return False
+    # Without the hour it is midnight. Names of zones are read by the local one.
+    return at_hour_h in (0, -16) and "%Z" not in form
+
+
+def _source_rules(columns: dict[str, ColumnSpec]) -> Rules:
+    """Columns that are made of one column of the log read it in one way."""
+    readings: dict[str, tuple[str, tuple[object, ...]]] = {}
+    for name, column in columns.items():
+        if column.kind in FEATURE_KINDS and column.derive is Derive.none:
+            continue
+        source = column.source or name
+        reading = (column.number_form, column.width, tuple(column.values))
+        first, other = readings.setdefault(source, (name, reading))
+        yield (
+            reading == other,
+            f"columns.{name}: expected {source!r} to be read as columns.{first} reads it, got "
+            "another form. Give both the same width, decimal, thousands, ignore and values.",
+        )
 
 
 def _column_name_rules(name: str, column: ColumnSpec) -> Rules:
@@ -436,3 +581,8 @@ def features_of(name: str, column: ColumnSpec) -> list[str]:
     if column.kind is not ColumnKind.sequence:
         return [name]
     return [f"{name}_{place}" for place in range(1, column.max_length + 1)]
+
+
+def dense_of(name: str, column: ColumnSpec) -> list[str]:
+    """The dense features of a column of numbers: itself, or one for each number of a vector."""
+    return [f"{name}[{place}]" for place in range(column.width)] or [name]

@@ -7,8 +7,10 @@ so that hashing, splitting and looking up happen once per distinct text of a blo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hotrec.config.data import Derive, TimeUnit, time_ms
+from hotrec.config.data import Derive, NumberForm, TimeUnit, time_ms
 from hotrec.data.chunks import one_array
 
 Codes = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 
-_NUMBER = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+# Whole numbers as programs write them that keep numbers as floats: 1234.0 is the id 1234.
+_WHOLE = r"^(-?[0-9]+)\.0*$"
+_WHOLE_BELOW = 2.0**53  # a larger float stands for several integers
+_BRACKETS = r"(?s)^\s*\[(.*)\]\s*$"
+_LABELS = (("0", "false", "f", "no", "n"), ("1", "true", "t", "yes", "y"))
+_NO_CODES = np.empty(0, np.int64)
+_PLAIN = NumberForm()
 _MS_PER_HOUR = 3_600_000
 MS_PER_UNIT = {TimeUnit.s: 1e3, TimeUnit.ms: 1.0, TimeUnit.us: 1e-3, TimeUnit.ns: 1e-6}
 # 1970-01-01 was a Thursday, day 3 of a week that begins on Monday.
@@ -36,10 +44,12 @@ class Texts:
     Args:
         values: A string array (V,) of distinct texts; nulls are missing values.
         codes: Integers (n,), index into ``values``, -1 for a missing value.
+        odd: Those of ``values`` that are numbers but no integers, which are no ids.
     """
 
     values: pa.Array
     codes: Codes
+    odd: Codes = field(default_factory=lambda: _NO_CODES)
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,8 @@ class RawBlock:
     Args:
         lines: int64 (n,), the line of each sample, or its row in a file without lines, from 1.
         ids: The columns read as ids, by their name in the log.
-        numbers: The columns read as numbers, float64 (n,), NaN for a missing value.
+        numbers: The columns read as numbers, float64 (n,), NaN for a missing value; of vectors
+            float64 (n, width).
         num_skipped: The number of samples left out because they could not be read.
     """
 
@@ -91,24 +102,86 @@ def offsets_of(lengths: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a type of ``stored`` is one of lists, of any kind."""
+    is_any = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(is_any or pa.types.is_fixed_size_list(kind))
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a type of ``stored`` is one of texts, or a dictionary of them."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def stored(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """A column as one array, of a type that says what its values are and not how they are kept."""
+    array = one_array(column)
+    kind = array.type
+    if kind == pa.uuid():
+        texts = [None if v is None else str(uuid.UUID(bytes=v)) for v in array.storage.to_pylist()]
+        return pa.array(texts, pa.string())
+    if isinstance(kind, pa.BaseExtensionType):
+        return stored(array.storage)
+    if pa.types.is_run_end_encoded(kind):
+        return stored(pc.run_end_decode(array))
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return array.cast(pa.large_string())
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        return array.cast(pa.large_list(kind.value_type))
+    return array
+
+
 def ids_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts | Lists:
     """A column of any scalar type, or of lists of one."""
-    kind = column.type
-    is_lists = pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return (
-        lists_from_arrow(column) if is_lists or pa.types.is_list(kind) else texts_from_arrow(column)
-    )
+    array = stored(column)
+    return lists_from_arrow(array) if is_list(array.type) else texts_from_arrow(array)
 
 
 def texts_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts:
-    """A column of any scalar type as texts; integers in decimal."""
-    array = one_array(column)
+    """A column of any scalar type as texts; numbers in decimal, without a point where whole.
+
+    Raises:
+        pa.ArrowException: if values are no text in UTF-8, or of a type that has no text.
+    """
+    array = stored(column)
     if not pa.types.is_dictionary(array.type):
         array = array.dictionary_encode()
-    values = array.dictionary
-    if not pa.types.is_string(values.type):
+    values, odd = stored(array.dictionary), _NO_CODES
+    if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
+        values, odd = _texts_of_whole(values)
+    elif not pa.types.is_string(values.type):
         values = values.cast(pa.string())
-    return Texts(values, array.indices.fill_null(-1).to_numpy(zero_copy_only=False))
+    else:
+        values.validate(full=True)  # what a file calls text may be none
+    codes = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    return Texts(values, codes, odd)
+
+
+def _texts_of_whole(values: pa.Array) -> tuple[pa.Array, Codes]:
+    """Floats or decimals as texts, and which are not whole numbers that are known exactly."""
+    if pa.types.is_decimal(values.type):
+        found = values.to_pylist()
+        odd = [i for i, v in enumerate(found) if v is not None and v != v.to_integral_value()]
+        is_odd = np.isin(np.arange(len(found)), odd)
+        texts = [
+            None if v is None else str(v if odd else int(v))
+            for v, odd in zip(found, is_odd, strict=True)
+        ]
+        return pa.array(texts, pa.string()), np.flatnonzero(is_odd)
+    numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    is_whole = (np.abs(numbers) < _WHOLE_BELOW) & (np.floor(numbers) == numbers)
+    whole = pa.array(np.where(is_whole, numbers, 0).astype(np.int64)).cast(pa.string())
+    texts = pc.if_else(pa.array(is_whole), whole, values.cast(pa.string()))
+    is_null = values.is_null().to_numpy(zero_copy_only=False)
+    return texts, np.flatnonzero(~is_whole & ~is_null)
+
+
+def whole_ids(texts: Texts) -> Texts:
+    """Ids, of which those written as 1234.0 are 1234, as in a column of integers."""
+    if not pc.any(pc.match_substring(texts.values, ".")).as_py():
+        return texts
+    return replace(texts, values=pc.replace_substring_regex(texts.values, _WHOLE, r"\1"))
 
 
 def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
@@ -119,13 +192,38 @@ def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
     Raises:
         pa.ArrowInvalid: if a value is not a number.
     """
-    array = one_array(column)
+    array = stored(column)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
     # safe=False: integers beyond 2**53 lose their last digits instead of failing.
     values = array.cast(pa.float64(), safe=pa.types.is_string(array.type))
     if pc.any(pc.is_nan(values)).as_py():
         values = pc.if_else(pc.is_nan(values), math.inf, values)
     found: Float64s = values.to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
     return found
+
+
+def labels_from_texts(texts: Texts, values: Sequence[str] = ()) -> Float64s:
+    """Texts as labels 0 and 1; NaN where missing, and infinite where a text is neither.
+
+    Args:
+        texts: The labels. Blanks around them do not count, and numbers are compared as numbers.
+        values: That of a negative and of a positive, see ``ColumnSpec``.
+    """
+    meanings = tuple((value,) for value in values) or _LABELS
+    of = {_label_key(v): float(label) for label, names in enumerate(meanings) for v in names}
+    fold = str if values else str.lower
+    found = [
+        of.get(fold(_label_key(text or "")), math.inf if text else math.nan)
+        for text in [*texts.values.to_pylist(), None]
+    ]
+    return np.array(found)[texts.codes]
+
+
+def _label_key(text: str) -> str:
+    """What two texts of the same label have in common."""
+    text = text.strip(" \t")
+    return str(float(text)) if re.fullmatch(_number_pattern(_PLAIN), text) else text
 
 
 def times_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
@@ -135,10 +233,19 @@ def times_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
     return numbers_from_arrow(times.cast(pa.int64())) / 1000
 
 
-def times_from_texts(texts: Texts) -> Float64s:
-    """Texts in ISO 8601 as milliseconds since 1970; infinite where one is no date or time."""
+def times_from_texts(texts: Texts, form: str = TimeUnit.iso) -> Float64s:
+    """Texts as milliseconds since 1970; infinite where one is no date or time.
+
+    Args:
+        texts: Dates and times.
+        form: See ``hotrec.config.data.time_ms``.
+    """
+    if form != TimeUnit.iso:
+        milliseconds = _times_one_by_one(whole_ids(texts), form)
+        return np.append(milliseconds, np.nan)[texts.codes]
     # Arrow wants to know whether there is an offset, and reads six digits of a second at most.
-    values = pc.replace_substring_regex(texts.values, r"(\.[0-9]{6})[0-9]+", r"\1")
+    values = pc.replace_substring_regex(texts.values, r" ?(UTC|GMT)$", "Z")
+    values = pc.replace_substring_regex(values, r"(\.[0-9]{6})[0-9]+", r"\1")
     has_offset = pc.match_substring_regex(values, r":.*(Z|[+-][0-9:]+)$")
     nothing = pa.scalar(None, pa.string())
     try:
@@ -148,57 +255,127 @@ def times_from_texts(texts: Texts) -> Float64s:
         ]
         since_1970 = pc.coalesce(*(times.cast(pa.int64()) for times in found))
         milliseconds = numbers_from_arrow(since_1970) / 1000
-    except pa.ArrowInvalid:  # one by one, to find which; and for forms that Arrow does not know
-        milliseconds = np.array([_time_or_inf(text) for text in texts.values.to_pylist()])
+    except pa.ArrowInvalid:  # to find which it is; and for forms that Arrow does not know
+        milliseconds = _times_one_by_one(texts, form)
     return np.append(milliseconds, np.nan)[texts.codes]
 
 
-def _time_or_inf(text: str | None) -> float:
+def _times_one_by_one(texts: Texts, form: str) -> Float64s:
+    return np.array([_time_or_inf(text, form) for text in texts.values.to_pylist()], np.float64)
+
+
+def _time_or_inf(text: str | None, form: str) -> float:
     try:
-        return math.nan if text is None else time_ms(text)
+        return math.nan if text is None else time_ms(text, form)
     except ValueError:
         return math.inf
 
 
-def item_type(kind: pa.DataType) -> pa.DataType:
-    """The type of the ids in a column: of its values, or of the items of its lists."""
-    while (
-        pa.types.is_dictionary(kind)
-        or pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
-    ):
-        kind = kind.value_type
-    return kind
+def numbers_from_texts(texts: Texts, form: NumberForm = _PLAIN) -> Float64s:
+    """Texts as numbers; infinite where a text is not a number, for the reader to find.
+
+    Args:
+        texts: Numbers. Blanks around them do not count.
+        form: How they are written.
+    """
+    values = texts.values
+    for character in form.ignore:
+        values = pc.replace_substring(values, character, "")
+    values = pc.utf8_trim(values, " \t\u00a0\u202f" if form.ignore else " \t")
+    is_number = pc.match_substring_regex(values, _number_pattern(form)).fill_null(True)
+    if form.thousands:
+        values = pc.replace_substring(values, form.thousands, "")
+    if form.decimal != ".":
+        values = pc.replace_substring(values, form.decimal, ".")
+    numbers = numbers_from_arrow(pc.if_else(is_number, values, "inf"))
+    return np.append(numbers, np.nan)[texts.codes]
 
 
-def numbers_from_texts(texts: Texts) -> Float64s:
-    """Texts as numbers; infinite where a text is not a number, for the reader to find."""
-    is_number = pc.match_substring_regex(texts.values, _NUMBER).fill_null(True)
-    values = numbers_from_arrow(pc.if_else(is_number, texts.values, "inf"))
-    return np.append(values, np.nan)[texts.codes]
+def _number_pattern(form: NumberForm) -> str:
+    """A regular expression of numbers, for RE2 and for Python."""
+    decimal, thousands = (f"[{re.escape(sign)}]" for sign in (form.decimal, form.thousands))
+    whole = "[0-9]+"
+    if form.thousands:  # groups of three; in India of two until the last
+        whole = f"([0-9]+|[0-9]{{1,3}}({thousands}[0-9]{{2,3}})*{thousands}[0-9]{{3}})"
+    return f"^[+-]?({whole}({decimal}[0-9]*)?|{decimal}[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
 def lists_from_arrow(column: pa.ChunkedArray | pa.Array) -> Lists:
     """A column of lists of any scalar type; null lists are missing."""
-    array = one_array(column)
+    items, offsets, codes = _flat(column)
+    return Lists(texts_from_arrow(items), offsets, codes)
+
+
+def _flat(
+    column: pa.ChunkedArray | pa.Array,
+) -> tuple[pa.Array, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The items of a column of lists end to end, their offsets, and the list of each sample."""
+    array = stored(column)
     if not pa.types.is_list(array.type):  # large or fixed-size lists
         array = array.cast(pa.list_(array.type.value_type))
     is_null = array.is_null().to_numpy(zero_copy_only=False)
     # flatten() leaves out what nulls and slices hide, so lengths must come from the same view.
     lengths = np.where(is_null, 0, pc.list_value_length(array).fill_null(0).to_numpy())
-    codes = np.where(is_null, -1, np.arange(len(array)))
-    return Lists(texts_from_arrow(array.flatten()), offsets_of(lengths), codes)
+    return array.flatten(), offsets_of(lengths), np.where(is_null, -1, np.arange(len(array)))
 
 
 def lists_from_texts(texts: Texts, separator: str) -> Lists:
-    """Split each text at the separator; empty pieces are dropped."""
-    pieces = pc.split_pattern(texts.values.fill_null(""), separator)
+    """Split each text at the separator; empty pieces are dropped.
+
+    A text in brackets, such as [1, 2] or ['a', 'b'], is read without them, and its pieces without
+    blanks and quotes around them. It is split at commas if it has any and the separator is a blank.
+    """
+    values = texts.values.fill_null("")
+    in_brackets = pc.match_substring_regex(values, _BRACKETS)
+    if pc.any(in_brackets).as_py():
+        inner = pc.replace_substring_regex(values, _BRACKETS, r"\1")
+        inner = pc.replace_substring_regex(inner, r"\s", " ")  # NumPy breaks long lines
+        if separator == " ":
+            swapped = pc.replace_substring(pc.replace_substring(inner, " ", "\v"), ",", " ")
+            inner = pc.if_else(pc.match_substring(inner, ","), swapped, inner)
+        values = pc.if_else(in_brackets, inner, values)
+    pieces = pc.split_pattern(values, separator)
     flat = pieces.flatten()
-    is_item = pc.not_equal(flat, "").to_numpy(zero_copy_only=False)
     lengths = pc.list_value_length(pieces).to_numpy(zero_copy_only=False)
+    if pc.any(in_brackets).as_py():
+        is_inside = pa.array(np.repeat(in_brackets.to_numpy(zero_copy_only=False), lengths))
+        bare = pc.replace_substring(pc.utf8_trim(flat, " \v'\""), "\v", " ")
+        flat = pc.if_else(is_inside, bare, flat)
+    is_item = pc.not_equal(flat, "").to_numpy(zero_copy_only=False)
     items = texts_from_arrow(flat.filter(pa.array(is_item)))
     return Lists(items, offsets_of(is_item)[offsets_of(lengths)], texts.codes)
+
+
+def vectors_from_arrow(column: pa.ChunkedArray | pa.Array, width: int) -> Float64s:
+    """A column of lists of numbers as float64 (n, width); NaN where a list or a number is null.
+
+    Infinite where a list is of another length, or a number is none.
+    """
+    items, offsets, codes = _flat(column)
+    items = stored(items)
+    numbers = (
+        numbers_from_texts(texts_from_arrow(items))
+        if is_text(items.type)
+        else numbers_from_arrow(items)
+    )
+    return _vectors(numbers, offsets, codes, width)
+
+
+def vectors_from_texts(texts: Texts, separator: str, form: NumberForm, width: int) -> Float64s:
+    """Texts that ``lists_from_texts`` splits as vectors, see ``vectors_from_arrow``."""
+    lists = lists_from_texts(texts, separator)
+    numbers = numbers_from_texts(lists.items, form)
+    return _vectors(numbers, lists.offsets, lists.codes, width)
+
+
+def _vectors(
+    numbers: Float64s, offsets: npt.NDArray[np.int64], codes: Codes, width: int
+) -> Float64s:
+    is_fit = np.diff(offsets) == width
+    vectors = np.full((is_fit.size + 1, width), math.inf)
+    vectors[-1] = math.nan  # of the code -1
+    vectors[:-1][is_fit] = numbers[offsets[:-1][is_fit, None] + np.arange(width)]
+    return vectors[codes]
 
 
 def cut_lists(lists: Lists, max_length: int) -> Lists:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from hotrec.config.data import (
     Encoding,
     SourceSpec,
     columns_of,
+    dense_of,
     features_of,
     tables_of,
 )
@@ -38,6 +39,7 @@ from hotrec.data.columns import (
     lists_from_texts,
     offsets_of,
     texts_from_numbers,
+    whole_ids,
 )
 from hotrec.data.gather import gather_bags
 from hotrec.data.vocabulary import RowEncoder, RowNumbers, find_rows, read_vocabulary
@@ -67,8 +69,13 @@ def scaling_of(columns: Mapping[str, ColumnSpec], moments: Float64s) -> Float64s
 
 
 def dense_columns(columns: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
-    """The columns of kind dense, in order."""
-    return {name: column for name, column in columns.items() if column.kind is ColumnKind.dense}
+    """The columns of kind dense, in order; a vector's once for each of its numbers."""
+    return {
+        place: column
+        for name, column in columns.items()
+        if column.kind is ColumnKind.dense
+        for place in dense_of(name, column)
+    }
 
 
 def feature_columns(columns: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
@@ -108,26 +115,26 @@ def raw_feature(block: RawBlock, name: str, column: ColumnSpec) -> Texts | Lists
     raw = block.ids[source]
     if column.kind is not ColumnKind.categorical:
         lists = lists_from_texts(raw, column.separator) if isinstance(raw, Texts) else raw
-        return cut_lists(lists, column.max_length)
-    if not isinstance(raw, Texts):
-        raise ValueError(
-            f"columns.{name}: expected one id per sample in column {source}, got lists. "
-            "Set its kind to categorical_list or sequence."
-        )
-    return raw
+        return cut_lists(replace(lists, items=whole_ids(lists.items)), column.max_length)
+    assert isinstance(raw, Texts), f"{name}: expected one id per sample, as the reader has checked"
+    return whole_ids(raw)
 
 
 def dense_values(block: RawBlock, columns: Mapping[str, ColumnSpec]) -> Float64s:
     """The dense columns before standardising, float64 (n, N)."""
-    dense = dense_columns(columns)
-    values = np.empty((len(dense), len(block)))
-    for index, (name, column) in enumerate(dense.items()):
+    values = np.empty((len(dense_columns(columns)), len(block)))
+    index = 0
+    for name, column in columns.items():
+        if column.kind is not ColumnKind.dense:
+            continue
         numbers = block.numbers[column.source or name]
         raw = derive_numbers(column.derive, numbers, column.utc_offset_h)
         filled = np.where(np.isnan(raw), column.fill, raw)
         if column.transform is DenseTransform.log1p:
             filled = np.copysign(np.log1p(np.abs(filled)), filled)
-        values[index] = filled
+        width = column.width or 1
+        values[index : index + width] = filled.reshape(-1, width).T
+        index += width
     return values.T
 
 
@@ -243,7 +250,7 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
     document = {
         "columns": {name: asdict(column) for name, column in columns_of(spec).items()},
         "tables": {name: asdict(table) for name, table in tables_of(spec).items()},
-        "times": {name: spec.times[name].value for name in read_times(spec)},
+        "times": {name: str(spec.times[name]) for name in read_times(spec)},
         "means": scaling[0].tolist(),
         "deviations": scaling[1].tolist(),
     }

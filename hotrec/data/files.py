@@ -50,17 +50,33 @@ def find_paths(pattern: str, suffixes: tuple[str, ...] | None, *, key: str) -> l
 
 def _find(path: Path, suffixes: tuple[str, ...] | None, key: str) -> list[Path]:
     if path.is_dir():
+        entries = [e for e in sorted(path.iterdir(), key=str) if not e.name.startswith((".", "_"))]
         return [
             file
-            for file in sorted(path.iterdir(), key=str)
-            if file.is_file()
-            and not file.name.startswith((".", "_"))
-            and (suffixes is None or file.suffix in suffixes)
+            for entry in entries
+            for file in (_find(entry, suffixes, key) if _is_part(entry) else [entry])
+            if file.is_file() and (suffixes is None or file.suffix in suffixes)
         ]
     if path.exists():
         _check_regular(path, key)
         return [path]
-    return [file for file in sorted(_glob(path), key=str) if file.is_file()]
+    found = sorted(_glob(path), key=str)
+    return [file for file in found if file.is_file() and not _is_unfinished(file, path)]
+
+
+def is_partition(name: str) -> bool:
+    """Whether a directory is named as a part of a log, such as dt=2024-05-01."""
+    return name.find("=") > 0
+
+
+def _is_part(path: Path) -> bool:
+    return is_partition(path.name) and path.is_dir()
+
+
+def _is_unfinished(file: Path, pattern: Path) -> bool:
+    """Whether a pattern matched what is in a directory such as _temporary, which Spark leaves."""
+    hidden = {part for part in file.parts[:-1] if part.startswith("_")}
+    return not hidden <= set(pattern.parts)
 
 
 def locate(pattern: str, key: str) -> Path:

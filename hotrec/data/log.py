@@ -7,6 +7,7 @@ beside the log, which streams.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -29,7 +30,7 @@ from hotrec.config.data import (
     columns_of,
 )
 from hotrec.data.chunks import Jagged
-from hotrec.data.columns import Float64s, Lists, RawBlock, Texts, offsets_of
+from hotrec.data.columns import Float64s, Lists, RawBlock, Texts, offsets_of, whole_ids
 from hotrec.data.encode import needs_numbers, sources_of
 from hotrec.data.gather import gather_bags
 from hotrec.data.hashing import Hashes, find_sorted, hash_numbers, hash_text
@@ -39,10 +40,13 @@ from hotrec.data.readers import (
     column_names,
     count_samples,
     find_files,
+    partition_of,
     read_blocks,
 )
+from hotrec.runtime.ranks import rank
 from hotrec.types import Rows
 
+_LOGGER = logging.getLogger(__name__)
 _COLUMN_ADVICE = "Correct the name, or the separator of the file."
 _NUM_SHOWN, _SHOWN_LENGTH = 100, 60
 _LOG = ""  # the log itself, among the names of side tables
@@ -96,13 +100,18 @@ def open_log(
         files[name] = find_files(side.files, side.format, key=key)
         # A side table is small and curated, so its bad lines are always errors.
         formats[name] = LogFormat(side.format, side.separator, nulls, block_bytes=block_bytes)
-    known = {place: column_names(files[place][0], formats[place]) for place in files}
+    names = {place: column_names(files[place][0], formats[place]) for place in files}
+    known = {
+        place: tuple(dict.fromkeys((*names[place], *partition_of(files[place][0]))))
+        for place in files
+    }
     for kind in () if needs_label else (ColumnKind.label, ColumnKind.weight):
         columns = columns_of(spec)
         if not set(sources_of(columns, kind).values()) <= set(known[_LOG]):
             kept = {name: column for name, column in columns.items() if column.kind is not kind}
             spec = replace(spec, columns=kept)
     wanted = _wanted(spec, known)
+    _say_what_is_not_read(files[_LOG], names[_LOG], wanted[_LOG], files_key)
     side_tables = tuple(
         read_side_table(
             name, files[name], formats[name], side.key or side.on, side.on, wanted[name]
@@ -112,12 +121,26 @@ def open_log(
     return Log(tuple(files[_LOG]), log_format, wanted[_LOG], side_tables, columns_of(spec))
 
 
+def _say_what_is_not_read(
+    files: list[Path], names: tuple[str, ...], wanted: Wanted, files_key: str
+) -> None:
+    for name, value in partition_of(files[0]).items():
+        if name not in names and name not in wanted.names and rank() == 0:
+            _LOGGER.warning(
+                "%s: no column reads %s, which is %s in the path of the first file. "
+                "Set it as the source of one, or leave it.",
+                *(files_key, name, value),
+            )
+
+
 def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wanted]:
     """What to read of the log and of each side table."""
     columns = columns_of(spec)
     ids: dict[str, list[str]] = {place: [] for place in known}
     numbers: dict[str, list[str]] = {place: [] for place in known}
-    times: dict[str, dict[str, TimeUnit]] = {place: {} for place in known}
+    times: dict[str, dict[str, str]] = {place: {} for place in known}
+    single: dict[str, list[str]] = {place: [] for place in known}
+    readings: dict[str, dict[str, ColumnSpec]] = {place: {} for place in known}
     # The key of a side table repeats the column that it is matched with.
     keys = {name: side.key or side.on for name, side in spec.joins.items()}
     offered = {
@@ -127,6 +150,7 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
     for name, side in spec.joins.items():
         place = _place_of(side.on, offered, f"data.source.joins.{name}.on", before=name)
         ids[place].append(side.on)
+        single[place].append(side.on)
         _require(keys[name], known[name], f"data.source.joins.{name}.key")
     for name, column in columns.items():
         source = column.source or name
@@ -136,7 +160,12 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
                 f"data.source.columns.{name}: expected a {column.kind} in the log itself, got "
                 f"column {source!r} of the joined table {place}. Join it into the files of the log."
             )
-        (numbers if needs_numbers(column) else ids)[place].append(source)
+        if needs_numbers(column):
+            numbers[place].append(source)
+            readings[place].setdefault(source, column)
+        else:
+            ids[place].append(source)
+            single[place] += [source] if column.kind is ColumnKind.categorical else []
         if column.derive in DERIVED_FROM_TIMES:
             times[place][source] = spec.times.get(source, TimeUnit.ms)
     labels, weights = (
@@ -150,8 +179,6 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
         required = (spec.split.column,)
     for name in spec.times:
         _require(name, tuple(dict.fromkeys(chain(*known.values()))), f"data.source.times.{name}")
-    for place, units in times.items():
-        ids[place] += [name for name, unit in units.items() if unit is TimeUnit.iso]
     return {
         place: Wanted(
             tuple(dict.fromkeys(ids[place])),
@@ -160,6 +187,8 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
             weights=weights if place == _LOG else (),
             required=required if place == _LOG else (),
             times=times[place],
+            columns=readings[place],
+            single=tuple(dict.fromkeys(single[place])),
         )
         for place in known
     }
@@ -233,7 +262,7 @@ def read_side_table(
             "Choose another column."
         )
     present = np.nonzero(keys.codes >= 0)[0]
-    hashes = hash_text(keys.values)[keys.codes[present]]
+    hashes = hash_text(whole_ids(keys).values)[keys.codes[present]]
     order = np.argsort(hashes, kind="stable")
     hashes = hashes[order]
     if (hashes[1:] == hashes[:-1]).any():
@@ -266,13 +295,17 @@ def join(block: RawBlock, table: SideTable) -> RawBlock:
     """
     key = block.ids[table.on]
     assert isinstance(key, Texts), f"join on {table.on}: expected keys as text"
-    found = find_sorted(table.hashes, hash_text(key.values))
+    found = find_sorted(table.hashes, hash_text(whole_ids(key).values))
     # A null among the values has a hash too, which must not match.
     found = np.where(key.values.is_null().to_numpy(zero_copy_only=False), -1, found)
     rows = np.append(np.append(table.rows, -1)[found], -1)[key.codes]
     own = block.ids.keys() | block.numbers.keys()
     ids = {name: _taken(column, rows) for name, column in table.ids.items() if name not in own}
-    numbers = {n: np.append(v, np.nan)[rows] for n, v in table.numbers.items() if n not in own}
+    numbers = {
+        name: np.concatenate([values, np.full((1, *values.shape[1:]), np.nan)])[rows]
+        for name, values in table.numbers.items()
+        if name not in own
+    }
     return replace(block, ids={**block.ids, **ids}, numbers={**block.numbers, **numbers})
 
 

@@ -6,16 +6,28 @@ counted, as specified. Memory is bounded by the block, not by the file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hotrec.config.data import CRITEO_COLUMNS, OnBadLine, SourceFormat, TimeUnit
-from hotrec.data import text
+from hotrec.config.data import (
+    CRITEO_COLUMNS,
+    TEXT_FORMATS,
+    ColumnKind,
+    ColumnSpec,
+    NumberForm,
+    OnBadLine,
+    SourceFormat,
+    TimeUnit,
+)
+from hotrec.data import json_lines, text
 from hotrec.data.columns import (
     MS_PER_UNIT,
     Float64s,
@@ -23,21 +35,29 @@ from hotrec.data.columns import (
     RawBlock,
     Texts,
     ids_from_arrow,
-    item_type,
+    is_list,
+    is_text,
+    labels_from_texts,
     numbers_from_arrow,
     numbers_from_texts,
+    stored,
     times_from_arrow,
     times_from_texts,
+    vectors_from_arrow,
+    vectors_from_texts,
 )
-from hotrec.data.files import find_paths, is_local, open_file
+from hotrec.data.files import find_paths, is_local, is_partition, open_file
 from hotrec.types import Rows
 
 _SUFFIXES = {
     SourceFormat.parquet: (".parquet", ".pq"),
     SourceFormat.arrow: (".arrow", ".feather", ".ipc"),
 }
+_NO_PARTITION = ("", "__HIVE_DEFAULT_PARTITION__")
+_NUMBER = ColumnSpec(ColumnKind.dense)
 _ARROW_MAGIC_BYTES = 8  # with padding
 _ROWS_PER_BLOCK = 131_072
+_NUM_SHOWN, _SHOWN = 8, 80
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -48,11 +68,13 @@ class Wanted:
     Args:
         ids: Columns whose values are ids, or lists of ids if the file has lists.
         numbers: Columns whose values are numbers. A column may be in both.
-        labels: Number columns that must be 0 or 1.
+        labels: Number columns that must be labels.
         weights: Number columns that must be at least 0.
         required: Number columns without missing values, besides these.
-        times: Number columns that may hold times, with their units; they become milliseconds since
-            1970. Those of texts are among ``ids``, too.
+        times: Number columns that may hold times, with their forms as in
+            ``hotrec.config.data.SourceSpec``; they become milliseconds since 1970.
+        columns: How number columns are written, or vectors wide, where they are not plain numbers.
+        single: Id columns that may not be lists.
     """
 
     ids: tuple[str, ...]
@@ -60,11 +82,24 @@ class Wanted:
     labels: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
-    times: Mapping[str, TimeUnit] = field(default_factory=dict)
+    times: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
+    single: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
         return list(dict.fromkeys((*self.ids, *self.numbers)))
+
+    def column(self, name: str) -> ColumnSpec:
+        """How a number column is read."""
+        return self.columns.get(name, _NUMBER)
+
+    def is_text(self, name: str) -> bool:
+        """Whether a column is read as text where files are text."""
+        column = self.column(name)
+        is_plain = column.number_form == NumberForm() and not column.width
+        is_time = self.times.get(name, TimeUnit.ms) not in MS_PER_UNIT
+        return name in self.ids or name in self.labels or is_time or not is_plain
 
 
 @dataclass(frozen=True)
@@ -97,33 +132,61 @@ def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "fil
 
 
 def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
-    """The columns that a file has.
+    """The columns that a file has, without those of its path.
 
     Raises:
-        ValueError: if it cannot be read.
+        ValueError: if it cannot be read, or two columns have one name.
     """
     match log_format.format:
         case SourceFormat.criteo:
             return CRITEO_COLUMNS
         case SourceFormat.delimited:
             return text.read_header(path, log_format.separator)
-        case SourceFormat.parquet:
-            return tuple(open_parquet(path).schema_arrow.names)
-        case SourceFormat.arrow:
-            return tuple(open_arrow(path).schema.names)
+        case SourceFormat.json:
+            return json_lines.read_names(path)
+        case SourceFormat.parquet | SourceFormat.arrow:
+            is_parquet = log_format.format is SourceFormat.parquet
+            with _naming(path, "names of columns"):
+                schema = open_parquet(path).schema_arrow if is_parquet else open_arrow(path).schema
+                names = tuple(schema.names)
+            text.check_names(names, path)
+            return names
+
+
+def partition_of(path: Path) -> dict[str, str | None]:
+    """The columns that the directories of a file name, as key=value; None for a missing value."""
+    found = (part.partition("=") for part in path.parts[:-1] if is_partition(part))
+    values = {unquote(key): unquote(value) for key, _, value in found}
+    return {key: None if value in _NO_PARTITION else value for key, value in values.items()}
+
+
+@contextmanager
+def _naming(path: Path, expected: str) -> Iterator[None]:
+    """Errors of Arrow and of the file system as ours, with the file."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path}: expected {expected}, got {_one_line(error)}. Fetch it again."
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].removesuffix(".")
 
 
 def count_samples(path: Path, log_format: LogFormat) -> int:
     """Lines or rows of a file, bad ones included, without parsing it."""
     match log_format.format:
-        case SourceFormat.criteo:
+        case SourceFormat.criteo | SourceFormat.json:
             return text.count_lines(path)
         case SourceFormat.delimited:
             return text.count_lines(path) - 1
         case SourceFormat.parquet:
             return int(open_parquet(path).metadata.num_rows)
         case SourceFormat.arrow:
-            return sum(batch.num_rows for batch in _arrow_batches(path))
+            with _naming(path, "a whole file"):
+                return sum(batch.num_rows for batch in _arrow_batches(path))
 
 
 def read_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[RawBlock]:
@@ -133,56 +196,51 @@ def read_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[R
         ValueError: for a file that is empty, damaged or lacks a column, and, unless bad lines are
             skipped, for a sample that cannot be read; the message names the file and the line.
     """
-    names = column_names(path, log_format)
-    missing = [name for name in wanted.names if name not in names]
+    names, partition = column_names(path, log_format), partition_of(path)
+    partition = {name: value for name, value in partition.items() if name not in names}
+    # Not every object has all fields, so those of JSON are missed at the end.
+    has_names = log_format.format is not SourceFormat.json
+    missing = [name for name in wanted.names if has_names and name not in {*names, *partition}]
     if missing:
         raise ValueError(
-            f"{path}: expected the columns {missing}, got {list(names)}. "
+            f"{path}: expected the columns {missing}, got {[*names, *partition]}. "
             "Correct the columns of the specification."
         )
-    if log_format.format in (SourceFormat.criteo, SourceFormat.delimited):
-        blocks = _text_blocks(path, log_format, wanted, names)
+    of_file = [name for name in wanted.names if name not in partition]
+    if log_format.format in TEXT_FORMATS:
+        tables = _text_tables(path, log_format, wanted, names, of_file)
     else:
-        blocks = _table_blocks(path, log_format, wanted)
-    for block in blocks:
-        yield _checked(block, path, wanted, log_format.on_bad_line)
+        tables = _tables(path, log_format, of_file)
+    for parsed in tables:
+        if parsed.bad and log_format.on_bad_line is OnBadLine.error:
+            bad = parsed.bad[0]
+            raise _bad_line_error(path, bad.line, bad.expected, bad.got)
+        if parsed.lines.size or parsed.bad:
+            table = _with_partition(parsed.table, partition, wanted)
+            yield _block(table, parsed, wanted, path, log_format.on_bad_line)
 
 
-def _text_blocks(
-    path: Path, log_format: LogFormat, wanted: Wanted, names: tuple[str, ...]
-) -> Iterator[RawBlock]:
-    is_delimited = log_format.format is SourceFormat.delimited
-    types = dict.fromkeys(wanted.numbers, text.NUMBER) | dict.fromkeys(wanted.ids, text.TEXT)
-    layout = text.Layout(
-        names, log_format.separator, is_delimited, tuple(log_format.null_values), types
-    )
-    for lines in text.read_lines(path, log_format.block_bytes, has_header=is_delimited):
-        table = text.parse(lines, layout)
-        numbers = np.arange(lines.first_line, lines.first_line + lines.num_lines)
-        num_skipped = 0
-        if table is None:
-            table, numbers = _parse_around_bad_lines(path, lines, layout, log_format.on_bad_line)
-            num_skipped = lines.num_lines - numbers.size
-        yield _block(table, wanted, path, numbers, num_skipped)
+def _text_tables(
+    path: Path, log_format: LogFormat, wanted: Wanted, names: tuple[str, ...], of_file: list[str]
+) -> Iterator[text.Parsed]:
+    is_delimited, nulls = log_format.format is SourceFormat.delimited, log_format.null_values
+    lines = text.read_lines(path, log_format.block_bytes, has_header=is_delimited)
+    if log_format.format is SourceFormat.json:
+        ids = tuple(name for name in of_file if name in wanted.ids)
+        return json_lines.parse_lines(path, lines, ids, tuple(of_file), nulls)
+    types = {name: text.TEXT if wanted.is_text(name) else text.NUMBER for name in of_file}
+    layout = text.Layout(names, log_format.separator, is_delimited, nulls, types)
+    return text.parse_lines(lines, layout)
 
 
-def _parse_around_bad_lines(
-    path: Path, lines: text.Lines, layout: text.Layout, on_bad_line: OnBadLine
-) -> tuple[pa.Table, Rows]:
-    bad, kept, numbers = text.find_bad_lines(lines, layout)
-    if bad and on_bad_line is OnBadLine.error:
-        raise _bad_line_error(path, *bad[0])
-    if not numbers:
-        empty = {name: pa.array([], kind) for name, kind in layout.wanted.items()}
-        return pa.table(empty), np.empty(0, np.int64)
-    table = text.parse(kept, layout)
-    if table is None:
-        raise ValueError(
-            f"{path} lines {numbers[0]} to {numbers[-1]}: expected {len(layout.names)} columns "
-            f"separated by {layout.separator!r}, got lines that pyarrow cannot parse. "
-            "Look for stray quotes and carriage returns."
-        )
-    return table, np.array(numbers, np.int64)
+def _with_partition(
+    table: pa.Table, partition: Mapping[str, str | None], wanted: Wanted
+) -> pa.Table:
+    for name, value in partition.items():
+        if name in wanted.names:
+            value_of_all = pa.array([value], pa.string()).take(pa.array(np.zeros(len(table), int)))
+            table = table.append_column(name, value_of_all)
+    return table
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
@@ -191,12 +249,8 @@ def open_parquet(path: Path) -> pq.ParquetFile:
     Raises:
         ValueError: if it is none.
     """
-    try:
+    with _naming(path, "a Parquet file"):
         return pq.ParquetFile(path if is_local(path) else open_file(path))
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path}: expected a Parquet file, got {error}. Fetch it again."
-        ) from error
 
 
 def open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
@@ -205,7 +259,7 @@ def open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamRea
     Raises:
         ValueError: if it is neither.
     """
-    try:
+    with _naming(path, "an Arrow IPC file or stream"):
         source = open_file(path)
         try:
             reader = pa.ipc.open_file(source)
@@ -217,10 +271,6 @@ def open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamRea
         if not pa.ipc.open_stream(source).schema.equals(reader.schema):
             raise pa.ArrowInvalid("different schemas at its beginning and end")
         return reader
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path}: expected an Arrow IPC file or stream, got {error}. Fetch it again."
-        ) from error
 
 
 def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -236,120 +286,204 @@ def _batches(path: Path, log_format: LogFormat, names: list[str]) -> Iterator[pa
         yield from open_parquet(path).iter_batches(_ROWS_PER_BLOCK, columns=names)
         return
     for batch in _arrow_batches(path):
+        chosen = batch.select(names)
+        chosen.validate(full=True)  # nothing else looks at what the file says of its values
         for start in range(0, batch.num_rows, _ROWS_PER_BLOCK):
-            yield batch.select(names).slice(start, _ROWS_PER_BLOCK)
+            yield chosen.slice(start, _ROWS_PER_BLOCK)
 
 
-def _table_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[RawBlock]:
+def _tables(path: Path, log_format: LogFormat, names: list[str]) -> Iterator[text.Parsed]:
     number = 1
-    try:
-        for batch in _batches(path, log_format, wanted.names):
-            if batch.num_rows:
-                yield _block(batch, wanted, path, np.arange(number, number + batch.num_rows))
+    with _naming(path, "a whole file"):
+        for batch in _batches(path, log_format, names):
+            table = pa.Table.from_batches([batch])
+            yield text.Parsed(table, np.arange(number, number + batch.num_rows))
             number += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: expected a whole file, got {error}. Fetch it again.") from error
     if number == 1:
         raise ValueError(f"{path}: expected rows, got none. Remove the empty file from the list.")
 
 
 def _block(
-    table: pa.Table | pa.RecordBatch, wanted: Wanted, path: Path, lines: Rows, num_skipped: int = 0
+    table: pa.Table, parsed: text.Parsed, wanted: Wanted, path: Path, on_bad_line: OnBadLine
 ) -> RawBlock:
+    lines = parsed.lines
     ids: dict[str, Texts | Lists] = {}
     numbers: dict[str, Float64s] = {}
+    is_bad = np.zeros(lines.size, bool)
     for name in wanted.names:
-        column = table.column(name)
-        _check_type(column.type, name, wanted, path)
         try:
-            if name in wanted.ids:
-                ids[name] = ids_from_arrow(column)
-            if name in wanted.numbers:
-                numbers[name] = _numbers(column, ids.get(name), wanted.times.get(name))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            column = stored(table.column(name))
+            _check_type(column.type, name, wanted, path)
+            reading = _read(column, name, wanted)
+        except (pa.ArrowException, UnicodeDecodeError) as error:
+            where = f"{path} lines {lines[0]} to {lines[-1]}" if lines.size else f"{path}"
             raise ValueError(
-                f"{path} lines {lines[0]} to {lines[-1]}: expected "
-                f"{'numbers' if name in wanted.numbers else 'ids'} in column {name}, got {error}. "
-                "Correct the values, or the columns of the specification."
+                f"{where}: expected {'numbers' if name in wanted.numbers else 'ids'} in column "
+                f"{name}, got {_one_line(error)}. Correct the values, or the columns of the "
+                "specification."
             ) from error
-    return RawBlock(lines, ids, numbers, num_skipped)
+        if name in wanted.ids and reading.raw is not None:
+            ids[name] = reading.raw
+        if reading.numbers is not None:
+            numbers[name] = reading.numbers
+        is_bad_here = reading.is_bad(name, wanted)
+        if is_bad_here.any() and on_bad_line is OnBadLine.error:
+            at = int(np.argmax(is_bad_here))
+            expected, remedy = _expected(name, wanted)
+            expected = f"{expected} in column {name}"
+            raise _bad_line_error(path, int(lines[at]), expected, reading.got(at), remedy)
+        is_bad |= is_bad_here
+    block = RawBlock(lines, ids, numbers, len(parsed.bad))
+    return block.keep(~is_bad) if is_bad.any() else block
 
 
-def _numbers(
-    column: pa.ChunkedArray | pa.Array, found: Texts | Lists | None, unit: TimeUnit | None
-) -> Float64s:
-    """A column as numbers, given its texts if it is read as ids, too, and its unit if of times."""
-    if unit is not None and pa.types.is_temporal(column.type):
-        return times_from_arrow(column)
-    if isinstance(found, Texts):
-        if unit is TimeUnit.iso:
-            return times_from_texts(found)
-        numbers = numbers_from_texts(found)
-    else:
+@dataclass(frozen=True)
+class _Reading:
+    """A column as ids and as numbers, where it is read as these."""
+
+    raw: Texts | Lists | None
+    numbers: Float64s | None
+
+    def is_bad(self, name: str, wanted: Wanted) -> Rows:
+        """Which samples cannot be used, bool (n,)."""
+        if self.numbers is None:
+            return _has_odd_ids(self.raw)
+        values = self.numbers
+        if name in wanted.labels:
+            return ~np.isfinite(values)
+        if name in wanted.weights:
+            return ~((values >= 0) & (values <= _LARGEST))
+        if name in wanted.required:
+            return ~(np.abs(values) <= _LARGEST)
+        is_bad = np.abs(values) > _LARGEST
+        is_bad = is_bad.any(axis=1) if is_bad.ndim > 1 else is_bad
+        return is_bad | _has_odd_ids(self.raw) if name in wanted.ids else is_bad
+
+    def got(self, at: int) -> str:
+        """What a sample has, for a message."""
+        if isinstance(self.raw, Texts) and self.raw.codes[at] >= 0:
+            value = self.raw.values[int(self.raw.codes[at])].as_py()
+            return "nothing" if value is None else repr(value[:_SHOWN])
+        if isinstance(self.raw, Lists) and self.raw.codes[at] >= 0:
+            start, end = self.raw.offsets[self.raw.codes[at] :][:2]
+            items = self.raw.items.codes[start:end][:_NUM_SHOWN]
+            shown = [None if i < 0 else self.raw.items.values[int(i)].as_py() for i in items]
+            return f"{end - start} values: {shown}"
+        value = math.nan if self.numbers is None else self.numbers[at]
+        if np.ndim(value):
+            return "a vector of another length, or with inf or nan"
+        # NaN stands for nothing here, and what was NaN is infinite.
+        got = "nothing" if np.isnan(value) else f"{value}"
+        return "inf or nan" if got == "inf" else got
+
+
+def _has_odd_ids(raw: Texts | Lists | None) -> Rows:
+    """Samples with a number for an id that is no integer, bool (n,)."""
+    assert raw is not None, "a column is read as ids, as numbers or as both"
+    odd = raw.odd if isinstance(raw, Texts) else raw.items.odd
+    if not odd.size:
+        return np.zeros(raw.codes.size, bool)
+    if isinstance(raw, Texts):
+        return np.isin(raw.codes, odd)
+    num_odd = np.add.accumulate(np.append(0, np.isin(raw.items.codes, odd)))
+    is_odd = num_odd[raw.offsets[1:]] > num_odd[raw.offsets[:-1]]
+    return np.append(is_odd, False)[raw.codes]
+
+
+def _read(column: pa.Array, name: str, wanted: Wanted) -> _Reading:
+    how, unit = wanted.column(name), wanted.times.get(name)
+    is_time = unit is not None and pa.types.is_temporal(column.type)
+    is_number = name in wanted.numbers
+    reads_text = is_text(column.type) or (wanted.is_text(name) and not how.width)
+    raw = ids_from_arrow(column) if (reads_text and not is_time) or name in wanted.ids else None
+    if not is_number:
+        return _Reading(raw, None)
+    if is_time:
+        return _Reading(raw, times_from_arrow(column))
+    if how.width:
+        numbers = (
+            vectors_from_texts(raw, how.separator, how.number_form, how.width)
+            if isinstance(raw, Texts)
+            else vectors_from_arrow(column, how.width)
+        )
+        return _Reading(raw, numbers)
+    if not isinstance(raw, Texts):
         numbers = numbers_from_arrow(column)
-    return numbers if unit is None else numbers * MS_PER_UNIT[unit]
+    elif name in wanted.labels:
+        return _Reading(raw, labels_from_texts(raw, how.values))
+    elif unit is not None and unit not in MS_PER_UNIT:
+        return _Reading(raw, times_from_texts(raw, unit))
+    else:
+        numbers = numbers_from_texts(raw, how.number_form)
+    return _Reading(raw, numbers if unit is None else numbers * MS_PER_UNIT[TimeUnit(unit)])
+
+
+def _expected(name: str, wanted: Wanted) -> tuple[str, str]:
+    """What a column of samples has to be, and what to set if it is written otherwise."""
+    how, unit = wanted.column(name), wanted.times.get(name)
+    if name not in wanted.numbers:
+        return "an id that is an integer or a text", "store ids as integers, "
+    if name in wanted.labels:
+        expected = f"a label of {how.values[0]!r} or {how.values[1]!r}" if how.values else None
+        return expected or "a label of 0 or 1", "set values of the label, "
+    if name in wanted.weights:
+        return "a weight of at least 0", ""
+    if unit == TimeUnit.iso:
+        return "a time such as 2024-05-01T12:30:00", f"set data.source.times.{name}, "
+    if unit is not None and unit not in MS_PER_UNIT:
+        return f"a time of the form {unit}", f"set data.source.times.{name}, "
+    if name in wanted.required:
+        return "a finite number", f"set data.source.times.{name}, "
+    if how.width:
+        return f"{how.width} finite numbers or nothing", ""
+    return "a finite number or nothing", "set decimal, thousands or ignore of the column, "
 
 
 def _check_type(kind: pa.DataType, name: str, wanted: Wanted, path: Path) -> None:
     """Refuse types whose values could be read, but not as what they are."""
-    if name in wanted.ids and pa.types.is_floating(item_type(kind)):
+    what = "numbers" if name in wanted.numbers else "ids"
+    width, form = wanted.column(name).width, wanted.times.get(name)
+    item = kind
+    while is_list(item) or pa.types.is_dictionary(item):
+        if is_list(item) and item is not kind and is_list(kind):
+            break
+        item = item.value_type
+    if is_list(item) or pa.types.is_nested(item) or pa.types.is_interval(item):
         raise ValueError(
-            f"{path} column {name}: expected ids, which are integers or texts, got type {kind}. "
-            "Cast the column to integers."
+            f"{path} column {name}: expected {what}, got type {kind}. "
+            "Make columns of what is in it, or leave it out."
         )
-    if name in wanted.numbers and name not in wanted.times and pa.types.is_temporal(kind):
+    if is_list(kind) and (name in wanted.single or (what == "numbers" and not width)):
+        advice = "Set its kind to categorical_list or sequence."
+        if what == "numbers":
+            advice = (
+                f"Set width, of a dense column, to {getattr(kind, 'list_size', 'their length')}."
+            )
+        raise ValueError(
+            f"{path} column {name}: expected one {what[:-1]} per sample, got lists of type {kind}. "
+            f"{advice}"
+        )
+    if width and not is_list(kind) and not is_text(kind) and not pa.types.is_null(kind):
+        raise ValueError(
+            f"{path} column {name}: expected lists of {width} numbers, got type {kind}. "
+            "Set its width to 0."
+        )
+    if name in wanted.numbers and form is None and pa.types.is_temporal(item):
         raise ValueError(
             f"{path} column {name}: expected numbers, got type {kind}. "
             "Cast the column to integers, or set derive to hour_of_day or day_of_week."
         )
-    is_iso = wanted.times.get(name) is TimeUnit.iso
-    if is_iso and not pa.types.is_temporal(kind) and not _is_text(kind):
+    if form == TimeUnit.iso and not pa.types.is_temporal(kind) and not is_text(kind):
         raise ValueError(
             f"{path} column {name}: expected texts as data.source.times says, got type {kind}. "
-            f"Set data.source.times.{name} to s, ms, us or ns."
+            f"Set data.source.times.{name} to s, ms, us or ns, or a form such as %Y%m%d."
         )
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def _bad_line_error(path: Path, number: int, expected: str, got: str) -> ValueError:
+def _bad_line_error(
+    path: Path, number: int, expected: str, got: str, remedy: str = ""
+) -> ValueError:
     return ValueError(
         f"{path} line {number}: expected {expected}, got {got}. "
-        "Fix the line, or set on_bad_line=skip to leave such lines out."
+        f"Fix the line, {remedy}or set on_bad_line=skip to leave such lines out."
     )
-
-
-def _checked(block: RawBlock, path: Path, wanted: Wanted, on_bad_line: OnBadLine) -> RawBlock:
-    """Refuse or leave out samples with a label or number that cannot be used."""
-    is_bad = np.zeros(len(block), bool)
-    for name in wanted.numbers:
-        values = block.numbers[name]
-        if name in wanted.labels:
-            is_bad_here = (values != 0) & (values != 1)
-            expected = "a label of 0 or 1"
-        elif name in wanted.weights:
-            is_bad_here = ~((values >= 0) & (values <= _LARGEST))
-            expected = "a weight of at least 0"
-        elif name in wanted.required:
-            is_bad_here = ~(np.abs(values) <= _LARGEST)
-            expected = "a finite number"
-        else:
-            is_bad_here = np.abs(values) > _LARGEST
-            expected = "a finite number or nothing"
-        if is_bad_here.any() and on_bad_line is OnBadLine.error:
-            at = int(np.argmax(is_bad_here))
-            # NaN stands for nothing here, and what was NaN is infinite.
-            got = "nothing" if np.isnan(values[at]) else f"{values[at]}"
-            got = "inf or nan" if got == "inf" else got
-            if wanted.times.get(name) is TimeUnit.iso:
-                expected = "a time such as 2024-05-01T12:30:00"
-            texts = block.ids.get(name)
-            if isinstance(texts, Texts) and texts.codes[at] >= 0:
-                got = repr(texts.values[int(texts.codes[at])].as_py())
-            expected = f"{expected} in column {name}"
-            raise _bad_line_error(path, int(block.lines[at]), expected, got)
-        is_bad |= is_bad_here
-    return block.keep(~is_bad) if is_bad.any() else block

@@ -9,20 +9,25 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from hotrec.data.files import open_stream
+from hotrec.types import Rows
 
 _NUMBER = re.compile(r"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*")
+_LONE_RETURN = re.compile(r"\r(?!\n)")
 _READ_BYTES = 8 << 20
 MAX_LINE_BYTES = 64 << 20
 MAX_HEADER_BYTES = 1 << 20
+# Of an open quote that is no beginning of a value, the end is not searched in the whole file.
+MAX_LINES_OF_VALUE = 10_000
 # The fast parser has no limit for a value; the examination of single lines must not have another.
 csv.field_size_limit(MAX_LINE_BYTES)
 
@@ -143,14 +148,27 @@ def read_header(path: Path, separator: str) -> tuple[str, ...]:
             f"{path} line 1: expected a newline at the end of the line, got a carriage return at "
             f"position {text.index(chr(13))}. Convert the line ends of the file."
         )
+    if _has_open_quote(text, separator):
+        raise ValueError(
+            f"{path} line 1: expected the names of the columns in one line, got an open quote. "
+            "Take the line end out of the name."
+        )
     names = tuple(next(csv.reader([text], delimiter=separator)))
+    check_names(names, f"{path} line 1")
+    return names
+
+
+def check_names(names: Sequence[str], where: Path | str) -> None:
+    """Refuse columns of the same name.
+
+    Raises:
+        ValueError: if there are some.
+    """
     repeated = sorted(name for name, count in Counter(names).items() if count > 1)
     if repeated:
         raise ValueError(
-            f"{path} line 1: expected different column names, got {repeated} twice. "
-            "Rename one of them."
+            f"{where}: expected different column names, got {repeated} twice. Rename one of them."
         )
-    return names
 
 
 def _first_line(path: Path) -> bytes:
@@ -178,24 +196,112 @@ def count_lines(path: Path) -> int:
     return count + int(unfinished_bytes > 0)
 
 
+@dataclass(frozen=True)
+class Bad:
+    """A line that cannot be read.
+
+    Args:
+        line: Its number; of values that go over several lines, of the first.
+        expected: What should be there.
+        got: What is there.
+    """
+
+    line: int
+    expected: str
+    got: str
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What was read of a block of lines.
+
+    Args:
+        table: The wanted columns.
+        lines: int64 (n,), the line at which each of its rows begins.
+        bad: The lines that cannot be read.
+    """
+
+    table: pa.Table
+    lines: Rows
+    bad: tuple[Bad, ...] = ()
+
+
+def parse_lines(blocks: Iterable[Lines], layout: Layout) -> Iterator[Parsed]:
+    """Parse the blocks of a file; a quoted value may go over several lines, and blocks.
+
+    What the fast parser refuses is examined line by line, by the same rules.
+    """
+    rest = Lines(b"", 0, 0)
+    for block in blocks:
+        if rest.num_lines:
+            num_lines = rest.num_lines + block.num_lines
+            block = Lines(rest.data + block.data, rest.first_line, num_lines)
+        parsed, rest = _parse(block, layout, is_last=False)
+        yield parsed
+    if rest.num_lines:
+        yield _parse(rest, layout, is_last=True)[0]
+
+
+def _parse(lines: Lines, layout: Layout, *, is_last: bool) -> tuple[Parsed, Lines]:
+    """The records that end in a block, and the lines of the last one if it does not."""
+    table = parse(lines, layout)
+    if table is not None:
+        numbers = np.arange(lines.first_line, lines.first_line + lines.num_lines)
+        return Parsed(table, numbers), Lines(b"", 0, 0)
+    if layout.is_quoted and b'"' in lines.data:
+        found = _parse_records(lines, layout)
+        if found is not None and not (is_last and found[1].num_lines):
+            return found
+    bad, kept, starts, rest = _examine(lines, layout, is_last=is_last)
+    table = _parse_fast(kept.data, layout) if starts else _no_rows(layout)
+    if table is None or table.num_rows != len(starts):
+        # The two parsers differ, so it is not known which line is meant.
+        first, last = lines.first_line, lines.first_line + lines.num_lines - 1
+        bad = [Bad(first, f"lines of {len(layout.names)} columns up to line {last}", "others")]
+        return Parsed(_no_rows(layout), np.empty(0, np.int64), tuple(bad)), rest
+    return Parsed(table, np.array(starts, np.int64), tuple(bad)), rest
+
+
+def _no_rows(layout: Layout) -> pa.Table:
+    return pa.table({name: pa.array([], kind) for name, kind in layout.wanted.items()})
+
+
 def parse(lines: Lines, layout: Layout) -> pa.Table | None:
-    """The wanted columns; None if any line does not fit the layout.
+    """The wanted columns; None if any line does not fit the layout by itself.
 
     A number that is not a number is no number, so "nan" does not fit unless it is a null value.
     """
+    table = _parse_fast(lines.data, layout)
+    if table is None or table.num_rows != lines.num_lines:
+        return None
+    if layout.is_quoted:  # pyarrow closes a quote at the end
+        last = lines.data[lines.data.rfind(b"\n", 0, -1) + 1 : -1]
+        if b'"' in last and _has_open_quote(last.decode(errors="replace"), layout.separator):
+            return None
+    return table
+
+
+def _parse_fast(data: bytes, layout: Layout) -> pa.Table | None:
+    # pyarrow also ends lines at a lone carriage return, and reads an empty line as missing values.
+    if data.count(b"\r") != data.count(b"\r\n"):
+        return None
+    if len(layout.names) > 1 and (
+        data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data
+    ):
+        return None
     quote = '"' if layout.is_quoted else False
     try:
         table = pacsv.read_csv(
-            pa.BufferReader(lines.data),
+            pa.BufferReader(data),
             read_options=pacsv.ReadOptions(
                 # In one piece: several would each bring dictionaries of their own.
                 column_names=list(layout.names),
-                block_size=len(lines.data) + 1,
+                block_size=len(data) + 1,
             ),
             parse_options=pacsv.ParseOptions(
                 delimiter=layout.separator,
                 quote_char=quote,
-                newlines_in_values=False,
+                newlines_in_values=layout.is_quoted,
                 ignore_empty_lines=False,
             ),
             convert_options=pacsv.ConvertOptions(
@@ -208,11 +314,32 @@ def parse(lines: Lines, layout: Layout) -> pa.Table | None:
         )
     except (pa.ArrowInvalid, pa.ArrowKeyError):
         return None
-    # pyarrow also ends lines at a lone carriage return; then its count is not ours.
-    if table.num_rows != lines.num_lines:
-        return None
     numbers = (table.column(name) for name, kind in layout.wanted.items() if kind == NUMBER)
     return None if any(pc.any(pc.is_nan(column)).as_py() for column in numbers) else table
+
+
+def _parse_records(lines: Lines, layout: Layout) -> tuple[Parsed, Lines] | None:
+    """Parse lines of which several make a record, by the number of quotes before each line end.
+
+    Returns:
+        None if pyarrow finds another number of records: a quote in the middle of a value is none.
+    """
+    data = np.frombuffer(lines.data, np.uint8)
+    ends = np.flatnonzero(data == ord("\n"))
+    quotes = np.flatnonzero(data == ord('"'))
+    is_end = np.searchsorted(quotes, ends) % 2 == 0
+    if not is_end.any():
+        return None
+    cut = int(ends[is_end][-1]) + 1
+    table = _parse_fast(lines.data[:cut], layout)
+    starts = np.flatnonzero(np.append(True, is_end))  # of the records, among the lines
+    starts, after = starts[:-1], int(starts[-1])
+    if table is None or table.num_rows != starts.size:
+        return None
+    rest = Lines(lines.data[cut:], lines.first_line + after, lines.num_lines - after)
+    if rest.num_lines > MAX_LINES_OF_VALUE:
+        return None
+    return Parsed(table, lines.first_line + starts), rest
 
 
 def find_bad_lines(
@@ -224,16 +351,65 @@ def find_bad_lines(
         Number, expected content and content of each line that cannot be read; the others, and
         their numbers.
     """
+    bad, kept, starts, _ = _examine(lines, layout, is_last=True)
+    return [(one.line, one.expected, one.got) for one in bad], kept, starts
+
+
+def _examine(
+    lines: Lines, layout: Layout, *, is_last: bool
+) -> tuple[list[Bad], Lines, list[int], Lines]:
+    """The bad lines, the others, where their records begin, and an unfinished record at the end."""
     numeric = [i for i, name in enumerate(layout.names) if layout.wanted.get(name) == NUMBER]
-    bad, kept, numbers = [], [], []
-    for number, line in enumerate(lines.data.split(b"\n")[:-1], lines.first_line):
-        fault = _fault(line, layout, numeric)
-        if fault is not None:
-            bad.append((number, *fault))
+    split = lines.data.split(b"\n")[:-1]
+    bad: list[Bad] = []
+    kept: list[bytes] = []
+    starts: list[int] = []
+    at, until = 0, len(split)
+    while at < len(split):
+        end = at + 1
+        if layout.is_quoted and b'"' in split[at]:
+            end = _end_of_record(split, at, layout.separator)
+            if end > len(split):  # it goes on in the next block, if there is one
+                if not is_last and len(split) - at <= MAX_LINES_OF_VALUE:
+                    until = at
+                    break
+                end = at + 1
+        record = b"\n".join(split[at:end])
+        fault = _fault(record, layout, numeric)
+        if fault is None:
+            kept.append(record + b"\n")
+            starts.append(lines.first_line + at)
         else:
-            kept.append(line + b"\n")
-            numbers.append(number)
-    return bad, Lines(b"".join(kept), lines.first_line, len(kept)), numbers
+            bad.append(Bad(lines.first_line + at, *fault))
+        at = end
+    rest = b"".join(line + b"\n" for line in split[until:])
+    return (
+        bad,
+        Lines(b"".join(kept), lines.first_line, b"".join(kept).count(b"\n")),
+        starts,
+        Lines(rest, lines.first_line + until, len(split) - until),
+    )
+
+
+def _end_of_record(split: list[bytes], at: int, separator: str) -> int:
+    """The line after the record that begins at a line; after all lines if it has no end there.
+
+    A quote that is not closed where a value ends was no beginning of one: the line stands alone.
+    """
+    text = split[at].decode(errors="replace")
+    end = at + 1
+    while _has_open_quote(text, separator):
+        if end - at > MAX_LINES_OF_VALUE:
+            return at + 1
+        more = []
+        while end < len(split) and b'"' not in split[end]:
+            more.append(split[end])
+            end += 1
+        if end == len(split):
+            return end + 1
+        text = b"\n".join((text.encode(), *more, split[end])).decode(errors="replace")
+        end += 1
+    return end if end == at + 1 or _is_strict(text, separator) else at + 1
 
 
 def _fault(line: bytes, layout: Layout, numeric: Sequence[int]) -> tuple[str, str] | None:
@@ -241,8 +417,11 @@ def _fault(line: bytes, layout: Layout, numeric: Sequence[int]) -> tuple[str, st
         text = line.decode().removesuffix("\r")
     except UnicodeDecodeError as error:
         return "UTF-8 text", f"byte {line[error.start]:#04x} at position {error.start}"
-    if "\r" in text:
-        return "no carriage return inside a line", f"one at position {text.index(chr(13))}"
+    lone = _LONE_RETURN.search(text)
+    if lone:
+        return "no carriage return inside a line", f"one at position {lone.start()}"
+    if not text and len(layout.names) > 1:
+        return f"{len(layout.names)} columns", "an empty line"
     if layout.is_quoted:
         if _has_open_quote(text, layout.separator):
             return "a closing quote in the line", "none"
@@ -259,9 +438,18 @@ def _fault(line: bytes, layout: Layout, numeric: Sequence[int]) -> tuple[str, st
 
 
 def _has_open_quote(text: str, separator: str) -> bool:
+    # Text after a closing quote is an error to csv as well, but not to pyarrow.
+    return "end of data" in _csv_error(text, separator)
+
+
+def _is_strict(text: str, separator: str) -> bool:
+    return not _csv_error(text, separator)
+
+
+def _csv_error(text: str, separator: str) -> str:
     try:
-        next(csv.reader([text], delimiter=separator, strict=True), [])
+        for _ in csv.reader([text], delimiter=separator, strict=True):
+            pass
     except csv.Error as error:
-        # Text after a closing quote is an error to csv as well, but not to pyarrow.
-        return "end of data" in str(error)
-    return False
+        return str(error)
+    return ""
