@@ -25,7 +25,7 @@ Codes = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 
 # Whole numbers as programs write them that keep numbers as floats: 1234.0 is the id 1234.
-_WHOLE = r"^(-?[0-9]+)\.0*$"
+WHOLE_AS_FLOAT = r"^(-?[0-9]+)\.0*$"
 _WHOLE_BELOW = 2.0**53  # a larger float stands for several integers
 _BRACKETS = r"(?s)^\s*\[(.*)\]\s*$"
 _LABELS = (("0", "false", "f", "no", "n"), ("1", "true", "t", "yes", "y"))
@@ -181,7 +181,7 @@ def whole_ids(texts: Texts) -> Texts:
     """Ids, of which those written as 1234.0 are 1234, as in a column of integers."""
     if not pc.any(pc.match_substring(texts.values, ".")).as_py():
         return texts
-    return replace(texts, values=pc.replace_substring_regex(texts.values, _WHOLE, r"\1"))
+    return replace(texts, values=pc.replace_substring_regex(texts.values, WHOLE_AS_FLOAT, r"\1"))
 
 
 def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from hotrec.artifact import ArtifactError
 from hotrec.config.data import (
@@ -22,6 +23,7 @@ from hotrec.config.data import (
     DenseTransform,
     Derive,
     Encoding,
+    SourceFormat,
     SourceSpec,
     columns_of,
     dense_of,
@@ -30,6 +32,7 @@ from hotrec.config.data import (
 )
 from hotrec.data.chunks import Block, Dataset, Floats, Integers, Jagged
 from hotrec.data.columns import (
+    WHOLE_AS_FLOAT,
     Float64s,
     Lists,
     RawBlock,
@@ -45,6 +48,9 @@ from hotrec.data.gather import gather_bags
 from hotrec.data.vocabulary import RowEncoder, RowNumbers, find_rows, read_vocabulary
 
 ShowColumn = Callable[[str, Texts | Lists, Integers | Jagged], None]
+
+# Formats whose ids are texts as they were written.
+_UNTYPED = (SourceFormat.delimited, SourceFormat.json)
 
 
 def moments_of(dense: Float64s) -> Float64s:
@@ -246,10 +252,15 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
     Args:
         spec: The log.
         scaling: Of ``scaling_of``.
+
+    Returns:
+        Columns, tables and times as in the specification; means and deviations of the dense
+        columns, in order; and that ids written as 1234.0 are 1234.
     """
     document = {
         "columns": {name: asdict(column) for name, column in columns_of(spec).items()},
         "tables": {name: asdict(table) for name, table in tables_of(spec).items()},
+        "whole_ids": True,
         "times": {name: str(spec.times[name]) for name in read_times(spec)},
         "means": scaling[0].tolist(),
         "deviations": scaling[1].tolist(),
@@ -285,6 +296,7 @@ def check_encoding(
             )
         scaling = np.array([recorded["means"], recorded["deviations"]], np.float64)
         wanted = encoding_document(spec, scaling)
+        recorded = _as_of_today(recorded, dataset, spec)
         for part in ("columns", "tables", "times"):
             saved = recorded.get(part, {})  # no times in earlier versions
             for name in sorted(wanted[part].keys() | saved.keys()):
@@ -298,6 +310,32 @@ def check_encoding(
                         f"{own} (of the dataset). {advice}"
                     )
     return scaling
+
+
+def _as_of_today(recorded: dict[str, Any], dataset: Dataset, spec: SourceSpec) -> dict[str, Any]:
+    """What an earlier version recorded, with the keys that were added to columns since.
+
+    Raises:
+        ArtifactError: If it kept ids as 1234.0, which are read as 1234 now.
+    """
+    artifact = dataset.artifact
+    for name, table in recorded["tables"].items() if "whole_ids" not in recorded else ():
+        if table["encoding"] == Encoding.vocabulary:
+            values = read_vocabulary(artifact.path, name)["value"]
+            is_other = pc.any(pc.match_substring_regex(values, WHOLE_AS_FLOAT)).as_py()
+        else:  # a hash does not tell
+            is_other = table["encoding"] == Encoding.hashing and spec.format in _UNTYPED
+        if is_other:
+            raise ArtifactError(
+                f"{artifact.path}: expected table {name} without ids such as 1234.0, which are "
+                "read as 1234, got one that an earlier version prepared. Prepare the dataset "
+                "again, and train again."
+            )
+    columns = {
+        name: {**asdict(ColumnSpec(column["kind"])), **column}
+        for name, column in recorded["columns"].items()
+    }
+    return {**recorded, "columns": columns}
 
 
 def read_encoding(dataset: Dataset, spec: SourceSpec) -> tuple[dict[str, RowEncoder], Float64s]:
