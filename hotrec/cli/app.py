@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,9 +74,10 @@ from hotrec.cli.store import (
 )
 from hotrec.cli.sweep import leave_exit_code, take_exit_codes
 from hotrec.config.roots import ROOTS
+from hotrec.config.text import as_document, as_yaml
 from hotrec.doctor import check_versions
 from hotrec.lock import lock_file
-from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, STAGED, read_finished
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, read_finished
 
 FLAGS_OF_CONFIG_DIR = ("--config-dir", "-cd")
 FLAGS_WITH_VALUE = (
@@ -392,7 +392,7 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
     config = build_config(composed)
     text = OmegaConf.to_yaml(composed, resolve=True)
     if name == "train" and config.trainer.resume == "latest":
-        finished = read_finished(run_dir, text)
+        finished = read_finished(run_dir, as_yaml(as_document(config)))
         if finished is not None:
             print(f"{run_dir}: already finished; nothing was changed", file=sys.stderr)
             return {"command": name, "run_dir": run_dir, **finished}
@@ -423,7 +423,7 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
         if is_first:
             _check_run_dir(run_dir)
         start_logging(run_dir)
-        if is_first:
+        if is_first and name != "train":  # which records it once it is accepted
             _write_config(name, text, run_dir)
         command = importlib.import_module(f"hotrec.cli.{name}")
         quiet_torch()
@@ -437,13 +437,7 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
 
 
 def _write_config(name: str, text: str, run_dir: Path) -> None:
-    """Record the configuration; a training run stages it until it has been accepted."""
-    if name == "train":
-        # What a killed run staged must not be accepted with this one.
-        shutil.rmtree(run_dir / STAGED, ignore_errors=True)
-        (run_dir / STAGED).mkdir()
-        (run_dir / STAGED / CONFIG_FILE).write_text(text)
-        return
+    """Record the configuration of another command than train."""
     if (run_dir / CHECKPOINTS).exists():
         raise ValueError(
             f"{RUN_DIR}: expected a directory without a training run for hotrec {name}, got "

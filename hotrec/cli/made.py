@@ -23,6 +23,7 @@ from hotrec.cli.launch import environment_rank
 from hotrec.cli.store import USER_CONF
 from hotrec.config.groups import SavedPlacement, TorchrecPlacement
 from hotrec.config.roots import Config, EvaluateConfig, ExportConfig, PredictConfig
+from hotrec.config.text import as_document
 from hotrec.cost_model.profile import KIND as PROFILE
 from hotrec.data.chunks import DATASET, Dataset
 from hotrec.data.encode import check_encoding
@@ -40,10 +41,11 @@ def digest_of(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_made(record: Path, digest: str, figures: Mapping[str, Any]) -> None:
-    """Record what a stage was made from, and its figures."""
+def write_made(record: Path, digest: str, figures: Mapping[str, Any], **more: Any) -> None:
+    """Record what a stage was made from, its figures, and more."""
     scratch = record.with_name(f".{record.name}.{os.getpid()}")
-    scratch.write_text(json.dumps({"made_from": digest, "figures": figures}, default=str) + "\n")
+    document = {"made_from": digest, "figures": figures, **more}
+    scratch.write_text(json.dumps(document, default=str) + "\n")
     scratch.replace(record)
 
 
@@ -96,7 +98,9 @@ def content_hash(path: str, kind: str) -> str:
 def record_artifact(name: str, config: Config, digest: str | None, figures: Figures) -> None:
     """Record what ``prepare`` or ``profile`` has made of inputs with this digest."""
     if digest is not None:
-        write_made(_artifact_record(name, config), digest, figures)
+        # A run made from Python may know no more of its dataset than where it is.
+        more = {"data": as_document(config.data)} if name == "prepare" else {}
+        write_made(_artifact_record(name, config), digest, figures, **more)
 
 
 def find_artifact(name: str, config: Config) -> Figures | None:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hotrec.cli.output import describe_unknown_field
 from hotrec.config.fields import VARIANTS
-from hotrec.config.roots import ROOTS
+from hotrec.config.roots import ROOTS, Config
 from hotrec.config.validate import validate
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -90,6 +90,16 @@ def build_config(composed: DictConfig) -> Any:
         ValueError: If a key is unknown or a value is out of range.
         MissingMandatoryValue: If a required value is missing.
     """
+    config = _to_object(composed)
+    if isinstance(config, Config) and config.data.source is config.data.synthetic is None:
+        raise ValueError(
+            "data: expected exactly one of source and synthetic, got none. Choose a dataset, e.g. "
+            "data=kuairand."
+        )
+    return config
+
+
+def _to_object(composed: DictConfig) -> Any:
     _check_known_keys(composed, "")
     config = OmegaConf.to_object(composed)
     validate(config)
@@ -256,7 +266,8 @@ def read_config(path: Path, root: type) -> Any:
                 schema[group] = OmegaConf.structured(variants[recorded[group].kind])
         merged = OmegaConf.merge(schema, recorded)
         assert isinstance(merged, DictConfig)
-        return build_config(merged)
+        # A run made from Python need not say what its dataset was prepared from.
+        return _to_object(merged)
     except Exception as error:
         raise ValueError(
             f"{path}: expected the configuration of a run of this version, got {error}. "

@@ -535,7 +535,7 @@ class OutlineSpec:
 
 @dataclass
 class DataSpec:
-    """A dataset: exactly one of a log to read and a synthetic log."""
+    """A dataset: a log to read or a synthetic log; neither where others prepared it."""
 
     source: SourceSpec | None = key("the log to read", None)
     synthetic: SyntheticSpec | None = key("the log to draw", None)
@@ -546,8 +546,8 @@ class DataSpec:
     def rules(self) -> Rules:
         given = [name for name in ("source", "synthetic") if getattr(self, name) is not None]
         yield (
-            len(given) == 1,
-            f": expected exactly one of source and synthetic, got {given or 'none'}. "
+            len(given) < 2,
+            f": expected exactly one of source and synthetic, got {given}. "
             "Choose a dataset, e.g. data=kuairand.",
         )
 

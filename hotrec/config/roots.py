@@ -228,6 +228,7 @@ class LaunchConfig:
 
 def _directory_rules(name: str, path: str) -> Rules:
     """What is written is on this host; only a log may be in a store."""
+    path = str(path)  # a Path from Python
     # An empty path would be the working directory.
     yield bool(path), f"{name}: expected a directory, got an empty path."
     yield (

@@ -171,8 +171,9 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
     source = trained.config.data.source
     if source is None:
         raise ValueError(
-            "input: expected a run on a dataset that was prepared from a log, got one on a "
-            "synthetic dataset. Train on a log."
+            "input: expected a run whose configuration has data.source, the log that its dataset "
+            "was prepared from, got none. Train on a log that `hotrec prepare` prepared, or give "
+            "`Config(data=DataSpec(source=...))`."
         )
     encoders, scaling = read_encoding(trained.dataset, source)
     log = _open_input(config, source)

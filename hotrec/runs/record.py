@@ -1,4 +1,4 @@
-"""Write the plan and the environment of a run."""
+"""Write the configuration, the plan and the environment of a run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from typing import Any
 import torch
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.artifact import move_artifact
+from hotrec.artifact import Artifact, move_artifact
 from hotrec.build import ALL_HOT
+from hotrec.config.roots import Config
+from hotrec.config.text import as_document, as_yaml
 from hotrec.data.all_hot import KIND as ALL_HOT_KIND
 from hotrec.planning.partition import KIND as PARTITION_KIND
 from hotrec.planning.torchrec_plan import plan_document, plan_text
 from hotrec.report.plan import plan_report_text
 from hotrec.runtime.run_dir import (
+    CONFIG_FILE,
     ENVIRONMENT,
     PARTITION,
     PLAN_JSON,
     PLAN_TEXT,
     PREDICTION,
+    RECORD,
     STAGED,
 )
 
@@ -39,13 +43,14 @@ PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "nump
 def staged_record(run_dir: Path, *, is_first: bool) -> Iterator[Path]:
     """The directory for the record of a run that may still be refused; removed at the end.
 
-    Until ``accept_record`` nothing in the run directory changes but the log. The configuration may
-    be there already.
+    Until ``accept_record`` nothing in the run directory changes but the log.
     """
     staged = run_dir / STAGED
     try:
         if is_first:
-            staged.mkdir(exist_ok=True)
+            # What a killed run staged must not be accepted with this one.
+            shutil.rmtree(staged, ignore_errors=True)
+            staged.mkdir(parents=True)
         yield staged
     finally:
         if is_first:
@@ -62,6 +67,32 @@ def accept_record(staged: Path, run_dir: Path) -> None:
             move_artifact(path, run_dir / path.name, kinds[path.name])
         else:
             path.replace(run_dir / path.name)
+
+
+def write_config(config: Config, dataset: Artifact, staged: Path) -> None:
+    """Write config.yaml, from which ``evaluate``, ``export`` and ``predict`` know the run.
+
+    Args:
+        config: The configuration of the run.
+        dataset: Its dataset. Where the configuration does not say what that was prepared from, the
+            record that ``hotrec prepare`` left beside it does.
+        staged: Where the record of the run is staged.
+    """
+    document = as_document(config)
+    if config.data.source is config.data.synthetic is None:
+        document["data"] |= read_prepared(dataset) or {}
+    (staged / CONFIG_FILE).write_text(as_yaml(document), encoding="utf-8")
+
+
+def read_prepared(dataset: Artifact) -> dict[str, Any] | None:
+    """The configuration ``data`` from which ``hotrec prepare`` made a dataset, if it is known."""
+    record = dataset.path.with_name(f"{dataset.path.name}.{RECORD}")
+    try:
+        made = json.loads(record.read_text())
+        is_this = made["figures"]["content_hash"] == dataset.content_hash
+        return dict(made["data"]) if is_this else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def write_plan(

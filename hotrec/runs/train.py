@@ -30,6 +30,7 @@ from hotrec.build import (
     make_alternation,
     make_train_loader,
 )
+from hotrec.config.fields import MISSING
 from hotrec.config.groups import (
     AllHotOrder,
     HotColdConfig,
@@ -39,6 +40,7 @@ from hotrec.config.groups import (
     TraceProfiler,
 )
 from hotrec.config.roots import Config, TrainerConfig
+from hotrec.config.validate import validate
 from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
@@ -61,6 +63,7 @@ from hotrec.planning.unsharded import make_machine
 from hotrec.runs.record import (
     accept_record,
     staged_record,
+    write_config,
     write_environment,
     write_plan,
 )
@@ -107,8 +110,11 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         ValueError: If the placement does not fit the machine, or the configuration contradicts the
             dataset.
     """
-    resume_from = same_verdict(lambda: _resume_from(config, run_dir))
-    dataset = same_verdict(lambda: _open_dataset(config, resume_from))
+    config = _with_name(config)
+    given = config
+    same_verdict(lambda: validate(given))
+    resume_from = same_verdict(lambda: _resume_from(given, run_dir))
+    dataset = same_verdict(lambda: _open_dataset(given, resume_from))
     config = replace(config, paths=replace(config.paths, dataset=str(dataset.artifact.path)))
     workers = num_workers(config.trainer.num_workers, ranks)
     config = replace(config, trainer=replace(config.trainer, num_workers=workers))
@@ -124,6 +130,8 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     with ExitStack() as stack:
         listeners = _listeners(stack, config.trainer.metrics_port, ranks)
         staged = stack.enter_context(staged_record(run_dir, is_first=ranks.is_first))
+        if ranks.is_first:
+            write_config(given, dataset.artifact, staged)
         return _train(config, dataset, run_dir, staged, resume_from, warm, listeners, ranks)
 
 
@@ -134,6 +142,12 @@ def _open_dataset(config: Config, resume_from: Path | None) -> Dataset:
         return Dataset.open(paths.dataset, paths.verify)
     resumed_on = read_facts(resume_from, None)["facts"].get("dataset")
     return open_generation(paths.dataset, resumed_on, resume_from, paths.verify)
+
+
+def _with_name(config: Config) -> Config:
+    """The configuration with a name for the run, by default that of its placement."""
+    is_named = config.run_name != MISSING
+    return config if is_named else replace(config, run_name=config.placement.kind.name)
 
 
 def _listeners(stack: ExitStack, port: int, ranks: Ranks) -> list[Listener]:

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from hotrec.cli.app import _write_config
+from hotrec.runs.record import staged_record
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, STAGED
 
 
 def test_what_a_killed_run_staged_is_gone(tmp_path: Path) -> None:
     (tmp_path / STAGED / "partition").mkdir(parents=True)
-    _write_config("train", "new", tmp_path)
-    assert [path.name for path in (tmp_path / STAGED).iterdir()] == [CONFIG_FILE]
+    with staged_record(tmp_path, is_first=True) as staged:
+        assert list(staged.iterdir()) == []
 
 
 def test_no_other_command_writes_into_a_training_run(tmp_path: Path) -> None:

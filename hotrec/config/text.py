@@ -1,0 +1,48 @@
+"""A configuration as text: what a run records of it, whoever made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+
+def as_document(value: Any) -> Any:
+    """A configuration, or a part of one, as JSON values; enumerations by name."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: as_document(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_document(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_document(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, PurePath):
+        return str(value)
+    # Numbers of numpy.
+    return value.item() if hasattr(value, "item") else value
+
+
+def as_yaml(document: Any) -> str:
+    """The text of config.yaml."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts so that OmegaConf reads them: it knows more numbers, as 1e5, and references."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    text = text.replace("${", r"\${")
+    try:
+        float(text)
+    except ValueError:
+        return dumper.represent_str(text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+
+
+_Dumper.add_representer(str, _represent_text)
