@@ -39,7 +39,10 @@ DEVICE = "device to compute on: cpu, cuda, or auto (cuda if available)"
 TIMEOUT = "seconds that a collective waits for the slowest rank"
 BATCH_SIZE = "number of samples per rank and step"
 FINISHED_RUN = "directory of the finished training run; latest: the newest under runs/"
-CHECKPOINT = "checkpoint: latest, best (of trainer.keep_best), or a name in the run's checkpoints/"
+CHECKPOINT = (
+    "checkpoint: best or latest, a name in the run's checkpoints/, or auto (best where the run "
+    "keeps it, see trainer.keep_best, else latest)"
+)
 SCORED_AT_ONCE = "number of samples that are scored at once"
 NUM_WORKERS = (
     "number of loader processes per rank; 0: read in the rank itself; null: 0 on a CPU whose cores "
@@ -137,10 +140,11 @@ class TrainerConfig:
         None,
         ge=1,
     )
-    keep_best: bool = key(
-        "also save a checkpoint whenever the first split's log loss is the lowest so far, and keep "
-        "the last such one: checkpoint=best",
-        False,
+    keep_best: bool | None = key(
+        "also save a checkpoint whenever the first split's log loss is the lowest so far, and "
+        "evaluate the other splits; the last such checkpoint is kept, reported, evaluated and "
+        "exported; null: with early_stop_patience",
+        None,
     )
     callbacks: list[str] = key(
         "import paths of callbacks of the run, which derive from hotrec.train.callbacks.Callback",
@@ -175,6 +179,11 @@ class TrainerConfig:
         le=MAX_SECONDS,
     )
 
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best checkpoint is kept, which is then the one that is meant."""
+        return self.early_stop_patience is not None if self.keep_best is None else self.keep_best
+
     def rules(self) -> Rules:
         yield (
             not self.compile or self.warmup_steps >= 1,
@@ -198,7 +207,7 @@ class TrainerConfig:
         )
         for name, is_set in (
             ("early_stop_patience", self.early_stop_patience is not None),
-            ("keep_best", self.keep_best),
+            ("keep_best", bool(self.keep_best)),
         ):
             yield (
                 not is_set or bool(self.eval_every_steps and self.eval_splits),
@@ -565,7 +574,7 @@ class EvaluateConfig:
     """The configuration of evaluate."""
 
     run_dir: str = key("directory of the training run; latest: the newest under runs/", "latest")
-    checkpoint: str = key(CHECKPOINT, "latest")
+    checkpoint: str = key(CHECKPOINT, "auto")
     split: str = key("split of the run's dataset to evaluate on", "test")
     batch_size: int | None = key(f"{BATCH_SIZE}; null: as in the run", None, ge=1)
     device: Device = key(DEVICE, Device.auto)
@@ -596,7 +605,7 @@ class ExportConfig:
 
     output: str = key("directory of the exported model")
     run_dir: str = key(FINISHED_RUN, "latest")
-    checkpoint: str = key(CHECKPOINT, "latest")
+    checkpoint: str = key(CHECKPOINT, "auto")
     since: str | None = key(
         "directory of an earlier export: write only the rows that have changed since; null: all",
         None,
@@ -618,7 +627,7 @@ class PredictConfig:
     )
     output: str = key("directory of the scores, with a Parquet file for each file of input")
     run_dir: str = key(FINISHED_RUN, "latest")
-    checkpoint: str = key(CHECKPOINT, "latest")
+    checkpoint: str = key(CHECKPOINT, "auto")
     joins: dict[str, list[str]] = key(
         "files of side tables by name, in place of those in the run's data.source.joins", {}
     )

@@ -20,6 +20,8 @@ from hotrec.train.evaluate import Quality, evaluate
 
 logger = logging.getLogger(__name__)
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class EvaluatedRun:
@@ -53,7 +55,7 @@ def evaluate_run(
         ArtifactError: If the dataset, partition or checkpoint is missing or altered.
         ValueError: If there is no such checkpoint.
     """
-    checkpoint = same_verdict(lambda: find_checkpoint(trained_dir, config.checkpoint))
+    checkpoint = same_verdict(lambda: find_checkpoint(trained, trained_dir, config.checkpoint))
     trained_on = same_verdict(lambda: read_facts(checkpoint, None)["facts"])["dataset"]
     paths = trained.paths
     dataset = same_verdict(
@@ -86,11 +88,33 @@ def evaluate_run(
     return EvaluatedRun(trained, checkpoint.name, position.step, quality)
 
 
-def find_checkpoint(trained_dir: Path, name: str) -> Path:
-    """The checkpoint of a run by its name, "latest" or "best"; ValueError without one."""
-    directory = trained_dir / CHECKPOINTS
-    path = find_latest(directory, name) if name in (LATEST, BEST) else directory / name
-    if path is None or not path.is_dir():
-        names = sorted(found.name for found in directory.glob("step-*"))
-        raise ValueError(f"checkpoint: expected latest, best or one of {names}, got {name!r}.")
-    return path
+def find_checkpoint(trained: Config, trained_dir: Path, name: str) -> Path:
+    """The checkpoint of a run that is meant: the one place that says which that is.
+
+    Args:
+        trained: Configuration of the run.
+        trained_dir: Directory of the run.
+        name: AUTO, the best where the run keeps it and else the newest; or one of these or another
+            by name.
+
+    Raises:
+        ValueError: If there is no such checkpoint.
+    """
+    directory, keeps_best = trained_dir / CHECKPOINTS, trained.trainer.keeps_best
+    chosen = (BEST if keeps_best else LATEST) if name == AUTO else name
+    path = find_latest(directory, chosen) if chosen in (LATEST, BEST) else directory / chosen
+    if path is not None and path.is_dir():
+        return path
+    names = sorted(found.name for found in directory.glob("step-*"))
+    if name == AUTO and keeps_best:
+        raise ValueError(
+            f"checkpoint: expected the best one of {trained_dir}, which keeps it "
+            f"(trainer.keep_best), got none before its first evaluation. Set checkpoint=latest, or "
+            f"one of {names}."
+        )
+    raise ValueError(f"checkpoint: expected auto, latest, best or one of {names}, got {name!r}.")
+
+
+def is_best(checkpoint: Path) -> bool:
+    """Whether a checkpoint is the one that its run keeps as the best."""
+    return find_latest(checkpoint.parent, BEST) == checkpoint

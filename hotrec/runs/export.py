@@ -65,7 +65,7 @@ from hotrec.runs.delta import (
     merge,
     open_base,
 )
-from hotrec.runs.evaluate import find_checkpoint
+from hotrec.runs.evaluate import AUTO, find_checkpoint
 from hotrec.runs.exported import (
     IDS_AT_ONCE,
     KIND,
@@ -84,7 +84,7 @@ from hotrec.runs.exported import (
 from hotrec.runs.onnx_file import check_packages, write_onnx
 from hotrec.runs.train import checkpoint_facts
 from hotrec.runtime.run_dir import read_finished
-from hotrec.train.checkpoint import open_tensors, read_facts
+from hotrec.train.checkpoint import LATEST, open_tensors, read_facts
 from hotrec.train.evaluate import Quality, measure_all
 from hotrec.train.tensor_files import TensorFiles
 from hotrec.types import Schema
@@ -146,14 +146,14 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
     Args:
         config: Configuration of the run.
         trained_dir: Directory of the run.
-        checkpoint: Name of the checkpoint; "latest" only for a finished run.
+        checkpoint: Name of the checkpoint; AUTO and LATEST only for a finished run.
 
     Raises:
         ArtifactError: If the dataset or checkpoint is missing or altered, or they do not fit.
         ValueError: If there is no such checkpoint, or the run has not finished.
     """
-    path = find_checkpoint(trained_dir, checkpoint)
-    if checkpoint == "latest" and read_finished(trained_dir) is None:
+    path = find_checkpoint(config, trained_dir, checkpoint)
+    if checkpoint in (AUTO, LATEST) and read_finished(trained_dir) is None:
         raise ValueError(
             f"run_dir: expected a finished run, got {trained_dir}, which stands at {path.name}. "
             f"Resume it, or choose this state with checkpoint={path.name}."

@@ -266,9 +266,9 @@ def _skip_seen(
 
 
 def _make_best(trainer: TrainerConfig) -> BestQuality | None:
-    if trainer.early_stop_patience is None and not trainer.keep_best:
+    if trainer.early_stop_patience is None and not trainer.keeps_best:
         return None
-    return BestQuality(trainer.early_stop_patience, is_kept=trainer.keep_best)
+    return BestQuality(trainer.early_stop_patience, is_kept=trainer.keeps_best)
 
 
 def _is_stopped_early(trainer: TrainerConfig, saved: Mapping[str, Any]) -> bool:

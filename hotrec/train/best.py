@@ -23,6 +23,8 @@ class BestQuality:
         self.patience, self.is_kept = patience, is_kept
         self.step = self._last_step = -1
         self.loss: float | None = None
+        self.of_splits: dict[str, dict[str, Any]] = {}
+        """Of a checkpoint that is kept the quality on each split, as JSON values."""
         self._num_worse = 0
 
     @property
@@ -43,11 +45,17 @@ class BestQuality:
         self._last_step = step
         if self.loss is None or quality.log_loss < self.loss:
             self.step, self.loss, self._num_worse = step, quality.log_loss, 0
+            self.of_splits = {}
             return
         self._num_worse += 1
         if self.must_stop:
             text = "step %d: log loss %.5f; the best one, %.5f after step %d, is %d evaluations old"
             logger.info(text, step, quality.log_loss, self.loss, self.step, self._num_worse)
+
+    def add_split(self, step: int, split: str, quality: Quality) -> None:
+        """Take the quality on a split after ``step``, if that is the step to keep."""
+        if self.is_kept_at(step):
+            self.of_splits[split] = quality.to_json()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -55,6 +63,7 @@ class BestQuality:
             "loss": self.loss,
             "last_step": self._last_step,
             "num_worse": self._num_worse,
+            "of_splits": list(self.of_splits.items()),  # in their order, which a mapping may lose
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -62,3 +71,4 @@ class BestQuality:
         self.step, self._last_step = int(state["step"]), int(state["last_step"])
         self.loss = None if state["loss"] is None else float(state["loss"])
         self._num_worse = int(state["num_worse"])
+        self.of_splits = dict(state.get("of_splits", {}))  # none in earlier versions

@@ -10,7 +10,6 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +181,7 @@ def train(
             stack.callback(saver.abandon)
             judges = [one for one in (alternation, best) if one is not None]
             if _owes_evaluation(start, num_steps, cadence, judges):
-                _evaluate_first(pipeline, splits, records, judges)
+                _evaluate_due(pipeline, splits, records, judges, best)
                 if best is not None and checkpoints is not None and best.is_kept_at(start.step):
                     same_verdict(lambda: keep_best(checkpoints, start.step))
             if ahead is not None:
@@ -224,7 +223,7 @@ def train(
                     watchdog.enter(watchdog.MAIN, watchdog.ADAPTATION, position.step)
                     records.add_decision(hot_set.adapt())
                 if segment.evaluate and not records.must_stop:
-                    _evaluate_first(pipeline, splits, records, judges)
+                    _evaluate_due(pipeline, splits, records, judges, best)
                 if ahead is not None and not records.must_stop:
                     _evaluate_ahead(pipeline, ahead, records)
                 is_due = segment.save or records.must_stop or _wants_checkpoint(best, position)
@@ -240,15 +239,15 @@ def train(
                 for index, (split, split_batches) in enumerate(splits.items()):
                     quality = evaluate(pipeline, split_batches, step=step)
                     records.add_quality(split, quality)
-                    if index == 0 and best is not None and not best.knows(step):
+                    if best is None:
+                        continue
+                    if index == 0 and not best.knows(step):
                         best.add_quality(step, quality)
                         if checkpoints is not None and best.is_kept_at(step):
                             same_verdict(lambda: keep_best(checkpoints, step))
-            found: dict[str, Any] = (
-                {} if best is None else {"best_step": best.step, "best_log_loss": best.loss}
-            )
-            found |= {"days": ahead.evaluated} if ahead is not None else {}
-            summary = records.write_summary({**(description or {}), **found}, prediction)
+                    best.add_split(step, split, quality)
+            found = {"days": ahead.evaluated} if ahead is not None else {}
+            summary = records.write_summary({**(description or {}), **found}, prediction, best)
             records.callbacks.call("on_end", summary)
     return TrainResult(records.position.step, not records.must_stop, summary)
 
@@ -366,16 +365,25 @@ def _evaluate_ahead(pipeline: Pipeline, ahead: DaysAhead, records: Records) -> N
         ahead.add_quality(step, quality)
 
 
-def _evaluate_first(
+def _evaluate_due(
     pipeline: Pipeline,
     splits: Mapping[str, Iterable[Batch]],
     records: Records,
     judges: Sequence[Alternation | BestQuality],
+    best: BestQuality | None,
 ) -> None:
-    """Evaluate the first split, if there is one."""
-    for split, batches in islice(splits.items(), 1):
-        quality = evaluate(pipeline, batches, step=records.position.step)
+    """Evaluate the first split, if there is one; all others, too, if this is the best to keep.
+
+    The model that is kept is reported on them, and the run goes on from it.
+    """
+    step = records.position.step
+    for index, (split, batches) in enumerate(splits.items()):
+        if index > 0 and (best is None or not best.is_kept_at(step)):
+            break
+        quality = evaluate(pipeline, batches, step=step)
         records.add_quality(split, quality)
-        for judge in judges:
-            if not judge.knows(records.position.step):
-                judge.add_quality(records.position.step, quality)
+        for judge in judges if index == 0 else ():
+            if not judge.knows(step):
+                judge.add_quality(step, quality)
+        if best is not None:
+            best.add_split(step, split, quality)

@@ -15,6 +15,7 @@ import torch
 from hotrec.embedding.adapt import Decision
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks
+from hotrec.train.best import BestQuality
 from hotrec.train.callbacks import Callbacks
 from hotrec.train.checkpoint import Position
 from hotrec.train.evaluate import Quality
@@ -53,7 +54,9 @@ class Records:
         self.is_saving = False  # or a rank that still writes its share of a checkpoint
         self._loss: float | None = None
         self._traffic_means = self.traffic.means(self.traffic.sums())
-        self._quality: Quality | None = None
+        # The last quality on each split, as JSON values, and the step of each.
+        self._quality: dict[str, dict[str, Any]] = {}
+        self._evaluated: dict[str, int] = {}
         # Summed over all ranks, with the number of steps; empty without caches.
         self._cache: Counter[str] = Counter()
         self._line_cache: Counter[str] = Counter()  # since the last line
@@ -173,7 +176,10 @@ class Records:
             # Discard what the evaluation did in the caches; the check-up at the end of the segment
             # has counted its steps.
             self.count_caches()
-        self._quality = quality
+        # The last one is reported, so it comes last.
+        self._quality.pop(split, None)
+        self._quality[split] = quality.to_json()
+        self._evaluated[split] = self.position.step
         line = {"step": self.position.step, "split": split, **facts, **quality.to_json()}
         line["elapsed_s"] = self.elapsed_s
         self.run_log.append("eval.jsonl", split, line)
@@ -186,20 +192,19 @@ class Records:
         self._hot_set.update(num_decisions=1, **{k: line[k] for k in _ADDED})
 
     def write_summary(
-        self, description: Mapping[str, Any], prediction: Mapping[str, Any] | None
+        self,
+        description: Mapping[str, Any],
+        prediction: Mapping[str, Any] | None,
+        best: BestQuality | None = None,
     ) -> dict[str, Any]:
         """Write summary.json and return its content, None where not measured; a collective."""
-        quality = self._quality
         sent = self._traffic_means["sent_bytes"]
         tables = None if self.count_tables is None else self.count_tables()
         figures = {
             "num_steps": self.position.step,
             "num_samples": self.position.num_samples,
             "loss": self._loss,
-            "auc": quality.auc if quality else None,
-            "log_loss": quality.log_loss if quality else None,
-            "normalized_entropy": quality.normalized_entropy if quality else None,
-            **_figures_by_label(quality),
+            **self._quality_figures(best),
             **self.meter.total(),
             **self._traffic_means,
             "sent_bytes_total": None if sent is None else sum(sent.values()),
@@ -216,13 +221,42 @@ class Records:
         self.run_log.write_summary(summary)
         return summary
 
+    def _quality_figures(self, best: BestQuality | None) -> dict[str, Any]:
+        """The quality of the checkpoint that is meant: the best where it is kept, else the last.
 
-def _figures_by_label(quality: Quality | None) -> dict[str, dict[str, float]]:
+        The figures of the last split that was evaluated stand by themselves, all are in "quality".
+        """
+        step = max(self._evaluated.values(), default=None)
+        of_splits = {
+            split: quality
+            for split, quality in self._quality.items()
+            if self._evaluated[split] == step
+        }
+        found: dict[str, Any] = {}
+        if best is not None:
+            found = {"best_step": best.step, "best_log_loss": best.loss}
+            if best.of_splits and best.step != step:
+                found["last_quality"] = {"step": step, **of_splits}
+                of_splits, step = best.of_splits, best.step
+        split = list(of_splits)[-1] if of_splits else None
+        reported = of_splits[split] if split is not None else {}
+        return {
+            **{name: reported.get(name) for name in ("auc", "log_loss", "normalized_entropy")},
+            **_figures_by_label(reported),
+            "eval_split": split,
+            "eval_step": step,
+            "num_eval_samples": reported.get("num_samples"),
+            "quality": of_splits,
+            **found,
+        }
+
+
+def _figures_by_label(quality: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """AUC and log loss of several labels, where they are known; empty with one label."""
-    found = {} if quality is None else quality.by_label
+    found = quality.get("by_label", {})
     return {
         f"{figure}_by_label": {
-            name: value for name, of in found.items() if (value := getattr(of, figure)) is not None
+            name: value for name, of in found.items() if (value := of[figure]) is not None
         }
         for figure in (("auc", "log_loss") if found else ())
     }

@@ -39,7 +39,13 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def run(
-    ranks: Ranks, folder: Path, best: BestQuality, *, resume: str = "", **kwargs: Any
+    ranks: Ranks,
+    folder: Path,
+    best: BestQuality,
+    *,
+    resume: str = "",
+    splits: Sequence[str] = ("valid",),
+    **kwargs: Any,
 ) -> TrainResult:
     directory = folder / "checkpoints"
     # As if of one run, which resumes its newest checkpoint.
@@ -56,7 +62,7 @@ def run(
         **{**arguments, **kwargs},
         lr_factor=Schedule(),
         pipeline_kind="base",
-        eval_batches={"valid": TinySplit(1, seed=1)},
+        eval_batches={split: TinySplit(1, seed=1) for split in splits},
         checkpoints=checkpoints,
         best=best,
         run_dir=folder,
@@ -135,3 +141,40 @@ def test_the_best_checkpoint_is_saved_between_others(
     cadence = Cadence(eval_every=2, save_every=5)
     run(one_rank, tmp_path, BestQuality(is_kept=True), cadence=cadence, num_steps=10)
     assert names(tmp_path) == ["step-00000004", "step-00000010"]
+
+
+def test_the_checkpoint_that_is_kept_is_the_one_reported(
+    one_rank: Ranks, tmp_path: Path, evaluated: list[int]
+) -> None:
+    splits = ("valid", "test")
+    summary = run(one_rank, tmp_path, BestQuality(3, is_kept=True), splits=splits).summary
+    # The test split is evaluated where the validation split is best, and at the end.
+    assert evaluated == [2, 2, 4, 4, 6, 8, 10, 10, 10]
+    assert (summary["eval_split"], summary["eval_step"], summary["log_loss"]) == ("test", 4, 0.5)
+    assert {split: of["log_loss"] for split, of in summary["quality"].items()} == {
+        "valid": 0.5,
+        "test": 0.5,
+    }
+    last = summary["last_quality"]
+    assert (last["step"], last["valid"]["log_loss"], last["test"]["log_loss"]) == (10, 0.52, 0.52)
+
+
+def test_it_is_reported_after_a_resume_too(
+    one_rank: Ranks, tmp_path: Path, evaluated: list[int]
+) -> None:
+    splits = ("valid", "test")
+    run(one_rank, tmp_path, BestQuality(3, is_kept=True), splits=splits, num_steps=6)
+    best = BestQuality(3, is_kept=True)
+    again = run(one_rank, tmp_path, best, splits=splits, resume="step-00000006").summary
+    assert (again["best_step"], again["eval_step"], again["log_loss"]) == (4, 4, 0.5)
+    assert list(again["quality"]) == ["valid", "test"]
+
+
+def test_without_a_kept_checkpoint_the_last_step_is_reported(
+    one_rank: Ranks, tmp_path: Path, evaluated: list[int]
+) -> None:
+    splits = ("valid", "test")
+    summary = run(one_rank, tmp_path, BestQuality(3), splits=splits).summary
+    assert evaluated == [2, 4, 6, 8, 10, 10, 10]
+    assert (summary["best_step"], summary["eval_step"], summary["log_loss"]) == (4, 10, 0.52)
+    assert "last_quality" not in summary

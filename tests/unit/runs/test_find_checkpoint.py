@@ -1,0 +1,59 @@
+"""One function says which checkpoint of a run is meant, for evaluate, export and predict alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hotrec.cli.store import build_config, compose_config
+from hotrec.config.roots import Config, EvaluateConfig, ExportConfig, PredictConfig
+from hotrec.runs.evaluate import AUTO, find_checkpoint, is_best
+
+KEEP = ["trainer.keep_best=true", "trainer.eval_every_steps=2"]
+
+
+def config(*words: str) -> Config:
+    found: Config = build_config(compose_config("config", list(words)))
+    return found
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run whose best checkpoint is not its newest."""
+    for name in ("step-00000004", "step-00000010"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000010\n")
+    (tmp_path / "checkpoints" / "best").write_text("step-00000004\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "step"),
+    [
+        (KEEP, AUTO, 4),
+        (KEEP, "latest", 10),
+        (KEEP, "best", 4),
+        (KEEP, "step-00000010", 10),
+        ([], AUTO, 10),
+        (["trainer.early_stop_patience=2", "trainer.eval_every_steps=2"], AUTO, 4),
+        ([*KEEP, "trainer.keep_best=false", "trainer.early_stop_patience=2"], AUTO, 10),
+    ],
+)
+def test_which_checkpoint_is_meant(run_dir: Path, words: list[str], name: str, step: int) -> None:
+    found = find_checkpoint(config(*words), run_dir, name)
+    assert found.name == f"step-{step:08d}"
+    assert is_best(found) == (step == 4)
+
+
+def test_every_command_means_the_same() -> None:
+    given = EvaluateConfig(), ExportConfig(), PredictConfig()
+    assert [config.checkpoint for config in given] == [AUTO] * 3
+
+
+def test_a_best_checkpoint_that_is_not_there_is_said(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "best").unlink()
+    with pytest.raises(ValueError, match=r"expected the best one of .*, got none.*=latest"):
+        find_checkpoint(config(*KEEP), run_dir, AUTO)
+    with pytest.raises(ValueError, match="expected auto, latest, best or one of .*, got 'best'"):
+        find_checkpoint(config(), run_dir, "best")
