@@ -346,11 +346,13 @@ def _run_job_elsewhere(invocation: Invocation, composed: DictConfig, run_dir: Pa
 
 
 def _objective(invocation: Invocation, run_dir: Path, exit_code: int) -> float | None:
-    """What a sweeper such as Optuna's maximizes: the AUC of a training run's last evaluation."""
+    """What a sweeper such as Optuna's maximizes: a training run's AUC on the validation split."""
     if not invocation.is_multirun or invocation.name != "train" or exit_code != 0:
         return None
+    from hotrec.report.sweep import choosing_quality
+
     finished = read_finished(run_dir)
-    return None if finished is None else finished["auc"]
+    return None if finished is None else choosing_quality(finished)[1].get("auc")
 
 
 def _run_job(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int:

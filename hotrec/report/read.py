@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from hotrec.artifact import MANIFEST
 from hotrec.report.units import (
     show_bytes,
     show_count,
@@ -24,7 +26,7 @@ from hotrec.report.units import (
     show_rate,
     show_seconds,
 )
-from hotrec.runtime.run_dir import POINT
+from hotrec.runtime.run_dir import CHECKPOINTS, POINT
 
 Line = Mapping[str, Any]
 
@@ -41,6 +43,7 @@ FROM_LINES = (
 COMPARED = ("predicted_stage_s", "measured_stage_s", "slowest_rank_stage_s")
 BY_KIND = ("device_bytes_by_kind", "host_bytes_by_kind")
 BY_LABEL = ("auc_by_label", "log_loss_by_label")
+LABELS = "label_weights"
 # What the device caches did in ``num_steps`` steps, summed over the ranks.
 CACHE = (
     *("num_steps", "num_lookups", "num_rows", "num_hits", "num_misses", "num_conflict_misses"),
@@ -56,7 +59,8 @@ class Measure:
         name: The field of the summary, or ``<field>.<key>`` of a field with numbers by name.
         label: What the reader sees, with the unit where the numbers do not show it.
         show: Writes the number.
-        against: How it is compared with the baseline: "ratio", "difference" or not at all.
+        against: How it is compared with the baseline: "ratio", "difference" or not at all. Times
+            are not: runs one after the other see another machine each.
     """
 
     name: str
@@ -76,18 +80,20 @@ GROUPS: Mapping[str, tuple[Measure, ...]] = {
         Measure("auc", "AUC", show_quality, "difference"),
         Measure("log_loss", "Log loss", show_quality, "difference"),
         Measure("normalized_entropy", "Normalized entropy", show_quality, "difference"),
+        Measure("num_eval_samples", "Samples evaluated", show_count),
+        Measure("eval_step", "Step of the model evaluated", show_count),
+        Measure("best_step", "Step of the best model, by the first split", show_count),
     ),
     "Speed": (
-        Measure("step_p50_s", "Step time, median", show_seconds, "ratio"),
-        Measure("step_p90_s", "Step time, 90th percentile", show_seconds, "ratio"),
-        Measure("samples_per_s", "Samples, all ranks", show_rate, "ratio"),
+        Measure("step_p50_s", "Step time, median", show_seconds),
+        Measure("step_p90_s", "Step time, 90th percentile", show_seconds),
+        Measure("samples_per_s", "Samples, all ranks", show_rate),
         Measure("data_wait_frac", "Waiting for data, share of the time", show_frac),
-        Measure("exposed_communication_s", "Exposed communication, mean", show_seconds, "ratio"),
+        Measure("exposed_communication_s", "Exposed communication, mean", show_seconds),
         Measure(
             "slowest_rank_exposed_communication_s",
             "Exposed communication, slowest rank",
             show_seconds,
-            "ratio",
         ),
         Measure(
             "exposed_communication_frac", "Exposed communication, share of the step", show_frac
@@ -139,7 +145,7 @@ NUMERIC = (
     *(name for name in MEASURES if "." not in name),
     *("total_rows", "compared_from_step"),
 )
-BY_NAME = ("sent_bytes", "stage_s", "cache", "hot_set", *COMPARED, *BY_KIND, *BY_LABEL)
+BY_NAME = ("sent_bytes", "stage_s", "cache", "hot_set", LABELS, *COMPARED, *BY_KIND, *BY_LABEL)
 
 
 @dataclass(frozen=True)
@@ -285,6 +291,7 @@ def _read_run(path: Path) -> Run:
     recorded = _read_text(path / SUMMARY, notes)
     summary = {} if recorded is None else parse_object(recorded, str(path / SUMMARY))
     _check_numbers(str(path / SUMMARY), summary)
+    _check_quality(str(path / SUMMARY), summary)
     metrics, evals = _read_lines(path / METRICS, notes), _read_lines(path / EVAL, notes)
     found_texts = {name: _read_text(path / name, notes) for name in TEXTS}
     for name, text in found_texts.items():
@@ -293,7 +300,7 @@ def _read_run(path: Path) -> Run:
     return Run(
         path=path,
         name=str(summary.get("name") or path.name),
-        summary=_complete(summary, metrics, evals, notes),
+        summary=_complete(path, summary, metrics, evals, notes),
         metrics=metrics,
         evals=evals,
         decisions=_read_lines(path / HOT_SET, notes) if (path / HOT_SET).exists() else (),
@@ -375,8 +382,18 @@ def _check_numbers(where: str, document: Line) -> None:
             )
 
 
+def _check_quality(where: str, summary: Line) -> None:
+    """Refuse a quality by split that is not what tables take it for."""
+    of_splits = summary.get("quality")
+    for split in of_splits if isinstance(of_splits, dict) else ():
+        of = of_splits[split]
+        figures = [of.get(name) for name in FROM_LINES] if isinstance(of, dict) else [""]
+        if not all(value is None or _is_number(value) for value in figures):
+            raise ValueError(f"{where} quality: expected numbers by name on {split}, got {of!r}.")
+
+
 def _complete(
-    summary: Line, metrics: tuple[Line, ...], evals: tuple[Line, ...], notes: list[str]
+    path: Path, summary: Line, metrics: tuple[Line, ...], evals: tuple[Line, ...], notes: list[str]
 ) -> dict[str, Any]:
     """The summary, with what it lacks taken from the lines; an unfinished run has none."""
     last = {
@@ -391,7 +408,12 @@ def _complete(
         notes.append(f"from the last logged line, not the summary: {', '.join(last)}.")
     if not summary.get("finished"):
         notes.append("the run has not finished; its figures are those up to its last line.")
+    splits = [line for line in evals if "day" not in line][-1:]
     complete: dict[str, Any] = {
+        # Of earlier versions, which did not record these.
+        "dataset": None if summary.get("dataset") else _dataset_of_checkpoint(path),
+        "eval_split": splits[0].get("split") if splits else None,
+        "num_eval_samples": splits[0].get("num_samples") if splits else None,
         **summary,
         **last,
         **{name: summary.get(name) or {} for name in BY_NAME},
@@ -406,6 +428,16 @@ def _complete(
     if cache.get("num_rows"):
         complete["cache_hit_frac"] = cache["num_hits"] / cache["num_rows"]
     return complete
+
+
+def _dataset_of_checkpoint(run_dir: Path) -> str | None:
+    """The content hash of the dataset that a run recorded in its newest checkpoint."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        checkpoints = run_dir / CHECKPOINTS
+        name = (checkpoints / "latest").read_text().strip()
+        manifest = json.loads((checkpoints / name / MANIFEST).read_text())
+        return str(manifest["content"]["facts"]["dataset"])
+    return None
 
 
 def _by_key(

@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hotrec.artifact import check_made_from, read_artifact
+from hotrec.report.alike import differences, is_as_large, unlike_sentences
 from hotrec.report.figures import (
     draw_coverage,
     draw_learning,
@@ -51,23 +52,27 @@ from hotrec.report.render import (
     write_files,
 )
 from hotrec.report.style import run_color, to_svg
-from hotrec.report.sweep import best_tiles, sweep_records, sweep_table, to_csv
+from hotrec.report.sweep import best_tiles, sweep_notes, sweep_records, sweep_table, to_csv
 from hotrec.report.units import (
     NOT_RECORDED,
     show_bytes,
     show_count,
+    show_difference,
     show_error,
     show_frac,
     show_quality,
     show_ratio,
     show_seconds,
 )
-from hotrec.report.verdict import BASELINE_PLACEMENT, verdicts
+from hotrec.report.verdict import is_torchrec, verdicts
+from hotrec.runtime.run_dir import is_comparison
 
 HTML_NAME, JSON_NAME, CSV_NAME = "report.html", "report.json", "sweep.csv"
 
 SWEEP_SECTION = "Jobs of the sweep"
 SETTINGS = {
+    "dataset_name": "Dataset",
+    "eval_split": "Evaluated on",
     "placement": "Placement",
     "model": "Model",
     "precision": "Precision of the dense layers",
@@ -157,6 +162,7 @@ def make_report(
             "ended before. Correct what their messages name, and start the sweep again."
         )
     against = _choose_baseline(read, baseline)
+    said = [*verdicts(read, against), *unlike_sentences(read, against)]
     counted = None if profile is None else read_artifact(profile, kind="profile")
     split = None if partition is None else read_artifact(partition, kind="partition")
     if counted is not None and split is not None:
@@ -169,7 +175,7 @@ def make_report(
             "title": title,
             "made_at": made_at.isoformat(),
             "baseline": None if against is None else against.name,
-            "verdict": verdicts(read, against),
+            "verdict": said,
             "sweep": sweep_records(jobs),
             "runs": [_run_document(run, against) for run in read],
             "profile": contents[0],
@@ -181,8 +187,9 @@ def make_report(
 
 def _choose_baseline(runs: Sequence[Run], name: str | None) -> Run | None:
     if name is None:
-        own = (r for r in runs if str(r.summary.get("placement")).startswith(BASELINE_PLACEMENT))
-        return next(own, None)
+        # What hotrec trained may be a plan of TorchRec's, too; what was to compare comes first.
+        own = sorted(filter(is_torchrec, runs), key=lambda run: not is_comparison(run.path))
+        return next(iter(own), None)
     for run in runs:
         if run.name == name:
             return run
@@ -205,10 +212,10 @@ def report_page(
     models = dict.fromkeys(str(run.summary["model"]) for run in runs if run.summary.get("model"))
     num_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     learning, steps, traffic = draw_learning(runs), draw_steps(runs), draw_traffic(runs)
-    is_sweep, said = bool(varied_overrides(jobs)), verdicts(runs, baseline)
+    is_sweep, unlike = bool(varied_overrides(jobs)), unlike_sentences(runs, baseline)
     coverage, tables = _coverage(profile, partition)
     sections: dict[str, list[Block]] = {
-        SWEEP_SECTION: [sweep_table(jobs, baseline)] if is_sweep else [],
+        SWEEP_SECTION: [*sweep_notes(runs), sweep_table(jobs)] if is_sweep else [],
         "Learning": _picture(
             learning,
             "Training loss and AUC over steps",
@@ -253,7 +260,8 @@ def report_page(
     sections["Left out"] = _items(left_out)
     subtitle = "  |  ".join([num_runs, *models, made_at.strftime("%Y-%m-%d %H:%M %Z")])
     tiles = best_tiles(runs) if is_sweep else _tiles(runs, baseline)
-    return Page(title, sections, subtitle, tiles, JSON_NAME, () if is_sweep else said)
+    said = unlike if is_sweep else [*verdicts(runs, baseline), *unlike]
+    return Page(title, sections, subtitle, tiles, JSON_NAME, said)
 
 
 def _picture(figure: Figure | None, label: str, caption: str) -> list[Block]:
@@ -289,7 +297,7 @@ def _tiles(runs: Sequence[Run], baseline: Run | None) -> list[Tile]:
     focus = next(split, others[0])
     tiles = []
     for name, text in (
-        ("auc", "AUC, held out"),
+        ("auc", f"AUC on {focus.summary.get('eval_split') or 'held-out samples'}"),
         ("step_p50_s", "median step"),
         ("sent_bytes_total", "sent per step and rank"),
         ("hot_lookup_frac", "of lookups hit a hot row"),
@@ -309,8 +317,9 @@ def _show_against(measure: Measure, run: Run, baseline: Run | None) -> str:
     value, reference = run.number(measure.name), baseline.number(measure.name)
     if value is None or reference is None:
         return ""
-    ratio = measure.against == "ratio"
-    return show_ratio(value, reference) if ratio else f"{value - reference:+.4f}"
+    if measure.against == "ratio":
+        return show_ratio(value, reference) if is_as_large(run, baseline) else ""
+    return "" if differences(run, baseline) else show_difference(value - reference)
 
 
 def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
@@ -352,8 +361,9 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
     note = (
         "No run uses one of TorchRec's own plans, so there is no baseline to compare with."
         if baseline is None
-        else f"Small print compares with {baseline.name}: a ratio for times and bytes, a "
-        "difference for quality."
+        else f"Small print compares with {baseline.name}: a ratio for bytes, where data, ranks and "
+        "batch are the same, and a difference for quality, where the same samples were evaluated. "
+        "Times are not compared: the runs did not take turns."
     )
     note += (
         " An error is predicted minus measured, in percent of the measured. What no run recorded "
@@ -444,10 +454,10 @@ def _details(runs: Sequence[Run]) -> list[Block]:
 
 def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
     relative: dict[str, float] = {}
-    for name in ("step_p50_s", "step_p90_s", "samples_per_s", "sent_bytes_total"):
-        value, reference = run.number(name), None if baseline is None else baseline.number(name)
+    if baseline is not None and is_as_large(run, baseline):
+        value, reference = (of.number("sent_bytes_total") for of in (run, baseline))
         if value is not None and reference:
-            relative[name] = value / reference
+            relative["sent_bytes_total"] = value / reference
     sent, bound = run.number("sent_bytes_total"), run.number("bound_bytes")
     cache = run.by_name("cache")
     return {
@@ -462,6 +472,7 @@ def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
         **({"overrides": run.overrides} if run.overrides else {}),
         "sent_over_bound": sent / bound if sent is not None and bound else None,
         "relative_to_baseline": relative,
+        "differs_from_baseline": [] if baseline is None else differences(run, baseline),
         "loss": [*zip(*run.series("loss"), strict=True)],
         "auc_by_split": {
             split: [*zip(*run.eval_series("auc", split), strict=True)] for split in run.splits

@@ -1,4 +1,8 @@
-"""What jobs of a sweep were started with and what came of them, a row for each."""
+"""What jobs of a sweep were started with and what came of them, a row for each.
+
+The validation split chooses among jobs. What chose is no estimate of how good the choice is, so the
+figures that are reported are those of the last split that was evaluated, by default the test split.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,56 @@ from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import Any
 
+from hotrec.report.alike import is_alike, is_as_large
 from hotrec.report.read import MEASURES, Run, varied_overrides
 from hotrec.report.render import Cell, Row, Table, Tile
 from hotrec.report.style import run_color
-from hotrec.report.units import DASH, show_known
-from hotrec.report.verdict import show_speed, step_over
+from hotrec.report.units import DASH, show_bytes, show_known, show_quality
 
-# The figures of a sweep's table, and the headlines of the jobs that are best in them.
-SWEPT = {
-    "auc": (max, "highest AUC on held-out samples"),
-    "log_loss": (min, "least log loss on held-out samples"),
-    "step_p50_s": (min, "shortest median step"),
-    "sent_bytes_total": (min, "least sent per step and rank"),
-}
+VALID = "valid"
+# What a job is chosen by, and the figures of a sweep's table.
+CHOICES = {"auc": (max, "highest AUC"), "log_loss": (min, "least log loss")}
+SWEPT = ("auc", "log_loss", "step_p50_s", "sent_bytes_total")
+NO_TURNS = (
+    "Jobs do not take turns: their steps are no claim of speed; `hotrec bench` compares plans in "
+    "turns."
+)
+
+
+def choosing_quality(summary: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """The split by which a job is chosen, and its quality there: the validation split if it can be.
+
+    Args:
+        summary: The content of summary.json.
+    """
+    of_splits, reported = summary.get("quality"), summary.get("eval_split")
+    if isinstance(of_splits, Mapping) and isinstance(of_splits.get(VALID), Mapping):
+        return VALID, of_splits[VALID]
+    return reported, {name: summary.get(name) for name in CHOICES}
+
+
+def sweep_notes(runs: Sequence[Run]) -> list[str]:
+    """What the table's figures are good for."""
+    splits = {choosing_quality(run.summary)[0] for run in runs}
+    reported = {run.summary.get("eval_split") for run in runs}
+    shown = " and ".join(sorted(map(str, reported - {None})))
+    notes = [NO_TURNS]
+    if not shown:
+        return notes
+    if splits != {VALID}:
+        text = (
+            f"Not all jobs were evaluated on a validation split. What is chosen by the {shown} "
+            "split has no result there: its AUC is too high for the choice. Set "
+            "'trainer.eval_splits=[valid,test]', on data with both splits."
+        )
+    elif reported == {VALID}:
+        text = (
+            "The validation split chooses; no other was evaluated, and its AUC is too high for the "
+            "choice. `hotrec evaluate` evaluates the chosen job on another."
+        )
+    else:
+        text = f"The validation split chooses; AUC and log loss are those of the {shown} split."
+    return [text, *notes]
 
 
 def sweep_records(jobs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -30,6 +71,9 @@ def sweep_records(jobs: Sequence[Run]) -> list[dict[str, Any]]:
         {
             "job": job.job,
             **{key: job.overrides.get(key) for key in varied},
+            "chosen_by": choosing_quality(job.summary)[0],
+            **{f"chosen_by_{name}": choosing_quality(job.summary)[1].get(name) for name in CHOICES},
+            "eval_split": job.summary.get("eval_split"),
             **{name: job.number(name) for name in SWEPT},
             "finished": job.summary["finished"],
         }
@@ -47,7 +91,7 @@ def to_csv(records: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def sweep_table(jobs: Sequence[Run], baseline: Run | None) -> Table:
+def sweep_table(jobs: Sequence[Run]) -> Table:
     """A row for each job, with what it was started with and what came of it."""
     varied, runs = varied_overrides(jobs), [job for job in jobs if not job.is_empty]
     measures = [MEASURES[name] for name in SWEPT]
@@ -55,30 +99,39 @@ def sweep_table(jobs: Sequence[Run], baseline: Run | None) -> Table:
     def row(job: Run) -> Row:
         color = "" if job.is_empty else run_color(runs.index(job))
         settings = [job.overrides.get(key, DASH) for key in varied]
+        split, quality = choosing_quality(job.summary)
+        chosen = show_known(show_quality, quality.get("auc"))
         figures = [show_known(measure.show, job.number(measure.name)) for measure in measures]
         end = "yes" if job.summary["finished"] else "failed" if job.is_empty else "no"
-        cells: list[str | Cell] = [Cell(job.job, color=color), *settings, *figures, end]
-        return cells if baseline is None else [*cells, against(job, baseline)]
+        name = Cell(job.job, color=color)
+        return [name, *settings, chosen if split == VALID else DASH, *figures, end]
 
-    def against(job: Run, other: Run) -> str:
-        interval = step_over(job, other)
-        if job is other or interval is None:
-            return "baseline" if job is other else DASH
-        return show_speed(*interval) or "no difference"
-
-    header = ["Job", *varied, *(measure.label for measure in measures), "Finished"]
-    if baseline is not None:
-        header.append(f"Step against job {baseline.job}")
+    splits = {job.summary.get("eval_split") for job in runs}
+    where = f" on {next(iter(splits))}" if len(splits) == 1 and None not in splits else ""
+    labels = [MEASURES[name].label + (where if name in CHOICES else "") for name in SWEPT]
+    header = ["Job", *varied, f"AUC on {VALID}", *labels, "Finished"]
     return Table(header, [row(job) for job in jobs])
 
 
 def best_tiles(runs: Sequence[Run]) -> list[Tile]:
-    """The headline of a sweep: the best of its jobs by each figure of its table."""
+    """The headline of a sweep: its best jobs by the validation split, as far as jobs compare."""
     tiles = []
-    for name, (best, text) in SWEPT.items():
-        figures = [(run.number(name), run) for run in runs]
-        known = [(value, run) for value, run in figures if value is not None and not isnan(value)]
-        if len({value for value, _ in known}) > 1:
+    for name, (best, text) in CHOICES.items():
+        found = [(*choosing_quality(run.summary), run) for run in runs]
+        known = [
+            (quality[name], run)
+            for split, quality, run in found
+            if split == VALID and quality.get(name) is not None and not isnan(quality[name])
+        ]
+        if is_alike(runs) and len({value for value, _ in known}) > 1:
             value, run = best(known, key=lambda pair: pair[0])
-            tiles.append(Tile(MEASURES[name].show(value), text, f"with {run.name}"))
+            note, reported = f"with {run.name}", run.number(name)
+            if run.summary.get("eval_split") != VALID and reported is not None:
+                note += f": {show_quality(reported)} on {run.summary['eval_split']}"
+            tiles.append(Tile(show_quality(value), f"{text} on {VALID}", note))
+    sent = [(run.number("sent_bytes_total"), run) for run in runs]
+    least = [(value, run) for value, run in sent if value is not None]
+    if len({value for value, _ in least}) > 1 and all(is_as_large(run, runs[0]) for run in runs):
+        value, run = min(least, key=lambda pair: pair[0])
+        tiles.append(Tile(show_bytes(value), "least sent per step and rank", f"with {run.name}"))
     return tiles

@@ -56,6 +56,11 @@ def show_quality(value: float) -> str:
     return "nan" if math.isnan(value) else f"{value:.4f}"
 
 
+def show_difference(value: float) -> str:
+    """With its sign, four digits as ``show_quality``; what rounds to zero has none."""
+    return "nan" if math.isnan(value) else f"{value:+z.4f}" if round(value, 4) else "0.0000"
+
+
 def show_ratio(value: float, baseline: float) -> str:
     """Such as ``0.33x``; empty where a ratio means nothing."""
     if baseline == 0 or math.isnan(value) or math.isnan(baseline):

@@ -45,6 +45,7 @@ from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import days_of
+from hotrec.data.generation import generations_of
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import Loader, make_loader, step_sequence
 from hotrec.data.order import StepSequence
@@ -59,7 +60,7 @@ from hotrec.embedding.table_memory import (
 from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import Proposal, TrainingPlan, propose, read_training_plan
 from hotrec.planning.trial import Trial, write_trial
-from hotrec.planning.unsharded import make_machine
+from hotrec.planning.unsharded import label_weights_of, make_machine
 from hotrec.runs.record import (
     accept_record,
     staged_record,
@@ -658,6 +659,10 @@ def _description(
     total_rows = sum(table.num_rows for table in dataset.schema.tables)
     return {
         "name": config.run_name,
+        "dataset": dataset.artifact.content_hash,
+        "dataset_name": config.dataset_name,
+        "generation": len(generations_of(dataset)),
+        "label_weights": label_weights_of(config.trainer, dataset.schema) or {},
         "placement": placement_name(config),
         "policy": None if partition is None else partition.policy,
         "model": config.model.kind.name,

@@ -15,7 +15,9 @@ from hotrec.cli.report import make_report_of, run
 from hotrec.cli.sweep import Sweep
 from hotrec.config.roots import ReportConfig
 from hotrec.report.read import read_runs
+from hotrec.report.render import Page, render_text
 from hotrec.report.runs import SWEEP_SECTION, make_report, report_page
+from hotrec.report.sweep import choosing_quality
 from tests.unit.report.golden import check_golden, check_html
 from tests.unit.report.runs import SUMMARY, TORCHREC, metrics_line, write_run
 from tests.unit.report.test_runs import MADE_AT
@@ -36,7 +38,13 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder, number = Path("sweep"), 8
     for placement, summary in PLACEMENTS.items():
         for rate in ("0.01", "0.1"):
-            made = {**summary, "auc": 0.75 + float(rate) / 10}
+            auc = 0.75 + float(rate) / 10
+            # The validation split prefers another job than the test split.
+            quality = {
+                "valid": {"auc": 1.5 - auc, "log_loss": 0.4, "num_samples": 900},
+                "test": {"auc": auc, "log_loss": 0.4571, "num_samples": 5000},
+            }
+            made = {**summary, "auc": auc, "quality": quality}
             lines = [metrics_line(step, step_p50_s=summary["step_p50_s"]) for step in range(1, 9)]
             files = {} if number == 11 else {"summary": made, "metrics": lines}
             overrides = {"experiment": "e", "placement": placement, "optimizer.learning_rate": rate}
@@ -88,16 +96,77 @@ def test_names(overrides: list[dict[str, str]], names: list[str], tmp_path: Path
     assert [run.name for run in read_runs(jobs)] == names
 
 
-def test_steps_of_other_batches_are_not_compared(tmp_path: Path) -> None:
-    lines = [metrics_line(step) for step in range(1, 9)]
-    jobs = [
-        write_job(tmp_path, 0, {"b": "1"}, summary={**SUMMARY, "batch_size": 1}, metrics=lines),
-        write_job(tmp_path, 1, {"b": "2"}, summary=TORCHREC, metrics=lines),
-    ]
+def sweep_of(folder: Path, *summaries: dict[str, Any]) -> Page:
+    """The page of jobs with these summaries."""
+    jobs = [write_job(folder, n, {"a": n}, summary=of) for n, of in enumerate(summaries)]
     runs = read_runs(jobs)
-    page = report_page(runs, runs[1], None, None, title="T", made_at=MADE_AT)
-    (table,) = page.sections[SWEEP_SECTION]
-    assert [row[-1] for row in table.rows] == ["-", "baseline"]  # type: ignore[union-attr]
+    return report_page(runs, None, None, None, title="T", made_at=MADE_AT)
+
+
+def evaluated(valid: float | None, test: float | None, **changes: Any) -> dict[str, Any]:
+    """A summary with the AUC on these splits."""
+    aucs = {split: auc for split, auc in (("valid", valid), ("test", test)) if auc is not None}
+    quality = {split: {"auc": auc, "log_loss": 1 - auc} for split, auc in aucs.items()}
+    last = list(aucs)[-1]
+    return {**SUMMARY, "auc": aucs[last], "quality": quality, "eval_split": last, **changes}
+
+
+def notes(page: Page) -> str:
+    return " ".join(block for block in page.sections[SWEEP_SECTION] if isinstance(block, str))
+
+
+def test_the_validation_split_chooses_and_the_test_split_reports(tmp_path: Path) -> None:
+    page = sweep_of(tmp_path, evaluated(0.70, 0.80), evaluated(0.72, 0.75))
+    best = page.tiles[0]
+    assert best == ("0.7200", "highest AUC on valid", "with a=1: 0.7500 on test")
+    assert "The validation split chooses; AUC and log loss are those of the test split." in notes(
+        page
+    )
+
+
+@pytest.mark.parametrize(
+    ("summaries", "said"),
+    [
+        # By the test split alone: no job is the best, and it is said why.
+        ([evaluated(None, 0.8), evaluated(None, 0.7)], "What is chosen by the test split"),
+        ([evaluated(0.8, 0.8), evaluated(None, 0.7)], "What is chosen by the test split"),
+        # By an older program, which recorded the last split alone.
+        ([SUMMARY, {**SUMMARY, "auc": 0.7}], "What is chosen by the test split has no result"),
+    ],
+)
+def test_what_is_chosen_by_the_test_split_is_no_result(
+    tmp_path: Path, summaries: list[dict[str, Any]], said: str
+) -> None:
+    page = sweep_of(tmp_path, *summaries)
+    assert said in notes(page)
+    assert [tile for tile in page.tiles if "AUC" in tile.text] == []
+
+
+def test_the_validation_split_alone_is_no_result_either(tmp_path: Path) -> None:
+    page = sweep_of(tmp_path, evaluated(0.8, None), evaluated(0.7, None))
+    assert "no other was evaluated" in notes(page)
+    assert page.tiles[0] == ("0.8000", "highest AUC on valid", "with a=0")
+
+
+def test_jobs_on_different_data_have_no_best(tmp_path: Path) -> None:
+    other = {"dataset": "f" * 16, "dataset_name": "other"}
+    page = sweep_of(tmp_path, evaluated(0.7, 0.8), evaluated(0.72, 0.75, **other))
+    assert page.tiles == []
+    assert "a=1 and a=0 do not compare" in page.lead[0]
+
+
+def test_steps_of_jobs_are_no_claim(tmp_path: Path) -> None:
+    page = sweep_of(tmp_path, {**SUMMARY, "step_p50_s": 0.1}, {**TORCHREC, "step_p50_s": 0.3})
+    assert "their steps are no claim of speed" in notes(page)
+    text = render_text(page)
+    assert "faster" not in text
+    assert "shortest" not in text
+
+
+def test_optuna_maximizes_what_chooses() -> None:
+    assert choosing_quality(evaluated(0.7, 0.8))[1]["auc"] == 0.7
+    split, quality = choosing_quality(evaluated(None, 0.8))
+    assert (split, quality["auc"]) == ("test", 0.8)
 
 
 def test_a_job_with_a_broken_point_is_named(tmp_path: Path) -> None:

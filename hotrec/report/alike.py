@@ -1,0 +1,83 @@
+"""Whether two runs can be compared: what was not the same in their data and their evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hotrec.report.read import Run
+from hotrec.report.units import show_count
+
+_SHOWN_HASH = 8
+
+
+def differences(run: Run, other: Run) -> list[str]:
+    """What differs in the data and the evaluation of two runs; empty if their quality compares.
+
+    Each is "what X against Y"; what neither is known to have in common is said, too.
+    """
+    pairs = [
+        ("dataset", *map(_dataset, (run, other))),
+        ("labels", *map(_labels, (run, other))),
+        ("split", *(of.summary.get("eval_split") for of in (run, other))),
+        ("number of samples evaluated", *map(_num_samples, (run, other))),
+    ]
+    found = []
+    for what, ours, theirs in pairs:
+        if ours is None or theirs is None:
+            found.append(f"the {what} of one is not recorded")
+        elif ours != theirs:
+            found.append(f"{what} {ours} against {theirs}")
+    return found
+
+
+def is_alike(runs: Sequence[Run]) -> bool:
+    """Whether the quality of all these runs compares."""
+    return not any(differences(run, runs[0]) for run in runs[1:])
+
+
+def is_as_large(run: Run, other: Run) -> bool:
+    """Whether two runs trained the same data with as many ranks and samples in a batch."""
+    same = all(run.number(name) == other.number(name) for name in ("world_size", "batch_size"))
+    return same and _dataset(run) == _dataset(other) is not None
+
+
+def unlike_sentences(runs: Sequence[Run], baseline: Run | None) -> list[str]:
+    """A sentence for each run whose quality does not compare with the baseline's, or the first's.
+
+    Runs that were not evaluated have nothing to compare.
+    """
+    evaluated = [run for run in runs if run.number("auc") is not None]
+    other = baseline if baseline in evaluated else next(iter(evaluated), None)
+    sentences = []
+    for run in evaluated:
+        if other is not None and run is not other and (found := differences(run, other)):
+            sentences.append(
+                f"{run.name} and {other.name} do not compare, neither in quality nor in bytes or "
+                f"time: {'; '.join(found)}."
+            )
+    return sentences
+
+
+def _dataset(run: Run) -> str | None:
+    content_hash = run.summary.get("dataset")
+    if not isinstance(content_hash, str):
+        return None
+    generation = run.summary.get("generation")
+    return (
+        f"{run.summary.get('dataset_name') or ''} {content_hash[:_SHOWN_HASH]}"
+        f"{f' (generation {generation})' if generation else ''}".strip()
+    )
+
+
+def _labels(run: Run) -> str | None:
+    """The labels with their weights in the mean AUC; of one label its name says nothing."""
+    weights = run.by_name("label_weights")
+    if weights:
+        return ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items())
+    # Of earlier versions, which did not record the weights.
+    return ", ".join(run.by_name("auc_by_label")) or "one"
+
+
+def _num_samples(run: Run) -> str | None:
+    number = run.number("num_eval_samples")
+    return None if number is None else show_count(number)
