@@ -167,7 +167,7 @@ class _Chain:
     def inputs(self) -> str:
         """The digest of what is planned and trained."""
         settings = asdict(self.config)
-        for name in ("run", "overwrite"):  # which change nothing that is trained
+        for name in ("run", "overwrite", "allow_repeats"):  # which change nothing that is trained
             del settings[name]
         paths = self.config.paths
         made_from = [content_hash(paths.dataset, DATASET), content_hash(paths.profile, PROFILE)]

@@ -513,6 +513,9 @@ class Config:
         "without them",
         False,
     )
+    allow_repeats: bool = key(
+        "let `hotrec prepare` take files with samples that other files have, too", False
+    )
     prune: int | None = key(
         "for `hotrec prepare`, number of earlier generations of the dataset to keep, after append= "
         "or, without it, in place of preparing; null: all",

@@ -11,6 +11,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import pyarrow.compute as pc
 
 from hotrec.config.data import Derive, NumberForm, TimeUnit, time_ms
 from hotrec.data.chunks import one_array
+from hotrec.data.hashing import Hashes, hash_text
 
 Codes = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -50,6 +52,11 @@ class Texts:
     values: pa.Array
     codes: Codes
     odd: Codes = field(default_factory=lambda: _NO_CODES)
+
+    @cached_property
+    def hashes(self) -> Hashes:
+        """The hash of each of ``values``, uint64 (V,); that of a null has no meaning."""
+        return hash_text(self.values)
 
 
 @dataclass(frozen=True)

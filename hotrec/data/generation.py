@@ -8,7 +8,7 @@ its row to another one, its samples now read row 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,15 +17,24 @@ from typing import Any
 import numpy as np
 
 from hotrec.artifact import Verify, link_file
-from hotrec.config.data import EPOCH, SourceSpec, tables_of
+from hotrec.config.data import EPOCH, SourceSpec, SplitKind, TimeUnit, tables_of
 from hotrec.data.chunks import ChunkInfo, Dataset, Integers, Jagged, write_chunk
 from hotrec.data.columns import Float64s
 from hotrec.data.days import Times
 from hotrec.data.encode import check_encoding
+from hotrec.data.repeats import (
+    FileSamples,
+    Samples,
+    check_not_among,
+    has_run,
+    read_samples,
+    samples_files,
+)
 from hotrec.data.vocabulary import Vocabulary, read_whole_vocabulary
 from hotrec.types import Rows
 
 TRAIN = "train"
+_ADVICE = "Append files in order of time, each once, or prepare all files anew with overwrite=true."
 
 
 @dataclass(frozen=True)
@@ -36,11 +45,13 @@ class Earlier:
         dataset: The dataset.
         generations: Those before it, as in its manifest.
         scaling: What its dense columns are scaled by, float64 (2, N).
+        files: The samples of its files.
     """
 
     dataset: Dataset
     generations: tuple[Mapping[str, Any], ...]
     scaling: Float64s
+    files: Sequence[FileSamples]
 
     @staticmethod
     def open(directory: Path, spec: SourceSpec, verify: Verify) -> Earlier:
@@ -48,7 +59,8 @@ class Earlier:
 
         Raises:
             ArtifactError: If it is damaged, or encoded otherwise.
-            ValueError: If a table would have to shrink.
+            ValueError: If a table would have to shrink, or the split is of another kind or would
+                hold out samples that are trained on.
         """
         dataset = Dataset.open(directory, verify, stay_open=False)
         scaling = check_encoding(
@@ -66,35 +78,61 @@ class Earlier:
                     f"{table.num_rows} rows that {directory} has, got {asked}. A table does not "
                     "shrink: prepare it anew."
                 )
-        return Earlier(dataset, generations_of(dataset), scaling)
+        check_split(dataset, spec)
+        files = read_samples(dataset.artifact)
+        return Earlier(dataset, generations_of(dataset), scaling, files)
+
+    @property
+    def path(self) -> Path:
+        return self.dataset.artifact.path
 
     @property
     def number(self) -> int:
         """The number of the generation that follows."""
         return len(self.generations) + 1
 
-    def check_later(self, times: Times) -> None:
-        """Check that the samples to append have not been appended before.
+    def has(self, file: str, samples: Samples) -> bool:
+        """Whether samples of a file are training samples already, and these alone."""
+        return has_run(self.files, file, samples)
+
+    def check_later(self, time_ms: float, at: str, num: int) -> None:
+        """Check samples that begin before the end of the training split, which it has not as such.
+
+        Args:
+            time_ms: The time of the first that is earlier.
+            at: Its file and line.
+            num: How many of the file are not later.
 
         Raises:
-            ValueError: If they begin before the end of the training split, or a file that counts
-                as a day is there already.
+            ValueError: If the training split is in order of time, which it would not be with them.
         """
-        advice = "Append files in order of time, each once, or prepare all files anew."
-        mine = self.times
-        if mine.unordered_at is None and times.first_ms < mine.last_ms:
+        if self.times.unordered_at is None:
             raise ValueError(
-                f"append: expected training samples from {_iso(mine.last_ms)} on, where those of "
-                f"{self.dataset.artifact.path} end, got one of {_iso(times.first_ms)} at "
-                f"{times.first_at}. {advice}"
+                f"append: expected training samples from {_iso(self.times.last_ms)} on, where "
+                f"those of {self.path} end, or before that the very ones that it has, got one of "
+                f"{_iso(time_ms)} at {at} among {num} others. {_ADVICE}"
             )
+
+    def check_new(self, files: Sequence[FileSamples], times: Times, *, allow_repeats: bool) -> None:
+        """Check that none of the files to append has been appended before.
+
+        Args:
+            files: Their samples; of the training samples those that are new.
+            times: Of all of these.
+            allow_repeats: Whether samples may look the same.
+
+        Raises:
+            ValueError: If their samples are there already, or a file that counts as a day is.
+        """
         if "time" not in self.dataset.artifact.content["source"]:
-            twice = sorted(mine.days.keys() & times.days.keys())
+            twice = sorted(self.times.days.keys() & times.days.keys())
             if twice:
                 raise ValueError(
-                    f"append: expected files that {self.dataset.artifact.path} does not have, got "
-                    f"{twice[0]} again. {advice}"
+                    f"append: expected files that {self.path} does not have, got {twice[0]} again. "
+                    f"{_ADVICE}"
                 )
+        if not allow_repeats:
+            check_not_among(files, self.files, self.path)
 
     @property
     def times(self) -> Times:
@@ -105,7 +143,7 @@ class Earlier:
         return self.dataset.schema.table(table).num_rows
 
     def vocabulary(self, table: str) -> Vocabulary:
-        return read_whole_vocabulary(self.dataset.artifact.path, table)
+        return read_whole_vocabulary(self.path, table)
 
     def document(self) -> list[Mapping[str, Any]]:
         """The generations up to this one, for the manifest of the next."""
@@ -138,12 +176,61 @@ class Earlier:
             changed = replace(block, features={**block.features, **features})
             write_chunk(target, changed, self.dataset.schema)
         else:
-            link_file(self.dataset.artifact.path / info.file, target)
+            link_file(self.path / info.file, target)
         return info
+
+    def take_samples(self, scratch: Path) -> None:
+        """Take over the record of the samples of its files."""
+        for name in samples_files(self.dataset.artifact):
+            link_file(self.path / name, scratch / name)
 
     @property
     def _tables(self) -> dict[str, str]:
         return {feature.name: feature.table for feature in self.dataset.schema.features}
+
+
+def split_document(spec: SourceSpec) -> dict[str, Any]:
+    """How samples were divided, as far as ``append`` must do the same, as JSON values."""
+    column = spec.split.time_column
+    of_times = {} if column is None else {"column": column, "unit": _unit_of(spec, column)}
+    return {"kind": spec.split.kind.name, **of_times}
+
+
+def _unit_of(spec: SourceSpec, column: str) -> str:
+    return spec.times.get(column, TimeUnit.ms).name
+
+
+def check_split(dataset: Dataset, spec: SourceSpec) -> None:
+    """Check that a log is divided as a dataset was, so that no sample lands in two splits.
+
+    Raises:
+        ValueError: If the split is of another kind, or would hold out samples that are trained on.
+    """
+    source, path = dataset.artifact.content["source"], dataset.artifact.path
+    asked = split_document(spec)
+    found = source.get("split")
+    if found is None and "time" in source:  # of an earlier version
+        column = source["time"]["column"]
+        found = {"kind": SplitKind.time.name, "column": column, "unit": asked.get("unit")}
+    for name in ("kind", "column", "unit"):
+        if found is not None and found.get(name) != asked.get(name):
+            key = (
+                f"data.source.times.{asked['column']}"
+                if name == "unit"
+                else (f"data.source.split.{name}")
+            )
+            raise ValueError(
+                f"{key}: expected {found.get(name)}, as {path} is divided, got {asked.get(name)}. "
+                "Append with the split that prepared it, or prepare all files anew with "
+                "overwrite=true."
+            )
+    last_ms = Times.from_json(source).last_ms
+    if spec.split.kind is SplitKind.time and spec.split.bounds[0] <= last_ms:
+        raise ValueError(
+            f"data.source.split.valid_from: expected a time after {_iso(last_ms)}, where the "
+            f"training split of {path} ends, got {spec.split.valid_from}. Move it on, since what "
+            "was trained on cannot be held out."
+        )
 
 
 def _iso(time_ms: float) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from hotrec.artifact import Artifact, Verify, read_artifact
@@ -60,9 +61,17 @@ from hotrec.data.encode import (
     scaling_of,
     select_samples,
 )
-from hotrec.data.generation import Earlier, evicted_rows
+from hotrec.data.generation import Earlier, evicted_rows, split_document
+from hotrec.data.hashing import Hashes
 from hotrec.data.kept import check_not_grown, keeping
 from hotrec.data.log import TRAIN, Log, Splitter, open_log
+from hotrec.data.repeats import (
+    FileSamples,
+    Samples,
+    check_repeats,
+    sample_hashes,
+    write_samples,
+)
 from hotrec.data.unknown import UnknownIds, count_unknown
 from hotrec.data.vocabulary import (
     EMPTY,
@@ -88,13 +97,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Counts of one file or of all files, from the first pass."""
+    """Counts of one file or of all files, from the first pass.
+
+    Samples that an earlier generation has are in ``left_out`` alone.
+    """
 
     num_samples: Rows  # int64 (3,), by split, as in SPLITS
     num_clicks: Rows  # int64 (3, L), the labels that are 1
     num_skipped: int  # samples that could not be read
     moments: Float64s  # of the dense columns over the training samples
     times: Times
+    new: Samples
+    train: Samples  # of them, those of the training split
+    left_out: Samples
 
     def __add__(self, other: FileFacts) -> FileFacts:
         return FileFacts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -110,6 +125,7 @@ class _Job:
     scratch: Path
     my_files: list[int]
     earlier: Earlier | None
+    allow_repeats: bool
 
     @property
     def generation(self) -> int:
@@ -120,10 +136,34 @@ class _Job:
         """The table that each feature reads, by feature."""
         return {n: column.table or n for n, column in feature_columns(self.log.columns).items()}
 
+    @property
+    def times(self) -> str | None:
+        """The column of times of the split, if there is one."""
+        return self.spec.split.time_column
+
+    def is_old(self, block: RawBlock) -> npt.NDArray[np.bool_]:
+        """Whether each sample is not later than the training split that is extended."""
+        if self.earlier is None or self.times is None:
+            return np.zeros(len(block), bool)
+        is_old: npt.NDArray[np.bool_] = block.numbers[self.times] <= self.earlier.times.last_ms
+        return is_old
+
+    def first_early(self, file: int, block: RawBlock) -> tuple[float, str] | None:
+        """Time and place of the first sample that is earlier than the end of that split."""
+        assert self.earlier is not None
+        assert self.times is not None
+        times = block.numbers[self.times]
+        is_early = times < self.earlier.times.last_ms
+        if not is_early.any():
+            return None
+        first = int(np.argmax(is_early))
+        return float(times[first]), f"{self.log.files[file].name} line {block.lines[first]}"
+
     def no_facts(self) -> FileFacts:
         moments = np.zeros((3, len(dense_columns(self.log.columns))))
         num_clicks = np.zeros((3, len(label_names(self.log.columns))), np.int64)
-        return FileFacts(np.zeros(3, np.int64), num_clicks, 0, moments, Times())
+        samples = [Samples.none(len(self.log.files))] * 3
+        return FileFacts(np.zeros(3, np.int64), num_clicks, 0, moments, Times(), *samples)
 
     def earlier_facts(self) -> FileFacts:
         """Facts of the training split that is extended."""
@@ -144,6 +184,7 @@ def prepare(
     *,
     append: Sequence[str] = (),
     overwrite: bool = False,
+    allow_repeats: bool = False,
 ) -> Artifact:
     """Read a log, write a dataset. Every rank of the process group calls it together.
 
@@ -154,6 +195,7 @@ def prepare(
         append: Files, as in ``source.files`` and in place of them, that extend the dataset in
             ``output``; see ``hotrec.data.generation``.
         overwrite: Whether to replace a dataset that files were appended to.
+        allow_repeats: Whether files may have samples of other files.
 
     Returns:
         The committed dataset: ``chunks/``, and ``vocab/<table>.arrow`` with the value and count of
@@ -178,22 +220,26 @@ def prepare(
         earlier = distributed.same_verdict(
             lambda: Earlier.open(target, source, verify) if append else None
         )
-        job = _start_job(source, log, scratch, earlier)
+        job = _start_job(source, log, scratch, earlier, allow_repeats=allow_repeats)
         facts, largest = _count(job)
         # In the order of the files, so that rounding does not depend on the number of ranks.
         new = sum(facts.values(), start=job.no_facts())
-        distributed.same_verdict(lambda: _check_facts(job, new, len(facts)))
+        distributed.same_verdict(lambda: _check_facts(job, list(facts.values()), new))
         total = job.earlier_facts() + new
         encoders = _build_encoders(job, largest)
         scaling = scaling_of(log.columns, new.moments) if earlier is None else earlier.scaling
         written = _write(job, encoders, scaling, facts)
         distributed.same_verdict(
-            lambda: _commit(job, target, encoders, scaling, written, total) if is_first else None
+            lambda: (
+                _commit(job, target, encoders, scaling, written, facts, total) if is_first else None
+            )
         )
     return read_artifact(target, kind=DATASET)
 
 
-def _start_job(source: SourceSpec, log: Log, scratch: Path, earlier: Earlier | None) -> _Job:
+def _start_job(
+    source: SourceSpec, log: Log, scratch: Path, earlier: Earlier | None, *, allow_repeats: bool
+) -> _Job:
     my_files = list(range(len(log.files)))[distributed.rank() :: distributed.world_size()]
     num_samples: list[int] = []
     if source.split.kind is SplitKind.last:
@@ -201,7 +247,7 @@ def _start_job(source: SourceSpec, log: Log, scratch: Path, earlier: Earlier | N
         num_samples = list(counted.values())
     header_lines = int(source.format is SourceFormat.delimited)
     splitter = Splitter(source.split, tuple(num_samples), header_lines)
-    return _Job(source, log, splitter, scratch, my_files, earlier)
+    return _Job(source, log, splitter, scratch, my_files, earlier, allow_repeats)
 
 
 def _on_all_ranks(of_my_files: Callable[[], dict[int, T]]) -> dict[int, T]:
@@ -266,42 +312,87 @@ def _count_file(
     largest: dict[str, int],
     progress: Progress,
 ) -> FileFacts:
-    columns = job.log.columns
-    needs_moments = any(column.standardize for column in columns.values())
-    facts = job.no_facts()
-    no_moments = facts.moments
+    facts, old = job.no_facts(), job.no_facts()
+    # Of samples that an earlier generation may have: whether it has them is seen at the end.
+    old_counters = {name: ValueCounter() for name in counters}
+    early: tuple[float, str] | None = None
     for block in read_ahead(job.log.blocks(file)):
         split_of = job.splitter.split_of(block, file)
-        labels = labels_of(block, columns)
-        train = block if (split_of == TRAIN).all() else block.keep(split_of == TRAIN)
-        facts += FileFacts(
-            count_by_split(split_of),
-            np.stack([labels[split_of == split].sum(0) for split in range(3)]).astype(np.int64),
-            block.num_skipped,
-            moments_of(dense_values(train, columns)) if needs_moments else no_moments,
-            _times_of(job, file, block, split_of),
-        )
-        for name, column in feature_columns(columns).items():
-            table = job.tables[name]
-            if table in counters:
-                count_ids(raw_feature(train, name, column), counters[table])
-            elif table in largest:
-                largest[table] = max(largest[table], _largest_row(job, file, block, name))
+        is_old = (split_of == TRAIN) & job.is_old(block)
+        ids = {
+            name: raw_feature(block, name, column)
+            for name, column in feature_columns(job.log.columns).items()
+        }
+        hashes = sample_hashes(block, job.log.columns, ids, job.times)
+        facts += replace(job.no_facts(), num_skipped=block.num_skipped)
+        facts += _count_samples(job, file, block, split_of, ids, hashes, ~is_old, counters)
+        if is_old.any():
+            early = early or job.first_early(file, block)
+            old += _count_samples(job, file, block, split_of, ids, hashes, is_old, old_counters)
+        for name in ids:
+            if job.tables[name] in largest:
+                row = _largest_row(job, file, block, name)
+                largest[job.tables[name]] = max(largest[job.tables[name]], row)
         progress.update(len(block))
-    return facts
+    if job.earlier is None or old.new.num == 0:
+        return facts
+    if job.earlier.has(job.log.files[file].name, old.new):
+        return replace(facts, left_out=old.new)
+    if early is not None:
+        job.earlier.check_later(*early, old.new.num)
+    for name, counter in old_counters.items():
+        counters[name].add_counted(counter.counts())
+    return old + facts
+
+
+def _count_samples(
+    job: _Job,
+    file: int,
+    block: RawBlock,
+    split_of: Integers,
+    ids: Mapping[str, Texts | Lists],
+    hashes: Hashes,
+    is_counted: npt.NDArray[np.bool_],
+    counters: Mapping[str, ValueCounter],
+) -> FileFacts:
+    """Count some samples of a block, whose ids and hashes are given."""
+    columns = job.log.columns
+    if not is_counted.all():
+        block, split_of, hashes = block.keep(is_counted), split_of[is_counted], hashes[is_counted]
+    is_train = split_of == TRAIN
+    train = block if is_train.all() else block.keep(is_train)
+    labels = labels_of(block, columns)
+    facts = job.no_facts()
+    if any(column.standardize for column in columns.values()):
+        facts = replace(facts, moments=moments_of(dense_values(train, columns)))
+    in_training = is_counted.copy()
+    in_training[is_counted] = is_train
+    for name, table in job.tables.items():
+        if table in counters:
+            count_ids(ids[name], counters[table], in_training)
+    return replace(
+        facts,
+        num_samples=count_by_split(split_of),
+        num_clicks=np.stack([labels[split_of == split].sum(0) for split in range(3)]).astype(
+            np.int64
+        ),
+        times=_times_of(job, file, block, split_of),
+        new=facts.new.added(hashes),
+        train=facts.train.added(hashes[is_train]),
+    )
 
 
 def _times_of(job: _Job, file: int, block: RawBlock, split_of: Integers) -> Times:
     """When the samples of a block were made; without times a file is a day."""
-    split, path = job.spec.split, job.log.files[file]
+    path = job.log.files[file]
     if len(block) == 0:
         return Times()
-    if split.time_column is None:
+    if job.times is None:
         is_unique = [other.name for other in job.log.files].count(path.name) == 1
         day = path.name if is_unique else f"{path.parent.name}/{path.name}"
         return Times(days={day: count_by_split(split_of)})
-    times = block.numbers[split.time_column]
-    return Times.of(times, split_of, block.lines, path.name, split.utc_offset_h)
+    times = block.numbers[job.times]
+    return Times.of(times, split_of, block.lines, path.name, job.spec.split.utc_offset_h)
 
 
 def _largest_row(job: _Job, file: int, block: RawBlock, feature: str) -> int:
@@ -316,15 +407,35 @@ def _largest_row(job: _Job, file: int, block: RawBlock, feature: str) -> int:
     return check_row_numbers(block, feature, column, num_rows, job.log.files[file], advice)
 
 
-def _check_facts(job: _Job, new: FileFacts, num_files: int) -> None:
-    if job.earlier is not None:
-        job.earlier.check_later(new.times)
+def _check_facts(job: _Job, of_files: Sequence[FileFacts], new: FileFacts) -> None:
+    earlier, num_old = job.earlier, new.left_out.num
+    if new.num_samples[TRAIN] == 0 and num_old:
+        assert earlier is not None
+        raise ValueError(
+            f"append: expected training samples that {earlier.path} does not have, got {num_old} "
+            "that it has and no others. Append newer files, or move data.source.split.valid_from "
+            "and test_from on: the days that were held out become training data."
+        )
     if new.num_samples[TRAIN] == 0:
         found = _by_split(new.num_samples)
         raise ValueError(
             f"data.source.split: expected samples in the training split, got {found} from "
-            f"{num_files} files. Correct the split."
+            f"{len(of_files)} files. Correct the split."
         )
+    files = _samples_of(job, of_files)
+    if not job.allow_repeats:
+        check_repeats(files, "data.source.files" if earlier is None else "append")
+    if earlier is not None:
+        earlier.check_new(files, new.times, allow_repeats=job.allow_repeats)
+    if num_old and distributed.rank() == 0:
+        _LOGGER.info("left out %d samples that the training split has already", num_old)
+
+
+def _samples_of(job: _Job, of_files: Sequence[FileFacts]) -> list[FileSamples]:
+    return [
+        FileSamples(path.name, facts.new + facts.left_out, facts.train, facts.new)
+        for path, facts in zip(job.log.files, of_files, strict=True)
+    ]
 
 
 def _by_split(counts: Rows) -> dict[str, int]:
@@ -416,7 +527,10 @@ def _write(
     def write_my_files() -> dict[int, _Written]:
         with _progress("2/2 write", total) as progress:
             return {
-                file: _write_file(job, file, schema, of_features, scaling, progress)
+                file: _write_file(
+                    *(job, file, schema, of_features, scaling, progress),
+                    leaves_out=facts[file].left_out.num > 0,
+                )
                 for file in job.my_files
             }
 
@@ -459,6 +573,8 @@ def _write_file(
     encoders: dict[str, RowEncoder],
     scaling: Float64s,
     progress: Progress,
+    *,
+    leaves_out: bool,
 ) -> _Written:
     rows_per_chunk = job.spec.rows_per_chunk
     begin = f"g{job.generation:04d}-" if job.generation else ""
@@ -477,6 +593,9 @@ def _write_file(
 
     for raw in read_ahead(job.log.blocks(file)):
         split_of = job.splitter.split_of(raw, file)
+        if leaves_out:
+            is_kept = (split_of != TRAIN) | ~job.is_old(raw)
+            raw, split_of = raw.keep(is_kept), split_of[is_kept]
         block = encode_block(raw, job.log.columns, encoders, scaling, count)
         for index, writer in enumerate(writers.values()):
             samples = np.nonzero(split_of == index)[0]
@@ -497,6 +616,7 @@ def _commit(
     encoders: dict[str, RowEncoder],
     scaling: Float64s,
     written: _Written,
+    facts: Mapping[int, FileFacts],
     total: FileFacts,
 ) -> None:
     if total.num_skipped:
@@ -514,10 +634,14 @@ def _commit(
         "num_samples": _by_split(total.num_samples),
         "num_clicks": num_clicks if len(labels) > 1 else num_clicks[labels[0]],
         "num_skipped": total.num_skipped,
+        "split": split_document(job.spec),
         "unknown_ids": {split: ids.to_json() for split, ids in written.unknown.items()},
         "encoding": encoding_document(job.spec, scaling),
         **total.times.to_json(job.spec.split.time_column),
         **({"generations": job.earlier.document()} if job.earlier is not None else {}),
     }
+    write_samples(job.scratch, job.generation, _samples_of(job, list(facts.values())))
+    if job.earlier is not None:
+        job.earlier.take_samples(job.scratch)
     with nullcontext() if job.earlier is None else keeping(job.earlier.dataset):
         commit_dataset(job.scratch, target, _schema(job, encoders), written.chunks, source)

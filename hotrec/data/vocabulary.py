@@ -7,7 +7,7 @@ values first one rank would serve nearly all lookups. The same order makes the v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -77,14 +77,16 @@ class ValueCounter:
         self._pending: list[Counted] = []
         self._num_pending = 0
 
-    def add(self, values: pa.Array, counts: npt.NDArray[np.int64]) -> None:
+    def add(
+        self, values: pa.Array, counts: npt.NDArray[np.int64], hashes: Hashes | None = None
+    ) -> None:
         """Add counts; values may repeat, and nulls and zeros are left out."""
         is_counted = counts > 0
         if values.null_count:
             is_counted &= values.is_valid().to_numpy(zero_copy_only=False)
-        if not is_counted.all():
-            values, counts = values.filter(pa.array(is_counted)), counts[is_counted]
-        self.add_counted(Counted.of(values, counts))
+        counted = Counted(hash_text(values) if hashes is None else hashes, values, counts)
+        counted = counted if is_counted.all() else counted.select(is_counted)
+        self.add_counted(replace(counted, values=counted.values.cast(pa.large_string())))
 
     def add_counted(self, part: Counted) -> None:
         """Add the counts that another counter returned."""
@@ -106,17 +108,22 @@ class ValueCounter:
         self._num_pending = 0
 
 
-def count_ids(column: Texts | Lists, counter: ValueCounter) -> None:
-    """Count the value, or every item of the list, of each sample."""
+def count_ids(
+    column: Texts | Lists,
+    counter: ValueCounter,
+    is_counted: npt.NDArray[np.bool_] | None = None,
+) -> None:
+    """Count the value, or every item of the list, of each sample, or of some samples."""
     size = len(column.values) if isinstance(column, Texts) else column.offsets.size - 1
-    counts = np.bincount(column.codes[column.codes >= 0], minlength=size)
+    codes = column.codes if is_counted is None else column.codes[is_counted]
+    counts = np.bincount(codes[codes >= 0], minlength=size)
     if isinstance(column, Lists):
         # How often each list is read counts for all its items.
         weights, column = np.repeat(counts, np.diff(column.offsets)), column.items
         is_item = column.codes >= 0
         size = len(column.values)
         counts = np.bincount(column.codes[is_item], weights[is_item], size).astype(np.int64)
-    counter.add(column.values, counts)
+    counter.add(column.values, counts, column.hashes)
 
 
 @dataclass(frozen=True)
