@@ -249,14 +249,18 @@ def check_repeats(files: Sequence[FileSamples], key: str) -> None:
     hashes = np.concatenate([np.empty(0, np.uint64), *seen])
     of_file = np.repeat(np.arange(len(files)), [part.size for part in seen])
     order = np.lexsort((of_file, hashes))
-    is_same = hashes[order][1:] == hashes[order][:-1]
-    later, before = of_file[order[1:][is_same]], of_file[order[:-1][is_same]]
-    num_shared = np.bincount(later, minlength=len(files))
-    for index, file in enumerate(files):
+    hashes, of_file = hashes[order], of_file[order]
+    same = np.flatnonzero(hashes[1:] == hashes[:-1])
+    is_shared = np.zeros(hashes.size, bool)
+    is_shared[same] = is_shared[same + 1] = True
+    num_shared = np.bincount(of_file[is_shared], minlength=len(files))
+    # Of each file that shares samples, one that it shares them with.
+    others = dict(zip(of_file[same].tolist(), of_file[same + 1].tolist(), strict=True))
+    others |= dict(zip(of_file[same + 1].tolist(), of_file[same].tolist(), strict=True))
+    for index, other in sorted(others.items()):
         if seen[index].size >= _FEWEST_SEEN:
-            other = files[int(before[np.argmax(later == index)])] if num_shared[index] else file
-            share = num_shared[index] / seen[index].size
-            _check_share(share, file.whole, key, file.name, other.name)
+            share = float(num_shared[index] / seen[index].size)
+            _check_share(share, files[index].whole, key, files[index].name, files[other].name)
 
 
 def check_not_among(

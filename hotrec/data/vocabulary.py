@@ -166,9 +166,11 @@ def build_vocabulary(
     """Give rows to the values that occur ``min_count`` times, by rising hash: row 1, row 2, ...
 
     Two values of the same hash share a row. Where a vocabulary grows, its values keep their rows,
-    and new ones come after them. Where that would be more than ``max_rows``, new values, the most
-    frequent first, get the rows of those that did not occur for the most generations (of these the
-    least frequent first); the other new values stay rare.
+    and new ones come after them: values that occur in this generation, ``min_count`` times in all.
+    Where that would be more than ``max_rows``, the most frequent of these in all generations get
+    the rows of those that did not occur for the most generations (of these the least frequent
+    first). What has no row stays rare with its count, what has lost its row as well; it is given a
+    row only when it occurs again, since a row that no sample reads is not trained.
 
     Args:
         counted: Counts of new training samples.
@@ -184,9 +186,11 @@ def build_vocabulary(
     is_old = rows >= 0
     counts[rows[is_old]] += counted.counts[is_old]
     last_seen[rows[is_old]] = generation
-    new = _merged([counted.select(~is_old), Counted.from_table(earlier.rare)])
+    present = counted.select(~is_old)
+    new = _merged([present, Counted.from_table(earlier.rare)])
     ranked = np.argsort(-new.counts, kind="stable")
-    ranked = ranked[new.counts[ranked] >= min_count]
+    is_due = (new.counts >= min_count) & (find_sorted(present.hashes, new.hashes) >= 0)
+    ranked = ranked[is_due[ranked]]
     room = max_rows - 1 - counts.size if max_rows else ranked.size
     idle = np.flatnonzero(last_seen < generation)
     idle = idle[np.lexsort((counts[idle], last_seen[idle]))]
@@ -196,6 +200,7 @@ def build_vocabulary(
     added = np.arange(counts.size, counts.size + chosen.size - evicted.size)
     order = np.arange(counts.size + added.size)
     order[np.concatenate([evicted, added])] = counts.size + np.arange(chosen.size)
+    lost = Counted(old.hashes[evicted], values.take(pa.array(evicted)), counts[evicted])
     columns = {
         "value": pa.concat_arrays([values, new.values.take(pa.array(chosen))]).take(order),
         "count": np.concatenate([counts, new.counts[chosen]])[order],
@@ -206,7 +211,7 @@ def build_vocabulary(
         columns["last_seen"] = np.concatenate([last_seen, fresh])[order]
     is_rare = np.ones(new.counts.size, bool)
     is_rare[chosen] = False
-    return Vocabulary(pa.table(columns), new.select(is_rare).to_table())
+    return Vocabulary(pa.table(columns), _merged([new.select(is_rare), lost]).to_table())
 
 
 def _find(keys: Hashes, hashes: Hashes) -> Rows:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hotrec.data import vocabulary as module
 from hotrec.data.columns import lists_from_arrow, texts_from_arrow
+from hotrec.data.hashing import hash_text
 from hotrec.data.vocabulary import (
     EMPTY,
     Counted,
@@ -96,3 +97,73 @@ def test_hashed_rows_stay_inside_the_table(values, num_rows):
     assert rows[-1] == 0
     assert all(1 <= row < num_rows for row in rows[:-1])
     assert len({(v, r) for v, r in zip(values, rows, strict=False)}) == len(set(values))
+
+
+class Simulator:
+    """The rule of ``docs/your_own_data.md``, value by value."""
+
+    def __init__(self, min_count: int) -> None:
+        self.min_count = min_count
+        self.rows: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
+        self.last_seen: dict[str, int] = {}
+
+    def grow(self, values: list[str], max_rows: int, generation: int) -> None:
+        self.counts.update(values)
+        self.last_seen.update(dict.fromkeys(values, generation))
+        due = {v for v in values if v not in self.rows and self.counts[v] >= self.min_count}
+        # The most frequent first; values with as many are told apart by their hash.
+        waiting = sorted(due, key=lambda value: (-self.counts[value], hash_of(value)))
+        room = max_rows - 1 - len(self.rows) if max_rows else len(waiting)
+        given = waiting[: max(room, 0)]
+        idle = sorted(
+            (value for value in self.rows if self.last_seen[value] < generation),
+            key=lambda value: (self.last_seen[value], self.counts[value], self.rows[value]),
+        )
+        for value, old in zip(waiting[len(given) :], idle, strict=False):
+            given.append(value)
+            self.rows.pop(old)
+        free = set(range(1, len(self.rows) + len(given) + 1)) - set(self.rows.values())
+        # Rows do not follow popularity.
+        self.rows |= dict(zip(sorted(given, key=hash_of), sorted(free), strict=True))
+
+
+def hash_of(value: str) -> int:
+    return int(hash_text(pa.array([value]))[0])
+
+
+DAYS = st.lists(st.lists(st.sampled_from("abcdefghijkl"), max_size=12), min_size=1, max_size=7)
+
+
+@settings(deadline=None, max_examples=300)
+@given(DAYS, st.integers(1, 3), st.integers(0, 6), st.integers(0, 3))
+def test_rows_are_given_and_taken_by_the_rule(days, min_count, max_rows, more_rows):
+    """Over generations, the table perhaps larger from the third on."""
+    vocabulary, simulator = EMPTY, Simulator(min_count)
+    for generation, values in enumerate(days):
+        allowed = max_rows + (more_rows if max_rows and generation > 1 else 0)
+        counter = ValueCounter()
+        count_ids(texts_from_arrow(pa.array(values, pa.string())), counter)
+        vocabulary = build_vocabulary(
+            counter.counts(), min_count, allowed, earlier=vocabulary, generation=generation
+        )
+        simulator.grow(values, allowed, generation)
+        found = vocabulary.table.to_pydict()
+        assert {v: row for row, v in enumerate(found["value"], 1)} == simulator.rows
+        rare = dict(zip(*vocabulary.rare.to_pydict().values(), strict=True))
+        # Nothing is forgotten.
+        assert dict(zip(found["value"], found["count"], strict=True)) | rare == simulator.counts
+        assert not rare.keys() & set(found["value"])
+
+
+def test_a_value_that_lost_its_row_is_given_one_when_it_comes_again():
+    vocabulary = EMPTY
+    for generation, values in enumerate(["aabb", "xx", "yyyyy", "a"]):
+        counter = ValueCounter()
+        count_ids(texts_from_arrow(pa.array([*values])), counter)
+        vocabulary = build_vocabulary(
+            counter.counts(), 2, 3, earlier=vocabulary, generation=generation
+        )
+    found = vocabulary.table.to_pydict()
+    counts = dict(zip(found["value"], found["count"], strict=True))
+    assert counts == {"a": 3, "y": 5}, "which twice in all generations is enough for"

@@ -1,0 +1,322 @@
+"""Each sample is taken once, in whatever file it comes again; and one that only looks the same."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from hotrec.config.data import (
+    ColumnKind,
+    ColumnSpec,
+    SourceFormat,
+    SourceSpec,
+    SplitKind,
+    SplitSpec,
+    TimeUnit,
+)
+from hotrec.data.chunks import Dataset
+from hotrec.data.prepare import prepare
+from hotrec.data.repeats import (
+    FileSamples,
+    Samples,
+    check_repeats,
+    has_run,
+    read_samples,
+    shared_fracs,
+)
+
+COLUMNS = {
+    "label": ColumnSpec(ColumnKind.label),
+    "price": ColumnSpec(ColumnKind.dense),
+    "user": ColumnSpec(ColumnKind.categorical),
+    "tags": ColumnSpec(ColumnKind.categorical_list, separator="|"),
+}
+RANDOM = SplitSpec(valid_frac=0.2, test_frac=0.2)
+LAST = SplitSpec(SplitKind.last, valid_frac=0.2, test_frac=0.2)
+BY_TIME = SplitSpec(SplitKind.time, column="at", valid_from=1e15, test_from=1e15)
+
+
+def lines_of(day: int, num: int = 100) -> list[str]:
+    rng = np.random.default_rng(day)
+    return [
+        f"{86_400_000 * day + 1000 * n},{rng.integers(2)},{rng.random():.3f},u{rng.integers(30)},"
+        f"{rng.integers(5)}|{rng.integers(5)}"
+        for n in range(num)
+    ]
+
+
+def write(path: Path, lines: list[str]) -> str:
+    path.write_text("at,label,price,user,tags\n" + "\n".join(lines) + "\n")
+    return str(path)
+
+
+def spec_of(*files: str | Path, split: SplitSpec = RANDOM, **settings: object) -> SourceSpec:
+    times = {"at": TimeUnit.ms} if split.kind is SplitKind.time else {}
+    defaults: dict[str, object] = {
+        "columns": COLUMNS, "separator": ",", "split": split, "times": times
+    }  # fmt: skip
+    return SourceSpec(
+        SourceFormat.delimited, [str(file) for file in files], **{**defaults, **settings}
+    )
+
+
+def as_parquet(source: Path, target: Path) -> None:
+    table = pa.csv.read_csv(source)
+    tags = [[int(tag) for tag in text.split("|")] for text in table["tags"].to_pylist()]
+    price = table["price"].cast(pa.float32())
+    table = table.set_column(table.column_names.index("tags"), "tags", pa.array(tags))
+    pq.write_table(table.set_column(table.column_names.index("price"), "price", price), target)
+
+
+def reversed_lines(source: Path, target: Path) -> None:
+    header, *lines = source.read_text().splitlines()
+    target.write_text("\n".join([header, *reversed(lines)]) + "\n")
+
+
+# How the samples of a file come again, under another name or by another path.
+FORMS: dict[str, Callable[[Path, Path], object]] = {
+    "copy": shutil.copy,
+    "symlink": lambda source, target: target.symlink_to(source),
+    "hard-link": lambda source, target: os.link(source, target),
+    "compressed": lambda source, target: target.with_suffix(".csv.gz").write_bytes(
+        gzip.compress(source.read_bytes())
+    ),
+    "crlf": lambda source, target: target.write_text(source.read_text().replace("\n", "\r\n")),
+    "reordered": reversed_lines,
+    "more-columns": lambda source, target: target.write_text(
+        "\n".join(f"{line},x" for line in source.read_text().splitlines()) + "\n"
+    ),
+    "most-of-it": lambda source, target: target.write_text(
+        "\n".join(source.read_text().splitlines()[:71]) + "\n"
+    ),
+    "and-more": lambda source, target: target.write_text(
+        source.read_text() + "\n".join(lines_of(7, 50)) + "\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_samples_that_come_again_are_refused(tmp_path: Path, form: str) -> None:
+    """In one list, and appended, with a split that knows no times."""
+    first = Path(write(tmp_path / "day.csv", lines_of(1)))
+    FORMS[form](first, tmp_path / "again.csv")
+    again = next(tmp_path.glob("again*"))
+    with pytest.raises(ValueError, match=r"data\.source\.files: expected each sample once, got"):
+        prepare(spec_of(first, again), tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+    for number, split in enumerate((RANDOM, LAST)):
+        spec, path = spec_of(first, split=split), tmp_path / f"d{number}"
+        prepare(spec, path)
+        manifest = (path / "manifest.json").read_bytes()
+        with pytest.raises(ValueError, match="append: expected each sample once, got"):
+            prepare(spec, path, append=[str(again)])
+        assert (path / "manifest.json").read_bytes() == manifest
+        prepare(spec, path, append=[str(again)], allow_repeats=True)
+
+
+def test_another_format_has_the_same_samples(tmp_path: Path) -> None:
+    first = Path(write(tmp_path / "day.csv", lines_of(1)))
+    as_parquet(first, tmp_path / "day.parquet")
+    prepare(spec_of(first), tmp_path / "d")
+    spec = replace(spec_of(tmp_path / "day.parquet"), format=SourceFormat.parquet)
+    with pytest.raises(ValueError, match="append: expected each sample once, got all 100"):
+        prepare(spec, tmp_path / "d", append=spec.files)
+
+
+def test_a_list_that_finds_a_file_twice_is_refused(tmp_path: Path) -> None:
+    first = write(tmp_path / "day.csv", lines_of(1))
+    for files in ([first, first], [first, str(tmp_path / "*.csv")], [str(tmp_path), first]):
+        with pytest.raises(ValueError, match="expected each sample once, got all 100"):
+            prepare(spec_of(*files), tmp_path / "d")
+
+
+TIMES = {
+    "equal": lambda n: "5",
+    "in-days": lambda n: str(86_400_000 * (n // 50)),
+    "unordered": lambda n: str((n * 37) % 100),
+    "numbers": lambda n: f"{n / 7:.2f}",
+}
+
+
+@pytest.mark.parametrize("times", TIMES)
+def test_times_do_not_hide_what_comes_again(tmp_path: Path, times: str) -> None:
+    rest = [line.partition(",")[2] for line in lines_of(1)]
+    lines = [f"{TIMES[times](n)},{line}" for n, line in enumerate(rest)]
+    first = write(tmp_path / "day.csv", lines)
+    prepare(spec_of(first, split=BY_TIME), tmp_path / "d")
+    again = write(tmp_path / "again.csv", lines[::-1])
+    with pytest.raises(ValueError, match="append: expected training samples that .* does not have"):
+        prepare(spec_of(first, split=BY_TIME), tmp_path / "d", append=[again])
+    half = write(tmp_path / "half.csv", [*lines_of(3), *lines[50:]])
+    with pytest.raises(ValueError, match="append: expected"):
+        prepare(spec_of(first, split=BY_TIME), tmp_path / "d", append=[half])
+
+
+def test_samples_that_look_the_same_by_chance_are_taken(tmp_path: Path) -> None:
+    """Where few columns tell samples apart, days have many in common, and no two have all."""
+    columns = {"label": ColumnSpec(ColumnKind.label), "user": ColumnSpec(ColumnKind.categorical)}
+    days = [write(tmp_path / f"{day}.csv", lines_of(day, 300)) for day in range(4)]
+    spec = spec_of(*days[:2], columns=columns)
+    prepare(spec, tmp_path / "d")
+    prepare(spec, tmp_path / "d", append=days[2:])
+    with pytest.raises(ValueError, match="append: expected each sample once, got all 300"):
+        prepare(spec, tmp_path / "d", append=[str(shutil.copy(days[1], tmp_path / "again.csv"))])
+
+
+def test_a_few_that_come_again_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = write(tmp_path / "first.csv", lines_of(1, 1000))
+    second = write(tmp_path / "second.csv", [*lines_of(1, 1000)[-30:], *lines_of(2, 970)])
+    prepare(spec_of(first, split=replace(RANDOM, valid_frac=0, test_frac=0)), tmp_path / "d")
+    with caplog.at_level(logging.WARNING):
+        prepare(spec_of(first), tmp_path / "d", append=[second])
+    assert "append: about 3.0% of the samples of the files are in" in caplog.text
+
+
+@pytest.mark.parametrize("num_parts", [1, 10])
+def test_the_share_of_what_others_have_is_about_right(num_parts: int) -> None:
+    """Also where only a small part of the hashes is kept, and files are cut otherwise."""
+    rng = np.random.default_rng(0)
+    old, new = (rng.integers(0, 2**64, size, dtype=np.uint64) for size in (200_000, 50_000))
+    none = Samples.none(num_parts)
+    object.__setattr__(none, "most", 2000)
+    for share in (0.0, 0.1, 0.5, 1.0):
+        mixed = np.concatenate([old[: int(share * 50_000)], new[int(share * 50_000) :]])
+        files = [
+            FileSamples("f", none, none.added(part))
+            for part in np.array_split(rng.permutation(old), num_parts)
+        ]
+        found = shared_fracs(none.added(rng.permutation(mixed)), files).sum()
+        assert abs(found - share) < 0.05
+        parts = [none.added(part) for part in (mixed, old)]
+        whole = [FileSamples(name, part, part) for name, part in zip("ab", parts, strict=True)]
+        if share:
+            with pytest.raises(ValueError, match="of a again, which are in b"):
+                check_repeats(whole, "files")
+        else:
+            check_repeats(whole, "files")
+
+
+def test_samples_add_up_in_any_order() -> None:
+    rng = np.random.default_rng(0)
+    hashes = rng.integers(0, 5000, 9000, dtype=np.uint64)
+    none = Samples.none(1)
+    object.__setattr__(none, "most", 50)
+    once = none.added(hashes)
+    values, counts = np.unique(hashes, return_counts=True)
+    assert once.smallest.tolist() == values[:50].tolist()
+    assert once.counts.tolist() == counts[:50].tolist()
+    parts = np.array_split(rng.permutation(hashes), 7)
+    one_by_one = none
+    for part in parts:
+        one_by_one = one_by_one.added(part)
+    for other in (one_by_one, sum((none.added(part) for part in parts), start=none)):
+        assert other.key == once.key
+        assert other.smallest.tolist() == once.smallest.tolist()
+        assert other.counts.tolist() == once.counts.tolist()
+    assert once.repeated_frac == pytest.approx(1 - 50 / counts[:50].sum())
+
+
+def test_a_run_of_files_is_recognised(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    hashes = [rng.integers(0, 2**64, 10, dtype=np.uint64) for _ in range(5)]
+    names = ["a", "b", "a", "c", "d"]
+    files = [
+        FileSamples(name, Samples(), Samples().added(of))
+        for name, of in zip(names, hashes, strict=True)
+    ]
+    for begin in range(5):
+        for end in range(begin + 1, 6):
+            samples = Samples().added(np.concatenate(hashes[begin:end]))
+            assert has_run(files, "x", samples)
+            assert not has_run(files, "x", samples.added(hashes[0][:1]))
+    assert has_run(files, "a", Samples().added(np.concatenate([hashes[0], hashes[2]])))
+    assert not has_run(files, "b", Samples().added(np.concatenate([hashes[0], hashes[2]])))
+
+
+# One file that grows.
+
+
+def test_one_growing_file_is_appended_daily(tmp_path: Path) -> None:
+    """Each day becomes training data once, with its ids, as if all had been prepared at once."""
+    days = [lines_of(day) for day in range(1, 7)]
+    for day, lines in enumerate(days, start=1):
+        lines.append(f"{86_400_000 * (day + 1) - 1},1,0.5,only_{day},1|2")
+    log = tmp_path / "events.csv"
+    path = tmp_path / "d"
+    for newest in range(3, 7):
+        write(log, [line for lines in days[:newest] for line in lines])
+        split = replace(
+            BY_TIME, valid_from=86_400_000 * (newest - 1), test_from=86_400_000 * newest
+        )
+        spec = spec_of(log, split=split)
+        prepare(spec, path, append=[] if newest == 3 else [str(log)])
+        dataset = Dataset.open(path)
+        sizes = {name: dataset.num_samples(name) for name in ("train", "valid", "test")}
+        assert sizes == {"train": 101 * (newest - 2), "valid": 101, "test": 101}
+        prices = np.concatenate(
+            [dataset.block("train", n).dense[:, 0] for n in range(len(dataset.chunks("train")))]
+        )
+        expected = [float(line.split(",")[2]) for lines in days[: newest - 2] for line in lines]
+        assert prices.tolist() == np.array(expected, np.float32).tolist()
+        users = pa.ipc.open_file(pa.memory_map(str(path / "vocab/user.arrow"))).read_all()
+        found = dict(zip(*users.select(["value", "count"]).to_pydict().values(), strict=True))
+        assert [found.get(f"only_{day}") for day in range(1, newest)] == [1] * (newest - 2) + [None]
+        assert sum(found.values()) == 101 * (newest - 2)
+        assert len(read_samples(dataset.artifact)) == newest - 2
+        del dataset
+    with pytest.raises(ValueError, match=r"got 404 that it has and no others.* move .*valid_from"):
+        prepare(spec, path, append=[str(log)])
+
+
+def test_late_samples_are_not_taken_for_those_that_are_there(tmp_path: Path) -> None:
+    log = tmp_path / "events.csv"
+    write(log, [*lines_of(1), *lines_of(2), *lines_of(3)])
+    split = replace(BY_TIME, valid_from=86_400_000 * 2, test_from=86_400_000 * 3)
+    prepare(spec_of(log, split=split), tmp_path / "d")
+    late = lines_of(1)
+    late.insert(50, f"{86_400_000 + 49_500},1,0.5,late,1")
+    write(log, [*late, *lines_of(2), *lines_of(3)])
+    moved = replace(split, valid_from=86_400_000 * 3, test_from=86_400_000 * 4)
+    message = r"or before that the very ones .* at events\.csv line 2 among 101 others"
+    with pytest.raises(ValueError, match=message):
+        prepare(spec_of(log, split=moved), tmp_path / "d", append=[str(log)])
+
+
+# Splits of another kind.
+
+
+@pytest.mark.parametrize(
+    ("split", "key", "times"),
+    [
+        (RANDOM, r"split\.kind: expected time, .* got fraction", TimeUnit.ms),
+        (LAST, r"split\.kind: expected time, .* got last", TimeUnit.ms),
+        (
+            replace(BY_TIME, column="price"),
+            r"split\.column: expected at, .* got price",
+            TimeUnit.ms,
+        ),
+        (BY_TIME, r"times\.at: expected ms, .* got s", TimeUnit.s),
+        (
+            replace(BY_TIME, valid_from=86_400_000),
+            r"split\.valid_from: expected a time after",
+            TimeUnit.ms,
+        ),
+    ],
+)
+def test_the_split_stays(tmp_path: Path, split: SplitSpec, key: str, times: TimeUnit) -> None:
+    first, second = (write(tmp_path / f"{day}.csv", lines_of(day)) for day in (1, 2))
+    prepare(spec_of(first, split=BY_TIME), tmp_path / "d")
+    spec = replace(spec_of(first, split=split), times={"at": times})
+    with pytest.raises(ValueError, match=rf"data\.source\.{key}"):
+        prepare(spec, tmp_path / "d", append=[second])
