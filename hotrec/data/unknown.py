@@ -98,8 +98,9 @@ def count_unknown(
     if isinstance(raw, Lists):
         assert isinstance(rows, Jagged)
         has_id = np.ones(rows.values.size, bool)
-        if not _is_present(raw.items).all():
-            bags = Jagged(_is_present(raw.items), np.append(raw.offsets, raw.offsets[-1]))
+        is_item = _is_present(raw.items)
+        if not is_item.all():
+            bags = Jagged(is_item.astype(np.int64), np.append(raw.offsets, raw.offsets[-1]))
             samples = np.where(raw.codes < 0, raw.offsets.size - 1, raw.codes)
             has_id = gather_bags(bags, samples)[0].astype(bool)
         if is_counted is not None:
