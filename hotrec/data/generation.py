@@ -192,12 +192,10 @@ class Earlier:
 def split_document(spec: SourceSpec) -> dict[str, Any]:
     """How samples were divided, as far as ``append`` must do the same, as JSON values."""
     column = spec.split.time_column
-    of_times = {} if column is None else {"column": column, "unit": _unit_of(spec, column)}
-    return {"kind": spec.split.kind.name, **of_times}
-
-
-def _unit_of(spec: SourceSpec, column: str) -> str:
-    return spec.times.get(column, TimeUnit.ms).name
+    if column is None:
+        return {"kind": spec.split.kind.name}
+    unit = str(spec.times.get(column, TimeUnit.ms))
+    return {"kind": spec.split.kind.name, "column": column, "unit": unit}
 
 
 def check_split(dataset: Dataset, spec: SourceSpec) -> None:

@@ -57,8 +57,10 @@ def sample_hashes(
         state += _factor(name) * _hashes_of(ids)
     for kind in (ColumnKind.label, ColumnKind.weight, ColumnKind.dense):
         for name, source in sources_of(columns, kind).items():
-            # As another format may store them.
-            state += _factor(name) * _number_hashes(block.numbers[source].astype(np.float32))
+            # As another format may store them; a vector's numbers one by one.
+            numbers = block.numbers[source].astype(np.float32).reshape(len(block), -1)
+            for place, values in enumerate(numbers.T):
+                state += _factor(f"{name}/{place}") * _number_hashes(values)
     if times is not None:
         state += _factor(f"/{times}") * _number_hashes(block.numbers[times])
     return mix(state)
