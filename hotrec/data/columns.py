@@ -29,7 +29,7 @@ Float64s = npt.NDArray[np.float64]
 # Whole numbers as programs write them that keep numbers as floats: 1234.0 is the id 1234.
 WHOLE_AS_FLOAT = r"^(-?[0-9]+)\.0*$"
 _WHOLE_BELOW = 2.0**53  # a larger float stands for several integers
-_BRACKETS = r"(?s)^\s*\[(.*)\]\s*$"
+_BRACKETS = r"(?s)^[ \t\r\n]*\[(.*)\][ \t\r\n]*$"
 _LABELS = (("0", "false", "f", "no", "n"), ("1", "true", "t", "yes", "y"))
 _NO_CODES = np.empty(0, np.int64)
 _PLAIN = NumberForm()
@@ -336,7 +336,7 @@ def lists_from_texts(texts: Texts, separator: str) -> Lists:
     in_brackets = pc.match_substring_regex(values, _BRACKETS)
     if pc.any(in_brackets).as_py():
         inner = pc.replace_substring_regex(values, _BRACKETS, r"\1")
-        inner = pc.replace_substring_regex(inner, r"\s", " ")  # NumPy breaks long lines
+        inner = pc.replace_substring_regex(inner, r"[\t\n\v\f\r]", " ")  # NumPy breaks long lines
         if separator == " ":
             swapped = pc.replace_substring(pc.replace_substring(inner, " ", "\v"), ",", " ")
             inner = pc.if_else(pc.match_substring(inner, ","), swapped, inner)

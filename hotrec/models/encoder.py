@@ -32,7 +32,11 @@ Rows = npt.NDArray[np.int64]
 Ids = Rows | tuple[Rows, Rows]
 Hashes = npt.NDArray[np.uint64]
 
-_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_WHOLE = re.compile(r"(-?[0-9]+)\.0*")
+_WHOLE_BELOW = 2.0**53  # a larger float stands for several integers
+_BRACKETS = re.compile(r"[ \t\r\n]*\[(.*)\][ \t\r\n]*", re.DOTALL)
+_OF_UTC = re.compile(r"[ ]?(?:UTC|GMT|[zZ])$")
+_OFFSET = re.compile(r"(:.*?)[ ]([+-][0-9]{2}(?::?[0-9]{2})?)$")
 _ROW_NUMBER = re.compile("[0-9]{1,13}")
 _LARGEST = float(np.finfo(np.float32).max)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -102,10 +106,19 @@ class Encoder:
     ) -> None:
         self._nulls = frozenset(encoding["null_values"])
         self._times = encoding["times"]
-        self._dense = [
-            (name, encoding["columns"][name], encoding["means"][name], encoding["deviations"][name])
-            for name in dense
-        ]
+        self._has_whole_ids = encoding["whole_ids"]
+        self._means, self._deviations = (
+            np.array([encoding[of][name] for name in dense], np.float64)
+            for of in ("means", "deviations")
+        )
+        column_of = {
+            place: name
+            for name, column in encoding["columns"].items()
+            if column["kind"] == "dense"
+            for place in [f"{name}[{i}]" for i in range(column["width"])] or [name]
+        }
+        in_order = dict.fromkeys(column_of[place] for place in dense)
+        self._dense = [(name, encoding["columns"][name]) for name in in_order]
         self._features = [
             (name, column, lookups[column["table"]])
             for name, column in encoding["columns"].items()
@@ -144,13 +157,17 @@ class Encoder:
             ValueError: If a value is none that the column can have; it names record and column.
         """
         records = list(records)
-        dense = np.empty((len(records), len(self._dense)), np.float32)
-        for index, (_, column, mean, deviation) in enumerate(self._dense):
-            numbers = self._derived(column, records)
+        parts = [np.empty((len(records), 0))]
+        for _, column in self._dense:
+            is_vector = column["width"] > 0
+            numbers = (self._vectors if is_vector else self._derived)(column, records)
+            numbers = numbers.reshape(len(records), -1)
             filled = np.where(np.isnan(numbers), column["fill"], numbers)
             if column["transform"] == "log1p":
                 filled = np.copysign(np.log1p(np.abs(filled)), filled)
-            dense[:, index] = (filled - mean) / deviation
+            parts.append(filled)
+        scaled = (np.concatenate(parts, axis=1) - self._means) / self._deviations
+        dense = scaled.astype(np.float32)
         ids: dict[str, Ids] = {}
         for name, column, lookup in self._features:
             if column["kind"] == "categorical":
@@ -168,12 +185,32 @@ class Encoder:
                 ids[f"{name}_{place}"] = rows[offsets[1:][has_id] - place], _offsets(has_id)
         return dense, ids
 
+    def _vectors(self, column: Mapping[str, Any], records: Sequence[Record]) -> _Floats:
+        """The vectors of a column, float64 (B, width), NaN where one, or a number, is missing."""
+        source, width = column["source"], column["width"]
+
+        def numbers_of(value: Any) -> list[float]:
+            items = self._items(value, column)
+            if items is None:
+                return [np.nan] * width
+            if len(items) != width:
+                raise ValueError(f"{width} finite numbers or nothing")
+            return [self._number(_scalar(item), None, column) for item in items]
+
+        vectors = [
+            _parsed(numbers_of, record.get(source), number, source)
+            for number, record in enumerate(records)
+        ]
+        return np.array(vectors, np.float64).reshape(len(records), width)
+
     def _derived(self, column: Mapping[str, Any], records: Sequence[Record]) -> _Floats:
         """The numbers of a column, float64 (B,), NaN where one is missing."""
         source, derive = column["source"], column["derive"]
         unit = self._times.get(source)
         values = [
-            _parsed(lambda value: self._number(value, unit), record.get(source), number, source)
+            _parsed(
+                lambda value: self._number(value, unit, column), record.get(source), number, source
+            )
             for number, record in enumerate(records)
         ]
         numbers = np.array(values, np.float64)
@@ -186,20 +223,24 @@ class Encoder:
             return np.sign(numbers) * np.floor(4 * np.log2(1 + np.abs(numbers)))
         return numbers
 
-    def _number(self, value: Any, unit: str | None) -> float:
+    def _number(self, value: Any, unit: str | None, column: Mapping[str, Any]) -> float:
         """A value as a number, a time as milliseconds since 1970; NaN for a missing one."""
         if value is None or (isinstance(value, str) and value in self._nulls):
             return np.nan
         number = _LARGEST * 2
         if unit is not None and isinstance(value, date):
             number = _time_ms(value)
-        elif unit == "iso":
-            number = _iso_ms(value) if isinstance(value, str) else number
-        elif not isinstance(value, str) or _NUMBER.fullmatch(value.strip(" \t")):
-            is_number = isinstance(value, str | int | float | Decimal)
-            number = float(value) * _MS_PER_UNIT[unit or "ms"] if is_number else number
+        elif unit is not None and unit not in _MS_PER_UNIT:
+            text = value if unit == "iso" or isinstance(value, str) else _text(value)
+            number = _ms_of(_whole(text) if unit != "iso" else text, unit) if text else number
+        elif isinstance(value, str):
+            number = _float_of(value, column) * _MS_PER_UNIT[unit or "ms"]
+        elif isinstance(value, int | float | Decimal):
+            number = float(value) * _MS_PER_UNIT[unit or "ms"]
         if not abs(number) <= _LARGEST:
-            what = "a time such as 2024-05-01T12:30:00" if unit == "iso" else "a finite number"
+            what = "a finite number"
+            if unit is not None and unit not in _MS_PER_UNIT:
+                what = f"a time such as {'2024-05-01T12:30:00' if unit == 'iso' else unit}"
             raise ValueError(f"{what} or nothing")
         return number
 
@@ -214,7 +255,10 @@ class Encoder:
             return
         for number, record in enumerate(records):
             text = _parsed(_text, record.get(source), number, source)
-            yield number, None if text in self._nulls else text
+            yield number, None if text in self._nulls else self._id(text)
+
+    def _id(self, text: str | None) -> str | None:
+        return text if text is None or not self._has_whole_ids else _whole(text)
 
     def _bags(
         self, column: Mapping[str, Any], records: Sequence[Record]
@@ -223,16 +267,26 @@ class Encoder:
         source, most = column["source"], column["max_length"]
 
         def split(value: Any) -> list[str | None]:
-            if isinstance(value, list | tuple | np.ndarray):
-                return [_text(_scalar(item)) for item in value]
-            text = _text(value)
-            if text is None or text in self._nulls:
-                return []
-            return [item for item in text.split(column["separator"]) if item]
+            return [self._id(_text(_scalar(item))) for item in self._items(value, column) or ()]
 
         for number, record in enumerate(records):
             bag = _parsed(split, record.get(source), number, source)
             yield bag[-most:] if most else bag
+
+    def _items(self, value: Any, column: Mapping[str, Any]) -> Sequence[Any] | None:
+        """What a list holds, or a text as ``prepare`` splits it; None for a missing one."""
+        if isinstance(value, list | tuple | np.ndarray):
+            return value
+        text, separator = _text(value), column["separator"]
+        if text is None or text in self._nulls:
+            return None
+        inside = _BRACKETS.fullmatch(text)
+        if inside is None:
+            return [item for item in text.split(separator) if item]
+        text = re.sub(r"[\t\n\v\f\r]", " ", inside[1])
+        separator = "," if separator == " " and "," in text else separator
+        items = (item.strip(" '\"") for item in text.split(separator))
+        return [item for item in items if item]
 
     def _rows(
         self,
@@ -308,8 +362,10 @@ def _text(value: Any) -> str | None:
         return format(value, "d")
     if isinstance(value, bytes):
         return value.decode(errors="surrogateescape")  # is refused where it is hashed
-    if isinstance(value, Decimal) and value.is_finite():
-        return format(value, "f" if value == value.to_integral_value() else "")
+    is_number = isinstance(value, float) and abs(value) < _WHOLE_BELOW
+    is_number = is_number or (isinstance(value, Decimal) and value.is_finite())
+    if is_number and value == int(value):
+        return format(int(value), "d")
     if isinstance(value, datetime):
         zone = "Z" if value.utcoffset() == timedelta(0) else value.strftime("%z")
         return value.replace(tzinfo=None).isoformat(" ", "microseconds") + zone
@@ -327,12 +383,41 @@ def _time_ms(moment: date) -> float:
     return (moment - _EPOCH) / timedelta(milliseconds=1)
 
 
-def _iso_ms(text: str) -> float:
-    """A text in ISO 8601 as milliseconds since 1970; infinite if it is no date or time."""
+def _ms_of(text: str, form: str) -> float:
+    """A date or time in text as milliseconds since 1970; infinite if it is none of this form."""
     try:
-        return _time_ms(datetime.fromisoformat(text.strip()))
-    except (ValueError, OverflowError):
+        text = text.strip()
+        if form == "iso":
+            zoned = _OFFSET.sub(r"\1\2", _OF_UTC.sub("+00:00", text))
+            return _time_ms(datetime.fromisoformat(zoned))
+        moment = datetime.strptime(text, form)
+        # Digits alone do not say where a year ends: "9010100" is no "%y%m%d%H".
+        is_other = text.isdigit() and moment.strftime(form) != text
+        return np.inf if is_other else _time_ms(moment)
+    except (ValueError, OverflowError, AttributeError):
         return np.inf
+
+
+def _float_of(text: str, column: Mapping[str, Any]) -> float:
+    """A number as a column has it in text; infinite if it is none."""
+    decimal, thousands, ignored = (column[key] for key in ("decimal", "thousands", "ignore"))
+    text = "".join(c for c in text if c not in ignored).strip(
+        " \t\u00a0\u202f" if ignored else " \t"
+    )
+    point, group = f"[{re.escape(decimal)}]", f"[{re.escape(thousands)}]"
+    whole = "[0-9]+"
+    if thousands:
+        whole = f"([0-9]+|[0-9]{{1,3}}({group}[0-9]{{2,3}})*{group}[0-9]{{3}})"
+    pattern = f"[+-]?({whole}({point}[0-9]*)?|{point}[0-9]+)([eE][+-]?[0-9]+)?"
+    if not re.fullmatch(pattern, text):
+        return np.inf
+    return float(text.replace(thousands or " ", "").replace(decimal, "."))
+
+
+def _whole(text: str) -> str:
+    """An id; one that is written as 1234.0 is 1234."""
+    whole = _WHOLE.fullmatch(text)
+    return whole[1] if whole else text
 
 
 def _offsets(lengths: Any) -> Rows:

@@ -34,7 +34,13 @@ from hotrec.artifact import (
     commit_artifact,
     scratch_directory,
 )
-from hotrec.config.data import DERIVED_FROM_TIMES, FEATURE_KINDS, TEXT_FORMATS, TimeUnit
+from hotrec.config.data import (
+    DERIVED_FROM_TIMES,
+    FEATURE_KINDS,
+    TEXT_FORMATS,
+    ColumnSpec,
+    TimeUnit,
+)
 from hotrec.config.roots import Config, ExportConfig, ExportFormConfig, RowType
 from hotrec.data.chunks import Dataset
 from hotrec.data.generation import generations_of
@@ -426,6 +432,7 @@ def _encoding(trained: Trained) -> dict[str, Any] | None:
         return None
     columns = {
         name: {
+            **asdict(ColumnSpec(column["kind"])),  # keys that an earlier version did not know
             **column,
             "source": column["source"] or name,
             **({"table": column["table"] or name} if column["kind"] in FEATURE_KINDS else {}),
@@ -441,6 +448,7 @@ def _encoding(trained: Trained) -> dict[str, Any] | None:
         "null_values": source.null_values if source.format in TEXT_FORMATS else [],
         "columns": columns,
         "tables": recorded["tables"],
+        "whole_ids": recorded.get("whole_ids", False),
         "times": {name: recorded["times"].get(name, TimeUnit.ms.name) for name in sorted(of_times)},
         "means": dict(zip(dense, recorded["means"], strict=True)),
         "deviations": dict(zip(dense, recorded["deviations"], strict=True)),

@@ -60,6 +60,12 @@ COLUMNS = {
     "slot": ColumnSpec(CATEGORICAL),
     "tags": ColumnSpec(ColumnKind.categorical_list, separator="|", max_length=3),
     "seen": ColumnSpec(ColumnKind.sequence, separator="|", max_length=2, table="item"),
+    "emb": ColumnSpec(DENSE, width=3, standardize=True, fill=0.5),
+    "paid": ColumnSpec(
+        DENSE, decimal=",", thousands=".", ignore="€ ", transform=DenseTransform.log1p
+    ),
+    "code": ColumnSpec(CATEGORICAL),
+    "hour_of_day": ColumnSpec(CATEGORICAL, source="yymmddhh", derive=Derive.hour_of_day),
 }
 TABLES = {
     "hashed": TableSpec(Encoding.hashing, num_rows=1000),
@@ -80,7 +86,9 @@ def odd_text(rng: random.Random) -> str | None:
     if kind < 0.5:
         return rng.choice(WORDS)
     if kind < 0.6:
-        return "".join(chr(rng.choice([65, 233, 0x65E5, 0x1F600, 9, 32])) for _ in range(rng.randrange(1, 20)))
+        return "".join(
+            chr(rng.choice([65, 233, 0x65E5, 0x1F600, 9, 32])) for _ in range(rng.randrange(1, 20))
+        )
     return str(rng.choice([rng.randrange(300), rng.getrandbits(63), -rng.getrandbits(40)]))  # fmt: skip
 
 
@@ -123,6 +131,12 @@ def typed_records() -> Iterator[Record]:
             "slot": rng.randrange(100),
             "tags": odd_list(rng),
             "seen": rng.choice([None, [], [rng.randrange(60), None, 3], [1] * rng.randrange(5)]),
+            "emb": rng.choice([None, [0.5, None, -1e9], [rng.gauss(0, 1) for _ in range(3)]]),
+            "paid": rng.choice(
+                [None, "7", "1.234.567,5 €", f"€ -{rng.randrange(999)},{rng.randrange(99)}"]
+            ),
+            "code": rng.choice([None, 3.0, -0.0, float(rng.randrange(40)), 2.0**53 - 1]),
+            "yymmddhh": rng.choice([None, 14102100 + rng.randrange(24)]),
         }
 
 
@@ -136,6 +150,11 @@ def as_utc(record: Record) -> Record:
     return {**record, "when": utc}
 
 
+def vector_text(rng: random.Random, numbers: list[float]) -> str:
+    of_blanks = " ".join(map(repr, numbers))
+    return "" if None in numbers else rng.choice([of_blanks, f"[{of_blanks}]", str(numbers)])
+
+
 def text_records() -> Iterator[Record]:
     """As a text file holds them."""
     rng = random.Random(11)
@@ -143,6 +162,7 @@ def text_records() -> Iterator[Record]:
         "odd price": lambda number: rng.choice([f"{number!r}", f" {number:.17g}\t", f"{number:+e}"]),
         "when": lambda moment: rng.choice([moment.isoformat(), moment.isoformat(" ")]),
         "flag": lambda flag: str(int(flag)),
+        "emb": lambda numbers: vector_text(rng, numbers),
         **dict.fromkeys(("tags", "seen"), lambda items: "|".join(map(str, filter(None, items)))),
     }  # fmt: skip
     for record in typed_records():
@@ -181,6 +201,7 @@ def spec_of(path: Path, *, format: SourceFormat, **more: Any) -> SourceSpec:
             "columns": COLUMNS,
             "tables": TABLES,
             "null_values": ["", "NULL"],
+            "times": {"yymmddhh": "%y%m%d%H"},
             "split": SplitSpec(SplitKind.last, valid_frac=0.1, test_frac=0.2),
             "rows_per_chunk": 3000,
             **more,
@@ -213,16 +234,21 @@ def check_equal(dataset: Dataset, made: Encoder, records: list[Record]) -> None:
             block = dataset.block(split, chunk)
             parts = np.array_split(np.arange(begin, begin + len(block)), 3)
             begin += len(block)
-            dense, ids = zip(*(made.arrays(records[i] for i in part) for part in parts), strict=True)
+            dense, ids = zip(
+                *(made.arrays(records[i] for i in part) for part in parts), strict=True
+            )
             np.testing.assert_array_equal(
-                np.concatenate(dense).view(np.uint32), np.ascontiguousarray(block.dense).view(np.uint32)
+                np.concatenate(dense).view(np.uint32),
+                np.ascontiguousarray(block.dense).view(np.uint32),
             )
             assert ids[0].keys() == block.features.keys()
             for name, expected in block.features.items():
                 found = [of[name] for of in ids]
                 if isinstance(expected, Jagged):
                     lengths = [np.diff(offsets) for _, offsets in found]
-                    np.testing.assert_array_equal(np.concatenate(lengths), np.diff(expected.offsets))
+                    np.testing.assert_array_equal(
+                        np.concatenate(lengths), np.diff(expected.offsets)
+                    )
                     found, expected = [values for values, _ in found], expected.values
                 np.testing.assert_array_equal(np.concatenate(found), expected, err_msg=name)
     assert begin == len(records)  # fmt: skip
@@ -247,7 +273,9 @@ def test_records_of_types_as_tables_hold_them(tmp_path: Path, suffix: str) -> No
 def test_records_of_texts_as_lines_hold_them(tmp_path: Path) -> None:
     records, path = list(text_records()), tmp_path / "log.csv"
     write_text(path, records)
-    spec = spec_of(path, format=SourceFormat.delimited, times={"when": TimeUnit.iso})
+    spec = spec_of(
+        path, format=SourceFormat.delimited, times={"when": TimeUnit.iso, "yymmddhh": "%y%m%d%H"}
+    )
     prepare(spec, tmp_path / "dataset")
     dataset = Dataset.open(tmp_path / "dataset")
     made = encoder_of(dataset, spec, tmp_path / "exported")
