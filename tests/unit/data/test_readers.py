@@ -72,11 +72,19 @@ A_LABEL = "a label of 0 or 1 in column label"
     ("line", "expected", "got"),
     [
         ("1\t2\t3\n", "40 columns", r"3\. Fix the line, or set on_bad"),
-        (criteo_line().replace("\t5\t", "\tfive\t"), "a number in column I6", "'five'"),
+        (
+            criteo_line().replace("\t5\t", "\tfive\t"),
+            "a finite number or nothing in column I6",
+            "'five'",
+        ),
         (criteo_line("2"), A_LABEL, "'2'"),
         (criteo_line("-1"), A_LABEL, "'-1'"),
         (criteo_line("nan"), A_LABEL, "'nan'"),
-        (criteo_line().replace("\t5\t", "\tNaN\t"), "a number in column I6", "'NaN'"),
+        (
+            criteo_line().replace("\t5\t", "\tNaN\t"),
+            "a finite number or nothing in column I6",
+            "'NaN'",
+        ),
         ("\n", "40 columns", "an empty line"),
         (
             criteo_line().replace("\t5\t", "\t1e999\t"),

@@ -99,9 +99,9 @@ def test_long_lines_are_read_in_linear_time(tmp_path):
 
 
 def test_a_long_value_beside_a_bad_line_is_read():
-    block = lines(b"1," + b"x" * 200_000 + b"\nbad,x\n")
+    block = lines(b"1," + b"x" * 200_000 + b"\nbad\n")
     bad, kept, _ = text.find_bad_lines(block, LAYOUT)
-    assert bad == [(2, "a number in column a", "'bad'")]
+    assert bad == [(2, "2 columns", "1")]
     assert kept.num_lines == 1
 
 
@@ -145,10 +145,7 @@ def test_good_lines_are_parsed():
     [
         (b"1", "2 columns", "1"),
         (b"1,x,y", "2 columns", "3"),
-        (b"abc,x", "a number in column a", "'abc'"),
-        (b"nan,x", "a number in column a", "'nan'"),
-        (b"0x10,x", "a number in column a", "'0x10'"),
-        (b"1_0,x", "a number in column a", "'1_0'"),
+        (b"", "2 columns", "an empty line"),
         (b"1,\xff", "UTF-8 text", "byte 0xff at position 2"),
         (b"1,x\r2", "no carriage return inside a line", "one at position 3"),
         (b'1,"x', "a closing quote in the line", "none"),
