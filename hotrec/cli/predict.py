@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,14 @@ from typing import Any
 from hotrec.cli.store import read_config
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config, PredictConfig
-from hotrec.runs.predict import predict_run
+from hotrec.runs.predict import ScoredFiles, predict_run
 from hotrec.runtime.ranks import broadcast_object, same_verdict
 from hotrec.runtime.run_dir import CONFIG_FILE, find_trained
+
+logger = logging.getLogger(__name__)
+_NUM_SHOWN = 12
+# More than the held-out samples have, by which a share is worth a warning.
+_NOTABLE_FRAC = 0.1
 
 
 def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
@@ -25,6 +31,8 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
         trained = same_verdict(lambda: read_config(trained_dir / CONFIG_FILE, Config))
         scored = predict_run(config, trained, trained_dir)
     elapsed_s = time.perf_counter() - start_s
+    if ranks.is_first:
+        _say_unknown(scored)
     return {
         "command": "predict",
         "run_dir": trained_dir,
@@ -33,9 +41,25 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
         "step": scored.step,
         "num_files": scored.num_files,
         "num_skipped": scored.num_skipped,
+        "unknown_ids": scored.unknown_ids,
         **({} if scored.quality is None else scored.quality.to_json()),
         "num_samples": scored.num_samples,
         "samples_per_s": scored.num_samples / elapsed_s,
         "world_size": ranks.world_size,
         "elapsed_s": elapsed_s,
     }
+
+
+def _say_unknown(scored: ScoredFiles) -> None:
+    """Say how many ids have no row, and how many that is in the held-out samples."""
+    by_frac = sorted(scored.unknown_ids.items(), key=lambda item: -item[1]["unknown_frac"])
+    shares, is_odd = [], False
+    for column, of in by_frac[:_NUM_SHOWN]:
+        usual = of["held_out_frac"]
+        held_out = "" if usual is None else f" (held out {usual:.1%})"
+        shares.append(f"{column} {of['unknown_frac']:.1%}{held_out}")
+        is_odd |= of["unknown_frac"] > (usual or 0.0) + _NOTABLE_FRAC
+    if shares:
+        level = logging.WARNING if is_odd else logging.INFO
+        words = "ids without a row of their own (unseen or rare in training): %s"
+        logger.log(level, words, ", ".join(shares))

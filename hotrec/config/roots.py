@@ -620,6 +620,20 @@ class ExportConfig:
 
 
 @dataclass
+class PredictFormConfig:
+    """What is scored, and what stands beside the scores."""
+
+    keep: list[str] = key("columns of the files that the scores have, too, such as ids", [])
+    max_unknown_frac: float = key(
+        "largest share of a column's ids in a file that may have no row of their own, of those "
+        "that would have one at the share of the held-out samples; 1: any",
+        0.5,
+        ge=0,
+        le=1,
+    )
+
+
+@dataclass
 class PredictConfig:
     """The configuration of predict."""
 
@@ -633,6 +647,9 @@ class PredictConfig:
     checkpoint: str = key(CHECKPOINT, "auto")
     joins: dict[str, list[str]] = key(
         "files of side tables by name, in place of those in the run's data.source.joins", {}
+    )
+    predict: PredictFormConfig = section(
+        "what is scored, and what stands beside the scores", PredictFormConfig
     )
     batch_size: int = key(SCORED_AT_ONCE, 4096, ge=1)
     timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)

@@ -84,12 +84,14 @@ class RawBlock:
         numbers: The columns read as numbers, float64 (n,), NaN for a missing value; of vectors
             float64 (n, width).
         num_skipped: The number of samples left out because they could not be read.
+        kept: Columns as the file has them, for whoever carries them on.
     """
 
     lines: npt.NDArray[np.int64]
     ids: Mapping[str, Texts | Lists]
     numbers: Mapping[str, Float64s]
     num_skipped: int = 0
+    kept: Mapping[str, pa.Array] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(self.lines.size)
@@ -101,6 +103,7 @@ class RawBlock:
             {n: replace(column, codes=column.codes[is_kept]) for n, column in self.ids.items()},
             {name: values[is_kept] for name, values in self.numbers.items()},
             self.num_skipped + int((~is_kept).sum()),
+            {name: values.filter(pa.array(is_kept)) for name, values in self.kept.items()},
         )
 
 

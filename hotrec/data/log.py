@@ -76,7 +76,11 @@ class Log:
 
 
 def open_log(
-    spec: SourceSpec, *, needs_label: bool = True, files_key: str = "data.source.files"
+    spec: SourceSpec,
+    *,
+    needs_label: bool = True,
+    files_key: str = "data.source.files",
+    keep: tuple[str, ...] = (),
 ) -> Log:
     """Find the files, resolve the columns, read the side tables.
 
@@ -85,6 +89,7 @@ def open_log(
         needs_label: Whether it must have the columns of labels and weights; else those of a kind
             are left out where the log lacks one of them.
         files_key: The key of the files, for messages.
+        keep: Columns of the log's files to carry on as they are.
 
     Raises:
         ValueError: if a file or a column is not there.
@@ -111,6 +116,9 @@ def open_log(
             kept = {name: column for name, column in columns.items() if column.kind is not kind}
             spec = replace(spec, columns=kept)
     wanted = _wanted(spec, known)
+    for name in keep:
+        _require(name, known[_LOG], "predict.keep")
+    wanted[_LOG] = replace(wanted[_LOG], kept=keep)
     _say_what_is_not_read(files[_LOG], names[_LOG], wanted[_LOG], files_key)
     side_tables = tuple(
         read_side_table(

@@ -28,6 +28,7 @@ from hotrec.config.data import (
     TimeUnit,
 )
 from hotrec.data import json_lines, text
+from hotrec.data.chunks import one_array
 from hotrec.data.columns import (
     MS_PER_UNIT,
     Float64s,
@@ -75,6 +76,7 @@ class Wanted:
             ``hotrec.config.data.SourceSpec``; they become milliseconds since 1970.
         columns: How number columns are written, or vectors wide, where they are not plain numbers.
         single: Id columns that may not be lists.
+        kept: Columns to carry on as they are.
     """
 
     ids: tuple[str, ...]
@@ -85,10 +87,11 @@ class Wanted:
     times: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
     single: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
-        return list(dict.fromkeys((*self.ids, *self.numbers)))
+        return list(dict.fromkeys((*self.ids, *self.numbers, *self.kept)))
 
     def column(self, name: str) -> ColumnSpec:
         """How a number column is read."""
@@ -99,7 +102,8 @@ class Wanted:
         column = self.column(name)
         is_plain = column.number_form == NumberForm() and not column.width
         is_time = self.times.get(name, TimeUnit.ms) not in MS_PER_UNIT
-        return name in self.ids or name in self.labels or is_time or not is_plain
+        is_number = name in self.numbers and name not in self.ids and name not in self.labels
+        return not is_number or is_time or not is_plain
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,8 @@ def _text_tables(
     is_delimited, nulls = log_format.format is SourceFormat.delimited, log_format.null_values
     lines = text.read_lines(path, log_format.block_bytes, has_header=is_delimited)
     if log_format.format is SourceFormat.json:
-        ids = tuple(name for name in of_file if name in wanted.ids)
+        # Of what is only carried on all digits count, too.
+        ids = tuple(name for name in of_file if name in wanted.ids or name not in wanted.numbers)
         return json_lines.parse_lines(path, lines, ids, tuple(of_file), nulls)
     types = {name: text.TEXT if wanted.is_text(name) else text.NUMBER for name in of_file}
     layout = text.Layout(names, log_format.separator, is_delimited, nulls, types)
@@ -310,7 +315,7 @@ def _block(
     ids: dict[str, Texts | Lists] = {}
     numbers: dict[str, Float64s] = {}
     is_bad = np.zeros(lines.size, bool)
-    for name in wanted.names:
+    for name in dict.fromkeys((*wanted.ids, *wanted.numbers)):
         try:
             column = stored(table.column(name))
             _check_type(column.type, name, wanted, path)
@@ -333,7 +338,8 @@ def _block(
             expected = f"{expected} in column {name}"
             raise _bad_line_error(path, int(lines[at]), expected, reading.got(at), remedy)
         is_bad |= is_bad_here
-    block = RawBlock(lines, ids, numbers, len(parsed.bad))
+    kept = {name: one_array(stored(table.column(name))) for name in wanted.kept}
+    block = RawBlock(lines, ids, numbers, len(parsed.bad), kept)
     return block.keep(~is_bad) if is_bad.any() else block
 
 

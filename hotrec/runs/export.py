@@ -38,11 +38,14 @@ from hotrec.config.data import (
     DERIVED_FROM_TIMES,
     FEATURE_KINDS,
     TEXT_FORMATS,
+    ColumnKind,
     ColumnSpec,
     TimeUnit,
+    columns_of,
 )
 from hotrec.config.roots import Config, ExportConfig, ExportFormConfig, RowType
 from hotrec.data.chunks import Dataset
+from hotrec.data.encode import sources_of
 from hotrec.data.generation import generations_of
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
@@ -52,6 +55,7 @@ from hotrec.models.plain import (
     DENSE_FILE,
     DESCRIPTION,
     FORMAT_VERSION,
+    OWN,
     SCALE,
     TABLES_DIR,
     WEIGHT,
@@ -424,6 +428,17 @@ def _with_vocabulary(trained: Trained) -> list[str]:
     return [table.name for table in tables if f"vocab/{table.name}.arrow" in files]
 
 
+def _labels(trained: Trained, shape: Architecture) -> list[str]:
+    """The names of the labels; that of a single one is its column in the log.
+
+    A class of your own is made again with those that it was trained with.
+    """
+    source = trained.config.data.source
+    if source is None or len(shape.labels) > 1 or shape.kind == OWN:
+        return list(shape.labels)
+    return list(sources_of(columns_of(source), ColumnKind.label).values())
+
+
 def _encoding(trained: Trained) -> dict[str, Any] | None:
     """How raw values are encoded, for ``hotrec.models.encoder``; None where it was not a log."""
     recorded = trained.dataset.artifact.content["source"].get("encoding")
@@ -470,7 +485,7 @@ def _description(trained: Trained, shape: Architecture, form: ExportFormConfig) 
     ]
     return {
         "format_version": FORMAT_VERSION,
-        "architecture": asdict(shape),
+        "architecture": {**asdict(shape), "labels": _labels(trained, shape)},
         "rows": form.rows.name,
         "tables": tables,
         "encoding": _encoding(trained),

@@ -1,15 +1,17 @@
 """Score raw files with a run's model: read and encoded as its dataset was, scores in Parquet.
 
 Ranks divide the files, which stream through in blocks. Every rank holds the model's tables; for the
-AUC of labelled files rank 0 reads logits and labels of all samples at the end.
+AUC of labelled files rank 0 reads logits and labels of all samples at the end. Ids that the dataset
+has no row for are counted: where most of a column are, they are written otherwise or are of others.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,9 @@ from hotrec.artifact import Artifact, commit_artifact, read_artifact
 from hotrec.config.data import ColumnKind, Encoding, SourceSpec, SplitSpec, tables_of
 from hotrec.config.roots import Config, PredictConfig
 from hotrec.data.chunks import Floats, Integers, Jagged
-from hotrec.data.columns import Float64s, RawBlock
+from hotrec.data.columns import Float64s, Lists, RawBlock, Texts
 from hotrec.data.encode import (
+    ShowColumn,
     check_row_numbers,
     encode_inputs,
     feature_columns,
@@ -33,11 +36,13 @@ from hotrec.data.encode import (
 from hotrec.data.log import Log, open_log
 from hotrec.data.prepare import read_ahead
 from hotrec.data.readers import find_files
+from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.plain import Ids, PlainModel, TableRows
 from hotrec.models.shape import architecture_of
 from hotrec.planning.unsharded import label_weights_of
 from hotrec.runs.export import Trained, dense_weights, open_trained, table_names
+from hotrec.runs.exported import check_place
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
 from hotrec.train.checkpoint import open_tensors
 from hotrec.train.evaluate import Quality, measure_all
@@ -45,6 +50,10 @@ from hotrec.train.evaluate import Quality, measure_all
 logger = logging.getLogger(__name__)
 
 KIND, SCORES = "prediction", "scores"
+# Columns of every file of scores.
+_LINE, _LOGIT, _SCORE, _LABEL, _WEIGHT = "line", "logit", "score", "label", "weight"
+# Ids of a column from which their share says something.
+_NUM_TELLING = 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class ScoredFiles:
         num_files: Number of files.
         num_samples: Number of samples that were scored.
         num_skipped: Number of samples that could not be read.
+        unknown_ids: Ids without a row by column, and their share in the held-out samples.
         quality: Quality of the scores; None for files without labels.
     """
 
@@ -67,6 +77,7 @@ class ScoredFiles:
     num_files: int
     num_samples: int
     num_skipped: int
+    unknown_ids: dict[str, dict[str, Any]]
     quality: Quality | None
 
 
@@ -74,10 +85,10 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
     """Score files with a run's checkpoint and write a Parquet file for each; collective.
 
     ``scores/00000.parquet`` has the columns line (in the file, or the row in one without lines,
-    from 1), logit, score (the predicted rate of clicks) and, if the files have them, label and
-    weight. With several labels there are a logit, a score and a label of each: logit_<name>,
-    score_<name>, label_<name>. Values that the dataset's vocabularies do not hold get row 0, as in
-    training.
+    from 1), logit, score (the predicted rate of clicks), the columns to keep and, if the files have
+    them, the label by its name in the log, and weight. With several labels there are a logit, a
+    score and a label of each: logit_<name>, score_<name>, label_<name>. Values that the dataset's
+    vocabularies do not hold get row 0, as in training.
 
     Args:
         config: The files, and where scores are written.
@@ -87,18 +98,24 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
     Raises:
         ArtifactError: If the output directory holds something else, or the dataset or checkpoint
             is missing, altered, or made otherwise. Nothing is changed.
-        ValueError: If the run has not finished, or a file lacks a column or cannot be read.
+        ValueError: If the run has not finished, or a file lacks a column, cannot be read, or has
+            more ids without a row than ``predict.max_unknown_frac`` allows.
     """
     target = Path(config.output)
+    same_verdict(lambda: check_place(target))
     with shared_scratch(target, kind=KIND) as scratch:
         trained = same_verdict(lambda: open_trained(trained_config, trained_dir, config.checkpoint))
         scorer = same_verdict(lambda: _make_scorer(config, trained))
         counts = same_verdict(lambda: _score_own_files(scorer, scratch))
-        num_samples, num_skipped = map(sum, zip(*all_gather_object(counts), strict=True))
+        of_ranks = all_gather_object(counts)
+        num_samples, num_skipped = (sum(of[part] for of in of_ranks) for part in (0, 1))
+        unknown = sum((of[2] for of in of_ranks), start=UnknownIds())
+        scorer.check_unknown(unknown, "input")
 
         def commit() -> None:
             quality = _measure(scratch, scorer) if scorer.labels else None
             content = {
+                "unknown_ids": scorer.unknown_document(unknown),
                 "num_samples": num_samples,
                 "num_skipped": num_skipped,
                 "files": [path.name for path in scorer.log.files],
@@ -118,6 +135,7 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
         len(scorer.log.files),
         num_samples,
         num_skipped,
+        artifact.content["unknown_ids"],
         None if quality is None else _quality(quality),
     )
 
@@ -129,11 +147,9 @@ def _quality(document: dict[str, Any]) -> Quality:
 
 def _measure(scratch: Path, scorer: _Scorer) -> Quality:
     found = pq.read_table(scratch / SCORES)
-    weights = found["weight"].to_numpy() if scorer.weight is not None else None
-    logits, labels = (
-        np.stack([found[name + suffix].to_numpy() for suffix in scorer.suffixes], axis=1)
-        for name in ("logit", "label")
-    )
+    weights = found[_WEIGHT].to_numpy() if scorer.weight is not None else None
+    names = [f"{_LOGIT}{suffix}" for suffix in scorer.suffixes], scorer.label_columns
+    logits, labels = (np.stack([found[name].to_numpy() for name in of], axis=1) for of in names)
     if not scorer.label_weights:
         logits, labels = logits.reshape(-1), labels.reshape(-1)
     return measure_all(logits, labels, weights, scorer.label_weights)
@@ -149,6 +165,8 @@ class _Scorer:
     row_numbers: dict[str, int]  # rows of the table, by feature whose ids are row numbers
     scaling: Float64s
     label_weights: dict[str, float] | None  # of several labels
+    held_out: dict[str, float]  # the share of ids without a row in held-out samples, by column
+    max_unknown_frac: float
     labels: list[str]  # the log's columns, if the files have them
     weight: str | None
     batch_size: int
@@ -158,13 +176,63 @@ class _Scorer:
         """What the names of each label's columns end with."""
         return [f"_{name}" for name in self.label_weights or ()] or [""]
 
-    def inputs(self, block: RawBlock, file: Path) -> tuple[Floats, dict[str, Integers | Jagged]]:
+    @property
+    def label_columns(self) -> list[str]:
+        """The columns of labels in the scores: a single one has its name in the log."""
+        if self.label_weights:
+            return [f"{_LABEL}{suffix}" for suffix in self.suffixes]
+        is_taken = self.labels and self.labels[0] in (_LINE, _LOGIT, _SCORE, _WEIGHT)
+        return [_LABEL] if is_taken else self.labels
+
+    @property
+    def own_columns(self) -> list[str]:
+        """The columns of the scores, without those to keep."""
+        of_labels = [f"{of}{suffix}" for suffix in self.suffixes for of in (_LOGIT, _SCORE)]
+        weights = [_WEIGHT] if self.weight is not None else []
+        return [_LINE, *of_labels, *(self.label_columns if self.labels else ()), *weights]
+
+    def check_unknown(
+        self, unknown: UnknownIds, where: str, examples: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Check that not most of a column's ids are without a row.
+
+        Args:
+            unknown: The ids.
+            where: What they are of.
+            examples: An id without a row, by column.
+
+        Raises:
+            ValueError: If they are.
+        """
+        for column, frac in unknown.fracs.items():
+            usual = self.held_out.get(column, 0.0)
+            most = usual + self.max_unknown_frac * (1 - usual)
+            num_ids = int(unknown.counts[column][0])
+            if frac > most and num_ids >= _NUM_TELLING:
+                such = f", such as {examples[column]!r:.40}" if column in examples else ""
+                raise ValueError(
+                    f"{where} column {self.log.columns[column].source or column}: expected at most "
+                    f"{most:.1%} of the ids without a row of their own, as {usual:.1%} of those "
+                    f"held out are, got {frac:.1%} of {num_ids}{such}. Write ids as the training "
+                    "log does, or set predict.max_unknown_frac=1."
+                )
+
+    def unknown_document(self, unknown: UnknownIds) -> dict[str, dict[str, Any]]:
+        """The ids without a row, by column, beside the share of those held out."""
+        return {
+            column: {**of, "held_out_frac": self.held_out.get(column)}
+            for column, of in unknown.to_json().items()
+        }
+
+    def inputs(
+        self, block: RawBlock, file: Path, show: ShowColumn | None = None
+    ) -> tuple[Floats, dict[str, Integers | Jagged]]:
         """Dense columns and rows of a block."""
         columns = self.log.columns
         for name, num_rows in self.row_numbers.items():
             advice = "or leave the sample out"
             check_row_numbers(block, name, columns[name], num_rows, file, advice)
-        return encode_inputs(block, columns, self.encoders, self.scaling)
+        return encode_inputs(block, columns, self.encoders, self.scaling, show)
 
 
 def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
@@ -177,6 +245,9 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
         )
     encoders, scaling = read_encoding(trained.dataset, source)
     log = _open_input(config, source)
+    held_out: dict[str, float] = {}
+    for ids in unknown_ids_of(trained.dataset).values():
+        held_out |= {name: max(frac, held_out.get(name, 0.0)) for name, frac in ids.fracs.items()}
     labels, weights = (
         list(sources_of(log.columns, kind).values())
         for kind in (ColumnKind.label, ColumnKind.weight)
@@ -185,7 +256,7 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
     of_features = {
         name: column.table or name for name, column in feature_columns(log.columns).items()
     }
-    return _Scorer(
+    scorer = _Scorer(
         log,
         read_model(trained),
         {name: encoders[table] for name, table in of_features.items()},
@@ -196,10 +267,19 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
         },
         scaling,
         label_weights_of(trained.config.trainer, trained.dataset.schema),
+        held_out,
+        config.predict.max_unknown_frac,
         labels,
         weights[0] if weights else None,
         config.batch_size,
     )
+    taken = sorted(set(config.predict.keep) & set(scorer.own_columns))
+    if taken:
+        raise ValueError(
+            f"predict.keep: expected columns with other names than those of the scores, "
+            f"{scorer.own_columns}, got {taken}. Leave them out, or rename them in the files."
+        )
+    return scorer
 
 
 def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
@@ -218,7 +298,8 @@ def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
     try:
         times = {name: source.times[name] for name in read_times(source)}
         spec = replace(source, files=files, joins=joins, split=SplitSpec(), times=times)
-        return open_log(spec, needs_label=False)
+        keep = tuple(dict.fromkeys(config.predict.keep))
+        return open_log(spec, needs_label=False, keep=keep)
     except ValueError as error:
         if str(error).startswith("data.source.columns."):  # names a column, but no file
             raise ValueError(f"input {files[0]}: {error}") from error
@@ -237,41 +318,80 @@ def read_model(trained: Trained) -> PlainModel:
         return PlainModel(shape, dense_weights(files, shape), tables)
 
 
-def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int]:
-    """Score this rank's files; the numbers of samples scored and skipped."""
+class _Counted:
+    """Ids of a file without a row, by column, and one of them."""
+
+    def __init__(self, encoders: Mapping[str, RowEncoder]) -> None:
+        self.unknown = UnknownIds()
+        self.examples: dict[str, str] = {}
+        self._encoders = encoders
+
+    def show(self, column: str, raw: Texts | Lists, rows: Integers | Jagged) -> None:
+        """Count a column of a block, see ``encode_inputs``."""
+        found = UnknownIds.of(column, raw, rows)
+        self.unknown += found
+        if column not in self.examples and found.counts[column][1]:
+            values = (raw if isinstance(raw, Texts) else raw.items).values.drop_null()
+            (at, *_) = np.flatnonzero(self._encoders[column].rows(values) == 0)
+            self.examples[column] = values[int(at)].as_py()
+
+
+def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int, UnknownIds]:
+    """Score this rank's files; the numbers of samples scored and skipped, and unknown ids."""
     (scratch / SCORES).mkdir(exist_ok=True)
     num_samples = num_skipped = 0
+    unknown = UnknownIds()
     for number in range(len(scorer.log.files))[rank() :: world_size()]:
-        for block in _scored_blocks(scorer, number, scratch / SCORES / f"{number:05d}.parquet"):
-            num_samples += len(block)
-            num_skipped += block.num_skipped
-        logger.info("%s: scored, %d samples so far", scorer.log.files[number], num_samples)
+        file, counted = scorer.log.files[number], _Counted(scorer.encoders)
+        target = scratch / SCORES / f"{number:05d}.parquet"
+        num_scored, num_bad = _score_file(scorer, number, target, counted)
+        if not num_scored:
+            raise ValueError(
+                f"{file}: expected a sample that can be read, got {num_bad} that cannot. Correct "
+                "the file, or remove it from the list."
+            )
+        scorer.check_unknown(counted.unknown, str(file), counted.examples)
+        num_samples, num_skipped = num_samples + num_scored, num_skipped + num_bad
+        unknown += counted.unknown
+        logger.info("%s: scored, %d samples so far", file, num_samples)
+    return num_samples, num_skipped, unknown
+
+
+def _score_file(scorer: _Scorer, number: int, target: Path, counted: _Counted) -> tuple[int, int]:
+    """Score a file block by block; the numbers of samples scored and skipped."""
+    num_samples = num_skipped = 0
+    writer: pq.ParquetWriter | None = None
+    for block in read_ahead(scorer.log.blocks(number)):
+        num_samples, num_skipped = num_samples + len(block), num_skipped + block.num_skipped
+        if not len(block):
+            continue
+        inputs = scorer.inputs(block, scorer.log.files[number], counted.show)
+        logits = score(scorer.model, *inputs, scorer.batch_size)
+        scores = _scores_of(scorer, block, logits.reshape(len(block), -1))
+        if writer is None:  # the types of the columns to keep are those of the file
+            writer = pq.ParquetWriter(target, scores.schema)
+        writer.write_table(scores.cast(writer.schema))
+    if writer is not None:
+        writer.close()
     return num_samples, num_skipped
 
 
-def _scored_blocks(scorer: _Scorer, number: int, target: Path) -> Iterator[RawBlock]:
-    """Score a file block by block and write each; yields what was written."""
-    columns = {"line": pa.int64()}
-    for suffix in scorer.suffixes:
-        columns |= {f"logit{suffix}": pa.float32(), f"score{suffix}": pa.float32()}
+def _scores_of(scorer: _Scorer, block: RawBlock, logits: Floats) -> pa.Table:
+    """The scores of a block, of logits (n, L)."""
+    columns: dict[str, pa.Array] = {_LINE: pa.array(block.lines)}
+    for label, of_label in enumerate(logits.T):
+        suffix = scorer.suffixes[label]
+        columns[f"{_LOGIT}{suffix}"] = pa.array(of_label)
+        columns[f"{_SCORE}{suffix}"] = pa.array(torch.from_numpy(of_label.copy()).sigmoid().numpy())
         if scorer.labels:
-            columns[f"label{suffix}"] = pa.int8()
+            values = block.numbers[scorer.labels[label]].astype(np.int8)
+            columns[scorer.label_columns[label]] = pa.array(values)
     if scorer.weight is not None:
-        columns["weight"] = pa.float32()
-    schema = pa.schema(columns)
-    with pq.ParquetWriter(target, schema) as writer:
-        for block in read_ahead(scorer.log.blocks(number)):
-            inputs = scorer.inputs(block, scorer.log.files[number])
-            logits = score(scorer.model, *inputs, scorer.batch_size)
-            values: list[Any] = [block.lines]
-            for label, of_label in enumerate(logits.reshape(len(block), -1).T):
-                values += [of_label, torch.from_numpy(of_label.copy()).sigmoid().numpy()]
-                if scorer.labels:
-                    values.append(block.numbers[scorer.labels[label]].astype(np.int8))
-            if scorer.weight is not None:
-                values.append(block.numbers[scorer.weight].astype(np.float32))
-            writer.write_table(pa.table(values, schema=schema))
-            yield block
+        columns[_WEIGHT] = pa.array(block.numbers[scorer.weight].astype(np.float32))
+    for name, values in block.kept.items():
+        is_text = pa.types.is_dictionary(values.type) or pa.types.is_null(values.type)
+        columns[name] = values.cast(pa.string()) if is_text else values
+    return pa.table(columns)
 
 
 def score(

@@ -126,7 +126,7 @@ def test_the_exported_model_scores_as_evaluate(
 ) -> None:
     words = ("export", f"run_dir=runs/{kind}", f"output=exported/{kind}")
     figures = hotrec_here(*words, cwd=folder).figures
-    model = package.load_model(folder / "exported" / kind)
+    model = package.load_model(folder / "exported" / kind, allow_code=kind == "own")
     block = Dataset.open(folder / "data/my_log/dataset").block("test", 0)
     features = {  # copies, since the chunk is mapped read-only
         name: Jagged(*map(np.array, vars(ids).values())) if isinstance(ids, Jagged) else ids.copy()
@@ -156,7 +156,38 @@ def test_rows_and_vocabulary_are_those_of_the_dataset(folder: Path) -> None:
     assert tables["user"]["vocabulary"] is None
     assert described["encoding"]["tables"]["user"]["encoding"] == "hashing"
     assert described["encoding"]["columns"]["price"]["fill"] == 2.0
-    assert len(described["encoding"]["means"]) == 1
+    assert described["encoding"]["means"].keys() == {"price"}
+    assert described["encoding"]["null_values"] == [""]
+    assert described["architecture"]["labels"] == ["clicked"]
+
+
+def test_code_is_imported_only_where_it_is_allowed(folder: Path) -> None:
+    hotrec_here("export", "run_dir=runs/own", "output=exported/code", cwd=folder)
+    with pytest.raises(
+        ValueError, match=r"model.json: .*class my_model.MyModel. Call .*allow_code"
+    ):
+        package.load_model(folder / "exported/code")
+
+
+def test_records_are_encoded_and_scored_as_predict_does(folder: Path) -> None:
+    """By two files copied into a service, which has no hotrec, pyarrow or torchrec."""
+    hotrec_here("export", "run_dir=runs/dlrm", "output=exported/alone", cwd=folder)
+    for name in ("plain", "encoder"):
+        shutil.copy(REPOSITORY / f"hotrec/models/{name}.py", folder / f"my_{name}.py")
+    words = ("predict", "run_dir=runs/dlrm", "input=[days]", "output=encoded")
+    hotrec_here(*words, cwd=folder)
+    program = f"""
+import csv, json
+{WALL}
+from my_encoder import load_encoder
+from my_plain import load_model
+records = [row for day in (1, 2) for row in csv.DictReader(open(f"days/{{day}}.csv"))]
+encoder, model = load_encoder("exported/alone"), load_model("exported/alone")
+print(json.dumps(model(*encoder(records)).tolist()))
+"""
+    found = run_program(program, folder)
+    expected = pq.read_table(folder / "encoded/scores")["logit"].to_numpy()
+    np.testing.assert_array_equal(np.array(found, np.float32), expected)
 
 
 @pytest.mark.parametrize(("rows", "most"), [("fp16", 1e-4), ("int8", 1e-2)])
@@ -172,32 +203,45 @@ def test_small_rows(
     assert {table.weight.dtype for table in model.tables.values()} == {dtype}
 
 
-def test_it_loads_without_the_packages_of_training(folder: Path) -> None:
-    hotrec_here("export", "run_dir=runs/dcnv2", "output=exported/alone", cwd=folder)
-    program = """
-import json, sys
+# Keeps packages out of a program.
+WALL = """
+import sys
 BLOCKED = {
-    *("torchrec", "fbgemm_gpu", "tensordict", "hydra", "omegaconf", "pyarrow", "scipy", "xxhash"),
-    *("yaml", "jinja2", "matplotlib", "tensorboard", "tqdm"),
+    *("hotrec", "torchrec", "fbgemm_gpu", "tensordict", "hydra", "omegaconf", "pyarrow", "scipy"),
+    *("xxhash", "yaml", "jinja2", "matplotlib", "tensorboard", "tqdm"),
 }
 class Wall:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in BLOCKED:
             raise ImportError(name)
 sys.meta_path.insert(0, Wall())
-import hotrec, torch
-model = hotrec.load_model("exported/alone")
-ids = {feature: torch.tensor([1, 2]) for feature, _ in model.shape.features}
-print(json.dumps(model(torch.ones(2, 1), ids).tolist()))
 """
+
+
+def run_program(program: str, folder: Path) -> Any:
+    """What a program prints, in a folder."""
     words = [sys.executable, "-c", program]
     done = subprocess.run(
         words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_it_loads_without_the_packages_of_training(folder: Path) -> None:
+    hotrec_here("export", "run_dir=runs/dcnv2", "output=exported/alone", cwd=folder)
+    program = f"""
+import json
+{WALL.replace('*("hotrec", ', "*(")}
+import hotrec, torch
+model = hotrec.load_model("exported/alone")
+ids = {{feature: torch.tensor([1, 2]) for feature, _ in model.shape.features}}
+print(json.dumps(model(torch.ones(2, 1), ids).tolist()))
+"""
+    found = run_program(program, folder)
     model = package.load_model(folder / "exported/alone")
     ids = {feature: torch.tensor([1, 2]) for feature, _ in model.shape.features}
-    assert json.loads(done.stdout) == pytest.approx(model(torch.ones(2, 1), ids).tolist())
+    assert found == pytest.approx(model(torch.ones(2, 1), ids).tolist())
 
 
 @pytest.mark.parametrize("kind", ["dlrm", "dcnv2"])
@@ -256,7 +300,7 @@ def test_predict_scores_as_evaluate(
     scores = {name: table[name].to_numpy() for name in table.column_names}
     assert scores["line"].tolist() == [*range(2, 102), *range(2, 202)]
     np.testing.assert_allclose(scores["score"], 1 / (1 + np.exp(-scores["logit"])), atol=1e-6)
-    auc = measure_auc(scores["score"], scores["label"] == 1)
+    auc = measure_auc(scores["score"], scores["clicked"] == 1)
     assert auc == pytest.approx(evaluated[kind]["auc"], abs=1e-5)
 
 
@@ -334,6 +378,45 @@ def test_predict_needs_neither_label_nor_split(folder: Path, tmp_path: Path) -> 
     bare, labelled = (pq.read_table(tmp_path / name / "scores") for name in ("scores", "labelled"))
     assert bare.column_names == ["line", "logit", "score"]
     assert labelled.select(bare.column_names).equals(bare)
+
+
+def test_columns_are_kept_beside_the_scores(folder: Path, tmp_path: Path) -> None:
+    words = ("predict", "run_dir=runs/dlrm", "input=[days/1.csv]", f"output={tmp_path}/scores")
+    hotrec_here(*words, "predict.keep=[time,item,price,time]", cwd=folder)
+    table = pq.read_table(tmp_path / "scores/scores")
+    assert table.column_names == ["line", "logit", "score", "clicked", "time", "item", "price"]
+    lines = (folder / "days/1.csv").read_text().splitlines()[1:]
+    assert table["time"].to_pylist() == [line.split(",")[7] for line in lines]
+    assert table["item"].to_pylist() == [line.split(",")[3] for line in lines]
+
+
+def test_ids_without_a_row_are_counted(folder: Path, tmp_path: Path) -> None:
+    words = ("predict", "run_dir=runs/dlrm", "input=[days]", f"output={tmp_path}/scores")
+    outcome = hotrec_here(*words, cwd=folder)
+    found = outcome.figures["unknown_ids"]
+    expected = folder / "data/my_log/dataset/manifest.json"
+    of_test = json.loads(expected.read_text())["content"]["source"]["unknown_ids"]["test"]
+    assert {name: of["num_unknown"] for name, of in found.items()} == {
+        name: of["num_unknown"] for name, of in of_test.items()
+    }
+    assert found["item"]["num_ids"] == NUM_SAMPLES - TEST_FROM
+    assert 0 < found["item"]["num_unknown"] < found["item"]["num_ids"]
+    # No day of the test split is in training: it is no odder in the files.
+    assert found["day"]["unknown_frac"] == found["day"]["held_out_frac"] == 1
+    assert "day 100.0% (held out 100.0%), item 2" in outcome.stderr
+
+
+def other_form(folder: Path, target: Path) -> None:
+    """The first file with other names of items."""
+    text = (folder / "days/1.csv").read_text()
+    target.write_text(re.sub(r",i([0-9])", r",j\1", text))
+
+
+def test_ids_of_another_form_can_be_let_through(folder: Path, tmp_path: Path) -> None:
+    other_form(folder, tmp_path / "x.csv")
+    words = ("predict", "run_dir=runs/dlrm", f"input=[{tmp_path}/x.csv]")
+    words += (f"output={tmp_path}/scores", "predict.max_unknown_frac=1")
+    assert hotrec_here(*words, cwd=folder).figures["unknown_ids"]["item"]["unknown_frac"] == 1
 
 
 # What is refused.
@@ -417,6 +500,31 @@ def write(name: str, text: str) -> Callable[[Path], object]:
             (*PREDICT, "input=[days/1.csv,x.csv]"),
             write("x.csv", f"{HEADER}\n1,1,u1,i1,,0,d1,1\n1,1,u1,i1,,4,d1,1\n"),
             r"x.csv line 3: expected a row number below 4 of table slot",
+        ),
+        (
+            (*PREDICT, "input=[days/1.csv,x.csv]"),
+            lambda here: other_form(here, here / "x.csv"),
+            r"x.csv column item: expected at most 6\d.\d% .*got 100.0% of 100, such as 'j\d+'",
+        ),
+        (
+            (*PREDICT, "input=[days]", "predict.keep=[usr]"),
+            None,
+            r"predict.keep: expected one of the columns .*got 'usr'",
+        ),
+        (
+            (*PREDICT, "input=[days]", "predict.keep=[time,clicked]"),
+            None,
+            r"predict.keep: expected columns with other names .*got \['clicked'\]",
+        ),
+        (
+            (*EXPORT[:2], "output=data/my_log/dataset/new"),
+            None,
+            r"output .*got one within .*dataset",
+        ),
+        (
+            (*PREDICT[:2], "input=[days]", "output=data/my_log/dataset/new"),
+            None,
+            r"output .*got one within .*dataset",
         ),
     ],
 )  # fmt: skip
