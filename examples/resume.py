@@ -60,5 +60,7 @@ def main(directory: Path, last_step: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3 or not sys.argv[2].isdecimal():
+        sys.exit("usage: resume.py DIRECTORY STEPS, such as resume.py runs/mine 20")
     with process_group():
         main(Path(sys.argv[1]), int(sys.argv[2]))

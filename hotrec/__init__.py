@@ -92,3 +92,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'hotrec' has no attribute {name!r}")
     return getattr(import_module(_HOME.get(name, "hotrec.types")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

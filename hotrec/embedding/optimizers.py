@@ -150,6 +150,18 @@ def make_replicated_tables(
     return make_dense(spec, params)
 
 
+def replicated_tables(
+    model: nn.Module, named: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Those parameters without a fused optimizer that are tables of TorchRec's own modules."""
+    prefixes = tuple(
+        f"{path}{tables}."
+        for path, _ in torchrec_modules(model)
+        for tables in ("embedding_bags", "embeddings")
+    )
+    return {name: p for name, p in named.items() if name.startswith(prefixes)}
+
+
 def make_optimizer(
     model: DistributedModelParallel,
     embedding: OptimizerSpec,
@@ -180,12 +192,7 @@ def make_optimizer(
         for name, parameter in in_backward_optimizer_filter(model.named_parameters())
         if name not in hot_names
     }
-    prefixes = tuple(
-        f"{path}{tables}."
-        for path, _ in torchrec_modules(model)
-        for tables in ("embedding_bags", "embeddings")
-    )
-    tables = {name: p for name, p in rest.items() if name.startswith(prefixes)}
+    tables = replicated_tables(model, rest)
     layers = {name: p for name, p in rest.items() if name not in tables}
     for part, params, make in (
         ("tables", tables, partial(make_replicated_tables, embedding)),

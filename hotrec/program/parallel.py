@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -19,9 +20,14 @@ from hotrec.config.groups import CostPlacement
 from hotrec.config.roots import PlannerConfig
 from hotrec.cost_model.profile import Profile
 from hotrec.embedding.convert import shard, use_hot_cold
-from hotrec.embedding.initialize import initialize_embeddings, set_unsplit
-from hotrec.embedding.optimizers import make_optimizer
+from hotrec.embedding.fused import check_optimizer
+from hotrec.embedding.optimizers import (
+    make_optimizer,
+    make_replicated_tables,
+    replicated_tables,
+)
 from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.constraints import placement_constraints
 from hotrec.planning.machine import Machine
 from hotrec.planning.torchrec_plan import make_plan
@@ -35,19 +41,24 @@ from hotrec.program.choice import (
     choose_given,
     constraints_of,
 )
+from hotrec.program.features import allow_one_call, read_as_declared
 from hotrec.program.tables import (
     EmbeddingOptimizer,
+    InitialTables,
     apply_rule,
+    check_tables,
     default_sharders,
     embedding_bags,
     embedding_modules,
-    initial_bounds,
+    make_layers,
+    once_in_tree,
+    rules_of,
     shared_rule,
     tables_of,
 )
 from hotrec.runtime.ranks import Ranks, broadcast_object, joined_ranks, same_verdict
-from hotrec.train.dense_sync import check_modules
-from hotrec.types import Partition, PipelineKind, Placement
+from hotrec.train.dense_sync import check_modules, share_first
+from hotrec.types import OptimizerKind, Partition, PipelineKind, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -125,59 +136,75 @@ def parallelize(
     """
     kind = same_verdict(lambda: _check_arguments(hot, pipeline, plan))
     ranks = joined_ranks(device)
-    same_verdict(lambda: apply_rule(model, embedding_optimizer))
-    if isinstance(hot, str) or hot == PLAIN:
-        return _plain(model, plan, ranks.device, dense_optimizer)
-    bags = same_verdict(lambda: embedding_bags(model))
-    rule, bounds = same_verdict(lambda: (shared_rule(bags), initial_bounds(bags)))
-    weights = {
-        name: table.weight
-        for bag in bags
-        for name, table in bag.embedding_bags.items()
-        if name not in bounds
-    }
-    if isinstance(hot, Profile | Choice):
-        batch_size = batch_size or hot.batch_size
+    is_plain = isinstance(hot, str) or hot == PLAIN
 
-    def make_machine_here() -> Machine:
-        return machine or make_machine(
-            PlannerConfig(),
-            world_size=ranks.world_size,
-            ranks_per_host=ranks.local_world_size,
-            device=ranks.device.type,
-            batch_size=batch_size or ASSUMED_BATCH_SIZE,
-        )
+    def check() -> tuple[list[EmbeddingBagCollection], InitialTables]:
+        check_tables(model)
+        apply_rule(model, embedding_optimizer)
+        for rule in rules_of(model).values():
+            check_optimizer(rule, ranks.device, has_cold=is_plain)
+        bags = embedding_bags(model, at_least=0 if is_plain else 1)
+        return bags, InitialTables.of(bags)
 
-    found = broadcast_object(same_verdict(make_machine_here))
-    sharders = default_sharders()
-    tables = Tables(
-        configs=tables_of(bags),
-        rule=rule,
-        num_dense_values=_count_dense(model),
-        can_look_ahead=_can_look_ahead(model),
-        plan=partial(make_plan, model, sharders, found),
-    )
-    settings = CostPlacement(hot_budget_mib=hot_budget_mib, may_decline=may_decline)
-
-    def choose() -> Choice | None:
-        if isinstance(hot, Choice):
-            return hot
-        if isinstance(hot, Partition | Placement):
-            return choose_given(hot, kind, tables, found)
-        if not ranks.is_first:
-            return None
-        return choose_by_cost(hot, settings, kind, tables, found, costs)
-
-    choice = broadcast_object(same_verdict(choose))
-    assert choice is not None
-    if ranks.is_first:
-        logger.info("%s", choice.why)
-    sharded = _shard(model, choice, tables, found, ranks)
+    bags, initial = same_verdict(check)
+    initial.take_first(ranks.device)
     given_seed = broadcast_object(torch.initial_seed() if seed is None else seed)
-    initialize_embeddings(sharded, given_seed, bounds)
-    set_unsplit(sharded, weights)
-    sharded.hotrec_choice = choice
-    return sharded, make_optimizer(sharded, rule, dense_optimizer)
+    # TorchRec draws other numbers for each choice, on which what the model draws must not depend.
+    devices = [ranks.device] if ranks.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), once_in_tree(model):
+        same_verdict(lambda: make_layers(model, ranks.device))
+        if is_plain:
+            sharded, optimizer = _plain(model, plan, ranks.device, dense_optimizer)
+            initial.set(sharded, given_seed)
+            read_as_declared(sharded)
+            allow_one_call(sharded)
+            return sharded, optimizer
+        rule = same_verdict(lambda: shared_rule(bags))
+        if isinstance(hot, Profile | Choice):
+            batch_size = batch_size or hot.batch_size
+
+        def make_machine_here() -> Machine:
+            return machine or make_machine(
+                PlannerConfig(),
+                world_size=ranks.world_size,
+                ranks_per_host=ranks.local_world_size,
+                device=ranks.device.type,
+                batch_size=batch_size or ASSUMED_BATCH_SIZE,
+            )
+
+        found = broadcast_object(same_verdict(make_machine_here))
+        sharders = default_sharders()
+        tables = Tables(
+            configs=tables_of(bags),
+            rule=rule,
+            num_dense_values=_count_dense(model),
+            can_look_ahead=_can_look_ahead(model),
+            plan=partial(make_plan, model, sharders, found),
+        )
+        settings = CostPlacement(hot_budget_mib=hot_budget_mib, may_decline=may_decline)
+
+        def choose() -> Choice | None:
+            if isinstance(hot, Choice):
+                return hot
+            if isinstance(hot, Partition | Placement):
+                return choose_given(hot, kind, tables, found)
+            if not ranks.is_first:
+                return None
+            return choose_by_cost(hot, settings, kind, tables, found, costs)
+
+        choice = broadcast_object(same_verdict(choose))
+        assert choice is not None
+        if ranks.is_first:
+            logger.info("%s", choice.why)
+        if choice.pipeline is PipelineKind.look_ahead:
+            same_verdict(lambda: _check_ahead(model))
+        sharded = _shard(model, choice, tables, found, ranks)
+        initial.set(sharded, given_seed)
+        read_as_declared(sharded)
+        if choice.pipeline is not PipelineKind.look_ahead:  # which adds the gradients up
+            allow_one_call(sharded)
+        sharded.hotrec_choice = choice
+        return sharded, make_optimizer(sharded, rule, dense_optimizer)
 
 
 def choice_of(model: nn.Module) -> Choice:
@@ -230,16 +257,28 @@ def _plain(
     device: torch.device,
     dense_optimizer: DenseOptimizer,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """TorchRec's recipe: its planner, DDP, and the fused and the dense optimizer."""
-    sharded = DistributedModelParallel(model, device=device, plan=plan)
+    """TorchRec's planner, DDP, and the fused and the dense optimizer."""
+    rules, has_layers = rules_of(model), _has_layers(model)
+    sharded = DistributedModelParallel(
+        model, device=device, plan=plan, init_data_parallel=has_layers
+    )
+    if not has_layers:
+        _without_ddp(sharded, device)
     optimizers: list[KeyedOptimizer] = [sharded.fused_optimizer]
     rest = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    replicated = sorted(name for name in rest if ".embedding_bags." in f".{name}")
-    if replicated:
+    replicated = replicated_tables(sharded, rest)
+    of_rule: dict[OptimizerSpec, dict[str, torch.Tensor]] = {}
+    for name in replicated:
+        if name in rules and rules[name].kind is not OptimizerKind.adam:
+            of_rule.setdefault(rules[name], {})[name] = rest.pop(name)
+    for rule, tables in of_rule.items():
+        optimizers.append(KeyedOptimizerWrapper(tables, partial(make_replicated_tables, rule)))
+    others = sorted(name for name in rest if name in replicated)
+    if others:
         logger.warning(
             "hot=%r: as in TorchRec's recipe, the dense optimizer trains the tables that the plan "
-            "gives no fused one, such as replicated ones: %s",
-            *(OFF, replicated[:4]),
+            "replicates and whose rule only fused kernels have: %s",
+            *(OFF, others[:4]),
         )
     if rest:
         optimizers.append(KeyedOptimizerWrapper(rest, dense_optimizer))
@@ -250,6 +289,27 @@ def _plain(
 def _count_dense(model: nn.Module) -> int:
     tables = {p for module in embedding_modules(model) for p in module.parameters()}
     return sum(p.numel() for p in model.parameters() if p.requires_grad and p not in tables)
+
+
+def _has_layers(model: nn.Module) -> bool:
+    """Whether DDP has something to do: it refuses models without a trained parameter."""
+    return _count_dense(model) > 0
+
+
+def _without_ddp(model: DistributedModelParallel, device: torch.device) -> None:
+    """Do what DDP would do at its start."""
+    model.to(device)
+    share_first(model)
+
+
+def _check_ahead(model: nn.Module) -> None:
+    """Raise ValueError if the pipeline look_ahead cannot train a model."""
+    check_modules(model)
+    if not _has_layers(model):
+        raise ValueError(
+            f"pipeline look_ahead: expected trained dense layers, got none in "
+            f'{type(model).__name__}. Use pipeline="sparse_dist".'
+        )
 
 
 def _can_look_ahead(model: nn.Module) -> bool:
@@ -281,8 +341,8 @@ def _shard(
     if ranks.device.type == "cuda":
         check_host_memory(sharding, machine, tables.rule)
     is_ahead = choice.pipeline is PipelineKind.look_ahead
-    sharded = shard(model, sharding, sharders, ranks.device, data_parallel=not is_ahead)
-    if is_ahead:
-        # DDP would have moved them.
-        sharded.to(ranks.device)
+    has_ddp = not is_ahead and _has_layers(model)
+    sharded = shard(model, sharding, sharders, ranks.device, data_parallel=has_ddp)
+    if not has_ddp:
+        _without_ddp(sharded, ranks.device)
     return sharded

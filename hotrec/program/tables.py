@@ -1,23 +1,37 @@
-"""The embedding bags of a TorchRec model that can be split into hot and cold rows."""
+"""The embedding tables of a TorchRec model: what they must be, and what they start with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    PoolingType,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.embedding.fused import optimizer_of, rule_of
-from hotrec.embedding.initialize import Bounds
+from hotrec.embedding.initialize import Bounds, initialize_embeddings, set_unsplit
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.runtime.ranks import all_gather_object, rank, world_size
 
+# FBGEMM's kernels read a row in pieces of as many values.
+DIM_MULTIPLE = 4
+# Values of a table by which ranks compare their weights, and bytes sent at once where they differ.
+_NUM_COMPARED, _PIECE_BYTES = 4096, 1 << 26
 # An update rule as ``functools.partial(RowWiseAdagrad, lr=0.1)``, or as hotrec's own object.
 EmbeddingOptimizer = partial[torch.optim.Optimizer] | OptimizerSpec
 
@@ -46,14 +60,14 @@ def embedding_modules(model: nn.Module) -> Iterator[nn.Module]:
     yield from walk(model)
 
 
-def embedding_bags(model: nn.Module) -> list[EmbeddingBagCollection]:
+def embedding_bags(model: nn.Module, *, at_least: int = 1) -> list[EmbeddingBagCollection]:
     """The collections whose tables may be split.
 
     Raises:
-        ValueError: If there is none, or two tables have one name.
+        ValueError: If there are fewer, or two tables have one name.
     """
     bags = [m for m in embedding_modules(model) if type(m) is EmbeddingBagCollection]
-    if not bags:
+    if len(bags) < at_least:
         raise ValueError(
             f"model {type(model).__name__}: expected an EmbeddingBagCollection in it, got none. "
             'Pass the model before it is sharded, or train it with hot="off".'
@@ -68,6 +82,144 @@ def embedding_bags(model: nn.Module) -> list[EmbeddingBagCollection]:
     return bags
 
 
+def check_tables(model: nn.Module) -> None:
+    """See that every choice would train the tables of a model as the unsplit model does.
+
+    Raises:
+        ValueError: If one would not, which names the table or the module.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    kinds = {sharder.module_type for sharder in default_sharders()}
+    for module in embedding_modules(model):
+        kind = type(module).__name__
+        if type(module) not in kinds:
+            raise ValueError(
+                f"module {names[module]}: expected one of the classes that TorchRec shards, got "
+                f"their subclass {kind}, which it leaves whole. Wrap that class in a module "
+                "instead of deriving from it."
+            )
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                raise ValueError(
+                    f"table {_table_of(name)}: expected a table that is trained, got it frozen "
+                    "(requires_grad=False), which TorchRec's kernels would train. Hold it in an "
+                    "nn.EmbeddingBag, which is a dense layer and may be frozen."
+                )
+            if parameter.dtype != torch.float32:
+                # Configurations keep the type that tables were made with.
+                raise ValueError(
+                    f"table {_table_of(name)} weight: expected torch.float32, got "
+                    f"{parameter.dtype}, whose updates are rounded. Make the table in FP32, or "
+                    "convert the model with .float() first."
+                )
+        for config in _configs_of(module):
+            _check_config(config, is_weighted=getattr(module, "_is_weighted", False))
+            of_table = [
+                p for name, p in module.named_parameters() if _table_of(name) == config.name
+            ]
+            if any(parameter.dtype != torch.float32 for parameter in of_table):
+                raise ValueError(
+                    f"table {config.name} weight: expected torch.float32, got {of_table[0].dtype}. "
+                    "Convert the model with .float() first."
+                )
+    _check_shared(model)
+
+
+def _table_of(name: str) -> str:
+    """The table of a parameter's name, such as embedding_bags.user.weight."""
+    return name.split(".")[-2] if "." in name else name
+
+
+def _configs_of(module: Any) -> list[BaseEmbeddingConfig]:
+    for name in ("embedding_bag_configs", "embedding_configs"):
+        if hasattr(module, name):
+            return list(getattr(module, name)())
+    return []
+
+
+def _check_config(config: BaseEmbeddingConfig, *, is_weighted: bool) -> None:
+    if config.embedding_dim % DIM_MULTIPLE:
+        raise ValueError(
+            f"table {config.name} embedding_dim: expected a multiple of {DIM_MULTIPLE}, as "
+            f"FBGEMM's kernels require, got {config.embedding_dim}. Choose another."
+        )
+    if config.data_type != DataType.FP32:
+        raise ValueError(
+            f"table {config.name} data_type: expected FP32, got {config.data_type.name}, whose "
+            "updates are rounded. Make the table in FP32."
+        )
+    if is_weighted and getattr(config, "pooling", None) == PoolingType.MEAN:
+        raise ValueError(
+            f"table {config.name} pooling: expected SUM in a weighted collection, as torch does, "
+            "got MEAN. Divide the weights by their number, or leave them out."
+        )
+
+
+def _check_shared(model: nn.Module) -> None:
+    """Raise ValueError if a table's weights are those of another table, or of a dense layer."""
+    tables = {p for module in embedding_modules(model) for p in module.parameters()}
+    holder: dict[torch.Tensor, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter not in tables:
+                continue
+            full = f"{path}.{name}" if path else name
+            if parameter in holder:
+                raise ValueError(
+                    f"table {_table_of(holder[parameter])}: expected weights of its own, got those "
+                    f"of {full} too, of which sharding makes a copy. Let several features read "
+                    "one table: EmbeddingBagConfig(feature_names=[...])."
+                )
+            holder[parameter] = full
+
+
+def make_layers(model: nn.Module, device: torch.device) -> None:
+    """Give dense layers on the device meta their initial weights, as sharding would do later.
+
+    Raises:
+        ValueError: If a layer has no ``reset_parameters``.
+    """
+    inside = {inner for module in embedding_modules(model) for inner in module.modules()}
+    for name, module in model.named_modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if module in inside or not any(tensor is not None and tensor.is_meta for tensor in own):
+            continue
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"dense layer {name}: expected reset_parameters() or weights, got "
+                f"{type(module).__name__} on the device meta without. Make it on the CPU."
+            )
+        module.to_empty(device=device, recurse=False)
+        reset()
+
+
+@contextmanager
+def once_in_tree(model: nn.Module) -> Iterator[None]:
+    """Let each embedding module be at one place of the model inside the block, then at all again.
+
+    TorchRec replaces a module where it finds it first; at another place it would stay unsharded,
+    with weights of its own.
+    """
+    first: dict[nn.Module, tuple[nn.Module, str]] = {}
+    others: list[tuple[nn.Module, str, nn.Module]] = []
+    inside = set(embedding_modules(model))
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in inside and child in first:
+                others.append((parent, name, child))
+            elif child in inside:
+                first[child] = (parent, name)
+    for parent, name, _ in others:
+        parent._modules[name] = None
+    try:
+        yield
+    finally:
+        for parent, name, child in others:
+            holder, held = first[child]
+            parent._modules[name] = holder._modules[held]
+
+
 def tables_of(bags: list[EmbeddingBagCollection]) -> list[EmbeddingBagConfig]:
     """The tables of all collections, in their order."""
     return [table for bag in bags for table in bag.embedding_bag_configs()]
@@ -79,11 +231,7 @@ def apply_rule(model: nn.Module, rule: EmbeddingOptimizer | None) -> None:
     Raises:
         ValueError: If a table has no rule, or one beside the one that is given.
     """
-    named = {
-        name: parameter
-        for module in embedding_modules(model)
-        for name, parameter in module.named_parameters()
-    }
+    named = _table_parameters(model)
     has_rule = {name: hasattr(p, "_optimizer_classes") for name, p in named.items()}
     wrong = sorted(name for name, has in has_rule.items() if has is (rule is not None))
     if wrong:
@@ -112,6 +260,26 @@ def apply_rule(model: nn.Module, rule: EmbeddingOptimizer | None) -> None:
         _apply_optimizer_in_backward(kind, [parameter], dict(kwargs))
 
 
+def _table_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the embedding modules, by their name in the model."""
+    names = {module: name for name, module in model.named_modules()}
+    return {
+        f"{names[module]}.{name}" if names[module] else name: parameter
+        for module in embedding_modules(model)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def rules_of(model: nn.Module) -> dict[str, OptimizerSpec]:
+    """The update rules of the tables by the parameter's name, of those that hotrec knows."""
+    rules = {}
+    for name, parameter in _table_parameters(model).items():
+        weight: Any = parameter
+        with suppress(ValueError):
+            rules[name] = rule_of(weight._optimizer_classes[0], weight._optimizer_kwargs[0])
+    return rules
+
+
 def shared_rule(bags: list[EmbeddingBagCollection]) -> OptimizerSpec:
     """The update rule that the tables have by ``apply_optimizer_in_backward``.
 
@@ -138,7 +306,79 @@ def shared_rule(bags: list[EmbeddingBagCollection]) -> OptimizerSpec:
     return rule
 
 
-def initial_bounds(bags: list[EmbeddingBagCollection]) -> dict[str, Bounds]:
+@dataclass(frozen=True)
+class InitialTables:
+    """What the tables of a model start with, whatever is chosen.
+
+    Args:
+        weights: Those of the tables that have some, float (R, D).
+        bounds: The bounds of the others, on the device meta.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    bounds: Mapping[str, Bounds]
+
+    @classmethod
+    def of(cls, bags: list[EmbeddingBagCollection]) -> InitialTables:
+        """Note them before the model is sharded.
+
+        Raises:
+            ValueError: If a table on the device meta has an ``init_fn`` of its own.
+        """
+        bounds = _initial_bounds(bags)
+        weights = {
+            name: table.weight
+            for bag in bags
+            for name, table in bag.embedding_bags.items()
+            if name not in bounds
+        }
+        return cls(weights, bounds)
+
+    @torch.no_grad()
+    def take_first(self, device: torch.device) -> None:
+        """Let every rank have the first rank's weights, as DDP does for dense layers; collective.
+
+        Raises:
+            ValueError: If the ranks have different tables.
+        """
+        if world_size() == 1:
+            return
+        facts = {name: _facts(table) for name, table in self.weights.items()}
+        facts |= {name: (bounds,) for name, bounds in self.bounds.items()}
+        of_ranks = all_gather_object(facts)
+        differing = dict[str, None]()
+        for other, found in enumerate(of_ranks):
+            for name in sorted(found.keys() | of_ranks[0].keys()):
+                expected, got = of_ranks[0].get(name, ()), found.get(name, ())
+                if expected[:1] != got[:1]:
+                    raise ValueError(
+                        f"table {name}: expected the same on every rank, got {got[:1]} on rank "
+                        f"{other} and {expected[:1]} on rank 0. Build the same model on every rank."
+                    )
+                if expected != got:
+                    differing[name] = None
+        for name in differing:
+            table = self.weights[name]
+            num_rows = max(1, _PIECE_BYTES // max(1, 4 * table.shape[1]))
+            for part in table.detach().split(num_rows):
+                sent = part.to(device, copy=rank() != 0)
+                dist.broadcast(sent, src=0)
+                part.copy_(sent)
+
+    def set(self, model: nn.Module, seed: int) -> None:
+        """Set the tables of the sharded model; collective."""
+        initialize_embeddings(model, seed, self.bounds)
+        set_unsplit(model, self.weights)
+
+
+def _facts(table: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """A table's shape and a hash of some of its values."""
+    values = table.detach().reshape(-1)
+    some = values[:: max(1, values.numel() // _NUM_COMPARED)].contiguous().cpu()
+    return tuple(table.shape), zlib.crc32(some.numpy().tobytes())
+
+
+def _initial_bounds(bags: list[EmbeddingBagCollection]) -> dict[str, Bounds]:
     """The bounds of the initial weights of each table that has no weights yet (device meta).
 
     Raises:

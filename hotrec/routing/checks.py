@@ -50,14 +50,36 @@ def select_features(features: KeyedJaggedTensor, wanted: Sequence[str]) -> Keyed
     keys = features.keys()
     if list(keys) == list(wanted):
         return features
+    check_names(features, wanted)
     index = {key: position for position, key in enumerate(keys)}
-    missing = [feature for feature in wanted if feature not in index]
+    return features.permute([index[feature] for feature in wanted])
+
+
+def check_names(features: KeyedJaggedTensor, wanted: Sequence[str]) -> None:
+    """Raise ValueError if a feature is missing."""
+    keys = features.keys()
+    missing = [feature for feature in wanted if feature not in keys]
     if missing:
         raise ValueError(
             f"features: expected {missing[0]!r} among the batch's features, got {list(keys)}. "
             "Pass the features the collection was built for."
         )
-    return features.permute([index[feature] for feature in wanted])
+
+
+def declared_weights(features: KeyedJaggedTensor, is_weighted: bool | None) -> torch.Tensor | None:
+    """The per-sample weights that a collection reads; see ``Router``.
+
+    Raises:
+        ValueError: if there are none and it declares some.
+    """
+    weights = features.weights_or_none()
+    if is_weighted and weights is None:
+        raise ValueError(
+            "features weights: expected per-sample weights since is_weighted=True, got none. "
+            "Give the KeyedJaggedTensor weights, or build the collection with "
+            "is_weighted=False."
+        )
+    return None if is_weighted is False else weights
 
 
 def refuse_ids(

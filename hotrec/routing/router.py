@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.routing.checks import check_lengths, refuse_ids, scale_ids, select_features
+from hotrec.routing.checks import (
+    check_lengths,
+    declared_weights,
+    refuse_ids,
+    scale_ids,
+    select_features,
+)
 from hotrec.routing.features import Column, RoutedFeatures, copy_to, find_means, hot_rows
 from hotrec.routing.group import GroupRouter
 from hotrec.types import Partition
@@ -62,18 +68,11 @@ class Router:
     def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
         """Route a batch, whose features are checked."""
         known = check_lengths(features)
-        weights = features.weights_or_none()
-        if self.is_weighted and weights is None:
-            raise ValueError(
-                "features weights: expected per-sample weights since is_weighted=True, got none. "
-                "Give the KeyedJaggedTensor weights, or build the collection with "
-                "is_weighted=False."
-            )
         features = KeyedJaggedTensor(
             keys=features.keys(),
             values=features.values(),
             lengths=features.lengths(),
-            weights=None if self.is_weighted is False else weights,
+            weights=declared_weights(features, self.is_weighted),
             stride=features.stride(),
             length_per_key=[key.num_ids for key in known],
         )

@@ -62,10 +62,15 @@ class Sender:
         self._group.close(after=self._thread.join)
 
 
-def _share_first(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Broadcast the first rank's values, if all ranks hold tensors of the same names and shapes."""
+def share_first(model: nn.Module) -> None:
+    """Give all ranks the first one's weights and buffers of the dense layers.
+
+    Raises:
+        ValueError: if the ranks hold others, by name, shape or whether they are trained.
+    """
     if world_size() == 1:
         return
+    tensors = _dense_tensors(model)
     facts = [(name, (*tensor.shape, tensor.requires_grad)) for name, tensor in tensors.items()]
     gathered = all_gather_object(facts)
     for rank, others in enumerate(gathered):
@@ -413,7 +418,7 @@ class DenseSync:
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._names = {parameter: name for name, parameter in named.items()}
-        _share_first(_dense_tensors(model))
+        share_first(model)
         self._sender = Sender(wire_type)
         parts, compiled = _parts(model), _inside_compiled(model)
         modules = [module for _, module in _dense_modules(model)]

@@ -17,7 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -27,6 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 import hotrec
+from hotrec.embedding.initialize import set_unsplit
 from hotrec.embedding.tables import sharded_collections
 from hotrec.runtime.ranks import RankError
 from hotrec.types import (
@@ -223,6 +226,7 @@ def choices() -> dict[str, tuple[Callable[[], Any], dict[str, Any]]]:
     for plan, kind in itertools.product(TorchrecPlan, (SPARSE_DIST, BASE)):
         choice = hotrec.Choice("torchrec", "asked", kind, torchrec_plan=plan)
         asked[f"{plan.name} {kind.name}"] = (partial(lambda choice: choice, choice), {})
+    asked["off"] = (lambda: "off", {})
     return asked
 
 
@@ -270,13 +274,27 @@ def test_a_group_without_a_named_backend_will_do(tmp_path: Path) -> None:
     run_ranks(train_without_naming_a_backend, 2, timeout_s=100, folder=str(tmp_path))
 
 
-def plain_torchrec() -> list[float]:
-    """The recipe of TorchRec's own examples."""
+def in_backward() -> tuple[Any, ShardingPlan]:
+    """The model with its update rules, and a plan of TorchRec's."""
     model: Any = Model()
     for bags in (model.bags, model.weighted):
         _apply_optimizer_in_backward(RowWiseAdagrad, bags.parameters(), {"lr": 0.2})
-    torch.manual_seed(9)  # TorchRec draws the tables' weights again
-    model = DistributedModelParallel(model, device=torch.device("cpu"))
+    plan = {}
+    for name, of in (("bags", PLAIN), ("weighted", WEIGHTED)):
+        owners = {table: table_wise(rank=at % 2) for at, table in enumerate(of)}
+        plan[name] = construct_module_sharding_plan(
+            getattr(model, name), owners, local_size=2, world_size=2, device_type="cpu"
+        )
+    return model, ShardingPlan(plan)
+
+
+def plain_torchrec() -> list[float]:
+    """The recipe of TorchRec's own examples, and the model's weights, which TorchRec draws anew."""
+    model, plan = in_backward()
+    bags = [*model.bags.embedding_bags.items(), *model.weighted.embedding_bags.items()]
+    weights = {name: bag.weight for name, bag in bags}
+    model = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan)
+    set_unsplit(model, weights)
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = KeyedOptimizerWrapper(rest, DENSE)
     optimizer = CombinedOptimizer([model.fused_optimizer, dense])
@@ -287,11 +305,8 @@ def plain_torchrec() -> list[float]:
 
 def compare_with_plain() -> tuple[list[float], list[float]]:
     expected = plain_torchrec()
-    model: Any = Model()
-    for bags in (model.bags, model.weighted):
-        _apply_optimizer_in_backward(RowWiseAdagrad, bags.parameters(), {"lr": 0.2})
-    torch.manual_seed(9)
-    model, optimizer = hotrec.parallelize(model, "off", dense_optimizer=DENSE)
+    model, plan = in_backward()
+    model, optimizer = hotrec.parallelize(model, "off", dense_optimizer=DENSE, plan=plan)
     pipeline = hotrec.Pipeline(model, optimizer, torch.device("cpu"))
     data = iter(batches())
     found = [float(pipeline.progress(data)[0]) for _ in range(NUM_STEPS)]
@@ -340,7 +355,12 @@ def test_the_model_is_usable_between_steps() -> None:
 
 def initial_tables() -> None:
     """Tables on the device meta start alike whatever is chosen, and as their bounds say."""
-    hot = [some_hot(9), mixed_placement(), hotrec.Choice("torchrec", "", BASE, None, PLANNER)]
+    hot = [
+        some_hot(9),
+        mixed_placement(),
+        hotrec.Choice("torchrec", "", BASE, None, PLANNER),
+        "off",
+    ]
     found = []
     for chosen in hot:
         given: Any = {"embedding_optimizer": EMBEDDING, "dense_optimizer": DENSE, "seed": 1}

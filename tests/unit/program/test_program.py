@@ -19,8 +19,14 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim import LAMB
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -29,21 +35,27 @@ from hotrec.embedding.fused import optimizer_of, rule_of
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.batches import features_of_each
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import OptimizerKind, Partition
+from hotrec.types import OptimizerKind, Partition, PipelineKind, TorchrecPlan
 
 ROWS = {"a": 20, "b": 12}
 DENSE = partial(torch.optim.Adagrad, lr=0.1)
 RULE = partial(RowWiseAdagrad, lr=0.1)
 
 
-def bags(*names: str, device: str = "cpu", **given: Any) -> EmbeddingBagCollection:
-    tables = [
-        EmbeddingBagConfig(
-            name=name, num_embeddings=ROWS[name], embedding_dim=4, feature_names=[name], **given
-        )
-        for name in names
-    ]
-    return EmbeddingBagCollection(tables, device=torch.device(device))
+def table(name: str, **given: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "num_embeddings": ROWS[name],
+        "embedding_dim": 4,
+        "feature_names": [name],
+    } | given
+
+
+def bags(
+    *names: str, device: str = "cpu", is_weighted: bool = False, **given: Any
+) -> EmbeddingBagCollection:
+    tables = [EmbeddingBagConfig(**table(name, **given)) for name in names]
+    return EmbeddingBagCollection(tables, is_weighted=is_weighted, device=torch.device(device))
 
 
 class Model(nn.Module):
@@ -133,6 +145,134 @@ def test_rules_of_the_model_are_kept(one_rank: Ranks) -> None:
     assert hotrec.choice_of(model).num_hot == 0
 
 
+def tied(first: str, second: str) -> Model:
+    model = Model(bags("a"), bags("b"))
+    model.proj = nn.Linear(4, 20)
+    weights = nn.Parameter(torch.zeros(20, 4))
+    for path in (first, second):
+        model.get_submodule(path).weight = weights
+    return model
+
+
+def frozen(*names: str) -> Model:
+    model = Model()
+    for name in names:
+        model.get_submodule(f"collections.0.embedding_bags.{name}").requires_grad_(False)
+    return model
+
+
+class Derived(EmbeddingBagCollection):
+    """A subclass, which TorchRec's sharders pass over."""
+
+
+CHOICES = [
+    Partition(ROWS, {"a": np.arange(3)}),
+    hotrec.Choice("torchrec", "", PipelineKind.base, torchrec_plan=TorchrecPlan.hand_tuned),
+    "off",
+]
+
+
+@pytest.mark.parametrize("hot", CHOICES, ids=["hot", "torchrec", "off"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: frozen("b"), r"table b: expected a table that is trained, got it frozen"),
+        (lambda: frozen("a", "b"), r"table a: expected a table that is trained"),
+        (lambda: in_backward(frozen("b"), a=0.1), r"table b: expected a table that is trained"),
+        (lambda: Model(bags("a", embedding_dim=10)), r"table a embedding_dim: .* of 4, .* got 10"),
+        (lambda: Model(bags("a", embedding_dim=2)), r"table a embedding_dim: .* of 4, .* got 2"),
+        (
+            lambda: Model(bags("a", data_type=DataType.FP16)),
+            r"table a weight: expected torch.float32, got torch.float16",
+        ),
+        (lambda: Model(bags("a")).double(), r"table a weight: expected torch.float32, got .*64"),
+        (
+            lambda: Model(bags("a", is_weighted=True, pooling=PoolingType.MEAN)),
+            r"table a pooling: expected SUM in a weighted collection, .*, got MEAN",
+        ),
+        (
+            lambda: tied("collections.0.embedding_bags.a", "collections.1.embedding_bags.b"),
+            r"table a: expected weights of its own, got those of .*\.b\.weight too",
+        ),
+        (
+            lambda: tied("collections.0.embedding_bags.a", "proj"),
+            r"table a: expected weights of its own, got those of proj\.weight too",
+        ),
+        (
+            lambda: Model(Derived([EmbeddingBagConfig(**table("a"))])),
+            r"module collections\.0: expected one of the classes .* subclass Derived",
+        ),
+        (lambda: Model(bags("a"), bags("a")), r"tables \['a'\]: expected each name once"),
+        (
+            lambda: Model(bags("a", device="meta", init_fn=nn.init.ones_)),
+            r"table a init_fn: expected TorchRec's default",
+        ),
+    ],
+)
+def test_every_choice_refuses_what_it_would_train_otherwise(
+    one_rank: Ranks, make: Any, message: str, hot: Any
+) -> None:
+    given: Any = {"embedding_optimizer": RULE, "dense_optimizer": DENSE}
+    model = make()
+    if any(hasattr(p, "_optimizer_classes") for p in model.parameters()):
+        given["embedding_optimizer"] = None
+    with pytest.raises(ValueError, match=message):
+        hotrec.parallelize(model, hot, **given)
+
+
+def test_layers_without_weights_need_a_way_to_make_some(one_rank: Ranks) -> None:
+    model = Model()
+    model.scale = nn.Module()
+    model.scale.factor = nn.Parameter(torch.ones(1, device="meta"))
+    with pytest.raises(ValueError, match=r"dense layer scale: expected reset_parameters\(\)"):
+        hotrec.parallelize(model, Partition(ROWS), embedding_optimizer=RULE, dense_optimizer=DENSE)
+
+
+def test_look_ahead_is_refused_before_anything_is_sharded(one_rank: Ranks) -> None:
+    for layer, message in (
+        (nn.BatchNorm1d(3), "dense layer norm: expected no running statistics"),
+        (None, "pipeline look_ahead: expected trained dense layers"),
+    ):
+        model = Model()
+        model.norm = layer
+        model.out.requires_grad_(layer is not None)
+        given: Any = {"embedding_optimizer": RULE, "dense_optimizer": DENSE}
+        with pytest.raises(ValueError, match=message):
+            hotrec.parallelize(model, Partition(ROWS), pipeline="look_ahead", **given)
+
+
+@pytest.mark.parametrize("hot", CHOICES, ids=["hot", "torchrec", "off"])
+def test_weights_and_random_numbers_are_left_as_they_were(one_rank: Ranks, hot: Any) -> None:
+    model = Model()
+    weights = {
+        name: bag.weight.detach().clone()
+        for name, bag in model.collections[0].embedding_bags.items()  # type: ignore[operator, union-attr]
+    }
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    model, _ = hotrec.parallelize(model, hot, embedding_optimizer=RULE, dense_optimizer=DENSE)
+    assert torch.equal(torch.rand(3), expected)
+    for name, table in hotrec.gather_tables(model).items():
+        assert torch.equal(table, weights[name])
+
+
+def test_a_collection_stays_one_wherever_it_is_held(one_rank: Ranks) -> None:
+    for hot in CHOICES:
+        model = Model()
+        model.again = nn.ModuleList([model.collections[0]])
+        sharded, optimizer = hotrec.parallelize(
+            model, hot, embedding_optimizer=RULE, dense_optimizer=DENSE
+        )
+        assert sharded.module.again[0] is sharded.module.collections[0]
+        names = [name for _, part in optimizer.optimizers for name in part.params]
+        assert not [name for name in names if "again" in name]
+
+
+def test_public_names_are_listed() -> None:
+    assert dir(hotrec) == sorted(hotrec.__all__)
+
+
 @pytest.mark.parametrize("kind", OptimizerKind)
 def test_a_rule_is_torchrecs_class_and_back(kind: OptimizerKind) -> None:
     spec = OptimizerSpec(kind, 0.5, eps=1e-6, beta1=0.8) if kind is OptimizerKind.adam else None
@@ -209,28 +349,53 @@ def test_a_choice_gives_the_same_again(one_rank: Ranks, hot: Any) -> None:
     assert again.state_dict().keys() == first.state_dict().keys()
 
 
-def test_off_takes_a_plan_and_names_what_the_dense_optimizer_trains(
-    one_rank: Ranks, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = Model()
+def plan_of_two(model: Model) -> ShardingPlan:
+    """Table a replicated, table b on the only rank."""
     kinds = {"a": data_parallel(), "b": table_wise(rank=0, compute_kernel="fused")}
     of_module = construct_module_sharding_plan(
         model.collections[0], kinds, local_size=1, world_size=1, device_type="cpu"
     )
+    return ShardingPlan({"collections.0": of_module})
+
+
+def test_off_takes_a_plan_whose_replicated_tables_follow_their_rule(one_rank: Ranks) -> None:
+    model = in_backward(Model(), a=0.3, b=0.2)
+    plan = plan_of_two(model)
+    _, optimizer = hotrec.parallelize(model, "off", dense_optimizer=DENSE, plan=plan)
+    (_, fused), (_, replicated), (_, dense) = optimizer.optimizers
+    rates = [group["lr"] for part in (fused, replicated) for group in part.param_groups]
+    assert rates == pytest.approx([0.2, 0.3])
+    assert list(replicated.params) == ["collections.0.embedding_bags.a.weight"]
+    assert {name.split(".")[0] for name in dense.params} == {"out"}
+
+
+def test_off_names_what_the_dense_optimizer_trains(
+    one_rank: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = in_backward(Model(), b=0.1)
+    table = model.collections[0].embedding_bags["a"]  # type: ignore[operator, index]
+    _apply_optimizer_in_backward(LAMB, table.parameters(), {"lr": 0.1})
     with caplog.at_level(logging.WARNING, "hotrec"):
         _, optimizer = hotrec.parallelize(
-            model,
-            "off",
-            embedding_optimizer=RULE,
-            dense_optimizer=DENSE,
-            plan=ShardingPlan({"collections.0": of_module}),
+            model, "off", dense_optimizer=DENSE, plan=plan_of_two(model)
         )
     [message] = [
         record.getMessage() for record in caplog.records if record.name.startswith("hotrec")
     ]
-    assert "replicated ones: ['collections.0.embedding_bags.a.weight']" in message
+    assert "only fused kernels have: ['collections.0.embedding_bags.a.weight']" in message
     _, dense = optimizer.optimizers[1]
     assert {name.split(".")[0] for name in dense.params} == {"collections", "out"}
+
+
+@pytest.mark.parametrize("hot", CHOICES, ids=["hot", "torchrec", "off"])
+def test_adam_needs_cuda(one_rank: Ranks, hot: Any) -> None:
+    with pytest.raises(ValueError, match="expected sgd, adagrad or rowwise_adagrad .* got adam"):
+        hotrec.parallelize(
+            Model(),
+            hot,
+            embedding_optimizer=partial(torch.optim.Adam, lr=0.1),
+            dense_optimizer=DENSE,
+        )
 
 
 def test_other_sharded_modules_stay_torchrecs(one_rank: Ranks) -> None:
