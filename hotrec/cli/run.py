@@ -279,11 +279,10 @@ def _shown(path: Path) -> Path:
 
 
 def _num_files(source: SourceSpec | None) -> int:
-    return (
-        1
-        if source is None
-        else len(find_files(source.files, source.format, key="data.source.files"))
-    )
+    """Files of a log; 1 where they are gone, which matters only if they are to be prepared."""
+    with suppress(ValueError):
+        return 1 if source is None else len(find_files(source.files, source.format))
+    return 1
 
 
 def _name_of(run_dir: Path) -> str:

@@ -134,6 +134,11 @@ class Earlier:
         if not allow_repeats:
             check_not_among(files, self.files, self.path)
 
+    def missing_days(self, times: Times) -> list[str]:
+        """Days that this generation held out, and that neither it nor new files train on."""
+        recorded = self.dataset.artifact.content["source"].get("days", ())
+        return [day["day"] for day in recorded if not day[TRAIN] and day["day"] not in times.days]
+
     @property
     def times(self) -> Times:
         """Of the training split."""

@@ -427,6 +427,13 @@ def _check_facts(job: _Job, of_files: Sequence[FileFacts], new: FileFacts) -> No
         check_repeats(files, "data.source.files" if earlier is None else "append")
     if earlier is not None:
         earlier.check_new(files, new.times, allow_repeats=job.allow_repeats)
+    missing = [] if earlier is None else earlier.missing_days(new.times)
+    if missing and distributed.rank() == 0:
+        _LOGGER.warning(
+            "append: no file has samples of %s, which were held out so far: they are in no split "
+            "now. Append them, too, if they are to be training data",
+            ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else ""),
+        )
     if num_old and distributed.rank() == 0:
         _LOGGER.info("left out %d samples that the training split has already", num_old)
 

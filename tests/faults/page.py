@@ -16,6 +16,8 @@ KINDS = {
     "rundir": "Files of run directories.",
     "data": "Logs to prepare: text, compressed, Parquet, Arrow, joins, splits.",
     "names": "Names of columns and tables.",
+    "append": "Samples appended again in any form, or divided otherwise than before.",
+    "generations": "Datasets that have grown: replaced, pruned, used by earlier runs.",
     "target": "Commands aimed at directories of others.",
     "config": "Overrides and configuration files.",
     "machine": "Locale, limits, ports, variables, streams.",

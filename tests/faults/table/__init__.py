@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.case import Case
-from tests.faults.table import artifacts, config, data, runs, serving
+from tests.faults.table import artifacts, config, data, growth, runs, serving
 
 
 def all_cases() -> list[Case]:
@@ -12,7 +12,8 @@ def all_cases() -> list[Case]:
     Raises:
         ValueError: if two have one name.
     """
-    cases = [*runs.CASES, *config.CASES, *data.CASES, *artifacts.CASES, *serving.CASES]
+    parts = (runs, config, data, growth, artifacts, serving)
+    cases = [case for part in parts for case in part.CASES]
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

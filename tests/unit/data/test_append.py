@@ -132,6 +132,18 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     assert in_use.num_samples("train") == 3
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_days_that_were_held_out_are_not_forgotten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, skips: bool
+) -> None:
+    files = [write_day(tmp_path, day, ["a", "b"]) for day in range(4)]
+    spec = spec_by_day(files[0], valid_day=1)
+    spec.files[:] = files[:2]
+    prepare(spec, tmp_path / "d")
+    grow(tmp_path, spec_by_day(files[0], valid_day=3), *files[2 if skips else 1 :])
+    assert ("no file has samples of 1970-01-02, which were held out" in caplog.text) == skips
+
+
 def test_a_file_that_is_a_day_is_appended_once(tmp_path: Path) -> None:
     file = write_day(tmp_path, 1, ["a", "b"])
     spec = delimited_spec([Path(file)])

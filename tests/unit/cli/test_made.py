@@ -1,0 +1,46 @@
+"""What ``hotrec run`` takes as current: above all a dataset that files were appended to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hotrec.artifact import ArtifactError
+from hotrec.cli.made import find_artifact, record_artifact
+from hotrec.cli.prepare import figures_of
+from hotrec.cli.store import build_config, compose_config
+from hotrec.config.data import ColumnKind, ColumnSpec, SourceSpec
+from hotrec.config.roots import Config
+from hotrec.data.chunks import Dataset
+from hotrec.data.prepare import prepare
+from tests.unit.data.logs import spec_by_day, write_day
+
+
+def config_of(folder: Path, source: SourceSpec, *, overwrite: bool = False) -> Config:
+    words = [f"paths.dataset={folder}/dataset", f"overwrite={overwrite}"]
+    config = build_config(compose_config("config", words))
+    return replace(config, data=replace(config.data, source=source, synthetic=None))
+
+
+def test_a_dataset_that_has_grown_is_current(tmp_path: Path) -> None:
+    """Whatever the bounds and the first files are now; until it is to be overwritten."""
+    files = [write_day(tmp_path, day, ["a", "b", "c"]) for day in range(3)]
+    spec = spec_by_day(files[0], valid_day=1)
+    config = config_of(tmp_path, spec)
+    prepare(spec, tmp_path / "dataset")
+    figures = figures_of(Dataset.open(tmp_path / "dataset"))
+    assert find_artifact("prepare", config) is None, "nobody recorded it"
+    record_artifact("prepare", config, "other", figures)
+    assert find_artifact("prepare", config) is None
+    prepare(spec_by_day(files[0], valid_day=2), tmp_path / "dataset", append=files[1:])
+    found = find_artifact("prepare", config)
+    assert found is not None
+    assert (found["generation"], found["num_samples"]["train"]) == (1, 6)
+    Path(files[0]).unlink()
+    assert find_artifact("prepare", config) == found
+    assert find_artifact("prepare", config_of(tmp_path, spec, overwrite=True)) is None
+    columns = {**spec.columns, "more": ColumnSpec(ColumnKind.dense, source="price")}
+    with pytest.raises(ArtifactError, match=r"columns\.more .* set overwrite=true"):
+        find_artifact("prepare", config_of(tmp_path, replace(spec, columns=columns)))
