@@ -8,6 +8,7 @@ types: integers of more than 64 bits, or the first value of a field.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,8 @@ class _Reader:
             raise _OddError(f"{expected} in field {name}", repr(value)[:_SHOWN])
         if known is None or (known == "list" and kind != "list"):
             self._kinds[name] = kind
-        as_id = _id if name in self._ids and kind.endswith("number") else _same
+        as_number = _id if name in self._ids else _float
+        as_id = as_number if kind.endswith("number") else _same
         try:
             if isinstance(value, list):
                 return [None if item is None else as_id(item) for item in value]
@@ -265,6 +267,14 @@ def _said(kind: str) -> str:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _float(value: float) -> float:
+    """A number as Arrow reads it: integers beyond 2**53 lose digits, and too large ones are inf."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def _id(value: Any) -> int:
