@@ -6,6 +6,8 @@ import csv
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -31,10 +33,11 @@ from hotrec.config.data import (
     TimeUnit,
 )
 from hotrec.data.chunks import SPLITS, Dataset, Jagged
-from hotrec.data.hashing import hash_text
+from hotrec.data.encode import encode_inputs
+from hotrec.data.log import open_log
 from hotrec.data.prepare import prepare
-from hotrec.models import encoder
-from hotrec.models.encoder import Encoder, load_encoder, padded
+from hotrec.data.vocabulary import RowEncoder
+from hotrec.models.encoder import Encoder, _Hashed, load_encoder, padded
 from hotrec.runs import export
 from hotrec.runs.export import Trained
 
@@ -73,7 +76,7 @@ TABLES = {
     "item": TableSpec(min_count=2),
 }
 WORDS = (
-    *("a", "A", "é", "e\u0301", "日志", "🙂", "Ω\u200b", "x y", " x", "x ", "\t", "'", "a,b", 'say "hi"'),
+    *("a", "A", "é", "e\u0301", "日志", "🙂", "Ω\u200b", "x y", " x", "x ", "\t", "'", 'a, "b"'),
     *("NULL", "null", "None", "nan", "NaN", "-0", "007", "7", "7.0", "1e3", "true", "True"),
     *("x" * 7, "x" * 8, "x" * 9, "ß" * 40, "\x7f", "0", "-1", "|", "||", "\\N", "#", "\ufeff"),
 )  # fmt: skip
@@ -86,10 +89,8 @@ def odd_text(rng: random.Random) -> str | None:
     if kind < 0.5:
         return rng.choice(WORDS)
     if kind < 0.6:
-        return "".join(
-            chr(rng.choice([65, 233, 0x65E5, 0x1F600, 9, 32])) for _ in range(rng.randrange(1, 20))
-        )
-    return str(rng.choice([rng.randrange(300), rng.getrandbits(63), -rng.getrandbits(40)]))  # fmt: skip
+        return "".join(rng.choices("Aé日🙂\t ", k=rng.randrange(1, 20)))
+    return str(rng.choice([rng.randrange(300), rng.getrandbits(63), -rng.getrandbits(40)]))
 
 
 def odd_moment(rng: random.Random) -> datetime | None:
@@ -159,7 +160,7 @@ def text_records() -> Iterator[Record]:
     """As a text file holds them."""
     rng = random.Random(11)
     forms: dict[str, Callable[[Any], str]] = {
-        "odd price": lambda number: rng.choice([f"{number!r}", f" {number:.17g}\t", f"{number:+e}"]),
+        "odd price": lambda number: rng.choice([f"{number!r}", f" {number:.17g}\t", f"{number:e}"]),
         "when": lambda moment: rng.choice([moment.isoformat(), moment.isoformat(" ")]),
         "flag": lambda flag: str(int(flag)),
         "emb": lambda numbers: vector_text(rng, numbers),
@@ -226,6 +227,10 @@ def encoder_of(dataset: Dataset, spec: SourceSpec, directory: Path) -> Encoder:
     return load_encoder(directory)
 
 
+def bits(dense: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(dense).view(np.uint32)
+
+
 def check_equal(dataset: Dataset, made: Encoder, records: list[Record]) -> None:
     """Bit for bit, in batches of odd sizes."""
     begin = 0
@@ -237,10 +242,7 @@ def check_equal(dataset: Dataset, made: Encoder, records: list[Record]) -> None:
             dense, ids = zip(
                 *(made.arrays(records[i] for i in part) for part in parts), strict=True
             )
-            np.testing.assert_array_equal(
-                np.concatenate(dense).view(np.uint32),
-                np.ascontiguousarray(block.dense).view(np.uint32),
-            )
+            np.testing.assert_array_equal(bits(np.concatenate(dense)), bits(block.dense))
             assert ids[0].keys() == block.features.keys()
             for name, expected in block.features.items():
                 found = [of[name] for of in ids]
@@ -280,3 +282,150 @@ def test_records_of_texts_as_lines_hold_them(tmp_path: Path) -> None:
     dataset = Dataset.open(tmp_path / "dataset")
     made = encoder_of(dataset, spec, tmp_path / "exported")
     check_equal(dataset, made, records)
+
+
+def json_records() -> Iterator[Record]:
+    """As JSON Lines hold them: a field of numbers has only these, and keys may be missing."""
+    for record in typed_records():
+        amount, when = record["amount"], record["when"]
+        made = {
+            **record,
+            "amount": None if amount is None else float(amount),
+            "when": None if when is None else when.isoformat(),
+        }
+        yield {name: value for name, value in made.items() if value is not None}
+
+
+def test_records_as_json_lines_hold_them(tmp_path: Path) -> None:
+    records, path = list(json_records()), tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    times = {"when": TimeUnit.iso, "yymmddhh": "%y%m%d%H"}
+    spec = spec_of(path, format=SourceFormat.json, times=times)
+    prepare(spec, tmp_path / "dataset")
+    dataset = Dataset.open(tmp_path / "dataset")
+    check_equal(dataset, encoder_of(dataset, spec, tmp_path / "exported"), records)
+
+
+# One value at a time: what is refused there is refused here, and all else is read alike.
+
+NUMBERS = (
+    *("", "NULL", "null", "nan", "NaN", "inf", "-Infinity", "1e38", "1e39", "1_000", "\u0663"),
+    *("+5", " 5 ", "\t5", "5.", ".5", ".", "-", "1e400", "1e-400", "--5", "5 5", "1e5.0", "1,5"),
+    *("\u22125", "1E+2", "true", "\uff11", "5\xa0", "0.1", "-0", "1234.0", "9007199254740993"),
+)  # fmt: skip
+TIMES = (
+    *("2024-05-01", "2024-05-01T12:30", "2024-05-01 12:30:00.123456789", "2024-05-01T23:30:00+02"),
+    *("2024-05-01 12:30:00 UTC", "2024-05-01T12:30:00+0200", "2024-05-01T12:30:00 -05:30"),
+    *("2024-W18-3", "2024-02-30", "", "NULL", "yesterday", " 2024-05-01 ", "2024-05-01T24:00:00"),
+    *("0001-01-01", "9999-12-31T23:59:59.999999", "1969-12-31T23:59:59.9", "12:30", "20240501"),
+    *("2024-05-01T12:30:60", "2024-05-01T12:30:00Z", "2024-05-01t12:30:00z", "1714566600"),
+    *("2024-5-1", "2024-05-01T12"),
+)
+IDS = ("", "NULL", "1234.0", "1234.50", "-0.0", "1e3", "0001", "1.", ".0", "7\t", "[7]", "7,8", "é")
+LISTS = (
+    "",
+    "NULL",
+    "[1, 2]",
+    "[1 2]",
+    " ['a', \"b\"] ",
+    "a b",
+    "a  b ",
+    "[]",
+    "[ ]",
+    "[1",
+    "1.0 2.00",
+)
+TYPED: tuple[Any, ...] = (
+    *(None, True, 7, -1, 2**63 - 1, 2**64 - 1, 0.5, 1234.0, float("nan"), float("inf"), 1e39),
+    *(2.0**60, Decimal("1.10"), Decimal("7"), Decimal("1E-9"), "7", "", "NULL", "1234.0", " 7"),
+    *(b"7", b"\xff", date(2024, 5, 1), datetime(2024, 5, 1, 23, 30), np.bool_(True)),
+    *(datetime(2024, 5, 1, 23, 30, 1, 5, tzinfo=UTC), np.datetime64("2024-05-01T12:30:00.5")),
+    *(["7", None, ""], [1, 2], [1.0, 2.5], [1.0, 2.0], [], [["a"]], {"a": 1}),
+    *(np.float32(0.1), np.int8(3), np.datetime64("2024-05-01")),
+)
+ODD_COLUMNS = {
+    "number": ColumnSpec(DENSE, source="x", fill=0.75),
+    "hour": ColumnSpec(DENSE, source="x", derive=Derive.hour_of_day, utc_offset_h=1.5, fill=-1),
+    "id": ColumnSpec(CATEGORICAL, source="x"),
+    "bag": ColumnSpec(ColumnKind.categorical_list, source="x", max_length=2),
+}
+
+
+def check_alike(path: Path, value: Any, name: str, **more: Any) -> None:
+    """Check that a file's only value is encoded, or refused, as the encoder does."""
+    columns = {"label": ColumnSpec(ColumnKind.label, source="y"), name: ODD_COLUMNS[name]}
+    is_dense = columns[name].kind is DENSE
+    table, dense = ("z", [name]) if is_dense else (name, [])
+    columns |= {"z": ColumnSpec(CATEGORICAL)} if is_dense else {}
+    spec = spec_of(path, **{"columns": columns, "tables": {}, "times": {}, **more})
+    scaling = np.array([[0.0] * len(dense), [1.0] * len(dense)])
+    expected: Any = None
+    with suppress(ValueError):
+        log = open_log(spec)
+        (block,) = log.blocks(0)
+        expected = encode_inputs(block, log.columns, {table: RowEncoder(97)}, scaling)
+    document = {
+        "null_values": spec.null_values if path.suffix == ".csv" else [],
+        "whole_ids": True,
+        "columns": {
+            key: {**asdict(column), "source": column.source or key, "table": column.table or key}
+            for key, column in spec.columns.items()
+        },
+        "times": {"x": spec.times.get("x", "ms")} if name == "hour" else {},
+        "means": dict.fromkeys(dense, 0.0),
+        "deviations": dict.fromkeys(dense, 1.0),
+    }
+    made = Encoder(json.loads(json.dumps(document)), dense, {table: _Hashed(97)})
+    record = {"x": value, "z": "7"}
+    if expected is None:
+        with pytest.raises(ValueError, match=r"^record 0 column x: expected .*, got ") as refused:
+            pytest.fail(f"{value!r} as {name} is {made.arrays([record])}")
+        assert "\n" not in str(refused.value)
+        return
+    try:
+        found = made.arrays([record])
+    except ValueError as error:
+        raise AssertionError(f"{value!r} as {name} is {expected}") from error
+    np.testing.assert_array_equal(bits(found[0]), bits(expected[0]), err_msg=repr(value))
+    rows, own = found[1][table], expected[1][table]
+    if isinstance(own, Jagged):
+        np.testing.assert_array_equal(rows[1], own.offsets, err_msg=repr(value))
+        rows, own = rows[0], own.values
+    np.testing.assert_array_equal(rows, own, err_msg=repr(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "times"),
+    [
+        ("number", NUMBERS, {}),
+        ("hour", TIMES, {"x": "iso"}),
+        ("hour", NUMBERS, {"x": "s"}),
+        ("hour", (*TIMES, *NUMBERS), {"x": "%Y%m%d"}),
+        ("id", (*IDS, *NUMBERS, *TIMES), {}),
+        ("bag", (*LISTS, *IDS), {}),
+    ],
+)
+def test_odd_texts(
+    tmp_path: Path, name: str, values: tuple[str, ...], times: dict[str, str]
+) -> None:
+    path = tmp_path / "odd.csv"
+    for value in values:
+        write_text(path, [{"y": "1", "x": value, "z": "7"}])
+        check_alike(path, value, name, format=SourceFormat.delimited, times=times)
+
+
+@pytest.mark.parametrize("name", ["number", "hour", "id", "bag"])
+def test_odd_types(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "odd.parquet"
+    for value in TYPED:
+        is_large = isinstance(value, int) and value >= 2**63
+        column = pa.array([value], pa.uint64() if is_large else None)
+        pq.write_table(pa.table({"y": [1], "x": column, "z": ["7"]}), path)
+        check_alike(path, value, name, format=SourceFormat.parquet)
+
+
+def test_padded_rows_are_those_of_the_bags() -> None:
+    rows = np.array([5, 6, 7]), np.array([0, 0, 2, 3])
+    assert padded(rows).tolist() == [[-1, -1], [5, 6], [7, -1]]
+    assert padded(np.array([5, 6])).tolist() == [[5], [6]]
+    assert padded((np.empty(0, np.int64), np.zeros(3, np.int64))).shape == (2, 0)
