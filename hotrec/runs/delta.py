@@ -53,7 +53,6 @@ from hotrec.runs.exported import (
     KIND,
     VOCABULARIES,
     TensorWriter,
-    check_files,
     check_ids,
     check_place,
     make_ids,
@@ -86,8 +85,7 @@ def open_base(path: Path, description: Mapping[str, Any], datasets: Collection[s
     """
     base = read_artifact(path, kind=KIND, verify=Verify.full, stay_open=True)
     with base.parsing():
-        check_files(base)
-        before = read_description(path)
+        before = _read_files(base, DESCRIPTION)
         dataset = before["checkpoint"]["dataset"]
         if dataset not in datasets:
             raise ArtifactError(
@@ -108,6 +106,23 @@ def open_base(path: Path, description: Mapping[str, Any], datasets: Collection[s
         _check_grown(before, description)
         check_content(path, before)
     return base
+
+
+def _read_files(artifact: Artifact, name: str) -> dict[str, Any]:
+    """Check that all files of an artifact are in it, and listed; its description.
+
+    Raises:
+        ValueError: If one is a link, or nothing has compared it with its checksum.
+    """
+    for file in artifact.files:
+        file_within(artifact.path, file)
+    description = read_description(artifact.path, name)
+    tables = description["tables"]
+    read = [name, DENSE_FILE, *(table_file(table["name"]) for table in tables)]
+    read += [vocabulary_file(table["name"]) for table in tables if table["vocabulary"] is not None]
+    for file in (*read, *([ONNX_FILE] if (artifact.path / ONNX_FILE).exists() else ())):
+        artifact.file(file)
+    return description
 
 
 def check_content(directory: Path, description: Mapping[str, Any]) -> None:
@@ -229,10 +244,9 @@ def _merge_verified(
     opened_base = read_artifact(base, kind=KIND, verify=Verify.full)
     check_made_from(opened, opened_base)
     with opened_base.parsing():
-        check_files(opened_base)
-        check_content(base, read_description(base))
+        check_content(base, _read_files(opened_base, DESCRIPTION))
     with opened.parsing():
-        check_files(opened)
+        _read_files(opened, DELTA_DESCRIPTION)
         merge(base, delta, scratch)
     made_from = {kind: claimed for kind, claimed in opened.made_from.items() if kind != KIND}
     return opened.content, made_from

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hotrec.artifact import MANIFEST, Artifact
+from hotrec.artifact import MANIFEST
 from hotrec.data.hashing import Hashes, hash_text
 from hotrec.models.encoder import hash_file
-from hotrec.models.plain import TABLES_DIR, file_within, load_tensors
+from hotrec.models.plain import TABLES_DIR, load_tensors
 
 KIND = "model export"
 VOCABULARIES = "vocab"
@@ -110,16 +110,6 @@ class TensorWriter:
         """Append values to a tensor."""
         self._file.seek(self._at[name])
         self._at[name] += self._file.write(np.ascontiguousarray(values).data)
-
-
-def check_files(artifact: Artifact) -> None:
-    """Check that the files of an artifact are its own, and not links to others.
-
-    Raises:
-        ValueError: If one is a link.
-    """
-    for name in artifact.files:
-        file_within(artifact.path, name)
 
 
 def check_place(target: Path) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.faults import edits
@@ -75,6 +75,27 @@ def _export_cases() -> Iterator[Case]:
     yield either("export/two-at-once", AGAIN, SERVED, act=beside(AGAIN, "data/served/.model*.tmp", codes=(0, 1)), check=same_artifact(SERVED), variables=in_run("runs/new"))
 
 
+def _tensor(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], object]:
+    return lambda held: held.update({name: change(held[name])})
+
+
+TABLE, MODEL = f"{SERVED}/tables/t0.safetensors", f"{SERVED}/model.json"
+# What no export has, in an earlier one whose manifest agrees.
+FORGED: dict[str, tuple[Change, str]] = {
+    "nan": (edits.tensors(TABLE, _tensor("weight", lambda rows: rows * float("nan"))), "t0.safetensors"),
+    "fewer-rows": (edits.tensors(TABLE, _tensor("weight", lambda rows: rows[:-1].copy())), "t0.safetensors"),
+    "wider": (edits.tensors(TABLE, _tensor("weight", lambda rows: rows.astype("float64"))), "t0.safetensors"),
+    "int8-without-scale": (edits.tensors(TABLE, _tensor("weight", lambda rows: rows.astype("int8"))), "t0.safetensors"),
+    "rows-listed": (edits.tensors(TABLE, lambda held: held.update(row=held["weight"][:, 0].copy())), "t0.safetensors"),
+    "other-layers": (edits.tensors(f"{SERVED}/dense.safetensors", _tensor("top.0.bias", lambda bias: bias + 1)), "dense.safetensors"),
+    "pooling": (edits.edited(MODEL, _set("architecture/pooling", "max")), "pooling"),
+    "code": (edits.edited(MODEL, lambda model: model["architecture"].update(kind="own", target="antigravity.Model", features="x")), "model.json"),
+    "file-outside": (edits.edited(MODEL, _set("tables/0/file", "../../../runs/one/summary.json")), "model.json"),
+    "name-outside": (edits.edited(MODEL, _set("tables/0/name", "../t0")), "model.json"),
+    "rows-negative": (edits.edited(MODEL, _set("tables/0/num_rows", -1)), "model.json"),
+}
+
+
 def _delta_cases() -> Iterator[Case]:
     yield works("export/delta", DELTA, check=lambda made: whole(made.folder / "data/new/delta"), **NEW)
     yield refused("export/delta-missing", f"{DELTA} since=data/none", "data/none", **NEW)
@@ -92,6 +113,12 @@ def _delta_cases() -> Iterator[Case]:
         # Nothing of the earlier export's own content is read.
         yield refused(f"export/delta-manifest-{fault}", DELTA, SERVED, change, **NEW)
     yield refused("export/delta-manifest-no-files", DELTA, SERVED, edits.rehashed(SERVED, _set("files", {})), **NEW)
+    for fault, (change, key) in FORGED.items():
+        yield refused(f"export/forged-{fault}", DELTA, key, edits.forged(SERVED, change), **NEW)
+    link = edits.several(edits.copied(TABLE, "data/elsewhere"), edits.deleted(TABLE), edits.linked(TABLE, "../../../elsewhere"))
+    yield refused("export/forged-link", DELTA, "t0.safetensors", link, **NEW)
+    for words, name in ((EXPORT, "model"), (DELTA, "delta")):
+        yield refused(f"export/{name}-in-artifact", f"{words} output={SERVED}/new", "output")
 
 
 def _input_cases() -> Iterator[Case]:
@@ -115,6 +142,24 @@ def _input_cases() -> Iterator[Case]:
     yield works("predict/new-values", PREDICT, edits.written(DAYS, f"{header}1,,stranger,\n"), **NEW)
     either_empty = edits.written(DAYS, header)
     yield either("predict/no-samples", PREDICT, "1.csv", either_empty, **NEW)
+    yield works("predict/keep", f"{PREDICT} predict.keep=[user,tags]", **NEW)
+    yield refused("predict/keep-unknown", f"{PREDICT} predict.keep=[usr]", "predict.keep", **NEW)
+    yield refused("predict/keep-taken", f"{PREDICT} predict.keep=[label]", "predict.keep", **NEW)
+    lines = [f"0,0.5,u{n % 7},a0 b0\n" for n in range(30)]
+    strange = {"ids-upper": "u", "items-upper": "a"}
+    for name, letter in strange.items():
+        text = header + "".join(lines).replace(f",{letter}", f",{letter.upper()}").replace(" b", " B")
+        column = "user" if letter == "u" else "tags"
+        yield refused(f"predict/{name}", PREDICT, f"1.csv column {column}", edits.written(DAYS, text), **NEW)
+        yield works(f"predict/{name}-let-through", f"{PREDICT} predict.max_unknown_frac=1", edits.written(DAYS, text), **NEW)
+    yield refused("predict/unknown-frac-2", f"{PREDICT} predict.max_unknown_frac=2", "predict.max_unknown_frac", **NEW)
+    for name, text in (("middle", f"{header}{first}\n{first}"), ("end", f"{header}{first}\n")):
+        yield refused(f"predict/blank-line-{name}", PREDICT, "1.csv line 3", edits.written(DAYS, text), **NEW)
+    skips = edits.replaced(f"{DAYS_RUN}/config.yaml", "on_bad_line: error", "on_bad_line: skip")
+    for name, text in (("price", "0,dear,u0,a0\n"), ("fields", "0\n1\n"), ("label", "7,0.5,u0,a0\n")):
+        yield refused(f"predict/all-bad-{name}", PREDICT, "1.csv", edits.several(skips, edits.written(DAYS, header + text)), **NEW)
+    yield works("predict/blank-line-skipped", PREDICT, edits.several(skips, edits.written(DAYS, f"{header}{first}\n{first}\n")), **NEW)
+    yield refused("predict/output-in-artifact", PREDICT.replace("data/new", "data/days/dataset"), "output")
     yield refused("predict/file-missing", PREDICT, DAYS, edits.deleted(DAYS), **NEW)
     yield refused("predict/file-directory", PREDICT, DAYS, edits.several(edits.deleted(DAYS), edits.linked(DAYS, ".")), **NEW)
     yield refused("predict/file-unreadable", PREDICT, "1.csv", edits.unreadable(DAYS), is_privileged=False, **NEW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -10,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import hotrec
 from hotrec.artifact import (
     ArtifactError,
     Verify,
+    checksum_of,
     commit_artifact,
     read_artifact,
     scratch_directory,
@@ -29,6 +32,7 @@ from hotrec.runs import exported
 from hotrec.runs.delta import DELTA_KIND, apply_delta, changed_rows
 from hotrec.runs.export import ExportedModel, export_run
 from hotrec.runtime.ranks import Ranks
+from tests.faults.edits import agree
 from tests.unit.data.logs import spec_by_day, write_day
 from tests.unit.runs.test_generations import DAYS, config_of, run
 
@@ -207,3 +211,286 @@ def test_the_manifest_names_what_it_is_applied_to(folder: Path) -> None:
     delta = read_artifact(folder / "delta-fp32", kind=DELTA_KIND)
     base = read_artifact(folder / "base-fp32", kind=exported.KIND)
     assert delta.made_from[exported.KIND] == base.content_hash
+
+
+# What another writer, or somebody, may have made of the files, with a manifest that agrees.
+
+Forge = Callable[[Path], object]
+once = pytest.mark.parametrize("folder", [0], indirect=True, ids=["grown"])
+
+
+def hash_of(directory: Path) -> str:
+    found: str = json.loads((directory / "manifest.json").read_text())["content_hash"]
+    return found
+
+
+def tensors(file: str, change: Callable[[dict[str, np.ndarray]], object]) -> Forge:
+    def forge(directory: Path) -> None:
+        held = dict(load_file(directory / file))
+        change(held)
+        save_file(held, directory / file)
+
+    return forge
+
+
+def user(change: Callable[[dict[str, np.ndarray]], object]) -> Forge:
+    return tensors("tables/user.safetensors", change)
+
+
+def dense(change: Callable[[dict[str, np.ndarray]], object]) -> Forge:
+    return tensors("dense.safetensors", change)
+
+
+def described(change: Callable[[dict[str, Any]], object]) -> Forge:
+    def forge(directory: Path) -> None:
+        (path,) = (found for found in directory.glob("*.json") if found.stem in ("model", "delta"))
+        document = json.loads(path.read_text())
+        change(document)
+        path.write_text(json.dumps(document))
+
+    return forge
+
+
+def vocabulary(values: list[str | None], rows: list[int | None]) -> Forge:
+    return lambda directory: pq.write_table(
+        pa.table({"value": pa.array(values, pa.large_string()), "row": pa.array(rows, pa.int64())}),
+        directory / "vocab/user.parquet",
+    )
+
+
+def linked(file: str) -> Forge:
+    """The very file, but elsewhere."""
+
+    def forge(directory: Path) -> None:
+        elsewhere = directory.parent / f"elsewhere-{Path(file).name}"
+        (directory / file).rename(elsewhere)
+        (directory / file).symlink_to(elsewhere)
+
+    return forge
+
+
+def cast(name: str, dtype: type) -> Callable[[dict[str, np.ndarray]], object]:
+    return lambda held: held.update({name: held[name].astype(dtype)})
+
+
+def put(name: str, at: Any, value: float) -> Callable[[dict[str, np.ndarray]], object]:
+    def change(held: dict[str, np.ndarray]) -> None:
+        held[name] = held[name].copy()
+        held[name][at] = value
+
+    return change
+
+
+def shape_of(**changes: Any) -> Forge:
+    return described(lambda document: document["architecture"].update(changes))
+
+
+def tables_of(**changes: Any) -> Forge:
+    return described(lambda document: document["tables"][0].update(changes))
+
+
+FORGED_EXPORTS: dict[str, tuple[Forge, str]] = {
+    "fewer-rows": (
+        user(lambda held: held.update(weight=held["weight"][:-1])),
+        r"user.safetensors: expected rows of shape \(\d, 4\), got",
+    ),
+    "fewer-rows-told": (tables_of(num_rows=2), r"user.safetensors: expected rows of shape \(2, 4"),
+    "no-rows-told": (tables_of(num_rows=0), r"model.json: .*0 rows of table user"),
+    "nan": (user(put("weight", (1, 2), np.nan)), r"user.safetensors: .*in weight of row 1"),
+    "infinite": (user(put("weight", (0, 0), np.inf)), r"user.safetensors: .*in weight of row 0"),
+    "wider": (user(cast("weight", np.float64)), r"expected weight of type torch.float32, got"),
+    "narrower": (user(cast("weight", np.float16)), r"expected weight of type torch.float32, got"),
+    "int8-without-scale": (user(cast("weight", np.int8)), r"got weight of type torch.int8"),
+    "scaled": (
+        user(lambda held: held.update(scale=np.ones(len(held["weight"]), np.float32))),
+        r"expected weight of type torch.float32, got scale",
+    ),
+    "no-weight": (user(lambda held: held.update(rows=held.pop("weight"))), r"got rows of type"),
+    "other-layers": (
+        dense(lambda held: held.update({name: value + 1 for name, value in held.items()})),
+        r"dense.safetensors: expected the layers of this model",
+    ),
+    "layer-missing": (
+        dense(lambda held: held.popitem()),
+        r"dense.safetensors: expected the layers",
+    ),
+    "layers-not-named": (
+        lambda at: (dense(put("top.0.bias", 0, np.nan))(at), sign(at)),
+        r"dense.safetensors: expected finite values .* in top.0.bias",
+    ),
+    "layers-of-other-sizes": (shape_of(over_layer_sizes=[64, 1]), r"expected a whole exported"),
+    "unsigned": (described(lambda d: d.pop("dense_sha256")), r"with SHA-256 None"),
+    "pooling": (shape_of(pooling="max"), r"model.json: .*a pooling 'max'"),
+    "kind": (shape_of(kind="transformer"), r"model.json: .*a kind 'transformer'"),
+    "more-keys": (shape_of(heads=4), r"model.json: expected the description"),
+    "dimension": (shape_of(embedding_dim=2**40), r"expected rows of shape"),
+    "no-dimension": (shape_of(embedding_dim="4"), r"an embedding_dim of '4'"),
+    "feature-of-no-table": (shape_of(features=[["user", "guest"]]), r"model.json: .*'guest'"),
+    "rows-of-no-type": (described(lambda d: d.update(rows="fp8")), r"a rows 'fp8'"),
+    "file-elsewhere": (
+        tables_of(file="../whole/tables/user.safetensors"),
+        r"model.json: .*the file '../whole/tables",
+    ),
+    "name-elsewhere": (
+        described(
+            lambda d: (
+                d["tables"][0].update(name="../u", file="tables/../u.safetensors"),
+                d["architecture"].update(features=[["user", "../u"], ["videos", "videos"]]),
+            )
+        ),
+        r"model.json: .*a table '../u', whose files would be elsewhere",
+    ),
+    "table-twice": (
+        described(lambda d: d["tables"].append(d["tables"][0])),
+        r"model.json: .*tables",
+    ),
+    "link": (linked("tables/user.safetensors"), r"user.safetensors: expected a file in the direc"),
+    "link-of-description": (linked("model.json"), r"model.json: expected a file in the directory"),
+    "link-of-directory": (linked("tables"), r"user.safetensors: expected a file in the directory"),
+    "link-of-layers": (linked("dense.safetensors"), r"dense.safetensors: expected a file in the"),
+}
+
+
+def sign(directory: Path) -> None:
+    """The description of the layers as they are."""
+    checksum = checksum_of(directory / "dense.safetensors", "sha256")
+    described(lambda document: document.update(dense_sha256=checksum))(directory)
+
+
+@once
+@pytest.mark.parametrize("name", FORGED_EXPORTS)
+def test_a_forged_export_is_refused(
+    folder: Path, exports: Exports, tmp_path: Path, name: str
+) -> None:
+    """By ``load_model``, ``apply_delta`` and ``hotrec export since=``."""
+    forge, message = FORGED_EXPORTS[name]
+    forge(exports.base)
+    if "link" not in name:
+        agree(exports.base)
+        agree(exports.delta, {exported.KIND: hash_of(exports.base)})
+    with pytest.raises(ValueError, match=message) as error:
+        hotrec.load_model(exports.base)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ArtifactError, match=message):
+        apply_delta(exports.base, exports.delta, tmp_path / "made")
+    config = config_of(folder, *warm_words(folder))
+    with pytest.raises(ArtifactError, match=rf"{message}|since .*base: expected rows of"):
+        export(config, folder / "warm", tmp_path / "made", exports.base)
+    assert not (tmp_path / "made").exists()
+
+
+@once
+def test_the_class_that_a_description_names_is_not_imported(
+    exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text("open('imported', 'w')\nclass Model: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    shape_of(kind="own", target="evil.Model")(exports.base)
+    agree(exports.base)
+    agree(exports.delta, {exported.KIND: hash_of(exports.base)})
+    with pytest.raises(
+        ValueError, match=r"got one of the class evil.Model. Call .*allow_code=True"
+    ):
+        hotrec.load_model(exports.base)
+    apply_delta(exports.base, exports.delta, tmp_path / "made")
+    assert not Path("imported").exists()
+
+
+WHOLE = r"user.parquet: expected a value for each of the rows 1 to \d once, in order"
+ROWS = r"user.safetensors: expected rising rows below \d"
+FORGED_DELTAS: dict[str, tuple[Forge, str]] = {
+    "row-outside": (user(put("row", -1, 99)), ROWS),
+    "row-negative": (user(put("row", 0, -1)), ROWS),
+    "row-twice": (user(lambda h: put("row", 1, h["row"][0])(h)), ROWS),
+    "rows-unsorted": (
+        user(lambda h: h.update({n: np.ascontiguousarray(v[::-1]) for n, v in h.items()})),
+        ROWS,
+    ),
+    "new-row-missing": (user(lambda h: h.update({n: v[:-1] for n, v in h.items()})), ROWS),
+    "rows-of-floats": (user(cast("row", np.float32)), r"expected the rows' numbers of type int64"),
+    "no-rows": (user(lambda h: h.pop("row")), r"user.safetensors: expected .*, got"),
+    "fewer-weights": (user(lambda h: h.update(weight=h["weight"][:-1])), r"expected rows of shape"),
+    "nan": (user(put("weight", (0, 0), np.nan)), r"user.safetensors: expected finite values"),
+    "other-type": (user(cast("weight", np.float16)), r"expected weight of type torch.float32"),
+    "other-layers": (dense(put("top.0.bias", 0, 7)), r"dense.safetensors: expected the layers"),
+    "grown-without-rows": (tables_of(num_rows=40), r"user.safetensors: expected .*40"),
+    "shrunk": (tables_of(num_rows=1), r"tables: expected .* none with fewer rows"),
+    "name-of-another": (
+        described(
+            lambda d: (
+                d["tables"][0].update(name="../../base/u", file="tables/../../base/u.safetensors"),
+                d["architecture"].update(features=[["user", "../../base/u"], ["videos", "videos"]]),
+            )
+        ),
+        r"delta.json: .*whose files would be elsewhere",
+    ),
+    "other-table": (
+        described(
+            lambda d: (
+                d["tables"][0].update(name="guest", file="tables/guest.safetensors"),
+                d["architecture"].update(features=[["user", "guest"], ["videos", "videos"]]),
+            )
+        ),
+        r"tables/guest.safetensors among|tables: expected",
+    ),
+    "vocabulary-null": (vocabulary(["x", None], [3, 5]), WHOLE),
+    "vocabulary-outside": (vocabulary(["x", "y"], [3, 99]), WHOLE),
+    "vocabulary-row-0": (vocabulary(["x"], [0]), WHOLE),
+    "vocabulary-negative": (vocabulary(["x"], [-3]), WHOLE),
+    "vocabulary-twice": (vocabulary(["x", "y"], [3, 3]), WHOLE),
+    "vocabulary-row-null": (vocabulary(["x", "y"], [3, None]), WHOLE),
+    "vocabulary-unsorted": (vocabulary(["x", "y"], [4, 3]), WHOLE),
+    "vocabulary-of-numbers": (
+        lambda at: pq.write_table(pa.table({"v": [1]}), at / "vocab/user.parquet"),
+        r"user.parquet: expected",
+    ),
+    "link": (linked("tables/user.safetensors"), r"user.safetensors: expected a file in the direc"),
+    "graph-not-listed": (
+        lambda at: (at / "model.onnx").write_bytes(b"graph"),
+        r"expected the file model.onnx among",
+    ),
+}
+
+
+@once
+@pytest.mark.parametrize("name", FORGED_DELTAS)
+def test_a_forged_delta_is_refused(exports: Exports, tmp_path: Path, name: str) -> None:
+    forge, message = FORGED_DELTAS[name]
+    forge(exports.delta)
+    if name not in ("link", "graph-not-listed"):
+        agree(exports.delta)
+    before = {path: path.read_bytes() for path in exports.base.rglob("*") if path.is_file()}
+    with pytest.raises(ArtifactError, match=message) as error:
+        apply_delta(exports.base, exports.delta, tmp_path / "made")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "made").exists()
+    assert before == {path: path.read_bytes() for path in exports.base.rglob("*") if path.is_file()}
+
+
+@once
+@pytest.mark.parametrize("output", ["base/new", "delta/tables/new", "delta"])
+def test_it_is_not_written_into_what_it_is_made_from(exports: Exports, output: str) -> None:
+    with pytest.raises(ValueError, match=r"expected a directory outside|expected an empty direct"):
+        apply_delta(exports.base, exports.delta, exports.base.parent / output)
+    for path, kind in ((exports.base, exported.KIND), (exports.delta, DELTA_KIND)):
+        read_artifact(path, kind=kind, verify=Verify.full)
+
+
+@once
+@pytest.mark.parametrize(
+    ("hashes", "message"),
+    [
+        (np.arange(3, dtype=np.uint64), r"expected \d hashes"),
+        (np.array(["a", None], object), r"user.npy: expected an array of numpy"),
+        (lambda held: np.full_like(held, 7), r"different hash for each row"),
+        (lambda held: held.astype(np.float64), r"of type uint64, got float64"),
+    ],
+    ids=["fewer", "pickled", "twice", "floats"],
+)
+def test_forged_hashes_are_refused(exports: Exports, hashes: Any, message: str) -> None:
+    path = exports.base / "vocab/user.npy"
+    held = np.load(path)
+    np.save(path, hashes(held) if callable(hashes) else hashes, allow_pickle=True)
+    with pytest.raises(ValueError, match=message):
+        hotrec.load_encoder(exports.base)
