@@ -9,14 +9,15 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from hotrec.artifact import naming
 from hotrec.cli.store import USER_CONF, options_of
 from hotrec.config.data import DataSpec
 from hotrec.config.roots import InitConfig, TrainerConfig
 from hotrec.config.validate import validate
-from hotrec.data.infer import infer, to_yaml
+from hotrec.data.inference.spec import Inferred, infer
+from hotrec.data.inference.written import to_yaml
 from hotrec.data.log import open_log
 from hotrec.data.sample import Sample, read_sample
 
@@ -34,7 +35,7 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
     file = Path(config.directory) / "data" / f"{name}.yaml"
     _check_name(name, file)
     sample = read_sample(config.path)
-    found = infer(sample, config.label, config.time)
+    found = infer(sample, _labels(config.label), config.time)
     command = f"hotrec run {_config_dir(config.directory)}data={name} {_settings(sample)}".strip()
     heading = [
         f"Made by `hotrec init {shlex.quote(config.path)}`. Correct it, then:",
@@ -48,9 +49,13 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
     used = [entry for entry in found.entries if entry.is_used]
     kinds = [entry.spec["kind"] for entry in used]
     left_out = sorted({entry.name for entry in found.entries} - {entry.name for entry in used})
+    labels = [label.column.name for label in found.labels]
+    remarks = _remarks_of(sample, found)
+    for remark in remarks:
+        logger.warning("%s", remark)
     logger.info(
         "%s: label %s, %d dense, %d categorical, %d lists; split by %s; left out: %s",
-        *(file, found.label.name, kinds.count("dense"), kinds.count("categorical")),
+        *(file, ", ".join(labels), kinds.count("dense"), kinds.count("categorical")),
         kinds.count("categorical_list"),
         "time" if found.split["kind"] == "time" else "chance, at random",
         ", ".join(left_out) or "nothing",
@@ -60,14 +65,43 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
         "command": "init",
         "file": file,
         "name": name,
-        "label": found.label.name,
+        "label": labels[0] if len(labels) == 1 else labels,
         "columns": {entry.name: entry.spec["kind"] for entry in used},
         "left_out": left_out,
+        "remarks": remarks,
         "split": found.split,
         "num_rows": sample.num_rows,
         "is_whole": sample.is_whole,
         "next": command,
     }
+
+
+def _labels(asked: Any) -> list[str] | None:
+    """The columns that ``label`` names, one or a list of them."""
+    if asked is None:
+        return None
+    names = list(asked) if isinstance(asked, list | ListConfig) else [asked]
+    if not all(isinstance(name, str | int) for name in names):
+        raise ValueError(f"label: expected the name of a column, or a list of them, got {asked!r}.")
+    return [str(name) for name in names]
+
+
+def _remarks_of(sample: Sample, found: Inferred) -> list[str]:
+    """What is to be said of a log, a line each."""
+    sources = {entry.spec.get("source", entry.name) for entry in found.entries if entry.is_used}
+    remarks = [
+        f"{name}: read from the names of the directories"
+        for name in sample.partitions
+        if name in {*sources, found.split.get("column")}
+    ]
+    if sample.num_bad:
+        lines = "1 line" if sample.num_bad == 1 else f"{sample.num_bad:,} lines"
+        whole = "" if sample.is_whole else f" of the {sample.table.num_rows:,} looked at"
+        remarks.append(
+            f"{lines}{whole} cannot be read: {sample.fault}. `hotrec prepare` stops there: mend "
+            "the file, or set data.source.on_bad_line=skip, which leaves such lines out"
+        )
+    return [*remarks, *found.remarks]
 
 
 def _name_of(path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import PurePath
+from typing import Any
 
 from hotrec.artifact import Verify
 from hotrec.config.data import DataSpec
@@ -685,12 +686,14 @@ class InitConfig:
     """The configuration of init."""
 
     path: str | None = key(
-        "the log: a file of CSV, TSV, Parquet or Arrow, a directory of them, or a pattern; "
-        "`hotrec init PATH` sets it",
+        "the log: a file of CSV, TSV, JSON Lines, Parquet or Arrow, a directory of them, or a "
+        "pattern; `hotrec init PATH` sets it",
         None,
     )
     name: str | None = key("name of the dataset; null: that of the file", None)
-    label: str | None = key("column of 0 and 1 to train for; null: found by name", None)
+    label: Any = key(
+        "column of 0 and 1 to train for, or several as [clicked,bought]; null: found by name", None
+    )
     time: str | None = key("column of times to split by; null: the first there is", None)
     directory: str = key(
         "directory of your configuration, in which data/<name>.yaml is made", "conf"

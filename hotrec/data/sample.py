@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import glob
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from hotrec.config.data import SourceFormat
 from hotrec.data import text
+from hotrec.data.columns import ids_from_arrow, is_list
 from hotrec.data.files import locate
 from hotrec.data.readers import (
     LogFormat,
@@ -21,6 +24,7 @@ from hotrec.data.readers import (
     find_files,
     open_arrow,
     open_parquet,
+    partition_of,
 )
 
 # A log of at most this size is read whole; of a larger one this number of evenly spread pieces.
@@ -31,8 +35,17 @@ _SUFFIXES = {
     SourceFormat.parquet: (".parquet", ".pq"),
     SourceFormat.arrow: (".arrow", ".feather", ".ipc"),
     SourceFormat.delimited: (".csv", ".tsv", ".txt", ".tab"),
+    SourceFormat.json: (".jsonl", ".ndjson", ".json"),
+}
+# How files begin, whatever they are called.
+_BEGINNINGS = {
+    SourceFormat.parquet: re.compile(rb"PAR1"),
+    SourceFormat.arrow: re.compile(rb"ARROW1"),
+    SourceFormat.json: re.compile(rb"(\xef\xbb\xbf)?\s*[{\[]"),
+    SourceFormat.criteo: re.compile(rb"[01](\t-?[0-9]*){13}(\t([0-9a-f]{8})?){26}\r?\n"),
 }
 _COMPRESSIONS = (".gz", ".zst", ".bz2")
+_SHOWN = 80
 _COMPRESSION = 4  # how much smaller text may be, to guess the length of what is not read
 _BLOCK_BYTES, _PIECE_BYTES = 4 << 20, 1 << 20
 T = TypeVar("T")
@@ -48,7 +61,10 @@ class Sample:
         separator: The character between two columns of text; otherwise a comma.
         table: Rows, in the order of the log. Columns of text logs are texts without missing values.
         num_rows: Rows of the whole log, estimated for text of which not all was read.
-        num_bad: Lines of the sample that do not fit the header.
+        num_bad: Lines of the sample that cannot be read.
+        fault: Where the first of them is, what was expected there, and what it is.
+        partitions: The columns that the names of directories give.
+        unread: What other columns hold instead of values.
     """
 
     files: list[str]
@@ -57,6 +73,9 @@ class Sample:
     table: pa.Table
     num_rows: int
     num_bad: int
+    fault: str = ""
+    partitions: tuple[str, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -71,12 +90,14 @@ def read_sample(path: str) -> Sample:
     """
     pattern, log_format = _pattern_and_format(path)
     files = find_files([pattern], log_format, key="path")
-    if log_format is not SourceFormat.delimited:
+    log_format = _by_beginning(files[0], log_format)
+    partitions = tuple(dict.fromkeys(name for file in files for name in partition_of(file)))
+    if log_format in (SourceFormat.parquet, SourceFormat.arrow):
         table, num_rows = _sample_tables(files, log_format)
-        return Sample([pattern], log_format, ",", table, num_rows, 0)
-    separator = _find_separator(files[0])
-    table, num_bad, num_rows = _sample_text(files, separator)
-    return Sample([pattern], log_format, separator, table, num_rows, num_bad)
+        return Sample([pattern], log_format, ",", table, num_rows, 0, "", partitions)
+    separator = _find_separator(files[0]) if log_format is SourceFormat.delimited else "\t"
+    sample = _sample_text(files, log_format, separator)
+    return replace(sample, files=[pattern], partitions=partitions)
 
 
 def _suffix_of(path: Path) -> str:
@@ -91,6 +112,18 @@ def _format_of(path: Path) -> SourceFormat | None:
     return next((kind for kind, suffixes in _SUFFIXES.items() if suffix in suffixes), None)
 
 
+def _by_beginning(file: Path, log_format: SourceFormat) -> SourceFormat:
+    """The format that a file has, if its beginning shows that its name does not say it."""
+    with text.open_text(file) as stream:
+        data = stream.read(1 << 14)
+    if log_format in (SourceFormat.delimited, SourceFormat.json):
+        for found, beginning in _BEGINNINGS.items():
+            if beginning.match(data):
+                return found
+        return SourceFormat.delimited
+    return log_format
+
+
 def _pattern_and_format(path: str) -> tuple[str, SourceFormat]:
     directory = locate(path, "path")
     if not directory.is_dir():
@@ -98,7 +131,7 @@ def _pattern_and_format(path: str) -> tuple[str, SourceFormat]:
     files = [
         file
         for file in sorted(directory.rglob("*"))
-        if file.is_file() and not any(part.startswith((".", "_")) for part in file.parts)
+        if file.is_file() and not any(p.startswith((".", "_")) for p in _parts(file, directory))
     ]
     formats = {_suffix_of(file): found for file in files if (found := _format_of(file))}
     if len(formats) != 1:
@@ -112,6 +145,11 @@ def _pattern_and_format(path: str) -> tuple[str, SourceFormat]:
     return str(pattern), log_format
 
 
+def _parts(file: Path, directory: Path) -> tuple[str, ...]:
+    """The names of a file and of its directories below this one."""
+    return file.parts[len(directory.parts) :]
+
+
 def _spread(items: Sequence[T], num: int) -> list[T]:
     """At most ``num`` of the items, evenly spread, the first and the last among them."""
     if len(items) <= num:
@@ -123,6 +161,8 @@ def _spread(items: Sequence[T], num: int) -> list[T]:
 
 
 def _sample_tables(files: list[Path], log_format: SourceFormat) -> tuple[pa.Table, int]:
+    for file in files:
+        column_names(file, LogFormat(log_format))  # refuses names that occur twice
     num_rows = sum(count_samples(file, LogFormat(log_format)) for file in files)
     if num_rows == 0:
         raise ValueError(f"path: expected rows, got none in {len(files)} files. Name another path.")
@@ -131,8 +171,43 @@ def _sample_tables(files: list[Path], log_format: SourceFormat) -> tuple[pa.Tabl
     if num_rows > MAX_ROWS:
         pieces = _spread(pieces, NUM_PIECES)
         most = MAX_ROWS // len(pieces)
-    tables = [_piece(file, piece, log_format).slice(0, most) for file, piece in pieces]
-    return pa.concat_tables(tables, promote_options="permissive"), num_rows
+    tables = [
+        _with_partition(_piece(file, piece, log_format).slice(0, most), file)
+        for file, piece in pieces
+    ]
+    return _together(tables), num_rows
+
+
+def _with_partition(table: pa.Table, file: Path) -> pa.Table:
+    """A table with the columns that its path names and it does not have."""
+    for name, value in partition_of(file).items():
+        if name not in table.column_names:
+            table = table.append_column(name, pa.array([value] * table.num_rows, pa.string()))
+    return table
+
+
+def _together(tables: list[pa.Table]) -> pa.Table:
+    """Tables end to end; a column of several types becomes texts, as which its ids are read."""
+    names = list(dict.fromkeys(name for table in tables for name in table.column_names))
+    for name in names:
+        kinds = {table.schema.field(name).type for table in tables if name in table.column_names}
+        try:
+            pa.unify_schemas(
+                [pa.schema([(name, kind)]) for kind in kinds], promote_options="permissive"
+            )
+        except pa.ArrowException:
+            tables = [_with_texts(table, name) for table in tables]
+    return pa.concat_tables(tables, promote_options="permissive").select(names)
+
+
+def _with_texts(table: pa.Table, name: str) -> pa.Table:
+    if name not in table.column_names:
+        return table
+    index, column = table.column_names.index(name), table.column(name)
+    if not is_list(column.type):
+        texts = ids_from_arrow(column)
+        column = texts.values.take(pa.array(texts.codes, mask=texts.codes < 0))
+    return table.set_column(index, name, column)
 
 
 def _num_pieces(file: Path, log_format: SourceFormat) -> int:
@@ -175,65 +250,156 @@ def _find_separator(file: Path) -> str:
     return best
 
 
-def _sample_text(files: list[Path], separator: str) -> tuple[pa.Table, int, int]:
-    names = column_names(files[0], LogFormat(SourceFormat.delimited, separator))
-    layout = text.Layout(names, separator, True, (), dict.fromkeys(names, text.TEXT))
+@dataclass
+class _Read:
+    """What was read of text so far, and what could not be."""
+
+    tables: list[pa.Table] = field(default_factory=list)
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    num_bytes: int = 0
+    num_bad: int = 0
+    fault: str = ""
+    is_whole: bool = True
+
+    @property
+    def num_read(self) -> int:
+        return self.num_bad + len(self.objects) + sum(map(len, self.tables))
+
+    def limited(self, blocks: Iterator[text.Lines], num_bytes: int) -> Iterator[text.Lines]:
+        """The blocks of a file up to this many bytes."""
+        for lines in blocks:
+            if num_bytes <= 0:
+                self.is_whole = False
+                return
+            num_bytes -= len(lines.data)
+            self.num_bytes += len(lines.data)
+            yield lines
+
+    def note(self, bad: Sequence[text.Bad], file: Path, *, has_numbers: bool) -> None:
+        self.num_bad += len(bad)
+        if bad and not self.fault:
+            at = f"{file} line {bad[0].line}" if has_numbers else f"{file}"
+            self.fault = f"{at}: expected {bad[0].expected}, got {bad[0].got}"
+
+
+def _sample_text(files: list[Path], log_format: SourceFormat, separator: str) -> Sample:
     sizes = {file: file.stat().st_size for file in files}
     total_bytes, is_compressed = sum(sizes.values()), files[0].suffix in _COMPRESSIONS
-    is_whole = total_bytes <= MAX_TEXT_BYTES
-    read = files if is_whole else _spread(files, NUM_PIECES)
-    most = MAX_TEXT_BYTES // (1 if is_whole and not is_compressed else len(read))
-    tables, num_bad, num_lines, read_bytes = [], 0, 0, 0
-    fault = ("", "")
+    found = _Read(is_whole=total_bytes <= MAX_TEXT_BYTES)
+    read = files if found.is_whole else _spread(files, NUM_PIECES)
+    most = MAX_TEXT_BYTES // (1 if found.is_whole and not is_compressed else len(read))
+    has_header = log_format is SourceFormat.delimited
     for file in read:
-        is_cut = sizes[file] > most and not is_compressed
-        left = most
-        for lines in _pieces(file, sizes[file], most) if is_cut else _from_start(file):
-            if left <= 0:
-                is_whole = False
-                break
-            table, bad = _parse(lines, layout)
-            tables.append(table)
-            num_bad += len(bad)
-            fault = bad[0] if bad else fault
-            num_lines += lines.num_lines
-            read_bytes += len(lines.data)
-            left -= len(lines.data)
-    if num_bad == num_lines:
+        if sizes[file] > most and not is_compressed:
+            found.is_whole = False
+            for lines, is_last in _pieces(file, sizes[file], most):
+                found.num_bytes += len(lines.data)
+                _read([lines], file, log_format, separator, found, is_piece=True, is_end=is_last)
+        else:
+            blocks = text.read_lines(file, _BLOCK_BYTES, has_header=has_header)
+            _read(found.limited(blocks, most), file, log_format, separator, found)
+    if found.num_bad == found.num_read:
         raise ValueError(
-            f"{files[0]}: expected {fault[0]}, got {fault[1]}; none of {num_lines} lines can be "
-            "read. Correct the file: text is UTF-8, and values have no line ends."
+            f"{found.fault}; none of {found.num_read} lines can be read. Correct the file: text is "
+            "UTF-8, and a quote that is opened is closed."
         )
-    if not is_whole:
+    num_rows = found.num_read
+    if not found.is_whole:
         all_bytes = total_bytes * (_COMPRESSION if is_compressed else 1)
-        num_lines = max(num_lines + 1, all_bytes * num_lines // read_bytes)
-    return pa.concat_tables(tables).unify_dictionaries(), num_bad, num_lines
+        num_rows = max(num_rows + 1, all_bytes * num_rows // found.num_bytes)
+    unread: dict[str, str] = {}
+    if log_format is SourceFormat.json:
+        table, unread = _table_of(found.objects)
+    else:
+        table = pa.concat_tables(found.tables, promote_options="permissive").unify_dictionaries()
+    bad = (found.num_bad, found.fault)
+    return Sample([], log_format, separator, table, num_rows, *bad, unread=unread)
 
 
-def _parse(lines: text.Lines, layout: text.Layout) -> tuple[pa.Table, list[tuple[str, str]]]:
-    """The lines that fit the layout, and what was expected and found in each of the others."""
-    table = text.parse(lines, layout)
-    if table is not None:
-        return table, []
-    bad, kept, _ = text.find_bad_lines(lines, layout)
-    table = text.parse(kept, layout) if kept.num_lines else None
-    if table is None:
-        table = pa.table({name: pa.array([], kind) for name, kind in layout.wanted.items()})
-    return table, [(expected, got) for _, expected, got in bad]
+def _read(
+    blocks: Iterable[text.Lines],
+    file: Path,
+    log_format: SourceFormat,
+    separator: str,
+    found: _Read,
+    *,
+    is_piece: bool = False,
+    is_end: bool = True,
+) -> None:
+    """Read blocks of a file that follow each other: all, or a piece from somewhere in it."""
+    if log_format is SourceFormat.json:
+        for lines in blocks:
+            objects, bad = _objects(lines)
+            found.objects += [{**partition_of(file), **one} for one in objects]
+            found.note(bad, file, has_numbers=not is_piece)
+        return
+    is_delimited = log_format is SourceFormat.delimited
+    names = column_names(file, LogFormat(log_format, separator))
+    layout = text.Layout(names, separator, is_delimited, (), dict.fromkeys(names, text.TEXT))
+    for parsed in text.parse_lines(blocks, layout):
+        bad = parsed.bad
+        if is_piece and parsed.lines.size:  # it may begin and end within a value
+            first, last = parsed.lines[0], parsed.lines[-1]
+            bad = tuple(b for b in bad if b.line > first and (is_end or b.line < last))
+        found.tables.append(_with_partition(parsed.table, file))
+        found.note(bad, file, has_numbers=not is_piece)
 
 
-def _from_start(file: Path) -> Iterator[text.Lines]:
-    return text.read_lines(file, _BLOCK_BYTES, has_header=True)
+def _objects(lines: text.Lines) -> tuple[list[dict[str, Any]], list[text.Bad]]:
+    objects, bad = [], []
+    for number, line in enumerate(lines.data.split(b"\n")[:-1], lines.first_line):
+        try:
+            found = json.loads(line.decode("utf-8-sig"))
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            objects.append(found)
+        else:
+            bad.append(text.Bad(number, "a JSON object", repr(line[:_SHOWN])))
+    return objects, bad
 
 
-def _pieces(file: Path, size: int, num_bytes: int) -> Iterator[text.Lines]:
-    """Whole lines at evenly spread places of a plain file."""
+def _table_of(objects: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, str]]:
+    """The fields of objects as columns, and why some are none."""
+    arrays, unread = {}, {}
+    for name in dict.fromkeys(name for found in objects for name in found):
+        values = [found.get(name) for found in objects]
+        array = _array(values)
+        if array is None:
+            has_objects = any(isinstance(value, dict) for value in values)
+            unread[name] = "objects" if has_objects else "values of several kinds"
+        arrays[name] = pa.nulls(len(values)) if array is None else array
+    return pa.table(arrays), unread
+
+
+def _array(values: list[Any]) -> pa.Array | None:
+    """Values of JSON: numbers as they are written, so that ids keep their digits."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds <= {int, float} or kinds in ({str}, {bool}):
+        return pa.array([v if v is None else _written(v) for v in values], pa.string())
+    if kinds != {list}:
+        return None
+    items = {type(item) for value in values for item in value or () if item is not None}
+    if items <= {int}:  # of any number of digits
+        return pa.array([v and [i if i is None else str(i) for i in v] for v in values])
+    return pa.array(values) if items <= {int, float} or items == {str} else None
+
+
+def _written(value: bool | float | str) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _pieces(file: Path, size: int, num_bytes: int) -> Iterator[tuple[text.Lines, bool]]:
+    """Whole lines at evenly spread places of a plain file, and whether they are its last."""
     num = max(2, num_bytes // _PIECE_BYTES)
     with file.open("rb") as stream:
         for offset in (index * (size - _PIECE_BYTES) // (num - 1) for index in range(num)):
             stream.seek(offset)
             data = stream.read(_PIECE_BYTES)
+            is_last = offset + len(data) == size
+            if is_last and not data.endswith(b"\n"):
+                data += b"\n"
             # The first line is the header or a part of one, and the last may be cut.
             first, last = data.find(b"\n") + 1, data.rfind(b"\n") + 1
             if 0 < first < last:
-                yield text.Lines(data[first:last], 1, data.count(b"\n", first, last))
+                yield text.Lines(data[first:last], 1, data.count(b"\n", first, last)), is_last

@@ -19,9 +19,11 @@ from hotrec.cli import main
 from hotrec.config.data import DataSpec
 from hotrec.config.validate import validate
 from hotrec.data import sample as sampling
-from hotrec.data.infer import Inferred, infer, to_yaml
+from hotrec.data.inference.spec import Inferred, infer
+from hotrec.data.inference.written import to_yaml
 from hotrec.data.prepare import prepare
 from hotrec.data.sample import read_sample
+from tests.unit.data.inference import logs
 
 NUM = 2000
 RNG = np.random.default_rng(0)
@@ -120,7 +122,7 @@ def test_texts_that_mean_missing(tmp_path: Path) -> None:
     ("columns", "asked", "message"),
     [
         ({"clicked": [3] * NUM}, {}, r"^label: .* got \['is_member', 'second'\]"),
-        ({}, {"label": "age"}, r"^label: .* got 'age'"),
+        ({}, {"labels": ["age"]}, r"^label: .* got 'age'"),
         ({}, {"time": "age"}, r"^time: .* got 'age'"),
     ],
 )
@@ -173,7 +175,10 @@ def test_a_directory_of_one_format(tmp_path: Path) -> None:
     [
         ("{},u{},5{}\n", r"^path: expected the names .* got values: \['0', 'u0', '50'\]"),
         ("click,user,item\n{},K\xf6ln {},{}\n", r"expected UTF-8 text, got byte 0xf6 .*UTF-8"),
-        ('click,user,item\n{},"a\n{}",{}\n', r"a\.csv: expected a closing quote in the line, got"),
+        (
+            'click,user,item\n{},"a,{},{}\n',
+            r"a\.csv line 2: expected a closing quote in the line, ",
+        ),
         ("click,user,item\nyes{},u{},i{}\n", r"^label: .* none among .* Write the labels as 0 "),
     ],
 )
@@ -189,7 +194,7 @@ def test_text_that_is_no_log_is_refused(tmp_path: Path, text: str, message: str)
 def test_columns_may_be_named_by_their_positions(tmp_path: Path) -> None:
     lines = [f"{n % 2},u{n % 7}\n" for n in range(100)]
     (tmp_path / "a.csv").write_text("".join(["0,1\n", *lines]))
-    assert infer(read_sample(str(tmp_path / "a.csv"))).label.name == "0"
+    assert infer(read_sample(str(tmp_path / "a.csv"))).labels[0].column.name == "0"
 
 
 def test_init(
@@ -208,3 +213,129 @@ def test_init(
     # What it wrote is found without --config-dir.
     assert main(["prepare", "data=my_log_1", "paths.dataset=dataset"]) == 0
     assert json.loads(capsys.readouterr().out)["num_samples"]["train"] > 1000
+
+
+# What is said of a log, and what its columns share.
+
+DAYS = np.arange(logs.NUM) // 250  # 24 days
+TIMES = pa.array(START_S + DAYS * 86_400 + np.arange(logs.NUM) % 250 * 60, pa.timestamp("s"))
+
+SOME_TIMES = pa.array(DAYS, pa.timestamp("s"), mask=DAYS == 3)
+NO_TIMES = [f"day {number}" for number in DAYS * 250 + logs.ITEMS]
+
+
+def inferred(labels: list[str] | None = None, *, is_text: bool = False, **more: Any) -> Inferred:
+    columns = {"clicked": logs.CLICKS.astype(int), "user_id": logs.USERS, "item_id": logs.ITEMS}
+    return infer(logs.sample_of(columns | more, is_text=is_text), labels)
+
+
+def test_several_labels() -> None:
+    bought = (logs.CLICKS & (logs.ITEMS % 2 == 0)).astype(int)
+    found = inferred(["clicked", "bought"], bought=bought)
+    specs = used(found)
+    assert (specs["clicked"], specs["bought"]) == ({"kind": "label"}, {"kind": "label"})
+    assert [label.column.name for label in found.labels] == ["clicked", "bought"]
+    with pytest.raises(ValueError, match="expected columns of 0 and 1, .* got 'price', 'x'"):
+        inferred(["clicked", "price", "x"], price=logs.PRICES)
+
+
+@pytest.mark.parametrize(
+    ("values", "keys"),
+    [
+        (logs.CLICKS, {}),
+        (np.where(logs.CLICKS, "True", "False"), {}),
+        (np.where(logs.CLICKS, "y", "n"), {}),
+        (np.where(logs.CLICKS, 1, -1), {"values": ["-1", "1"]}),
+        (np.where(logs.CLICKS, "1.0", "-1.0"), {"values": ["-1", "1"]}),
+        (np.where(logs.CLICKS, "1", ""), {"values": ["", "1"]}),
+    ],
+)
+def test_labels_in_other_forms(values: Any, keys: dict[str, Any]) -> None:
+    found = inferred(clicked=values, is_text=True)
+    assert used(found)["label"] == {"kind": "label", "source": "clicked", **keys}
+    np.testing.assert_array_equal(found.labels[0].is_click, logs.CLICKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "table"),
+    [
+        ("history", pa.array([[i, (i * 7) % 150] for i in logs.ITEMS.tolist()]), "item_id"),
+        ("recent_items", pa.array([[i, i, 10**6 + i] for i in logs.ITEMS.tolist()]), "item_id"),
+        ("last_item_id", logs.ITEMS // 2, "item_id"),
+        ("friend", pa.array([[f"u{u}", "u0"] for u in logs.USERS]), "member"),
+        ("shop_position", logs.ITEMS % 30, None),
+        ("num_items", logs.ITEMS % 60, None),
+        ("item_tags", pa.array([[i % 20, i % 7] for i in logs.ITEMS.tolist()]), None),
+    ],
+)
+def test_tables_are_shared(name: str, values: Any, table: str | None) -> None:
+    found = inferred(member=[f"u{user}" for user in logs.USERS], **{name: values})
+    assert used(found)[name].get("table") == table
+
+
+def test_a_weekday_needs_two_weeks() -> None:
+    assert used(inferred(at=TIMES))["weekday"]["derive"] == "day_of_week"
+    found = inferred(at=TIMES.cast(pa.int64()).to_numpy() // 2 + START_S // 2)
+    assert found.split["kind"] == "time"
+    assert "hour" in used(found)
+    assert "weekday" not in used(found)
+    assert any(entry.name == "weekday" and not entry.is_used for entry in found.entries)
+
+
+@pytest.mark.parametrize(
+    ("more", "remark", "is_random"),
+    [
+        ({"at": SOME_TIMES}, "at: times, but 250 rows have none", True),
+        ({"at": pa.array([5] * logs.NUM, pa.timestamp("s"))}, "at: its times are too few", True),
+        ({"event_time": NO_TIMES}, "event_time: left out: named as times", True),
+        ({"timestamp": np.arange(logs.NUM) * 1000 + 61}, "timestamp: left out: named as", True),
+        ({"meta": pa.array([{"a": 1}] * logs.NUM)}, "meta: left out: of type struct", False),
+        ({"at": TIMES, "dt": TIMES}, "dt: times, too: time=dt splits by them", False),
+        ({"bought": (logs.CLICKS & (logs.ITEMS < 20)).astype(int)}, "bought: alone: all of", False),
+    ],
+)
+def test_what_is_said(more: dict[str, Any], remark: str, is_random: bool) -> None:
+    [said] = inferred(["clicked"], **more).remarks
+    assert said.startswith(remark)
+    assert ("the split is at random" in said) == is_random
+
+
+def test_the_log_is_split_by_the_times_that_it_is_in_order_of() -> None:
+    births = pa.array(logs.USERS * 40 * 86_400 + 86_400, pa.timestamp("s"))
+    found = inferred(birthday=births, at=TIMES)
+    assert found.split["column"] == "at"
+    assert found.remarks == ["birthday: times, too: time=birthday splits by them"]
+    assert inferred(birthday=births).split["column"] == "birthday"
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_text"),
+    [
+        (["user_id", "item_id"], False),
+        ({"user_id": logs.USERS + 6 * 10**18, "item_id": logs.ITEMS + 7 * 10**18}, True),
+        ({"user_id": [f"{user}.0" for user in logs.USERS], "item_id": logs.ITEMS}, True),
+        ({"user_id": pa.array(logs.USERS.astype(float), mask=logs.USERS == 3)}, False),
+        ({"C14": logs.ITEMS * 7 + 15_000, "C17": logs.USERS, "C20": logs.USERS % 70}, True),
+    ],
+)
+def test_ids_of_any_form(columns: Any, is_text: bool) -> None:
+    more = {} if isinstance(columns, list) else columns
+    specs = used(inferred(price=logs.PRICES, is_text=is_text, **more))
+    assert {specs[name]["kind"] for name in columns} == {"categorical"}
+    assert specs["price"]["kind"] == "dense"
+
+
+def test_how_long_something_took_is_no_time() -> None:
+    found = inferred(play_time=(logs.PRICES * 100).astype(int), dwell_time=logs.PRICES)
+    assert {used(found)[name]["kind"] for name in ("play_time", "dwell_time")} == {"dense"}
+    assert found.remarks == []
+
+
+def test_suspicion_is_at_the_column() -> None:
+    sample = logs.sample_of(
+        {"clicked": logs.CLICKS.astype(int), "user_id": logs.USERS}
+        | {"dwell": np.where(logs.CLICKS, logs.PRICES, 0)}
+    )
+    text = to_yaml(sample, infer(sample), [])
+    [line] = [line for line in text.splitlines() if line.strip().startswith("dwell:")]
+    assert line.endswith("alone: AUC 1.00: is it known before the click?")

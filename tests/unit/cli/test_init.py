@@ -1,0 +1,65 @@
+"""``hotrec init`` on the command line: what it writes, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrec.cli import main
+
+Printed = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where logs are and commands start; two labels, of which one is a leak of the other."""
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{n % 3 // 2},{n % 9 // 8},u{n % 41},{n % 17}" for n in range(2000)]
+    (tmp_path / "dt=2024-05-01").mkdir()
+    text = "\n".join(["clicked,bought,user,item_id", *lines, "1,0"])
+    (tmp_path / "dt=2024-05-01" / "part.csv").write_text(text)
+    return tmp_path
+
+
+def init(printed: Printed, *words: str) -> tuple[dict[str, Any], str]:
+    """The figures of a command that succeeds, and what it said."""
+    assert main(["init", "dt=2024-05-01/part.csv", *words]) == 0
+    out, err = printed.readouterr()
+    return json.loads(out), err
+
+
+def test_it_says_what_to_look_at(capfd: Printed) -> None:
+    figures, said = init(capfd)
+    written = Path("conf/data/part.yaml").read_text()
+    assert figures["label"] == "clicked"
+    warnings = [line for line in said.splitlines() if " W hotrec.cli.init: " in line]
+    assert figures["remarks"] == [line.split(": ", 1)[1] for line in warnings]
+    bad = "1 line cannot be read: dt=2024-05-01/part.csv line 2002: expected 4 columns, got 2"
+    assert any(remark.startswith(bad) for remark in figures["remarks"])
+    assert "no column reads dt, which is 2024-05-01" in said  # a constant is left out
+    assert any("bought: alone: all of" in remark for remark in figures["remarks"])
+    assert "\n  on_bad_line" not in written  # nobody asked to lose a line
+    assert "# on_bad_line: skip" in written
+    # So the next command stops, and says which line it is.
+    words = ("data=part", "paths.dataset=dataset")
+    assert main(["prepare", *words]) == 1
+    assert "line 2002: expected 4 columns, got 2" in capfd.readouterr().err
+    assert main(["prepare", *words, "data.source.on_bad_line=skip"]) == 0
+
+
+def test_several_labels_are_no_features(capfd: Printed) -> None:
+    figures, _ = init(capfd, "label=[clicked,bought]")
+    assert figures["label"] == ["clicked", "bought"]
+    assert figures["columns"] == {"clicked": "label", "bought": "label", "user": "categorical",
+                                  "item_id": "categorical"}  # fmt: skip
+    words = ("data=part", "paths.dataset=dataset", "data.source.on_bad_line=skip")
+    assert main(["prepare", *words]) == 0
+
+
+@pytest.mark.parametrize("label", ["{clicked: 1}", "[[clicked]]"])
+def test_labels_are_names(label: str, capfd: Printed) -> None:
+    assert main(["init", "dt=2024-05-01/part.csv", f"label={label}"]) == 1
+    assert "error: label: expected the name of a column" in capfd.readouterr().err
