@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hotrec.config.roots import Config, ProfileConfig, ProfileMode
 from hotrec.cost_model.blocks import Block
-from hotrec.cost_model.profile import Sampling, write_profile
+from hotrec.cost_model.histogram import merge_histograms
+from hotrec.cost_model.profile import Profile, Sampling, landmarks, write_profile
 from hotrec.data.chunks import Dataset, Jagged
 from hotrec.report import plot_coverage
 from hotrec.runtime.progress import Progress
@@ -21,6 +22,8 @@ COVERAGE_PICTURE = "coverage.png"
 # Drift is seen at this share of the rows, where their held-out share of lookups is less than this
 # multiple of that in training. Few rows by popularity are hardly ranked by chance.
 DRIFT_AT, DRIFT_RATIO = 0.01, 0.9
+# A table of which more of the held-out lookups are of rows without a lookup in training.
+UNSEEN_FRAC = 0.5
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     content = artifact.content
     num_lookups = sum(table["num_lookups"] for table in content["tables"].values())
     logger.info("%s: %d lookups counted in %.1f s", output, num_lookups, elapsed_s)
-    _warn_of_drift(content["landmarks"])
+    _warn_of_drift(profile, content)
     return {
         "command": "profile",
         "profile": output,
@@ -66,17 +69,46 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _warn_of_drift(landmarks: list[dict[str, Any]]) -> None:
-    """Say so where rows that are popular in training serve far fewer of the held-out lookups."""
-    point = next(point for point in landmarks if point["rows_frac"] == DRIFT_AT)
-    if point["heldout"] is not None and point["heldout"] < DRIFT_RATIO * point["train"]:
+def _warn_of_drift(profile: Profile, content: Mapping[str, Any]) -> None:
+    """Say so where rows that are popular in training serve far fewer of the held-out lookups.
+
+    A table whose held-out values are new, such as a weekday that training did not have, is another
+    matter: its rows tell nothing of the popularity of others.
+    """
+    unseen = {
+        name: table["heldout_unseen_frac"]
+        for name, table in content["tables"].items()
+        if (table["heldout_unseen_frac"] or 0.0) > UNSEEN_FRAC
+    }
+    for name, frac in unseen.items():
+        logger.warning(
+            "table %s: training has no values of %.1f%% of the held-out lookups, so nothing is "
+            "learned of them",
+            *(name, 100 * frac),
+        )
+    train, heldout = _shares(content["landmarks"])
+    if unseen and _drifts(train, heldout):
+        others = [h for name, h in profile.build_histograms().items() if name not in unseen]
+        if not others:
+            return
+        train, heldout = _shares(landmarks(merge_histograms(others), profile.sampling))
+    if _drifts(train, heldout):
         logger.warning(
             "popularity drifts: the %.3g%% of the rows that are read most take %.1f%% of the "
             "lookups in training, and %.1f%% in the held-out part. Train in order of time with a "
             "hot set that follows the data (order=time placement.adapt_every_steps=100), or "
             "profile newer data",
-            *(100 * DRIFT_AT, 100 * point["train"], 100 * point["heldout"]),
+            *(100 * DRIFT_AT, 100 * train, 100 * (heldout or 0.0)),
         )
+
+
+def _shares(points: list[dict[str, Any]]) -> tuple[float, float | None]:
+    point = next(point for point in points if point["rows_frac"] == DRIFT_AT)
+    return point["train"], point["heldout"]
+
+
+def _drifts(train: float, heldout: float | None) -> bool:
+    return heldout is not None and heldout < DRIFT_RATIO * train
 
 
 def sampling_of(profile: ProfileConfig) -> Sampling:

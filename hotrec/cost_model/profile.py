@@ -309,7 +309,6 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
     histograms = profile.build_histograms()
     together = merge_histograms(histograms.values())
     sampling = profile.sampling
-    confidence = None if sampling.is_exact else sampling.confidence
     of_loader = {} if profile.batch_size is None else {"batch_size": profile.batch_size}
     return of_loader | {
         "num_samples": profile.num_samples,
@@ -318,12 +317,18 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
         "sampling": dict(vars(sampling)),
         "tables": {name: _summarize_table(histogram) for name, histogram in histograms.items()},
         "coverage": coverage_curve(together),
-        "landmarks": [_landmark(together, frac, confidence) for frac in LANDMARK_FRACS],
+        "landmarks": landmarks(together, sampling),
         "locality": {
             "train": localities_to_json(profile.locality),
             "heldout": localities_to_json(profile.heldout_locality),
         },
     }
+
+
+def landmarks(histogram: CountHistogram, sampling: Sampling) -> list[dict[str, Any]]:
+    """The shares of lookups that the most accessed rows take, at round fractions of the rows."""
+    confidence = None if sampling.is_exact else sampling.confidence
+    return [_landmark(histogram, frac, confidence) for frac in LANDMARK_FRACS]
 
 
 def _summarize_table(histogram: CountHistogram) -> dict[str, Any]:
