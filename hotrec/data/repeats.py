@@ -58,8 +58,8 @@ def sample_hashes(
     for kind in (ColumnKind.label, ColumnKind.weight, ColumnKind.dense):
         for name, source in sources_of(columns, kind).items():
             # As another format may store them; a vector's numbers one by one.
-            numbers = block.numbers[source].astype(np.float32).reshape(len(block), -1)
-            for place, values in enumerate(numbers.T):
+            numbers = np.atleast_2d(block.numbers[source].astype(np.float32).T)
+            for place, values in enumerate(numbers):
                 state += _factor(f"{name}/{place}") * _number_hashes(values)
     if times is not None:
         state += _factor(f"/{times}") * _number_hashes(block.numbers[times])
