@@ -480,7 +480,16 @@ def _record_for_torchrun(action: Callable[[], Figures | None]) -> Callable[[], F
 
 
 def _print_figures(figures: Figures) -> None:
-    if environment_rank() == 0:
+    """End a command: lines for a reader, and figures for a program unless that is a terminal."""
+    if environment_rank() != 0:
+        return
+    name = str(figures["command"])
+    is_said = name == "run"
+    if COMMANDS[name].has_closing_lines:
+        from hotrec.cli.closing import print_closing  # which imports pictures
+
+        is_said = print_closing(figures)
+    if not (is_said and sys.stdout.isatty()):
         print(json.dumps(_plain(figures), allow_nan=False), flush=True)
 
 

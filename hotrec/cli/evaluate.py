@@ -31,9 +31,12 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
         "run_dir": trained_dir,
         "checkpoint": result.checkpoint,
         "step": result.step,
+        "is_best": result.is_best,
         "split": config.split,
         "placement": placement_name(result.config),
         **result.quality.to_json(),
+        "unknown_ids": None if result.unknown is None else result.unknown.to_json(),
+        **({"suspicious": result.suspicious} if result.suspicious else {}),
         "world_size": ranks.world_size,
         "elapsed_s": time.perf_counter() - start_s,
     }

@@ -8,8 +8,9 @@ from typing import Any
 
 from hotrec.cli.store import read_config
 from hotrec.config.roots import Config, ExportConfig
+from hotrec.runs.evaluate import is_best
 from hotrec.runs.export import export_run
-from hotrec.runtime.run_dir import CONFIG_FILE, find_trained
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, find_trained
 
 
 def run(config: ExportConfig, run_dir: Path) -> dict[str, Any]:
@@ -24,9 +25,11 @@ def run(config: ExportConfig, run_dir: Path) -> dict[str, Any]:
         "output": exported.artifact.path,
         "checkpoint": exported.checkpoint,
         "step": exported.step,
+        "is_best": is_best(trained_dir / CHECKPOINTS / exported.checkpoint),
         "rows": config.export.rows.name,
         "num_rows": exported.num_rows,
         "num_bytes": sum(file["num_bytes"] for file in exported.artifact.files.values()),
+        "split": config.export.eval_split,
         **({} if exported.quality is None else exported.quality.to_json()),
         "elapsed_s": time.perf_counter() - start_s,
     }

@@ -10,9 +10,10 @@ from typing import Any
 from hotrec.cli.store import read_config
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config, PredictConfig
+from hotrec.runs.evaluate import is_best
 from hotrec.runs.predict import ScoredFiles, predict_run
 from hotrec.runtime.ranks import broadcast_object, same_verdict
-from hotrec.runtime.run_dir import CONFIG_FILE, find_trained
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, find_trained
 
 logger = logging.getLogger(__name__)
 _NUM_SHOWN = 12
@@ -39,6 +40,7 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
         "output": scored.artifact.path,
         "checkpoint": scored.checkpoint,
         "step": scored.step,
+        "is_best": is_best(trained_dir / CHECKPOINTS / scored.checkpoint),
         "num_files": scored.num_files,
         "num_skipped": scored.num_skipped,
         "unknown_ids": scored.unknown_ids,

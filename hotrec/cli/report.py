@@ -30,7 +30,6 @@ def run(config: ReportConfig, run_dir: Path) -> dict[str, Any]:
     page = output / "report.html"
     if config.text:
         print(report.text(), file=sys.stderr)
-    logger.info("report: %s", page)
     return {"command": "report", "page": page, **report.document}
 
 

@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from hotrec.artifact import ArtifactError
+from hotrec.cli.closing import print_closing, shown
 from hotrec.cli.launch import BRIEF, PARENT, RUN_DIR, wait_for_child
 from hotrec.cli.made import (
     RECORD,
@@ -29,10 +29,18 @@ from hotrec.cli.store import quoted
 from hotrec.config.data import SourceSpec
 from hotrec.config.roots import Config
 from hotrec.cost_model.profile import KIND as PROFILE
+from hotrec.cost_model.store import KIND as COSTS
 from hotrec.cost_model.store import check_host, read_costs
 from hotrec.data.chunks import DATASET
 from hotrec.data.readers import find_files
-from hotrec.runtime.run_dir import PREDICTION, SUMMARY, read_finished
+from hotrec.runtime.run_dir import (
+    CHECKPOINTS,
+    COMPARISON,
+    PREDICTION,
+    SUMMARY,
+    TRAINED,
+    read_finished,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +87,14 @@ def run(
     return chain.run()
 
 
+@dataclass(frozen=True)
+class _CostsInUse:
+    """What identifies the costs that plans rest on, and what is to be said of them, if anything."""
+
+    digest: str
+    caveat: str | None
+
+
 class _Chain:
     def __init__(
         self, config: Config, run_dir: Path, words: list[str], environment: Mapping[str, str]
@@ -99,9 +115,10 @@ class _Chain:
         self.do("prepare", ["prepare", *words, *few], lambda: find_artifact("prepare", config))
         self.do("profile", ["profile", *words], lambda: find_artifact("profile", config))
         self.do("calibrate", ["calibrate", *words], self.find_costs)
-        self.folder = self.find_folder()
+        costs = self.read_costs()
+        self.folder = self.find_folder(costs)
         size = f"plan.world_size={config.launch.num_ranks}"
-        self.do_recorded("plan", ["plan", *words, size], self.inputs())
+        self.do_recorded("plan", ["plan", *words, size], digest_of(self.inputs(), costs.digest))
         self.do("train", ["train", *words], lambda: read_finished(self.folder / "train"))
         if config.run.compare:
             theirs = ["train", *words, "placement=torchrec"]
@@ -112,7 +129,7 @@ class _Chain:
 
     def do(self, name: str, words: Sequence[str], find: Callable[[], Figures | None]) -> None:
         """Make a stage, unless it is current."""
-        number = f"{self.names.index(name) + 1}/{len(self.names)} {name}"
+        number = self.number(name)
         figures = find()
         if figures is None:
             logger.info("%s: %s", number, PURPOSE[name])
@@ -121,6 +138,10 @@ class _Chain:
         else:
             logger.info("%s: current, nothing to do", number)
         self.figures[name] = figures
+
+    def number(self, name: str) -> str:
+        """The stage and its number among all."""
+        return f"{self.names.index(name) + 1}/{len(self.names)} {name}"
 
     def do_recorded(self, name: str, words: Sequence[str], digest: str) -> None:
         """Make a stage, unless its directory has the record that it was made from just this."""
@@ -147,7 +168,7 @@ class _Chain:
         return dict(json.loads(output.read_text().splitlines()[-1]))
 
     def find_costs(self) -> Figures | None:
-        """Costs that were measured on this machine, for as many ranks and samples."""
+        """Costs that were measured on this machine, for as many ranks and samples, and well."""
         from hotrec.planning.unsharded import chosen_device
         from hotrec.runtime.memory import read_fingerprint
 
@@ -160,9 +181,19 @@ class _Chain:
             }
             is_same = all(costs.facts.get(name) == value for name, value in asked.items())
             here = read_fingerprint(chosen_device(config.trainer.device))
-            if is_same and costs.origin == "measured" and check_host(costs, here) is None:
+            is_of_here = costs.origin == "measured" and check_host(costs, here) is None
+            if is_same and is_of_here and costs.is_trusted:
                 return {"costs": config.paths.costs}
         return None
+
+    def read_costs(self) -> _CostsInUse:
+        """The costs that plans rest on."""
+        where = self.config.planner.costs
+        if where not in ("auto", "measured"):
+            return _CostsInUse(where, None)
+        path = self.config.paths.costs
+        costs = read_costs(Path(path))
+        return _CostsInUse(content_hash(path, COSTS), costs.caveat)
 
     def inputs(self) -> str:
         """The digest of what is planned and trained."""
@@ -173,8 +204,12 @@ class _Chain:
         made_from = [content_hash(paths.dataset, DATASET), content_hash(paths.profile, PROFILE)]
         return digest_of(settings, made_from)
 
-    def find_folder(self) -> Path:
-        """The directory of an equal command beside this one, or this command's own."""
+    def find_folder(self, costs: _CostsInUse) -> Path:
+        """The directory of an equal command beside this one, or this command's own.
+
+        A run that was planned with other costs is made anew, unless these are not to be trusted
+        themselves, or it has not ended: what it has trained is not lost.
+        """
         digest = self.inputs()
         mine = self.run_dir / RECORD
         if mine.exists() and read_made(mine, digest) is None:
@@ -183,9 +218,16 @@ class _Chain:
                 f"got {self.run_dir} of others. Name another directory."
             )
         beside = sorted(self.run_dir.parent.glob(f"*/{RECORD}"), key=lambda p: p.stat().st_mtime)
-        found = [path.parent for path in beside if read_made(path, digest) is not None]
+        found = []
+        for path in beside:
+            made = read_made(path, digest)
+            trained = path.parent / TRAINED
+            is_half = (trained / CHECKPOINTS).exists() and read_finished(trained) is None
+            is_same = made is not None and made.get("costs", costs.digest) == costs.digest
+            if made is not None and (is_same or is_half or costs.caveat is not None):
+                found.append(path.parent)
         if not found:
-            write_made(mine, digest, {})
+            write_made(mine, digest, {"costs": costs.digest})
             return self.run_dir
         if found[-1].resolve() != self.run_dir.resolve():
             logger.info("continuing %s, of the same configuration and data", found[-1])
@@ -203,8 +245,12 @@ class _Chain:
         ranks = f"launch.num_ranks={self.config.launch.num_ranks}"
         run_dir = f"run_dir={quoted(str(self.folder / 'train'))}"
         words = ["evaluate", run_dir, f"split={split}", ranks]
-        splits = self.config.trainer.eval_splits
-        if splits and splits[-1] == split and trained.get("auc") is not None:
+        is_known = trained.get("eval_split") == split and trained.get("auc") is not None
+        if is_known and TRAINED in self.made:
+            logger.info("%s: done by train", self.number("evaluate"))
+            self.made.append("evaluate")
+            self.figures["evaluate"] = {**trained, "split": split}
+        elif is_known:
             self.do("evaluate", words, lambda: {**trained, "split": split})
         else:
             self.do_recorded("evaluate", words, digest_of(trained, split))
@@ -214,29 +260,15 @@ class _Chain:
         runs = [self.folder / name for name in names]
         digest = digest_of([(run / SUMMARY).read_text() for run in runs])
         words = ["report", f"runs=[{','.join(quoted(str(run)) for run in runs)}]"]
-        if self.config.run.compare:
-            words.append(f"baseline={quoted(_name_of(runs[-1]))}")
         self.do_recorded("report", words, digest)
 
     def sum_up(self) -> Figures:
         figures, folder = self.figures, self.folder
         trained, quality = figures["train"], figures["evaluate"]
-        page = _shown(folder / "report" / REPORT_PAGE)
         why: str | None = None
         with suppress(OSError, ValueError, LookupError):
             why = json.loads((folder / "train" / PREDICTION).read_text())["why"]
-        lines: list[tuple[str, Any]] = [("chosen", why), *self.comparison()]
-        if quality.get("auc") is not None:
-            text = f"{quality['auc']:.4f} on {quality['split']}, log loss {quality['log_loss']:.4f}"
-            lines.insert(0, ("AUC", text))
-        if trained.get("samples_per_s"):
-            lines.append(("speed", f"{trained['samples_per_s']:,.0f} samples/s"))
-        hot = f"{trained['hot_rows']:,} of {trained['total_rows']:,}"
-        lines += [("hot rows", hot), ("page", page), ("next", self.next_step())]
-        for what, text in lines:
-            if text is not None:
-                print(f"{what:<10} {text}", file=sys.stderr)
-        return {
+        document = {
             "command": "run",
             "run_dir": folder,
             "made": self.made,
@@ -244,26 +276,25 @@ class _Chain:
             "split": quality.get("split"),
             "auc": quality.get("auc"),
             "log_loss": quality.get("log_loss"),
+            "auc_by_label": trained.get("auc_by_label"),
+            "best_step": trained.get("best_step"),
+            "suspicious": quality.get("suspicious"),
             "why": why,
+            "caveat": self.read_costs().caveat,
             "samples_per_s": trained.get("samples_per_s"),
             "step_p50_s": trained.get("step_p50_s"),
             "checkpoints": folder / "train" / "checkpoints",
-            "page": page,
+            "page": shown(folder / "report" / REPORT_PAGE),
         }
-
-    def comparison(self) -> list[tuple[str, str]]:
-        """Lines that compare the run with TorchRec's plan, if that was trained."""
-        if "torchrec" not in self.figures:
-            return []
-        ours, theirs = self.figures["train"], self.figures["torchrec"]
-        lines = [("measured", sentence) for sentence in self.figures["report"]["verdict"]]
-        if ours.get("auc") is not None and theirs.get("auc") is not None:
-            lines.append(("AUC", f"{ours['auc']:.4f} (TorchRec's plan: {theirs['auc']:.4f})"))
-        sent, of_theirs = ours["sent_bytes_total"], theirs["sent_bytes_total"]
-        lines.append(
-            ("sent", f"{sent / 1e6:.2f} MB a step (TorchRec's plan: {of_theirs / 1e6:.2f} MB)")
-        )
-        return lines
+        more = {
+            "trained": trained,
+            "quality": quality,
+            "compared_with": figures.get(COMPARISON),
+            "verdict": figures["report"]["verdict"],
+            "next": self.next_step(),
+        }
+        print_closing({**document, **more})
+        return document
 
     def next_step(self) -> str:
         if not self.config.run.compare:
@@ -272,19 +303,8 @@ class _Chain:
         return "docs/sweeps.md compares other models, batches and machines"
 
 
-def _shown(path: Path) -> Path:
-    """The path from the current directory, if it is below that."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
 def _num_files(source: SourceSpec | None) -> int:
     """Files of a log; 1 where they are gone, which matters only if they are to be prepared."""
     with suppress(ValueError):
         return 1 if source is None else len(find_files(source.files, source.format))
     return 1
-
-
-def _name_of(run_dir: Path) -> str:
-    """The name of a run in reports."""
-    return str(json.loads((run_dir / SUMMARY).read_text())["name"])

@@ -202,6 +202,8 @@ class Proposal:
         trainer = config.trainer
         situation = {
             "versions": read_fingerprint(self.scenario.machine.device),
+            # New costs are a new machine, or the same one in another state.
+            "costs": self.scenario.costs.to_json(),
             "dataset": self.dataset.artifact.content_hash,
             "machine": replace(self.scenario.machine, costs=None, host_bytes=0, device_bytes=0),
             "settings": [config.model, config.optimizer, config.pipeline, config.placement],

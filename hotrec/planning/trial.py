@@ -65,11 +65,14 @@ class Trial:
             slower takes part in fewer rounds.
         seconds: What the trial took, with the time to build the candidates.
         is_recorded: Whether it was measured by an earlier run of the same situation.
+        took_turns: Whether the candidates trained in turn, and not one after the other, of which
+            nothing follows but an order to go on with.
     """
 
     block_s: Mapping[str, Sequence[float]]
     seconds: float
     is_recorded: bool = False
+    took_turns: bool = True
 
     @cached_property
     def open_candidates(self) -> list[str]:
@@ -108,21 +111,27 @@ class Trial:
             f"{self.chosen} took {1e3 * self.step_s(self.chosen):.3g} ms a step, the least in "
             f"{when} of {self.seconds:.0f} s on this machine"
         )
+        if not self.took_turns:
+            text += ", in which they did not take turns: no claim of speed"
         for name in others:
-            text += f"; {name} {1e3 * self.step_s(name):.3g} ms ({self._verdict(name)})"
+            verdict = f" ({self._verdict(name)})" if self.took_turns else ""
+            text += f"; {name} {1e3 * self.step_s(name):.3g} ms{verdict}"
         return f"{text}."
 
     def _verdict(self, name: str) -> str:
         """The interval of the difference, and what it says."""
+        if len(self.block_s[name]) < min(2, len(self.block_s[self.chosen])):
+            return "left out after its first steps"
         low, high = self._ratio(name, self.chosen)
         judged = "perhaps as fast, within the noise" if low <= 1 <= high else "slower"
-        return f"{low - 1:+.0%} to {high - 1:+.0%}: {judged}"
+        return f"{low - 1:+z.0%} to {high - 1:+z.0%}: {judged}"
 
     def document(self) -> dict[str, Any]:
         """The trial for the prediction document."""
         return {
             "seconds": self.seconds,
             "is_recorded": self.is_recorded,
+            "took_turns": self.took_turns,
             "plans": {
                 name: {
                     "step_s": self.step_s(name),
@@ -145,7 +154,8 @@ def read_trial(file: Path, candidates: Collection[str]) -> Trial | None:
     try:
         document = json.loads(file.read_text())
         blocks = {str(n): [float(s) for s in of] for n, of in document["block_s"].items()}
-        trial = Trial(blocks, float(document["seconds"]), is_recorded=True)
+        took_turns = bool(document.get("took_turns", True))
+        trial = Trial(blocks, float(document["seconds"]), True, took_turns)
         if not blocks or not all(map(_are_seconds, blocks.values())):
             raise ValueError(f"block_s {blocks}")
         if not blocks.keys() <= set(candidates):

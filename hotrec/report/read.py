@@ -385,8 +385,7 @@ def _check_numbers(where: str, document: Line) -> None:
 def _check_quality(where: str, summary: Line) -> None:
     """Refuse a quality by split that is not what tables take it for."""
     of_splits = summary.get("quality")
-    for split in of_splits if isinstance(of_splits, dict) else ():
-        of = of_splits[split]
+    for split, of in of_splits.items() if isinstance(of_splits, dict) else ():
         figures = [of.get(name) for name in FROM_LINES] if isinstance(of, dict) else [""]
         if not all(value is None or _is_number(value) for value in figures):
             raise ValueError(f"{where} quality: expected numbers by name on {split}, got {of!r}.")

@@ -7,8 +7,9 @@ the trial of a run, and ``hotrec bench``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hotrec.report.read import Run
 from hotrec.report.units import show_error, show_seconds
@@ -19,11 +20,18 @@ NO_CLAIM = "They did not take turns: no claim of speed; `hotrec bench` compares 
 
 
 def verdicts(runs: Sequence[Run], baseline: Run | None) -> list[str]:
-    """A sentence for each run that measured its steps: its step, the prediction, the baseline."""
+    """A sentence for each run that measured its steps: its step, the prediction, the baseline.
+
+    Before them, what is suspicious about a run's quality.
+    """
+    suspicions = [f"{run.name}: {text}" for run in runs for text in suspicion(run.summary)]
     return [
-        _verdict(run, None if run is baseline else baseline)
-        for run in runs
-        if run.number("step_p50_s") is not None
+        *suspicions,
+        *(
+            _verdict(run, None if run is baseline else baseline)
+            for run in runs
+            if run.number("step_p50_s") is not None
+        ),
     ]
 
 
@@ -44,6 +52,23 @@ def _verdict(run: Run, baseline: Run | None) -> str:
     if is_torchrec(run) and is_torchrec(baseline):
         text += f" Both are TorchRec's own plans: {run.name} trained {run.summary['placement']}."
     return f"{text} {NO_CLAIM}"
+
+
+def suspicion(summary: Mapping[str, Any]) -> list[str]:
+    """A sentence for each label that is predicted too well, with the columns to look at.
+
+    Args:
+        summary: Figures with the entry of ``hotrec.runs.suspicious``, or without.
+    """
+    sentences = []
+    for label, found in (summary.get("suspicious") or {}).items():
+        columns = ", ".join(f"{name} {auc:.4f}" for name, auc in found["alone"].items())
+        sentences.append(
+            f"an AUC of {found['auc']:.4f} for {label} is too good to be true. Is a column known "
+            f"only after it? The AUC of columns alone, in training: {columns}. Leave such a column "
+            "out of data.source.columns."
+        )
+    return sentences
 
 
 def is_torchrec(run: Run) -> bool:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hotrec.build import build_sharded
 from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
+from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.planning.training_plan import read_training_plan
+from hotrec.runs.suspicious import suspicious_columns
 from hotrec.runs.train import checkpoint_facts, make_run_machine
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.ranks import Ranks, same_verdict
@@ -32,12 +36,18 @@ class EvaluatedRun:
         checkpoint: Name of the checkpoint.
         step: Number of updates before the checkpoint.
         quality: Quality over all ranks.
+        is_best: Whether the checkpoint is the one that the run keeps as the best.
+        unknown: Ids of the split without a row, as ``prepare`` counted them; None if it did not.
+        suspicious: Of ``suspicious_columns``, on rank 0.
     """
 
     config: Config
     checkpoint: str
     step: int
     quality: Quality
+    is_best: bool
+    unknown: UnknownIds | None
+    suspicious: Mapping[str, Any]
 
 
 def evaluate_run(
@@ -84,8 +94,25 @@ def evaluate_run(
     )
     with sharded.make_pipeline(ranks.device) as pipeline:
         quality = evaluate(pipeline, batches)
-    logger.info("%s on %s: AUC %.5f", checkpoint, config.split, quality.auc)
-    return EvaluatedRun(trained, checkpoint.name, position.step, quality)
+    auc = "none" if quality.auc is None else f"{quality.auc:.5f}"
+    logger.info("%s on %s: AUC %s", checkpoint, config.split, auc)
+    unknown = unknown_ids_of(dataset).get(config.split)
+    if unknown is not None and (text := unknown.text(config.split)) is not None:
+        logger.warning("%s", text)
+    of_labels = {name: of.auc for name, of in quality.by_label.items()}
+
+    def look() -> dict[str, Any]:
+        return suspicious_columns(dataset, quality.auc, of_labels) if ranks.is_first else {}
+
+    return EvaluatedRun(
+        trained,
+        checkpoint.name,
+        position.step,
+        quality,
+        same_verdict(lambda: is_best(checkpoint)),
+        unknown,
+        same_verdict(look),
+    )
 
 
 def find_checkpoint(trained: Config, trained_dir: Path, name: str) -> Path:

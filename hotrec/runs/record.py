@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.artifact import Artifact, move_artifact
+from hotrec.artifact import move_artifact
 from hotrec.build import ALL_HOT
 from hotrec.config.roots import Config
 from hotrec.config.text import as_document, as_yaml
@@ -69,28 +69,26 @@ def accept_record(staged: Path, run_dir: Path) -> None:
             path.replace(run_dir / path.name)
 
 
-def write_config(config: Config, dataset: Artifact, staged: Path) -> None:
+def write_config(config: Config, content_hash: str, staged: Path) -> None:
     """Write config.yaml, from which ``evaluate``, ``export`` and ``predict`` know the run.
 
     Args:
         config: The configuration of the run.
-        dataset: Its dataset. Where the configuration does not say what that was prepared from, the
-            record that ``hotrec prepare`` left beside it does.
+        content_hash: That of its dataset. Where the configuration does not say what it was prepared
+            from, the record that ``hotrec prepare`` left beside it does.
         staged: Where the record of the run is staged.
     """
     document = as_document(config)
     if config.data.source is config.data.synthetic is None:
-        document["data"] |= read_prepared(dataset) or {}
+        document["data"] |= read_prepared(Path(config.paths.dataset), content_hash) or {}
     (staged / CONFIG_FILE).write_text(as_yaml(document), encoding="utf-8")
 
 
-def read_prepared(dataset: Artifact) -> dict[str, Any] | None:
+def read_prepared(dataset: Path, content_hash: str) -> dict[str, Any] | None:
     """The configuration ``data`` from which ``hotrec prepare`` made a dataset, if it is known."""
-    record = dataset.path.with_name(f"{dataset.path.name}.{RECORD}")
     try:
-        made = json.loads(record.read_text())
-        is_this = made["figures"]["content_hash"] == dataset.content_hash
-        return dict(made["data"]) if is_this else None
+        made = json.loads(dataset.with_name(f"{dataset.name}.{RECORD}").read_text())
+        return dict(made["data"]) if made["figures"]["content_hash"] == content_hash else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

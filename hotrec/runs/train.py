@@ -68,6 +68,7 @@ from hotrec.runs.record import (
     write_environment,
     write_plan,
 )
+from hotrec.runs.suspicious import suspicious_columns
 from hotrec.runs.trial import OVERRUN, Candidate, run_trial, trial_seconds
 from hotrec.runs.warm_start import WarmStart
 from hotrec.runtime.cores import num_workers
@@ -77,6 +78,7 @@ from hotrec.runtime.run_dir import (
     CONFIG_FILE,
     ENVIRONMENT,
     PARTITION,
+    SUMMARY,
     TRACES,
     read_finished,
 )
@@ -86,7 +88,7 @@ from hotrec.train.callbacks import import_callback
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.metrics_server import serve_metrics
-from hotrec.train.run_log import Listener
+from hotrec.train.run_log import Listener, replace_text
 from hotrec.train.schedule import Cadence, Schedule, count_steps
 from hotrec.train.trace import TraceWindow
 from hotrec.types import ColdTier, Partition
@@ -132,8 +134,28 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         listeners = _listeners(stack, config.trainer.metrics_port, ranks)
         staged = stack.enter_context(staged_record(run_dir, is_first=ranks.is_first))
         if ranks.is_first:
-            write_config(given, dataset.artifact, staged)
-        return _train(config, dataset, run_dir, staged, resume_from, warm, listeners, ranks)
+            write_config(given, dataset.artifact.content_hash, staged)
+        result = _train(config, dataset, run_dir, staged, resume_from, warm, listeners, ranks)
+    return _with_suspicion(result, dataset, run_dir, ranks)
+
+
+def _with_suspicion(
+    result: TrainResult, dataset: Dataset, run_dir: Path, ranks: Ranks
+) -> TrainResult:
+    """Add the columns to look at to the summary of a run that predicts too well; collective."""
+    summary = result.summary
+
+    def find() -> dict[str, Any]:
+        if not ranks.is_first:
+            return {}
+        found = suspicious_columns(dataset, summary.get("auc"), summary.get("auc_by_label", {}))
+        if found:
+            text = json.dumps({**summary, "suspicious": found}, indent=2, allow_nan=False)
+            replace_text(run_dir / SUMMARY, f"{text}\n")
+        return found
+
+    found = broadcast_object(same_verdict(find))
+    return replace(result, summary={**summary, "suspicious": found}) if found else result
 
 
 def _open_dataset(config: Config, resume_from: Path | None) -> Dataset:

@@ -148,9 +148,11 @@ class _Rounds:
         self._start_s = time.perf_counter()
         self._block_s: dict[str, list[float]] = {}
         self._first_s: dict[str, list[float]] = {}  # of those that no round was spent on
+        self._took_turns = True
 
     def result(self) -> Trial:
-        return Trial({**self._block_s, **self._first_s}, self._seconds())
+        blocks = {**self._block_s, **self._first_s}
+        return Trial(blocks, self._seconds(), took_turns=self._took_turns)
 
     def run_together(self, candidates: Mapping[str, Candidate]) -> None:
         with Progress("trial", self._limit_s, unit="s", is_shown=self._ranks.is_first) as bar:
@@ -207,6 +209,7 @@ class _Rounds:
         contender.close()
 
     def run_alone(self, candidates: Mapping[str, Candidate]) -> None:
+        self._took_turns = False
         for name, candidate in candidates.items():
             contender = _Contender(candidate, self._ranks)
             self._block_s[name] = [contender.block() for _ in range(LEAST_ROUNDS)]

@@ -1,0 +1,196 @@
+"""The lines with which a command ends on a terminal, from its figures."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from hotrec.cli.launch import BRIEF
+from hotrec.cli.made import command_text
+from hotrec.cli.store import quoted
+from hotrec.report.units import show_bytes, show_count, show_known, show_quality
+from hotrec.report.verdict import BASELINE_PLACEMENT, suspicion
+from hotrec.runtime.run_dir import TRAINED
+
+Figures = Mapping[str, Any]
+Lines = list[tuple[str, Any]]
+
+
+# Commands whose sweeps end with a table.
+WITH_TABLE = ("plan", "train", "run")
+
+
+def print_closing(figures: Figures) -> bool:
+    """Print the closing lines of a command on stderr.
+
+    Jobs of a sweep end with one table, and stages of ``hotrec run`` with the lines of that.
+
+    Returns:
+        Whether a reader has been told what came of the command.
+    """
+    command = str(figures.get("command"))
+    if command in WITH_TABLE and _is_swept():
+        return True
+    if command not in _LINES:
+        return False
+    if BRIEF not in os.environ:
+        print_lines(_LINES[command](figures))
+    return True
+
+
+def print_lines(lines: Lines) -> None:
+    """Print lines of a word and a text; without a text there is no line."""
+    text = "".join(f"{what:<10} {text}\n" for what, text in lines if text is not None)
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _is_swept() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def quality_lines(figures: Figures, split: str | None) -> Lines:
+    """The AUC, of each label if there are several, and what is suspicious about it."""
+    if figures.get("log_loss") is None:
+        return []
+    log_loss = f"log loss {show_quality(figures['log_loss'])}"
+    aucs: dict[str, float | None] = dict(figures.get("auc_by_label") or {})
+    aucs |= {name: of["auc"] for name, of in (figures.get("by_label") or {}).items()}
+    text = show_known(show_quality, figures.get("auc"))
+    if figures.get("auc") is None:
+        text = "not defined, of samples of one kind alone,"
+    if aucs:
+        of_labels = ", ".join(f"{name} {show_known(show_quality, a)}" for name, a in aucs.items())
+        text = f"{of_labels}; {text} is their mean"
+    lines: Lines = [("AUC", f"{text} on {split or 'the scored files'}, {log_loss}")]
+    return [*lines, *(("suspicious", sentence) for sentence in suspicion(figures))]
+
+
+def best_line(figures: Figures) -> Lines:
+    """Which checkpoint of a training run is meant, where a best one was looked for."""
+    best, last = figures.get("best_step"), figures.get("num_steps")
+    if best is None or best < 0:
+        return []
+    if figures.get("eval_step") == best != last:
+        after = (figures.get("last_quality") or {}).get(figures.get("eval_split")) or {}
+        auc = show_known(show_quality, after.get("auc"))
+        text = (
+            f"step {best}, which is kept, reported and exported; after the last step, {last}, the "
+            f"AUC is {auc}"
+        )
+    elif best == last:
+        text = f"step {best}, the last one"
+    else:
+        text = (
+            f"step {best}, which is not kept: step {last}, the last one, is reported and exported. "
+            "Set trainer.keep_best=true"
+        )
+    return [("best", text)]
+
+
+def next_commands(run_dir: Path | str, split: str | None) -> Lines:
+    """The commands that evaluate and export a run."""
+    word = f"run_dir={quoted(str(shown(Path(run_dir))))}"
+    of_split = [f"split={split}"] if split not in (None, "test") else []
+    return [
+        ("evaluate", command_text("evaluate", [word, *of_split])),
+        ("export", command_text("export", [word, "output=exported"])),
+    ]
+
+
+def shown(path: Path) -> Path:
+    """The path from the current directory, if it is below that."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _train(figures: Figures) -> Lines:
+    run_dir, steps = shown(Path(figures["run_dir"])), show_count(figures["num_steps"])
+    if not figures.get("finished"):
+        return [("stopped", f"{run_dir} after step {steps}, which is saved")]
+    what = f"{figures.get('model')} on {figures.get('dataset_name')}, {figures.get('placement')}"
+    return [
+        ("done", f"{run_dir}: {steps} steps, {what}"),
+        *quality_lines(figures, figures.get("eval_split")),
+        *best_line(figures),
+        *next_commands(run_dir, figures.get("eval_split")),
+    ]
+
+
+def _checkpoint(figures: Figures) -> tuple[str, str]:
+    best = ", the best one, which the run keeps" if figures.get("is_best") else ""
+    run_dir = shown(Path(figures["run_dir"]))
+    return ("checkpoint", f"{figures['checkpoint']} of {run_dir}{best}")
+
+
+def _evaluate(figures: Figures) -> Lines:
+    where = f"{figures['split']} ({show_count(figures['num_samples'])} samples)"
+    return [_checkpoint(figures), *quality_lines(figures, where)]
+
+
+def _export(figures: Figures) -> Lines:
+    size = show_bytes(figures["num_bytes"])
+    rows = f"{show_count(figures['num_rows'])} rows as {figures['rows']}"
+    return [
+        ("exported", f"{shown(Path(figures['output']))}: {rows}, {size}"),
+        _checkpoint(figures),
+        *quality_lines(figures, figures.get("split")),
+    ]
+
+
+def _predict(figures: Figures) -> Lines:
+    num_files, num_skipped = figures["num_files"], figures["num_skipped"]
+    text = f"{shown(Path(figures['output']))}: {show_count(figures['num_samples'])} samples"
+    text += f" of {num_files} file{'s' * (num_files != 1)}"
+    text += f", {show_count(num_skipped)} left out" if num_skipped else ""
+    return [("scored", text), _checkpoint(figures), *quality_lines(figures, None)]
+
+
+def _report(figures: Figures) -> Lines:
+    return [*(("said", text) for text in figures["verdict"]), ("page", shown(figures["page"]))]
+
+
+def _run(figures: Figures) -> Lines:
+    trained = figures["trained"]
+    run_dir, split = Path(figures["run_dir"]) / TRAINED, figures["split"]
+    hot = f"{show_count(trained['hot_rows'])} of {show_count(trained['total_rows'])}"
+    if str(trained.get("placement")).startswith(BASELINE_PLACEMENT):
+        hot += f": {trained['placement']}, a plan of TorchRec's own, was trained"
+    speed, theirs = trained.get("samples_per_s"), figures["compared_with"]
+    lines: Lines = [
+        *quality_lines(figures["quality"], split),
+        *best_line(trained),
+        ("chosen", figures["why"]),
+        *(("measured", sentence) for sentence in figures["verdict"] if theirs),
+    ]
+    if theirs:
+        if None not in (trained.get("auc"), theirs.get("auc")):
+            aucs = [show_quality(of["auc"]) for of in (trained, theirs)]
+            lines.append(("AUC", f"{aucs[0]} (TorchRec's plan: {aucs[1]})"))
+        sent = [show_bytes(of["sent_bytes_total"]) for of in (trained, theirs)]
+        lines.append(("sent", f"{sent[0]} a step (TorchRec's plan: {sent[1]})"))
+    return [
+        *lines,
+        ("speed", f"{speed:,.0f} samples/s" if speed else None),
+        ("hot rows", hot),
+        ("costs", figures["caveat"]),
+        ("page", figures["page"]),
+        *next_commands(run_dir, split),
+        ("next", figures["next"]),
+    ]
+
+
+_LINES: Mapping[str, Callable[[Figures], Lines]] = {
+    "run": _run,
+    "train": _train,
+    "evaluate": _evaluate,
+    "export": _export,
+    "predict": _predict,
+    "report": _report,
+}
