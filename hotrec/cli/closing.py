@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -96,7 +97,9 @@ def best_line(figures: Figures) -> Lines:
 
 def next_commands(run_dir: Path | str, split: str | None) -> Lines:
     """The commands that evaluate and export a run."""
-    word = f"run_dir={quoted(str(shown(Path(run_dir))))}"
+    text = str(shown(Path(run_dir)))
+    is_plain = re.fullmatch(r"[\w.-]*/[\w./-]*", text)
+    word = f"run_dir={text if is_plain else quoted(text)}"
     of_split = [f"split={split}"] if split not in (None, "test") else []
     return [
         ("evaluate", command_text("evaluate", [word, *of_split])),

@@ -1,0 +1,157 @@
+"""The lines with which commands end, and figures that a terminal is spared."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrec.cli.app import _print_figures
+from hotrec.cli.closing import best_line, print_closing, quality_lines
+from hotrec.cli.launch import BRIEF
+
+QUALITY = {"auc": 0.70021, "log_loss": 0.5, "num_samples": 1000}
+TRAIN: dict[str, Any] = {
+    "command": "train",
+    "run_dir": Path("runs/a"),
+    "finished": True,
+    "num_steps": 1000,
+    "model": "dlrm",
+    "dataset_name": "events",
+    "placement": "cost",
+    "eval_split": "test",
+    "eval_step": 1000,
+    **QUALITY,
+}
+FIGURES: dict[str, dict[str, Any]] = {
+    "train": TRAIN,
+    "evaluate": {
+        "command": "evaluate",
+        "run_dir": Path("runs/a"),
+        "checkpoint": "step-00001000",
+        "split": "valid",
+        **QUALITY,
+    },
+    "export": {
+        "command": "export",
+        "run_dir": Path("runs/a"),
+        "output": Path("model"),
+        "checkpoint": "step-00000800",
+        "is_best": True,
+        "rows": "fp16",
+        "num_rows": 1234,
+        "num_bytes": 5e6,
+        "split": "test",
+        **QUALITY,
+    },
+    "predict": {
+        "command": "predict",
+        "run_dir": Path("runs/a"),
+        "output": Path("scores"),
+        "checkpoint": "step-00001000",
+        "num_files": 2,
+        "num_skipped": 3,
+        **QUALITY,
+    },
+    "report": {"command": "report", "verdict": ["a: 3 ms a step."], "page": Path("p.html")},
+}
+SAID = {
+    "train": "done       runs/a: 1,000 steps, dlrm on events, cost\n"
+    "AUC        0.7002 on test, log loss 0.5000\n"
+    "evaluate   hotrec evaluate run_dir=runs/a\n"
+    "export     hotrec export run_dir=runs/a output=exported\n",
+    "evaluate": "checkpoint step-00001000 of runs/a\n"
+    "AUC        0.7002 on valid (1,000 samples), log loss 0.5000\n",
+    "export": "exported   model: 1,234 rows as fp16, 5.00 MB\n"
+    "checkpoint step-00000800 of runs/a, the best one, which the run keeps\n"
+    "AUC        0.7002 on test, log loss 0.5000\n",
+    "predict": "scored     scores: 1,000 samples of 2 files, 3 left out\n"
+    "checkpoint step-00001000 of runs/a\n"
+    "AUC        0.7002 on the scored files, log loss 0.5000\n",
+    "report": "said       a: 3 ms a step.\npage       p.html\n",
+}
+
+
+@pytest.mark.parametrize("command", SAID)
+def test_a_command_ends_with_lines(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_closing(FIGURES[command])
+    assert capsys.readouterr().err == SAID[command]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("command", [*SAID, "profile"])
+def test_json_is_for_programs(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = FIGURES.get(command, {"command": command, "a": 1})
+    _print_figures(figures)
+    out, err = capsys.readouterr()
+    assert json.loads(out)["command"] == command
+    assert err == SAID.get(command, "")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    _print_figures(figures)
+    # What says nothing else on a terminal prints its figures there, too.
+    assert (terminal.getvalue() == "") == (command in SAID)
+
+
+def test_a_stage_of_run_ends_without_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(BRIEF, "1")
+    assert print_closing(TRAIN)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"auc_by_label": {"clicked": 0.7002, "bought": 0.6096}},
+        {"by_label": {"clicked": {"auc": 0.7002}, "bought": {"auc": 0.6096}}},
+    ],
+)
+def test_each_label_has_its_auc(figures: dict[str, Any]) -> None:
+    (line,) = quality_lines({"auc": 0.6549, "log_loss": 1.0, **figures}, "test")
+    expected = "clicked 0.7002, bought 0.6096; 0.6549 is their mean on test, log loss 1.0000"
+    assert line == ("AUC", expected)
+
+
+def test_an_auc_that_is_not_defined_is_not_nan() -> None:
+    (line,) = quality_lines({"auc": None, "log_loss": 0.1}, "test")
+    assert line[1] == "not defined, of samples of one kind alone, on test, log loss 0.1000"
+    assert quality_lines({"auc": None, "log_loss": None}, "test") == []
+
+
+def test_an_auc_that_is_too_good_names_columns() -> None:
+    found = {"clicked": {"auc": 0.9999, "alone": {"dwell_sec": 0.99991, "price": 0.51}}}
+    lines = quality_lines({"auc": 0.9999, "log_loss": 0.1, "suspicious": found}, "test")
+    assert lines[1][0] == "suspicious"
+    assert "an AUC of 0.9999 for clicked is too good to be true" in lines[1][1]
+    assert "dwell_sec 0.9999, price 0.5100" in lines[1][1]
+
+
+LAST = {"test": {"auc": 0.69}}
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"best_step": 800, "eval_step": 800, "last_quality": LAST}, "step 800, which is kept"),
+        ({"best_step": 800, "eval_step": 800, "last_quality": LAST}, "1000, the AUC is 0.6900"),
+        ({"best_step": 1000}, "step 1000, the last one"),
+        ({"best_step": 800}, "step 800, which is not kept: step 1000, the last one, is reported"),
+        ({"best_step": -1}, None),
+        ({}, None),
+    ],
+)
+def test_which_step_is_meant_is_said(figures: dict[str, Any], said: str | None) -> None:
+    lines = best_line({**TRAIN, **figures})
+    assert (said is None and lines == []) or said in lines[0][1]
