@@ -53,8 +53,8 @@ def made(folder: Path) -> dict[str, Any]:
 
 
 def test_your_own_data(folder: Path, made: dict[str, Any]) -> None:
-    stages = ["prepare", "profile", "calibrate", "plan", "train", "report"]
-    assert (made["made"], made["current"]) == (stages, ["evaluate"])
+    stages = ["prepare", "profile", "calibrate", "plan", "train", "evaluate", "report"]
+    assert (made["made"], made["current"]) == (stages, [])
     assert made["split"] == "test"
     assert 0.5 < made["auc"] < 1
     page = (folder / made["page"]).read_text()
@@ -66,7 +66,13 @@ def test_your_own_data(folder: Path, made: dict[str, Any]) -> None:
 def test_what_is_current_is_not_made_again(folder: Path, made: dict[str, Any]) -> None:
     words = ("data=events", "launch.num_ranks=2", *QUICK)
     again = hotrec("run", *words, cwd=folder, timeout_s=500).figures
-    assert again["made"] == []
+    # Costs that were measured beside other work are measured again, and are perhaps no better.
+    if made["caveat"] is None:
+        assert again["made"] == []
+    elif again["caveat"] is not None:
+        assert again["made"] == ["calibrate", "plan"]
+    else:
+        pytest.skip("the machine was busy, and is no more")
     assert {k: again[k] for k in ("auc", "page", "run_dir")} == {
         k: made[k] for k in ("auc", "page", "run_dir")
     }
@@ -76,7 +82,8 @@ def test_a_log_that_grew_is_prepared_again(folder: Path, made: dict[str, Any]) -
     write_log(folder / "events.csv", 3100)
     words = ("data=events", "launch.num_ranks=2", *QUICK)
     again = hotrec("run", *words, cwd=folder, timeout_s=500).figures
-    assert again["made"] == ["prepare", "profile", "plan", "train", "report"]
+    stages = [stage for stage in again["made"] if stage != "calibrate"]
+    assert stages == ["prepare", "profile", "plan", "train", "evaluate", "report"]
     assert again["run_dir"] != made["run_dir"]
 
 

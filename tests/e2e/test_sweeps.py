@@ -119,7 +119,9 @@ def test_optuna_looks_for_the_highest_auc(workspace: Workspace, tmp_path: Path) 
     outcome = hotrec("train", *words, cwd=workspace.folder, HOTREC_RUN_DIR=str(sweep))
     assert outcome.exit_code == 0, outcome.stderr
     jobs = [json.loads(line) for line in outcome.stdout.splitlines()]
-    aucs = [job["auc"] for job in jobs]
+    # The validation split chooses, and the test split is reported.
+    assert {job["eval_split"] for job in jobs} == {"test"}
+    aucs = [job["quality"]["valid"]["auc"] for job in jobs]
     assert len(set(aucs)) > 1
     found = yaml.safe_load((sweep / "optimization_results.yaml").read_text())
     assert found["best_value"] == max(aucs)

@@ -118,6 +118,22 @@ def test_what_a_trial_knows(
     assert of_b.endswith("within the noise" if "b" in still_open else "slower")
 
 
+def test_what_did_not_take_turns_claims_nothing(tmp_path: Path) -> None:
+    trial = Trial({"a": [1.0, 1.0, 1.0], "b": [2.0, 2.0, 2.0]}, 5.0, took_turns=False)
+    assert "did not take turns: no claim of speed; b 2e+03 ms." in trial.why
+    assert "slower" not in trial.why
+    write_trial(trial, tmp_path / "a.json")
+    assert read_trial(tmp_path / "a.json", "ab") == replace(trial, is_recorded=True)
+    # What left before the rounds has none to compare.
+    left = Trial({"a": [1.0, 1.0, 1.0], "c": [3.5]}, 5.0)
+    assert "c 3.5e+03 ms (left out after its first steps)" in left.why
+
+
+def test_a_difference_that_rounds_to_nothing_has_no_minus() -> None:
+    trial = Trial({"a": [1.0, 1.001], "b": [1.001, 1.0]}, 5.0)
+    assert "-0%" not in trial.why
+
+
 def test_a_record_is_read_back(tmp_path: Path) -> None:
     trial, file = Trial({"a": [1.0, 2.0], "b": [3.0]}, 5.0), trial_file(tmp_path, {"batch": 1})
     assert read_trial(file, "ab") is None
