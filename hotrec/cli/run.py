@@ -15,7 +15,6 @@ from hotrec.artifact import ArtifactError
 from hotrec.cli.closing import print_closing, shown
 from hotrec.cli.launch import BRIEF, PARENT, RUN_DIR, wait_for_child
 from hotrec.cli.made import (
-    RECORD,
     Figures,
     command_text,
     content_hash,
@@ -37,6 +36,7 @@ from hotrec.runtime.run_dir import (
     CHECKPOINTS,
     COMPARISON,
     PREDICTION,
+    RECORD,
     SUMMARY,
     TRAINED,
     read_finished,

@@ -91,7 +91,7 @@ def build_config(composed: DictConfig) -> Any:
         MissingMandatoryValue: If a required value is missing.
     """
     config = _to_object(composed)
-    if isinstance(config, Config) and config.data.source is config.data.synthetic is None:
+    if isinstance(config, Config) and config.data.source is None and config.data.synthetic is None:
         raise ValueError(
             "data: expected exactly one of source and synthetic, got none. Choose a dataset, e.g. "
             "data=kuairand."

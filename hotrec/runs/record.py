@@ -79,7 +79,7 @@ def write_config(config: Config, content_hash: str, staged: Path) -> None:
         staged: Where the record of the run is staged.
     """
     document = as_document(config)
-    if config.data.source is config.data.synthetic is None:
+    if config.data.source is None and config.data.synthetic is None:
         document["data"] |= read_prepared(Path(config.paths.dataset), content_hash) or {}
     (staged / CONFIG_FILE).write_text(as_yaml(document), encoding="utf-8")
 
