@@ -138,7 +138,10 @@ def stored(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return array.cast(pa.large_string())
     if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        return array.cast(pa.large_list(kind.value_type))
+        # Arrow's cast loses items where lists are null.
+        is_null = array.is_null()
+        offsets = offsets_of(pc.list_value_length(array).fill_null(0).to_numpy())
+        return pa.LargeListArray.from_arrays(pa.array(offsets), array.flatten(), mask=is_null)
     return array
 
 
@@ -233,7 +236,7 @@ def labels_from_texts(texts: Texts, values: Sequence[str] = ()) -> Float64s:
 def _label_key(text: str) -> str:
     """What two texts of the same label have in common."""
     text = text.strip(" \t")
-    return str(float(text)) if re.fullmatch(_number_pattern(_PLAIN), text) else text
+    return str(float(text) + 0.0) if re.fullmatch(_number_pattern(_PLAIN), text) else text
 
 
 def times_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:

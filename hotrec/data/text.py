@@ -254,7 +254,7 @@ def _parse(lines: Lines, layout: Layout, *, is_last: bool) -> tuple[Parsed, Line
             return found
     bad, kept, starts, rest = _examine(lines, layout, is_last=is_last)
     as_text = replace(layout, wanted=dict.fromkeys(layout.wanted, TEXT))
-    table = _parse_fast(kept.data, as_text) if starts else _no_rows(layout)
+    table = _parse_any(kept.data, as_text) if starts else _no_rows(layout)
     if table is None or table.num_rows != len(starts):
         # The two parsers differ, so it is not known which line is meant.
         first, last = lines.first_line, lines.first_line + lines.num_lines - 1
@@ -275,21 +275,26 @@ def parse(lines: Lines, layout: Layout) -> pa.Table | None:
     table = _parse_fast(lines.data, layout)
     if table is None or table.num_rows != lines.num_lines:
         return None
-    if layout.is_quoted:  # pyarrow closes a quote at the end
-        last = lines.data[lines.data.rfind(b"\n", 0, -1) + 1 : -1]
-        if b'"' in last and _has_open_quote(last.decode(errors="replace"), layout.separator):
-            return None
-    return table
+    is_open = layout.is_quoted and _is_open_at_end(lines.data, layout.separator)
+    return None if is_open else table
+
+
+def _is_open_at_end(data: bytes, separator: str) -> bool:
+    """Whether the last line has an open quote, which pyarrow closes."""
+    last = data[data.rfind(b"\n", 0, -1) + 1 : -1]
+    return b'"' in last and _has_open_quote(last.decode(errors="replace"), separator)
 
 
 def _parse_fast(data: bytes, layout: Layout) -> pa.Table | None:
     # pyarrow also ends lines at a lone carriage return, and reads an empty line as missing values.
-    if data.count(b"\r") != data.count(b"\r\n"):
+    has_lone_return = data.count(b"\r") != data.count(b"\r\n")
+    has_empty_line = data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data
+    if has_lone_return or (has_empty_line and len(layout.names) > 1):
         return None
-    if len(layout.names) > 1 and (
-        data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data
-    ):
-        return None
+    return _parse_any(data, layout)
+
+
+def _parse_any(data: bytes, layout: Layout) -> pa.Table | None:
     quote = '"' if layout.is_quoted else False
     try:
         table = pacsv.read_csv(
@@ -343,8 +348,12 @@ def _parse_records(lines: Lines, layout: Layout) -> tuple[Parsed, Lines] | None:
     is_long = np.diff(np.append(starts, after)) > 1
     records = zip(begins[:-1][is_long], begins[1:][is_long], strict=True)
     texts = (lines.data[begin : end - 1].decode(errors="replace") for begin, end in records)
-    is_strict = all(_is_strict(text, layout.separator) for text in texts)
-    if rest.num_lines > MAX_LINES_OF_VALUE or not is_strict:
+    if not all(_is_strict(text, layout.separator) for text in texts):
+        return None
+    ends_with_one = not is_long[-1]
+    if ends_with_one and _is_open_at_end(lines.data[:cut], layout.separator):
+        return None
+    if rest.num_lines > MAX_LINES_OF_VALUE:
         return None
     return Parsed(table, lines.first_line + starts), rest
 

@@ -1,4 +1,6 @@
 import os
+import random
+import re
 import socket
 from dataclasses import replace
 from decimal import Decimal
@@ -13,10 +15,13 @@ from hotrec.config.data import (
     CRITEO_COLUMNS,
     CRITEO_DENSE,
     CRITEO_FEATURES,
+    ColumnKind,
+    ColumnSpec,
     OnBadLine,
     SourceFormat,
     TimeUnit,
 )
+from hotrec.data import text
 from hotrec.data.columns import Lists, RawBlock, Texts
 from hotrec.data.readers import (
     LogFormat,
@@ -24,6 +29,7 @@ from hotrec.data.readers import (
     column_names,
     count_samples,
     find_files,
+    partition_of,
     read_blocks,
 )
 from tests.unit.data.logs import criteo_line
@@ -348,3 +354,369 @@ def test_ten_thousand_real_criteo_lines():
         for value in {value for value in values(blocks, name) if value is not None}:
             assert len(value) == 8
             int(value, 16)
+
+
+IDS = ["7", None, "12"]
+ID_TYPES = [
+    *(pa.int8(), pa.uint64(), pa.float16(), pa.float64(), pa.decimal128(9, 2), pa.decimal256(50)),
+    *(pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.binary_view()),
+]
+
+
+@pytest.mark.parametrize("as_file", [SourceFormat.parquet, SourceFormat.arrow])
+def test_an_id_is_one_text_whatever_keeps_it(tmp_path, as_file):
+    numbers = pa.array([7, None, 12], pa.int64())
+    columns = {str(kind): numbers.cast(pa.string()).cast(kind) for kind in ID_TYPES[6:]}
+    columns |= {str(kind): numbers.cast(pa.float64()).cast(kind) for kind in ID_TYPES[2:4]}
+    columns |= {str(k): numbers.cast(pa.decimal128(19)).cast(k) for k in ID_TYPES[4:6]}
+    columns |= {str(kind): numbers.cast(kind) for kind in ID_TYPES[:2]}
+    columns["dictionary"] = numbers.dictionary_encode()
+    columns["dictionary of floats"] = numbers.cast(pa.float64()).dictionary_encode()
+    path = write_table(tmp_path / "log", pa.table(columns), as_file)
+    wanted = Wanted(tuple(columns), (), single=tuple(columns))
+    [block] = read_blocks(path, LogFormat(as_file), wanted)
+    assert {name: plain(ids) for name, ids in block.ids.items()} == dict.fromkeys(columns, IDS)
+    lists = {"list": [[7], None, [12]], "texts": [["7"], None, ["12"]]}
+    as_lists = pa.table({**lists, "floats": pa.array(lists["list"], pa.list_(pa.float64(), 1))})
+    path = write_table(tmp_path / "lists", as_lists, as_file)
+    [block] = read_blocks(path, LogFormat(as_file), Wanted((*lists, "floats"), ()))
+    for ids in block.ids.values():
+        assert plain(ids) == [["7"], None, ["12"]]
+
+
+def write_table(path: Path, table: pa.Table, as_file: SourceFormat) -> Path:
+    if as_file is SourceFormat.parquet:
+        pq.write_table(table, path)
+        return path
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def test_ids_that_are_stored_in_other_ways(tmp_path):
+    raw = bytes(range(16))
+    columns = {
+        "uuid": pa.array([raw, None], pa.uuid()),
+        "all null": pa.nulls(2),
+        "runs": pa.RunEndEncodedArray.from_arrays([2], ["a"]),
+        "tensor": pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)),
+        "view": pa.array([["a"], None], pa.list_view(pa.string())),
+        "truth": pa.array([True, None]),
+    }
+    path = write_table(tmp_path / "log", pa.table(columns), SourceFormat.arrow)
+    [block] = read_blocks(path, LogFormat(SourceFormat.arrow), Wanted(tuple(columns), ()))
+    assert {name: plain(ids) for name, ids in block.ids.items()} == {
+        "uuid": ["00010203-0405-0607-0809-0a0b0c0d0e0f", None],
+        "all null": [None, None],
+        "runs": ["a", "a"],
+        "tensor": [["1", "2"], ["3", "4"]],
+        "view": [["a"], None],
+        "truth": ["true", None],
+    }
+
+
+BROKEN_TEXT = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff"))  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (pa.array([{"a": 1}] * 2), r"log column x: expected ids, got type struct<a: int64>"),
+        (pa.array([[[1]]] * 2), r"log column x: expected ids, got type list<.*list<"),
+        (
+            pa.array([[(1, 2)]] * 2, pa.map_(pa.int8(), pa.int8())),
+            "log column x: expected ids, got",
+        ),
+        (pa.array([[1], [2]]), "log column x: expected one id per sample, got lists of type list<"),
+        (pa.array([b"\xff\xfe", b"a"]), "log.*expected ids in column x, got Invalid UTF8"),
+        (BROKEN_TEXT, "log.*Invalid.*UTF8"),
+    ],
+)
+def test_ids_that_cannot_be_read_are_refused_by_file_and_column(tmp_path, values, expected):
+    path = write_table(tmp_path / "log", pa.table({"x": values}), SourceFormat.arrow)
+    with pytest.raises(ValueError, match=expected):
+        list(read_blocks(path, LogFormat(SourceFormat.arrow), Wanted(("x",), (), single=("x",))))
+
+
+@pytest.mark.parametrize("as_file", [SourceFormat.parquet, SourceFormat.arrow])
+def test_two_columns_of_one_name_are_refused(tmp_path, as_file):
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    path = write_table(tmp_path / "log", table, as_file)
+    with pytest.raises(ValueError, match=r"log: expected different column names, got \['x'\]"):
+        column_names(path, LogFormat(as_file))
+
+
+@pytest.mark.parametrize("as_file", [SourceFormat.parquet, SourceFormat.arrow])
+def test_damage_is_told_with_the_file(tmp_path, as_file):
+    table = pa.table({"click": pa.array([0, 1] * 5000), "user": [f"u{n}" for n in range(10_000)]})
+    path = write_table(tmp_path / "log", table, as_file)
+    data, wanted = path.read_bytes(), Wanted(("user",), ("click",), labels=("click",))
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        broken = bytearray(data)
+        for at in rng.integers(0, len(data), 4):
+            broken[at] ^= 1 << rng.integers(8)
+        path.write_bytes(broken[: rng.choice([len(data), len(data), len(data) // 2])])
+        for read in (
+            lambda: list(read_blocks(path, LogFormat(as_file), wanted)),
+            lambda: count_samples(path, LogFormat(as_file)),
+        ):
+            try:
+                read()
+            except ValueError as error:
+                assert str(path) in str(error)  # noqa: PT017
+                assert "\n" not in str(error)  # noqa: PT017
+
+
+def label_wanted(*values: str) -> Wanted:
+    columns = {"click": ColumnSpec(ColumnKind.label, values=list(values))}
+    return Wanted((), ("click",), labels=("click",), columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("written", "values"),
+    [
+        (("0", "1"), ()),
+        (("0.0", " 1\t"), ()),
+        (("-0", "+1.00"), ()),
+        (("False", "TRUE"), ()),
+        (("no", "Yes"), ()),
+        (("f", "t"), ()),
+        (("-1", "1.0"), ("-1", "1")),
+        (("skip", "click"), ("skip", "click")),
+        (("", "x"), ("", "x")),
+        (("2", "1"), ("2", "1")),
+    ],
+)
+def test_labels(tmp_path, written, values):
+    negative, positive = written
+    content = f"click,u\n{negative},a\n{positive},b\n"
+    block = read_csv(tmp_path, content, label_wanted(*values))
+    assert block.numbers["click"].tolist() == [0, 1]
+    if negative:
+        path = write_table(tmp_path / "l", pa.table({"click": [*written]}), SourceFormat.arrow)
+        [block] = read_blocks(path, LogFormat(SourceFormat.arrow), label_wanted(*values))
+        assert block.numbers["click"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("odd", ["-1", "2", "0.5", "nan", "maybe", "", "1e9"])
+def test_odd_labels_are_named_or_skipped(tmp_path, odd):
+    content = f"click,u\n0,a\n{odd},b\n1,c\n"
+    got = "nothing" if not odd else f"'{odd}'"
+    expected = f"line 3: expected a label of 0 or 1 in column click, got {got}. Fix .*values of"
+    with pytest.raises(ValueError, match=expected):
+        read_csv(tmp_path, content, label_wanted())
+    block = read_csv(tmp_path, content, label_wanted(), **SKIP)
+    assert block.numbers["click"].tolist() == [0, 1]
+    assert block.num_skipped == 1
+
+
+@pytest.mark.parametrize("array", [pa.array([True, False]), pa.array([1.0, 0.0]), pa.array([1, 0])])
+def test_labels_of_any_type(tmp_path, array):
+    path = write_table(tmp_path / "log", pa.table({"click": array}), SourceFormat.parquet)
+    [block] = read_blocks(path, LogFormat(SourceFormat.parquet), label_wanted())
+    assert block.numbers["click"].tolist() == [1, 0]
+
+
+def number_wanted(**settings) -> Wanted:
+    return Wanted((), ("x",), columns={"x": ColumnSpec(ColumnKind.dense, **settings)})
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "expected"),
+    [
+        ("1.234,50", {"decimal": ",", "thousands": "."}, 1234.5),
+        ("1,234", {"thousands": ","}, 1234),
+        ("12,34,567.5", {"thousands": ","}, 1234567.5),
+        ("1234.5", {"thousands": ","}, 1234.5),
+        ("-$1,234.50", {"thousands": ",", "ignore": "$"}, -1234.5),
+        ("1\u202f234,5\u00a0€", {"decimal": ",", "thousands": "\u202f", "ignore": "€"}, 1234.5),
+        ("12.5 %", {"ignore": "%"}, 12.5),
+        ("1'000'000", {"thousands": "'"}, 1e6),
+        ("1,5e3", {"decimal": ","}, 1500),
+        ("", {"decimal": ","}, None),
+    ],
+)
+def test_numbers_as_people_write_them(tmp_path, text, settings, expected):
+    content = f'u,x\na,"{text}"\n'
+    [found] = read_csv(tmp_path, content, number_wanted(**settings)).numbers["x"].tolist()
+    assert (None if np.isnan(found) else found) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("1,234.50", {}),
+        ("1.234,50", {}),
+        ("$5", {}),
+        ("1,23", {"thousands": ","}),
+        ("1,2345", {"thousands": ","}),
+        ("1.5", {"decimal": ","}),
+        ("1,234.5", {"decimal": ",", "thousands": "."}),
+        ("(5)", {"ignore": "$"}),
+        ("1 2", {"ignore": "$"}),
+    ],
+)
+def test_numbers_that_are_written_otherwise_are_refused_with_the_remedy(tmp_path, text, settings):
+    expected = rf"line 2: .*or nothing in column x, got '{re.escape(text)}'.*set decimal, tho"
+    with pytest.raises(ValueError, match=expected):
+        read_csv(tmp_path, f'u,x\na,"{text}"\n', number_wanted(**settings))
+    block = read_csv(tmp_path, f'u,x\na,"{text}"\nb,1\n', number_wanted(**settings), **SKIP)
+    assert block.num_skipped == 1
+
+
+VECTOR = number_wanted(width=2)
+VECTORS = [[1.0, 2.5], [np.nan, np.nan], [3.0, np.nan]]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pa.list_(pa.float32()), pa.large_list(pa.float64()), pa.list_(pa.float32(), 2)),
+        *(pa.list_view(pa.float64()), pa.list_(pa.decimal128(9, 2)), pa.list_(pa.string())),
+    ],
+)
+def test_vectors_of_any_type(tmp_path, kind):
+    numbers = pa.array([[1, 2.5], None, [3, None]], pa.list_(pa.float64()))
+    items = numbers.flatten().cast(kind.value_type)
+    array = pa.array([items[:2].to_pylist(), None, items[2:].to_pylist()], kind)
+    path = write_table(tmp_path / "log", pa.table({"x": array}), SourceFormat.arrow)
+    [block] = read_blocks(path, LogFormat(SourceFormat.arrow), VECTOR)
+    np.testing.assert_array_equal(block.numbers["x"], VECTORS)
+
+
+@pytest.mark.parametrize("text", ["1 2.5", "[1, 2.5]", "[1.\n 2.5]", " [1 2.5]", "1  2.5"])
+def test_vectors_in_text(tmp_path, text):
+    path = tmp_path / "log.csv"
+    path.write_text(f'x\n"{text}"\n""\n')
+    [block] = read_blocks(path, LogFormat(SourceFormat.delimited, ","), VECTOR)
+    np.testing.assert_array_equal(block.numbers["x"], VECTORS[:2])
+
+
+@pytest.mark.parametrize("value", [[1.0], [1.0, 2, 3], [], [1.0, float("nan")], [1.0, 1e300]])
+def test_vectors_that_do_not_fit_are_named_or_skipped(tmp_path, value):
+    path = write_table(tmp_path / "log", pa.table({"x": [[1.0, 2.0], value]}), SourceFormat.parquet)
+    expected = "log line 2: expected 2 finite numbers or nothing in column x, got"
+    with pytest.raises(ValueError, match=expected):
+        list(read_blocks(path, LogFormat(SourceFormat.parquet), VECTOR))
+    [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), VECTOR)
+    np.testing.assert_array_equal(block.numbers["x"], [[1, 2]])
+    with pytest.raises(ValueError, match="column x: expected one number per sample.*Set width"):
+        list(read_blocks(path, LogFormat(SourceFormat.parquet), number_wanted()))
+
+
+QUOTED = 'click,user,note\n1,a,"two\nlines"\n0,"b",one\n1,c,"a ""quote""\r\n\r\nand more"\n0,d,\n'
+
+
+@pytest.mark.parametrize("block_bytes", [1, 9, 30, 1 << 20])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("settings", [{}, SKIP])
+def test_values_over_several_lines(tmp_path, block_bytes, end, settings):
+    path = tmp_path / "log.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + QUOTED.replace("\r\n", "\n").replace("\n", end).encode())
+    wanted = Wanted(("user", "note"), ("click",), labels=("click",))
+    log_format = LogFormat(SourceFormat.delimited, ",", block_bytes=block_bytes, **settings)
+    blocks = list(read_blocks(path, log_format, wanted))
+    assert values(blocks, "user") == ["a", "b", "c", "d"]
+    notes = [f"two{end}lines", "one", f'a "quote"{end}{end}and more', None]
+    assert values(blocks, "note") == notes
+    assert np.concatenate([b.lines for b in blocks]).tolist() == [2, 4, 5, 8]
+    assert sum(b.num_skipped for b in blocks) == 0
+
+
+@pytest.mark.parametrize("block_bytes", [1, 9, 1 << 20])
+def test_a_stray_quote_costs_its_line(tmp_path, block_bytes):
+    path = tmp_path / "log.csv"
+    path.write_text('click,user\n1,a\n0,"b\n1,c\n0,5" d\n1,"e"\n0,"f')
+    log_format = LogFormat(SourceFormat.delimited, ",", block_bytes=block_bytes)
+    wanted = Wanted(("user",), ("click",), labels=("click",))
+    with pytest.raises(ValueError, match="line 3: expected a closing quote in the line, got none"):
+        list(read_blocks(path, log_format, wanted))
+    blocks = list(read_blocks(path, replace(log_format, **SKIP), wanted))
+    assert values(blocks, "user") == ["a", "c", '5" d', "e"]
+    assert sum(b.num_skipped for b in blocks) == 2
+
+
+ODD = ("true", " 1", "1.0", "2", "", "\r", "\n", '"', '""', ",", "x", "\0", "\x1c", "\u2028", "nan", "NA", '"a\nb"', "+5")  # fmt: skip  # noqa: E501
+
+
+def test_both_parsers_leave_out_the_same_lines(tmp_path, monkeypatch):
+    rng, path = random.Random(5), tmp_path / "log.csv"
+    wanted = Wanted(("user",), ("click", "price"), labels=("click",))
+    log_format = LogFormat(SourceFormat.delimited, ",", ("", "NA"), OnBadLine.skip)
+
+    def found(block_bytes: int) -> list:
+        try:
+            blocks = list(read_blocks(path, replace(log_format, block_bytes=block_bytes), wanted))
+        except ValueError as error:  # without lines
+            return [str(error)]
+        lines = [line for block in blocks for line in block.lines]
+        num_skipped = sum(block.num_skipped for block in blocks)
+        columns = [values(blocks, name) for name in ("user", "click", "price")] if blocks else []
+        return [lines, num_skipped, str(columns)]
+
+    for _ in range(150):
+        good = (f"{rng.choice('01')},{rng.choice(['', '2.5'])},u" for _ in range(3))
+        odd = ("".join(rng.choices((*ODD, ",", ","), k=5)) for _ in range(3))
+        path.write_text("click,price,user\n" + "\n".join(rng.sample([*good, *odd], 6)), newline="")
+        fast = found(1 << 20)
+        assert found(rng.randrange(1, 12)) == fast
+        with monkeypatch.context() as patch:
+            patch.setattr(text, "parse", lambda lines, layout: None)
+            patch.setattr(text, "_parse_records", lambda lines, layout: None)
+            assert found(1 << 20) == fast
+
+
+def test_columns_of_paths(tmp_path):
+    folder = tmp_path / "dt=2024-05-01" / "country=d%20e" / "clicked=1"
+    folder.mkdir(parents=True)
+    (folder / "part.csv").write_text("user,country\na,it\nb,fr\n")
+    null = tmp_path / "dt=2024-05-02" / "country=__HIVE_DEFAULT_PARTITION__" / "clicked=0"
+    null.mkdir(parents=True)
+    pq.write_table(pa.table({"user": ["c"]}), null / "part.parquet")
+    for hidden in ("_SUCCESS", "_temporary/0/part.csv", ".part.csv.crc"):
+        (tmp_path / hidden).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / hidden).write_text("")
+    (csv_file,) = find_files([str(tmp_path / "dt=2024-05-01")], SourceFormat.delimited)
+    assert find_files([str(tmp_path / "**" / "*.csv")], SourceFormat.delimited) == [csv_file]
+    assert find_files([str(tmp_path)], SourceFormat.parquet) == [null / "part.parquet"]
+    wanted = Wanted(("user", "country"), ("dt", "clicked"), ("clicked",), times={"dt": "%Y-%m-%d"})
+    [block] = read_blocks(csv_file, LogFormat(SourceFormat.delimited, ","), wanted)
+    assert values([block], "country") == ["it", "fr"]  # the file's own
+    assert values([block], "dt") == [1714521600000.0] * 2
+    assert values([block], "clicked") == [1, 1]
+    assert partition_of(csv_file)["country"] == "d e"
+    [block] = read_blocks(null / "part.parquet", LogFormat(SourceFormat.parquet), wanted)
+    assert values([block], "country") == [None]
+    assert values([block], "clicked") == [0]
+
+
+@pytest.mark.parametrize(
+    ("form", "written", "expected_ms"),
+    [
+        ("%y%m%d%H", "14102107", 1413874800000),
+        ("%Y%m%d", "20141021", 1413849600000),
+        ("%d.%m.%Y %H:%M:%S.%f", "21.10.2014 07:00:00.250", 1413874800250),
+        ("%Y-%m-%d %H:%M:%S %z", "2014-10-21 09:00:00 +0200", 1413874800000),
+        ("iso", "2014-10-21 07:00:00.123456 UTC", 1413874800123.456),
+        ("iso", "2014-10-21 07:00:00 +0000", 1413874800000),
+        ("iso", "2014-10-21T07:00:00Z", 1413874800000),
+    ],
+)
+def test_times_of_a_form(tmp_path, form, written, expected_ms):
+    wanted = Wanted((), ("at",), required=("at",), times={"at": form})
+    block = read_csv(tmp_path, f"at,u\n{written},x\n", wanted)
+    assert block.numbers["at"].tolist() == [expected_ms]
+    if written.isdigit():  # as a number with missing ones, too
+        for numbers in (pa.array([int(written)]), pa.array([float(written)])):
+            path = write_table(tmp_path / "l", pa.table({"at": numbers}), SourceFormat.arrow)
+            [block] = read_blocks(path, LogFormat(SourceFormat.arrow), wanted)
+            assert block.numbers["at"].tolist() == [expected_ms]
+
+
+@pytest.mark.parametrize(("form", "odd"), [("%y%m%d%H", "9010100"), ("%Y%m%d", "2014-10-21"), ("iso", "21.10.2014")])  # fmt: skip  # noqa: E501
+def test_times_of_another_form_are_named(tmp_path, form, odd):
+    wanted = Wanted((), ("at",), required=("at",), times={"at": form})
+    expected = rf"line 2: expected a time .* in column at, got '{odd}'.*set data\.source\.times\.at"
+    with pytest.raises(ValueError, match=expected):
+        read_csv(tmp_path, f"at,u\n{odd},x\n", wanted)
