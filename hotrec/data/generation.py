@@ -113,13 +113,18 @@ class Earlier:
                 f"{_iso(time_ms)} at {at} among {num} others. {_ADVICE}"
             )
 
-    def check_new(self, files: Sequence[FileSamples], times: Times, *, allow_repeats: bool) -> None:
+    def check_new(
+        self, files: Sequence[FileSamples], times: Times, *, allow_repeats: bool
+    ) -> list[str]:
         """Check that none of the files to append has been appended before.
 
         Args:
             files: Their samples; of the training samples those that are new.
             times: Of all of these.
             allow_repeats: Whether samples may look the same.
+
+        Returns:
+            What to say if a few are there already.
 
         Raises:
             ValueError: If their samples are there already, or a file that counts as a day is.
@@ -131,13 +136,17 @@ class Earlier:
                     f"append: expected files that {self.path} does not have, got {twice[0]} again. "
                     f"{_ADVICE}"
                 )
-        if not allow_repeats:
-            check_not_among(files, self.files, self.path)
+        return [] if allow_repeats else check_not_among(files, self.files, self.path)
 
     def missing_days(self, times: Times) -> list[str]:
-        """Days that this generation held out, and that neither it nor new files train on."""
+        """What to say of days that this generation held out, if new files have nothing of them."""
         recorded = self.dataset.artifact.content["source"].get("days", ())
-        return [day["day"] for day in recorded if not day[TRAIN] and day["day"] not in times.days]
+        days = [day["day"] for day in recorded if not day[TRAIN] and day["day"] not in times.days]
+        more = f" and {len(days) - 5} more" if len(days) > 5 else ""
+        return days and [
+            f"append: no file has samples of {', '.join(days[:5])}{more}, held out so far: they "
+            "are in no split now. Append them, too, if they are to be training data"
+        ]
 
     @property
     def times(self) -> Times:

@@ -325,10 +325,11 @@ def _count_file(
         }
         hashes = sample_hashes(block, job.log.columns, ids, job.times)
         facts += replace(job.no_facts(), num_skipped=block.num_skipped)
-        facts += _count_samples(job, file, block, split_of, ids, hashes, ~is_old, counters)
+        read = (job, file, block, split_of, ids, hashes)
+        facts = _count_samples(facts, *read, ~is_old, counters)
         if is_old.any():
             early = early or job.first_early(file, block)
-            old += _count_samples(job, file, block, split_of, ids, hashes, is_old, old_counters)
+            old = _count_samples(old, *read, is_old, old_counters)
         for name in ids:
             if job.tables[name] in largest:
                 row = _largest_row(job, file, block, name)
@@ -346,6 +347,7 @@ def _count_file(
 
 
 def _count_samples(
+    so_far: FileFacts,
     job: _Job,
     file: int,
     block: RawBlock,
@@ -355,7 +357,7 @@ def _count_samples(
     is_counted: npt.NDArray[np.bool_],
     counters: Mapping[str, ValueCounter],
 ) -> FileFacts:
-    """Count some samples of a block, whose ids and hashes are given."""
+    """Add some samples of a block, whose ids and hashes are given, to the facts of a file."""
     columns = job.log.columns
     if not is_counted.all():
         block, split_of, hashes = block.keep(is_counted), split_of[is_counted], hashes[is_counted]
@@ -370,16 +372,15 @@ def _count_samples(
     for name, table in job.tables.items():
         if table in counters:
             count_ids(ids[name], counters[table], in_training)
-    return replace(
+    facts = so_far + replace(
         facts,
         num_samples=count_by_split(split_of),
         num_clicks=np.stack([labels[split_of == split].sum(0) for split in range(3)]).astype(
             np.int64
         ),
         times=_times_of(job, file, block, split_of),
-        new=facts.new.added(hashes),
-        train=facts.train.added(hashes[is_train]),
     )
+    return replace(facts, new=facts.new.added(hashes), train=facts.train.added(hashes[is_train]))
 
 
 def _times_of(job: _Job, file: int, block: RawBlock, split_of: Integers) -> Times:
@@ -422,20 +423,17 @@ def _check_facts(job: _Job, of_files: Sequence[FileFacts], new: FileFacts) -> No
             f"data.source.split: expected samples in the training split, got {found} from "
             f"{len(of_files)} files. Correct the split."
         )
-    files = _samples_of(job, of_files)
+    files, said = _samples_of(job, of_files), []
     if not job.allow_repeats:
-        check_repeats(files, "data.source.files" if earlier is None else "append")
+        said = check_repeats(files, "data.source.files" if earlier is None else "append")
     if earlier is not None:
-        earlier.check_new(files, new.times, allow_repeats=job.allow_repeats)
-    missing = [] if earlier is None else earlier.missing_days(new.times)
-    if missing and distributed.rank() == 0:
-        _LOGGER.warning(
-            "append: no file has samples of %s, which were held out so far: they are in no split "
-            "now. Append them, too, if they are to be training data",
-            ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else ""),
-        )
-    if num_old and distributed.rank() == 0:
-        _LOGGER.info("left out %d samples that the training split has already", num_old)
+        said += earlier.check_new(files, new.times, allow_repeats=job.allow_repeats)
+        said += earlier.missing_days(new.times)
+    if distributed.rank() == 0:
+        for text in said:
+            _LOGGER.warning("%s", text)
+        if num_old:
+            _LOGGER.info("left out %d samples that the training split has already", num_old)
 
 
 def _samples_of(job: _Job, of_files: Sequence[FileFacts]) -> list[FileSamples]:

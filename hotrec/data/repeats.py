@@ -8,7 +8,6 @@ samples, the same one wherever they are, they show how many of a file's samples 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,8 @@ from hotrec.data.chunks import write_arrow
 from hotrec.data.columns import Float64s, Lists, RawBlock, Texts
 from hotrec.data.encode import sources_of
 from hotrec.data.hashing import Hashes, hash_text, mix
-from hotrec.runtime import ranks as distributed
 from hotrec.types import Rows
 
-_LOGGER = logging.getLogger(__name__)
 SAMPLES_DIR = "samples"
 _MISSING, _STEP, _SECOND = (np.uint64(n) for n in (0x5D1, 0x9E3779B97F4A7C15, 0xA5A5A5A5A5A5A5A5))
 # Smallest hashes that are kept of a file, and of all files that are prepared together.
@@ -123,6 +120,8 @@ class Samples:
 
     def __add__(self, other: Samples) -> Samples:
         most = min(self.most, other.most)
+        if other.num == 0 and most == self.most:
+            return self
         both = np.concatenate([self.smallest[:most], other.smallest[:most]])
         smallest, places = np.unique(both, return_inverse=True)
         counts = np.zeros(smallest.size, np.int64)
@@ -231,12 +230,15 @@ def shared_fracs(new: Samples, files: Sequence[FileSamples]) -> Float64s:
     return np.where(num_seen >= _FEWEST_SEEN, num_shared / np.maximum(num_seen, 1), 0.0)
 
 
-def check_repeats(files: Sequence[FileSamples], key: str) -> None:
+def check_repeats(files: Sequence[FileSamples], key: str) -> list[str]:
     """Check that files which are prepared together have no samples in common.
 
     Args:
         files: The files.
         key: The configuration key that lists them.
+
+    Returns:
+        What to say of those that have a few in common.
 
     Raises:
         ValueError: If one has the samples of another, or more of them than chance explains.
@@ -259,21 +261,26 @@ def check_repeats(files: Sequence[FileSamples], key: str) -> None:
     # Of each file that shares samples, one that it shares them with.
     others = dict(zip(of_file[same].tolist(), of_file[same + 1].tolist(), strict=True))
     others |= dict(zip(of_file[same + 1].tolist(), of_file[same].tolist(), strict=True))
+    said = []
     for index, other in sorted(others.items()):
         if seen[index].size >= _FEWEST_SEEN:
-            share = float(num_shared[index] / seen[index].size)
-            _check_share(share, files[index].whole, key, files[index].name, files[other].name)
+            file, share = files[index], float(num_shared[index] / seen[index].size)
+            said += _check_share(share, file.whole, key, file.name, files[other].name)
+    return said
 
 
 def check_not_among(
     files: Sequence[FileSamples], known: Sequence[FileSamples], where: Path
-) -> None:
+) -> list[str]:
     """Check that files to append have no samples that a training split has.
 
     Args:
         files: The files to append.
         known: Those of the dataset.
         where: The dataset.
+
+    Returns:
+        What to say if they have a few.
 
     Raises:
         ValueError: If one has only samples that are there, or more of them than chance explains.
@@ -288,21 +295,19 @@ def check_not_among(
             raise _repeated("append", file.whole.num, 1.0, file.name, at)
     new = sum((file.new for file in files), start=Samples())
     shares = shared_fracs(new, known)
-    if shares.any():
-        at = f"{where}, of {known[int(shares.argmax())].name}"
-        _check_share(min(float(shares.sum()), 1.0), new, "append", "the files", at)
+    if not shares.any():
+        return []
+    at = f"{where}, of {known[int(shares.argmax())].name}"
+    return _check_share(min(float(shares.sum()), 1.0), new, "append", "the files", at)
 
 
-def _check_share(share: float, samples: Samples, key: str, name: str, other: str) -> None:
+def _check_share(share: float, samples: Samples, key: str, name: str, other: str) -> list[str]:
     """Refuse a share of samples that others have, or say it, unless it may well be chance."""
     if share < max(SAID_FRAC, BY_CHANCE * samples.repeated_frac):
-        return
+        return []
     if share >= REFUSED_FRAC:
         raise _repeated(key, round(share * samples.num), share, name, other)
-    if distributed.rank() == 0:
-        _LOGGER.warning(
-            "%s: about %.1f%% of the samples of %s are in %s, too", key, 100 * share, name, other
-        )
+    return [f"{key}: about {share:.1%} of the samples of {name} are in {other}, too"]
 
 
 def _repeated(key: str, num: int, share: float, name: str, other: str) -> ValueError:

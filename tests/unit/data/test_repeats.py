@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from hotrec.artifact import MANIFEST, commit_artifact
 from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
@@ -28,6 +30,7 @@ from hotrec.config.data import (
 from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare
 from hotrec.data.repeats import (
+    SAMPLES_DIR,
     FileSamples,
     Samples,
     check_repeats,
@@ -320,3 +323,40 @@ def test_the_split_stays(tmp_path: Path, split: SplitSpec, key: str, times: Time
     spec = replace(spec_of(first, split=split), times={"at": times})
     with pytest.raises(ValueError, match=rf"data\.source\.{key}"):
         prepare(spec, tmp_path / "d", append=[second])
+
+
+def test_a_dataset_of_an_earlier_version_can_grow(tmp_path: Path) -> None:
+    """It has no record of its samples, and none of its split; what has times is still compared."""
+    first, second = (write(tmp_path / f"{day}.csv", lines_of(day)) for day in (1, 2))
+    spec, path = spec_of(first, split=BY_TIME), tmp_path / "d"
+    prepare(spec, path)
+    content = json.loads((path / MANIFEST).read_text())["content"]
+    for name in ("split", "unknown_ids"):
+        del content["source"][name]
+    shutil.rmtree(path / SAMPLES_DIR)
+    (path / MANIFEST).unlink()
+    path.rename(tmp_path / "altered")
+    commit_artifact(tmp_path / "altered", path, kind="dataset", content=content)
+    with pytest.raises(ValueError, match=r"append: expected training samples from .* at 1\.csv"):
+        prepare(spec, path, append=[first])
+    with pytest.raises(ValueError, match=r"split\.kind: expected time"):
+        prepare(spec_of(first), path, append=[second])
+    prepare(spec, path, append=[second])
+    with pytest.raises(ValueError, match="append: expected training samples that .* does not have"):
+        prepare(spec, path, append=[second])
+
+
+def test_a_label_that_came_later_does_not_hide_a_sample(tmp_path: Path) -> None:
+    """Exported again, with other labels for one in ten samples, and in files cut otherwise."""
+    first = write(tmp_path / "first.csv", lines_of(1, 2000))
+    lines = [line.split(",") for line in lines_of(1, 2000)]
+    for line in lines[::10]:
+        line[1] = str(1 - int(line[1]))
+    parts = [
+        write(tmp_path / f"part{n}.csv", [",".join(line) for line in lines[n::8]]) for n in range(8)
+    ]
+    prepare(spec_of(first), tmp_path / "d")
+    with pytest.raises(
+        ValueError, match=r"append: expected each sample once, got about \d+ \(\d\d%"
+    ):
+        prepare(spec_of(first), tmp_path / "d", append=parts)
