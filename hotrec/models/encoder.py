@@ -344,7 +344,9 @@ def _parsed(parse: Callable[[Any], Any], value: Any, number: int, source: str) -
 
 
 def _scalar(value: Any) -> Any:
-    """A value of numpy's types as one of Python's."""
+    """A value of numpy's types as one of Python's, and text in bytes as text."""
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")  # is refused where it is hashed
     if not isinstance(value, np.generic):
         return None if isinstance(value, datetime) and value != value else value  # pandas' NaT
     if isinstance(value, np.datetime64):
@@ -360,8 +362,6 @@ def _text(value: Any) -> str | None:
         return str(value).lower()
     if isinstance(value, int):
         return format(value, "d")
-    if isinstance(value, bytes):
-        return value.decode(errors="surrogateescape")  # is refused where it is hashed
     is_number = isinstance(value, float) and abs(value) < _WHOLE_BELOW
     is_number = is_number or (isinstance(value, Decimal) and value.is_finite())
     if is_number and value == int(value):

@@ -339,9 +339,9 @@ TYPED: tuple[Any, ...] = (
     *(None, True, 7, -1, 2**63 - 1, 2**64 - 1, 0.5, 1234.0, float("nan"), float("inf"), 1e39),
     *(2.0**60, Decimal("1.10"), Decimal("7"), Decimal("1E-9"), "7", "", "NULL", "1234.0", " 7"),
     *(b"7", b"\xff", date(2024, 5, 1), datetime(2024, 5, 1, 23, 30), np.bool_(True)),
-    *(datetime(2024, 5, 1, 23, 30, 1, 5, tzinfo=UTC), np.datetime64("2024-05-01T12:30:00.5")),
+    *(datetime(2024, 5, 1, 23, 30, 1, 5, tzinfo=UTC), np.datetime64("2024-05-01T12:30:00.500000")),
     *(["7", None, ""], [1, 2], [1.0, 2.5], [1.0, 2.0], [], [["a"]], {"a": 1}),
-    *(np.float32(0.1), np.int8(3), np.datetime64("2024-05-01")),
+    *(np.float32(0.1), np.int8(3)),
 )
 ODD_COLUMNS = {
     "number": ColumnSpec(DENSE, source="x", fill=0.75),
