@@ -1,22 +1,36 @@
 """Callbacks of a training run, by import path, and writers for Weights & Biases and MLflow.
 
 A callback is a class that derives from ``Callback``. It exists on rank 0 alone, so it must not
-start a collective. An exception in it ends the run on every rank. ``trainer.callbacks`` names its
-import path.
+start a collective. ``trainer.callbacks`` names its import path.
+
+An exception in it ends the run on every rank, and so does an attempt to end the process. What it
+changes of random generators, signal handlers and the working directory is undone, and threads that
+it leaves may not keep the process from ending.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hotrec.models.plain import import_class
+from hotrec.runtime.random_state import random_state, set_random_state
 from hotrec.runtime.ranks import rank, same_verdict
 from hotrec.train.run_log import numbers_of
 
 Figures = Mapping[str, Any]
+# How long threads of callbacks may take at the end, such as to send what is queued.
+THREADS_S = 10.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Callback:
@@ -49,7 +63,16 @@ def import_callback(path: str) -> type[Callback]:
     Raises:
         ValueError: If it cannot be imported, or is no ``Callback``.
     """
-    found = import_class(path, "trainer.callbacks")
+    with _contained() as ends:
+        try:
+            found = import_class(path, "trainer.callbacks")
+        except BaseException as error:
+            if isinstance(error, Exception) or not ends(error):
+                raise
+            raise ValueError(
+                f"trainer.callbacks: expected a class, got {path}, whose import ends the process "
+                f"({_text_of(error)}). Correct its module, or leave it out."
+            ) from error
     if not issubclass(found, Callback):
         raise ValueError(
             "trainer.callbacks: expected a class that derives from "
@@ -75,6 +98,7 @@ class Callbacks:
     ) -> None:
         self._paths = paths
         self._made: list[Callback] = []
+        self._threads: dict[threading.Thread, str] = {}  # with the path of the callback
         for path in paths:
             made = same_verdict(lambda: self._make(path, run_dir, description or {}))  # noqa: B023
             self._made += [] if made is None else [made]
@@ -93,19 +117,100 @@ class Callbacks:
         def run() -> None:
             for path, callback in zip(self._paths, self._made, strict=False):
                 self._run(path, hook, getattr(callback, hook), *arguments)
+            if hook == "on_end" and (left := self._left_threads()):
+                thread, path = left.popitem()
+                raise RuntimeError(
+                    f"trainer.callbacks {path}: expected its threads to end with the run, got "
+                    f"{thread.name!r} running {THREADS_S:g} s later. Join it in on_end, or make it "
+                    "a daemon."
+                )
 
         if self._paths:
             same_verdict(run)
 
+    def close(self) -> None:
+        """See that the process can end, at the end of a run that may have failed."""
+        if self._left_threads():
+            # Before the interpreter waits for them, which may be forever.
+            register: Any = threading._register_atexit  # type: ignore[attr-defined]
+            register(_end_without_threads)
+
+    def _left_threads(self) -> dict[threading.Thread, str]:
+        until_s = time.monotonic() + THREADS_S
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        return {thread: path for thread, path in self._threads.items() if thread.is_alive()}
+
     def _run(self, path: str, hook: str, method: Any, *arguments: Any) -> Any:
-        try:
-            return method(*arguments)
-        except Exception as error:
-            reason = (str(error) or "no message").splitlines()[0]
-            raise RuntimeError(
-                f"trainer.callbacks {path}.{hook}: expected it to return, got "
-                f"{type(error).__name__}: {reason}. Correct it, or leave it out."
-            ) from error
+        before = set(threading.enumerate())
+        with _contained() as ends:
+            try:
+                return method(*arguments)
+            except BaseException as error:
+                if not ends(error):
+                    raise
+                raise RuntimeError(
+                    f"trainer.callbacks {path}.{hook}: expected it to return, got "
+                    f"{_text_of(error)}. Correct it, or leave it out."
+                ) from error
+            finally:
+                new = (t for t in threading.enumerate() if t not in before and not t.daemon)
+                self._threads.update(dict.fromkeys(new, path))
+
+
+class _ProcessEnd(BaseException):
+    """A callback called ``os._exit``."""
+
+
+@contextmanager
+def _contained() -> Iterator[Callable[[BaseException], bool]]:
+    """Undo what code of others changes in this process, which it cannot end inside the block.
+
+    Yields:
+        Whether an exception is of that code; else a signal of hotrec's user raised it.
+    """
+    kept, folder = random_state(), os.getcwd()
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS} if is_main else {}
+    process, thread, end = os.getpid(), threading.current_thread(), os._exit
+
+    def refuse(code: int) -> NoReturn:
+        # Processes that the callback forks end so.
+        if os.getpid() != process or threading.current_thread() is not thread:
+            end(code)
+        raise _ProcessEnd(f"os._exit({code})")
+
+    os._exit = refuse
+    try:
+        yield _is_of_others
+    finally:
+        os._exit = end
+        set_random_state(kept)
+        os.chdir(folder)
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler and handler is not None:
+                signal.signal(number, handler)
+
+
+def _is_of_others(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return isinstance(error, _ProcessEnd | Exception) or module.partition(".")[0] != "hotrec"
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, _ProcessEnd):
+        return str(error)
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+
+
+def _end_without_threads() -> None:
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _require(package: str) -> Any:

@@ -15,7 +15,6 @@ and remaining samples. No file can run code: random generators are read with ``w
 from __future__ import annotations
 
 import logging
-import random
 import re
 import shutil
 import threading
@@ -27,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -46,6 +44,7 @@ from hotrec.embedding.canonical import Parts, canonical_parts
 from hotrec.embedding.table_memory import take_snapshot
 from hotrec.embedding.tables import sharded_collections
 from hotrec.runtime.comm_thread import CommunicationThread
+from hotrec.runtime.random_state import random_state, set_random_state
 from hotrec.runtime.ranks import (
     all_gather_object,
     rank,
@@ -550,24 +549,10 @@ def restore_random_state(path: Path) -> None:
     if state is None:
         torch.manual_seed(torch.initial_seed() + rank())
         return
-    torch.set_rng_state(state["torch"])
     keys = state["numpy"]["state"]
-    np.random.set_state({**state["numpy"], "state": {**keys, "key": keys["key"].numpy()}})
-    random.setstate(state["python"])
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _random_state() -> dict[str, Any]:
-    # The generator that libraries draw from. Its key is kept as a tensor, which needs no pickle.
-    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002
-    keys = numpy_state["state"]
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": {**numpy_state, "state": {**keys, "key": torch.from_numpy(keys["key"])}},
-        "python": random.getstate(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-    }
+    set_random_state(
+        {**state, "numpy": {**state["numpy"], "state": {**keys, "key": keys["key"].numpy()}}}
+    )
 
 
 def _random_file(path: Path) -> Path:
@@ -580,7 +565,11 @@ def _load_hot_sets(path: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def _save_small(scratch: Path, hot_state: Mapping[str, torch.Tensor]) -> None:
-    torch.save(_random_state(), _random_file(scratch))
+    # The key of numpy's generator is kept as a tensor, which needs no pickle.
+    state = random_state()
+    keys = state["numpy"]["state"]
+    state["numpy"]["state"] = {**keys, "key": torch.from_numpy(keys["key"])}
+    torch.save(state, _random_file(scratch))
     if hot_state:
         save_file(dict(hot_state), scratch / f"{HOT_SET}-{rank():05d}.safetensors")
 

@@ -177,6 +177,7 @@ def train(
                 count_caches,
                 Callbacks(callbacks, run_dir, description),
             )
+            stack.callback(records.callbacks.close)
             saver = _Saver(records.callbacks, save_in_background)
             stack.callback(saver.abandon)
             judges = [one for one in (alternation, best) if one is not None]
