@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import time
 import uuid
 import weakref
@@ -49,6 +50,8 @@ CHECKSUM = "xxh3_128"
 _REPLACEMENT_S = 10.0
 # Longer than most readings of a manifest; whoever holds the lock longer has opened the artifact.
 _SHORT_READ_S = 2.0
+# More than any record of a trial, of costs, of a plan or of a run's end takes.
+RECORD_BYTES = 64 << 20
 
 # What reading content raises that has another form than was written.
 _FORM_ERRORS = (
@@ -183,6 +186,28 @@ def _open_manifest(manifest: Path, kind: str) -> BinaryIO:
     raise ArtifactError(
         f"{manifest}: expected the manifest of a {kind}, got no such file. "
         f"Make the {kind} first, or correct the path."
+    )
+
+
+def read_record(path: Path, most_bytes: int = RECORD_BYTES, errors: str = "strict") -> str:
+    """The text of a file that a command wrote for another; ``errors`` as for ``bytes.decode``.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ArtifactError: If it is a device or a pipe, which may have no end, too large, or no text.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # of a pipe, too
+        facts = os.fstat(file.fileno())
+        found = f"{facts.st_size} bytes"
+        if not stat.S_ISREG(facts.st_mode):
+            found = "a directory, a pipe or a device"
+        elif facts.st_size <= most_bytes:
+            try:
+                return file.read(most_bytes).decode(errors=errors)
+            except UnicodeDecodeError:
+                found = "no text"
+    raise ArtifactError(
+        f"{path}: expected a text file of at most {most_bytes} bytes, got {found}. Remove it."
     )
 
 

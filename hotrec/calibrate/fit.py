@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hotrec.artifact import read_record
 from hotrec.cost_model.costs import TORCHREC_STAGE, Costs, CostsError
 from hotrec.cost_model.store import find_costs
 from hotrec.runtime.run_dir import PREDICTION, SUMMARY, run_at
@@ -154,7 +155,7 @@ def fit_from_run(run_dir: Path, where: str) -> Costs:
 
 def _read_document(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(read_record(path))
     except (OSError, ValueError) as error:
         document = error
     if not isinstance(document, dict):

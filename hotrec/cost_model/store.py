@@ -8,7 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hotrec.artifact import Artifact, Verify, commit_artifact, read_artifact, scratch_directory
+from hotrec.artifact import (
+    Artifact,
+    Verify,
+    commit_artifact,
+    read_artifact,
+    read_record,
+    scratch_directory,
+)
 from hotrec.cost_model.builtin import BUILTIN, NEAREST_BUILTIN
 from hotrec.cost_model.costs import UNKNOWN_INTERVAL, Costs, CostsError, World
 
@@ -45,7 +52,7 @@ def read_costs(path: Path) -> Costs:
     artifact = read_artifact(path, kind=KIND, verify=Verify.full)
     file = artifact.file(COSTS_JSON)
     try:
-        document = json.loads(file.read_text())
+        document = json.loads(read_record(file))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CostsError(
             f"{path / COSTS_JSON}: expected costs as `hotrec calibrate` writes them, got "

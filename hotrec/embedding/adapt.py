@@ -348,6 +348,24 @@ class AdaptiveHotSet:
             state[f"{table.key}/counts"] = torch.from_numpy(counted.counts)
         return state
 
+    def _check_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        for table in self._tables:
+            num_rows = self._collections[table.path].partition.num_rows[table.name]
+            for state in of_ranks:
+                if f"{table.key}/hot_rows" in state:
+                    what = f"hot rows of table {table.name}"
+                    _check_rows(what, state[f"{table.key}/hot_rows"], num_rows)
+                if f"{table.key}/counts" in state:
+                    what = f"counted rows of table {table.name}"
+                    counted = state[f"{table.key}/counted_rows"]
+                    _check_rows(what, counted, num_rows)
+                    counts = state[f"{table.key}/counts"].numpy()
+                    is_count = np.isfinite(counts).all() and (counts >= 0).all()
+                    if counts.shape != tuple(counted.shape) or not is_count:
+                        raise ValueError(
+                            f"{what}: expected a count of 0 or more for each, got others"
+                        )
+
     def load_state_dict(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Take hot rows and counts back before the model's tensors are loaded.
 
@@ -355,7 +373,11 @@ class AdaptiveHotSet:
 
         Args:
             of_ranks: What ``state_dict`` returned on each rank.
+
+        Raises:
+            ValueError: If rows are outside their table, or twice, or a count is no count.
         """
+        self._check_state(of_ranks)
         for path in self._collections:
             rows = dict(self._collections[path].partition.hot_rows)
             for table in self._tables:
@@ -375,6 +397,16 @@ class AdaptiveHotSet:
                     counted[id(table.counter)] = before.sum(part)
         for counter in self._all_counters():
             counter.restore(counted.get(id(counter), CountedRows.none()))
+
+
+def _check_rows(what: str, rows: torch.Tensor, num_rows: int) -> None:
+    found = np.asarray(rows)
+    if found.dtype.kind != "i" or found.ndim != 1 or np.unique(found).size != found.size:
+        raise ValueError(f"{what}: expected different row numbers, got others")
+    if found.size and not 0 <= found.min() <= found.max() < num_rows:
+        raise ValueError(
+            f"{what}: expected rows in 0..{num_rows - 1}, got {found.min()} to {found.max()}"
+        )
 
 
 def _best_sum(histograms: Sequence[tuple[Counts, Rows]], num_rows: int) -> float:

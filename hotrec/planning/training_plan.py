@@ -18,7 +18,7 @@ from typing import Any
 
 from torchrec.distributed.types import CacheStatistics
 
-from hotrec.artifact import Artifact, ArtifactError, check_made_from
+from hotrec.artifact import Artifact, ArtifactError, check_made_from, read_record
 from hotrec.config.groups import (
     DEFAULT_LOAD_FRAC,
     CostPlacement,
@@ -362,7 +362,7 @@ def read_training_plan(config: Config, run_dir: Path) -> TrainingPlan:
     path, prediction = run_dir / PREDICTION, None
     if path.exists():
         try:
-            prediction = json.loads(path.read_text())
+            prediction = json.loads(read_record(path))
             chosen = prediction["chosen"]
             pipeline = PipelineKind(prediction["plans"][chosen]["pipeline"])
             if isinstance(config.placement, CostPlacement) and not is_own(chosen):

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
+from hotrec.artifact import read_record
+
 logger = logging.getLogger(__name__)
 
 CONFIDENCE = 0.9  # of intervals, two-sided
@@ -152,7 +154,7 @@ def trial_file(folder: Path, situation: Mapping[str, Any]) -> Path:
 def read_trial(file: Path, candidates: Collection[str]) -> Trial | None:
     """The recorded trial of these candidates; None without one, or with a warning if damaged."""
     try:
-        document = json.loads(file.read_text())
+        document = json.loads(read_record(file))
         blocks = {str(n): [float(s) for s in of] for n, of in document["block_s"].items()}
         took_turns = bool(document.get("took_turns", True))
         trial = Trial(blocks, float(document["seconds"]), True, took_turns)

@@ -1,8 +1,9 @@
-"""How a sharded model calls its embedding modules, so that each means what the unsplit one does."""
+"""What a sharded model gives and takes, so that it means what it does unsplit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -80,3 +81,56 @@ def allow_one_call(model: nn.Module) -> None:
             of_user = name.replace("_dmp_wrapped_module.", "").removeprefix("module.")
             module.register_forward_pre_hook(partial(count, of_user))
     model.register_forward_pre_hook(lambda *_: calls.clear())
+
+
+def take_losses(model: nn.Module) -> None:
+    """Let the model return the loss alone to a pipeline, which expects (loss, anything)."""
+
+    def pair(module: nn.Module, _: Any, output: Any) -> Any:
+        return _loss_and_output(module, output) if vars(module).get(_IN_PIPELINE) else None
+
+    model.register_forward_hook(pair)
+
+
+_IN_PIPELINE = "hotrec_in_pipeline"
+
+
+@contextmanager
+def in_pipeline(model: nn.Module) -> Iterator[None]:
+    """Let a pipeline call the model inside the block."""
+    setattr(model, _IN_PIPELINE, True)
+    try:
+        yield
+    finally:
+        setattr(model, _IN_PIPELINE, False)
+
+
+def _loss_and_output(model: nn.Module, output: Any) -> tuple[torch.Tensor, Any]:
+    """The loss, and the rest: of a loss alone a copy without gradient.
+
+    Raises:
+        ValueError: If the model returns something else, or a loss without gradient in training.
+    """
+    parts = [output] if isinstance(output, torch.Tensor) else output
+    is_loss = isinstance(parts, tuple | list) and 0 < len(parts) <= 2
+    if not is_loss or not isinstance(parts[0], torch.Tensor):
+        found = type(output).__name__
+        if isinstance(output, tuple | list):
+            found += f" of {', '.join(type(part).__name__ for part in output) or 'nothing'}"
+        raise ValueError(
+            f"model: expected forward to return (loss, anything), or the loss, got {found}. Return "
+            "the loss first, and all else in one value."
+        )
+    loss = parts[0]
+    if model.training and torch.is_grad_enabled():
+        if loss.dim() > 1 and loss.numel() > 1:
+            raise ValueError(
+                f"model: expected a loss that is a number, got one of shape {tuple(loss.shape)}. "
+                "Return its mean."
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "model: expected a loss with a gradient, got one without. Return it before "
+                "detach(), and compute it outside of torch.no_grad()."
+            )
+    return loss, parts[1] if len(parts) == 2 else loss.detach()

@@ -41,7 +41,7 @@ from hotrec.program.choice import (
     choose_given,
     constraints_of,
 )
-from hotrec.program.features import allow_one_call, read_as_declared
+from hotrec.program.features import allow_one_call, read_as_declared, take_losses
 from hotrec.program.tables import (
     EmbeddingOptimizer,
     InitialTables,
@@ -105,8 +105,8 @@ def parallelize(
 
     Args:
         model: The model, not sharded yet; its forward returns (loss, anything), as TorchRec's
-            pipelines expect. It is changed in place. Tables on the device meta get initial weights
-            that depend on seed, table and row alone; others keep theirs.
+            pipelines expect, or the loss alone. It is changed in place. Tables on the device meta
+            get initial weights that depend on seed, table and row alone; others keep theirs.
         hot: Counts of ``profile``, from which hot rows and the pipeline are chosen on rank 0;
             or the hot rows (``Partition``), with the place of the others (``Placement``); or the
             ``Choice`` of an earlier run; or "off" for plain TorchRec.
@@ -157,6 +157,7 @@ def parallelize(
             sharded, optimizer = _plain(model, plan, ranks.device, dense_optimizer)
             initial.set(sharded, given_seed)
             read_as_declared(sharded)
+            take_losses(sharded)
             allow_one_call(sharded)
             return sharded, optimizer
         rule = same_verdict(lambda: shared_rule(bags))
@@ -201,6 +202,7 @@ def parallelize(
         sharded = _shard(model, choice, tables, found, ranks)
         initial.set(sharded, given_seed)
         read_as_declared(sharded)
+        take_losses(sharded)
         if choice.pipeline is not PipelineKind.look_ahead:  # which adds the gradients up
             allow_one_call(sharded)
         sharded.hotrec_choice = choice

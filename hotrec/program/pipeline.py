@@ -12,6 +12,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.program.choice import OFF, Choice
+from hotrec.program.features import in_pipeline
 from hotrec.program.parallel import choice_of
 from hotrec.train.pipelines import EndOfDataError, LookAhead, make_pipeline
 
@@ -84,6 +85,7 @@ class Pipeline:
     ) -> None:
         self.choice: Choice = choice_of(model)
         target = torch.device(device if device is not None else model.device)  # type: ignore[arg-type]
+        self._model = model
         self._hot_set, self._adapt_every = hot_set, adapt_every
         self._part: _Part | None = None
         self._pipeline: Any
@@ -101,18 +103,20 @@ class Pipeline:
         first.
 
         Returns:
-            What the model returns beside the loss.
+            What the model returns beside the loss; the loss, detached, if that is all.
 
         Raises:
             StopIteration: If all batches are computed.
+            ValueError: If the model returns no loss, or one without gradient in training.
             RuntimeError: If the model changes the features before a collection reads them.
         """
-        try:
-            if self._hot_set is None:
-                return self._pipeline.progress(batches)
-            return self._progress(self._hot_set, batches)
-        except EndOfDataError:
-            raise StopIteration from None
+        with in_pipeline(self._model):
+            try:
+                if self._hot_set is None:
+                    return self._pipeline.progress(batches)
+                return self._progress(self._hot_set, batches)
+            except EndOfDataError:
+                raise StopIteration from None
 
     def _progress(self, hot_set: AdaptiveHotSet, batches: Iterator[Any]) -> Any:
         if not self._pipeline.model.training:

@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from hotrec.artifact import read_record
+
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE, SUMMARY = "config.yaml", "summary.json"
@@ -33,8 +35,8 @@ def read_finished(run_dir: Path, config_text: str | None = None) -> dict[str, An
         config_text: If given, the configuration that the run must have recorded.
     """
     try:
-        summary = json.loads((run_dir / SUMMARY).read_text())
-        is_same = config_text is None or (run_dir / CONFIG_FILE).read_text() == config_text
+        summary = json.loads(read_record(run_dir / SUMMARY))
+        is_same = config_text is None or read_record(run_dir / CONFIG_FILE) == config_text
         return dict(summary) if summary["finished"] is True and is_same else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

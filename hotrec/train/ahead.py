@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from hotrec.data.batch import Batch
 from hotrec.train.evaluate import Quality
+from hotrec.train.run_log import read_lines
 
 NEXT_DAY = "next_day"  # the split of its lines in eval.jsonl
 
@@ -53,12 +52,8 @@ class DaysAhead:
 
 def read_evaluated(eval_file: Path, last_step: int) -> list[dict[str, Any]]:
     """The evaluations of next days up to a step that a run has recorded."""
-    lines = []
-    for text in eval_file.read_text().splitlines() if eval_file.exists() else []:
-        with suppress(json.JSONDecodeError):  # the line that a killed run was writing
-            lines.append(json.loads(text))
     return [
         {name: value for name, value in line.items() if name not in ("split", "elapsed_s")}
-        for line in lines
-        if line["split"] == NEXT_DAY and line["step"] <= last_step
+        for line in read_lines(eval_file)
+        if line.get("split") == NEXT_DAY and line["step"] <= last_step
     ]

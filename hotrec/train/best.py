@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,4 +72,6 @@ class BestQuality:
         self.step, self._last_step = int(state["step"]), int(state["last_step"])
         self.loss = None if state["loss"] is None else float(state["loss"])
         self._num_worse = int(state["num_worse"])
+        if self.loss is not None and not math.isfinite(self.loss):
+            raise ValueError(f"loss {self.loss}")
         self.of_splits = dict(state.get("of_splits", {}))  # none in earlier versions

@@ -37,6 +37,7 @@ from hotrec.artifact import (
     FileFacts,
     commit_artifact,
     read_artifact,
+    read_record,
     remove_abandoned,
 )
 from hotrec.embedding.adapt import AdaptiveHotSet
@@ -77,6 +78,7 @@ TENSORS = "tensors"
 # Modules that hold a table under its name.
 _TABLES = "(embedding_bags|embeddings)"
 HOT_SET = "hot_set"
+_NAME, _POINTER_BYTES = re.compile(r"step-\d{8}(\.[0-9a-f]{8})?"), 1 << 10
 # The last commit that reads checkpoints of torch.distributed.checkpoint, with its ranks and plan.
 _LAST_COMMIT_OF_DCP = "a16b2ca"
 
@@ -281,16 +283,24 @@ def find_latest(directory: Path, name: str = LATEST) -> Path | None:
         ArtifactError: if the file names a checkpoint that is not there.
     """
     pointer = directory / name
-    if not pointer.exists():
+    found = _pointed_at(pointer)
+    if found is None:
         return None
-    name = pointer.read_bytes()[:200].decode(errors="replace").strip()
-    path = directory / name
-    if not re.fullmatch(r"step-\d{8}(\.[0-9a-f]{8})?", name) or not path.is_dir():
+    path = directory / found
+    if not _NAME.fullmatch(found) or not path.is_dir():
         raise ArtifactError(
-            f"{pointer}: expected the name of a checkpoint beside it, got {name[:40]!r}. "
+            f"{pointer}: expected the name of a checkpoint beside it, got {found[:40]!r}. "
             "Name another checkpoint to resume from."
         )
     return path
+
+
+def _pointed_at(pointer: Path) -> str | None:
+    """What a file that names a checkpoint says; None without one."""
+    try:
+        return read_record(pointer, most_bytes=_POINTER_BYTES).strip()
+    except FileNotFoundError:
+        return None
 
 
 def lineage_of(path: Path) -> str | None:
@@ -327,7 +337,7 @@ def load_checkpoint(
     """
     content = same_verdict(lambda: read_facts(path, facts, verify_files=True))
     if hot_set is not None:  # first, since it says where the rows belong
-        same_verdict(lambda: hot_set.load_state_dict(_load_hot_sets(path)))
+        same_verdict(lambda: _load_hot_set(path, hot_set))
     if optimizer is not None:
         same_verdict(lambda: _fill_optimizer_state(optimizer))
     parts = same_verdict(lambda: canonical_parts(model, optimizer))
@@ -335,7 +345,7 @@ def load_checkpoint(
     _accept(model, parts, content["step"])
     if loader is not None:
         same_verdict(lambda: _load_random(path))
-        same_verdict(lambda: loader.load_state_dict(content["loader"]))
+        same_verdict(lambda: _load_position(path, loader, content["loader"]))
         if rank() == 0:
             remove_abandoned(path.parent)
     return Position(step=content["step"], num_samples=content["num_samples"])
@@ -549,19 +559,45 @@ def restore_random_state(path: Path) -> None:
     if state is None:
         torch.manual_seed(torch.initial_seed() + rank())
         return
-    keys = state["numpy"]["state"]
-    set_random_state(
-        {**state, "numpy": {**state["numpy"], "state": {**keys, "key": keys["key"].numpy()}}}
-    )
+    same_verdict(lambda: _set_random(path, state))
+
+
+def _set_random(path: Path, state: Mapping[str, Any]) -> None:
+    try:
+        keys = state["numpy"]["state"]
+        numpy_state = {**state["numpy"], "state": {**keys, "key": keys["key"].numpy()}}
+        set_random_state({**state, "numpy": numpy_state})
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{_random_file(path)}: expected the states of random generators, got {error!r}. Use "
+            "another checkpoint."
+        ) from error
 
 
 def _random_file(path: Path) -> Path:
     return path / f"random-{rank():05d}.pt"
 
 
-def _load_hot_sets(path: Path) -> list[dict[str, torch.Tensor]]:
-    """What every rank saved of ``AdaptiveHotSet``; empty if hot rows did not follow the data."""
-    return [load_file(file) for file in sorted(path.glob(f"{HOT_SET}-*.safetensors"))]
+def _load_hot_set(path: Path, hot_set: AdaptiveHotSet) -> None:
+    """Give it what every rank saved; nothing if hot rows did not follow the data."""
+    try:
+        of_ranks = [load_file(file) for file in sorted(path.glob(f"{HOT_SET}-*.safetensors"))]
+        hot_set.load_state_dict(of_ranks)
+    except (SafetensorError, LookupError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ArtifactError(
+            f"{path}/{HOT_SET}-*.safetensors: expected the hot rows of this model, got {reason}. "
+            "Use another checkpoint."
+        ) from error
+
+
+def _load_position(path: Path, loader: StatefulLoader, state: Any) -> None:
+    try:
+        loader.load_state_dict(state)
+    except (LookupError, TypeError) as error:
+        raise ArtifactError(
+            f"{path}: expected the position of a loader, got {error!r}. Use another checkpoint."
+        ) from error
 
 
 def _save_small(scratch: Path, hot_state: Mapping[str, torch.Tensor]) -> None:
@@ -625,8 +661,12 @@ def _commit(
 
 
 def _best_name(directory: Path) -> str:
-    pointer = directory / BEST
-    return pointer.read_text().strip() if pointer.exists() else ""
+    """The name of the checkpoint to keep; empty without one, or if the file is damaged."""
+    try:
+        return _pointed_at(directory / BEST) or ""
+    except ArtifactError as error:
+        logger.warning("%s", error)
+        return ""
 
 
 def _remove_old(checkpoints: Checkpoints) -> None:
@@ -667,7 +707,7 @@ def read_facts(
                 "hotrec, or start a new run."
             )
         for name in ("step", "num_samples", "world_size"):
-            if not isinstance(content[name], int) or content[name] < 0:
+            if type(content[name]) is not int or content[name] < 0:
                 raise TypeError(f"{name} {content[name]!r}")
         if not path.name.startswith(f"step-{content['step']:08d}"):
             raise ValueError(f"step {content['step']} in {path.name}")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+from hotrec.artifact import ArtifactError
 from hotrec.data.batch import Batch
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.runtime import watchdog
@@ -156,8 +157,9 @@ def train(
         )
         with pipeline, ExitStack() as stack:
             stack.callback(gc.unfreeze)
-            run_log = RunLog(
-                run_dir if ranks.is_first else None, start_step=start.step, listeners=listeners
+            of_rank = run_dir if ranks.is_first else None
+            run_log = same_verdict(
+                lambda: RunLog(of_rank, start_step=start.step, listeners=listeners)
             )
             bar = Progress(
                 "train", num_steps, unit="steps", initial=start.step, is_shown=ranks.is_first
@@ -324,7 +326,7 @@ def _start(
         path = resume_from
         state = same_verdict(lambda: read_facts(path, None).get("best"))
         if best is not None and state is not None:
-            best.load_state_dict(state)
+            same_verdict(lambda: _load_best(path, best, state))
     if num_steps < max(position.step, 1):
         raise ValueError(
             f"trainer: expected num_steps of at least {max(position.step, 1)}, got {num_steps}. "
@@ -335,6 +337,15 @@ def _start(
     if resume_from is not None:
         restore_random_state(resume_from)
     return position, train_batches
+
+
+def _load_best(path: Path, best: BestQuality, state: Any) -> None:
+    try:
+        best.load_state_dict(state)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{path}: expected the best evaluation of a run, got {error!r}. Use another checkpoint."
+        ) from error
 
 
 def _owes_evaluation(

@@ -62,7 +62,7 @@ def serve_metrics(port: int) -> Iterator[Listener]:
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ValueError(
             f"trainer.metrics_port: expected the package prometheus-client, got {error}. Run "
             "`pip install 'hotrec[metrics]'`, or set trainer.metrics_port=0."

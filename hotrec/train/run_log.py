@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from array import array
@@ -12,11 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from hotrec.artifact import read_record
 from hotrec.data.batch import Batch
 from hotrec.runtime.stages import mark
 from hotrec.train.schedule import Segment
 
+logger = logging.getLogger(__name__)
+
 HOT_SET = "hot_set.jsonl"
+_MOST_BYTES = 4 << 30
 # Takes each line of the records with its prefix: "train", "hot_set" or the split.
 Listener = Callable[[str, Mapping[str, Any]], None]
 
@@ -97,18 +102,39 @@ def replace_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a record, without those that are damaged, as by a kill or by another program.
+
+    A warning says how many are left out, but for the last one, which a killed run was writing.
+    """
+    if not path.exists():
+        return []
+    # A record grows with the run: only what has no end is refused.
+    texts = read_record(path, most_bytes=_MOST_BYTES, errors="replace").splitlines()
+    lines = [_parse_line(text) for text in texts]
+    num_damaged = lines[:-1].count(None) + (bool(texts) and "}" in texts[-1] and lines[-1] is None)
+    if num_damaged:
+        logger.warning(
+            "%s: %d lines are damaged and left out; the run goes on from its checkpoint",
+            *(path, num_damaged),
+        )
+    return [line for line in lines if line is not None]
+
+
+def _parse_line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_line = isinstance(line, dict) and type(line.get("step")) is int
+    return line if is_line else None
+
+
 def _drop_later_lines(path: Path, last_step: int) -> None:
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            step = json.loads(line)["step"]
-        except json.JSONDecodeError:
-            continue  # the line that the killed run was writing
-        if step <= last_step:
-            kept.append(line + "\n")
-    replace_text(path, "".join(kept))
+    kept = [json.dumps(line) for line in read_lines(path) if line["step"] <= last_step]
+    replace_text(path, "".join(f"{line}\n" for line in kept))
 
 
 class SegmentBatches(Iterator[Batch]):

@@ -8,6 +8,7 @@ rows that it needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ MAX_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 64 << 20
 # Replicated tensors from this size on are written by all ranks, smaller ones by rank 0.
 _SHARED_BYTES = 1 << 20
+# Optimizer state that is never negative: sums of squares, and counts of updates.
+_NEVER_NEGATIVE = frozenset({"sum", "step", "exp_avg_sq", "max_exp_avg_sq", "momentum2"})
 
 
 @dataclass(frozen=True)
@@ -267,12 +270,7 @@ class TensorFiles:
                     for piece in entry["pieces"]
                 ]
         for name, pieces in self._pieces.items():
-            found = sum(prod(piece.shape) for piece in pieces)
-            if not pieces or found != prod(pieces[0].of):
-                raise ArtifactError(
-                    f"{artifact.path}: expected tensor {name} whole, got {found} of its values. "
-                    "Use another checkpoint."
-                )
+            _check_cover(artifact.path, name, pieces)
         self._files = ExitStack()
         self._opened: dict[str, Any] = {}
 
@@ -302,10 +300,39 @@ class TensorFiles:
 
     def read_rows(self, part: Part, rows: torch.Tensor) -> None:
         """Copy rows int64 (R,) of the saved tensor into a part; those of -1 keep their values."""
+        self._check_type(part)
         for piece in self._pieces[part.name]:
             self._copy_rows(piece, part, rows)
 
+    def _check_type(self, part: Part) -> None:
+        """Refuse numbers of another type than weights have; optimizers may count in either."""
+        saved, expected = self._pieces[part.name][0].dtype, _canonical_type(part.value.dtype)
+        is_state = "/" in part.name
+        is_float = getattr(torch, saved).is_floating_point
+        if saved != expected and not (is_state and is_float == part.value.is_floating_point()):
+            raise ArtifactError(
+                f"{self._artifact.path}: expected tensor {part.name} in {expected}, got it in "
+                f"{saved}. Use another checkpoint."
+            )
+
+    def _check_values(self, piece: Piece, values: torch.Tensor) -> None:
+        """Refuse values with which a run would be lost, of those that are read."""
+        if values.numel() == 0 or values.dtype == torch.bool:
+            return
+        low, high = (float(bound) for bound in torch.aminmax(values))  # NaN if a value is
+        parameter, _, state = piece.tensor.partition("/")
+        is_sum = state == "momentum1" and f"{parameter}/momentum2" not in self._pieces
+        is_never_negative = state in _NEVER_NEGATIVE or is_sum
+        if not math.isfinite(low + high) or (is_never_negative and low < 0):
+            expected = "0 or more" if is_never_negative else "finite values"
+            found = low if math.isfinite(high) else high
+            raise ArtifactError(
+                f"{self._artifact.path / piece.file}: expected {expected} in {piece.tensor}, got "
+                f"{found:g}. Use another checkpoint."
+            )
+
     def _read(self, part: Part) -> None:
+        self._check_type(part)
         for piece in self._pieces[part.name]:
             if part.rows is None:
                 self._copy_box(piece, part)
@@ -316,7 +343,9 @@ class TensorFiles:
         boxes = _overlap(piece.first, piece.shape, part.first, part.value.shape)
         if boxes is not None:
             source, target = boxes
-            part.value[target] = self._open(piece)[source].to(part.value.device)
+            values = self._open(piece)[source]
+            self._check_values(piece, values)
+            part.value[target] = values.to(part.value.device)
 
     def _copy_rows(self, piece: Piece, part: Part, rows_H: torch.Tensor) -> None:
         first = piece.first[0]
@@ -329,7 +358,9 @@ class TensorFiles:
         saved = self._open(piece)[(slice(None), *source)]
         device = part.value.device
         for chunk in slots.split(max(1, _CHUNK_BYTES // (4 * prod(piece.shape[1:])))):
-            values = saved[rows_H[chunk] - first].to(device, part.value.dtype)
+            values = saved[rows_H[chunk] - first]
+            self._check_values(piece, values)
+            values = values.to(device, part.value.dtype)
             part.value[(slice(None), *target)].index_copy_(0, chunk.to(device), values)
 
     def _open(self, piece: Piece) -> torch.Tensor:
@@ -350,6 +381,39 @@ class TensorFiles:
                 f"{piece.shape}, got {value.dtype} {tuple(value.shape)}. Use another checkpoint."
             )
         return value
+
+
+def _check_cover(path: Path, name: str, pieces: Sequence[Piece]) -> None:
+    """Raise an ArtifactError unless the pieces hold each value of a tensor once."""
+    found = sum(prod(piece.shape) for piece in pieces)
+    expected = f"{path}: expected tensor {name} whole"
+    if not pieces or found != prod(pieces[0].of):
+        raise ArtifactError(f"{expected}, got {found} of its values. Use another checkpoint.")
+    open_pieces: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.first):
+        is_box = len(piece.first) == len(piece.shape) == len(piece.of) and all(
+            0 <= at <= at + size <= of
+            for at, size, of in zip(piece.first, piece.shape, piece.of, strict=True)
+        )
+        if not is_box:
+            raise ArtifactError(
+                f"{expected}, got a piece at {list(piece.first)} of shape {list(piece.shape)} in "
+                f"{list(piece.of)}. Use another checkpoint."
+            )
+        # The others end before this one begins.
+        row = piece.first[0] if piece.first else 0
+        open_pieces = [p for p in open_pieces if p.shape and p.first[0] + p.shape[0] > row]
+        if any(_overlap(p.first, p.shape, piece.first, piece.shape) for p in open_pieces):
+            raise ArtifactError(
+                f"{expected}, got the values at {list(piece.first)} twice. Use another checkpoint."
+            )
+        open_pieces.append(piece)
+
+
+def _canonical_type(dtype: torch.dtype) -> str:
+    """The type in which values of a type are saved, see ``_canonical``."""
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return str(torch.float32 if is_half else dtype).removeprefix("torch.")
 
 
 def _overlap(

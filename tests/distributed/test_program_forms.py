@@ -20,7 +20,7 @@ from torchrec.streamable import Pipelineable
 
 import hotrec
 from hotrec.types import Partition, PipelineKind, TorchrecPlan
-from tests.distributed.test_program import DENSE, EMBEDDING, train
+from tests.distributed.test_program import DENSE, EMBEDDING, mean_over_ranks
 from tests.helpers.ranks import run_ranks
 
 GLOBAL_BATCH, NUM_STEPS = 24, 4
@@ -181,6 +181,36 @@ class Gapped(Model):
         return [self.bags(batch.ids)["user"], self.bags(batch.ids)["item"]]
 
 
+class LossAlone(Model):
+    def forward(self, batch: Batch) -> Any:
+        return self.loss(batch)
+
+
+class LossInTuple(Model):
+    def forward(self, batch: Batch) -> Any:
+        return (self.loss(batch).reshape(1),)
+
+
+class LossByName(Model):
+    def forward(self, batch: Batch) -> Any:
+        return {"loss": self.loss(batch)}
+
+
+class Three(Model):
+    def forward(self, batch: Batch) -> Any:
+        return self.loss(batch), 1, None
+
+
+class Detached(Model):
+    def forward(self, batch: Batch) -> Any:
+        return self.loss(batch).detach()
+
+
+class OfSamples(Model):
+    def forward(self, batch: Batch) -> Any:
+        return self.loss(batch).expand(2, 2)
+
+
 def frozen(*paths: str) -> Model:
     model = Model()
     for path in paths:
@@ -193,6 +223,7 @@ weighted_batch = partial(make_batch, is_weighted=True)
 ONE_CALL = "embedding module bags: expected one call in a forward of the model, got a second"
 NO_WEIGHTS = "features weights: expected per-sample weights since is_weighted=True, got none"
 NO_LAYERS = "pipeline look_ahead: expected trained dense layers, got none"
+NO_LOSS = "model: expected forward to return (loss, anything), or the loss"
 # Model, batches, and by choice how the line begins that refuses them; "" for those not named.
 CASES: dict[str, tuple[Callable[[], Model], Any, dict[str, str]]] = {
     "frozen layer": (lambda: frozen("hidden"), make_batch, {}),
@@ -237,6 +268,24 @@ CASES: dict[str, tuple[Callable[[], Model], Any, dict[str, str]]] = {
     ),
     "sequences": (Sequences, make_batch, {}),
     "unseeded": (OfRank, make_batch, {}),
+    "loss alone": (LossAlone, make_batch, {}),
+    "loss in a tuple": (LossInTuple, make_batch, {}),
+    "loss by name": (LossByName, make_batch, dict.fromkeys(CHOICES, f"{NO_LOSS}, got dict.")),
+    "three values": (
+        Three,
+        make_batch,
+        dict.fromkeys(CHOICES, f"{NO_LOSS}, got tuple of Tensor, int, NoneType."),
+    ),
+    "detached": (
+        Detached,
+        make_batch,
+        dict.fromkeys(CHOICES, "model: expected a loss with a gradient, got one without."),
+    ),
+    "of samples": (
+        OfSamples,
+        make_batch,
+        dict.fromkeys(CHOICES, "model: expected a loss that is a number, got one of shape (2, 2)"),
+    ),
 }
 
 
@@ -251,7 +300,8 @@ def reference(make: Callable[[], Model], batch: Any) -> tuple[list[float], dict[
     optimizers = [RowWiseAdagrad(tables, lr=0.2, eps=1e-8)] + ([DENSE(layers)] if layers else [])
     losses = []
     for step in range(NUM_STEPS):
-        loss, _ = model(batch(step, 0, 1))
+        output = model(batch(step, 0, 1))
+        loss = output if isinstance(output, torch.Tensor) else output[0]
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -275,7 +325,14 @@ def trained(make: Callable[[], Model], batch: Any, choice: str) -> tuple[list[fl
     Shared.is_sharded = False
     rank, size = dist.get_rank(), dist.get_world_size()
     with hotrec.Pipeline(model, optimizer, torch.device("cpu")) as pipeline:
-        losses = train(pipeline, iter([batch(step, rank, size) for step in range(NUM_STEPS)]))
+        data = iter([batch(step, rank, size) for step in range(NUM_STEPS)])
+        losses = []
+        for _ in range(NUM_STEPS):
+            output = pipeline.progress(data)
+            loss = output if isinstance(output, torch.Tensor) else output[0]
+            losses.append(mean_over_ranks(loss.squeeze()))
+        with pytest.raises(StopIteration):
+            pipeline.progress(data)
     return losses, model
 
 

@@ -200,6 +200,99 @@ def _resume_cases() -> Iterator[Case]:
         yield works(f"resume/{name}-after-a-kill", words, stale, check=tidy("data/tiny"), outputs=data)
 
 
+def _tensors(change: Callable[[dict[str, Any]], object]) -> Change:
+    """The tensors of the checkpoint, changed and saved again, in a manifest that agrees."""
+    name = "tensors/00000-00000.safetensors"
+
+    def edit(folder: Path) -> None:
+        from safetensors.torch import load, save
+
+        tensors = load((folder / CHECKPOINT / name).read_bytes())
+        change(tensors)
+        forged(CHECKPOINT, name, lambda: save(tensors))(folder)
+
+    return edit
+
+
+def _value(suffix: str, value: float) -> Change:
+    def change(tensors: dict[str, Any]) -> None:
+        name = next(name for name in sorted(tensors) if name.endswith(suffix))
+        tensors[name].view(-1)[-1] = value
+
+    return _tensors(change)
+
+
+def _first_piece(**change: Any) -> Change:
+    def edit(document: Any) -> None:
+        tensors = document["content"]["tensors"]
+        name = next(name for name in sorted(tensors) if name.endswith("t0.weight"))
+        tensors[name]["pieces"][0] |= change
+
+    return edits.rehashed(CHECKPOINT, edit)
+
+
+def _state_cases() -> Iterator[Case]:
+    """A checkpoint whose hashes are right and whose content is not, and damaged records beside it."""
+    for name, change in (("negative", {"first": [-1, 0]}), ("shifted", {"first": [3, 0]}), ("column", {"first": [0, 1]}), ("flat", {"first": [0]})):
+        for reader in ("resume", "evaluate"):
+            words, more = READERS[reader]
+            yield refused(f"state/piece-{name}-{reader}", words, "t0.weight", _first_piece(**change), **more)
+    for name, suffix, value in (("rows-nan", "t0.weight", float("nan")), ("rows-inf", "t3.weight", float("inf")), ("layer-nan", "over_arch.model._mlp.0._linear.bias", float("nan"))):
+        for reader in ("resume", "evaluate"):
+            words, more = READERS[reader]
+            yield refused(f"state/{name}-{reader}", words, "tensors/00000", _value(suffix, value), **more)
+    words, more = READERS["resume"]
+    yield refused("state/sum-negative", words, "momentum1", _value("t0.weight/momentum1", -1.0), **more)
+    yield refused("state/sum-nan", words, "momentum1", _value("t0.weight/momentum1", float("nan")), **more)
+    yield refused("state/dense-sum-negative", words, "/sum", _value("/sum", -1.0), **more)
+    for name, value in (("null", None), ("empty", {}), ("list", [1]), ("text", "x")):
+        yield refused(f"state/loader-{name}", words, "step-00000016", edits.rehashed(CHECKPOINT, lambda document, value=value: document["content"].update(loader=value)), **more)
+    damages = {"binary": b"\xff\x00\x80\n", "list": b"[1, 2]\n", "stepless": b'{"loss": 1.0}\n', "null": b"null\n", "empty": b""}
+    for file in ("metrics.jsonl", "eval.jsonl"):
+        yield works(f"state/{file}-cut", GO_ON, edits.cut(f"{ONE}/{file}"), check=latest_whole(24), **OWN)
+        for name, content in damages.items():
+            yield works(f"state/{file}-{name}", GO_ON, edits.written(f"{ONE}/{file}", content), check=latest_whole(24), **OWN)
+        yield refused(f"state/{file}-pipe", GO_ON, file, _pipe(f"{ONE}/{file}"), **OWN)
+    for name, content in (("binary", b"\xff\x00"), ("empty", b""), ("list", b"[1]"), ("other", b"step-00000099")):
+        yield works(f"state/best-{name}", GO_ON, edits.written(f"{ONE}/checkpoints/best", content), check=latest_whole(24), **OWN)
+    for name, content in (("binary", b"\xff\x00"), ("list", b"[1]")):
+        yield refused(f"state/latest-{name}", GO_ON, "checkpoints/latest", edits.written(f"{ONE}/checkpoints/latest", content), variables=in_run(ONE))
+    yield refused("state/latest-pipe", GO_ON, "checkpoints/latest", _pipe(f"{ONE}/checkpoints/latest"), variables=in_run(ONE))
+
+
+def _pipe(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+CALLBACK = """import os, signal, sys, threading, time
+from hotrec.train.callbacks import Callback
+
+class Told(Callback):
+    def on_log(self, line):
+        {body}
+"""
+
+
+def _callback_cases() -> Iterator[Case]:
+    words = f"{TRAIN} trainer.callbacks=[told.Told]"
+    more: dict[str, Any] = {"is_exec": True, "variables": {**in_run("runs/new"), "PYTHONPATH": os.pathsep.join((".", os.environ.get("PYTHONPATH", ".")))}}
+    ends = {"exit": "sys.exit(0)", "os-exit": "os._exit(0)", "interrupt": "raise KeyboardInterrupt", "generator": "raise GeneratorExit", "error": "raise ValueError"}
+    for name, body in ends.items():
+        yield refused(f"callback/{name}", words, "told.Told.on_log", edits.written("told.py", CALLBACK.format(body=body)), **more)
+        yield refused(f"callback/import-{name}", words, "told.Told", edits.written("told.py", f"import os, sys\n{body}\n"), **more)
+    yield refused("callback/os-exit-ranks", f"{words} launch.num_ranks=2", "told.Told.on_log", edits.written("told.py", CALLBACK.format(body=ends["os-exit"])), ranks=(0, 1), limit_s=90, **more)
+    sleep = "threading.Thread(target=time.sleep, args=(600,)).start()"
+    yield refused("callback/thread", words, "told.Told", edits.written("told.py", CALLBACK.format(body=sleep)), limit_s=60, **more)
+    meddles = "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.chdir('/'); __import__('torch').manual_seed(1)"
+    yield works("callback/meddles", words, edits.written("told.py", CALLBACK.format(body=meddles)), check=same_run("runs/new", ONE), **more)
+    without = edits.written("prometheus_client.py", "raise ImportError('no package')\n")
+    yield refused("callback/metrics-port-without-package", f"{TRAIN} trainer.metrics_port=9400", "trainer.metrics_port", without, **more)
+
+
 def beside(
     words: str,
     ready: str,
@@ -529,12 +622,15 @@ def _disk_cases() -> Iterator[Case]:
 FAST = (
     *("resume/finished", "resume/model-changed", "resume/from-older", "resume/goes-on"),
     *("payload/resume-step-00000016-random-00000.pt-torch_file", "payload/evaluate-step-00000016-tensors-00000-00000.safetensors-plain"),
+    *("state/piece-shifted-resume", "state/metrics.jsonl-list", "callback/os-exit"),
     *("worker/id-too-large", "together/prepare-during-run-0", "disk/prepare-16k", "disk/train-48k"),
 )
 CASES = [
     fast(case) if case.name in FAST else case
     for case in (
         *_resume_cases(),
+        *_state_cases(),
+        *_callback_cases(),
         *_together_cases(),
         *_payload_cases(),
         *_worker_cases(),

@@ -225,6 +225,110 @@ def test_files_that_differ_from_the_index_are_refused(saved: Path) -> None:
             Run().load(saved)
 
 
+def shifted(index: dict[str, Any], **change: Any) -> dict[str, Any]:
+    """The index with a change in the second of two halves of the table."""
+    [piece] = index[TABLE]["pieces"]
+    num_rows, dim = piece["shape"]
+    first = {**piece, "shape": [num_rows // 2, dim]}
+    second = {**piece, "first": [num_rows // 2, 0], "shape": [num_rows - num_rows // 2, dim]}
+    return {**index, TABLE: {**index[TABLE], "pieces": [first, {**second, **change}]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"first": [-1, 0]}, "a piece at [-1, 0] of shape [11, 4] in [21, 4]"),
+        ({"first": [9, 0]}, "the values at [9, 0] twice"),
+        ({"first": [11, 0]}, "a piece at [11, 0] of shape [11, 4] in [21, 4]"),
+        ({"first": [10, 1]}, "a piece at [10, 1]"),
+        ({"first": [10]}, "a piece at [10] of shape [11, 4]"),
+        ({"shape": [-11, -4]}, "a piece at [10, 0] of shape [-11, -4]"),
+        ({"shape": [44, 1]}, "a piece at [10, 0] of shape [44, 1]"),
+    ],
+)
+def test_pieces_hold_each_row_once(saved: Path, change: dict[str, Any], found: str) -> None:
+    index = json.loads((saved / artifact.MANIFEST).read_text())["content"]["tensors"]
+    edit_manifest(saved, tensors=shifted(index, **change))
+    text = f"expected tensor {TABLE} whole, got {found}"
+    with pytest.raises(ArtifactError, match=re.escape(text)):
+        open_tensors(saved)
+    edit_manifest(saved, tensors=shifted(index))
+    with open_tensors(saved) as files:
+        assert files.shapes[TABLE] == (21, 4)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "found"),
+    [
+        ("row_wise.weight", float("nan"), "expected finite values"),
+        ("row_wise.weight", float("inf"), "expected finite values"),
+        ("over_arch", float("-inf"), "expected finite values"),
+        ("row_wise.weight/momentum1", -1.0, "expected 0 or more"),
+        ("row_wise.weight/momentum1", float("nan"), "expected 0 or more"),
+        ("over_arch.*/sum", -0.5, "expected 0 or more"),
+    ],
+)
+def test_values_with_which_a_run_is_lost_are_refused(
+    saved: Path, part: str, value: float, found: str
+) -> None:
+    whole = load((saved / TENSORS).read_bytes())
+    name = next(name for name in sorted(whole) if re.search(part, name))
+    whole[name].view(-1)[-1] = value
+    replace_file(saved, TENSORS, save(whole))
+    with pytest.raises(ArtifactError, match=f"{TENSORS}: {found} in {re.escape(name)}, got "):
+        Run().load(saved)
+
+
+def test_another_type_of_weights_is_refused(saved: Path) -> None:
+    index = json.loads((saved / artifact.MANIFEST).read_text())["content"]["tensors"]
+    whole = load((saved / TENSORS).read_bytes())
+    for dtype in (torch.float64, torch.int32):
+        replace_file(saved, TENSORS, save({**whole, TABLE: whole[TABLE].to(dtype)}))
+        name = str(dtype).removeprefix("torch.")
+        edit_manifest(saved, tensors={**index, TABLE: {**index[TABLE], "dtype": name}})
+        with pytest.raises(ArtifactError, match=rf"tensor {TABLE} in float32, got it in {name}"):
+            Run().load(saved)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"step": -1},
+        {"step": True},
+        {"num_samples": -4},
+        {"num_samples": 1.5},
+        {"loader": None},
+        {"loader": {}},
+        {"loader": [1]},
+    ],
+)
+def test_positions_that_are_none_are_refused(saved: Path, content: dict[str, Any]) -> None:
+    edit_manifest(saved, **content)
+    with pytest.raises(ArtifactError):
+        Run().load(saved)
+
+
+def test_states_of_random_generators_are_checked(saved: Path) -> None:
+    state = torch.load(saved / "random-00000.pt", weights_only=True)
+    for change in ({"torch": torch.ones(3)}, {"numpy": {}}, {"python": (1,)}):
+        file = io.BytesIO()
+        torch.save({**state, **change}, file)
+        replace_file(saved, "random-00000.pt", file.getvalue())
+        with pytest.raises(ArtifactError, match=r"random-00000.pt: expected the states of random"):
+            restore_random_state(saved)
+
+
+def test_a_damaged_name_of_the_best_checkpoint_ends_no_run(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (saved.parent / "best").write_bytes(b"\xff\x00")
+    run = Run()
+    run.load(saved)
+    run.train(1)
+    run.save(saved.parent)
+    assert "best: expected a text file" in caplog.text
+
+
 def test_a_checkpoint_of_the_old_form_names_what_reads_it(saved: Path) -> None:
     document = edit_manifest(saved)
     del document["content"]["loader"], document["content_hash"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hotrec.artifact import ArtifactError
 from hotrec.train.run_log import Meter, RunLog, SegmentBatches
 from hotrec.train.schedule import Segment
 from tests.conftest import Time
@@ -46,6 +48,27 @@ def test_resumed_run_drops_the_lines_after_its_checkpoint(tmp_path: Path) -> Non
         log.append("metrics.jsonl", "train", {"step": 30, "loss": 2.0})
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["loss"]) for line in lines] == [(10, 1.0), (20, 1.0), (30, 2.0)]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff\x00\x80\n", b"[1, 2]\n", b'{"loss": 1.0}\n', b"null\n", b'{"step": "x"}\n']
+)
+def test_damaged_lines_are_left_out_and_said(
+    damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with RunLog(tmp_path, start_step=0) as log:
+        log.append("metrics.jsonl", "train", {"step": 10, "loss": 1.0})
+    file.write_bytes(damage + file.read_bytes())
+    with RunLog(tmp_path, start_step=10):
+        assert read_lines(file) == [{"step": 10, "loss": 1.0}]
+    assert f"{file}: 1 lines are damaged" in caplog.text
+
+
+def test_a_record_without_an_end_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "eval.jsonl")
+    with pytest.raises(ArtifactError, match=r"eval\.jsonl: expected a text file"):
+        RunLog(tmp_path, start_step=0)
 
 
 def test_summary_is_replaced_whole(tmp_path: Path) -> None:
