@@ -14,10 +14,11 @@ import itertools
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,7 @@ from hotrec.cli.commands import COMMANDS
 from hotrec.cli.launch import (
     PARENT,
     RUN_DIR,
+    TOLD,
     check_environment,
     decide_run_dir,
     end_with_parent,
@@ -49,7 +51,7 @@ from hotrec.cli.launch import (
     this_process,
     use_default_start_method,
 )
-from hotrec.cli.made import artifact_inputs, check_inputs, record_artifact
+from hotrec.cli.made import artifact_inputs, check_inputs, command_text, record_artifact
 from hotrec.cli.output import (
     FULL_TRACE,
     LOG_FILE,
@@ -77,7 +79,13 @@ from hotrec.config.roots import ROOTS
 from hotrec.config.text import as_document, as_yaml
 from hotrec.doctor import check_versions
 from hotrec.lock import lock_file
-from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, read_finished
+from hotrec.runtime.run_dir import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    LOCK_FILE,
+    latest_step,
+    read_finished,
+)
 
 FLAGS_OF_CONFIG_DIR = ("--config-dir", "-cd")
 FLAGS_WITH_VALUE = (
@@ -139,12 +147,13 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
         invocation = replace(invocation, words=tuple(_complete(name, overrides)))
         if name != "doctor" and not invocation.wants_help:
             check_versions()
-        _check_processes(invocation)
-        check_environment()
+        if name != "doctor" and not invocation.is_question:
+            _check_processes(invocation)
+            is_parallel = COMMANDS[name].is_parallel or name == "run"
+            check_environment(_asked_ranks(invocation), is_parallel=is_parallel)
         with _prepared_process(invocation):
-            return _run_hydra(invocation)
+            return _run_and_say_what_ended_it(invocation)
     except KeyboardInterrupt:
-        print(f"{rank_prefix()}interrupted", file=sys.stderr)
         return EXIT_CODE_OF_SIGINT
     except Exception as error:
         if is_reader_gone(error):
@@ -187,13 +196,23 @@ def _check_processes(invocation: Invocation) -> None:
     if world_size > 1 and not COMMANDS[invocation.name].is_parallel:
         raise ValueError(
             f"hotrec {invocation.name}: expected one process, got {world_size} ranks. "
-            "Start it without torchrun."
+            "Start it without torchrun, or unset RANK and WORLD_SIZE."
         )
     if invocation.is_multirun and is_under_torchrun():
         raise ValueError(
             "--multirun: expected to start without torchrun, got RANK in the environment. Start "
             "the sweep by itself and set launch.num_ranks, so that each job gets its ranks."
         )
+
+
+def _asked_ranks(invocation: Invocation) -> int | None:
+    """The number of ranks that the words ask for; None if they do not, or in a sweep over it."""
+    asked = None
+    for word in invocation.words:
+        key, _, value = word.partition("=")
+        if key.lstrip("+") == "launch.num_ranks" and value.isdecimal():
+            asked = int(value)
+    return asked
 
 
 @contextmanager
@@ -295,6 +314,41 @@ def _hang_up(number: int, _frame: FrameType | None) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
+def _run_and_say_what_ended_it(invocation: Invocation) -> int:
+    """Run Hydra; if a signal ends it, say so once, in the process that others wait for."""
+    run_dir = os.environ[RUN_DIR]
+    try:
+        return _run_hydra(invocation)
+    except (KeyboardInterrupt, SystemExit) as ended:
+        is_interrupted = isinstance(ended, KeyboardInterrupt)
+        code = EXIT_CODE_OF_SIGINT if is_interrupted else ended.code
+        is_by_signal = isinstance(code, int) and code - 128 in set(signal.Signals)
+        if is_by_signal and environment_rank() == 0 and TOLD not in invocation.environment:
+            # A second Ctrl-C must not end this in a trace.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            name = signal.Signals(int(code or 0) - 128).name
+            said = f"{rank_prefix()}hotrec {invocation.name}: ended by {name}"
+            with suppress(OSError):
+                print(f"{said}{_how_to_go_on(invocation, run_dir)}.", file=sys.stderr, flush=True)
+        raise
+
+
+def _how_to_go_on(invocation: Invocation, run_dir: str) -> str:
+    """What is said of a command that a signal ended, besides that."""
+    if invocation.name == "run" and not invocation.is_multirun:
+        return "; start the same command again to go on"
+    if invocation.name != "train" or invocation.is_multirun:
+        return ""
+    step = latest_step(Path(run_dir))
+    if step is None:
+        return "; no step was saved"
+    again = f"{RUN_DIR}={shlex.quote(run_dir)}"
+    if is_under_torchrun():
+        return f"; saved step {step}; start the same command again with {again}"
+    words = command_text("train", invocation.words)
+    return f"; saved step {step}; start again with `{again} {words}`"
+
+
 def _run_hydra(invocation: Invocation) -> int:
     """Run the job, or all jobs of a sweep; the exit code of the last that failed, else 0."""
     register_schemas()
@@ -364,7 +418,7 @@ def _run_job(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int
                 _print_figures(figures)
     except EndedEarly as ended:
         _print_figures(ended.figures)
-        if ended.exit_code == EXIT_CODE_OF_SIGTERM:
+        if ended.exit_code in (EXIT_CODE_OF_SIGTERM, EXIT_CODE_OF_SIGINT):
             raise SystemExit(ended.exit_code) from ended  # stops the other jobs too
         return ended.exit_code
     except CommandFailed as failure:
@@ -401,6 +455,10 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
     words = [*_config_dir_flags(invocation.words), *HydraConfig.get().overrides.task]
     if not is_under_torchrun():
         check_inputs(name, config, run_dir, words)
+    if COMMANDS[name].is_parallel or name == "run":
+        chosen = config.launch.num_ranks  # which a file may have set
+        is_default = chosen == 1 and is_under_torchrun()
+        check_environment(_asked_ranks(invocation) if is_default else chosen)
     host = this_host()
     num_ranks = config.launch.num_ranks if COMMANDS[name].is_parallel else 1
     if host.num_hosts > 1 and not COMMANDS[name].is_parallel:

@@ -37,11 +37,23 @@ PARENT = "HOTREC_PARENT"
 # Set for the stages of ``hotrec run``, which write their tables to files alone.
 BRIEF = "HOTREC_BRIEF"
 _STORE_KEY = "hotrec/run_dir"
+# Set for a process whose parent says which signal ended it.
+TOLD = "HOTREC_TOLD"
 # The runs of these commands are named by the experiment, all others by the command.
 _NAMED_BY_EXPERIMENT = ("train", "bench")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
+# Set by torchrun for its ranks.
+_AGENT = "TORCHELASTIC_RUN_ID"
+# The number of tasks that a launcher started, and its name; of SLURM_PROCID the number of this one.
+_TASKS = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "SLURM_PROCID": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+}
 _TMP_PREFIX = "hotrec-"
 _WORKER_END_S = 5.0
+_SHUTDOWN_S = 150  # in which ranks save after a signal; as in launch/slurm.sbatch
 # A socket's path has at most 107 bytes, of which multiprocessing adds about 40 to this.
 _MAX_TMP_PATH = 60
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -50,8 +62,13 @@ _held_store: Store | None = None
 
 
 def is_under_torchrun() -> bool:
-    """Whether torchrun, or a launcher that sets the same variables, started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether torchrun, or a launcher that sets the same variables, started this process.
+
+    A single rank that torchrun did not start is a process like any other: clusters and notebooks
+    leave RANK=0 and WORLD_SIZE=1 to all that runs in them.
+    """
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return is_rank and (environment_world_size() > 1 or _AGENT in os.environ)
 
 
 def environment_rank() -> int:
@@ -111,11 +128,15 @@ def this_host() -> Host:
     return Host(job.node, job.num_nodes, f"{job.hostnames[0]}:{port}", job.job_id)
 
 
-def check_environment() -> None:
-    """Check what torchrun sets, before anything waits for other ranks.
+def check_environment(num_ranks: int | None = None, *, is_parallel: bool = True) -> None:
+    """Check what launchers set against each other and against the command line, before any wait.
+
+    Args:
+        num_ranks: The ranks that this host is to have, if the configuration says so.
+        is_parallel: Whether the command could have several ranks.
 
     Raises:
-        ValueError: If a variable is missing or contradicts another.
+        ValueError: If a variable is missing or contradicts another, or ``launch.num_ranks``.
     """
     rank, world_size = environment_rank(), environment_world_size()
     if not rank < world_size:
@@ -123,11 +144,76 @@ def check_environment() -> None:
             f"environment RANK: expected below WORLD_SIZE {world_size}, got {rank}. Use torchrun."
         )
     if world_size > 1:
+        if "RANK" not in os.environ:
+            raise ValueError(
+                f"environment RANK: expected a rank below WORLD_SIZE {world_size}, got none. Use "
+                "torchrun, or unset WORLD_SIZE."
+            )
         if not os.environ.get("MASTER_ADDR"):
             raise ValueError(
                 "environment MASTER_ADDR: expected the host of rank 0, got none. Use torchrun."
             )
         _integer("MASTER_PORT", -1)
+    local_rank, local_size = _integer("LOCAL_RANK", 0), _integer("LOCAL_WORLD_SIZE", 0)
+    if local_size > world_size or (local_size and local_rank >= local_size):
+        raise ValueError(
+            f"environment LOCAL_WORLD_SIZE: expected at most WORLD_SIZE {world_size} and above "
+            f"LOCAL_RANK {local_rank}, got {local_size}. Use torchrun, or unset all of them."
+        )
+    if is_under_torchrun():
+        _check_started_ranks(num_ranks)
+    elif is_parallel:
+        _check_pet(num_ranks)
+    _check_tasks()
+
+
+def _check_started_ranks(num_ranks: int | None) -> None:
+    """Refuse another number of ranks than the launcher started on this host."""
+    here, world_size = os.environ.get("LOCAL_WORLD_SIZE"), environment_world_size()
+    if num_ranks is None or (here is not None and int(here) == num_ranks):
+        return
+    if here is None and num_ranks == 1:  # another launcher, of one rank a host or of more
+        return
+    raise ValueError(
+        f"launch.num_ranks: expected {here or 'none'}, since RANK and WORLD_SIZE say that this is "
+        f"one of {world_size} ranks that were started, got {num_ranks}. Leave it out, or unset "
+        "RANK and WORLD_SIZE to start ranks here."
+    )
+
+
+def _check_pet(num_ranks: int | None) -> None:
+    """Refuse what the variables of Kubeflow, which are torchrun's defaults, contradict."""
+    for name, got, asked in (
+        ("PET_NNODES", 1, "hosts"),
+        ("PET_NPROC_PER_NODE", num_ranks, "ranks on this host"),
+    ):
+        text = os.environ.get(name, "")
+        if got is not None and text.isdecimal() and int(text) != got:
+            raise ValueError(
+                f"environment {name}: expected {got}, as many {asked} as the command line starts, "
+                f"got {text}. Start with launch/torchrun.sh on every host, or unset {name}."
+            )
+
+
+def _check_tasks() -> None:
+    """Refuse to be one of several tasks of srun or mpirun that do not know of each other.
+
+    Each would be a run of its own, or each host where torchrun started the ranks of its host alone.
+    """
+    if "SUBMITIT_EXECUTOR" in os.environ:  # see ``this_host``
+        return
+    for name, launcher in _TASKS.items():
+        text = os.environ.get(name, "")
+        num_tasks = int(text) if text.isdecimal() else 0
+        if name == "SLURM_PROCID":  # in a batch script and in salloc's shell it is 0
+            num_tasks += 1
+        num_known = _integer("GROUP_WORLD_SIZE", environment_world_size())
+        if num_tasks > 1 and num_known == 1:
+            raise ValueError(
+                f"environment {name}: expected the only task of {launcher}, got one of at least "
+                f"{num_tasks}, each of which would be a run of its own. Start launch/torchrun.sh "
+                f"in each, as launch/slurm.sbatch does, or unset {name} if that is intended."
+            )
 
 
 def _integer(name: str, default: int) -> int:
@@ -260,6 +346,7 @@ def run_under_torchrun(
         SystemExit: If this process received a signal, so that a sweep stops.
     """
     launcher = [sys.executable, "-m", "hotrec.cli.ranks", "--nproc-per-node", str(num_ranks)]
+    launcher += ["--shutdown-timeout", str(_SHUTDOWN_S)]
     if host.num_hosts == 1:
         # By default ranks connect to this host's name, and wait for minutes if it has no address.
         launcher += ["--standalone", "--local-addr", "localhost"]
@@ -267,7 +354,9 @@ def run_under_torchrun(
         launcher += ["--nnodes", str(host.num_hosts), "--rdzv-backend", "c10d"]
         launcher += ["--rdzv-endpoint", host.endpoint, "--rdzv-id", host.job]
         launcher += ["--rdzv-conf", f"is_host={str(host.number == 0).lower()}"]
-    variables = {**environment, RUN_DIR: run_dir, "TMPDIR": tempfile.gettempdir()}
+    # The command line says all. Variables of Kubeflow would be torchrun's defaults.
+    variables = {name: v for name, v in environment.items() if not name.startswith("PET_")}
+    variables |= {RUN_DIR: run_dir, "TMPDIR": tempfile.gettempdir()}
     variables[PARENT] = str(os.getpid())
     # The ranks share the host's cores; torchrun would set 1, with a warning.
     variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
@@ -286,7 +375,8 @@ def wait_for_child(
         SystemExit: If this process received a signal.
     """
     # In a session of its own it gets the terminal's Ctrl-C once, forwarded by this process.
-    child = subprocess.Popen(words, env=environment, stdout=stdout, start_new_session=True)
+    variables = {**environment, TOLD: "1"}
+    child = subprocess.Popen(words, env=variables, stdout=stdout, start_new_session=True)
     with _forward_signals(child) as received:
         exit_code = child.wait()
     exit_code = exit_code if exit_code >= 0 else 128 - exit_code

@@ -13,7 +13,9 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partialmethod
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -78,6 +80,28 @@ def take_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
     return others
 
 
+def hand_on_later_interrupts() -> None:
+    """While the agent waits for its ranks to end, send them each further SIGINT.
+
+    torchrun's own handler would raise in the middle of that, and leave the ranks to save.
+    """
+    close = PContext.close
+
+    def close_and_hand_on(context: PContext, *given: Any, **options: Any) -> None:
+        def hand_on(number: int, _frame: FrameType | None) -> None:
+            for pid in context.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+        previous = signal.signal(signal.SIGINT, hand_on)
+        try:
+            close(context, *given, **options)
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    PContext.close = close_and_hand_on  # type: ignore[method-assign]
+
+
 class LoopbackStore(TCPStore):
     """A store whose server listens on this host's loopback address alone.
 
@@ -108,8 +132,10 @@ def main() -> int:
     # The ranks have printed the error, which the agent would repeat with its own trace. By level,
     # since torch gives levels of their own to many of its loggers.
     logging.disable(logging.ERROR)
+    arguments = take_shutdown_timeout(sys.argv[1:])
+    hand_on_later_interrupts()
     try:
-        torchrun(take_shutdown_timeout(sys.argv[1:]))
+        torchrun(arguments)
     except ChildFailedError as error:
         rank = ended_first(error.failures)
         code = error.failures[rank].exitcode

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hotrec.artifact import ArtifactError
@@ -26,6 +26,7 @@ from hotrec.cli.made import (
 from hotrec.cli.output import CommandFailed
 from hotrec.cli.store import quoted
 from hotrec.config.data import SourceSpec
+from hotrec.config.groups import PlacementKind, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.profile import KIND as PROFILE
 from hotrec.cost_model.store import KIND as COSTS
@@ -108,11 +109,21 @@ class _Chain:
         self.made: list[str] = []
 
     def run(self) -> Figures:
+        from hotrec.data.chunks import Dataset
+        from hotrec.planning.unsharded import chosen_device
+        from hotrec.runs.check import check_settings, check_with_data
+
         config, words = self.config, self.words
+        num_ranks, device = config.launch.num_ranks, chosen_device(config.trainer.device)
+        check_settings(config, device=device, world_size=num_ranks)
+        if config.run.compare:
+            theirs = replace(config, placement=TorchrecPlacement(PlacementKind.torchrec))
+            check_settings(theirs, device=device, world_size=num_ranks)
         num_files = _num_files(config.data.source)
         # More ranks than files have nothing to do.
         few = [f"launch.num_ranks={min(config.launch.num_ranks, num_files)}"]
         self.do("prepare", ["prepare", *words, *few], lambda: find_artifact("prepare", config))
+        check_with_data(config, Dataset.open(config.paths.dataset), world_size=num_ranks)
         self.do("profile", ["profile", *words], lambda: find_artifact("profile", config))
         self.do("calibrate", ["calibrate", *words], self.find_costs)
         costs = self.read_costs()
@@ -121,8 +132,8 @@ class _Chain:
         self.do_recorded("plan", ["plan", *words, size], digest_of(self.inputs(), costs.digest))
         self.do("train", ["train", *words], lambda: read_finished(self.folder / "train"))
         if config.run.compare:
-            theirs = ["train", *words, "placement=torchrec"]
-            self.do("torchrec", theirs, lambda: read_finished(self.folder / "torchrec"))
+            again = ["train", *words, "placement=torchrec"]
+            self.do("torchrec", again, lambda: read_finished(self.folder / "torchrec"))
         self.evaluate()
         self.report()
         return self.sum_up()

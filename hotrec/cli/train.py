@@ -13,7 +13,6 @@ from hotrec.planning.unsharded import chosen_device
 from hotrec.runs.train import run_training
 from hotrec.runtime.run_dir import CHECKPOINTS
 from hotrec.train.checkpoint import find_latest
-from hotrec.train.watch import STOPPED_EXIT_CODE
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         result = run_training(config, run_dir, ranks)
     figures = {"command": "train", "run_dir": run_dir, **result.summary}
     if not result.is_finished:
-        raise EndedEarly(figures, STOPPED_EXIT_CODE)
+        raise EndedEarly(figures, result.exit_code)
     return figures
 
 

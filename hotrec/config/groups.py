@@ -459,10 +459,47 @@ class ScheduleConfig:
 
     decay: Decay = key("shape of the decay: constant, linear, cosine or polynomial", Decay.constant)
     warmup_steps: int = key("number of steps of linear warm-up", 0, ge=0)
-    decay_start_step: int = key("last step at the full learning rate", 0, ge=0)
-    num_decay_steps: int = key("number of steps of the decay, to end_factor", 0, ge=0)
+    decay_start_step: int = key(
+        "last step at the full learning rate; 0: the last of the warm-up", 0, ge=0
+    )
+    num_decay_steps: int = key(
+        "number of steps of the decay, to end_factor; 0: those that are left of the run", 0, ge=0
+    )
     end_factor: float = key("final learning rate, as a fraction of the full one", 0.0, ge=0, le=1)
     power: float = key("exponent of the polynomial decay", 2.0, gt=0)
+
+    def rules(self) -> Rules:
+        yield (
+            self.decay_start_step == 0 or self.decay_start_step >= self.warmup_steps,
+            f"decay_start_step: expected 0 or at least warmup_steps {self.warmup_steps}, got "
+            f"{self.decay_start_step}. Let the decay start after the warm-up.",
+        )
+        for name in ("decay_start_step", "num_decay_steps"):
+            value = getattr(self, name)
+            yield (
+                value == 0 or self.decay is not Decay.constant,
+                f"{name}: expected 0 with decay=constant, got {value}. Choose "
+                "optimizer.schedule.decay=linear, cosine or polynomial.",
+            )
+
+    @property
+    def first_decay_step(self) -> int:
+        """The last step at the full rate."""
+        return max(self.decay_start_step, self.warmup_steps)
+
+    def rules_in(self, num_steps: int) -> Rules:
+        """What must hold in a run of at most ``num_steps``."""
+        yield (
+            self.warmup_steps <= num_steps,
+            f"warmup_steps: expected at most the {num_steps} steps of the run, got "
+            f"{self.warmup_steps}. Shorten the warm-up, or train longer.",
+        )
+        yield (
+            self.decay is Decay.constant or self.first_decay_step < num_steps,
+            f"decay_start_step: expected a decay that starts before the last of the run's "
+            f"{num_steps} steps, got one after step {self.first_decay_step}. Start it earlier, or "
+            "train longer.",
+        )
 
 
 @dataclass

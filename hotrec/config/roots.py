@@ -129,7 +129,14 @@ class TrainerConfig:
     eval_every_steps: int = key(
         "steps between evaluations of the first split; 0: at the end", 0, ge=0
     )
-    save_every_steps: int = key("steps between checkpoints; 0: only at the end", 0, ge=0)
+    save_every_steps: int = key("steps between checkpoints; 0: not by steps", 0, ge=0)
+    save_every_s: float = key(
+        "seconds from one checkpoint to the next, at a check-up (check_every_steps) by rank 0's "
+        "clock; 0: not by time",
+        600.0,
+        ge=0,
+        le=MAX_SECONDS,
+    )
     save_in_background: bool = key(
         "write checkpoints while training goes on, which then stops only to copy dense layers and "
         "hot rows; on CPU",
@@ -563,6 +570,9 @@ class Config:
             "trainer.num_epochs: expected 1 with order.evaluate_ahead, which evaluates a day "
             f"before training on it, got {self.trainer.num_epochs}. Set trainer.num_epochs=1.",
         )
+        if self.trainer.max_steps is not None:
+            for holds, message in self.optimizer.schedule.rules_in(self.trainer.max_steps):
+                yield holds, f"optimizer.schedule.{message}"
         for group, variants in VARIANTS.items():
             chosen = getattr(self, group)
             expected = next(name for name, kind in variants.items() if type(chosen) is kind)

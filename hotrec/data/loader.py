@@ -182,7 +182,7 @@ def make_loader(
         collate_fn=_pack_in_worker,
         pin_memory=pin_memory,
         persistent_workers=keep_workers and num_workers > 0,
-        worker_init_fn=_leave_sigterm_to_rank,
+        worker_init_fn=_leave_signals_to_rank,
     )
 
 
@@ -281,14 +281,14 @@ def _ignore_half_started(unraisable: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def _leave_sigterm_to_rank(worker: int) -> None:
+def _leave_signals_to_rank(worker: int) -> None:
     """End a worker on SIGTERM only if its rank sent the signal, and when its rank is gone.
 
-    torchrun sends SIGTERM to a rank's whole process group, while the rank still needs batches to
-    stop in order. Workers cannot just ignore the signal, because multiprocessing ends them by it at
-    exit and waits for them.
+    torchrun sends SIGTERM or SIGINT to a rank's whole process group, as a terminal does, while the
+    rank still needs batches to stop in order. Workers cannot just ignore SIGTERM, because
+    multiprocessing ends them by it at exit and waits for them.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     _leave_messages_to_rank()
     rank = os.getppid()
 

@@ -22,7 +22,6 @@ from hotrec.build import (
     adapts,
     build_sharded,
     check_assign,
-    check_order,
     choose_assign,
     count_epoch_steps,
     evaluates_ahead,
@@ -61,6 +60,7 @@ from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import Proposal, TrainingPlan, propose, read_training_plan
 from hotrec.planning.trial import Trial, write_trial
 from hotrec.planning.unsharded import label_weights_of, make_machine
+from hotrec.runs.check import check_settings, check_with_data
 from hotrec.runs.record import (
     accept_record,
     staged_record,
@@ -84,7 +84,6 @@ from hotrec.runtime.run_dir import (
 )
 from hotrec.train.ahead import DaysAhead, NextDay, read_evaluated
 from hotrec.train.best import BestQuality
-from hotrec.train.callbacks import import_callback
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.metrics_server import serve_metrics
@@ -122,9 +121,9 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     workers = num_workers(config.trainer.num_workers, ranks)
     config = replace(config, trainer=replace(config.trainer, num_workers=workers))
     # Fail early.
-    same_verdict(lambda: _count_steps(config, dataset, ranks))
-    same_verdict(lambda: check_order(config, dataset))
-    same_verdict(lambda: [import_callback(path) for path in config.trainer.callbacks])
+    device, world_size = ranks.device.type, ranks.world_size
+    same_verdict(lambda: check_settings(config, device=device, world_size=world_size))
+    same_verdict(lambda: check_with_data(config, dataset, world_size=world_size))
     warm = None
     if config.trainer.warm_start is not None and resume_from is None:
         source = config.trainer.warm_start
@@ -254,11 +253,11 @@ def _train(
         check_replicas=lambda: check_replicas(sharded.model),
         count_tables=lambda: memory_by_tier(sharded.model, sharded.optimizer),
         count_caches=cache_counts(sharded, ranks.device),
-        lr_factor=Schedule(**vars(config.optimizer.schedule)),
+        lr_factor=Schedule(**vars(config.optimizer.schedule), num_steps=steps),
         pipeline_kind=sharded.pipeline_kind,
         look_ahead=sharded.look_ahead,
         grad_clip_norm=sharded.grad_clip_norm,
-        eval_batches=_eval_batches(config, dataset, sharded, ranks),
+        eval_batches=_eval_batches(config, sharded, ranks),
         checkpoints=_checkpoints(config, run_dir, facts, resume_from),
         run_dir=run_dir,
         inspect_batch=sharded.inspect_batch,
@@ -574,18 +573,8 @@ def _days_ahead(
     )
 
 
-def _eval_batches(
-    config: Config, dataset: Dataset, sharded: Sharded, ranks: Ranks
-) -> dict[str, Iterable[Batch]]:
+def _eval_batches(config: Config, sharded: Sharded, ranks: Ranks) -> dict[str, Iterable[Batch]]:
     trainer = config.trainer
-    present = [split for split in dataset.splits if dataset.num_samples(split)]
-    missing = [split for split in trainer.eval_splits if split not in present]
-    if missing:
-        raise ValueError(
-            f"trainer.eval_splits: expected splits with samples, of {present}, got {missing}. "
-            f"Set 'trainer.eval_splits=[]', or prepare the data with these splits."
-        )
-
     return same_verdict(
         lambda: {
             split: _make_eval_loader(config, split, sharded, ranks) for split in trainer.eval_splits
@@ -637,6 +626,7 @@ def _cadence(trainer: TrainerConfig, adaptive: HotColdConfig | None) -> Cadence:
     return Cadence(
         eval_every=trainer.eval_every_steps,
         save_every=trainer.save_every_steps,
+        save_every_s=trainer.save_every_s,
         log_every=trainer.log_every_steps,
         check_every=trainer.check_every_steps,
         check_replicas_every=trainer.check_replicas_every_steps,

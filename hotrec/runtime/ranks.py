@@ -149,7 +149,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
     make_forks_safe()
     with joining(timeout_s), _threads_of(backend):
         store: dist.Store = dist.HashStore()
-        if world_size > 1 or "MASTER_ADDR" in os.environ:
+        if world_size > 1:
             store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
             # torchrun keeps one store for all its restarts, in which ranks that are started again
             # would find the addresses of those before them.

@@ -42,6 +42,14 @@ def read_finished(run_dir: Path, config_text: str | None = None) -> dict[str, An
         return None
 
 
+def latest_step(run_dir: Path) -> int | None:
+    """The step of a run's latest checkpoint, by its name; None if there is none."""
+    try:
+        return int((run_dir / CHECKPOINTS / "latest").read_text().strip().rpartition("-")[2])
+    except (OSError, ValueError):
+        return None
+
+
 def find_run(path: str, *, holding: str, key: str) -> Path:
     """A run directory as configured, or the newest under ``runs/`` for "latest".
 

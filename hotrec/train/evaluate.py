@@ -20,7 +20,7 @@ from hotrec.runtime import watchdog
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import all_gather_object, broadcast_object, rank, same_verdict, world_size
 from hotrec.train.pipelines import Pipeline
-from hotrec.train.watch import sigterm_held_back
+from hotrec.train.watch import signals_held_back
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -204,7 +204,7 @@ def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
             f"evaluation: expected as many batches on every rank, got {nums}. "
             "Pad the ranks that have fewer."
         )
-    with sigterm_held_back():
+    with signals_held_back():
         return iter(batches)
 
 

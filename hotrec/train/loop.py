@@ -7,6 +7,7 @@ weights, loader position and step agree. After an exception no rank starts anoth
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -46,7 +47,14 @@ from hotrec.train.run_log import Listener, RunLog, SegmentBatches
 from hotrec.train.schedule import Cadence, segments, set_learning_rates
 from hotrec.train.step_log import Records
 from hotrec.train.trace import Tracer, TraceWindow
-from hotrec.train.watch import TrafficMeter, sigterm_held_back, stop_on_sigterm
+from hotrec.train.watch import (
+    STOPPED_EXIT_CODE,
+    TrafficMeter,
+    signals_held_back,
+    stop_on_signals,
+)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,14 +63,23 @@ class TrainResult:
 
     Args:
         step: The number of updates, those before a resume included.
-        is_finished: Whether all steps were made; else SIGTERM ended the run after a checkpoint, and
-            the program should exit with ``hotrec.train.watch.STOPPED_EXIT_CODE``.
+        is_finished: Whether all steps were made; else a signal ended the run after a checkpoint,
+            and the program should exit with ``exit_code``.
         summary: The content of summary.json; the same on every rank but for times.
+        stopped_by: The signal that this rank got, if any.
     """
 
     step: int
     is_finished: bool
     summary: Mapping[str, Any]
+    stopped_by: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 + n after signal n; SIGTERM where only another rank got one."""
+        if self.is_finished:
+            return 0
+        return STOPPED_EXIT_CODE if self.stopped_by is None else 128 + self.stopped_by
 
 
 def train(
@@ -144,7 +161,7 @@ def train(
             "trainer.save_in_background: expected false on a GPU, whose kernels update rows that "
             "are yet to be written, got true. Set it to false, or train on CPU."
         )
-    with stop_on_sigterm() as stop_request:
+    with stop_on_signals() as stop_request:
         splits = eval_batches or {}
         _start_workers(splits, ahead)
         start, train_batches = _start(
@@ -189,9 +206,12 @@ def train(
                     same_verdict(lambda: keep_best(checkpoints, start.step))
             if ahead is not None:
                 _evaluate_ahead(pipeline, ahead, records)
-            for segment in segments(start.step, num_steps, cadence, ahead.days if ahead else ()):
+            days = ahead.days if ahead else ()
+            while records.position.step < num_steps:
                 if best is not None and best.must_stop:
                     break
+                # The first of those that are left: the one before may have ended early, to save.
+                segment = next(segments(records.position.step, num_steps, cadence, days))
                 batches = SegmentBatches(train_batches, segment)
                 pipeline.start()
                 records.meter.restart_clock()
@@ -214,26 +234,30 @@ def train(
                     if records.must_check(step, batches):
                         watchdog.enter(watchdog.MAIN, watchdog.CHECK_UP, step)
                         records.check_up(
-                            step, lr=lr, must_stop=stop_request.is_set(), is_saving=saver.is_busy
+                            step, lr=lr, must_stop=stop_request.is_set, is_saving=saver.is_busy
                         )
                         if not records.is_saving:
                             saver.finish()
-                        if records.must_stop:
+                        if records.must_stop or (records.must_save and checkpoints is not None):
                             batches.cut()  # the pipeline still computes the batches it holds
                 pipeline.drain()
                 position = records.position
-                if hot_set is not None and segment.adapt and position.step == segment.last_step:
+                is_whole = position.step == segment.last_step
+                if hot_set is not None and segment.adapt and is_whole:
                     watchdog.enter(watchdog.MAIN, watchdog.ADAPTATION, position.step)
                     records.add_decision(hot_set.adapt())
-                if segment.evaluate and not records.must_stop:
+                if segment.evaluate and is_whole and not records.must_stop:
                     _evaluate_due(pipeline, splits, records, judges, best)
                 if ahead is not None and not records.must_stop:
                     _evaluate_ahead(pipeline, ahead, records)
-                is_due = segment.save or records.must_stop or _wants_checkpoint(best, position)
-                if checkpoints is not None and is_due:
+                is_due = (segment.save and is_whole) or _wants_checkpoint(best, position)
+                if checkpoints is not None and (is_due or records.must_stop or records.must_save):
+                    if records.must_stop:
+                        logger.info("stopping after step %d, to be saved", position.step)
                     saver.start(
                         checkpoints, position, model, optimizer, train_loader, hot_set, best
                     )
+                    records.restart_save_clock()
                 if records.must_stop:
                     break
             saver.finish()
@@ -252,7 +276,8 @@ def train(
             found = {"days": ahead.evaluated} if ahead is not None else {}
             summary = records.write_summary({**(description or {}), **found}, prediction, best)
             records.callbacks.call("on_end", summary)
-    return TrainResult(records.position.step, not records.must_stop, summary)
+    step, is_finished = records.position.step, not records.must_stop
+    return TrainResult(step, is_finished, summary, stop_request.number)
 
 
 class _Saver:
@@ -281,6 +306,7 @@ class _Saver:
         if saving is not None:
             watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, saving.position.step)
             path = saving.finish()
+            logger.info("saved step %d in %s", saving.position.step, path)
             self._callbacks.call("on_checkpoint", saving.position.step, path)
 
     def abandon(self) -> None:
@@ -296,7 +322,7 @@ def _start_workers(splits: Mapping[str, Iterable[Batch]], ahead: DaysAhead | Non
     process forked meanwhile can hang (CPython before 3.11.10, gh-112275).
     """
     # Starting a loader draws a random number, which must not affect training.
-    with torch.random.fork_rng(devices=[]), sigterm_held_back():
+    with torch.random.fork_rng(devices=[]), signals_held_back():
         same_verdict(lambda: [iter(batches) for batches in splits.values()])
         if ahead is not None:
             same_verdict(ahead.start)
@@ -323,6 +349,7 @@ def _start(
             facts=checkpoints.facts,
             hot_set=hot_set,
         )
+        logger.info("resuming from step %d, %s", position.step, resume_from)
         path = resume_from
         state = same_verdict(lambda: read_facts(path, None).get("best"))
         if best is not None and state is not None:
@@ -332,7 +359,7 @@ def _start(
             f"trainer: expected num_steps of at least {max(position.step, 1)}, got {num_steps}. "
             "Train for more steps or more epochs."
         )
-    with sigterm_held_back():
+    with signals_held_back():
         train_batches = same_verdict(lambda: iter(train_loader))
     if resume_from is not None:
         restore_random_state(resume_from)

@@ -21,8 +21,10 @@ class Cadence:
     Args:
         eval_every: evaluations on the way; the end of the run evaluates in any case.
         save_every: checkpoints on the way; the last step saves in any case.
+        save_every_s: seconds since the last checkpoint, by rank 0's clock, after which the next
+            check-up ends the segment and one is saved.
         log_every: lines of metrics.jsonl.
-        check_every: looks at losses and SIGTERM, one small all-reduce each.
+        check_every: looks at losses, signals and the clock, one small all-reduce each.
         check_replicas_every: comparisons of the replicas of all ranks, where there are any.
         adapt_every: decisions of which rows are hot.
         warmup_steps: steps at the start of the process that are in no rate.
@@ -30,6 +32,7 @@ class Cadence:
 
     eval_every: int = 0
     save_every: int = 0
+    save_every_s: float = 0.0
     log_every: int = 100
     check_every: int = 10
     check_replicas_every: int = 1000
@@ -118,22 +121,28 @@ class Schedule(ScheduleConfig):
     constant: 1; linear: f + (1-f)(1-p); cosine: f + (1-f)(1 + cos(pi p))/2; polynomial:
     f + (1-f)(1-p)^power. MLPerf's DLRM is polynomial with power 2 and f = 0.
 
+    Args:
+        num_steps: Steps of the run, which the decay takes where ``num_decay_steps`` is 0.
+
     Raises:
-        ValueError: if the decay has no steps or starts within the warm-up.
+        ValueError: if warm-up or decay do not fit the run.
     """
 
+    num_steps: int | None = None
+
     def __post_init__(self) -> None:
-        if self.decay is Decay.constant:
-            return
-        if self.num_decay_steps < 1:
+        num_steps = self.num_steps
+        of_run = () if num_steps is None else self.rules_in(num_steps)
+        for holds, message in (*self.rules(), *of_run):
+            if not holds:
+                raise ValueError(f"optimizer.schedule.{message}")
+        self.decay_start_step = self.first_decay_step
+        if num_steps is not None and self.num_decay_steps == 0:
+            self.num_decay_steps = num_steps - self.decay_start_step
+        if self.decay is not Decay.constant and self.num_decay_steps < 1:
             raise ValueError(
-                f"schedule num_decay_steps: expected 1 or more for {self.decay.name} decay, "
-                f"got {self.num_decay_steps}."
-            )
-        if self.decay_start_step < self.warmup_steps:
-            raise ValueError(
-                f"schedule decay_start_step: expected at least warmup_steps={self.warmup_steps}, "
-                f"got {self.decay_start_step}. Let the decay start after the warm-up."
+                f"optimizer.schedule.num_decay_steps: expected 1 or more for {self.decay.name} "
+                f"decay, got {self.num_decay_steps}. Give them, or the number of steps of the run."
             )
 
     def __call__(self, step: int) -> float:

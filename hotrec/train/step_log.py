@@ -51,6 +51,7 @@ class Records:
     def __post_init__(self) -> None:
         self.meter = Meter(warmup_steps=self.cadence.warmup_steps)
         self.must_stop = False  # the last check-up found a stop request on some rank
+        self.must_save = False  # or that the last checkpoint is old, by rank 0's clock
         self.is_saving = False  # or a rank that still writes its share of a checkpoint
         self._loss: float | None = None
         self._traffic_means = self.traffic.means(self.traffic.sums())
@@ -66,11 +67,20 @@ class Records:
         self._wait_s = 0.0  # since the last checkup
         self._line_wait_s = 0.0  # since the last line, mean over the ranks
         self._line_steps = 0
-        self._start_s = time.perf_counter()
+        self._start_s = self._saved_s = time.perf_counter()
 
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._start_s
+
+    def restart_save_clock(self) -> None:
+        """Count the seconds to the next checkpoint from now."""
+        self._saved_s = time.perf_counter()
+
+    def _is_save_due(self, is_saving: bool) -> bool:
+        every_s = self.cadence.save_every_s
+        is_late = 0 < every_s <= time.perf_counter() - self._saved_s
+        return self.ranks.is_first and is_late and not is_saving
 
     @contextmanager
     def step(self, step: int, batches: SegmentBatches) -> Iterator[None]:
@@ -124,13 +134,15 @@ class Records:
         figures = {
             "must_stop": [float(must_stop)],
             "is_saving": [float(is_saving)],
+            "must_save": [float(self._is_save_due(is_saving))],
             "wait_s": [self._wait_s],
             "stage_s": self.stages.end_line() if is_line_due else [],
             "cache": list(cache.values()),
             "traffic": self.traffic.sums(),
         }
         self._loss, sums = check_up(self._losses, figures, self.ranks.world_size)
-        self.must_stop, self.is_saving = (sums[key][0] > 0 for key in ("must_stop", "is_saving"))
+        requests = ("must_stop", "is_saving", "must_save")
+        self.must_stop, self.is_saving, self.must_save = (sums[key][0] > 0 for key in requests)
         self._traffic_means = self.traffic.means(sums["traffic"])
         num_steps = len(self._losses)
         self._line_steps += num_steps

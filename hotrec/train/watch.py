@@ -1,8 +1,8 @@
-"""The check-up of all ranks every few steps, stopping on SIGTERM, and sampled traffic.
+"""The check-up of all ranks every few steps, stopping on a signal, and sampled traffic.
 
-A check-up is one small all-reduce of losses, stop requests, data waits, cache counters and traffic
-sums. Beside the model's own exchanges it is the only one, and beside reading the counters of device
-caches the only wait for the device. Its result is the same on every rank.
+A check-up is one small all-reduce of losses, requests to stop or to save, data waits, counters of
+caches and traffic sums. Beside the model's own exchanges it is the only one, and beside reading
+those counters the only wait for the device. Its result is the same on every rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,10 +25,12 @@ from hotrec.runtime.traffic import COLLECTIVES, BatchFacts, count_sent_bytes, lo
 from hotrec.train.run_log import SegmentBatches
 
 # The exit code of a run that stopped on SIGTERM after a complete checkpoint, as a shell reports it.
+# After SIGINT it is 130.
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 # Counting makes a step several times slower, and the bytes of steps hardly vary.
 SAMPLE_EVERY_STEPS = 500
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class TrafficMeter:
@@ -89,28 +93,59 @@ class TrafficMeter:
         }
 
 
+@dataclass
+class StopRequest:
+    """Whether a signal asked this rank to stop, and which."""
+
+    number: int | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self.number is not None
+
+
 @contextmanager
-def stop_on_sigterm() -> Iterator[threading.Event]:
-    """Inside the block, record SIGTERM as a request to stop at the next check-up."""
-    request = threading.Event()
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Inside the block, record SIGTERM or SIGINT as a request to stop at the next check-up.
+
+    SIGINT after that ends the block at once, as it would without it. Where it is ignored, as in a
+    job in the background, it stays so.
+    """
+    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may set handlers
         return
-    previous = signal.signal(signal.SIGTERM, lambda *_: request.set())
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not request.is_set:
+            request.number = number
+        elif number == signal.SIGINT:
+            before = previous[signal.SIGINT]
+            (before if callable(before) else signal.default_int_handler)(number, frame)
+
+    previous = {
+        number: signal.getsignal(number)
+        for number in _STOPS
+        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
+        for number in previous:
+            signal.signal(number, handle)
         yield request
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def sigterm_held_back() -> Iterator[None]:
-    """Start processes in the block that ignore SIGTERM, since they inherit the signal mask.
+def signals_held_back() -> Iterator[None]:
+    """Start processes in the block that ignore SIGTERM and SIGINT: they inherit the signal mask.
 
-    torchrun sends SIGTERM to the whole process group, and loader workers must outlive it while
-    their rank still needs batches. One to this process is delivered at the end of the block.
+    torchrun sends them to the whole process group, as a terminal does, and loader workers must
+    outlive it while their rank still needs batches. One to this process is delivered at the end of
+    the block.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     try:
         yield
     finally:

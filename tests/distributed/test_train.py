@@ -90,6 +90,7 @@ def check_training(folder: Path) -> None:
         inspect_batch=inspect,
     )
     check_resume(folder, evals, whole)
+    check_saving_by_time(folder, whole)
     check_traffic_of_training(whole)
     check_device_caches_add_up(folder)
     check_failures_reach_all_ranks(folder)
@@ -127,6 +128,24 @@ def check_resume(folder: Path, evals: dict[str, Any], whole: TrainResult) -> Non
         found = {line["step"]: line[value] for line in read_lines(folder / "cut" / file)}
         assert found == expected
         assert len(found) > 3
+
+
+def check_saving_by_time(folder: Path, whole: TrainResult) -> None:
+    """Rank 0's clock decides for all ranks, and results stay those of a run that never saves."""
+    for late in (0, 1):  # the rank whose clock says that a checkpoint is due
+        checkpoints = Checkpoints(folder / f"by_time_{late}", facts={}, keep_last=100)
+        every_s = 1e-6 if dist.get_rank() == late else 1e6
+        found = run(
+            TinyLoader(num_batches=16),
+            Cadence(log_every=1, eval_every=5, check_every=3, save_every_s=every_s),
+            eval_batches={"valid": TinySplit(num_batches=2, seed=4)},
+            checkpoints=checkpoints,
+        )
+        for name in ("loss", "auc"):
+            assert found.summary[name] == whole.summary[name], name
+        dist.barrier()
+        num_saved = len(list(checkpoints.directory.glob("step-*")))
+        assert num_saved == 1 if late else num_saved > 4
 
 
 def check_traffic_of_training(whole: TrainResult) -> None:

@@ -312,6 +312,90 @@ def test_sigterm_saves_where_weights_and_loader_agree_and_resume_is_bitwise(
     assert again == {step: expected[step] for step in again}
 
 
+@pytest.mark.parametrize("kind", ["base", "sparse_dist"])
+def test_saving_by_time_changes_no_loss_and_skips_no_evaluation(
+    kind: str, one_rank: Ranks, tmp_path: Path
+) -> None:
+    evals = {"valid": TinySplit(num_batches=2, seed=4)}
+    arguments = {"num_steps": 30, "pipeline_kind": kind, "eval_batches": evals}
+    cadence = Cadence(log_every=1, check_every=3, eval_every=5)
+    run(one_rank, TinyLoader(num_batches=30), cadence, run_dir=tmp_path / "whole", **arguments)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", facts={}, keep_last=100)
+    often = replace(cadence, save_every_s=1e-6)
+    arguments |= {"run_dir": tmp_path / "often", "checkpoints": checkpoints}
+    assert run(one_rank, TinyLoader(num_batches=30), often, **arguments).is_finished
+    for name, value in (("metrics.jsonl", "loss"), ("eval.jsonl", "auc")):
+        lines, expected = (read_lines(tmp_path / run / name) for run in ("often", "whole"))
+        keys = ("step", value)
+        assert [[line[k] for k in keys] for line in lines] == [
+            [line[k] for k in keys] for line in expected
+        ]
+    saved = sorted(int(path.name[5:]) for path in checkpoints.directory.glob("step-*"))
+    assert len(saved) > 9, "every check-up ends with a checkpoint"
+    # Any of them goes on as if nothing had happened.
+    middle = checkpoints.directory / f"step-{saved[4]:08d}"
+    arguments |= {"checkpoints": replace(checkpoints, resume_from=middle)}
+    arguments |= {"run_dir": tmp_path / "again"}
+    assert run(one_rank, TinyLoader(num_batches=30), cadence, **arguments).is_finished
+    again = losses_by_step(tmp_path / "again")
+    assert min(again) == saved[4] + 1
+    assert again == {step: losses_by_step(tmp_path / "whole")[step] for step in again}
+
+
+def test_no_checkpoint_by_time_where_it_is_off(one_rank: Ranks, tmp_path: Path) -> None:
+    for save_every_s in (0.0, 1e6):
+        checkpoints = Checkpoints(tmp_path / str(save_every_s), facts={}, keep_last=100)
+        cadence = Cadence(log_every=1, check_every=1, save_every_s=save_every_s)
+        run(one_rank, TinyLoader(num_batches=9), cadence, num_steps=9, checkpoints=checkpoints)
+        assert [path.name for path in checkpoints.directory.glob("step-*")] == ["step-00000009"]
+
+
+class LoaderWithSignals(TinyLoader):
+    """Sends signals to this process when it hands out its batch number 7."""
+
+    numbers: tuple[signal.Signals, ...] = ()
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in super().__iter__():
+            if self.position == 7:
+                for number in self.numbers:
+                    signal.raise_signal(number)
+            yield batch
+
+
+def test_sigint_saves_like_sigterm_and_twice_ends_at_once(one_rank: Ranks, tmp_path: Path) -> None:
+    term, interrupt = signal.SIGTERM, signal.SIGINT
+    before = signal.signal(interrupt, signal.default_int_handler)
+    try:
+        for numbers, code in (
+            ((interrupt,), 130),
+            ((term,), 143),
+            ((interrupt, term), 130),
+            ((term, term), 143),
+        ):
+            loader = LoaderWithSignals(num_batches=30)
+            loader.numbers = numbers
+            checkpoints = Checkpoints(tmp_path / str(numbers), facts={})
+            stopped = run(one_rank, loader, num_steps=30, checkpoints=checkpoints)
+            assert (stopped.is_finished, stopped.exit_code) == (False, code)
+            latest = find_latest(checkpoints.directory)
+            assert latest is not None
+            assert latest.name == f"step-{stopped.step:08d}"
+            assert signal.getsignal(interrupt) is signal.default_int_handler
+        for numbers in ((interrupt, interrupt), (term, interrupt)):
+            loader = LoaderWithSignals(num_batches=30)
+            loader.numbers = numbers
+            with pytest.raises(KeyboardInterrupt):
+                run(one_rank, loader, num_steps=30)
+        # A job in the background.
+        signal.signal(interrupt, signal.SIG_IGN)
+        loader = LoaderWithSignals(num_batches=30)
+        loader.numbers = (interrupt,)
+        assert run(one_rank, loader, num_steps=30).exit_code == 0
+    finally:
+        signal.signal(interrupt, before)
+
+
 class TinyStream(IterableDataset[Batch]):
     def __init__(self, num_batches: int) -> None:
         super().__init__()

@@ -1,0 +1,98 @@
+"""What can be said of a training run's settings before it is planned, and before it has data.
+
+``hotrec run`` asks before its first stage, and again when the dataset is there; a training run asks
+before it plans. What depends on the plan is refused later, by what makes it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hotrec.build import check_order, count_epoch_steps
+from hotrec.config.groups import AllColdPlacement, AllHotOrder, TorchrecPlacement
+from hotrec.config.roots import Config
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.data.chunks import Dataset
+from hotrec.embedding.fused import check_optimizer
+from hotrec.models.shape import architecture_of
+from hotrec.planning.policies import num_overridden
+from hotrec.planning.scenario import choose_pipeline
+from hotrec.planning.unsharded import label_weights_of, make_machine, optimizer_specs
+from hotrec.train.callbacks import import_callback
+from hotrec.train.schedule import Schedule, count_steps
+
+
+def check_settings(config: Config, *, device: str, world_size: int) -> None:
+    """Check what needs no data.
+
+    Args:
+        config: A validated configuration.
+        device: "cpu" or "cuda".
+        world_size: Ranks of the run.
+
+    Raises:
+        ValueError: If a callback, checkpoint or run that is named cannot be had, or settings
+            contradict each other on this device.
+    """
+    trainer, costs = config.trainer, config.planner.costs
+    for path in trainer.callbacks:
+        import_callback(path)
+    for key, given in (("resume", trainer.resume), ("warm_start", trainer.warm_start)):
+        if given is not None and given not in ("latest", "none") and not Path(given).is_dir():
+            raise ValueError(
+                f"trainer.{key}: expected the directory of a checkpoint, got {given!r}, which is "
+                "none. Correct the path."
+            )
+    if costs not in ("auto", "measured", *BUILTIN):
+        raise ValueError(
+            f"planner.costs: expected auto, measured or one of {sorted(BUILTIN)}, got {costs!r}. "
+            "Correct the name."
+        )
+    machine = make_machine(
+        config.planner,
+        world_size=world_size,
+        ranks_per_host=world_size,
+        device=device,
+        batch_size=trainer.batch_size,
+    )
+    choose_pipeline(config, machine)
+    if isinstance(config.placement, TorchrecPlacement | AllColdPlacement):
+        embedding, _ = optimizer_specs(config.optimizer)
+        check_optimizer(embedding, torch.device(device), has_cold=True)
+
+
+def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int:
+    """Check what needs the dataset, but no plan.
+
+    Returns:
+        The steps of the run; of order=all_hot at least so many.
+
+    Raises:
+        ValueError: If the dataset lacks what the configuration names, or is too short for it.
+        ArtifactError: If its samples are not in the order that is asked for.
+    """
+    trainer = config.trainer
+    per_epoch = count_epoch_steps(config, dataset, None, world_size)
+    steps = count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
+    if not isinstance(config.order, AllHotOrder):
+        Schedule(**vars(config.optimizer.schedule), num_steps=steps)
+    check_order(config, dataset)
+    check_splits(config, dataset)
+    label_weights_of(trainer, dataset.schema)
+    architecture_of(config.model, dataset.schema)
+    num_rows = {table.name: table.num_rows for table in dataset.schema.tables}
+    num_overridden(getattr(config.placement, "overrides", {}), num_rows)
+    return steps
+
+
+def check_splits(config: Config, dataset: Dataset) -> None:
+    """Check that the splits to evaluate have samples."""
+    present = [split for split in dataset.splits if dataset.num_samples(split)]
+    missing = [split for split in config.trainer.eval_splits if split not in present]
+    if missing:
+        raise ValueError(
+            f"trainer.eval_splits: expected splits with samples, of {present}, got {missing}. "
+            "Set 'trainer.eval_splits=[]', or prepare the data with these splits."
+        )

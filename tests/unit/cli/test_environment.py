@@ -1,0 +1,114 @@
+"""What launchers leave in the environment, against each other and the command line."""
+
+import os
+
+import pytest
+
+from hotrec.cli.launch import check_environment, is_under_torchrun, run_under_torchrun
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "PET_", "SLURM_", "TORCHELASTIC_")
+MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "23456"}
+LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "1", **MASTER}
+TWO = {"RANK": "0", "WORLD_SIZE": "2", **MASTER}
+TORCHRUN = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+TWO_HOSTS = {**TORCHRUN, "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"}
+SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
+PYTORCH_JOB = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "0"}
+
+
+@pytest.fixture
+def given(monkeypatch):
+    for name in os.environ:
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+
+    def set_all(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_ranks", "is_rank"),
+    [
+        ({}, 2, False),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 2, False),
+        (LEFT_OVER, 2, False),
+        ({**LEFT_OVER, **PYTORCH_JOB}, 2, False),
+        ({"RANK": "0"}, 2, False),
+        (MASTER, 2, False),
+        (SALLOC, 2, False),
+        ({**SALLOC, "SLURM_STEP_NUM_TASKS": "1"}, 2, False),
+        (TORCHRUN, None, True),
+        (TORCHRUN, 2, True),
+        (TWO, None, True),
+        ({**LEFT_OVER, "TORCHELASTIC_RUN_ID": "a"}, None, True),
+        ({**TWO_HOSTS, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, 2, True),
+        ({**TWO, "SLURM_STEP_NUM_TASKS": "2"}, None, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2", **TWO}, None, True),
+        ({**TWO_HOSTS, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}, None, True),
+    ],
+)
+def test_right(variables, num_ranks, is_rank, given):
+    given(variables)
+    check_environment(num_ranks)
+    assert is_under_torchrun() is is_rank
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_ranks", "said"),
+    [
+        (TWO, 2, "launch.num_ranks: expected none, since RANK and WORLD_SIZE say"),
+        (TORCHRUN, 4, "launch.num_ranks: expected 2, since .* got 4"),
+        (TORCHRUN, 1, "launch.num_ranks: expected 2, since .* got 1"),
+        (
+            {**LEFT_OVER, "TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "1"},
+            2,
+            "expected 1, since",
+        ),
+        (
+            {"WORLD_SIZE": "2", **MASTER},
+            None,
+            "environment RANK: expected a rank below WORLD_SIZE 2",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, None, "environment RANK: expected below WORLD_SIZE 1"),
+        (
+            {"LOCAL_WORLD_SIZE": "8"},
+            None,
+            "environment LOCAL_WORLD_SIZE: expected at most WORLD_SIZE",
+        ),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, None, "environment LOCAL_WORLD_SIZE: .* LOCAL_RANK 2"),
+        ({"LOCAL_RANK": "first"}, None, "environment LOCAL_RANK: expected a count, got 'first'"),
+        ({"PET_NNODES": "2"}, 2, "environment PET_NNODES: expected 1, as many hosts as .* got 2"),
+        ({"PET_NPROC_PER_NODE": "4"}, 2, "environment PET_NPROC_PER_NODE: expected 2"),
+        ({"PET_NPROC_PER_NODE": "4"}, 1, "environment PET_NPROC_PER_NODE: expected 1"),
+        ({**LEFT_OVER, "PET_NNODES": "2"}, 2, "environment PET_NNODES: expected 1"),
+        ({**SALLOC, "SLURM_STEP_NUM_TASKS": "2"}, 2, "environment SLURM_STEP_NUM_TASKS: .* srun"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, None, "environment SLURM_PROCID: .* srun"),
+        ({"SLURM_STEP_NUM_TASKS": "2", **LEFT_OVER}, None, "environment SLURM_STEP_NUM_TASKS"),
+        ({"SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}, None, "environment SLURM_STEP_NUM_TASKS"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, None, "environment OMPI_COMM_WORLD_SIZE: .* mpirun"),
+        ({"PMI_SIZE": "4"}, 2, "environment PMI_SIZE: .* mpirun, got one of at least 4"),
+    ],
+)
+def test_refused(variables, num_ranks, said, given):
+    given(variables)
+    with pytest.raises(ValueError, match=said):
+        check_environment(num_ranks)
+
+
+def test_a_command_of_one_process_may_run_in_a_pod(given):
+    given({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"})
+    check_environment(is_parallel=False)
+
+
+def test_torchrun_gets_no_defaults_of_the_cluster(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        "hotrec.cli.launch.wait_for_child", lambda words, variables: seen.update(variables)
+    )
+    environment = {"PET_NNODES": "1", "PET_STANDALONE": "0", "KEPT": "1", "RANK": "0"}
+    run_under_torchrun("train", [], num_ranks=2, run_dir="r", environment=environment)
+    assert not any(name.startswith("PET_") for name in seen)
+    assert seen["KEPT"] == "1"
