@@ -6,37 +6,21 @@ reference cannot differ from the program.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
-import types
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
 
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.store import conf_dir
-from hotrec.config.fields import MISSING, VARIANTS
+from hotrec.config.fields import VARIANTS
+from hotrec.config.reference import Key, keys_of, keys_of_choices, sentence
 from hotrec.config.roots import ROOTS
 
 if TYPE_CHECKING:  # a test reads the tables where Sphinx is not installed
     from sphinx.application import Sphinx
 
 PAGE = "configuration"
-UNIONS = (Union, types.UnionType)
-LIMIT_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-
-
-@dataclass(frozen=True)
-class Key:
-    """One line of a table, as the page shows it."""
-
-    name: str
-    meaning: str
-    default: str
-    values: str
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -97,97 +81,14 @@ def sections(root: str) -> str:
 
 def variants_table(prefix: str, variants: dict[str, type]) -> str:
     """The keys of all choices of a group; a key that several choices share stands once."""
-    choices: dict[Key, list[str]] = {}
-    for name, kind in variants.items():
-        for key in keys_of(kind, prefix):
-            choices.setdefault(key, []).append(name)
-    rows = []
-    for key, names in choices.items():
-        absent = [name for name in variants if name not in names]
-        if not absent:
-            of = ""
-        elif len(absent) < len(names):
-            of = f" Not with {code_list(absent)}."
-        else:
-            of = f" Only with {code_list(names)}."
-        rows.append((f"`{key.name}`", key.meaning + of, key.default, key.values))
-    return table(("Key", "Meaning", "Default", "Values"), rows) if rows else "No keys."
+    keys = keys_of_choices(prefix, variants)
+    return keys_table(keys) if keys else "No keys."
 
 
 def keys_table(keys: list[Key]) -> str:
     """A table of keys."""
     rows = [(f"`{key.name}`", key.meaning, key.default, key.values) for key in keys]
     return table(("Key", "Meaning", "Default", "Values"), rows)
-
-
-def keys_of(kind: type, prefix: str) -> Iterator[Key]:
-    """The keys of a dataclass and of the dataclasses in it."""
-    hints = get_type_hints(kind)
-    for item in fields(kind):
-        if item.metadata["meaning"].startswith("choose it with"):
-            continue  # the group's own name chooses it
-        name = f"{prefix}{item.name}"
-        inner, is_mapping = inner_dataclass(hints[item.name])
-        if inner is not None:
-            yield from keys_of(inner, f"{name}.<name>." if is_mapping else f"{name}.")
-            continue
-        yield Key(
-            name,
-            sentence(item.metadata["meaning"]),
-            shown_default(item),
-            shown_values(hints[item.name], item.metadata["limits"]),
-        )
-
-
-def inner_dataclass(hint: Any) -> tuple[type | None, bool]:
-    """The dataclass in a type hint, and whether it is the value type of a mapping."""
-    if is_dataclass(hint):
-        return hint, False
-    found = next((argument for argument in get_args(hint) if is_dataclass(argument)), None)
-    return found, get_origin(hint) is dict
-
-
-def shown_default(item: dataclasses.Field[Any]) -> str:
-    """A default as one would write it on the command line."""
-    if item.default_factory is not dataclasses.MISSING:
-        value: Any = item.default_factory()
-    else:
-        value = item.default
-    if value is dataclasses.MISSING or value == MISSING:
-        # conf/ fills these in, from the name of a choice.
-        return "see meaning" if "by default" in item.metadata["meaning"] else "required"
-    if isinstance(value, list):
-        return f"`[{', '.join(json.dumps(v) if v == '' else str(v) for v in value)}]`"
-    if isinstance(value, Enum):
-        return f"`{value.name}`"
-    if value is None or isinstance(value, bool):
-        return {None: "`null`", True: "`true`", False: "`false`"}[value]
-    if isinstance(value, float):
-        return f"`{value:g}`"
-    is_blank = isinstance(value, str) and not value.strip()
-    return f"`{json.dumps(value) if is_blank else value}`"
-
-
-def shown_values(hint: Any, limits: dict[str, float]) -> str:
-    """The type of a key, its members if it is an enumeration, and its limits."""
-    bounds = [(LIMIT_SIGNS[name], at) for name, at in limits.items() if name in LIMIT_SIGNS]
-    signs = ", ".join(f"{sign} {at}" for sign, at in bounds)
-    is_optional = get_origin(hint) in UNIONS and type(None) in get_args(hint)
-    return " ".join(filter(None, [shown_type(hint), signs, "or `null`" if is_optional else ""]))
-
-
-def shown_type(hint: Any) -> str:
-    """A type in words."""
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return code_list([member.name for member in hint])
-    if get_origin(hint) in UNIONS:
-        members = [member for member in get_args(hint) if member is not type(None)]
-        return " or ".join(map(shown_type, members))
-    if get_origin(hint) is list:
-        return f"list of {shown_type(get_args(hint)[0])}"
-    if get_origin(hint) is dict:
-        return f"mapping to {shown_type(get_args(hint)[1])}"
-    return str(hint.__name__)
 
 
 def leading_comment(path: Path) -> str:
@@ -202,19 +103,6 @@ def leading_comment(path: Path) -> str:
         if not text.startswith("@package"):
             lines.append(text)
     return sentence(" ".join(lines))
-
-
-def sentence(text: str) -> str:
-    """The text with a full stop; a Markdown table cell cannot hold a bar."""
-    text = text.strip().replace("|", "\\|")
-    starts_with_value = re.match(r"\w*[_=]|(?:fp|bf|tf)\d", text)
-    text = text if starts_with_value else text[:1].upper() + text[1:]
-    return text if not text or text[-1] in ".:?" else f"{text}."
-
-
-def code_list(names: list[str]) -> str:
-    """Names in code spans."""
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

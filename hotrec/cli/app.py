@@ -32,6 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hotrec.artifact import MANIFEST, naming
 from hotrec.cli.commands import COMMANDS
+from hotrec.cli.help import help_text
 from hotrec.cli.launch import (
     PARENT,
     RUN_DIR,
@@ -232,12 +233,9 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
         flags, overrides = _split_flags(invocation.words)
         sys.argv = [f"hotrec {invocation.name}", *flags, *_names_for_hydra(invocation), *overrides]
         if invocation.wants_help:
-            # The help template is in conf/hydra/default.yaml.
-            title = f"hotrec {invocation.name}"
-            sys.argv += [
-                f"hydra.help.app_name={title}",
-                f'hydra.help.header="{title}: {COMMANDS[invocation.name].summary}"',
-            ]
+            # Hydra reads the overrides first, and fills in what begins with a single "$".
+            text = help_text(invocation.name).replace("$", "$$")
+            sys.argv.append(f"hydra.help.template={quoted(text)}")
         if PARENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
         # An exit unwinds, so that half-written artifacts are removed.

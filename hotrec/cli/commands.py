@@ -18,6 +18,7 @@ class Command:
             its figures are for programs alone.
         first: The override that the first word makes if it is a path, with {} for the path, or
             for several.
+        sections: Those of the configuration that it reads, for its help; none for all.
     """
 
     summary: str
@@ -25,24 +26,47 @@ class Command:
     is_parallel: bool = False
     first: str = ""
     has_closing_lines: bool = False
+    sections: tuple[str, ...] = ()
+
+    @property
+    def word(self) -> str:
+        """What the first words are, for its help."""
+        key, _, value = self.first.partition("=")
+        several = " ..." if "[" in value else ""
+        return f"<{key}>{several}" if key else ""
+
+
+_MODEL = ("model", "optimizer", "order", "pipeline", "trainer")
+_PLAN = ("placement", "planner", "plan", *_MODEL)
 
 
 COMMANDS = {
     "init": Command("look at a log and describe it in conf/data", "init", first="path={}"),
     "run": Command("prepare, profile, calibrate, plan, train and report, where not yet done"),
     "prepare": Command(
-        "turn raw click logs into a dataset of memory-mapped chunks", is_parallel=True
+        "turn raw click logs into a dataset of memory-mapped chunks",
+        is_parallel=True,
+        sections=("data", "launch", "paths"),
     ),
-    "profile": Command("count how often every row is looked up"),
+    "profile": Command("count how often every row is looked up", sections=("profile", "paths")),
     "calibrate": Command(
-        "measure how long each part of a step takes on this machine", is_parallel=True
+        "measure how long each part of a step takes on this machine",
+        is_parallel=True,
+        sections=("calibrate", "launch", "paths", *_MODEL),
     ),
-    "plan": Command("choose the hot rows and the sharding plan for a number of ranks"),
-    "cache": Command("replay the dataset's rows through caches of several sizes and policies"),
+    "plan": Command(
+        "choose the hot rows and the sharding plan for a number of ranks",
+        sections=("paths", *_PLAN),
+    ),
+    "cache": Command(
+        "replay the dataset's rows through caches of several sizes and policies",
+        sections=("cache", "placement", "paths", *_MODEL),
+    ),
     "train": Command(
         "train a model; one process, or many under torchrun",
         is_parallel=True,
         has_closing_lines=True,
+        sections=("launch", "paths", "profiler", *_PLAN),
     ),
     "evaluate": Command(
         "evaluate a run's checkpoint on a split of its dataset",

@@ -51,6 +51,23 @@ _OS_ADVICE = {
 }
 # OmegaConf's messages: a pattern, what is expected, and what was got.
 _OMEGACONF = (
+    (
+        r"Invalid \w+ assigned: (?:str|int|float|bool) is not a ListConfig",
+        *("a list such as [a,b]", "a single value"),
+    ),
+    (
+        r"Invalid \w+ assigned: (?:str|int|float|bool) is not a \w+Config",
+        *("keys below it, each with a value,", "a single value"),
+    ),
+    (r"Cannot assign \w+ to Dict", "a mapping such as {a: b}", "a single value"),
+    (
+        "Cannot merge DictConfig with ListConfig",
+        *("a list where the default is one, and a mapping where that is one", "the other"),
+    ),
+    (r"Cannot convert '(?:list|ListConfig)' to string", "one text", "a list"),
+    (r"Cannot convert '(?:dict|DictConfig)' to string", "one text", "a mapping"),
+    (r"Value '(.*)' is not a valid bool", "true or false", r"'\1'"),
+    (r"Value (.*) \(list\) is not a valid input for", "one of its choices", r"the list \1"),
     (r"Value '(.*)' of type '\w+' could not be converted to (\w+)", r"a value of type \2", r"'\1'"),
     (r"Invalid value '(.*)', expected one of \[(.*)\]", r"one of \2", r"'\1'"),
     (
@@ -222,7 +239,7 @@ def _describe_os_error(error: OSError) -> str:
         return str(error.strerror or error)
     what = error.filename or "a file or connection"
     advice = _OS_ADVICE.get(error.errno, "Check the path and its file system.")
-    return f"{what}: expected the system to grant it, got {error.strerror}. {advice}"
+    return f"{what}: expected access to it, got the system's error {error.strerror!r}. {advice}"
 
 
 def _describe_key_error(error: OmegaConfBaseException) -> str:
@@ -236,7 +253,10 @@ def _describe_key_error(error: OmegaConfBaseException) -> str:
         if match := re.search(pattern, message):
             text = f"expected {expected}, got {got}. See --help."
             return f"{key or 'configuration'}: {match.expand(text)}"
-    return f"{key or 'configuration'}: expected a valid value, got an error: {message}. See --help."
+    return (
+        f"{key or 'configuration'}: expected a value of another form, got one of which OmegaConf "
+        f"says {message!r}. See --help."
+    )
 
 
 def _describe_unknown_key(full_key: str, kind: Any) -> str:

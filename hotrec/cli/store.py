@@ -143,7 +143,8 @@ def check_overrides(words: Sequence[str], *, is_multirun: bool = False) -> None:
                 )
             ) from error
         choices = options_of(key) if (conf_dir() / key).is_dir() else []
-        is_choice = is_sweep or override.is_delete() or isinstance(value, str | list | dict)
+        is_choice = is_sweep or override.is_delete() or isinstance(value, str | dict)
+        is_choice |= isinstance(value, list) and all(isinstance(one, str) for one in value)
         if choices and not is_choice:
             raise ValueError(
                 f"{key}: expected one of {', '.join(choices)}, got {value}. Choose one of them."
