@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,7 @@ _TASKS = {
 }
 _TMP_PREFIX = "hotrec-"
 _WORKER_END_S = 5.0
+_LOOPBACK_S = 5.0
 _SHUTDOWN_S = 150  # in which ranks save after a signal; as in launch/slurm.sbatch
 # A socket's path has at most 107 bytes, of which multiprocessing adds about 40 to this.
 _MAX_TMP_PATH = 60
@@ -323,6 +325,34 @@ def _tell_all(chosen: str) -> str:
         return str(_held_store.get(_STORE_KEY).decode())
 
 
+def check_network(*, is_standalone: bool) -> None:
+    """Check that ranks of this host can reach each other, before any of them waits for that.
+
+    Args:
+        is_standalone: Whether all ranks are on this host, which then meet at its loopback address.
+
+    Raises:
+        ValueError: If a variable names no interface, or nobody answers there.
+    """
+    present = [name for _, name in socket.if_nameindex()]
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name and name not in present:
+            raise ValueError(
+                f"environment GLOO_SOCKET_IFNAME: expected network interfaces of this host, of "
+                f"{present}, got {name!r}. Correct it, or unset it."
+            )
+    if not is_standalone:
+        return
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_LOOPBACK_S).close()
+    except OSError as error:
+        raise ValueError(
+            "network: expected the loopback address 127.0.0.1 for the ranks of this host, got "
+            f"{error.strerror or error}. Bring the interface up with `ip link set lo up`."
+        ) from error
+
+
 def run_under_torchrun(
     command: str,
     overrides: Sequence[str],
@@ -345,6 +375,7 @@ def run_under_torchrun(
     Raises:
         SystemExit: If this process received a signal, so that a sweep stops.
     """
+    check_network(is_standalone=host.num_hosts == 1)
     launcher = [sys.executable, "-m", "hotrec.cli.ranks", "--nproc-per-node", str(num_ranks)]
     launcher += ["--shutdown-timeout", str(_SHUTDOWN_S)]
     if host.num_hosts == 1:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partialmethod
@@ -25,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ChildFailedError,
     ProcessFailure,
 )
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+from torch.distributed.elastic.rendezvous import RendezvousError, c10d_rendezvous_backend
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
@@ -37,6 +38,8 @@ from hotrec.runtime.watchdog import EXIT_CODE
 CONSEQUENCES = {EXIT_CODE: 1, -signal.SIGTERM: 2}
 # Failures this far apart may have come in either order: torchrun notes whole seconds.
 SAME_TIME_S = 1
+# How long host 0 may take to start, and the seconds between two attempts and two lines.
+JOIN_S, _PAUSE_S, _SAY_S, _LOOK_S = 300.0, 0.5, 10.0, 5.0
 
 
 def ended_first(failures: Mapping[int, ProcessFailure]) -> int:
@@ -124,6 +127,37 @@ def listen_on_loopback() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def wait_for_host_0(arguments: Sequence[str]) -> str:
+    """Wait for the rendezvous where another host holds it, and say so.
+
+    torchrun would be silent for a minute, and then show a stack of C++.
+
+    Returns:
+        The endpoint, for messages.
+
+    Raises:
+        OSError: If nobody listens there within JOIN_S.
+    """
+    given, _ = get_args_parser().parse_known_args([*arguments, "x"])
+    endpoint = str(given.rdzv_endpoint)
+    host, _, port = endpoint.rpartition(":")
+    if "is_host=false" not in str(given.rdzv_conf).lower() or not port.isdecimal():
+        return endpoint
+    start_s = said_s = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
+            return endpoint
+        except OSError:
+            now_s = time.monotonic()
+            if now_s - start_s > JOIN_S:
+                raise
+            if now_s - said_s > _SAY_S:
+                said_s = now_s
+                print(f"waiting for host 0 at {endpoint}", file=sys.stderr, flush=True)
+        time.sleep(_PAUSE_S)
+
+
 def main() -> int:
     """Run torchrun; the exit code, 128 + n after signal n."""
     end_with_parent()
@@ -134,7 +168,9 @@ def main() -> int:
     logging.disable(logging.ERROR)
     arguments = take_shutdown_timeout(sys.argv[1:])
     hand_on_later_interrupts()
+    endpoint = "the rendezvous"
     try:
+        endpoint = wait_for_host_0(arguments)
         torchrun(arguments)
     except ChildFailedError as error:
         rank = ended_first(error.failures)
@@ -144,6 +180,14 @@ def main() -> int:
         return code if code >= 0 else 128 - code
     except SignalException as error:
         return 128 + int(error.sigval)
+    except (RendezvousError, dist.DistError, OSError) as error:
+        reason = str(error).split("\n")[0].removesuffix(".")
+        print(
+            f"error: rendezvous: expected all hosts to meet at {endpoint}, got {reason}. See "
+            "whether host 0 has started, and whether this host reaches it.",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

@@ -97,6 +97,17 @@ def joining(timeout_s: float = RENDEZVOUS_S) -> Iterator[None]:
                 f"rendezvous of rank {rank}: expected {who} within {timeout_s:g} s, got an error: "
                 f"{reason}. {advice}, and MASTER_ADDR and MASTER_PORT."
             ) from error
+        except RuntimeError as error:
+            # gloo's own: "[enforce fail at .../device.cc:84] ifa != nullptr. Unable to find ..."
+            _, is_of_gloo, reason = str(error).partition("Unable to find ")
+            if not is_of_gloo:
+                raise
+            present = [name for _, name in socket.if_nameindex()]
+            raise RuntimeError(
+                f"network of rank {rank}: expected an interface with an address, got none: gloo "
+                f"cannot find {reason.splitlines()[0].rstrip('.')}. See whether one of {present} "
+                "is up (`ip address`), and name it in GLOO_SOCKET_IFNAME."
+            ) from error
 
 
 def _wait_for_store(host: str, port: int, timeout_s: float) -> None:

@@ -1,10 +1,17 @@
 """What launchers leave in the environment, against each other and the command line."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
-from hotrec.cli.launch import check_environment, is_under_torchrun, run_under_torchrun
+from hotrec.cli.launch import (
+    check_environment,
+    check_network,
+    is_under_torchrun,
+    run_under_torchrun,
+)
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "PET_", "SLURM_", "TORCHELASTIC_")
 MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "23456"}
@@ -112,3 +119,19 @@ def test_torchrun_gets_no_defaults_of_the_cluster(monkeypatch):
     run_under_torchrun("train", [], num_ranks=2, run_dir="r", environment=environment)
     assert not any(name.startswith("PET_") for name in seen)
     assert seen["KEPT"] == "1"
+
+
+def test_an_interface_that_is_none(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: .*'lo'.*, got 'nope0'"):
+        check_network(is_standalone=False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
+def test_without_a_loopback_interface():
+    program = "from hotrec.cli.launch import check_network; check_network(is_standalone=True)"
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-c", program], capture_output=True, text=True
+    )
+    assert "ValueError: network: expected the loopback address 127.0.0.1" in done.stderr
+    check_network(is_standalone=True)

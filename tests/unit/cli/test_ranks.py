@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,23 @@ def test_a_torchrun_that_has_it_gets_it(monkeypatch: pytest.MonkeyPatch) -> None
     given = ["--shutdown-timeout", "150", *REST]
     has_it = "--shutdown-timeout" in get_args_parser().format_help()
     assert ranks.take_shutdown_timeout(given) == (given if has_it else REST)
+
+
+def test_waiting_for_host_0_is_said_and_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "JOIN_S", 0.5)
+    monkeypatch.setattr(ranks, "_PAUSE_S", 0.1)
+    monkeypatch.setattr(ranks, "_SAY_S", 0.2)
+    monkeypatch.setattr(ranks, "end_with_parent", lambda: None)
+    monkeypatch.setattr(ranks, "hand_on_later_interrupts", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-conf", "is_host=false"]
+        options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "-m", "hotrec", "train"]
+        assert ranks.wait_for_host_0(options) == f"127.0.0.1:{port}"
+    monkeypatch.setattr("sys.argv", ["ranks", *options])
+    assert ranks.main() == 1
+    *waiting, last = capsys.readouterr().err.splitlines()
+    assert set(waiting) == {f"waiting for host 0 at 127.0.0.1:{port}"}
+    assert last.startswith(f"error: rendezvous: expected all hosts to meet at 127.0.0.1:{port}, ")
