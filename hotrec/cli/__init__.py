@@ -80,8 +80,8 @@ def _overview() -> str:
             "",
             *lines,
             "",
-            "`hotrec <command> --help` lists a command's groups and flags;",
-            "docs/configuration.md has the meaning, default and limits of every key.",
+            "`hotrec <command> --help` lists a command's groups, keys and flags;",
+            "docs/configuration.md has the types and limits of the keys, too.",
             "Start here: hotrec init <a CSV or Parquet file>, or hotrec run experiment=quickstart",
         ]
     )

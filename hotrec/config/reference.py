@@ -67,9 +67,9 @@ def keys_of_choices(prefix: str, variants: dict[str, type]) -> list[Key]:
 
 def inner_dataclass(hint: Any) -> tuple[type | None, bool]:
     """The dataclass in a type hint, and whether it is the value type of a mapping."""
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return hint, False
-    found = next((argument for argument in get_args(hint) if is_dataclass(argument)), None)
+    found: type | None = next((kind for kind in get_args(hint) if is_dataclass(kind)), None)
     return found, get_origin(hint) is dict
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -512,6 +513,25 @@ def send(role: str, number: signal.Signals, ready: str = "runs/new/metrics.jsonl
     return act
 
 
+def twice(number: signal.Signals, ready: str) -> Act:
+    """A signal to the launcher, and again half a second later."""
+
+    def act(running: Running) -> Complaint:
+        running.wait_for(ready)
+        for _ in range(2):
+            running.signal("launcher", number)
+            time.sleep(0.5)
+            if running.poll() is not None:
+                break
+        running.wait(40)
+        said = (running.scratch / "err").read_text().splitlines()
+        last = said[-1] if said else "nothing"
+        is_said = "ended by SIGINT" in last and "ended by" not in "".join(said[:-1])
+        return None if is_said else ("unclear", f"expected one line about SIGINT, got {last}")
+
+    return act
+
+
 LONG = f"{TRAIN} trainer.num_epochs=1000000 trainer.max_steps=1000000 trainer.save_every_steps=500 trainer.watchdog_s=4"
 KILL, TERM, INT, HUP, STOP = (
     signal.SIGKILL,
@@ -548,6 +568,11 @@ def _signal_cases() -> Iterator[Case]:
     yield Case("signal/worker-stop-ranks", (f"{two} {alone} trainer.num_workers=1",), act=send("worker", STOP), key="rank 0", exit_codes=(1, STOPPED_RANK_CODE), ranks=(0, 1), may_leave=True, **more)
     yield Case("signal/worker-kill", (f"{one} {alone}",), act=send("worker", KILL), key="worker|loader", **more)
     yield Case("signal/worker-kill-ranks", (f"{two} {alone} trainer.num_workers=1",), act=send("worker", KILL), key="worker|loader|rank 0", ranks=(0, 1), **more)
+    # Ctrl-C twice, the second before a check-up could have seen the first.
+    late = "trainer.check_every_steps=1000000 trainer.log_every_steps=1000000"
+    for name, words in (("one-rank", one), ("ranks", two)):
+        act = twice(INT, "runs/new/tensorboard/*")
+        yield Case(f"signal/{name}-int-twice", (f"{words} {late}",), act=act, exit_codes=(_exit_code(INT),), speaks=False, **more)
     stages = [
         ("prepare", f"{PREPARE} data.synthetic.num_train=3000000 data.synthetic.rows_per_chunk=100000", "data/tiny/.dataset*.tmp/**/*.arrow"),
         ("prepare-ranks", f"{PREPARE} launch.num_ranks=2 data.synthetic.num_train=6000000 data.synthetic.rows_per_chunk=100000", "data/tiny/.dataset*.tmp/**/*.arrow"),
