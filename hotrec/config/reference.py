@@ -69,7 +69,7 @@ def inner_dataclass(hint: Any) -> tuple[type | None, bool]:
     """The dataclass in a type hint, and whether it is the value type of a mapping."""
     if isinstance(hint, type) and is_dataclass(hint):
         return hint, False
-    found: type | None = next((kind for kind in get_args(hint) if is_dataclass(kind)), None)
+    found: Any = next((kind for kind in get_args(hint) if is_dataclass(kind)), None)
     return found, get_origin(hint) is dict
 
 
