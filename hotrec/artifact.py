@@ -262,7 +262,9 @@ def remove_abandoned(directory: Path) -> None:
         with suppress(LockedError, OSError):
             if is_of_lock(lock):
                 with lock_file(lock, directory):
-                    _remove_scratch(directory / lock.name[1:].removesuffix(".lock"))
+                    target = directory / lock.name[1:].removesuffix(".lock")
+                    _restore_retired(target)
+                    _remove_scratch(target)
 
 
 def _remove_scratch(target: Path) -> None:

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.tables import torchrec_collections
-from hotrec.routing.checks import check_names, declared_weights
+from hotrec.routing.checks import check_names, check_own_bags, declared_weights
 
 
 def read_as_declared(model: nn.Module) -> None:
@@ -40,6 +40,8 @@ def _input_dist(
 ) -> Any:
     if isinstance(features, KeyedJaggedTensor):
         check_names(features, wanted)
+        if features.device().type == "cpu":  # FBGEMM has no kernel for it there
+            check_own_bags(features)
         if declared_weights(features, is_weighted) is not features.weights_or_none():
             features = _without_weights(features)
     return of_torchrec(ctx, features)

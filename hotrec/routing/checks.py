@@ -66,6 +66,15 @@ def check_names(features: KeyedJaggedTensor, wanted: Sequence[str]) -> None:
         )
 
 
+def check_own_bags(features: KeyedJaggedTensor) -> None:
+    """Raise ValueError if samples share bags, which lookups here do not know."""
+    if features.inverse_indices_or_none() is not None or len(set(features.stride_per_key())) > 1:
+        raise ValueError(
+            "features: expected a bag of each feature for every sample, got bags that samples "
+            "share (inverse_indices, stride_per_key_per_rank). Repeat them for every sample."
+        )
+
+
 def declared_weights(features: KeyedJaggedTensor, is_weighted: bool | None) -> torch.Tensor | None:
     """The per-sample weights that a collection reads; see ``Router``.
 

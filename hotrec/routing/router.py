@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.routing.checks import (
     check_lengths,
+    check_own_bags,
     declared_weights,
     refuse_ids,
     scale_ids,
@@ -67,6 +68,7 @@ class Router:
 
     def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
         """Route a batch, whose features are checked."""
+        check_own_bags(features)
         known = check_lengths(features)
         features = KeyedJaggedTensor(
             keys=features.keys(),

@@ -15,7 +15,7 @@ import torch
 import yaml
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
-from hotrec.artifact import Artifact
+from hotrec.artifact import Artifact, ArtifactError
 from hotrec.build import (
     SPLIT,
     Sharded,
@@ -87,7 +87,7 @@ from hotrec.train.best import BestQuality
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.loop import TrainResult, train
 from hotrec.train.metrics_server import serve_metrics
-from hotrec.train.run_log import Listener, replace_text
+from hotrec.train.run_log import Listener, check_records, replace_text
 from hotrec.train.schedule import Cadence, Schedule, count_steps
 from hotrec.train.trace import TraceWindow
 from hotrec.types import ColdTier, Partition
@@ -115,6 +115,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     config = _with_name(config)
     given = config
     same_verdict(lambda: validate(given))
+    same_verdict(lambda: check_records(run_dir))
     resume_from = same_verdict(lambda: _resume_from(given, run_dir))
     dataset = same_verdict(lambda: _open_dataset(given, resume_from))
     config = replace(config, paths=replace(config.paths, dataset=str(dataset.artifact.path)))
@@ -217,7 +218,7 @@ def _train(
     # A new run in a directory with checkpoints must leave them of use.
     kept = resume_from or same_verdict(lambda: find_latest(run_dir / CHECKPOINTS))
     if kept is not None:
-        found = same_verdict(lambda: read_facts(kept, facts))
+        found = same_verdict(lambda: _read_kept(kept, facts))
         if resume_from is not None:
             saved = found
             if all_hot is None:
@@ -300,6 +301,18 @@ def _is_stopped_early(trainer: TrainerConfig, saved: Mapping[str, Any]) -> bool:
         return False
     best.load_state_dict(saved["best"])
     return best.must_stop
+
+
+def _read_kept(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As ``read_facts``, of a run that has a loader of samples."""
+    content = read_facts(path, facts)
+    num_samples = content["loader"].get("num_samples")
+    if type(num_samples) is not int or num_samples < 0:
+        raise ArtifactError(
+            f"{path}: expected the samples that the loader has returned, got {num_samples!r}. Use "
+            "another checkpoint."
+        )
+    return content
 
 
 def _checkpoints(

@@ -711,7 +711,11 @@ def read_facts(
                 raise TypeError(f"{name} {content[name]!r}")
         if not path.name.startswith(f"step-{content['step']:08d}"):
             raise ValueError(f"step {content['step']} in {path.name}")
-        dict(content["tensors"])
+        for name in ("tensors", "loader"):
+            if not isinstance(content[name], dict):
+                raise TypeError(f"{name} {content[name]!r}")
+        if content.get("best") is not None:
+            BestQuality().load_state_dict(content["best"])
     facts = saved if facts is None else facts
     for name in sorted(saved.keys() | facts.keys()):
         if saved.get(name) != facts.get(name):

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from hotrec.artifact import ArtifactError
 from hotrec.data.batch import Batch
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.runtime import watchdog
@@ -353,7 +352,7 @@ def _start(
         path = resume_from
         state = same_verdict(lambda: read_facts(path, None).get("best"))
         if best is not None and state is not None:
-            same_verdict(lambda: _load_best(path, best, state))
+            best.load_state_dict(state)
     if num_steps < max(position.step, 1):
         raise ValueError(
             f"trainer: expected num_steps of at least {max(position.step, 1)}, got {num_steps}. "
@@ -364,15 +363,6 @@ def _start(
     if resume_from is not None:
         restore_random_state(resume_from)
     return position, train_batches
-
-
-def _load_best(path: Path, best: BestQuality, state: Any) -> None:
-    try:
-        best.load_state_dict(state)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"{path}: expected the best evaluation of a run, got {error!r}. Use another checkpoint."
-        ) from error
 
 
 def _owes_evaluation(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.artifact import read_record
+from hotrec.artifact import ArtifactError, read_record
 from hotrec.data.batch import Batch
 from hotrec.runtime.stages import mark
 from hotrec.train.schedule import Segment
@@ -21,6 +21,7 @@ from hotrec.train.schedule import Segment
 logger = logging.getLogger(__name__)
 
 HOT_SET = "hot_set.jsonl"
+RECORDS = ("metrics.jsonl", "eval.jsonl", HOT_SET)
 _MOST_BYTES = 4 << 30
 # Takes each line of the records with its prefix: "train", "hot_set" or the split.
 Listener = Callable[[str, Mapping[str, Any]], None]
@@ -48,7 +49,7 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "eval.jsonl", HOT_SET):
+        for name in RECORDS:
             _drop_later_lines(run_dir / name, start_step)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1)
 
@@ -100,6 +101,17 @@ def replace_text(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_records(run_dir: Path) -> None:
+    """Raise ArtifactError if a record of the run cannot be gone on with, before anything else."""
+    for name in RECORDS:
+        path = run_dir / name
+        if path.exists() and not path.is_file():
+            raise ArtifactError(
+                f"{path}: expected a record of the run, got a directory, a pipe or a device. "
+                "Remove it; the checkpoint is enough to resume."
+            )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -517,6 +517,25 @@ def adapt_all(folder: str) -> None:
                 gathered[table], weight, atol=1e-5, err_msg=f"{kind} {table}"
             )
 
+    refuse_state(hot_set)
+
+
+def refuse_state(hot_set: hotrec.AdaptiveHotSet) -> None:
+    state = hot_set.state_dict()
+    key = next(name for name in state if name.endswith("user.weight/counts"))
+    rows, hot = (key.replace("/counts", part) for part in ("/counted_rows", "/hot_rows"))
+    for name, value in (
+        (key, torch.full_like(state[key], -1)),
+        (key, torch.full(state[key].shape, float("nan"))),
+        (key, state[key][1:]),
+        (rows, state[rows] + ROWS["user"]),
+        (hot, state[hot] - ROWS["user"]),
+        (hot, torch.zeros_like(state[hot])),
+        (hot, state[hot].double()),
+    ):
+        with pytest.raises(ValueError, match="rows of table user: expected"):
+            hot_set.load_state_dict([{**state, name: value}])
+
 
 def test_hot_rows_follow_the_batches(tmp_path: Path) -> None:
     run_ranks(adapt_all, 2, timeout_s=100, folder=str(tmp_path))

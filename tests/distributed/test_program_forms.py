@@ -80,6 +80,27 @@ def make_batch(
     )
 
 
+def shared_bags(step: int, rank: int, world_size: int, *, is_variable: bool) -> Batch:
+    """The last feature, or both, have bags for half of the samples, which two samples share."""
+    batch = make_batch(step, rank, world_size)
+    size = len(batch.labels)
+    strides = [size if is_variable else size // 2, size // 2]
+    parts = [batch.ids[name].lengths()[:num] for name, num in zip(ROWS, strides, strict=True)]
+    ids = [
+        batch.ids[name].values()[: int(lengths.sum())]
+        for name, lengths in zip(ROWS, parts, strict=True)
+    ]
+    inverse = torch.stack([torch.arange(size) % num for num in strides])
+    features = KeyedJaggedTensor(
+        list(ROWS),
+        torch.cat(ids),
+        lengths=torch.cat(parts),
+        stride_per_key_per_rank=[[num] for num in strides] if is_variable else None,
+        inverse_indices=(list(ROWS), inverse),
+    )
+    return Batch(batch.dense, features, batch.labels)
+
+
 def table(name: str, features: list[str] | None = None, **given: Any) -> EmbeddingBagConfig:
     given = {"num_embeddings": ROWS[name], "embedding_dim": 8} | given
     return EmbeddingBagConfig(name=name, feature_names=features or [name], **given)
@@ -223,6 +244,7 @@ weighted_batch = partial(make_batch, is_weighted=True)
 ONE_CALL = "embedding module bags: expected one call in a forward of the model, got a second"
 NO_WEIGHTS = "features weights: expected per-sample weights since is_weighted=True, got none"
 NO_LAYERS = "pipeline look_ahead: expected trained dense layers, got none"
+OWN_BAGS = "features: expected a bag of each feature for every sample, got bags that samples share"
 NO_LOSS = "model: expected forward to return (loss, anything), or the loss"
 # Model, batches, and by choice how the line begins that refuses them; "" for those not named.
 CASES: dict[str, tuple[Callable[[], Model], Any, dict[str, str]]] = {
@@ -268,6 +290,16 @@ CASES: dict[str, tuple[Callable[[], Model], Any, dict[str, str]]] = {
     ),
     "sequences": (Sequences, make_batch, {}),
     "unseeded": (OfRank, make_batch, {}),
+    "variable batch size": (
+        Model,
+        partial(shared_bags, is_variable=True),
+        dict.fromkeys(CHOICES, OWN_BAGS),
+    ),
+    "shared bags": (
+        Model,
+        partial(shared_bags, is_variable=False),
+        dict.fromkeys(CHOICES, OWN_BAGS),
+    ),
     "loss alone": (LossAlone, make_batch, {}),
     "loss in a tuple": (LossInTuple, make_batch, {}),
     "loss by name": (LossByName, make_batch, dict.fromkeys(CHOICES, f"{NO_LOSS}, got dict.")),

@@ -210,10 +210,15 @@ def test_what_a_killed_writer_of_another_artifact_left_is_removed(tmp_path: Path
         "hotrec prepare (process 1 on host since 2026-01-01 00:00:00)"
     )
     (tmp_path / ".mine.lock").write_text("of another program")
+    write(tmp_path / "b")
+    (tmp_path / "b").rename(tmp_path / ".b.4c5d6e7f.old")  # killed between the two renames
+    (tmp_path / ".b.lock").write_text(
+        "hotrec prepare (process 1 on host since 2026-01-01 00:00:00)"
+    )
     with scratch_directory(tmp_path / "c", kind="profile"):
         write(tmp_path / "a")
         assert (tmp_path / ".c.lock").exists(), "that of a writer at work stays"
-    assert left_over(tmp_path) == [".mine.lock", "a"]
+    assert left_over(tmp_path) == [".mine.lock", "a", "b"]
 
 
 def test_what_is_being_read_is_not_replaced(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def _state_cases() -> Iterator[Case]:
         for reader in ("resume", "evaluate"):
             words, more = READERS[reader]
             yield refused(f"state/piece-{name}-{reader}", words, "t0.weight", _first_piece(**change), **more)
-    for name, suffix, value in (("rows-nan", "t0.weight", float("nan")), ("rows-inf", "t3.weight", float("inf")), ("layer-nan", "over_arch.model._mlp.0._linear.bias", float("nan"))):
+    for name, suffix, value in (("rows-nan", "t0.weight", float("nan")), ("rows-inf", "t3.weight", float("inf")), ("layer-nan", ".bias", float("nan"))):
         for reader in ("resume", "evaluate"):
             words, more = READERS[reader]
             yield refused(f"state/{name}-{reader}", words, "tensors/00000", _value(suffix, value), **more)
@@ -419,7 +419,7 @@ def forged(artifact: str, file: str, make: Callable[[], bytes]) -> Change:
         if manifest.exists():
             document = json.loads(manifest.read_text())
             digest = hashlib.sha256(content).hexdigest()
-            document["files"][file] |= {"num_bytes": len(content), "sha256": digest}
+            document["files"][file] = {"num_bytes": len(content), "sha256": digest}
             del document["content_hash"]
             document["content_hash"] = hash_document(document)
             manifest.write_text(json.dumps(document))

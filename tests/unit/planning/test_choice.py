@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,6 +141,25 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     write_trial(trial, file)
     assert read_trial(file, "abc") == replace(trial, is_recorded=True)
     assert trial_file(tmp_path, {"batch": 2}) != file
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large", "directory"])
+def test_a_record_without_an_end_is_not_read(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = trial_file(tmp_path, {})
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "directory":
+        file.mkdir()
+    else:
+        with file.open("w") as large:
+            large.truncate(1 << 33)
+    with caplog.at_level(logging.WARNING):
+        assert read_trial(file, "a") is None
+    assert f"{file}: expected the record of a trial" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,8 @@ def test_another_type_of_weights_is_refused(saved: Path) -> None:
         {"step": True},
         {"num_samples": -4},
         {"num_samples": 1.5},
+        {"best": {}},
+        {"best": {"step": 1, "loss": float("inf"), "last_step": 1, "num_worse": 0}},
         {"loader": None},
         {"loader": {}},
         {"loader": [1]},
