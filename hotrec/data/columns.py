@@ -160,7 +160,8 @@ def texts_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts:
     array = stored(column)
     if not pa.types.is_dictionary(array.type):
         array = array.dictionary_encode()
-    values, odd = stored(array.dictionary), _NO_CODES
+    odd: Codes = _NO_CODES
+    values = stored(array.dictionary)
     if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
         values, odd = _texts_of_whole(values)
     elif not pa.types.is_string(values.type):

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -48,7 +49,6 @@ from hotrec.data.columns import (
     vectors_from_texts,
 )
 from hotrec.data.files import find_paths, is_local, is_partition, open_file
-from hotrec.types import Rows
 
 _SUFFIXES = {
     SourceFormat.parquet: (".parquet", ".pq"),
@@ -56,6 +56,7 @@ _SUFFIXES = {
 }
 _NO_PARTITION = ("", "__HIVE_DEFAULT_PARTITION__")
 _NUMBER = ColumnSpec(ColumnKind.dense)
+Mask = npt.NDArray[np.bool_]
 _ARROW_MAGIC_BYTES = 8  # with padding
 _ROWS_PER_BLOCK = 131_072
 _NUM_SHOWN, _SHOWN = 8, 80
@@ -292,7 +293,9 @@ def _batches(path: Path, log_format: LogFormat, names: list[str]) -> Iterator[pa
         return
     for batch in _arrow_batches(path):
         chosen = batch.select(names)
-        chosen.validate(full=True)  # nothing else looks at what the file says of its values
+        for name in names:  # nothing else looks at what the file says of its values
+            with _naming(path, f"whole values in column {name}"):
+                chosen.column(name).validate(full=True)
         for start in range(0, batch.num_rows, _ROWS_PER_BLOCK):
             yield chosen.slice(start, _ROWS_PER_BLOCK)
 
@@ -350,7 +353,7 @@ class _Reading:
     raw: Texts | Lists | None
     numbers: Float64s | None
 
-    def is_bad(self, name: str, wanted: Wanted) -> Rows:
+    def is_bad(self, name: str, wanted: Wanted) -> Mask:
         """Which samples cannot be used, bool (n,)."""
         if self.numbers is None:
             return _has_odd_ids(self.raw)
@@ -361,8 +364,7 @@ class _Reading:
             return ~((values >= 0) & (values <= _LARGEST))
         if name in wanted.required:
             return ~(np.abs(values) <= _LARGEST)
-        is_bad = np.abs(values) > _LARGEST
-        is_bad = is_bad.any(axis=1) if is_bad.ndim > 1 else is_bad
+        is_bad: Mask = np.any(np.abs(values) > _LARGEST, axis=tuple(range(1, values.ndim)))
         return is_bad | _has_odd_ids(self.raw) if name in wanted.ids else is_bad
 
     def got(self, at: int) -> str:
@@ -383,7 +385,7 @@ class _Reading:
         return "inf or nan" if got == "inf" else got
 
 
-def _has_odd_ids(raw: Texts | Lists | None) -> Rows:
+def _has_odd_ids(raw: Texts | Lists | None) -> Mask:
     """Samples with a number for an id that is no integer, bool (n,)."""
     assert raw is not None, "a column is read as ids, as numbers or as both"
     odd = raw.odd if isinstance(raw, Texts) else raw.items.odd

@@ -276,7 +276,7 @@ class Encoder:
     def _items(self, value: Any, column: Mapping[str, Any]) -> Sequence[Any] | None:
         """What a list holds, or a text as ``prepare`` splits it; None for a missing one."""
         if isinstance(value, list | tuple | np.ndarray):
-            return value
+            return list(value)
         text, separator = _text(value), column["separator"]
         if text is None or text in self._nulls:
             return None

@@ -74,7 +74,30 @@ def at(path: str) -> Change:
     return edits.several(log(), log("", "unused.csv", files=[path]))
 
 
-def table(suffix: str = "parquet", damage: Change | None = None, **columns: Any) -> Change:
+JSON = "".join(
+    json.dumps({"label": n % 2, "price": n + 0.5, "user": f"u{n % 7}", "tags": [n % 5, n % 3]}) + "\n"
+    for n in range(60)
+)
+VECTOR = {**COLUMNS, "price": {"kind": "dense", "width": 2}}
+PARTS = {"label": {"kind": "label"}, "user": {"kind": "categorical"}}
+
+
+def twice(folder: Path) -> None:
+    """Two columns of one name, as joins leave them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    made = pq.read_table(folder / "log.parquet")
+    pq.write_table(made.append_column("price", pa.nulls(made.num_rows)), folder / "log.parquet")
+
+
+def broken_text(pa: Any) -> Any:
+    """A column of texts whose bytes are none."""
+    ends = pa.array(range(61), pa.int32()).buffers()[1]
+    return pa.StringArray.from_buffers(60, ends, pa.py_buffer(b"\xff" * 60))
+
+
+def table(suffix: str = "parquet", damage: Change | None = None, spec: Any = COLUMNS, **columns: Any) -> Change:
     """A log in Parquet or Arrow IPC; a column is given by its values or as an array."""
 
     def change(folder: Path) -> None:
@@ -90,7 +113,7 @@ def table(suffix: str = "parquet", damage: Change | None = None, **columns: Any)
         values.update({name: made(pa) if callable(made) else made for name, made in columns.items()})
         made = pa.table({name: value for name, value in values.items() if value is not None})
         name = f"log.{suffix}"
-        log("", name, format=suffix)(folder)
+        log("", name, format=suffix, columns=spec)(folder)
         if suffix == "parquet":
             pq.write_table(made, folder / name)
         else:
@@ -140,7 +163,7 @@ REFUSED_LOGS: list[tuple[str, Change, str]] = [
     ("label-half", line("0.5,2.5,u1,a1"), "label"),
     ("label-nan", line("nan,2.5,u1,a1"), "label"),
     ("label-empty", line(",2.5,u1,a1"), "label"),
-    ("label-text", line("yes,2.5,u1,a1"), "label"),
+    ("label-text", line("maybe,2.5,u1,a1"), "label"),
     ("dense-text", line("1,cheap,u1,a1"), "price"),
     ("dense-nan", line("1,nan,u1,a1"), "price"),
     ("dense-inf", line("1,inf,u1,a1"), "price"),
@@ -198,6 +221,25 @@ REFUSED_LOGS: list[tuple[str, Change, str]] = [
     ("parquet-empty", table(damage=edits.emptied("log.parquet")), "log.parquet"),
     ("parquet-not", table(damage=edits.written("log.parquet", TEXT)), "log.parquet"),
     ("parquet-no-rows", table(label=[], price=[], user=[], tags=[]), "log.parquet"),
+    ("json-cut", log(JSON[:-9], "log.jsonl", format="json"), "log.jsonl line 60"),
+    ("json-array", log("[\n" + JSON + "]\n", "log.jsonl", format="json"), "log.jsonl line 1"),
+    ("json-mixed", log(JSON.replace('"u3"', "3"), "log.jsonl", format="json"), "user"),
+    ("json-object", log(JSON.replace('"u3"', '{"id": 3}'), "log.jsonl", format="json"), "user"),
+    ("json-field-missing", log(JSON.replace('"user"', '"u"'), "log.jsonl", format="json"), "user"),
+    ("json-twice", log(JSON.replace('"tags"', '"user"'), "log.jsonl", format="json"), "user|tags"),
+    ("json-deep", log(JSON + "[" * 100_000 + "\n", "log.jsonl", format="json"), "log.jsonl line 61"),
+    ("label-minus", line("-1,2.5,u1,a1"), "values"),
+    ("label-values", log(columns={**COLUMNS, "label": {"kind": "label", "values": ["1"]}}), "label.values"),
+    ("number-thousands", line('1,"1,234.5",u1,a1'), "thousands"),
+    ("number-decimal", log(columns={**COLUMNS, "price": {"kind": "dense", "decimal": ""}}), "price.decimal"),
+    ("number-two-forms", log(columns={**COLUMNS, "bucket": {"kind": "categorical", "source": "price", "derive": "log_bucket", "decimal": ","}}), "bucket"),
+    ("vector-ragged", table(price=[[1.0, 2.0]] * 59 + [[1.0]], spec=VECTOR), "line 60"),
+    ("vector-of-numbers", table(spec=VECTOR), "price"),
+    ("vector-not-said", table(price=[[1.0, 2.0]] * 60), "width"),
+    ("times-form", log(times={"price": "hourly"}), "times.price"),
+    ("times-without-day", log(times={"price": "%H:%M"}), "times.price"),
+    ("parquet-column-twice", edits.several(table(), twice), "price"),
+    ("arrow-text-broken", table("arrow", user=broken_text), "user"),
     ("parquet-float-ids", table(user=[n + 0.5 for n in range(60)]), "user"),
     ("parquet-nan-ids", table(user=[float("nan")] * 60), "user"),
     ("parquet-binary-ids", table(user=lambda pa: pa.array([b"\xff\xfe"] * 60)), "user"),
@@ -211,7 +253,7 @@ REFUSED_LOGS: list[tuple[str, Change, str]] = [
     ("parquet-dense-text", table(price=["cheap"] * 60), "price"),
     ("parquet-dense-dates", table(price=lambda pa: pa.array([0] * 60, pa.date32())), "price"),
     ("parquet-label-null", table(label=[None] * 60), "label"),
-    ("parquet-label-text", table(label=["yes"] * 60), "label"),
+    ("parquet-label-text", table(label=["maybe"] * 60), "label"),
     ("parquet-column-missing", table(user=None), "user"),
     ("arrow-cut", table("arrow", edits.cut("log.arrow")), "log.arrow"),
     ("arrow-empty", table("arrow", edits.emptied("log.arrow")), "log.arrow"),
@@ -234,6 +276,15 @@ GOOD_LOGS: list[tuple[str, Change, int]] = [
     ("parquet-uint64", table(user=lambda pa: pa.array([2**64 - 1 - n for n in range(60)], pa.uint64())), 60),
     ("parquet-dictionary", table(user=lambda pa: pa.array(["a", "b"] * 30).dictionary_encode()), 60),
     ("parquet-bool-label", table(label=[True, False] * 30), 60),
+    ("parquet-whole-float-ids", table(user=[float(n % 7) for n in range(59)] + [None]), 60),
+    ("parquet-decimal-ids", table(user=lambda pa: pa.array(range(60)).cast(pa.decimal128(19)).cast(pa.decimal128(38, 2))), 60),
+    ("parquet-vectors", table(price=[[1.0, None], None] * 30, spec=VECTOR), 60),
+    ("label-words", log(TEXT.replace("\n0", "\nFalse").replace("\n1", "\nTRUE")), 60),
+    ("label-minus", log(TEXT.replace("\n0", "\n-1"), columns={**COLUMNS, "label": {"kind": "label", "values": ["-1", "1"]}}), 60),
+    ("quoted-newline", line('1,2.5,"u\n\n1",a1'), 61),
+    ("json", log(JSON, "log.jsonl", format="json"), 60),
+    ("json-gzip", log(gzip.compress(JSON.encode()), "log.jsonl.gz", format="json"), 60),
+    ("partitions", edits.several(log(files=["log"], columns=PARTS), *(edits.written(f"log/label={n}/part.csv", "user\n" + "u1\nu2\n" * 15) for n in (0, 1))), 60),
     ("parquet-null-ids", table(user=[None, 1] * 30), 60),
     ("arrow", table("arrow"), 60),
 ]
@@ -274,7 +325,6 @@ def _cases() -> Iterator[Case]:
     yield either("data/nul-bytes", LOG, "log.csv", log(TEXT.replace("u3", "\0\0")), **OUTPUT)
     yield either("data/parquet-flipped-footer", LOG, "log.parquet", table(damage=edits.flipped("log.parquet", 0.98)), **OUTPUT)
     yield either("data/cr-only", LOG, "log.csv", log(TEXT.replace("\n", "\r")), **OUTPUT)
-    yield either("data/quoted-newline", LOG, "line 32", line('1,2.5,"u\n1",a1'), **OUTPUT)
     yield either("data/latin-1-id", LOG, "line 32|log.csv", log(TEXT.replace("u3", "\xfc3").encode("latin-1")), **OUTPUT)
     unreadable = edits.several(log(), edits.unreadable("log.csv"))
     yield refused("data/unreadable", LOG, "log.csv", unreadable, is_privileged=False, **OUTPUT)
