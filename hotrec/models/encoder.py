@@ -157,6 +157,12 @@ class Encoder:
             ValueError: If a value is none that the column can have; it names record and column.
         """
         records = list(records)
+        for number, record in enumerate(records):
+            if not isinstance(record, Mapping) or record.keys().isdisjoint(self.columns):
+                raise ValueError(
+                    f"record {number}: expected a dict with columns among {self.columns}, got "
+                    f"{record!r:.80}. Give a list of records, by the names of the log's columns."
+                )
         parts = [np.empty((len(records), 0))]
         for _, column in self._dense:
             is_vector = column["width"] > 0
@@ -273,7 +279,9 @@ class Encoder:
             bag = _parsed(split, record.get(source), number, source)
             yield bag[-most:] if most else bag
 
-    def _items(self, value: Any, column: Mapping[str, Any]) -> Sequence[Any] | None:
+    def _items(
+        self, value: Any, column: Mapping[str, Any]
+    ) -> Sequence[Any] | npt.NDArray[Any] | None:
         """What a list holds, or a text as ``prepare`` splits it; None for a missing one."""
         if isinstance(value, list | tuple | np.ndarray):
             return list(value)
@@ -371,7 +379,7 @@ def _text(value: Any) -> str | None:
         return value.replace(tzinfo=None).isoformat(" ", "microseconds") + zone
     if isinstance(value, date):
         return value.isoformat()
-    raise ValueError("an id, which is a text or an integer")
+    raise ValueError(f"an id that is an integer or a text, and no {type(value).__name__}")
 
 
 def _time_ms(moment: date) -> float:

@@ -65,7 +65,7 @@ COLUMNS = {
     "seen": ColumnSpec(ColumnKind.sequence, separator="|", max_length=2, table="item"),
     "emb": ColumnSpec(DENSE, width=3, standardize=True, fill=0.5),
     "paid": ColumnSpec(
-        DENSE, decimal=",", thousands=".", ignore="€ ", transform=DenseTransform.log1p
+        DENSE, decimal=",", thousands=".", ignore="\u20ac ", transform=DenseTransform.log1p
     ),
     "code": ColumnSpec(CATEGORICAL),
     "hour_of_day": ColumnSpec(CATEGORICAL, source="yymmddhh", derive=Derive.hour_of_day),
@@ -76,9 +76,9 @@ TABLES = {
     "item": TableSpec(min_count=2),
 }
 WORDS = (
-    *("a", "A", "é", "e\u0301", "日志", "🙂", "Ω\u200b", "x y", " x", "x ", "\t", "'", 'a, "b"'),
+    *("a", "A", "\u00e9", "e\u0301", "\u65e5\u5fd7", "\U0001f642", "\u03a9\u200b", "x y", " x", "x ", "\t", "'", 'a, "b"'),
     *("NULL", "null", "None", "nan", "NaN", "-0", "007", "7", "7.0", "1e3", "true", "True"),
-    *("x" * 7, "x" * 8, "x" * 9, "ß" * 40, "\x7f", "0", "-1", "|", "||", "\\N", "#", "\ufeff"),
+    *("x" * 7, "x" * 8, "x" * 9, "\u00df" * 40, "\x7f", "0", "-1", "|", "||", "\\N", "#", "\ufeff"),
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def odd_text(rng: random.Random) -> str | None:
     if kind < 0.5:
         return rng.choice(WORDS)
     if kind < 0.6:
-        return "".join(rng.choices("Aé日🙂\t ", k=rng.randrange(1, 20)))
+        return "".join(rng.choices("A\u00e9\u65e5\U0001f642\t ", k=rng.randrange(1, 20)))
     return str(rng.choice([rng.randrange(300), rng.getrandbits(63), -rng.getrandbits(40)]))
 
 
@@ -134,7 +134,12 @@ def typed_records() -> Iterator[Record]:
             "seen": rng.choice([None, [], [rng.randrange(60), None, 3], [1] * rng.randrange(5)]),
             "emb": rng.choice([None, [0.5, None, -1e9], [rng.gauss(0, 1) for _ in range(3)]]),
             "paid": rng.choice(
-                [None, "7", "1.234.567,5 €", f"€ -{rng.randrange(999)},{rng.randrange(99)}"]
+                [
+                    None,
+                    "7",
+                    "1.234.567,5 \u20ac",
+                    f"\u20ac -{rng.randrange(999)},{rng.randrange(99)}",
+                ]
             ),
             "code": rng.choice([None, 3.0, -0.0, float(rng.randrange(40)), 2.0**53 - 1]),
             "yymmddhh": rng.choice([None, 14102100 + rng.randrange(24)]),
@@ -321,7 +326,21 @@ TIMES = (
     *("2024-05-01T12:30:60", "2024-05-01T12:30:00Z", "2024-05-01t12:30:00z", "1714566600"),
     *("2024-5-1", "2024-05-01T12"),
 )
-IDS = ("", "NULL", "1234.0", "1234.50", "-0.0", "1e3", "0001", "1.", ".0", "7\t", "[7]", "7,8", "é")
+IDS = (
+    "",
+    "NULL",
+    "1234.0",
+    "1234.50",
+    "-0.0",
+    "1e3",
+    "0001",
+    "1.",
+    ".0",
+    "7\t",
+    "[7]",
+    "7,8",
+    "\u00e9",
+)
 LISTS = (
     "",
     "NULL",
@@ -422,6 +441,17 @@ def test_odd_types(tmp_path: Path, name: str) -> None:
         column = pa.array([value], pa.uint64() if is_large else None)
         pq.write_table(pa.table({"y": [1], "x": column, "z": ["7"]}), path)
         check_alike(path, value, name, format=SourceFormat.parquet)
+
+
+@pytest.mark.parametrize("records", [{"x": 1}, ["x"], [{"x": 1}, {"X": 1}], [{"x": 1}, {}]])
+def test_what_is_no_record_is_refused(records: Any) -> None:
+    """A name of no column would else be a missing value."""
+    column = {**asdict(ODD_COLUMNS["id"]), "source": "x", "table": "t"}
+    document = dict.fromkeys(("times", "means", "deviations"), {})
+    document |= {"null_values": [], "whole_ids": True, "columns": {"id": column}}
+    made = Encoder(document, [], {"t": _Hashed(97)})
+    with pytest.raises(ValueError, match=r"^record [01]: expected a dict with columns among"):
+        made.arrays(records)
 
 
 def test_padded_rows_are_those_of_the_bags() -> None:
