@@ -44,6 +44,7 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
         "num_files": scored.num_files,
         "num_skipped": scored.num_skipped,
         "unknown_ids": scored.unknown_ids,
+        "missing": scored.missing,
         **({} if scored.quality is None else scored.quality.to_json()),
         "num_samples": scored.num_samples,
         "samples_per_s": scored.num_samples / elapsed_s,

@@ -8,6 +8,7 @@ has no row for are counted: where most of a column are, they are written otherwi
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,15 @@ import pyarrow.parquet as pq
 import torch
 
 from hotrec.artifact import Artifact, commit_artifact, read_artifact
-from hotrec.config.data import ColumnKind, Encoding, SourceSpec, SplitSpec, tables_of
+from hotrec.config.data import (
+    ColumnKind,
+    ColumnSpec,
+    Derive,
+    Encoding,
+    SourceSpec,
+    SplitSpec,
+    tables_of,
+)
 from hotrec.config.roots import Config, PredictConfig
 from hotrec.data.chunks import Floats, Integers, Jagged
 from hotrec.data.columns import Float64s, Lists, RawBlock, Texts
@@ -68,6 +77,7 @@ class ScoredFiles:
         num_samples: Number of samples that were scored.
         num_skipped: Number of samples that could not be read.
         unknown_ids: Ids without a row by column, and their share in the held-out samples.
+        missing: Samples without a value, by column of numbers or single ids that lacks some.
         quality: Quality of the scores; None for files without labels.
     """
 
@@ -78,6 +88,7 @@ class ScoredFiles:
     num_samples: int
     num_skipped: int
     unknown_ids: dict[str, dict[str, Any]]
+    missing: dict[str, int]
     quality: Quality | None
 
 
@@ -110,12 +121,14 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
         of_ranks = all_gather_object(counts)
         num_samples, num_skipped = (sum(of[part] for of in of_ranks) for part in (0, 1))
         unknown = sum((of[2] for of in of_ranks), start=UnknownIds())
+        missing = sum((of[3] for of in of_ranks), start=Counter())
         scorer.check_unknown(unknown, "input")
 
         def commit() -> None:
             quality = _measure(scratch, scorer) if scorer.labels else None
             content = {
                 "unknown_ids": scorer.unknown_document(unknown),
+                "missing": {name: num for name, num in sorted(missing.items()) if num},
                 "num_samples": num_samples,
                 "num_skipped": num_skipped,
                 "files": [path.name for path in scorer.log.files],
@@ -136,6 +149,7 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
         num_samples,
         num_skipped,
         artifact.content["unknown_ids"],
+        artifact.content["missing"],
         None if quality is None else _quality(quality),
     )
 
@@ -319,11 +333,12 @@ def read_model(trained: Trained) -> PlainModel:
 
 
 class _Counted:
-    """Ids of a file without a row, by column, and one of them."""
+    """Of a file, ids without a row and one of them, and samples without a value, by column."""
 
     def __init__(self, encoders: Mapping[str, RowEncoder]) -> None:
         self.unknown = UnknownIds()
         self.examples: dict[str, str] = {}
+        self.missing: Counter[str] = Counter()
         self._encoders = encoders
 
     def show(self, column: str, raw: Texts | Lists, rows: Integers | Jagged) -> None:
@@ -335,12 +350,27 @@ class _Counted:
             (at, *_) = np.flatnonzero(self._encoders[column].rows(values) == 0)
             self.examples[column] = values[int(at)].as_py()
 
+    def add_missing(self, block: RawBlock, columns: Mapping[str, ColumnSpec]) -> None:
+        """Count the samples of a block without a number or an id; a list may well have none."""
+        for name, column in columns.items():
+            source = column.source or name
+            if column.kind is ColumnKind.dense or column.derive is not Derive.none:
+                is_missing = np.isnan(block.numbers[source]).reshape(len(block), -1).all(axis=1)
+            elif column.kind is ColumnKind.categorical:
+                raw = block.ids[source]
+                assert isinstance(raw, Texts), name
+                is_null = np.append(raw.values.is_null().to_numpy(zero_copy_only=False), True)
+                is_missing = is_null[raw.codes]
+            else:
+                continue
+            self.missing[name] += int(is_missing.sum())
 
-def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int, UnknownIds]:
-    """Score this rank's files; the numbers of samples scored and skipped, and unknown ids."""
+
+def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int, UnknownIds, Counter[str]]:
+    """Score this rank's files; the numbers of samples scored and skipped, unknown ids, missing."""
     (scratch / SCORES).mkdir(exist_ok=True)
     num_samples = num_skipped = 0
-    unknown = UnknownIds()
+    unknown, missing = UnknownIds(), Counter[str]()
     for number in range(len(scorer.log.files))[rank() :: world_size()]:
         file, counted = scorer.log.files[number], _Counted(scorer.encoders)
         target = scratch / SCORES / f"{number:05d}.parquet"
@@ -353,8 +383,12 @@ def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int, UnknownI
         scorer.check_unknown(counted.unknown, str(file), counted.examples)
         num_samples, num_skipped = num_samples + num_scored, num_skipped + num_bad
         unknown += counted.unknown
+        missing.update(counted.missing)
+        for name, num_missing in counted.missing.items():
+            if num_missing == num_scored >= _NUM_TELLING:
+                logger.warning("%s column %s: all %d values are missing", file, name, num_missing)
         logger.info("%s: scored, %d samples so far", file, num_samples)
-    return num_samples, num_skipped, unknown
+    return num_samples, num_skipped, unknown, missing
 
 
 def _score_file(scorer: _Scorer, number: int, target: Path, counted: _Counted) -> tuple[int, int]:
@@ -366,6 +400,7 @@ def _score_file(scorer: _Scorer, number: int, target: Path, counted: _Counted) -
         if not len(block):
             continue
         inputs = scorer.inputs(block, scorer.log.files[number], counted.show)
+        counted.add_missing(block, scorer.log.columns)
         logits = score(scorer.model, *inputs, scorer.batch_size)
         scores = _scores_of(scorer, block, logits.reshape(len(block), -1))
         if writer is None:  # the types of the columns to keep are those of the file

@@ -406,6 +406,18 @@ def test_ids_without_a_row_are_counted(folder: Path, tmp_path: Path) -> None:
     assert "day 100.0% (held out 100.0%), item 2" in outcome.stderr
 
 
+def test_a_column_without_values_is_said(folder: Path, tmp_path: Path) -> None:
+    header, *rows = (folder / "days/1.csv").read_text().splitlines()
+    fields = [row.split(",") for row in rows]
+    emptied = [",".join([clicked, "", "", *rest]) for clicked, _, _, *rest in fields]
+    (tmp_path / "x.csv").write_text("\n".join([header, *emptied, ""]))
+    words = ("predict", "run_dir=runs/dlrm", f"input=[{tmp_path}/x.csv]")
+    outcome = hotrec_here(*words, f"output={tmp_path}/scores", cwd=folder)
+    assert outcome.figures["missing"] == {"price": 100, "user": 100}
+    for column in ("price", "user"):
+        assert f"x.csv column {column}: all 100 values are missing" in outcome.stderr
+
+
 def other_form(folder: Path, target: Path) -> None:
     """The first file with other names of items."""
     text = (folder / "days/1.csv").read_text()
