@@ -119,9 +119,9 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
         scorer = same_verdict(lambda: _make_scorer(config, trained))
         counts = same_verdict(lambda: _score_own_files(scorer, scratch))
         of_ranks = all_gather_object(counts)
-        num_samples, num_skipped = (sum(of[part] for of in of_ranks) for part in (0, 1))
+        num_samples, num_skipped = sum(of[0] for of in of_ranks), sum(of[1] for of in of_ranks)
         unknown = sum((of[2] for of in of_ranks), start=UnknownIds())
-        missing = sum((of[3] for of in of_ranks), start=Counter())
+        missing = sum((of[3] for of in of_ranks), start=Counter[str]())
         scorer.check_unknown(unknown, "input")
 
         def commit() -> None:

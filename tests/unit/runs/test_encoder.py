@@ -76,7 +76,8 @@ TABLES = {
     "item": TableSpec(min_count=2),
 }
 WORDS = (
-    *("a", "A", "\u00e9", "e\u0301", "\u65e5\u5fd7", "\U0001f642", "\u03a9\u200b", "x y", " x", "x ", "\t", "'", 'a, "b"'),
+    *("a", "A", "\u00e9", "e\u0301", "\u65e5\u5fd7", "\U0001f642", "\u03a9\u200b", "x y", " x"),
+    *("x ", "\t", "'", 'a, "b"'),
     *("NULL", "null", "None", "nan", "NaN", "-0", "007", "7", "7.0", "1e3", "true", "True"),
     *("x" * 7, "x" * 8, "x" * 9, "\u00df" * 40, "\x7f", "0", "-1", "|", "||", "\\N", "#", "\ufeff"),
 )  # fmt: skip
@@ -447,7 +448,7 @@ def test_odd_types(tmp_path: Path, name: str) -> None:
 def test_what_is_no_record_is_refused(records: Any) -> None:
     """A name of no column would else be a missing value."""
     column = {**asdict(ODD_COLUMNS["id"]), "source": "x", "table": "t"}
-    document = dict.fromkeys(("times", "means", "deviations"), {})
+    document: dict[str, Any] = dict.fromkeys(("times", "means", "deviations"), {})
     document |= {"null_values": [], "whole_ids": True, "columns": {"id": column}}
     made = Encoder(document, [], {"t": _Hashed(97)})
     with pytest.raises(ValueError, match=r"^record [01]: expected a dict with columns among"):
