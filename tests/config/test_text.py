@@ -39,9 +39,7 @@ def test_a_configuration_is_read_as_it_was(words: str, tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").read_text() == OmegaConf.to_yaml(composed, resolve=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["${x}", "nan", "null", "1_000", "\u00e9", "", "~", "2024-05-01"]
-)
+@pytest.mark.parametrize("name", ["${x}", "nan", "null", "1_000", "\u00e9", "", "~", "2024-05-01"])
 def test_a_name_is_a_text(name: str, tmp_path: Path) -> None:
     config = replace(build_config(compose_config("config", [])), run_name=name)
     assert read_back(config, tmp_path).run_name == name
