@@ -227,7 +227,7 @@ class TestCheckpoint:
 
     def test_name(self, run_dir: Path, refuse: Refuse) -> None:
         said = refuse("evaluate", "run_dir=runs/one", "checkpoint=step-9")
-        assert "expected latest, best or one of ['step-00000004'], got 'step-9'" in said
+        assert "expected auto, latest, best or one of ['step-00000004'], got 'step-9'" in said
 
     def test_split(self, run_dir: Path, refuse: Refuse) -> None:
         assert "split dev" in refuse("evaluate", "run_dir=runs/one", "split=dev")
