@@ -489,7 +489,7 @@ def write(name: str, text: str) -> Callable[[Path], object]:
     [
         (EXPORT, unfinish, r"run_dir: expected a finished run"),
         ((*PREDICT, "input=[days]"), unfinish, r"run_dir: expected a finished run"),
-        ((*EXPORT, "checkpoint=step-9"), None, r"checkpoint: expected auto, latest, best or one of"),
+        ((*EXPORT, "checkpoint=step-9"), None, r"checkpoint: expected auto, latest, best"),
         (("export", "output=days"), None, r"days: expected an empty directory or a model export"),
         ((*PREDICT[:2], "input=[days]", "output=days"), None, r"days: expected an empty directory"),
         ((*EXPORT, "export.eval_split=dev"), None, r"split dev"),
