@@ -48,6 +48,16 @@ def torchrec_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def outermost_sharded(model: nn.Module) -> dict[str, nn.Module]:
+    """The sharded modules of a model that are inside no other one, by their names."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, ShardedModule) and not is_inside:
+            found[name] = module
+    return found
+
+
 @dataclass(frozen=True)
 class TablePart:
     """A table, or the replica of its hot rows."""

@@ -57,7 +57,7 @@ def features_of_each(batch: Any, wanted: Sequence[Collection[str]]) -> list[Any]
             raise ValueError(
                 f"batch {type(batch).__name__}: expected the features {sorted(names)[:4]} in one "
                 f"KeyedJaggedTensor, got them in {len(fitting)} of {len(found)}. Give features of "
-                "different collections different names."
+                'different collections different names, or train with pipeline="base".'
             )
         chosen += fitting
     return chosen

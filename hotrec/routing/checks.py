@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -25,6 +25,12 @@ def check_lengths(features: KeyedJaggedTensor) -> list[KeyLengths]:
     Raises:
         ValueError: if there is not one per key and sample, one is negative, or their sum is wrong.
     """
+    if features.variable_stride_per_key():
+        sizes = list(zip(features.keys(), features.stride_per_key(), strict=True))
+        raise ValueError(
+            f"features: expected a bag of each for every sample, got {dict(sizes[:4])} bags. Give "
+            'all features one batch size, or train the model with hot="off".'
+        )
     num_keys, stride, lengths = len(features.keys()), features.stride(), features.lengths()
     fits = lengths.numel() == num_keys * stride
     known = [KeyLengths(0, 0, 0)] * num_keys
@@ -89,6 +95,39 @@ def declared_weights(features: KeyedJaggedTensor, is_weighted: bool | None) -> t
             "is_weighted=False."
         )
     return None if is_weighted is False else weights
+
+
+def check_features(
+    features: KeyedJaggedTensor, columns: Sequence[Column], num_rows: Mapping[str, int]
+) -> None:
+    """See that features can be looked up, without routing them.
+
+    Args:
+        features: The features of a batch.
+        columns: What is looked up in them.
+        num_rows: Rows by table.
+
+    Raises:
+        ValueError: if a feature is missing, lengths are wrong, or an id is outside its table.
+    """
+    of_feature = dict(zip(features.keys(), check_lengths(features), strict=True))
+    chosen = select_features(features, [column.feature for column in columns])
+    lengths_F = torch.tensor([of_feature[column.feature].num_ids for column in columns])
+    num_rows_F = torch.tensor([num_rows[column.table] for column in columns])
+    device = chosen.values().device
+    check_ids(columns, num_rows_F.to(device), chosen.values(), lengths_F.to(device))
+
+
+def check_ids(
+    columns: Sequence[Column],
+    num_rows_F: torch.Tensor,
+    rows_K: torch.Tensor,
+    lengths_F: torch.Tensor,
+) -> None:
+    """Raise a ValueError if an id is outside its table."""
+    limit_K = torch.repeat_interleave(num_rows_F, lengths_F, output_size=rows_K.numel())
+    if ((rows_K < 0) | (rows_K >= limit_K)).any():
+        refuse_ids(columns, num_rows_F, rows_K, lengths_F)
 
 
 def refuse_ids(

@@ -10,10 +10,10 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.routing.checks import (
+    check_ids,
     check_lengths,
     check_own_bags,
     declared_weights,
-    refuse_ids,
     scale_ids,
     select_features,
 )
@@ -124,11 +124,7 @@ class PooledRouter:
         """
         rows_K, weights_K = features.values().long(), features.weights_or_none()
         lengths_FB = features.lengths().view(len(self.columns), -1).long()
-        lengths_F = lengths_FB.sum(1)
-        limit_K = torch.repeat_interleave(self._num_rows_F, lengths_F, output_size=rows_K.numel())
-        is_outside_K = (rows_K < 0) | (rows_K >= limit_K)
-        if is_outside_K.any():
-            refuse_ids(self.columns, self._num_rows_F, rows_K, lengths_F)
+        check_ids(self.columns, self._num_rows_F, rows_K, lengths_FB.sum(1))
         if weights_K is not None:
             # FBGEMM's CPU kernel ignores the mean in backward if there are weights.
             weights_K = scale_ids(weights_K, self._is_mean_F, lengths_FB, rows_K.numel())

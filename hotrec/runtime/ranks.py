@@ -257,7 +257,7 @@ def _threads_of(backend: str) -> AbstractContextManager[None]:
 
 
 class Group:
-    """Another process group, connected, with the default one's backend and timeout.
+    """Another process group, connected, with the default one's timeout.
 
     Whoever makes one closes it, or its threads and connections stay. Making it is a collective over
     all ranks.
@@ -266,17 +266,23 @@ class Group:
         name: What it is for, shown by torch's flight recorder.
         members: Disjoint sets of ranks that form a group each; None for one of all ranks. A rank
             in none of them has no group.
+        backend: Its backend; None for the default one's.
     """
 
-    def __init__(self, name: str, members: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[Sequence[int]] | None = None,
+        backend: str | None = None,
+    ) -> None:
         default: Any = dist.group.WORLD
         # There is no public getter, and torch gives a new group half an hour.
         timeout = default._get_backend(default._device_types[0]).options._timeout
         self._name = name
         self._held: list[dist.ProcessGroup | None] = []
-        with _threads_of(backend_of(default, torch.device("cpu"))):
+        with _threads_of(backend or backend_of(default, torch.device("cpu"))):
             for ranks in [None] if members is None else map(list, members):
-                made: Any = dist.new_group(ranks, timeout=timeout, group_desc=name)
+                made: Any = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=name)
                 if made is not dist.GroupMember.NON_GROUP_MEMBER:
                     self._held.append(made)
                     _connect(made)
