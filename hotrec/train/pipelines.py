@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -17,15 +18,17 @@ from torchrec.distributed.train_pipeline import (
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
-from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
 from hotrec.embedding.optimizers import ModelOptimizer, hot_replicas
 from hotrec.embedding.prefetch.row_ahead import Part, RowsAhead
+from hotrec.embedding.tables import outermost_sharded
 from hotrec.routing.batches import features_of_each
 from hotrec.runtime.stages import backward_point, mark, mark_backward, named_range
 from hotrec.train.dense_sync import DenseSync, dense_parameters
+from hotrec.train.traced import attributes_kept, first_line
 from hotrec.types import WireType
 
 # The model's detached outputs: loss (), logits (B,), labels (B,).
@@ -170,7 +173,11 @@ TORCHREC_PIPELINES: dict[str, Any] = {
 
 
 class TorchRecPipeline(Pipeline):
-    """One of TorchRec's pipelines; see ``make_pipeline`` for the arguments."""
+    """One of TorchRec's pipelines; see ``make_pipeline`` for the arguments.
+
+    Between steps the model's forward is its own, also while batches are held, so any loop may use
+    it then.
+    """
 
     def __init__(
         self,
@@ -179,6 +186,8 @@ class TorchRecPipeline(Pipeline):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         grad_clip_norm: float | None = None,
+        *,
+        may_read_late: bool = False,
     ) -> None:
         if kind == "prefetch" and device.type == "cpu":
             raise ValueError(
@@ -186,11 +195,18 @@ class TorchRecPipeline(Pipeline):
                 "pipeline=sparse_dist."
             )
         super().__init__(kind, model, device)
-        self._is_checked = kind == "base"
+        self._may_read_late = may_read_late
         self._source: Iterator[Any] | None = None
         clipped = list(dense_parameters(model).values())
         marked: Any = MarkedOptimizer(optimizer, clipped, grad_clip_norm)
         self._pipeline: Any = TORCHREC_PIPELINES[kind](model, marked, device)
+        # Modules that TorchRec calls in parts: its forward of each, and the module's own.
+        self._forwards: list[tuple[nn.Module, Any, Any]] = []
+        self._is_inside = False
+        self._hooks: list[Any] = []
+        if kind != "base":
+            self._rewrite = self._pipeline._pipeline_model
+            self._pipeline._pipeline_model = self._rewrite_once
         mark_lookups(model)
 
     def start(self) -> None:
@@ -205,37 +221,104 @@ class TorchRecPipeline(Pipeline):
             self._source = batches
             if isinstance(self._pipeline, TrainPipelineBase) and self._pipeline._data_iter_stopped:
                 self._pipeline.reset()
+        with self._rewritten():
+            try:
+                return self._pipeline.progress(batches)
+            except StopIteration:
+                raise self._no_batch() from None
+
+    @contextmanager
+    def _rewritten(self) -> Iterator[None]:
+        """Let TorchRec's forward take the place of the modules' own inside the block."""
+        for module, of_torchrec, _ in self._forwards:
+            module.forward = of_torchrec
+        self._is_inside = True
         try:
-            output = self._pipeline.progress(batches)
-        except StopIteration:
-            raise self._no_batch() from None
-        if not self._is_checked:
-            self._check_all_pipelined()
-            self._is_checked = True
-        return output
+            yield
+        finally:
+            self._is_inside = False
+            for module, _, own in self._forwards:
+                module.forward = own
+
+    def _rewrite_once(self, *args: Any, **kwargs: Any) -> None:
+        """Let TorchRec find the features of each module, at the first batch.
+
+        Raises:
+            RuntimeError: If torch.fx cannot trace the model, or a module's features are computed.
+        """
+        pipeline, sharded = self._pipeline, outermost_sharded(self.model)
+        inside = {inner for module in sharded.values() for inner in module.modules()}
+        try:
+            with attributes_kept(m for m in self.model.modules() if m not in inside):
+                self._rewrite(*args, **kwargs)
+        except Exception as error:
+            if pipeline._pipelined_modules:  # it was traced
+                raise
+            raise RuntimeError(
+                f"pipeline {self.kind}: expected a forward that torch.fx can trace, got "
+                f'{first_line(error)}. Pass pipeline="base", or keep control flow by values out of '
+                "the forward of modules that hold embeddings."
+            ) from error
+        finally:
+            modules = pipeline._pipelined_modules
+            dists = [
+                of_sharding._dist
+                for module in modules
+                for inner in module.modules()
+                for of_sharding in getattr(inner, "_input_dists", ())
+                if hasattr(of_sharding, "_dist")
+            ]
+            own = [*pipeline._original_forwards, *pipeline._original_kjt_dist_forwards]
+            self._forwards = [
+                (module, module.forward, forward)
+                for module, forward in zip([*modules, *dists], own, strict=False)
+            ]
+        pipelined = {id(module) for module in pipeline._pipelined_modules}
+        missing = [name for name, module in sharded.items() if id(module) not in pipelined]
+        if missing and not self._may_read_late:
+            raise RuntimeError(
+                f"pipeline {self.kind}: expected {len(sharded)} of {len(sharded)} sharded modules "
+                f"pipelined, got {len(sharded) - len(missing)}; not pipelined: {missing}. Pass the "
+                'batch\'s attributes to them unmodified, or use pipeline="base".'
+            )
+        if self.kind == "sparse_dist":
+            for module in pipeline._pipelined_modules:
+                hook = module.register_forward_pre_hook(self._check_call, with_kwargs=True)
+                self._hooks.append(hook)
+
+    def _check_call(self, module: Any, args: Any, kwargs: Any) -> None:
+        """See that a module is called as it was when TorchRec traced the model."""
+        if not self._is_inside:
+            return
+        forward = module.forward
+        expected, named = forward.args.build_args_kwargs(self._pipeline.batches[0])
+        given = (*args, *kwargs.values())
+        if not all(map(_is_same, given, (*expected, *named.values()))):
+            raise self._unlike(forward.name, "the features of the batch, got others")
+        if forward.name not in forward.get_context().input_dist_tensors_requests:
+            raise self._unlike(forward.name, "one call in a step, got a second")
+
+    def _unlike(self, name: str, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"pipeline {self.kind} collection {name}: expected {what}. Call it once, with the "
+            'batch\'s features that the first step reads, or use pipeline="base".'
+        )
 
     def drain(self) -> None:
         """Do nothing: TorchRec's pipelines have no thread."""
 
     def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for replica in hot_replicas(self.model).values():
             replica.close()
 
-    def _check_all_pipelined(self) -> None:
-        # TorchRec has no public attribute for this.
-        pipelined = {id(module) for module in self._pipeline._pipelined_modules}
-        sharded: dict[str, nn.Module] = {}
-        for name, module in self.model.named_modules():
-            is_inside = any(name.startswith(f"{outer}.") for outer in sharded)
-            if isinstance(module, ShardedModule) and not is_inside:
-                sharded[name] = module
-        missing = [name for name, module in sharded.items() if id(module) not in pipelined]
-        if missing:
-            raise RuntimeError(
-                f"pipeline {self.kind}: expected {len(sharded)} of {len(sharded)} sharded modules "
-                f"pipelined, got {len(sharded) - len(missing)}; not pipelined: {missing}. Pass the "
-                "batch's attributes to them unmodified, or use the base pipeline."
-            )
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, KeyedJaggedTensor) and isinstance(other, KeyedJaggedTensor):
+        return value.values() is other.values() and value.keys() == other.keys()
+    return value is other or (isinstance(value, str | int | float | None) and value == other)
 
 
 @dataclass(frozen=True)
@@ -416,6 +499,8 @@ def make_pipeline(
     device: torch.device,
     look_ahead: LookAhead | None = None,
     grad_clip_norm: float | None = None,
+    *,
+    may_read_late: bool = False,
 ) -> Pipeline:
     """Make the pipeline that trains a sharded model with its optimizer.
 
@@ -426,6 +511,7 @@ def make_pipeline(
         look_ahead: Settings of the look-ahead pipeline, which requires them.
         grad_clip_norm: Clips the joint norm of the dense layers' mean gradients to this value; None
             disables clipping. Rows are not clipped: their owners update them in backward.
+        may_read_late: Whether sparse_dist reads features that the model computes in its forward.
 
     Raises:
         ValueError: if the kind is unknown, or does not fit the model.
@@ -434,7 +520,9 @@ def make_pipeline(
     if kind not in kinds:
         raise ValueError(f"pipeline: expected one of {kinds}, got {kind!r}.")
     if kind != "look_ahead":
-        return TorchRecPipeline(kind, model, optimizer, device, grad_clip_norm)
+        return TorchRecPipeline(
+            kind, model, optimizer, device, grad_clip_norm, may_read_late=may_read_late
+        )
     if look_ahead is None:
         raise ValueError(
             "pipeline look_ahead: expected its settings, got none. Pass look_ahead=LookAhead(...)."

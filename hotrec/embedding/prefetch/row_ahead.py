@@ -273,7 +273,7 @@ class RowsAhead:
                     raise RuntimeError(
                         f"pipeline look_ahead collection {at}: expected the features of the "
                         "batch, got others. Call the collection with the batch's features as they "
-                        "are, or use pipeline=base."
+                        'are, or use pipeline="base".'
                     )
                 self.drain()
                 evaluated: KeyedTensor = type(collection).forward(collection, features)
