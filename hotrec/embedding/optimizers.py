@@ -78,6 +78,12 @@ class ModelOptimizer(CombinedOptimizer):
     """The parts of ``make_optimizer``; a pipeline finishes its updates before the state is read."""
 
     before_reading: Callable[[], None] | None = None
+    before_step: Callable[[], None] | None = None  # refuses a step that would be wrong
+
+    def step(self, closure: Any = None) -> None:
+        if self.before_step is not None:
+            self.before_step()
+        super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
         if self.before_reading is not None:

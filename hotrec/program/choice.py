@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,14 +93,14 @@ class Tables:
         configs: The tables.
         rule: Their update rule.
         num_dense_values: Parameters of the dense layers.
-        can_look_ahead: Whether the dense layers fit the pipeline look_ahead.
+        kinds: The pipelines that ``auto`` may choose, because they train the model as it is.
         plan: Runs TorchRec's planner on the unsplit model under constraints.
     """
 
     configs: Sequence[EmbeddingBagConfig]
     rule: OptimizerSpec
     num_dense_values: int
-    can_look_ahead: bool
+    kinds: Collection[PipelineKind]
     plan: Callable[[Mapping[str, ParameterConstraints] | None], ShardingPlan]
 
     @property
@@ -127,8 +127,9 @@ def choose_given(
         placement = Placement.alike(placement, tier, CACHE_LOAD_FRAC)
     if kind is PipelineKind.auto:
         is_large = machine.num_hosts > 1 or machine.batch_size >= LEAST_BATCH_ON_ONE_HOST
-        best = _pipelines(tables, machine)[0]
-        kind = best if is_large else PipelineKind.sparse_dist
+        kinds = _pipelines(tables, machine, is_own=True)
+        in_line = [found for found in kinds if found is not PipelineKind.look_ahead]
+        kind = kinds[0] if is_large else in_line[0]
     why = f"{placement.partition.total_hot} hot rows are given."
     return Choice(f"hot_cold {kind.value}", why, kind, placement, batch_size=machine.batch_size)
 
@@ -148,7 +149,7 @@ def choose_by_cost(
         ArtifactError, CostsError: If the costs are missing, invalid or of another kind of device.
     """
     is_auto = kind is PipelineKind.auto
-    kinds = _pipelines(tables, machine) if is_auto else (kind,)
+    kinds = _pipelines(tables, machine, is_own=True) if is_auto else (kind,)
     found = {table.name: table.num_embeddings for table in tables.configs}
     if counted.num_rows != found:
         raise ValueError(
@@ -178,7 +179,7 @@ def choose_by_cost(
     # Its solver starts slowly.
     from hotrec.planning.optimum import decide_between
 
-    in_line = auto_pipelines(machine, is_own=False)
+    in_line = _pipelines(tables, machine, is_own=False)
     wanted = in_line if is_auto else [k if k in in_line else in_line[0] for k in kinds]
     baselines = _predict_baselines(tables, machine, wanted, scenario)
     decision = decide_between(settings, scenario, kinds, baselines)
@@ -214,9 +215,8 @@ def constraints_of(
     return torchrec_constraints(tables, plan, batch_size=machine.batch_size)
 
 
-def _pipelines(tables: Tables, machine: Machine) -> tuple[PipelineKind, ...]:
-    kinds = auto_pipelines(machine, is_own=True)
-    return tuple(k for k in kinds if tables.can_look_ahead or k is not PipelineKind.look_ahead)
+def _pipelines(tables: Tables, machine: Machine, *, is_own: bool) -> tuple[PipelineKind, ...]:
+    return tuple(k for k in auto_pipelines(machine, is_own=is_own) if k in tables.kinds)
 
 
 def _predict_baselines(

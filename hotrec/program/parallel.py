@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from hotrec.program.choice import (
     constraints_of,
 )
 from hotrec.program.features import allow_one_call, read_as_declared, take_losses
+from hotrec.program.guard import guard
 from hotrec.program.tables import (
     EmbeddingOptimizer,
     InitialTables,
@@ -58,6 +60,7 @@ from hotrec.program.tables import (
 )
 from hotrec.runtime.ranks import Ranks, broadcast_object, joined_ranks, same_verdict
 from hotrec.train.dense_sync import check_modules, share_first
+from hotrec.train.traced import features_read
 from hotrec.types import OptimizerKind, Partition, PipelineKind, Placement
 
 logger = logging.getLogger(__name__)
@@ -116,7 +119,8 @@ def parallelize(
             ``functools.partial(RowWiseAdagrad, lr=0.1)``; None if the tables have theirs by
             ``apply_optimizer_in_backward``.
         pipeline: look_ahead, sparse_dist, base, or auto for the one that is predicted to be
-            fastest.
+            fastest; with "off" it is sparse_dist. With look_ahead, which ``choice_of`` tells, only
+            ``Pipeline`` trains the model; any other loop is an error.
         device: Device of this rank; None for that of the process group, or cuda where there is one.
         batch_size: Samples of a rank's batch; None for the profile's.
         machine: The machine to plan for; None for what is found on rank 0.
@@ -136,7 +140,7 @@ def parallelize(
     """
     kind = same_verdict(lambda: _check_arguments(hot, pipeline, plan))
     ranks = joined_ranks(device)
-    is_plain = isinstance(hot, str) or hot == PLAIN
+    is_plain = isinstance(hot, str) or (isinstance(hot, Choice) and hot.name == OFF)
 
     def check() -> tuple[list[EmbeddingBagCollection], InitialTables]:
         check_tables(model)
@@ -154,11 +158,15 @@ def parallelize(
     with torch.random.fork_rng(devices), once_in_tree(model):
         same_verdict(lambda: make_layers(model, ranks.device))
         if is_plain:
+            plain = hot if isinstance(hot, Choice) else PLAIN
+            if kind is not PipelineKind.auto:
+                plain = replace(PLAIN, pipeline=kind)
             sharded, optimizer = _plain(model, plan, ranks.device, dense_optimizer)
             initial.set(sharded, given_seed)
             read_as_declared(sharded)
             take_losses(sharded)
             allow_one_call(sharded)
+            guard(sharded, plain, optimizer)
             return sharded, optimizer
         rule = same_verdict(lambda: shared_rule(bags))
         if isinstance(hot, Profile | Choice):
@@ -179,7 +187,7 @@ def parallelize(
             configs=tables_of(bags),
             rule=rule,
             num_dense_values=_count_dense(model),
-            can_look_ahead=_can_look_ahead(model),
+            kinds=_fitting_pipelines(model),
             plan=partial(make_plan, model, sharders, found),
         )
         settings = CostPlacement(hot_budget_mib=hot_budget_mib, may_decline=may_decline)
@@ -191,6 +199,7 @@ def parallelize(
                 return choose_given(hot, kind, tables, found)
             if not ranks.is_first:
                 return None
+            assert isinstance(hot, Profile)
             return choose_by_cost(hot, settings, kind, tables, found, costs)
 
         choice = broadcast_object(same_verdict(choose))
@@ -205,8 +214,9 @@ def parallelize(
         take_losses(sharded)
         if choice.pipeline is not PipelineKind.look_ahead:  # which adds the gradients up
             allow_one_call(sharded)
-        sharded.hotrec_choice = choice
-        return sharded, make_optimizer(sharded, rule, dense_optimizer)
+        optimizer = make_optimizer(sharded, rule, dense_optimizer)
+        guard(sharded, choice, optimizer)
+        return sharded, optimizer
 
 
 def choice_of(model: nn.Module) -> Choice:
@@ -241,11 +251,13 @@ def _check_arguments(
     name = pipeline.value if isinstance(pipeline, PipelineKind) else pipeline
     if name not in names:
         raise ValueError(f"pipeline: expected one of {names}, got {name!r}. Choose one of these.")
-    is_own = isinstance(hot, Choice | str)
-    if is_own and name != PipelineKind.auto.value:
+    if isinstance(hot, Choice) and name != PipelineKind.auto.value:
         raise ValueError(
-            f"pipeline: expected auto with {'a choice' if isinstance(hot, Choice) else repr(hot)}, "
-            f"which has its own, got {name!r}. Leave it out."
+            f"pipeline: expected auto with a choice, which has its own, got {name!r}. Leave it out."
+        )
+    if isinstance(hot, str) and name == PipelineKind.look_ahead.value:
+        raise ValueError(
+            f"pipeline: expected one of TorchRec's with {OFF!r}, got {name!r}. Leave it out."
         )
     return PipelineKind(name)
 
@@ -284,7 +296,6 @@ def _plain(
         )
     if rest:
         optimizers.append(KeyedOptimizerWrapper(rest, dense_optimizer))
-    sharded.hotrec_choice = PLAIN
     return sharded, CombinedOptimizer(optimizers)
 
 
@@ -314,16 +325,25 @@ def _check_ahead(model: nn.Module) -> None:
         )
 
 
-def _can_look_ahead(model: nn.Module) -> bool:
-    """Whether the dense layers fit ``DenseSync``, and the tables hotrec's exchange alone."""
-    is_ours = all(type(m).__name__ == "EmbeddingBagCollection" for m in embedding_modules(model))
-    dense = [p for p in model.parameters() if p.requires_grad]
+def _fitting_pipelines(model: nn.Module) -> list[PipelineKind]:
+    """The pipelines that train a model whatever its forward does, and whatever its layers are.
+
+    The others read features before forward; look_ahead reads those of hotrec's collections alone,
+    and has no DDP.
+    """
+    embeddings = set(embedding_modules(model))
+    try:
+        features_read(model, embeddings.__contains__)
+    except ValueError as error:
+        logger.info("no pipeline but base: %s", error)
+        return [PipelineKind.base]
     try:
         check_modules(model)
     except ValueError as error:
         logger.info("no look-ahead: %s", error)
-        return False
-    return is_ours and _count_dense(model) > 0 and bool(dense)
+        return [*_IN_LINE]
+    is_ours = all(type(module).__name__ == "EmbeddingBagCollection" for module in embeddings)
+    return [PipelineKind.look_ahead, *_IN_LINE] if is_ours and _count_dense(model) else [*_IN_LINE]
 
 
 def _shard(

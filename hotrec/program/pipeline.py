@@ -7,12 +7,13 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.program.choice import OFF, Choice
 from hotrec.program.features import in_pipeline
+from hotrec.program.feed import Agreement, Feed
+from hotrec.program.guard import Guard
 from hotrec.program.parallel import choice_of
 from hotrec.train.pipelines import EndOfDataError, LookAhead, make_pipeline
 
@@ -55,10 +56,16 @@ class Pipeline:
 
     Batches are of any type with ``to(device, non_blocking=...)`` and ``record_stream``
     (``torchrec.streamable.Pipelineable``) and hold ``KeyedJaggedTensor`` in their attributes.
-    Every rank has as many batches as the others. With hot="off" this is TorchRec's pipeline.
+    Ranks with other numbers of batches get an error once the batches that all have are computed.
+    Where batches differ in size, losses are weighted, so that their mean is that of all samples.
+
+    In evaluation mode each batch is computed at once, and those that were read ahead for training
+    wait. With hot="off" steps are made by TorchRec's pipeline.
 
     With look-ahead, gradients may still travel when ``progress`` returns. Reading the state of the
     model or the optimizer waits for them; ``drain`` does so at other times.
+
+    Making and closing one is a collective.
 
     Args:
         model: The sharded model.
@@ -84,74 +91,141 @@ class Pipeline:
         adapt_every: int = 100,
     ) -> None:
         self.choice: Choice = choice_of(model)
-        target = torch.device(device if device is not None else model.device)  # type: ignore[arg-type]
+        self._device = torch.device(device if device is not None else model.device)  # type: ignore[arg-type]
         self._model = model
         self._hot_set, self._adapt_every = hot_set, adapt_every
         self._part: _Part | None = None
-        self._pipeline: Any
-        if self.choice.name == OFF and grad_clip_norm is None:
-            self._pipeline = TrainPipelineSparseDist(model, optimizer, target)
-            return
-        kind = self.choice.pipeline.value
-        ahead = LookAhead(lambda: RowsAhead(model, target))
-        self._pipeline = make_pipeline(kind, model, optimizer, target, ahead, grad_clip_norm)
+        self._guard: Guard = model.hotrec_guard  # type: ignore[assignment]
+        ahead = LookAhead(lambda: RowsAhead(model, self._device))
+        self._guard.enter_pipeline(self)
+        try:
+            self._pipeline = make_pipeline(
+                self.choice.pipeline.value,
+                model,
+                optimizer,
+                self._device,
+                ahead,
+                grad_clip_norm,
+                may_read_late=self.choice.name == OFF,
+            )
+        except BaseException:
+            self._guard.leave_pipeline(self)
+            raise
+        self._agreement = Agreement()
+        self._check, self._is_strict = self._guard.choose_check(model)
+        # Of the last iterators in training and in evaluation.
+        self._train_feed: Feed | None = None
+        self._eval_feed: Feed | None = None
+        self._is_closed = False
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Compute the next batch and, in training mode, update the model.
 
-        Some batches are read ahead. With another iterator than before, those of the one before come
-        first.
+        Some batches are read ahead in training. With another iterator than before, those of the one
+        before come first.
 
         Returns:
             What the model returns beside the loss; the loss, detached, if that is all.
 
         Raises:
             StopIteration: If all batches are computed.
-            ValueError: If the model returns no loss, or one without gradient in training.
-            RuntimeError: If the model changes the features before a collection reads them.
+            RuntimeError: If the ranks have different numbers of batches, once those that all have
+                are computed; if the model changes the features before a collection reads them.
+            ValueError: If a batch cannot be looked up; if the model returns no loss, or one without
+                gradient in training.
+            RankError: On the ranks that raised none of this themselves.
         """
-        with in_pipeline(self._model):
+        if self._is_closed:
+            raise RuntimeError(
+                "hotrec.Pipeline: expected it open, got it closed. Make another one."
+            )
+        if not hasattr(batches, "__next__"):
+            raise TypeError(
+                f"batches: expected an iterator, got {type(batches).__name__}. Pass iter(...) of "
+                "it, the same one until it ends."
+            )
+        is_training = self._model.training
+        feed = self._feed_of(batches, is_training=is_training)
+        with in_pipeline(self._model), self._guard.inside(feed):
             try:
-                if self._hot_set is None:
-                    return self._pipeline.progress(batches)
-                return self._progress(self._hot_set, batches)
+                if is_training and self._hot_set is not None:
+                    output = self._progress(self._hot_set, feed)
+                elif is_training or feed.held:
+                    output = self._pipeline.progress(feed)
+                else:
+                    output = self._evaluate(feed)
             except EndOfDataError:
-                raise StopIteration from None
+                error = feed.error or StopIteration()
+            else:
+                feed.held.popleft()
+                return output
+        raise error
 
-    def _progress(self, hot_set: AdaptiveHotSet, batches: Iterator[Any]) -> Any:
-        if not self._pipeline.model.training:
-            return self._pipeline.progress(batches)
-        if self._part is None or self._part.source is not batches:
-            self._part = _Part(batches, self._adapt_every, self._part)
+    def _feed_of(self, batches: Iterator[Any], *, is_training: bool) -> Feed:
+        train_feed, eval_feed = self._train_feed, self._eval_feed
+        if train_feed is not None and train_feed.source is batches:
+            return train_feed
+        is_evaluated = eval_feed is not None and eval_feed.source is batches
+        if is_evaluated and not is_training:
+            return eval_feed  # type: ignore[return-value]
+        before = [train_feed] if is_training else []
+        before += [eval_feed] if is_evaluated else []
+        feed = Feed(
+            batches,
+            self._agreement,
+            self._check,
+            is_strict=self._is_strict,
+            before=[one for one in before if one is not None],
+        )
+        if is_training:
+            self._train_feed = feed
+        else:
+            self._eval_feed = feed
+        return feed
+
+    def _evaluate(self, feed: Feed) -> Any:
+        """Compute a batch in line, so that batches that are read ahead for training stay."""
+        batch = next(feed, None)
+        if batch is None:
+            raise EndOfDataError
+        _, output = self._model(batch.to(self._device, non_blocking=True))
+        return output
+
+    def _progress(self, hot_set: AdaptiveHotSet, feed: Feed) -> Any:
+        if self._part is None or self._part.source is not feed:
+            self._part = _Part(feed, self._adapt_every, self._part)
         output = self._pipeline.progress(self._part)
         self._part.num_computed += 1
         if self._part.num_computed == self._adapt_every:
             self._pipeline.drain()
             hot_set.adapt()
-            self._part = _Part(batches, self._adapt_every)
+            self._part = _Part(feed, self._adapt_every)
         return output
 
     def drain(self) -> None:
         """Wait until all updates are applied on this rank; batches that were read stay."""
-        if not isinstance(self._pipeline, TrainPipelineSparseDist):
-            self._pipeline.drain()
+        self._pipeline.drain()
 
     def close(self) -> None:
         """Apply all updates, and end the pipeline's threads and process groups.
 
         A ``with`` block does this at its end, and after an error it does not wait for other ranks.
         """
-        self.drain()
-        self._close()
+        if not self._is_closed:
+            self.drain()
+            self._close()
 
     def _close(self) -> None:
-        if not isinstance(self._pipeline, TrainPipelineSparseDist):
-            self._pipeline.close()
+        self._is_closed = True
+        self._pipeline.close()
+        self._agreement.close()
+        self._guard.leave_pipeline(self)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.drain()
-        self._close()
+            self.close()
+        else:
+            self._close()

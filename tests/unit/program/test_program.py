@@ -83,7 +83,7 @@ def in_backward(model: Model, **rates: float) -> Model:
     [
         (Model, "on", {}, r"hot: expected counts .*, got 'on'\."),
         (Model, Partition(ROWS), {"pipeline": "fast"}, r"pipeline: expected one of .*'fast'"),
-        (Model, "off", {"pipeline": "base"}, r"pipeline: expected auto with 'off'"),
+        (Model, "off", {"pipeline": "look_ahead"}, r"expected one of TorchRec's with 'off'"),
         (Model, Partition(ROWS), {"plan": object()}, "plan: expected none with hot rows"),
         (lambda: Model(nn.Linear(1, 1)), Partition(ROWS), {}, "expected an EmbeddingBagCollection"),
         (

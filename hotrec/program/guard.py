@@ -1,0 +1,280 @@
+"""Refuses loops in which the model that ``parallelize`` returned would be trained wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.embedding.optimizers import ModelOptimizer
+from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
+from hotrec.embedding.tables import outermost_sharded
+from hotrec.program.choice import OFF, Choice
+from hotrec.program.feed import Agreement, Feed, check_sizes, factor_of, num_samples
+from hotrec.routing.batches import features_of_each
+from hotrec.routing.checks import check_features
+from hotrec.routing.features import Column
+from hotrec.runtime.ranks import same_verdict
+from hotrec.train.dense_sync import dense_parameters
+from hotrec.train.traced import Path, features_read, follow
+from hotrec.types import PipelineKind
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What a sharded module reads in the features of a batch."""
+
+    name: str
+    module: nn.Module
+    columns: Sequence[Column]
+    num_rows: Mapping[str, int]
+
+    def check(self, features: Any) -> None:
+        """Raise a ValueError if these features cannot be looked up; what is routed was checked."""
+        if isinstance(features, KeyedJaggedTensor):
+            check_features(features, self.columns, self.num_rows)
+
+
+def lookups(model: nn.Module) -> list[Lookup]:
+    """The modules of a sharded model whose ids are rows of their tables."""
+    found = []
+    for name, module in outermost_sharded(model).items():
+        tables: Any
+        if isinstance(module, ShardedHotColdEmbeddingBagCollection):
+            tables = module.embedding_bag_configs()
+        elif type(module) is ShardedEmbeddingBagCollection:
+            tables = module._embedding_bag_configs
+        elif type(module) is ShardedEmbeddingCollection:
+            tables = module._embedding_configs
+        else:
+            continue
+        columns = [
+            Column(feature, feature, table.name, is_mean=False)
+            for table in tables
+            for feature in table.feature_names
+        ]
+        found.append(Lookup(name, module, columns, {t.name: t.num_embeddings for t in tables}))
+    return found
+
+
+class Guard:
+    """Watches the steps of a model, in ``hotrec.Pipeline`` and in other loops; by ``guard``.
+
+    Under look-ahead a pass outside of a ``Pipeline`` would train the dense layers of each rank on
+    its own samples. It is refused and not made right there: it would work without what the plan
+    was chosen for. The other choices train in any loop that makes one backward pass per step, since
+    cold rows are updated in backward.
+    """
+
+    def __init__(self, model: DistributedModelParallel, choice: Choice) -> None:
+        self._kind = choice.pipeline
+        self._is_ahead = choice.pipeline is PipelineKind.look_ahead
+        self._is_plain = choice.name == OFF
+        # The batches of the pipeline whose step is being computed.
+        self._feed: Feed | None = None
+        self._pipeline: object | None = None
+        self._lookups = lookups(_unwrapped(model))
+        self._has_dense = bool(dense_parameters(model))
+        # Parameters with a gradient since the last step.
+        self._arrived: set[torch.Tensor] = set()
+        self._is_called = False  # with gradients, since the last step
+        self._agreement: Agreement | None = None
+        self._sizes: Callable[[], list[list[int]]] | None = None
+        model.register_forward_pre_hook(self._note_call)
+        model.register_forward_hook(self._weigh)
+        for lookup in self._lookups:
+            check = partial(self._check_features, lookup)
+            lookup.module.register_forward_pre_hook(check, with_kwargs=True)
+        if self._is_ahead:
+            for module in (model, _unwrapped(model), *(lookup.module for lookup in self._lookups)):
+                module.register_forward_pre_hook(self._check_forward)
+        if not self._is_plain:
+            for name, parameter in dense_parameters(model).items():
+                parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
+
+    @contextmanager
+    def inside(self, feed: Feed) -> Iterator[None]:
+        """Around a step of a pipeline."""
+        self._feed = feed
+        self._arrived.clear()
+        try:
+            yield
+        finally:
+            self._feed = None
+
+    def choose_check(self, model: DistributedModelParallel) -> tuple[Callable[[Any], None], bool]:
+        """How a pipeline checks batches before any rank computes them.
+
+        Returns:
+            What raises a ValueError if a batch cannot be looked up as it is; and whether it is then
+            wrong for sure, or may be what forward computes features from.
+        """
+        if self._is_ahead:
+            return self._check_by_names, True
+        if self._kind is PipelineKind.base:  # which need not be traceable
+            return self._check_by_names, False
+        try:
+            paths = features_read(_unwrapped(model), _is_sharded)
+        except ValueError:  # TorchRec's pipeline says so, or reads in line
+            return self._check_by_names, False
+        return partial(self._check_by_paths, paths), True
+
+    def _check_by_names(self, batch: Any) -> None:
+        wanted = [{column.feature for column in lookup.columns} for lookup in self._lookups]
+        found = features_of_each(batch, wanted)
+        for lookup, features in zip(self._lookups, found, strict=True):
+            self._check(lookup, features)
+
+    def _check_by_paths(self, paths: Mapping[str, Path], batch: Any) -> None:
+        for lookup in self._lookups:
+            if lookup.name in paths:
+                self._check(lookup, follow(paths[lookup.name], batch))
+
+    def _check(self, lookup: Lookup, features: Any) -> None:
+        if not (self._is_plain and _is_variable(features)):
+            lookup.check(features)
+
+    def enter_pipeline(self, pipeline: object) -> None:
+        """Let a pipeline train the model.
+
+        Raises:
+            RuntimeError: If another one does, under look-ahead.
+        """
+        if self._is_ahead and self._pipeline is not None:
+            raise RuntimeError(
+                "hotrec.Pipeline: expected one at a time for a model with look-ahead, got a second."
+                " Close the first, or train and evaluate with the same."
+            )
+        self._pipeline = pipeline
+
+    def leave_pipeline(self, pipeline: object) -> None:
+        if self._pipeline is pipeline:
+            self._pipeline = None
+
+    def check_step(self) -> None:
+        """Raise a RuntimeError if ``optimizer.step()`` is called in a loop that is not right."""
+        has_gradient, sizes = bool(self._arrived), self._sizes
+        self._arrived.clear()
+        self._is_called, self._sizes = False, None
+        if self._feed is not None:
+            return
+        if self._is_ahead:
+            raise _outside("optimizer.step()")
+        if self._pipeline is not None and self._has_dense and not has_gradient:
+            raise RuntimeError(
+                "optimizer.step(): expected a backward pass before it, got none since the last "
+                "step. hotrec.Pipeline.progress makes its own steps; leave this one out."
+            )
+        if sizes is not None:
+            check_sizes(_first(sizes))
+
+    def _note_call(self, *_: Any) -> None:
+        self._is_called |= torch.is_grad_enabled()
+
+    def _check_forward(self, module: nn.Module, _: Any) -> None:
+        if self._feed is None and module.training and torch.is_grad_enabled():
+            raise _outside("a forward pass")
+
+    def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        if self._is_ahead:
+            if self._feed is None:
+                raise _outside("a backward pass")
+        elif not self._is_called:
+            raise RuntimeError(
+                f"parameter {name}: expected a gradient of the model that hotrec.parallelize "
+                "returned, got one of a part of it, which DDP would not average. Call "
+                "model(batch), not model.module(batch) or a layer."
+            )
+        elif parameter in self._arrived:
+            raise RuntimeError(
+                f"parameter {name}: expected one backward pass per step, got a second before "
+                "optimizer.step(). Rows are updated in backward, so add up losses instead, or "
+                'accumulate gradients as TorchRec does with hot="off".'
+            )
+        else:
+            self._arrived.add(parameter)
+
+    def _check_features(
+        self, lookup: Lookup, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        features = next(iter((*args, *kwargs.values())), None)
+        if self._feed is not None:
+            if self._feed.held and self._feed.held[0].is_doubtful:
+                same_verdict(lambda: self._check(lookup, features))
+            return
+        if self._is_plain:
+            return
+        if not isinstance(module, ShardedHotColdEmbeddingBagCollection):  # which checks itself
+            lookup.check(features)
+        is_first = lookup is self._lookups[0]
+        if is_first and module.training and torch.is_grad_enabled() and not self._is_ahead:
+            self._agreement = self._agreement or Agreement()
+            # Of no use yet, so that it takes no time: the model's forward, or its step, waits.
+            self._sizes = self._agreement.start([num_samples(features)])
+
+    def _weigh(self, model: nn.Module, _: Any, output: Any) -> Any:
+        """Make the mean of the ranks' losses that of all samples, if batches differ in size."""
+        if not (model.training and torch.is_grad_enabled()):
+            return None
+        if self._feed is not None:
+            factor = self._feed.held[0].factor
+        elif self._sizes is not None:
+            sizes, self._sizes = _first(self._sizes), None
+            if not _has_loss(output):
+                check_sizes(sizes)
+            factor = factor_of(sizes)
+        else:
+            return None
+        if factor == 1.0:
+            return None
+        loss, *rest = output
+        return (loss * factor, *rest)
+
+
+def guard(model: DistributedModelParallel, choice: Choice, optimizer: CombinedOptimizer) -> None:
+    """Note what was chosen for a model, and watch how it is trained."""
+    model.hotrec_choice, model.hotrec_guard = choice, Guard(model, choice)
+    if isinstance(optimizer, ModelOptimizer):
+        optimizer.before_step = model.hotrec_guard.check_step
+
+
+def _outside(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"pipeline look_ahead: expected hotrec.Pipeline to train the model, got {what} outside of "
+        "its progress, which would not average the dense layers. Train with "
+        'hotrec.Pipeline(model, optimizer), or pass pipeline="base" to hotrec.parallelize.'
+    )
+
+
+def _unwrapped(model: DistributedModelParallel) -> nn.Module:
+    module: nn.Module = model.module
+    return module
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, ShardedModule)
+
+
+def _is_variable(features: Any) -> bool:
+    return isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
+
+
+def _first(found: Callable[[], list[list[int]]]) -> list[int]:
+    return [first for first, *_ in found()]
+
+
+def _has_loss(output: Any) -> bool:
+    """Whether a model's output is (loss, anything), as pipelines expect it."""
+    is_pair = isinstance(output, tuple) and len(output) == 2
+    return is_pair and isinstance(output[0], torch.Tensor) and output[0].dim() == 0

@@ -1,0 +1,739 @@
+"""What a program may do to the model that ``parallelize`` returned: right, or refused in a line.
+
+Each case runs under every choice that ``auto`` can make, on one to three ranks: it ends with the
+losses and weights of the unsplit model on the concatenated batches, or with an error on every rank.
+Add a case to ``CASES``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+import hotrec
+from hotrec.types import Partition, PipelineKind, TorchrecPlan
+from tests.helpers.checks import run_checks
+from tests.helpers.ranks import run_ranks
+
+GLOBAL_BATCH, NUM_STEPS, DIM = 24, 5, 8
+ROWS = {"user": 90, "item": 40}
+# Adagrad would hide a gradient of the wrong size.
+RULE = partial(torch.optim.SGD, lr=0.8)
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Rows(Pipelineable):
+    """A batch of the caller's; ``other`` is for what a model reads besides."""
+
+    dense: torch.Tensor
+    ids: KeyedJaggedTensor
+    labels: torch.Tensor
+    other: KeyedJaggedTensor | None = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Rows:
+        parts = (self.dense, self.ids, self.labels, self.other)
+        return Rows(*(None if p is None else p.to(device) for p in parts))  # type: ignore[arg-type]
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        raise NotImplementedError
+
+
+class Model(nn.Module):
+    """(batch) -> (loss, (loss, logits))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        tables = [
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=DIM,
+                feature_names=[name],
+                pooling=PoolingType.MEAN if name == "item" else PoolingType.SUM,
+            )
+            for name, rows in ROWS.items()
+        ]
+        self.bags = EmbeddingBagCollection(tables)
+        self.hidden = nn.Linear(2 + len(ROWS) * DIM, 8)
+        self.out = nn.Linear(8, 1)
+
+    def look_up(self, batch: Rows) -> torch.Tensor:
+        return self.bags(batch.ids).values()  # type: ignore[no-any-return]
+
+    def logits(self, batch: Rows) -> torch.Tensor:
+        inputs = torch.cat([batch.dense, self.look_up(batch)], dim=1)
+        return self.out(torch.tanh(self.hidden(inputs))).squeeze(-1)  # type: ignore[no-any-return]
+
+    def forward(self, batch: Rows) -> tuple[torch.Tensor, Any]:
+        logits = self.logits(batch)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, (loss.detach(), logits.detach())
+
+
+class Guarded(Model):
+    """Control flow by values, which torch.fx cannot trace."""
+
+    def logits(self, batch: Rows) -> torch.Tensor:
+        logits = super().logits(batch)
+        if not torch.isfinite(logits).all():
+            raise FloatingPointError("logits")
+        return logits
+
+
+class Counting(Model):
+    """Control flow by the number of samples, likewise, before the lookup."""
+
+    def look_up(self, batch: Rows) -> torch.Tensor:
+        for _ in range(min(1, batch.dense.shape[0])):
+            pass
+        return super().look_up(batch)
+
+
+class Computing(Model):
+    """Computes the features that it looks up."""
+
+    def look_up(self, batch: Rows) -> torch.Tensor:
+        raw = batch.ids
+        ids = KeyedJaggedTensor(raw.keys(), raw.values() % 40, lengths=raw.lengths())
+        return self.bags(ids).values()  # type: ignore[no-any-return]
+
+
+class Twice(Model):
+    """Calls its collection a second time."""
+
+    def look_up(self, batch: Rows) -> torch.Tensor:
+        return super().look_up(batch) + self.bags(batch.ids).values()  # type: ignore[no-any-return]
+
+
+class Switching(Model):
+    """Reads other features in evaluation than in training."""
+
+    def look_up(self, batch: Rows) -> torch.Tensor:
+        ids = batch.ids if self.training else batch.other
+        return self.bags(ids).values()  # type: ignore[no-any-return]
+
+
+Parts = tuple[dict[str, list[np.ndarray]], np.ndarray, np.ndarray]
+
+
+def drawn(step: int, size: int = GLOBAL_BATCH) -> Parts:
+    """Bags, dense values and labels of a step's global batch."""
+    rng = np.random.default_rng((11, step))
+    bags = {
+        name: [(rng.random(n) ** 3 * rows).astype(np.int64) for n in rng.integers(0, 4, size)]
+        for name, rows in ROWS.items()
+    }
+    dense = rng.standard_normal((size, 2)).astype(np.float32)
+    return bags, dense, (rng.random(size) < 0.4).astype(np.float32)
+
+
+def batch_of(parts: Parts, begin: int, end: int) -> Rows:
+    bags, dense, labels = parts
+    chosen = [bag for of_feature in bags.values() for bag in of_feature[begin:end]]
+    ids = KeyedJaggedTensor(
+        list(bags),
+        torch.from_numpy(np.concatenate([*chosen, np.empty(0, np.int64)])),
+        lengths=torch.tensor([bag.size for bag in chosen], dtype=torch.int64),
+        stride=end - begin,
+    )
+    return Rows(torch.from_numpy(dense[begin:end]), ids, torch.from_numpy(labels[begin:end]))
+
+
+def equal_sizes(world_size: int) -> list[int]:
+    return [GLOBAL_BATCH // world_size] * world_size
+
+
+def batches(
+    num: int = NUM_STEPS, first: int = 0, sizes: Callable[[int], list[int]] = equal_sizes
+) -> list[Rows]:
+    """This rank's slices of the global batches."""
+    rank, of_rank = dist.get_rank(), sizes(dist.get_world_size())
+    begin = sum(of_rank[:rank])
+    return [
+        batch_of(drawn(step, sum(of_rank)), begin, begin + of_rank[rank])
+        for step in range(first, first + num)
+    ]
+
+
+def whole(num: int = NUM_STEPS, first: int = 0, size: int = GLOBAL_BATCH) -> list[Rows]:
+    return [batch_of(drawn(step, size), 0, size) for step in range(first, first + num)]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One that ``auto`` can make, or "off"."""
+
+    name: str
+    kind: PipelineKind
+    hot: Any
+    given: dict[str, Any]
+
+    @property
+    def is_ahead(self) -> bool:
+        return self.kind is PipelineKind.look_ahead
+
+    @property
+    def is_plain(self) -> bool:
+        return bool(self.hot == "off")
+
+    @property
+    def is_traced(self) -> bool:
+        return self.kind is PipelineKind.sparse_dist
+
+
+def choices(*, is_short: bool = False) -> list[Choice]:
+    """All, or one of each kind."""
+    some = Partition(ROWS, {"user": np.arange(9), "item": np.arange(4)})
+    kinds = (PipelineKind.look_ahead, PipelineKind.sparse_dist, PipelineKind.base)
+    ahead, sparse_dist, base = [
+        Choice(kind.value, kind, some, {"pipeline": kind}) for kind in kinds
+    ]
+    off, off_base = [Choice(f"off {k.value}", k, "off", {"pipeline": k}) for k in kinds[1:]]
+
+    def of_torchrec(plan: TorchrecPlan, kind: PipelineKind) -> Choice:
+        chosen = hotrec.Choice("torchrec", "asked", kind, torchrec_plan=plan)
+        return Choice(f"{plan.name} {kind.value}", kind, chosen, {})
+
+    found = [ahead, sparse_dist, base, of_torchrec(TorchrecPlan.table_wise, kinds[2]), off]
+    if is_short:
+        return found
+    plans = (TorchrecPlan.planner, TorchrecPlan.hand_tuned, TorchrecPlan.table_wise)
+    return [*found, off_base, *(of_torchrec(plan, kinds[1]) for plan in plans)]
+
+
+class Program:
+    """A program of two calls, and the unsplit model that it must equal."""
+
+    def __init__(self, choice: Choice, make: Callable[[], Model] = Model) -> None:
+        self.choice = choice
+        self.model, self.optimizer = hotrec.parallelize(
+            make(),
+            choice.hot,
+            embedding_optimizer=RULE,
+            dense_optimizer=RULE,
+            **choice.given,
+        )
+        self.unsplit = make()
+        tables = hotrec.gather_tables(self.model)
+        with torch.no_grad():
+            for name, bag in self.unsplit.bags.embedding_bags.items():
+                bag.weight.copy_(tables[name])  # type: ignore[union-attr, operator]
+        self._rule = RULE(self.unsplit.parameters())
+
+    def pipeline(self) -> hotrec.Pipeline:
+        return hotrec.Pipeline(self.model, self.optimizer, CPU)
+
+    def expect(self, of: Sequence[Rows]) -> list[float]:
+        """Train the unsplit model; its losses."""
+        losses = []
+        for batch in of:
+            self._rule.zero_grad()
+            loss, _ = self.unsplit(batch)
+            loss.backward()
+            self._rule.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    @torch.no_grad()
+    def expect_evaluated(self, of: Sequence[Rows]) -> list[float]:
+        self.unsplit.eval()
+        losses = [float(self.unsplit(batch)[0]) for batch in of]
+        self.unsplit.train()
+        return losses
+
+    def check(self, losses: Sequence[float], expected: Sequence[float]) -> None:
+        """The losses are these, and the weights those of the unsplit model."""
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, equal_nan=True)
+        tables = hotrec.gather_tables(self.model)
+        for name, bag in self.unsplit.bags.embedding_bags.items():
+            weight: Any = bag.weight
+            torch.testing.assert_close(
+                tables[name], weight.detach(), rtol=1e-5, atol=1e-5, equal_nan=True, msg=name
+            )
+        layers = {
+            name: p for name, p in self.model.named_parameters() if not name.startswith("bags.")
+        }
+        assert len(layers) == 4
+        for name, layer in layers.items():
+            weight = self.unsplit.get_parameter(name)
+            torch.testing.assert_close(
+                layer.detach(), weight.detach(), rtol=1e-5, atol=1e-5, equal_nan=True, msg=name
+            )
+
+
+def mean_over_ranks(value: torch.Tensor, size: int | None = None) -> float:
+    """The mean of the ranks' values, weighted by the samples of this one if they are given."""
+    weight = 1.0 if size is None else float(size)
+    total = torch.tensor([float(value) * weight if weight else 0.0, weight])
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def progress_all(pipeline: hotrec.Pipeline, data: Iterator[Any]) -> list[float]:
+    losses = []
+    while True:
+        try:
+            _, logits = out = pipeline.progress(data)
+        except StopIteration:
+            return losses
+        losses.append(mean_over_ranks(out[0], logits.numel()))
+
+
+def evaluate(program: Program, pipeline: hotrec.Pipeline, data: Iterator[Any]) -> list[float]:
+    program.model.eval()
+    with torch.no_grad():
+        losses = progress_all(pipeline, data)
+    program.model.train()
+    return losses
+
+
+@contextmanager
+def refused(text: str) -> Iterator[None]:
+    """The same error on every rank, in one line."""
+    with pytest.raises((RuntimeError, ValueError, TypeError, OSError), match=text) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+    words: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(words, re.sub(r"^\[rank \d\] (\w+: )?", "", str(caught.value)))
+    assert len(set(words)) == 1, words
+
+
+OUTSIDE = r"expected hotrec\.Pipeline to train .* outside of its progress"
+UNTRACED = r'pipeline sparse_dist: expected a forward that torch\.fx can trace.*pipeline="base"'
+
+
+def step_by_hand(program: Program, batch: Rows) -> float:
+    program.optimizer.zero_grad()
+    loss, _ = program.model(batch)
+    loss.backward()
+    program.optimizer.step()
+    return mean_over_ranks(loss)
+
+
+def trains_in_the_pipeline(choice: Choice) -> None:
+    program = Program(choice)
+    with program.pipeline() as pipeline:
+        losses = progress_all(pipeline, iter(batches()))
+    program.check(losses, program.expect(whole()))
+    with refused("hotrec.Pipeline: expected it open"):
+        pipeline.progress(iter(batches()))
+
+
+def trains_in_a_loop_of_its_own(choice: Choice) -> None:
+    """Before, between and after the steps of a pipeline, which holds batches meanwhile."""
+    program, plain = Program(choice), choice.is_plain
+    if choice.is_ahead:
+        return
+    losses = [step_by_hand(program, batch) for batch in batches(2)]
+    pipeline, data = program.pipeline(), iter(batches(3, first=2))
+    losses += [mean_over_ranks(pipeline.progress(data)[0])]
+    losses += [step_by_hand(program, batch) for batch in batches(2, first=9)]
+    losses += progress_all(pipeline, data)
+    pipeline.close()
+    losses += [step_by_hand(program, batch) for batch in batches(1, first=8)]
+    of = [*whole(3), *whole(2, first=9), *whole(2, first=3), *whole(1, first=8)]
+    program.check(losses, program.expect(of))
+    with refused("expected an iterator, got list") if not plain else nullcontext():
+        if not plain:
+            program.pipeline().progress(batches())  # type: ignore[arg-type]
+
+
+def is_not_trained_outside(choice: Choice) -> None:
+    """Under look-ahead: without a pipeline, beside one, and after one."""
+    program = Program(choice)
+    if not choice.is_ahead:
+        return
+    model, optimizer, batch = program.model, program.optimizer, batches(1)[0]
+
+    def evaluated() -> torch.Tensor:
+        model.eval()
+        loss: torch.Tensor = model(batch)[0]
+        model.train()
+        return loss
+
+    ways: list[Callable[[], Any]] = [
+        lambda: model(batch),
+        lambda: model.module(batch),
+        lambda: model.module.bags(batch.ids),
+        lambda: evaluated().backward(),
+        lambda: model.module.out(torch.ones(1, 8)).sum().backward(),
+        optimizer.step,
+        lambda: TrainPipelineSparseDist(model, optimizer, CPU).progress(iter(batches())),
+        lambda: TrainPipelineBase(model, optimizer, CPU).progress(iter(batches())),
+        lambda: nn.Sequential(model)(batch),
+    ]
+
+    def check_all() -> None:
+        for way in ways:
+            with refused(OUTSIDE):
+                way()
+        with torch.no_grad():  # trains nothing
+            model(batch)
+
+    check_all()
+    pipeline, data = program.pipeline(), iter(batches())
+    losses = [mean_over_ranks(pipeline.progress(data)[0])]
+    with refused("expected one at a time"):
+        program.pipeline()
+    for way in ways[:6] + ways[-1:]:
+        with refused(OUTSIDE):
+            way()
+    losses += progress_all(pipeline, data)
+    pipeline.close()
+    program.check(losses, program.expect(whole()))
+    check_all()
+    with program.pipeline() as pipeline:
+        losses = progress_all(pipeline, iter(batches(2)))
+    program.check(losses, program.expect(whole(2)))
+
+
+def trains_the_whole_model(choice: Choice) -> None:
+    """A part of it has no DDP around it."""
+    if choice.is_ahead or choice.is_plain:
+        return
+    program, [batch] = Program(choice), batches(1)
+    inner = program.model.module
+    for loss in (inner(batch)[0], inner.out(torch.ones(1, 8)).sum()):
+        with refused(r"parameter .*: expected a gradient of the model .* not model\.module"):
+            loss.backward()
+
+
+def makes_one_backward_pass_per_step(choice: Choice) -> None:
+    program = Program(choice)
+    if choice.is_ahead or choice.is_plain:
+        return
+    first, second = batches(2)
+    program.model(first)[0].backward()
+    with refused(r"parameter .*: expected one backward pass per step, got a second"):
+        program.model(second)[0].backward()
+    program = Program(choice)
+    with program.pipeline() as pipeline:
+        losses = progress_all(pipeline, iter(batches(1)))
+        with refused(r"optimizer\.step\(\): expected a backward pass before it"):
+            program.optimizer.step()
+        losses += progress_all(pipeline, iter(batches(1, first=1)))
+    program.check(losses, program.expect(whole(2)))
+
+
+def has_ranks_with_other_numbers_of_batches(choice: Choice) -> None:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    if last == 0:
+        return
+    for fewer in (0, 1, 3):
+        program = Program(choice)
+        with program.pipeline() as pipeline:
+            data, losses = iter(batches(fewer if rank == last else 5)), []
+            with refused(f"batches: expected .* got {fewer} on rank {last} and more than {fewer}"):
+                while True:
+                    losses.append(mean_over_ranks(pipeline.progress(data)[0]))
+            losses += progress_all(pipeline, iter(batches(2, first=7)))
+            with refused(f"batches: expected .* got 1 on rank {last} and more than 1 on rank 0"):
+                evaluate(program, pipeline, iter(batches(1 if rank == last else 3)))
+        program.check(losses, program.expect([*whole(fewer), *whole(2, first=7)]))
+
+
+def has_batches_of_other_sizes(choice: Choice) -> None:
+    """In every step, in some, and with nothing on a rank."""
+    world_size = dist.get_world_size()
+
+    def rising(world_size: int) -> list[int]:
+        return [4 + 5 * rank for rank in range(world_size)]
+
+    def one_empty(world_size: int) -> list[int]:
+        return [0 if rank == world_size - 1 else 7 for rank in range(world_size)]
+
+    found: list[Rows] = []
+    expected: list[Rows] = []
+    for first, sizes in enumerate((equal_sizes, rising, one_empty, rising)):
+        if world_size == 1 and sizes is one_empty:
+            continue
+        found += batches(1, first, sizes)
+        expected += whole(1, first, sum(sizes(world_size)))
+    program = Program(choice)
+    with program.pipeline() as pipeline:
+        losses = progress_all(pipeline, iter(found))
+        with refused(r"batch 1: expected a sample on some rank, got none"):
+            progress_all(pipeline, iter([batches(1)[0], *batches(2, sizes=lambda num: [0] * num)]))
+    program.check(losses, program.expect(expected))
+    if choice.is_ahead or choice.is_plain:
+        return
+    program = Program(choice)
+    losses = [step_by_hand(program, batch) for batch in found[:2]]
+    program.check(losses, program.expect(expected[:2]))
+    if world_size > 1:
+        program.model.module.forward = lambda batch: program.model.module.logits(batch)  # type: ignore[method-assign]
+        with refused("batches: expected as many samples on every rank, got 4 on rank 0 and 9 on"):
+            program.model(found[1])
+
+
+def evaluates_midway(choice: Choice) -> None:
+    """With training batches under way: by the pipeline, and by hand."""
+    program = Program(choice)
+    with program.pipeline() as pipeline:
+        data = iter(batches())
+        losses = [mean_over_ranks(pipeline.progress(data)[0]) for _ in range(2)]
+        expected = program.expect(whole(2))
+        held_out = program.expect_evaluated(whole(3, first=50))
+        found = evaluate(program, pipeline, iter(batches(3, first=50)))
+        np.testing.assert_allclose(found, held_out, rtol=1e-5)
+        program.model.eval()
+        with torch.no_grad():
+            for wanted, batch in zip(held_out, batches(3, first=50), strict=True):
+                assert mean_over_ranks(program.model(batch)[0]) == pytest.approx(wanted, rel=1e-5)
+        program.model.train()
+        other = iter(batches(9, first=50))
+        program.model.eval()
+        with torch.no_grad():
+            pipeline.progress(other)  # left in the middle
+        program.model.train()
+        losses += progress_all(pipeline, data)
+        expected += program.expect(whole(3, first=2))
+        found = evaluate(program, pipeline, iter(batches(2, first=60)))
+        np.testing.assert_allclose(found, program.expect_evaluated(whole(2, first=60)), rtol=1e-5)
+        losses += progress_all(pipeline, iter(batches(2, first=5)))
+        expected += program.expect(whole(2, first=5))
+    program.check(losses, expected)
+
+
+def changes_iterators(choice: Choice) -> None:
+    """One left halfway, whose batches under way come first; one used in both modes."""
+    program = Program(choice)
+    with program.pipeline() as pipeline:
+        first, source = iter(batches(9)), []
+
+        def noted() -> Iterator[Rows]:
+            for number, batch in enumerate(first):
+                source.append(number)
+                yield batch
+
+        data = noted()
+        losses = [mean_over_ranks(pipeline.progress(data)[0]) for _ in range(2)]
+        taken = len(source)
+        losses += progress_all(pipeline, iter(batches(2, first=20)))
+        expected = program.expect([*whole(taken), *whole(2, first=20)])
+        data = iter(batches(4, first=30))
+        evaluated = evaluate(program, pipeline, itertools.islice(data, 1))
+        assert evaluated == pytest.approx(program.expect_evaluated(whole(1, first=30)), rel=1e-5)
+        program.model.eval()
+        with torch.no_grad():
+            evaluated = [mean_over_ranks(pipeline.progress(data)[0])]
+        program.model.train()
+        assert evaluated == pytest.approx(program.expect_evaluated(whole(1, first=31)), rel=1e-5)
+        losses += progress_all(pipeline, data)
+        expected += program.expect(whole(2, first=32))
+    program.check(losses, expected)
+
+
+def evaluates_what_it_read_ahead(choice: Choice) -> None:
+    """The next batch of the iterator that is trained on, as if nothing was read ahead."""
+    program = Program(choice)
+    with program.pipeline() as pipeline:
+        data = iter(batches())
+        losses = [mean_over_ranks(pipeline.progress(data)[0])]
+        program.model.eval()
+        is_wrong = refused("between training and evaluation") if choice.is_ahead else nullcontext()
+        with is_wrong, torch.no_grad():
+            found = mean_over_ranks(pipeline.progress(data)[0])
+        program.model.train()
+        losses += progress_all(pipeline, data)
+    expected = program.expect(whole(1))
+    if choice.is_ahead:
+        expected += program.expect(whole(4, first=1))
+    else:
+        assert found == pytest.approx(program.expect_evaluated(whole(1, first=1))[0], rel=1e-5)
+        expected += program.expect(whole(3, first=2))
+    program.check(losses, expected)
+
+
+def trains_or_refuses(choice: Choice, make: Callable[[], Model], error: str | None) -> None:
+    program = Program(choice, make)
+    pipeline = program.pipeline()
+    if error is not None:
+        with refused(error):
+            pipeline.progress(iter(batches()))
+        return
+    losses = progress_all(pipeline, iter(batches()))
+    pipeline.close()
+    program.check(losses, program.expect(whole()))
+
+
+def has_control_flow_by_values(choice: Choice) -> None:
+    for make in (Guarded, Counting):
+        trains_or_refuses(choice, make, UNTRACED if choice.is_traced else None)
+
+
+def computes_its_features(choice: Choice) -> None:
+    """TorchRec's own pipeline reads those in line."""
+    error = r'not pipelined.*pipeline="base"' if choice.is_traced else None
+    if choice.is_ahead:
+        error = r'expected the features of the batch, got others.*pipeline="base"'
+    trains_or_refuses(choice, Computing, None if choice.is_plain else error)
+
+
+def looks_up_twice(choice: Choice) -> None:
+    """Look-ahead alone adds the gradients up before it updates rows."""
+    error = "expected one call in a forward of the model, got a second"
+    trains_or_refuses(choice, Twice, None if choice.is_ahead else error)
+
+
+def broken(name: str, batch: Rows) -> Rows:
+    """A batch with something wrong in its features."""
+    ids = batch.ids
+    keys, values, lengths = list(ids.keys()), ids.values().clone(), ids.lengths()
+    match name:
+        case "a key is missing":
+            ids = KeyedJaggedTensor(["user", "other"], values, lengths=lengths)
+        case "an id is too large":
+            values[-1] = ROWS["item"]
+            ids = KeyedJaggedTensor(keys, values, lengths=lengths)
+        case "an id is negative":
+            values[0] = -1
+            ids = KeyedJaggedTensor(keys, values, lengths=lengths)
+        case "lengths do not add up":
+            ids = KeyedJaggedTensor(keys, values[:-1], lengths=lengths)
+        case "a feature has other bags":
+            num = batch.dense.shape[0]
+            of_each = [[num], [num - 2]]
+            kept = lengths[: 2 * num - 2]
+            values = values[: int(kept.sum())]
+            ids = KeyedJaggedTensor(keys, values, lengths=kept, stride_per_key_per_rank=of_each)
+    return replace(batch, ids=ids)
+
+
+BROKEN = {
+    "a key is missing": "features: expected 'item' among the batch's features, got ",
+    "an id is too large": r"table item feature item: expected rows in 0\.\.39, got 40\.",
+    "an id is negative": r"table user feature user: expected rows in 0\.\.89, got -1\.",
+    "lengths do not add up": "features lengths: expected .* that add up to",
+    "a feature has other bags": r"features: expected a bag of each for every sample, got {'user': ",
+}
+
+
+def has_features_that_cannot_be_looked_up(choice: Choice) -> None:
+    """On one rank, in the third batch."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    for name, text in BROKEN.items():
+        if choice.is_plain and name == "a feature has other bags":
+            continue  # TorchRec's own affair
+        program = Program(choice)
+        data = batches()
+        if rank == last:
+            data[2] = broken(name, data[2])
+        with program.pipeline() as pipeline:
+            with refused(text):
+                progress_all(pipeline, iter(data))
+            with refused(text):
+                evaluate(program, pipeline, iter(data[2:3]))
+
+
+def has_a_loader_that_fails(choice: Choice) -> None:
+    def loader() -> Iterator[Rows]:
+        yield from batches(2)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError("no such file")
+        yield from batches(3, first=2)
+
+    with Program(choice).pipeline() as pipeline, refused("no such file"):
+        progress_all(pipeline, loader())
+
+
+def has_a_label_that_is_no_number(choice: Choice) -> None:
+    """What is not a number spreads as in the unsplit model, and no further."""
+    program = Program(choice)
+    mine, all_ranks = batches(), whole()
+    all_ranks[2].labels[0] = float("nan")
+    if dist.get_rank() == 0:
+        mine[2].labels[0] = float("nan")
+    with program.pipeline() as pipeline:
+        losses = progress_all(pipeline, iter(mine))
+    program.check(losses, program.expect(all_ranks))
+
+
+def reads_other_features_in_evaluation(choice: Choice) -> None:
+    """Whatever features the first step reads, which TorchRec's pipeline goes on to read."""
+    program = Program(choice, Switching)
+    mine, everything = batches(3), whole(3)
+    for batch in (*mine, *everything):
+        batch.other = batch.ids
+        batch.ids = KeyedJaggedTensor(
+            batch.ids.keys(), batch.ids.values() % 7, lengths=batch.ids.lengths()
+        )
+    with program.pipeline() as pipeline:
+        data = iter(mine)
+        if choice.is_ahead:
+            with refused(r'got them in 2 of 2.*pipeline="base"'):
+                pipeline.progress(data)
+            return
+        losses = [mean_over_ranks(pipeline.progress(data)[0])]
+        found = evaluate(program, pipeline, iter(mine))
+        expected = program.expect(everything[:1])
+        np.testing.assert_allclose(found, program.expect_evaluated(everything), rtol=1e-5)
+        if choice.is_traced:
+            program.model.eval()
+            with refused("expected the features of the batch, got others"), torch.no_grad():
+                pipeline.progress(data)
+            return
+        losses += progress_all(pipeline, data)
+    program.check(losses, expected + program.expect(everything[1:]))
+
+
+CASES: list[Callable[[Choice], None]] = [
+    trains_in_the_pipeline,
+    trains_in_a_loop_of_its_own,
+    is_not_trained_outside,
+    trains_the_whole_model,
+    makes_one_backward_pass_per_step,
+    has_ranks_with_other_numbers_of_batches,
+    has_batches_of_other_sizes,
+    evaluates_midway,
+    changes_iterators,
+    evaluates_what_it_read_ahead,
+    has_control_flow_by_values,
+    computes_its_features,
+    looks_up_twice,
+    has_features_that_cannot_be_looked_up,
+    has_a_loader_that_fails,
+    has_a_label_that_is_no_number,
+    reads_other_features_in_evaluation,
+]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A case under a choice."""
+
+    case: Callable[[Choice], None]
+    choice: Choice
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.case.__name__} {self.choice.name}"
+
+    def __call__(self) -> None:
+        self.case(self.choice)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_case_under_every_choice(world_size: int) -> None:
+    checks = [Check(case, choice) for case in CASES for choice in choices()]
+    verdicts = run_ranks(run_checks, world_size, timeout_s=280, checks=checks)[0]
+    failed = {name: text for name, text in verdicts.items() if text is not None}
+    assert not failed, "\n".join(f"{name}:\n{text}" for name, text in failed.items())

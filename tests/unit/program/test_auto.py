@@ -1,0 +1,66 @@
+"""What ``auto`` takes for models whose features cannot be read ahead, and what checks a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hotrec
+from hotrec.program.feed import factor_of
+from hotrec.runtime.ranks import Ranks
+from hotrec.types import Partition, PipelineKind
+from tests.distributed.test_program_cases import (
+    ROWS,
+    Computing,
+    Counting,
+    Guarded,
+    Model,
+    Twice,
+    batch_of,
+    drawn,
+)
+
+RULE = partial(torch.optim.SGD, lr=0.1)
+SOME = Partition(ROWS, {"user": np.arange(5)})
+
+
+def chosen(make: Callable[[], nn.Module], hot: Any, **given: Any) -> hotrec.Choice:
+    model, _ = hotrec.parallelize(
+        make(), hot, embedding_optimizer=RULE, dense_optimizer=RULE, **given
+    )
+    return hotrec.choice_of(model)
+
+
+@pytest.mark.parametrize("make", [Guarded, Counting, Computing, Twice])
+def test_auto_takes_base_where_features_cannot_be_read_ahead(
+    one_rank: Ranks, make: Callable[[], nn.Module]
+) -> None:
+    counted = hotrec.profile([batch_of(drawn(0), 0, 24)], make())
+    for batch_size in (24, 1 << 14):
+        assert chosen(make, SOME, batch_size=batch_size).pipeline is PipelineKind.base
+        for may_decline in (True, False):
+            choice = chosen(make, counted, batch_size=batch_size, may_decline=may_decline)
+            assert choice.pipeline is PipelineKind.base
+
+
+def test_auto_keeps_to_models_that_can_be_read_ahead(one_rank: Ranks) -> None:
+    assert chosen(Model, SOME, batch_size=24).pipeline is PipelineKind.sparse_dist
+
+
+def test_the_mean_of_weighted_means_is_that_of_all_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, values = [3, 0, 7], np.arange(10.0)
+    means = [values[:3].mean(), 0.0, values[3:].mean()]
+    factors = []
+    for rank in range(3):
+        monkeypatch.setattr("hotrec.program.feed.rank", lambda rank=rank: rank)
+        factors.append(factor_of(sizes))
+        assert factor_of([5, 5, 5]) == factor_of([5, -1, 7]) == 1.0
+    assert np.mean(np.multiply(factors, means)) == pytest.approx(values.mean())
