@@ -118,7 +118,9 @@ def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
         read_sample(str(tmp_path / "a.parquet"))
 
 
-@pytest.mark.parametrize("name", ["dt=2024-05-01", "a[1]", "it's", "two words", "日志", ".hidden"])
+@pytest.mark.parametrize(
+    "name", ["dt=2024-05-01", "a[1]", "it's", "two words", "\u65e5\u5fd7", ".hidden"]
+)
 def test_directories_of_any_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "a.csv").write_text(HEADER + "".join(LINES))
