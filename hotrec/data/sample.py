@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from hotrec.config.data import SourceFormat
 from hotrec.data import text
-from hotrec.data.columns import ids_from_arrow, is_list
+from hotrec.data.columns import is_list, texts_from_arrow
 from hotrec.data.files import locate
 from hotrec.data.readers import (
     LogFormat,
@@ -205,7 +205,7 @@ def _with_texts(table: pa.Table, name: str) -> pa.Table:
         return table
     index, column = table.column_names.index(name), table.column(name)
     if not is_list(column.type):
-        texts = ids_from_arrow(column)
+        texts = texts_from_arrow(column)
         column = texts.values.take(pa.array(texts.codes, mask=texts.codes < 0))
     return table.set_column(index, name, column)
 
@@ -337,12 +337,12 @@ def _read(
     names = column_names(file, LogFormat(log_format, separator))
     layout = text.Layout(names, separator, is_delimited, (), dict.fromkeys(names, text.TEXT))
     for parsed in text.parse_lines(blocks, layout):
-        bad = parsed.bad
+        faults = parsed.bad
         if is_piece and parsed.lines.size:  # it may begin and end within a value
             first, last = parsed.lines[0], parsed.lines[-1]
-            bad = tuple(b for b in bad if b.line > first and (is_end or b.line < last))
+            faults = tuple(b for b in faults if b.line > first and (is_end or b.line < last))
         found.tables.append(_with_partition(parsed.table, file))
-        found.note(bad, file, has_numbers=not is_piece)
+        found.note(faults, file, has_numbers=not is_piece)
 
 
 def _objects(lines: text.Lines) -> tuple[list[dict[str, Any]], list[text.Bad]]:

@@ -26,6 +26,7 @@ from hotrec.data.columns import (
     numbers_from_texts,
     offsets_of,
     stored,
+    texts_from_arrow,
     times_from_arrow,
     times_from_texts,
     whole_ids,
@@ -54,8 +55,10 @@ _HAS_DIGIT = r"[0-9]"
 _TIMES_MS = (6.3e11, 4.1e12)
 _FORMS_OF_DIGITS = ("%Y%m%d", "%y%m%d%H", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S", "%y%m%d")
 # Of these the first two pairs are told apart by a day after the 12th only.
-_DAYS = ("%m/%d/%Y", "%d/%m/%Y", "%m-%d-%Y", "%d-%m-%Y")
-_DAYS += ("%Y/%m/%d", "%d.%m.%Y", "%d %b %Y", "%b %d, %Y")
+_DAYS = (
+    *("%m/%d/%Y", "%d/%m/%Y", "%m-%d-%Y", "%d-%m-%Y"),
+    *("%Y/%m/%d", "%d.%m.%Y", "%d %b %Y", "%b %d, %Y"),
+)
 _CLOCKS = ("", " %H:%M", " %H:%M:%S", " %H:%M:%S.%f", " %I:%M %p", " %I:%M:%S %p")
 _FORMS_OF_TEXT = (
     *(day + clock for day in _DAYS for clock in _CLOCKS),
@@ -186,7 +189,7 @@ def _width_of(name: str, array: pa.Array) -> int:
     item = stored(array.flatten()).type
     lengths = pc.min_max(pc.list_value_length(array)).as_py()
     if pa.types.is_floating(item) or pa.types.is_decimal(item):
-        few = ids_from_arrow(array.flatten()[: _FEW * 100])
+        few = texts_from_arrow(array.flatten()[: _FEW * 100])
         are_numbers = names_vectors(name) or bool(few.odd.size)
     else:
         are_numbers = names_vectors(name) and pa.types.is_integer(item)
@@ -242,7 +245,8 @@ def _num_total(codes: Any, growth: float) -> int:
     """Distinct values of ``growth`` times as many rows, by the power law of its two halves."""
     codes = codes[codes >= 0]
     num_values, num_half = (
-        max(1, np.count_nonzero(np.bincount(some))) for some in (codes, codes[: codes.size // 2])
+        max(1, int(np.count_nonzero(np.bincount(some))))
+        for some in (codes, codes[: codes.size // 2])
     )
     exponent = min(1.0, max(0.0, math.log2(num_values / num_half)))
     return round(num_values * growth**exponent) if codes.size else 0
@@ -272,12 +276,12 @@ def _of_texts(name: str, texts: Texts, growth: float) -> Column:
 
     if not len(values):
         return column("text")
-    if (found := _times_of(name, values, is_plain)) is not None:
-        form, times = found
-        swapped = re.sub("^%m(.)%d", r"%d\1%m", form)
-        if swapped != form and _are_plausible(_times(values, swapped), False):
+    if (as_times := _times_of(name, values, is_plain)) is not None:
+        time_form, times = as_times
+        swapped = re.sub("^%m(.)%d", r"%d\1%m", time_form)
+        if swapped != time_form and _are_plausible(_times(values, swapped), False):
             return column(_SWAPPED)
-        return column("time", numbers=times, form=form)
+        return column("time", numbers=times, form=time_form)
     if is_plain:
         numbers = _numbers(values, NumberForm())
         if not _all_match(values, _INTEGER):
