@@ -284,7 +284,7 @@ SURROUNDINGS: list[Case] = [
     refused("machine/pod-of-two-and-ranks", f"{TRAIN} launch.num_ranks=2", "launch.num_ranks", limit_s=30, ranks=(0,), **_variables(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29876")),
     works("machine/left-over-rank", f"{TRAIN} launch.num_ranks=2", variables={**NEW, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "23456"}, check=same_run("runs/new", TWO), limit_s=90),
     works("machine/left-over-rank-alone", TRAIN, variables={**NEW, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "23456"}, **TRAINED),
-    refused("machine/world-without-rank", TRAIN, "RANK", limit_s=30, **_variables(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29877")),
+    refused("machine/world-without-rank", TRAIN, "RANK", limit_s=30, ranks=(0,), **_variables(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29877")),
     refused("machine/pet-hosts", f"{TRAIN} launch.num_ranks=2", "PET_NNODES", limit_s=30, **_variables(PET_NNODES="2")),
     refused("machine/pet-ranks", TRAIN, "PET_NPROC_PER_NODE", limit_s=30, **_variables(PET_NPROC_PER_NODE="4")),
     refused("machine/srun-tasks", f"{TRAIN} launch.num_ranks=2", "SLURM_STEP_NUM_TASKS", limit_s=30, **_variables(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0")),
