@@ -318,8 +318,7 @@ def _run_and_say_what_ended_it(invocation: Invocation) -> int:
     try:
         return _run_hydra(invocation)
     except (KeyboardInterrupt, SystemExit) as ended:
-        is_interrupted = isinstance(ended, KeyboardInterrupt)
-        code = EXIT_CODE_OF_SIGINT if is_interrupted else ended.code
+        code = ended.code if isinstance(ended, SystemExit) else EXIT_CODE_OF_SIGINT
         is_by_signal = isinstance(code, int) and code - 128 in set(signal.Signals)
         if is_by_signal and environment_rank() == 0 and TOLD not in invocation.environment:
             # A second Ctrl-C must not end this in a trace.

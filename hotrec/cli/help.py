@@ -43,8 +43,8 @@ def help_text(name: str) -> str:
         f"Usage: hotrec {name} {' '.join(words)} [key=value ...] [flags]".replace("  ", " "),
     ]
     if groups:
-        lines = (f"{group}: {', '.join(options_of(group))}" for group in groups)
-        parts.append("\n".join(["Groups:", *(textwrap.indent(line, "  ") for line in lines)]))
+        choices = (f"  {group}: {', '.join(options_of(group))}" for group in groups)
+        parts.append("\n".join(["Groups:", *choices]))
     of_others = []
     loose = [key for key in keys_of(root, "") if "." not in key.name]
     if loose:

@@ -102,7 +102,7 @@ def hand_on_later_interrupts() -> None:
         finally:
             signal.signal(signal.SIGINT, previous)
 
-    PContext.close = close_and_hand_on  # type: ignore[method-assign]
+    PContext.close = close_and_hand_on  # type: ignore[method-assign, assignment]
 
 
 class LoopbackStore(TCPStore):

@@ -11,7 +11,9 @@ Floats = npt.NDArray[np.floating[Any]]
 
 
 def measure_auc(
-    scores: Floats, is_click: npt.NDArray[np.bool_], weights: Floats | None = None
+    scores: npt.NDArray[np.number[Any]],
+    is_click: npt.NDArray[np.bool_],
+    weights: Floats | None = None,
 ) -> float:
     """Area under the ROC curve by rank statistic, exact, ties counted half. O(S log S).
 

@@ -343,7 +343,9 @@ class InitialTables:
         """
         if world_size() == 1:
             return
-        facts = {name: _facts(table) for name, table in self.weights.items()}
+        facts: dict[str, tuple[Any, ...]] = {
+            name: _facts(table) for name, table in self.weights.items()
+        }
         facts |= {name: (bounds,) for name, bounds in self.bounds.items()}
         of_ranks = all_gather_object(facts)
         differing = dict[str, None]()

@@ -174,11 +174,11 @@ def _contained() -> Iterator[Callable[[BaseException], bool]]:
     handlers = {number: signal.getsignal(number) for number in _SIGNALS} if is_main else {}
     process, thread, end = os.getpid(), threading.current_thread(), os._exit
 
-    def refuse(code: int) -> NoReturn:
+    def refuse(status: int) -> NoReturn:
         # Processes that the callback forks end so.
         if os.getpid() != process or threading.current_thread() is not thread:
-            end(code)
-        raise _ProcessEnd(f"os._exit({code})")
+            end(status)
+        raise _ProcessEnd(f"os._exit({status})")
 
     os._exit = refuse
     try:
