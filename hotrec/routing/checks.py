@@ -29,7 +29,7 @@ def check_lengths(features: KeyedJaggedTensor) -> list[KeyLengths]:
         sizes = list(zip(features.keys(), features.stride_per_key(), strict=True))
         raise ValueError(
             f"features: expected a bag of each for every sample, got {dict(sizes[:4])} bags. Give "
-            'all features one batch size, or train the model with hot="off".'
+            "all features one batch size."
         )
     num_keys, stride, lengths = len(features.keys()), features.stride(), features.lengths()
     fits = lengths.numel() == num_keys * stride

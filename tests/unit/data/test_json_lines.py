@@ -45,7 +45,7 @@ def test_objects_are_samples(tmp_path, block_bytes):
         ROW,
         {"user": 9_007_199_254_740_993, "click": 0, "tags": None},
         {"click": 0.0, "price": None, "user": None, "tags": []},
-        {"click": 1, "price": 3, "user": 2**63, "tags": ["é\n", None]},
+        {"click": 1, "price": 3, "user": 2**63, "tags": ["\u00e9\n", None]},
         {"click": 1, "price": -2.5e-3, "user": 10**25, "tags": ["7"]},
         {"click": 1, "price": 1, "user": 12.0, "tags": ["7"]},
     ]
@@ -53,7 +53,7 @@ def test_objects_are_samples(tmp_path, block_bytes):
     assert [line for block in blocks for line in block.lines] == [1, 2, 3, 4, 5, 6]
     users = ["7", "9007199254740993", None, str(2**63), str(10**25), "12"]
     assert values(blocks, "user") == users
-    assert values(blocks, "tags") == [["a", "b"], None, [], ["é\n", None], ["7"], ["7"]]
+    assert values(blocks, "tags") == [["a", "b"], None, [], ["\u00e9\n", None], ["7"], ["7"]]
     assert values(blocks, "click") == [1, 0, 0, 1, 1, 1]
     assert values(blocks, "price") == [1.5, None, None, 3, -0.0025, 1]
     path = tmp_path / "log.jsonl"
