@@ -127,27 +127,23 @@ def listen_on_loopback() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def wait_for_host_0(arguments: Sequence[str]) -> str:
+def wait_for_host_0(given: argparse.Namespace) -> None:
     """Wait for the rendezvous where another host holds it, and say so.
 
     torchrun would be silent for a minute, and then show a stack of C++.
 
-    Returns:
-        The endpoint, for messages.
-
     Raises:
         OSError: If nobody listens there within JOIN_S.
     """
-    given, _ = get_args_parser().parse_known_args([*arguments, "x"])
     endpoint = str(given.rdzv_endpoint)
     host, _, port = endpoint.rpartition(":")
     if "is_host=false" not in str(given.rdzv_conf).lower() or not port.isdecimal():
-        return endpoint
+        return
     start_s = said_s = time.monotonic()
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
-            return endpoint
+            return
         except OSError:
             now_s = time.monotonic()
             if now_s - start_s > JOIN_S:
@@ -168,9 +164,9 @@ def main() -> int:
     logging.disable(logging.ERROR)
     arguments = take_shutdown_timeout(sys.argv[1:])
     hand_on_later_interrupts()
-    endpoint = "the rendezvous"
+    given, _ = get_args_parser().parse_known_args([*arguments, "x"])
     try:
-        endpoint = wait_for_host_0(arguments)
+        wait_for_host_0(given)
         torchrun(arguments)
     except ChildFailedError as error:
         rank = ended_first(error.failures)
@@ -183,8 +179,9 @@ def main() -> int:
     except (RendezvousError, dist.DistError, OSError) as error:
         reason = str(error).split("\n")[0].removesuffix(".")
         print(
-            f"error: rendezvous: expected all hosts to meet at {endpoint}, got {reason}. See "
-            "whether host 0 has started, and whether this host reaches it.",
+            "error: rendezvous: expected all hosts to meet at "
+            f"{given.rdzv_endpoint or 'a common endpoint'}, got {reason}. See whether host 0 has "
+            "started, and whether this host reaches it.",
             file=sys.stderr,
         )
         return 1

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from typing import NamedTuple
 
 from hotrec.config.fields import Rules, key, section
 from hotrec.config.names import MAX_NAME_BYTES, name_rules
@@ -56,8 +57,7 @@ def time_ms(text: str, form: str = TimeUnit.iso) -> float:
     return (moment - EPOCH) / timedelta(milliseconds=1)
 
 
-@dataclass(frozen=True)
-class NumberForm:
+class NumberForm(NamedTuple):
     """How a number is written in text; see ``ColumnSpec``."""
 
     decimal: str = "."

@@ -30,6 +30,8 @@ READ_BY_NAME |= {"dense_layer_sizes", "over_layer_sizes", "deep_layer_sizes", "n
 READ_BY_NAME |= {"expert_layer_sizes", "item_columns", "tower_layer_sizes", "args"}
 READ_BY_NAME |= {"attention", "attention_layer_sizes"}
 READ_BY_NAME |= {"cross_num_layers", "cross_low_rank_dim", "_target_"}
+# By the property keeps_best.
+READ_BY_NAME |= {"keep_best"}
 # Those of the page of a benchmark, see hotrec.bench.benchmark.SETTINGS.
 READ_BY_NAME |= set(SETTINGS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -290,7 +290,7 @@ def _of_texts(name: str, texts: Texts, growth: float) -> Column:
         # As numbers some of them would be the same.
         return column("integer", numbers=numbers) if is_exact else column("text")
     if (form := _number_form(name, values)) is not None:
-        keys = {k: v for k, v in asdict(form).items() if v != getattr(NumberForm(), k)}
+        keys = {k: v for k, v in form._asdict().items() if v != getattr(NumberForm(), k)}
         return column("number", numbers=_numbers(values, form), number_form=keys)
     if _all_match(values, r"^\s*\{"):
         return column("JSON in text, which is not read: make columns of it")

@@ -91,6 +91,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     ):
         monkeypatch.setattr(run_module, name, stand_in)
     monkeypatch.setattr(_Chain, "start", start)
+    monkeypatch.setattr("hotrec.data.chunks.Dataset.open", lambda _: None)
+    monkeypatch.setattr("hotrec.runs.check.check_with_data", lambda *_, **__: 10)
     return machine
 
 

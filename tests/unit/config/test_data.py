@@ -54,7 +54,6 @@ def test_features_may_share_a_table():
 @pytest.mark.parametrize(
     ("spec", "key", "got"),
     [
-        (DataSpec(), "data", "'none'|none"),
         (DataSpec(criteo(), SyntheticSpec([3])), "data", r"\['source', 'synthetic'\]"),
         (SourceSpec(SourceFormat.criteo, []), "data.source.files", r"\[\]"),
         (criteo(separator=";;"), "data.source.separator", "';;'"),

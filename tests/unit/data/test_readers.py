@@ -530,7 +530,11 @@ def number_wanted(**settings) -> Wanted:
         ("12,34,567.5", {"thousands": ","}, 1234567.5),
         ("1234.5", {"thousands": ","}, 1234.5),
         ("-$1,234.50", {"thousands": ",", "ignore": "$"}, -1234.5),
-        ("1\u202f234,5\u00a0\u20ac", {"decimal": ",", "thousands": "\u202f", "ignore": "\u20ac"}, 1234.5),
+        (
+            "1\u202f234,5\u00a0\u20ac",
+            {"decimal": ",", "thousands": "\u202f", "ignore": "\u20ac"},
+            1234.5,
+        ),
         ("12.5 %", {"ignore": "%"}, 12.5),
         ("1'000'000", {"thousands": "'"}, 1e6),
         ("1,5e3", {"decimal": ","}, 1500),
