@@ -412,9 +412,9 @@ def _run_job(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int
         figures = _record_for_torchrun(lambda: _run_composed(invocation, composed, run_dir))()
         if figures is not None:
             with naming(Path("standard output")):
-                _print_figures(figures)
+                _print_figures(invocation.name, figures)
     except EndedEarly as ended:
-        _print_figures(ended.figures)
+        _print_figures(invocation.name, ended.figures)
         if ended.exit_code in (EXIT_CODE_OF_SIGTERM, EXIT_CODE_OF_SIGINT):
             raise SystemExit(ended.exit_code) from ended  # stops the other jobs too
         return ended.exit_code
@@ -534,11 +534,10 @@ def _record_for_torchrun(action: Callable[[], Figures | None]) -> Callable[[], F
     return record(action)
 
 
-def _print_figures(figures: Figures) -> None:
+def _print_figures(name: str, figures: Figures) -> None:
     """End a command: lines for a reader, and figures for a program unless that is a terminal."""
     if environment_rank() != 0:
         return
-    name = str(figures["command"])
     is_said = name == "run"
     if COMMANDS[name].has_closing_lines:
         from hotrec.cli.closing import print_closing  # which imports pictures
