@@ -61,6 +61,8 @@ _MAX_TMP_PATH = 60
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 # Where this process is the host, torch's server lives only as long as this reference.
 _held_store: Store | None = None
+# Of the directories of this process's runs; a parent that was there is not ours to remove.
+_made_parents: list[Path] = []
 
 
 def is_under_torchrun() -> bool:
@@ -237,6 +239,7 @@ def decide_run_dir(
         is_made: Whether to make the directory, unless the environment names one, so that no other
             command that starts at the same time can take it.
     """
+    _made_parents.clear()
     chosen = os.environ.get(RUN_DIR)
     if chosen and "://" in chosen:
         raise ValueError(
@@ -278,6 +281,7 @@ def _make_new(folder: Path) -> Path:
             number += 1
             candidate = folder.with_name(f"{folder.name}-{number}")
         except FileNotFoundError:  # a command that has ended may have removed the empty parent
+            _made_parents.extend(p.absolute() for p in folder.parents if not p.exists())
             with suppress(OSError):
                 candidate.parent.mkdir(parents=True, exist_ok=True)
                 continue
@@ -287,9 +291,12 @@ def _make_new(folder: Path) -> Path:
 
 
 def remove_if_empty(run_dir: Path) -> None:
-    """Remove a run's directory in which nothing was written, and parents that are empty then."""
+    """Remove a run's directory in which nothing was written, and parents made for it alone."""
     with suppress(OSError):
-        os.removedirs(run_dir)
+        run_dir.rmdir()
+        for parent in run_dir.absolute().parents:
+            if parent in _made_parents:
+                parent.rmdir()
 
 
 def _agree(decide: Callable[[], str]) -> str:

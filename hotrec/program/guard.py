@@ -142,7 +142,7 @@ class Guard:
                 self._check(lookup, follow(paths[lookup.name], batch))
 
     def _check(self, lookup: Lookup, features: Any) -> None:
-        if not (self._is_plain and _is_variable(features)):
+        if not (self._is_plain and _has_kernel_for_variable(features)):
             lookup.check(features)
 
     def enter_pipeline(self, pipeline: object) -> None:
@@ -266,8 +266,10 @@ def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, ShardedModule)
 
 
-def _is_variable(features: Any) -> bool:
-    return isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
+def _has_kernel_for_variable(features: Any) -> bool:
+    """Whether features have bags that samples share, on a device where FBGEMM reads them."""
+    is_variable = isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
+    return is_variable and features.device().type != "cpu"
 
 
 def _first(found: Callable[[], list[list[int]]]) -> list[int]:

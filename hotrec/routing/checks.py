@@ -23,14 +23,10 @@ def check_lengths(features: KeyedJaggedTensor) -> list[KeyLengths]:
     """Return the lengths of each key, with one read from the device.
 
     Raises:
-        ValueError: if there is not one per key and sample, one is negative, or their sum is wrong.
+        ValueError: if there is not one per key and sample, one is negative, their sum is wrong, or
+            samples share bags.
     """
-    if features.variable_stride_per_key():
-        sizes = list(zip(features.keys(), features.stride_per_key(), strict=True))
-        raise ValueError(
-            f"features: expected a bag of each for every sample, got {dict(sizes[:4])} bags. Give "
-            "all features one batch size."
-        )
+    check_own_bags(features)
     num_keys, stride, lengths = len(features.keys()), features.stride(), features.lengths()
     fits = lengths.numel() == num_keys * stride
     known = [KeyLengths(0, 0, 0)] * num_keys
@@ -74,11 +70,17 @@ def check_names(features: KeyedJaggedTensor, wanted: Sequence[str]) -> None:
 
 def check_own_bags(features: KeyedJaggedTensor) -> None:
     """Raise ValueError if samples share bags, which lookups here do not know."""
-    if features.inverse_indices_or_none() is not None or len(set(features.stride_per_key())) > 1:
-        raise ValueError(
-            "features: expected a bag of each feature for every sample, got bags that samples "
-            "share (inverse_indices, stride_per_key_per_rank). Repeat them for every sample."
-        )
+    if features.variable_stride_per_key():
+        sizes = zip(features.keys(), features.stride_per_key(), strict=True)
+        found = f"bags by feature: {dict(list(sizes)[:4])}"
+    elif features.inverse_indices_or_none() is not None:
+        found = "bags that samples share (inverse_indices)"
+    else:
+        return
+    raise ValueError(
+        f"features: expected a bag of each feature for every sample, got {found}. Repeat bags for "
+        "every sample that has them."
+    )
 
 
 def declared_weights(features: KeyedJaggedTensor, is_weighted: bool | None) -> torch.Tensor | None:

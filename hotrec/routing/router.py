@@ -12,7 +12,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.routing.checks import (
     check_ids,
     check_lengths,
-    check_own_bags,
     declared_weights,
     scale_ids,
     select_features,
@@ -68,7 +67,6 @@ class Router:
 
     def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
         """Route a batch, whose features are checked."""
-        check_own_bags(features)
         known = check_lengths(features)
         features = KeyedJaggedTensor(
             keys=features.keys(),

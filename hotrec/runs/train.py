@@ -83,6 +83,7 @@ from hotrec.runtime.run_dir import (
     read_finished,
 )
 from hotrec.train.ahead import DaysAhead, NextDay, read_evaluated
+from hotrec.train.alternate import KINDS
 from hotrec.train.best import BestQuality
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.loop import TrainResult, train
@@ -306,12 +307,16 @@ def _is_stopped_early(trainer: TrainerConfig, saved: Mapping[str, Any]) -> bool:
 def _read_kept(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
     """As ``read_facts``, of a run that has a loader of samples."""
     content = read_facts(path, facts)
-    num_samples = content["loader"].get("num_samples")
-    if type(num_samples) is not int or num_samples < 0:
-        raise ArtifactError(
-            f"{path}: expected the samples that the loader has returned, got {num_samples!r}. Use "
-            "another checkpoint."
-        )
+    loader = content["loader"]
+    # With order=all_hot there is one of each kind of samples, beside what alternates them.
+    loaders = [loader[kind] for kind in KINDS.values() if kind in loader] or [loader]
+    for position in loaders:
+        found = position.get("num_samples") if isinstance(position, dict) else position
+        if type(found) is not int or found < 0:
+            raise ArtifactError(
+                f"{path}: expected the samples that the loader has returned, got {found!r}. Use "
+                "another checkpoint."
+            )
     return content
 
 

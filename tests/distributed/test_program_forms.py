@@ -244,7 +244,7 @@ weighted_batch = partial(make_batch, is_weighted=True)
 ONE_CALL = "embedding module bags: expected one call in a forward of the model, got a second"
 NO_WEIGHTS = "features weights: expected per-sample weights since is_weighted=True, got none"
 NO_LAYERS = "pipeline look_ahead: expected trained dense layers, got none"
-OWN_BAGS = "features: expected a bag of each feature for every sample, got bags that samples share"
+OWN_BAGS = "features: expected a bag of each feature for every sample, got bags "
 NO_LOSS = "model: expected forward to return (loss, anything), or the loss"
 # Model, batches, and by choice how the line begins that refuses them; "" for those not named.
 CASES: dict[str, tuple[Callable[[], Model], Any, dict[str, str]]] = {

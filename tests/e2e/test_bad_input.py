@@ -193,6 +193,15 @@ def test_runs_that_are_not_there(refuse: Refuse) -> None:
     assert "runs: expected a run directory with summary.json" in refuse("report", "runs=[absent]")
 
 
+def test_nothing_is_left_or_taken(refuse: Refuse, tmp_path: Path) -> None:
+    """Of the directories that a refused command made, and those that were there."""
+    refuse("evaluate")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").mkdir()
+    refuse("evaluate")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+
+
 @pytest.mark.slow
 class TestCheckpoint:
     """One run of one rank; its checkpoint is damaged."""
