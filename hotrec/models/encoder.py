@@ -1,6 +1,6 @@
 """Raw records as the inputs of an exported model, encoded as ``hotrec prepare`` encodes a log.
 
-Needs numpy, and nothing else of hotrec, so that it can be copied into a service; tensors, which
+Needs numpy, and nothing else of hotrec, and is copied into every export; tensors, which
 ``hotrec.models.plain`` takes, also need torch.
 """
 

@@ -1,6 +1,6 @@
 """A trained model as a plain PyTorch module, read from the directory that ``hotrec export`` wrote.
 
-Needs torch and safetensors, and nothing else of hotrec, so that it can be copied into a service;
+Needs torch and safetensors, and nothing else of hotrec, and is copied into every export;
 a model of your own also needs the package of its class. ``hotrec.models.encoder`` makes its inputs.
 """
 

@@ -61,6 +61,7 @@ from hotrec.runs.exported import (
     rows_at_once,
     table_file,
     vocabulary_file,
+    write_code,
     write_hashes,
     write_ids,
 )
@@ -260,6 +261,7 @@ def merge(base: Path, delta: Path, target: Path) -> None:
     """
     description = read_description(delta, DELTA_DESCRIPTION)
     _check_grown(read_description(base), description)
+    write_code(target)
     shutil.copyfile(delta / DELTA_DESCRIPTION, target / DESCRIPTION)
     for file in (DENSE_FILE, ONNX_FILE):
         if file == DENSE_FILE or (delta / file).exists():

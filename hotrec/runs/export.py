@@ -88,6 +88,7 @@ from hotrec.runs.exported import (
     rows_at_once,
     table_file,
     vocabulary_file,
+    write_code,
     write_hashes,
     write_ids,
 )
@@ -272,6 +273,8 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
             }
             write_onnx(scratch, shape, dense, tables)
         _write_vocabularies(scratch, trained, base)
+        if base is None:
+            write_code(scratch)
         name = DESCRIPTION if base is None else DELTA_DESCRIPTION
         (scratch / name).write_text(json.dumps(description, indent=2) + "\n")
         quality = _evaluate_written(scratch, trained, form, base)

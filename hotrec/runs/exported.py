@@ -5,6 +5,7 @@ Both read and write tables and vocabularies in pieces, whatever their size.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +22,14 @@ import pyarrow.parquet as pq
 
 from hotrec.artifact import MANIFEST
 from hotrec.data.hashing import Hashes, hash_text
+from hotrec.models import encoder, plain
 from hotrec.models.encoder import hash_file
 from hotrec.models.plain import TABLES_DIR, load_tensors
 
 KIND = "model export"
 VOCABULARIES = "vocab"
+# What a service reads an export with, without hotrec.
+CODE = {"encoder.py": encoder, "plain.py": plain}
 # Raw ids that are read or written at once.
 IDS_AT_ONCE = 1 << 18
 _CHUNK_BYTES = 64 << 20
@@ -202,6 +206,13 @@ def read_count(path: Path) -> int:
         raise ValueError(
             f"{path}: expected a Parquet file, got {reason}. Export the model again."
         ) from error
+
+
+def write_code(directory: Path) -> None:
+    """Write the code that reads an export; always hotrec's own, never that of another export."""
+    for name, module in CODE.items():
+        source = inspect.getsource(module)
+        (directory / name).write_text(source, encoding="utf-8")
 
 
 def write_hashes(directory: Path, table: str, num_rows: int) -> None:

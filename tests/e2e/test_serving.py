@@ -170,17 +170,16 @@ def test_code_is_imported_only_where_it_is_allowed(folder: Path) -> None:
 
 
 def test_records_are_encoded_and_scored_as_predict_does(folder: Path) -> None:
-    """By two files copied into a service, which has no hotrec, pyarrow or torchrec."""
+    """By the two files of the export, where there is no hotrec, pyarrow or torchrec."""
     hotrec_here("export", "run_dir=runs/dlrm", "output=exported/alone", cwd=folder)
-    for name in ("plain", "encoder"):
-        shutil.copy(REPOSITORY / f"hotrec/models/{name}.py", folder / f"my_{name}.py")
     words = ("predict", "run_dir=runs/dlrm", "input=[days]", "output=encoded")
     hotrec_here(*words, cwd=folder)
     program = f"""
 import csv, json
 {WALL}
-from my_encoder import load_encoder
-from my_plain import load_model
+sys.path.insert(0, "exported/alone")
+from encoder import load_encoder
+from plain import load_model
 records = [row for day in (1, 2) for row in csv.DictReader(open(f"days/{{day}}.csv"))]
 encoder, model = load_encoder("exported/alone"), load_model("exported/alone")
 print(json.dumps(model(*encoder(records)).tolist()))
