@@ -80,9 +80,13 @@ def allow_one_call(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule) and module not in inside:
             inside.update(module.modules())
-            of_user = name.replace("_dmp_wrapped_module.", "").removeprefix("module.")
-            module.register_forward_pre_hook(partial(count, of_user))
+            module.register_forward_pre_hook(partial(count, name_of_user(name)))
     model.register_forward_pre_hook(lambda *_: calls.clear())
+
+
+def name_of_user(name: str) -> str:
+    """The name of a module or parameter before the model was sharded."""
+    return name.replace("_dmp_wrapped_module.", "").removeprefix("module.")
 
 
 def take_losses(model: nn.Module) -> None:

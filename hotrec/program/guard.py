@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -17,10 +18,11 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.optimizers import ModelOptimizer
+from hotrec.embedding.optimizers import TABLES, ModelOptimizer, hot_replicas
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import outermost_sharded
 from hotrec.program.choice import OFF, Choice
+from hotrec.program.features import name_of_user
 from hotrec.program.feed import Agreement, Feed, check_sizes, factor_of, num_samples
 from hotrec.routing.batches import features_of_each
 from hotrec.routing.checks import check_features
@@ -99,9 +101,26 @@ class Guard:
         if self._is_ahead:
             for module in (model, _unwrapped(model), *(lookup.module for lookup in self._lookups)):
                 module.register_forward_pre_hook(self._check_forward)
-        if not self._is_plain:
-            for name, parameter in dense_parameters(model).items():
-                parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
+        # Gradients of replicated rows as backward left them.
+        self._left: dict[torch.Tensor, tuple[int, int] | None] = {}
+        self._rows: list[torch.Tensor] = []
+        if self._is_plain:
+            return
+        for path, parameter in dense_parameters(model).items():
+            name = name_of_user(path)
+            if not self._is_ahead:
+                parameter.register_hook(partial(self._check_cleared, name, parameter))
+            parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
+
+    def watch_rows(self, model: DistributedModelParallel, optimizer: ModelOptimizer) -> None:
+        """Watch the gradients of rows that ``optimizer.step()`` updates, and backward not."""
+        self._rows = [replica.weight for replica in hot_replicas(model).values()]
+        for name, part in optimizer.optimizers:
+            if name == TABLES:  # views of the tensors that autograd knows
+                self._rows += [getattr(p, "_original_tensor", p) for p in part.params.values()]
+        has_others = bool(model.fused_optimizer.params)
+        if self._rows and has_others and not (self._is_plain or self._is_ahead):
+            model.register_forward_hook(self._note_output)
 
     @contextmanager
     def inside(self, feed: Feed) -> Iterator[None]:
@@ -164,9 +183,11 @@ class Guard:
 
     def check_step(self) -> None:
         """Raise a RuntimeError if ``optimizer.step()`` is called in a loop that is not right."""
-        has_gradient, sizes = bool(self._arrived), self._sizes
+        has_gradient, sizes, left = bool(self._arrived), self._sizes, self._left
+        is_changed = any(_state_of(rows.grad) != state for rows, state in left.items())
+        is_cleared = has_gradient and all(layer.grad is None for layer in self._arrived)
         self._arrived.clear()
-        self._is_called, self._sizes = False, None
+        self._is_called, self._sizes, self._left = False, None, {}
         if self._feed is not None:
             return
         if self._is_ahead:
@@ -175,6 +196,13 @@ class Guard:
             raise RuntimeError(
                 "optimizer.step(): expected a backward pass before it, got none since the last "
                 "step. hotrec.Pipeline.progress makes its own steps; leave this one out."
+            )
+        if is_changed or (is_cleared and not self._is_plain):
+            raise RuntimeError(
+                "optimizer.step(): expected the gradients that backward left, got "
+                f"{'none' if is_cleared else 'others of replicated rows'}, while all other rows "
+                "were updated in backward. Clip or scale those of dense layers alone, and call "
+                "optimizer.zero_grad() before backward."
             )
         if sizes is not None:
             check_sizes(_first(sizes))
@@ -204,6 +232,31 @@ class Guard:
             )
         else:
             self._arrived.add(parameter)
+
+    def _check_cleared(self, name: str, parameter: torch.Tensor, _: torch.Tensor) -> None:
+        if self._feed is not None or not self._is_called or parameter in self._arrived:
+            return  # inside of a pipeline, or refused by what comes next
+        if parameter.grad is not None and bool(parameter.grad.any()):
+            raise RuntimeError(
+                f"parameter {name}: expected no gradient before backward, got that of an earlier "
+                "step. Rows are updated in backward, by the gradients of that step alone: call "
+                "optimizer.zero_grad() before it."
+            )
+
+    def _note_output(self, model: nn.Module, _: Any, output: Any) -> None:
+        if self._feed is not None or not (model.training and torch.is_grad_enabled()):
+            return
+        for part in tree_leaves(output):
+            if isinstance(part, torch.Tensor) and part.requires_grad:
+                part.register_hook(self._note_backward)
+
+    def _note_backward(self, _: torch.Tensor) -> None:
+        # At the end of the pass, behind what DDP then does, which averages gradients in place.
+        at_end = torch.autograd.Variable._execution_engine.queue_callback
+        at_end(lambda: at_end(self._note_rows))
+
+    def _note_rows(self) -> None:
+        self._left = {rows: _state_of(rows.grad) for rows in self._rows}
 
     def _check_features(
         self, lookup: Lookup, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
@@ -247,6 +300,7 @@ def guard(model: DistributedModelParallel, choice: Choice, optimizer: CombinedOp
     model.hotrec_choice, model.hotrec_guard = choice, Guard(model, choice)
     if isinstance(optimizer, ModelOptimizer):
         optimizer.before_step = model.hotrec_guard.check_step
+        model.hotrec_guard.watch_rows(model, optimizer)
 
 
 def _outside(what: str) -> RuntimeError:
@@ -260,6 +314,11 @@ def _outside(what: str) -> RuntimeError:
 def _unwrapped(model: DistributedModelParallel) -> nn.Module:
     module: nn.Module = model.module
     return module
+
+
+def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """What differs once a gradient was changed or replaced."""
+    return None if gradient is None else (gradient.data_ptr(), gradient._version)
 
 
 def _is_sharded(module: nn.Module) -> bool:

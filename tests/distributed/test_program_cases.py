@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -241,13 +241,16 @@ class Program:
     def pipeline(self) -> hotrec.Pipeline:
         return hotrec.Pipeline(self.model, self.optimizer, CPU)
 
-    def expect(self, of: Sequence[Rows]) -> list[float]:
+    def expect(
+        self, of: Sequence[Rows], change: Callable[[], object] = lambda: None
+    ) -> list[float]:
         """Train the unsplit model; its losses."""
         losses = []
         for batch in of:
             self._rule.zero_grad()
             loss, _ = self.unsplit(batch)
             loss.backward()
+            change()
             self._rule.step()
             losses.append(float(loss.detach()))
         return losses
@@ -320,10 +323,13 @@ OUTSIDE = r"expected hotrec\.Pipeline to train .* outside of its progress"
 UNTRACED = r'pipeline sparse_dist: expected a forward that torch\.fx can trace.*pipeline="base"'
 
 
-def step_by_hand(program: Program, batch: Rows) -> float:
+def step_by_hand(
+    program: Program, batch: Rows, change: Callable[[], object] = lambda: None
+) -> float:
     program.optimizer.zero_grad()
     loss, _ = program.model(batch)
     loss.backward()
+    change()
     program.optimizer.step()
     return mean_over_ranks(loss)
 
@@ -431,6 +437,33 @@ def makes_one_backward_pass_per_step(choice: Choice) -> None:
             program.optimizer.step()
         losses += progress_all(pipeline, iter(batches(1, first=1)))
     program.check(losses, program.expect(whole(2)))
+
+
+def changes_gradients_before_its_step(choice: Choice) -> None:
+    """Rows that are not replicated are updated in backward, by what it computed."""
+    if choice.is_ahead or choice.is_plain:
+        return
+    program = Program(choice)
+    parts = dict(program.optimizer.optimizers)
+    has_both = bool(parts["fused"].params) and not parts.keys().isdisjoint(("hot", "tables"))
+    layers = [p for name, p in program.model.named_parameters() if "bags" not in name]
+    kept = [p for name, p in program.unsplit.named_parameters() if "bags" not in name]
+    losses = [step_by_hand(program, batch, lambda: clip(layers)) for batch in batches(2)]
+    program.check(losses, program.expect(whole(2), lambda: clip(kept)))
+    with refused(r"optimizer\.step\(\): expected the gradients") if has_both else nullcontext():
+        step_by_hand(program, batches(1)[0], lambda: clip(program.model.parameters()))
+    other = Program(choice)
+    with refused(r"optimizer\.step\(\): expected the gradients .* got none"):
+        step_by_hand(other, batches(1)[0], lambda: other.optimizer.zero_grad())
+    program = Program(choice)
+    program.model(batches(1)[0])[0].backward()
+    program.optimizer.step()
+    with refused("parameter out.bias: expected no gradient before backward"):
+        program.model(batches(1)[0])[0].backward()
+
+
+def clip(parameters: Iterable[torch.Tensor]) -> None:
+    nn.utils.clip_grad_norm_(parameters, 0.01)
 
 
 def has_ranks_with_other_numbers_of_batches(choice: Choice) -> None:
@@ -699,6 +732,7 @@ CASES: list[Callable[[Choice], None]] = [
     is_not_trained_outside,
     trains_the_whole_model,
     makes_one_backward_pass_per_step,
+    changes_gradients_before_its_step,
     has_ranks_with_other_numbers_of_batches,
     has_batches_of_other_sizes,
     evaluates_midway,
