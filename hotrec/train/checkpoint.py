@@ -555,14 +555,13 @@ def restore_random_state(path: Path) -> None:
     was not interrupted did not draw at this point. A rank that the checkpoint does not know keeps
     its own generators, moved on by its number.
     """
-    state = same_verdict(lambda: _load_random(path))
+    same_verdict(lambda: _set_random(path, _load_random(path)))
+
+
+def _set_random(path: Path, state: Mapping[str, Any] | None) -> None:
     if state is None:
         torch.manual_seed(torch.initial_seed() + rank())
         return
-    same_verdict(lambda: _set_random(path, state))
-
-
-def _set_random(path: Path, state: Mapping[str, Any]) -> None:
     try:
         keys = state["numpy"]["state"]
         numpy_state = {**state["numpy"], "state": {**keys, "key": keys["key"].numpy()}}

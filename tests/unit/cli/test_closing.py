@@ -92,13 +92,13 @@ def test_json_is_for_programs(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = FIGURES.get(command, {"command": command, "a": 1})
-    _print_figures(figures)
+    _print_figures(command, figures)
     out, err = capsys.readouterr()
     assert json.loads(out)["command"] == command
     assert err == SAID.get(command, "")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    _print_figures(figures)
+    _print_figures(command, figures)
     # What says nothing else on a terminal prints its figures there, too.
     assert (terminal.getvalue() == "") == (command in SAID)
 
