@@ -538,13 +538,17 @@ def _print_figures(name: str, figures: Figures) -> None:
     """End a command: lines for a reader, and figures for a program unless that is a terminal."""
     if environment_rank() != 0:
         return
+    is_terminal = sys.stdout.isatty()
+    text = json.dumps(_plain(figures), allow_nan=False)
+    if not is_terminal:  # before the lines, which are the last that a reader sees
+        print(text, flush=True)
     is_said = name == "run"
     if COMMANDS[name].has_closing_lines:
         from hotrec.cli.closing import print_closing  # which imports pictures
 
         is_said = print_closing(figures)
-    if not (is_said and sys.stdout.isatty()):
-        print(json.dumps(_plain(figures), allow_nan=False), flush=True)
+    if is_terminal and not is_said:
+        print(text, flush=True)
 
 
 def _plain(value: Any) -> Any:

@@ -42,8 +42,8 @@ from tests.helpers.ranks import run_ranks
 from tests.unit.data.logs import HEADER, bag, criteo_line, delimited_spec
 
 
-def run(spec: SourceSpec, path: Path) -> Dataset:
-    prepare(spec, path)
+def run(spec: SourceSpec, path: Path, **settings: bool) -> Dataset:
+    prepare(spec, path, **settings)
     return Dataset.open(path, verify="full")
 
 
@@ -89,7 +89,7 @@ def test_what_is_prepared_is_what_was_read(tmp_path_factory, rows, min_count, ro
     spec = delimited_spec(
         files, rows_per_chunk=rows_per_chunk, table_defaults=TableSpec(min_count=min_count)
     )
-    found = decoded(run(spec, directory / "dataset"), "train")
+    found = decoded(run(spec, directory / "dataset", allow_repeats=True), "train")
     users = [row[2] for row in rows]
     items = [item for row in rows for item in (row[3], *row[4])]
     expected = [
