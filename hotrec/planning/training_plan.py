@@ -291,7 +291,8 @@ def propose(
     except ArtifactError as error:
         if not isinstance(kind, SavedPlacement | TorchrecPlacement):
             raise
-        logger.info("no prediction: %s", error)
+        # The text: a handler that keeps records would keep the dataset open by the traceback.
+        logger.info("no prediction: %s", str(error))
         return Proposal(config, dataset, machine, placement, artifact)
     counted, histograms = (profile, profile_artifact), profile.build_histograms()
     if isinstance(kind, HotColdConfig) and not isinstance(kind, SavedPlacement | CostPlacement):
