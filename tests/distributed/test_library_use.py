@@ -72,8 +72,9 @@ def test_resume_says_how_it_is_used() -> None:
         [sys.executable, str(EXAMPLES / "resume.py")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("usage: resume.py DIRECTORY STEPS")
-    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    # FBGEMM may warn of its version before.
+    assert done.stderr.splitlines()[-1].startswith("usage: resume.py DIRECTORY STEPS")
 
 
 @pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN], ids=["python", "torchrun"])
