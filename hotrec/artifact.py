@@ -121,8 +121,8 @@ class Artifact:
         _check_file(self.path / name, self.files[name], verify=Verify.full, kind=self.kind)
 
     @contextmanager
-    def parsing(self) -> Iterator[None]:
-        """Turn errors about content of an unexpected form into an ``ArtifactError``."""
+    def parsing(self, file: str = MANIFEST) -> Iterator[None]:
+        """Turn errors about content of an unexpected form into an ``ArtifactError`` of a file."""
         try:
             yield
         except ArtifactError:
@@ -131,7 +131,7 @@ class Artifact:
             if ": expected " in str(error):  # says what to do as well
                 raise ArtifactError(f"{self.path}: {error}") from error
             raise ArtifactError(
-                f"{self.path / MANIFEST}: expected the content of a {self.kind}, got "
+                f"{self.path / file}: expected the content of a {self.kind}, got "
                 f"{type(error).__name__}: {error}. Make the {self.kind} again."
             ) from error
 

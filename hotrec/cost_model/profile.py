@@ -429,13 +429,15 @@ def read_profile(path: Path) -> tuple[Profile, Artifact]:
     with artifact.parsing():
         content = artifact.content
 
+        def load_file(name: str) -> Rows:
+            with artifact.parsing(name):
+                rows: Rows = np.load(artifact.file(name), mmap_mode="r")
+                return rows
+
         def load(part: str) -> dict[str, Rows]:
             if not (path / part).exists():
                 return {}
-            counts = {
-                table: np.load(artifact.file(_counts_name(part, table)), mmap_mode="r")
-                for table in content["tables"]
-            }
+            counts = {table: load_file(_counts_name(part, table)) for table in content["tables"]}
             names = {name for name in artifact.files if name.startswith(f"{part}/")}
             if names != {_counts_name(part, table) for table in counts}:
                 raise ValueError(f"tables {sorted(counts)} and files {sorted(names)}")

@@ -123,7 +123,7 @@ def _write_rows(path: Path, rows: Mapping[str, Rows] | Mapping[str, PopularRows]
 def _read_rows(artifact: Artifact, name: str) -> dict[str, Any]:
     if name not in artifact.files:
         return {}
-    with np.load(artifact.file(name), allow_pickle=False) as arrays:
+    with artifact.parsing(name), np.load(artifact.file(name), allow_pickle=False) as arrays:
         return {table: arrays[table] for table in artifact.content["num_rows"]}
 
 
