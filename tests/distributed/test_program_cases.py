@@ -199,8 +199,7 @@ class Choice:
         return self.kind is PipelineKind.sparse_dist
 
 
-def choices(*, is_short: bool = False) -> list[Choice]:
-    """All, or one of each kind."""
+def choices() -> list[Choice]:
     some = Partition(ROWS, {"user": np.arange(9), "item": np.arange(4)})
     kinds = (PipelineKind.look_ahead, PipelineKind.sparse_dist, PipelineKind.base)
     ahead, sparse_dist, base = [
@@ -212,11 +211,10 @@ def choices(*, is_short: bool = False) -> list[Choice]:
         chosen = hotrec.Choice("torchrec", "asked", kind, torchrec_plan=plan)
         return Choice(f"{plan.name} {kind.value}", kind, chosen, {})
 
-    found = [ahead, sparse_dist, base, of_torchrec(TorchrecPlan.table_wise, kinds[2]), off]
-    if is_short:
-        return found
     plans = (TorchrecPlan.planner, TorchrecPlan.hand_tuned, TorchrecPlan.table_wise)
-    return [*found, off_base, *(of_torchrec(plan, kinds[1]) for plan in plans)]
+    of_plans = [of_torchrec(plan, PipelineKind.sparse_dist) for plan in plans]
+    table_wise = of_torchrec(TorchrecPlan.table_wise, PipelineKind.base)
+    return [ahead, sparse_dist, base, table_wise, off, off_base, *of_plans]
 
 
 class Program:
@@ -765,8 +763,7 @@ class Check:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_case_under_every_choice(world_size: int) -> None:
-    found = choices(is_short=world_size == 3)
-    checks = [Check(case, choice) for case in CASES for choice in found]
+    checks = [Check(case, choice) for case in CASES for choice in choices()]
     verdicts = run_ranks(run_checks, world_size, timeout_s=280, checks=checks)[0]
     failed = {name: text for name, text in verdicts.items() if text is not None}
     assert not failed, "\n".join(f"{name}:\n{text}" for name, text in failed.items())
