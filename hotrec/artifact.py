@@ -19,7 +19,7 @@ import time
 import uuid
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -46,6 +46,8 @@ CHECKSUMS: Mapping[str, Callable[[], Any]] = {
     "sha256": hashlib.sha256,
 }
 CHECKSUM = "xxh3_128"
+# Marks a file in a manifest that goes with an artifact.
+_IS_APART = "is_apart"
 # Longer than the two renames of a replacement, after which a reader finds the new artifact.
 _REPLACEMENT_S = 10.0
 # Longer than most readings of a manifest; whoever holds the lock longer has opened the artifact.
@@ -77,7 +79,8 @@ class Artifact:
         kind: "dataset", "profile", "partition", ...
         content: What the stage stored in the manifest.
         made_from: Content hashes of its inputs, by kind.
-        content_hash: Hash over the content, the inputs and every file.
+        content_hash: Hash over the content, the inputs and every file, without those that only go
+            with them; see ``commit_artifact``.
         files: Size and checksum of each file, by its path in the directory.
         lock: Keeps other processes from replacing the artifact, if it was opened to be read later.
     """
@@ -218,6 +221,8 @@ def checksum_of(path: Path, name: str = CHECKSUM) -> str:
 
 
 def _hash_document(document: Mapping[str, Any]) -> str:
+    files = {name: f for name, f in document["files"].items() if not f.get(_IS_APART)}
+    document = {**document, "files": files}
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -376,11 +381,14 @@ def commit_artifact(
     content: Mapping[str, Any],
     made_from: Mapping[str, str] | None = None,
     written: Mapping[str, FileFacts] | None = None,
+    apart: Collection[str] = (),
 ) -> Artifact:
     """Write the manifest of the files in ``scratch`` and move the whole into place.
 
     To be called within ``scratch_directory``. An artifact of the same kind is replaced. Files that
-    are ``written`` through already, by their paths in it, are taken as described.
+    are ``written`` through already, by their paths in it, are taken as described. Those ``apart``
+    go with it, such as the code that reads it: they have a checksum, but are no part of what it is,
+    its content hash.
 
     Raises:
         ArtifactError, LockedError: As ``scratch_directory``, if that has changed meanwhile.
@@ -392,6 +400,8 @@ def commit_artifact(
         elif path.is_file():
             name = path.relative_to(scratch).as_posix()
             files[name] = known[name] if name in known else write_through(path)
+            if name in apart:
+                files[name] = {**files[name], _IS_APART: True}
     document = {
         "format_version": FORMAT_VERSION,
         "kind": kind,

@@ -49,6 +49,7 @@ from hotrec.models.plain import (
     read_description,
 )
 from hotrec.runs.exported import (
+    CODE,
     IDS_AT_ONCE,
     KIND,
     VOCABULARIES,
@@ -233,7 +234,9 @@ def apply_delta(base: str | Path, delta: str | Path, output: str | Path) -> Path
     check_place(output)
     with scratch_directory(output, kind=KIND) as scratch:
         content, made_from = _merge_verified(base, delta, scratch)
-        commit_artifact(scratch, output, kind=KIND, content=content, made_from=made_from)
+        commit_artifact(
+            scratch, output, kind=KIND, content=content, made_from=made_from, apart=CODE
+        )
     return output
 
 

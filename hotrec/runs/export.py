@@ -77,6 +77,7 @@ from hotrec.runs.delta import (
 )
 from hotrec.runs.evaluate import AUTO, find_checkpoint
 from hotrec.runs.exported import (
+    CODE,
     IDS_AT_ONCE,
     KIND,
     VOCABULARIES,
@@ -287,6 +288,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
                 "dataset": dataset.content_hash,
                 **({} if base is None else {KIND: base.content_hash}),
             },
+            apart=CODE,
         )
     return ExportedModel(artifact, trained.checkpoint.name, trained.step, num_rows, quality)
 

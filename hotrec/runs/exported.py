@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from hotrec.models.plain import TABLES_DIR, load_tensors
 KIND = "model export"
 VOCABULARIES = "vocab"
 # What a service reads an export with, without hotrec.
-CODE = {"encoder.py": encoder, "plain.py": plain}
+CODE = {path.name: path for path in map(Path, map(inspect.getfile, (encoder, plain)))}
 # Raw ids that are read or written at once.
 IDS_AT_ONCE = 1 << 18
 _CHUNK_BYTES = 64 << 20
@@ -210,9 +211,8 @@ def read_count(path: Path) -> int:
 
 def write_code(directory: Path) -> None:
     """Write the code that reads an export; always hotrec's own, never that of another export."""
-    for name, module in CODE.items():
-        source = inspect.getsource(module)
-        (directory / name).write_text(source, encoding="utf-8")
+    for name, source in CODE.items():
+        shutil.copyfile(source, directory / name)
 
 
 def write_hashes(directory: Path, table: str, num_rows: int) -> None:

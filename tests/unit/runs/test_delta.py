@@ -132,6 +132,26 @@ def test_it_holds_what_differs_and_no_more(folder: Path) -> None:
     assert {value for value, _ in ids[1]} == {"x", "y"}
 
 
+def test_another_version_of_the_code_is_the_same_export(
+    exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service may have another hotrec than the trainer, whose next delta names the hash."""
+    other = tmp_path / "encoder.py"
+    other.write_text("# of another version\n")
+    monkeypatch.setitem(exported.CODE, "encoder.py", other)
+    made = apply_delta(exports.base, exports.delta, tmp_path / "made")
+    found, expected = (
+        read_artifact(path, kind=exported.KIND, verify=Verify.full)
+        for path in (made, exports.whole)
+    )
+    assert (made / "encoder.py").read_text() == other.read_text()
+    assert found.files["encoder.py"] != expected.files["encoder.py"]
+    assert found.content_hash == expected.content_hash
+    (made / "encoder.py").write_text("# altered since\n")
+    with pytest.raises(ArtifactError, match=r"encoder\.py: expected"):
+        read_artifact(made, kind=exported.KIND, verify=Verify.full)
+
+
 def test_an_export_is_brought_up_to_date_in_place(exports: Exports) -> None:
     apply_delta(exports.base, exports.delta, exports.base)
     found, expected = (read_artifact(p, kind=exported.KIND) for p in (exports.base, exports.whole))
