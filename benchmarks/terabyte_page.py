@@ -9,7 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hotrec.cost_model.costs import Costs
-from hotrec.report.plan import Prediction, draw_stages
+from hotrec.report.plan import Prediction
+from hotrec.report.plan_page import draw_stages
 from hotrec.report.render import markdown_table
 from hotrec.report.style import report_style, write_png
 from hotrec.report.units import show_bytes, show_count, show_frac, show_rate, show_seconds

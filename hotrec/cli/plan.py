@@ -22,7 +22,7 @@ from hotrec.data.chunks import Dataset
 from hotrec.planning.machine import Machine
 from hotrec.planning.training_plan import TrainingPlan, propose
 from hotrec.planning.unsharded import build_unsharded, chosen_device, make_machine
-from hotrec.report.plan import write_plan_page
+from hotrec.report.plan_page import write_plan_page
 from hotrec.runs.record import write_plan
 from hotrec.runtime.run_dir import PARTITION, PLAN_JSON, PLAN_TEXT, PREDICTION
 

@@ -1,4 +1,4 @@
-"""A plan for people: ``plan.txt``, and ``plan.html`` with its figure.
+"""A plan for people: ``plan.txt``, and what ``plan_page`` shows too.
 
 The input is the prediction document, ``prediction.json``. Its ``world``, ``batch_size``, ``plans``
 and ``chosen`` are required; anything else that is missing or null is left out, or shown as "-".
@@ -7,25 +7,17 @@ and ``chosen`` are required; anything else that is missing or null is left out, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from matplotlib.axes import Axes
-
-from hotrec.report.figures import bar_figure, draw_bars
 from hotrec.report.render import (
     Block,
     Column,
     Page,
-    Picture,
     Table,
     record_table,
-    render_html,
     render_text,
-    write_files,
 )
-from hotrec.report.style import to_svg
 from hotrec.report.units import (
     show_bytes,
     show_count,
@@ -35,9 +27,9 @@ from hotrec.report.units import (
     show_seconds,
 )
 
-PLAN_HTML, PREDICTION_JSON = "plan.html", "prediction.json"
+PREDICTION_JSON = "prediction.json"
 HOT_COLD, LOOK_AHEAD, BASELINE_PREFIX = "hot_cold", "look_ahead", "torchrec"
-MAX_TABLES_SHOWN, MAX_PLANS_DRAWN = 20, 6
+MAX_TABLES_SHOWN = 20
 NEEDED = ("world", "batch_size", "plans", "chosen")
 NEEDED_OF_PLAN = ("step_s", "stage_s", "sent_bytes", "total_sent_bytes", "samples_per_s")
 TIERS = ("device_bytes", "host_bytes")
@@ -130,6 +122,10 @@ class Prediction:
         parts = [describe_world(self.document["world"]), batch, self.document.get("device")]
         return ", ".join(filter(None, parts))
 
+    def label(self, name: str) -> str:
+        """The name of a plan, with a note if it was chosen."""
+        return f"{name} (chosen)" if name == self.chosen else name
+
     def memory(self, name: str, tier: str) -> list[float]:
         """Bytes of each rank in one of ``TIERS``; empty if not known."""
         return [float(rank[tier]) for rank in self.plans[name].get("memory") or ()]
@@ -158,49 +154,10 @@ def _check_needed(document: Document, names: Sequence[str], where: str) -> None:
 def plan_report_text(document: Document) -> str:
     """The content of ``plan.txt``: what was chosen and why; ``Prediction`` says what is refused."""
     prediction = Prediction(document)
-    return render_text(Page(f"hotrec plan: {prediction.describe()}", _sections(prediction)))
+    return render_text(Page(f"hotrec plan: {prediction.describe()}", plan_sections(prediction)))
 
 
-def write_plan_page(document: Document, directory: Path) -> Path:
-    """Write ``plan.html`` into a directory, made if it does not exist; return its path.
-
-    Raises:
-        ValueError: If a part that every page needs is missing; then nothing is written.
-    """
-    prediction = Prediction(document)
-    sections = _sections(prediction)
-    names = prediction.order[:MAX_PLANS_DRAWN]
-    figure = bar_figure(len(names), lambda axes: draw_stages(axes, prediction, names))
-    picture = Picture(
-        to_svg(figure, "Predicted time of a step"),
-        "Predicted time of a step. Hatched parts are communication that nothing hides.",
-    )
-    sections["Where a step's time and bytes go"].insert(0, picture)
-    title, subtitle = f"hotrec plan: {prediction.chosen}", prediction.describe()
-    page = Page(title, sections, subtitle, data_file=PREDICTION_JSON)
-    write_files(directory, {PLAN_HTML: render_html(page)})
-    return directory / PLAN_HTML
-
-
-def draw_stages(axes: Axes, prediction: Prediction, names: Sequence[str]) -> None:
-    """Draw a stacked bar of stages for each of the named plans, with its step and bytes."""
-    plans, baseline = prediction.plans, prediction.baseline
-    texts = []
-    for name in names:
-        plan = plans[name]
-        text = f"{show_seconds(plan['step_s'])}, {show_bytes(plan['total_sent_bytes'])} sent"
-        if baseline is not None and name != baseline:
-            text += f", {show_ratio(plan['step_s'], plans[baseline]['step_s'])} of the time"
-        texts.append(text)
-    parts = {_label(prediction, name): plans[name]["stage_s"] for name in names}
-    draw_bars(axes, parts, texts, show_seconds)
-
-
-def _label(prediction: Prediction, name: str) -> str:
-    return f"{name} (chosen)" if name == prediction.chosen else name
-
-
-def _sections(prediction: Prediction) -> dict[str, list[Block]]:
+def plan_sections(prediction: Prediction) -> dict[str, list[Block]]:
     """All sections of the page by title, in reading order."""
     return {
         "What was chosen": [*_choice(prediction), _plans_table(prediction)],
@@ -228,7 +185,7 @@ def _plans_table(prediction: Prediction) -> Table:
         {
             **plans[name],
             **prediction.most_memory(name),
-            "name": _label(prediction, name),
+            "name": prediction.label(name),
             "ratio": show_ratio(plans[name]["step_s"], base_s),
             "pipeline": prediction.pipeline(name),
             "measured_s": prediction.trial.get(name, {}).get("step_s"),

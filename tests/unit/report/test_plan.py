@@ -12,10 +12,9 @@ from hotrec.report.figures import bar_figure
 from hotrec.report.plan import (
     NEEDED_OF_PLAN,
     Prediction,
-    draw_stages,
     plan_report_text,
-    write_plan_page,
 )
+from hotrec.report.plan_page import draw_stages, write_plan_page
 from hotrec.report.style import STAGE_LOOKS
 from tests.unit.report.golden import check_golden, check_html
 from tests.unit.report.predictions import prediction, table

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hotrec.artifact import ArtifactError
-from hotrec.report import plot_coverage, write_report
+from hotrec.report.figures import plot_coverage
 from hotrec.report.read import read_runs
-from hotrec.report.runs import report_page
+from hotrec.report.runs import report_page, write_report
 from hotrec.report.units import NOT_RECORDED
 from hotrec.report.verdict import verdicts
 from tests.unit.report.golden import check_golden, check_html, check_page, visible_text
