@@ -104,7 +104,9 @@ class _Chain:
         self.words = words
         self.run_dir = self.folder = run_dir
         self.environment = environment
-        self.names = [n for n in PURPOSE if n != "torchrec" or config.run.compare]
+        self.measures = config.planner.costs in ("auto", "measured")
+        is_left_out = {"calibrate": not self.measures, "torchrec": not config.run.compare}
+        self.names = [name for name in PURPOSE if not is_left_out.get(name)]
         self.figures: dict[str, Figures] = {}
         self.made: list[str] = []
 
@@ -125,7 +127,8 @@ class _Chain:
         self.do("prepare", ["prepare", *words, *few], lambda: find_artifact("prepare", config))
         check_with_data(config, Dataset.open(config.paths.dataset), world_size=num_ranks)
         self.do("profile", ["profile", *words], lambda: find_artifact("profile", config))
-        self.do("calibrate", ["calibrate", *words], self.find_costs)
+        if self.measures:
+            self.do("calibrate", ["calibrate", *words], self.find_costs)
         costs = self.read_costs()
         self.folder = self.find_folder(costs)
         size = f"plan.world_size={config.launch.num_ranks}"
@@ -199,9 +202,8 @@ class _Chain:
 
     def read_costs(self) -> _CostsInUse:
         """The costs that plans rest on."""
-        where = self.config.planner.costs
-        if where not in ("auto", "measured"):
-            return _CostsInUse(where, None)
+        if not self.measures:
+            return _CostsInUse(self.config.planner.costs, None)
         path = self.config.paths.costs
         costs = read_costs(Path(path))
         return _CostsInUse(content_hash(path, COSTS), costs.caveat)

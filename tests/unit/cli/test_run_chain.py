@@ -144,9 +144,15 @@ def test_what_was_trained_by_half_goes_on_with_new_costs(machine: Machine) -> No
     assert again["run_dir"] == first["run_dir"]
 
 
-def test_costs_that_are_not_used_are_not_mentioned(machine: Machine) -> None:
+def test_costs_that_are_given_are_not_measured(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
     machine.doubts = (DOUBT,)
-    assert machine.run("planner.costs=cpu_1gbit")[0]["caveat"] is None
+    caplog.set_level(logging.INFO, "hotrec")
+    figures, made = machine.run("planner.costs=cpu_1gbit")
+    assert made == [stage for stage in STAGES if stage != "calibrate"]
+    assert figures["caveat"] is None
+    assert "3/6 plan: " in caplog.text
 
 
 def test_it_ends_with_the_commands_that_take_its_model(
