@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -240,8 +240,7 @@ class _Contender:
         self._ranks = ranks
         sharded, loader = candidate.build()
         self._pipeline: Pipeline = sharded.make_pipeline(ranks.device)
-        # The same batches again should an epoch be shorter than a trial.
-        self._batches = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
+        self._batches = _repeat(loader)
         self._skip(candidate.num_warm)
         self.step_s = max(all_gather_object(self._time(candidate.num_warm)))
         self._num_skipped, self._num_steps = candidate.block_steps(self.step_s)
@@ -284,4 +283,13 @@ class _Contender:
         """End the candidate's threads and loader; collective."""
         self._drain()
         self._pipeline.close()
+        # Now, not with the pipeline: it is freed as a cycle, with the queues of the loader's
+        # workers closed first, and each of them would be waited for for five seconds.
+        self._batches.close()
         del self._pipeline, self._batches
+
+
+def _repeat(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
+    """The batches of a loader, and the same again should an epoch be shorter than a trial."""
+    while True:
+        yield from loader

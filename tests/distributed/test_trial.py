@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -13,7 +14,15 @@ import pytest
 import torch
 
 from hotrec.planning.trial import Trial
-from hotrec.runs.trial import BUILD_S, LEAST_ROUNDS, NUM_WARM, Candidate, run_trial, trial_seconds
+from hotrec.runs.trial import (
+    BUILD_S,
+    LEAST_ROUNDS,
+    NUM_WARM,
+    Candidate,
+    _Contender,
+    run_trial,
+    trial_seconds,
+)
 from hotrec.runtime.ranks import all_gather_object
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
@@ -119,6 +128,43 @@ def test_the_time_of_those_dropped_is_left_to_others() -> None:
     for trial in run_ranks(try_after_slow_ones, 2):
         assert trial.chosen == "b"
         assert set(trial.block_s) == {"a", "slow", "b"}
+
+
+class Cycle(SleepingPipeline):
+    """Holds its batches and itself, as TorchRec's pipelines do."""
+
+    def progress(self, batches: Iterator[int]) -> None:
+        self._itself, self._batches = self, batches
+        super().progress(batches)
+
+
+class Watched:
+    """A loader that counts the iterators that are under way."""
+
+    under_way = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.under_way += 1
+        try:
+            yield from range(3)
+        finally:
+            self.under_way -= 1
+
+
+def try_cycle() -> list[int]:
+    loader = Watched()
+    sharded: Any = SimpleNamespace(make_pipeline=lambda device: Cycle(0.001, 0.001))
+    gc.disable()
+    candidate = Candidate(lambda: (sharded, loader), (0.0, 1.0), num_ahead=1, step_s=0.001)
+    contender = _Contender(candidate, this_rank())
+    meanwhile = loader.under_way
+    contender.close()
+    return [meanwhile, loader.under_way]
+
+
+def test_a_candidate_ends_its_loader_though_a_cycle_holds_it() -> None:
+    """Workers of an iterator that is freed in a cycle are waited for for five seconds each."""
+    assert run_ranks(try_cycle, 1) == [[1, 0]]
 
 
 def test_seconds_of_a_trial() -> None:
