@@ -95,7 +95,7 @@ def test_each_job_on_slurm_is_a_group_over_its_nodes(
 @pytest.mark.timeout(600)
 def test_a_sweep_of_run_ends_with_a_table(workspace: Workspace, tmp_path: Path) -> None:
     words = ["--multirun", SMOKE, "placement=coverage", "pipeline=base", "trainer.max_steps=4,6"]
-    words += ["calibrate.budget_s=1", "calibrate.repeats=3", "calibrate.cap_mib=1"]
+    words += ["planner.costs=cpu_1gbit"]
     sweep = tmp_path / "sweep"
     outcome = hotrec("run", *words, cwd=workspace.folder, HOTREC_RUN_DIR=str(sweep), timeout_s=580)
     assert outcome.exit_code == 0, outcome.stderr
