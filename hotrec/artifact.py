@@ -192,6 +192,11 @@ def _open_manifest(manifest: Path, kind: str) -> BinaryIO:
     )
 
 
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Of a pipe, too, whose other end nobody has."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read_record(path: Path, most_bytes: int = RECORD_BYTES, errors: str = "strict") -> str:
     """The text of a file that a command wrote for another; ``errors`` as for ``bytes.decode``.
 
@@ -199,16 +204,18 @@ def read_record(path: Path, most_bytes: int = RECORD_BYTES, errors: str = "stric
         FileNotFoundError: If there is none.
         ArtifactError: If it is a device or a pipe, which may have no end, too large, or no text.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # of a pipe, too
-        facts = os.fstat(file.fileno())
-        found = f"{facts.st_size} bytes"
-        if not stat.S_ISREG(facts.st_mode):
-            found = "a directory, a pipe or a device"
-        elif facts.st_size <= most_bytes:
-            try:
+    try:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            facts = os.fstat(file.fileno())
+            found = f"{facts.st_size} bytes"
+            if not stat.S_ISREG(facts.st_mode):
+                found = "a pipe or a device"
+            elif facts.st_size <= most_bytes:
                 return file.read(most_bytes).decode(errors=errors)
-            except UnicodeDecodeError:
-                found = "no text"
+    except IsADirectoryError:
+        found = "a directory"
+    except UnicodeDecodeError:
+        found = "no text"
     raise ArtifactError(
         f"{path}: expected a text file of at most {most_bytes} bytes, got {found}. Remove it."
     )

@@ -237,7 +237,9 @@ def _describe_exhausted(error: BaseException) -> str | None:
 def _describe_os_error(error: OSError) -> str:
     if error.errno is None or error.strerror is None or ": expected " in str(error.strerror):
         return str(error.strerror or error)
-    what = error.filename or "a file or connection"
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    # Of a copy the second is the one that is written.
+    what = (is_full and error.filename2) or error.filename or "a file or connection"
     advice = _OS_ADVICE.get(error.errno, "Check the path and its file system.")
     return f"{what}: expected access to it, got the system's error {error.strerror!r}. {advice}"
 

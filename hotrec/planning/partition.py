@@ -123,8 +123,9 @@ def _write_rows(path: Path, rows: Mapping[str, Rows] | Mapping[str, PopularRows]
 def _read_rows(artifact: Artifact, name: str) -> dict[str, Any]:
     if name not in artifact.files:
         return {}
+    tables = artifact.content["num_rows"]  # of the manifest, not of this file
     with artifact.parsing(name), np.load(artifact.file(name), allow_pickle=False) as arrays:
-        return {table: arrays[table] for table in artifact.content["num_rows"]}
+        return {table: arrays[table] for table in tables}
 
 
 def read_placement(path: Path) -> tuple[Placement, Artifact]:
