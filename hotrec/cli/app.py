@@ -31,6 +31,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from hotrec.artifact import MANIFEST, naming
+from hotrec.cli.closing import print_closing
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.help import help_text
 from hotrec.cli.launch import (
@@ -412,9 +413,9 @@ def _run_job(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int
         figures = _record_for_torchrun(lambda: _run_composed(invocation, composed, run_dir))()
         if figures is not None:
             with naming(Path("standard output")):
-                _print_figures(invocation.name, figures)
+                _print_figures(invocation, figures)
     except EndedEarly as ended:
-        _print_figures(invocation.name, ended.figures)
+        _print_figures(invocation, ended.figures)
         if ended.exit_code in (EXIT_CODE_OF_SIGTERM, EXIT_CODE_OF_SIGINT):
             raise SystemExit(ended.exit_code) from ended  # stops the other jobs too
         return ended.exit_code
@@ -449,7 +450,7 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
         if finished is not None:
             print(f"{run_dir}: already finished; nothing was changed", file=sys.stderr)
             return {"command": name, "run_dir": run_dir, **finished}
-    words = [*_config_dir_flags(invocation.words), *HydraConfig.get().overrides.task]
+    words = _own_words(invocation)
     if not is_under_torchrun():
         check_inputs(name, config, run_dir, words)
     if COMMANDS[name].is_parallel or name == "run":
@@ -534,21 +535,19 @@ def _record_for_torchrun(action: Callable[[], Figures | None]) -> Callable[[], F
     return record(action)
 
 
-def _print_figures(name: str, figures: Figures) -> None:
-    """End a command: lines for a reader, and figures for a program unless that is a terminal."""
+def _print_figures(invocation: Invocation, figures: Figures) -> None:
+    """End a command: figures for a program unless that is a terminal, and lines for a reader."""
     if environment_rank() != 0:
         return
-    is_terminal = sys.stdout.isatty()
-    text = json.dumps(_plain(figures), allow_nan=False)
-    if not is_terminal:  # before the lines, which are the last that a reader sees
-        print(text, flush=True)
-    is_said = name == "run"
-    if COMMANDS[name].has_closing_lines:
-        from hotrec.cli.closing import print_closing  # which imports pictures
+    if not sys.stdout.isatty():  # before the lines, which are the last that a reader sees
+        print(json.dumps(_plain(figures), allow_nan=False), flush=True)
+    if invocation.name != "run":  # whose lines have figures of all its stages
+        print_closing(invocation.name, figures, _own_words(invocation))
 
-        is_said = print_closing(figures)
-    if is_terminal and not is_said:
-        print(text, flush=True)
+
+def _own_words(invocation: Invocation) -> list[str]:
+    """The words of a command as they were typed, without Hydra's own but for its directory."""
+    return [*_config_dir_flags(invocation.words), *HydraConfig.get().overrides.task]
 
 
 def _plain(value: Any) -> Any:

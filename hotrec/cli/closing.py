@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ from hydra.types import RunMode
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.made import command_text
 from hotrec.cli.store import quoted
-from hotrec.report.units import show_bytes, show_count, show_known, show_quality
+from hotrec.report.units import (
+    show_bytes,
+    show_count,
+    show_frac,
+    show_known,
+    show_quality,
+    show_seconds,
+)
 from hotrec.report.verdict import BASELINE_PLACEMENT, suspicion
 from hotrec.runtime.run_dir import TRAINED
 
@@ -23,26 +30,25 @@ Figures = Mapping[str, Any]
 Lines = list[tuple[str, Any]]
 
 
+# The share of the rows by which the profile of a dataset is described.
+HOT_FRAC = 0.01
 # Commands whose sweeps end with a table.
 WITH_TABLE = ("plan", "train", "run")
 
 
-def print_closing(figures: Figures) -> bool:
-    """Print the closing lines of a command on stderr.
+def print_closing(command: str, figures: Figures, words: Sequence[str] = ()) -> None:
+    """Print the closing lines of a command on stderr, for a reader.
 
     Jobs of a sweep end with one table, and stages of ``hotrec run`` with the lines of that.
 
-    Returns:
-        Whether a reader has been told what came of the command.
+    Args:
+        command: Its name.
+        figures: What it returned.
+        words: Its own, for the command to go on with.
     """
-    command = str(figures.get("command"))
-    if command in WITH_TABLE and _is_swept():
-        return True
-    if command not in _LINES:
-        return False
-    if BRIEF not in os.environ:
-        print_lines(_LINES[command](figures))
-    return True
+    if BRIEF in os.environ or (command in WITH_TABLE and _is_swept()):
+        return
+    print_lines([*_LINES[command](figures), *_next_stage(command, figures, words)])
 
 
 def print_lines(lines: Lines) -> None:
@@ -159,6 +165,80 @@ def _report(figures: Figures) -> Lines:
     return [*(("said", text) for text in figures["verdict"]), ("page", shown(figures["page"]))]
 
 
+def _prepare(figures: Figures) -> Lines:
+    splits = figures["num_samples"]
+    of_splits = ", ".join(f"{name} {show_count(num)}" for name, num in splits.items())
+    rows = figures["num_rows"]
+    text = f"{shown(Path(figures['dataset']))}: {show_count(sum(splits.values()))} samples"
+    text += f" ({of_splits}), {show_count(sum(rows.values()))} rows in {len(rows)} tables"
+    skipped = figures.get("num_skipped")
+    left_out = f"{show_count(skipped)} lines that cannot be read" if skipped else None
+    return [("dataset", text), ("left out", left_out)]
+
+
+def _profile(figures: Figures) -> Lines:
+    text = f"{shown(Path(figures['profile']))}: {show_count(figures['num_lookups'])} lookups of "
+    text += f"{show_count(figures['num_distinct'])} of {show_count(figures['num_rows'])} rows"
+    hot = next((of for of in figures["landmarks"] if of["rows_frac"] == HOT_FRAC), None)
+    served = None
+    if hot is not None:
+        served = f"the {HOT_FRAC:.0%} of the rows that are read most serve "
+        served += f"{show_frac(hot['train'])} of the lookups"
+        if hot["heldout"] is not None:
+            served += f", and {show_frac(hot['heldout'])} of those held out"
+    return [("profile", text), ("hot rows", served), ("picture", shown(Path(figures["picture"])))]
+
+
+def _calibrate(figures: Figures) -> Lines:
+    # What makes them doubtful stands below their table, just above.
+    where = f"{shown(Path(figures['costs']))}: {figures['origin']} on {figures['name']}"
+    return [("costs", f"{where} in {show_seconds(figures['elapsed_s'])}")]
+
+
+def _plan(figures: Figures) -> Lines:
+    hot = None
+    if "hot_rows" in figures:
+        hot = f"{show_count(figures['hot_rows'])} of {show_count(figures['total_rows'])}"
+        hot += f", {show_bytes(figures['hot_bytes'])} on each rank"
+    page = figures.get("page") or figures["plan_text"]
+    return [
+        ("chosen", figures.get("why")),
+        ("hot rows", hot),
+        ("page", shown(Path(page))),
+    ]
+
+
+def _cache(figures: Figures) -> Lines:
+    total = figures["num_rows"]
+    lines: Lines = []
+    for policy, by_frac in figures["least_slots"].items():
+        parts = [
+            f"{show_count(slots)} slots ({show_frac(slots / total)} of the rows) hit in "
+            f"{float(frac):.0%} of the lookups"
+            for frac, slots in by_frac.items()
+            if slots is not None
+        ]
+        lines.append((policy, "; ".join(parts) or "none of these sizes hits in 90% of the lookups"))
+    return [*lines, ("picture", shown(Path(figures["picture"])))]
+
+
+def _next_stage(command: str, figures: Figures, words: Sequence[str]) -> Lines:
+    """The command that goes on from a stage, with the words of this one."""
+    stage = _NEXT.get(command)
+    if stage is None or not words:
+        return []
+    own = [word for word in words if not word.startswith(_OF_A_STAGE)]
+    given = dict(word.partition("=")[::2] for word in own)
+    if command == "calibrate":
+        own.append(f"plan.world_size={given.get('launch.num_ranks', 1)}")
+    if command == "plan":
+        if given.get("plan.device", "auto") != "auto" or "planner.costs" in given:
+            return []  # for machines that are not at hand
+        own = [word for word in own if not word.startswith("plan.")]
+        own.append(f"launch.num_ranks={figures['world_size']}")
+    return [("next", command_text(stage, list(dict.fromkeys(own))))]
+
+
 def _run(figures: Figures) -> Lines:
     trained = figures["trained"]
     run_dir, split = Path(figures["run_dir"]) / TRAINED, figures["split"]
@@ -190,10 +270,21 @@ def _run(figures: Figures) -> Lines:
 
 
 _LINES: Mapping[str, Callable[[Figures], Lines]] = {
+    "init": lambda _: [],  # have said it line by line, as have bench and doctor
     "run": _run,
+    "prepare": _prepare,
+    "profile": _profile,
+    "calibrate": _calibrate,
+    "plan": _plan,
+    "cache": _cache,
     "train": _train,
     "evaluate": _evaluate,
     "export": _export,
     "predict": _predict,
+    "bench": lambda _: [],
     "report": _report,
+    "doctor": lambda _: [],
 }
+_NEXT = {"prepare": "profile", "profile": "calibrate", "calibrate": "plan", "plan": "train"}
+# What only the stage that was given it reads.
+_OF_A_STAGE = ("append=", "overwrite=", "prune=", "allow_repeats=", "profile.", "calibrate.")

@@ -14,8 +14,6 @@ class Command:
         config_name: The root configuration in ``conf/``. Commands that share one accept the same
             overrides, so one ``experiment=`` describes a whole chain of them.
         is_parallel: Whether several ranks can share the work.
-        has_closing_lines: Whether it ends with lines for a reader (``hotrec.cli.closing``), so that
-            its figures are for programs alone.
         first: The override that the first word makes if it is a path, with {} for the path, or
             for several.
         sections: Those of the configuration that it reads, for its help; none for all.
@@ -25,7 +23,6 @@ class Command:
     config_name: str = "config"
     is_parallel: bool = False
     first: str = ""
-    has_closing_lines: bool = False
     sections: tuple[str, ...] = ()
 
     @property
@@ -65,7 +62,6 @@ COMMANDS = {
     "train": Command(
         "train a model; one process, or many under torchrun",
         is_parallel=True,
-        has_closing_lines=True,
         sections=("launch", "paths", "profiler", *_PLAN),
     ),
     "evaluate": Command(
@@ -73,20 +69,17 @@ COMMANDS = {
         "evaluate",
         is_parallel=True,
         first="run_dir={}",
-        has_closing_lines=True,
     ),
     "export": Command(
         "write a run's model for serving: tables, vocabularies and layers",
         "export",
         first="run_dir={}",
-        has_closing_lines=True,
     ),
     "predict": Command(
         "score raw files with a run's model, into Parquet",
         "predict",
         is_parallel=True,
         first="input=[{}]",
-        has_closing_lines=True,
     ),
     "bench": Command(
         "time hot/cold against TorchRec's plans, interleaved in one run", "bench", is_parallel=True
@@ -95,7 +88,6 @@ COMMANDS = {
         "make one HTML page and one JSON of run directories or a sweep",
         "report",
         first="runs=[{}]",
-        has_closing_lines=True,
     ),
     "doctor": Command("check the installed versions and the machine", "doctor"),
 }

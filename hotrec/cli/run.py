@@ -306,7 +306,7 @@ class _Chain:
             "verdict": figures["report"]["verdict"],
             "next": self.next_step(),
         }
-        print_closing({**document, **more})
+        print_closing("run", {**document, **more})
         return document
 
     def next_step(self) -> str:

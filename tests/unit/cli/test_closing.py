@@ -6,12 +6,14 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hotrec.cli.app import _print_figures
-from hotrec.cli.closing import best_line, print_closing, quality_lines
+from hotrec.cli.closing import _LINES, best_line, print_closing, quality_lines
+from hotrec.cli.commands import COMMANDS
 from hotrec.cli.launch import BRIEF
 
 QUALITY = {"auc": 0.70021, "log_loss": 0.5, "num_samples": 1000}
@@ -58,6 +60,43 @@ FIGURES: dict[str, dict[str, Any]] = {
         **QUALITY,
     },
     "report": {"command": "report", "verdict": ["a: 3 ms a step."], "page": Path("p.html")},
+    "prepare": {
+        "dataset": Path("data/a/dataset"),
+        "num_samples": {"train": 2000, "test": 300},
+        "num_rows": {"user": 1200, "item": 34},
+        "num_skipped": 5,
+    },
+    "profile": {
+        "profile": Path("data/a/profile"),
+        "picture": Path("runs/p/coverage.png"),
+        "num_lookups": 12345,
+        "num_distinct": 1000,
+        "num_rows": 1234,
+        "landmarks": [
+            {"rows_frac": 0.001, "train": 0.1, "heldout": 0.1},
+            {"rows_frac": 0.01, "train": 0.501, "heldout": 0.4},
+        ],
+    },
+    "calibrate": {
+        "costs": Path("data/costs"),
+        "origin": "measured",
+        "name": "cpu",
+        "elapsed_s": 61.2,
+    },
+    "plan": {
+        "why": "hot_cold base is the best.",
+        "hot_rows": 100,
+        "total_rows": 1234,
+        "hot_bytes": 6400,
+        "page": Path("runs/p/plan.html"),
+        "plan_text": Path("runs/p/plan.txt"),
+        "world_size": 2,
+    },
+    "cache": {
+        "num_rows": 1000,
+        "picture": Path("runs/c/cache.png"),
+        "least_slots": {"lru": {"0.9": 50, "0.99": None}, "lfu": {"0.9": None}},
+    },
 }
 SAID = {
     "train": "done       runs/a: 1,000 steps, dlrm on events, cost\n"
@@ -73,13 +112,46 @@ SAID = {
     "checkpoint step-00001000 of runs/a\n"
     "AUC        0.7002 on the scored files, log loss 0.5000\n",
     "report": "said       a: 3 ms a step.\npage       p.html\n",
+    "prepare": "dataset    data/a/dataset: 2,300 samples (train 2,000, test 300), 1,234 rows in 2 "
+    "tables\nleft out   5 lines that cannot be read\n",
+    "profile": "profile    data/a/profile: 12,345 lookups of 1,000 of 1,234 rows\n"
+    "hot rows   the 1% of the rows that are read most serve 50.1% of the lookups, and 40.0% of "
+    "those held out\npicture    runs/p/coverage.png\n",
+    "calibrate": "costs      data/costs: measured on cpu in 61.2 s\n",
+    "plan": "chosen     hot_cold base is the best.\nhot rows   100 of 1,234, 6.40 kB on each rank\n"
+    "page       runs/p/plan.html\n",
+    "cache": "lru        50 slots (5.0% of the rows) hit in 90% of the lookups\n"
+    "lfu        none of these sizes hits in 90% of the lookups\npicture    runs/c/cache.png\n",
+    "doctor": "",
+}
+NEXT = {
+    "prepare data=a append=[b.csv]": "hotrec profile data=a",
+    "profile --config-dir conf data=a profile.mode=sample": "hotrec calibrate data=a",
+    "calibrate data=a launch.num_ranks=2 calibrate.budget_s=1": "hotrec plan data=a "
+    "launch.num_ranks=2 plan.world_size=2",
+    "plan data=a launch.num_ranks=2 plan.world_size=2": "hotrec train data=a launch.num_ranks=2",
+    "plan data=a plan.device=cuda": None,
+    "plan data=a planner.costs=dgx_h100_infiniband": None,
+    "train data=a": None,
 }
 
 
 @pytest.mark.parametrize("command", SAID)
 def test_a_command_ends_with_lines(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_closing(FIGURES[command])
+    print_closing(command, FIGURES.get(command, {}))
     assert capsys.readouterr().err == SAID[command]
+
+
+def test_every_command_ends_with_lines() -> None:
+    assert set(_LINES) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("line", NEXT)
+def test_a_stage_names_the_next(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *words = line.split()
+    print_closing(command, FIGURES[command], words)
+    said = capsys.readouterr().err.removeprefix(SAID[command])
+    assert said == ("" if NEXT[line] is None else f"next       {NEXT[line]}\n")
 
 
 class Terminal(io.StringIO):
@@ -87,27 +159,29 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("command", [*SAID, "profile"])
+@pytest.mark.parametrize("command", SAID)
 def test_json_is_for_programs(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = FIGURES.get(command, {"command": command, "a": 1})
-    _print_figures(command, figures)
+    figures = {"command": command, **FIGURES.get(command, {})}
+    monkeypatch.setattr("hotrec.cli.app._own_words", lambda _: [])
+    invocation: Any = SimpleNamespace(name=command)
+    _print_figures(invocation, figures)
     out, err = capsys.readouterr()
     assert json.loads(out)["command"] == command
-    assert err == SAID.get(command, "")
+    assert err == SAID[command]
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    _print_figures(command, figures)
-    # What says nothing else on a terminal prints its figures there, too.
-    assert (terminal.getvalue() == "") == (command in SAID)
+    _print_figures(invocation, figures)
+    assert terminal.getvalue() == ""
+    assert capsys.readouterr().err == SAID[command]
 
 
 def test_a_stage_of_run_ends_without_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(BRIEF, "1")
-    assert print_closing(TRAIN)
+    print_closing("train", TRAIN)
     assert capsys.readouterr().err == ""
 
 
