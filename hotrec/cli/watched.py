@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hotrec.cli.output import CommandFailed, log_trace, print_error
+from hotrec.cli.print_once import print_once
 from hotrec.runtime.postmortem import memory_snapshot, set_up_flight_recorder
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.watchdog import EXIT_CODE, LostRank, Watchdog
@@ -41,7 +42,13 @@ def watched_ranks(
     with process_group(device=device, timeout_s=timeout_s) as ranks:
         try:
             with (
-                Watchdog(ranks, limit_s=watchdog_s, advice=full_advice, flight_recorder=directory),
+                Watchdog(
+                    ranks,
+                    limit_s=watchdog_s,
+                    advice=full_advice,
+                    flight_recorder=directory,
+                    once=print_once,
+                ),
                 memory_snapshot(run_dir, ranks),
             ):
                 yield ranks

@@ -78,6 +78,7 @@ class Watchdog:
         advice: returns the last sentence of the message; called when it is needed.
         flight_recorder: directory in which every rank that is left writes its last collectives and
             the stacks of its threads when a rank is lost; None for none.
+        once: calls the function that it is given unless another rank has printed the same text.
 
     Raises:
         LostRank: instead of the error of a collective that failed; that error is its cause.
@@ -91,6 +92,7 @@ class Watchdog:
         limit_s: float = 120.0,
         advice: Callable[[], str] = lambda: "Start the run again from its last checkpoint.",
         flight_recorder: Path | None = None,
+        once: Callable[[str, Callable[[], None]], None] = lambda _, show: show(),
     ) -> None:
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._limit_s, self._silent_s = limit_s, min(SILENT_S, limit_s / 2)
@@ -98,6 +100,7 @@ class Watchdog:
         self._interval_s = min(interval_s, self._silent_s / 5)
         self._advice = advice
         self._flight_recorder = flight_recorder
+        self._once = once
         self._host, self._host_key = socket.gethostname(), heartbeat.host_key()
         self._error_place: progress.Place | None = None
         self._left: str | None = None
@@ -217,8 +220,12 @@ class Watchdog:
         # In a thread, since what hangs may hold the locks of the log.
         message = f"{lost} (this rank: {self._progress.describe()})"
         prefix = f"[rank {self._rank}] " if self._world_size > 1 else ""
-        with suppress(OSError):
+
+        def show() -> None:
             os.write(2, f"{prefix}error: {lost}\n".encode())
+
+        with suppress(OSError):
+            self._once(f"error: {lost}", show)
         trace = (type(lost), lost, None)  # which keeps the record off the console
         log = threading.Thread(
             target=logger.critical, args=("%s", message), kwargs={"exc_info": trace}, daemon=True
