@@ -34,8 +34,9 @@ from hotrec.cli.launch import end_with_parent
 from hotrec.cli.print_once import note_of, notes_folder
 from hotrec.runtime.watchdog import EXIT_CODE
 
-# Exit codes that follow from another rank's end: the watchdog's, then that of torchrun's SIGTERM.
-CONSEQUENCES = {EXIT_CODE: 1, -signal.SIGTERM: 2}
+# Exit codes that follow from another rank's end: the watchdog's, then those of torchrun's SIGTERM,
+# before a rank handles it and after.
+CONSEQUENCES = {EXIT_CODE: 1, -signal.SIGTERM: 2, 128 + signal.SIGTERM: 2}
 # Failures this far apart may have come in either order: torchrun notes whole seconds.
 SAME_TIME_S = 1
 # How long host 0 may take to start, and the seconds between two attempts and two lines.

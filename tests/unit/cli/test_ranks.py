@@ -42,6 +42,8 @@ def failure(folder: Path, rank: int, exit_code: int, at_s: int) -> ProcessFailur
         ([(EXIT_CODE, 100), (KILL, 130)], 0),
         ([(TERM, 100), (EXIT_CODE, 100)], 1),
         ([(TERM, 99), (EXIT_CODE, 100), (1, 100)], 2),
+        # It had time to end in good order.
+        ([(128 + signal.SIGTERM, 100), (1, 100)], 1),
         ([(EXIT_CODE, 100), (EXIT_CODE, 99), (TERM, 99)], 0),
         ([(TERM, 101), (TERM, 100)], 0),
         # Two that failed by themselves: nothing says more than the time.
