@@ -480,7 +480,8 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
     with naming(run_dir), lock_file(run_dir / LOCK_FILE, run_dir) if is_first else nullcontext():
         if is_first:
             _check_run_dir(run_dir)
-        start_logging(run_dir)
+        # The table of a what-if sweep says what each job has found.
+        start_logging(run_dir, is_brief=invocation.is_multirun and name == "plan")
         if is_first and name != "train":  # which records it once it is accepted
             _write_config(name, text, run_dir)
         command = importlib.import_module(f"hotrec.cli.{name}")

@@ -312,10 +312,11 @@ def _raised_in(trace: TracebackType | None, package: Path) -> bool:
     return package in Path(trace.tb_frame.f_code.co_filename).resolve().parents
 
 
-def start_logging(run_dir: Path) -> None:
+def start_logging(run_dir: Path, *, is_brief: bool = False) -> None:
     """Send log records to stderr and rank 0's also to ``run_dir``; replaces earlier handlers.
 
-    Other ranks show warnings only: they would repeat rank 0.
+    Other ranks show warnings only: they would repeat rank 0. Where a table follows, ``is_brief``
+    leaves warnings and progress.
     """
     is_first = environment_rank() == 0
     form = f"%(asctime)s {rank_prefix()}%(levelname).1s %(name)s: %(message)s"
@@ -323,6 +324,8 @@ def start_logging(run_dir: Path) -> None:
     console = _Console(sys.stderr)
     console.setLevel(logging.INFO if is_first else logging.WARNING)
     console.addFilter(_is_for_console)
+    if is_brief:
+        console.addFilter(lambda r: r.levelno > logging.INFO or is_line_of_progress(r))
     handlers: list[logging.Handler] = [console]
     if is_first:
         handlers.append(logging.FileHandler(run_dir / LOG_FILE))

@@ -16,7 +16,8 @@ from hydra.types import RunMode
 
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.profile import sampling_of
-from hotrec.config.roots import Config
+from hotrec.config.roots import Config, PlannerConfig
+from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.outline import write_outline
 from hotrec.data.chunks import Dataset
 from hotrec.planning.machine import Machine
@@ -24,6 +25,7 @@ from hotrec.planning.training_plan import TrainingPlan, propose
 from hotrec.planning.unsharded import build_unsharded, chosen_device, make_machine
 from hotrec.report.plan_page import write_plan_page
 from hotrec.runs.record import write_plan
+from hotrec.runtime.memory import GIB
 from hotrec.runtime.run_dir import PARTITION, PLAN_JSON, PLAN_TEXT, PREDICTION
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
         figures |= _predicted_figures(training_plan)
         figures["page"] = write_plan_page(training_plan.prediction, run_dir)
     # When everything has been written: an error is then the only thing that is said.
-    if BRIEF not in os.environ:
+    if BRIEF not in os.environ and not _is_in_sweep():
         print(text, file=sys.stderr)
     return figures | _partition_figures(training_plan)
 
@@ -88,7 +90,9 @@ def _use_outline(config: Config) -> Config:
     sampling = sampling_of(config.profile)
     digest = sha256(repr((asdict(outline), sampling)).encode()).hexdigest()[:12]
     directory = dataset.parent / f"outline-{digest}"
-    logger.warning(
+    is_made = Path(directory / "profile").exists()
+    logger.log(
+        logging.INFO if is_made and _is_in_sweep() else logging.WARNING,
         "paths.dataset %s does not exist: planning for data.outline, %s; its profile is in %s",
         *(dataset, outline.origin, directory),
     )
@@ -144,9 +148,21 @@ def _machine(config: Config) -> Machine:
             f"got {ranks_per_host}."
         )
     return make_machine(
-        config.planner,
+        _with_memory(config.planner),
         world_size=plan.world_size,
         ranks_per_host=ranks_per_host,
         device=chosen_device(plan.device),
         batch_size=config.trainer.batch_size,
+    )
+
+
+def _with_memory(planner: PlannerConfig) -> PlannerConfig:
+    """With the memory of the machine that built-in costs stand for, where none is given."""
+    costs = BUILTIN.get(planner.costs)
+    if costs is None:
+        return planner
+    return replace(
+        planner,
+        hbm_gib=planner.hbm_gib or costs.device_bytes / GIB or None,
+        host_gib=planner.host_gib or costs.host_bytes / GIB,
     )

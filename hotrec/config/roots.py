@@ -302,7 +302,12 @@ class PlannerConfig:
     """The machine that the plan is for."""
 
     hbm_gib: float | None = key("GPU memory per device; null: what is free, or 80", None, gt=0)
-    host_gib: float | None = key("host memory per host; null: that of this host", None, gt=0)
+    host_gib: float | None = key(
+        "host memory per host; null: that of this host, for hotrec plan with built-in costs that "
+        "of their machine",
+        None,
+        gt=0,
+    )
     costs: str = key(
         "costs to predict with: measured (at paths.costs), the name of a built-in set, or auto "
         "(measured if they exist for this kind of device, else the nearest built-in set)",

@@ -94,9 +94,11 @@ def make_plan(
         plan = planner.plan(model, list(sharders))
     except PlannerError as error:
         shortfall = _describe_shortfall(enumerator.enumerate(model, list(sharders)), topology)
+        # Of its twenty lines the last, which names the shard that was too large.
+        theirs = " ".join(str(error).rpartition("Last planner error:")[2].split())
         raise ValueError(
             f"plan for {topology.world_size} ranks on {topology.compute_device}: {shortfall} "
-            f"TorchRec says: {error}"
+            f"TorchRec's planner says: {theirs}"
         ) from error
     check_caches(plan)
     return plan

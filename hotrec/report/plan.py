@@ -122,6 +122,29 @@ class Prediction:
         parts = [describe_world(self.document["world"]), batch, self.document.get("device")]
         return ", ".join(filter(None, parts))
 
+    @property
+    def hot_rows(self) -> int:
+        """Hot rows of the plan whose placement the tables show."""
+        return sum(int(table["hot_rows"]) for table in self.document.get("tables") or ())
+
+    @property
+    def planner(self) -> str | None:
+        """The plan of TorchRec's own planner in its fastest pipeline, if it was predicted."""
+        names = [name for name in self.plans if name.startswith(f"{BASELINE_PREFIX} planner")]
+        return min(names, key=lambda name: self.plans[name]["step_s"], default=None)
+
+    @property
+    def chosen_text(self) -> str:
+        """The chosen plan as a user knows it, such as ``hotrec, 1,650 hot rows, look_ahead``."""
+        kind, _, more = self.chosen.partition(" ")
+        if kind == BASELINE_PREFIX:
+            plan, _, more = more.partition(" ")
+            text = f"TorchRec's {plan.replace('_', '-')}" + " plan" * (plan != "planner")
+        else:
+            hot = self.hot_rows if self.placed == self.chosen else 0
+            text = f"hotrec, {show_count(hot) if hot else 'no'} hot rows"
+        return f"{text}, {more}" if more else text
+
     def label(self, name: str) -> str:
         """The name of a plan, with a note if it was chosen."""
         return f"{name} (chosen)" if name == self.chosen else name

@@ -23,13 +23,26 @@ from hotrec.report.render import (
     render_text,
     write_files,
 )
-from hotrec.report.units import show_bytes, show_count, show_rate, show_seconds
+from hotrec.report.units import show_bytes, show_count, show_rate, show_ratio, show_seconds
 from hotrec.runtime.run_dir import POINT
 
 WHAT_IF_HTML, WHAT_IF_JSON = "what_if.html", "what_if.json"
 ENDED_WITH_ERROR = "the job ended with an error"
 # These have columns of their own.
 OF_THE_WORLD = ("plan.world_size", "plan.ranks_per_host", "trainer.batch_size")
+
+# What a job without a prediction has not.
+PREDICTED: tuple[str, ...] = (
+    "chosen",
+    "step_s",
+    "interval_s",
+    "planner_step_s",
+    "costs",
+    "samples_per_s",
+)
+PREDICTED += ("sent_bytes", *TIERS)
+# The costs of a set that came with the program.
+BUILT_IN = "built-in"
 
 # A job as what_if.json has it, None where something is not known; ``problem`` says why there is no
 # prediction. ``device_bytes`` and ``host_bytes`` are those of the tables on the fullest rank.
@@ -58,16 +71,20 @@ def _read_point(folder: Path, name: str) -> Point:
         "name": name,
         "overrides": {key: str(value) for key, value in (facts.get("overrides") or {}).items()},
         "batch_size": facts.get("batch_size"),
-        **dict.fromkeys(("chosen", "step_s", "samples_per_s", "sent_bytes", *TIERS)),
+        **dict.fromkeys(PREDICTED),
         "problem": document.get("infeasible", "") if document else ENDED_WITH_ERROR,
     }
     if not point["problem"]:
         prediction = Prediction(document, where=str(folder / PREDICTION_JSON))
         plan, world = prediction.plans[prediction.chosen], document["world"]
+        planner = prediction.planner
         point |= {
             "batch_size": document["batch_size"],
-            "chosen": prediction.chosen,
+            "chosen": prediction.chosen_text,
             "step_s": plan["step_s"],
+            "interval_s": plan.get("interval_s"),
+            "planner_step_s": None if planner is None else prediction.plans[planner]["step_s"],
+            "costs": document.get("costs"),
             "samples_per_s": plan["samples_per_s"],
             "sent_bytes": plan["total_sent_bytes"],
             **prediction.most_memory(prediction.chosen),
@@ -128,7 +145,10 @@ def _page(points: Sequence[Point], min_samples_per_s: float | None) -> Page:
         if key not in OF_THE_WORLD and len({p["overrides"].get(key) for p in points}) > 1
     ]
     sections: dict[str, list[Block]] = {
-        "The cheapest machine": [_answer(points, cheapest, varied, min_samples_per_s)],
+        "The cheapest machine": [
+            _answer(points, cheapest, varied, min_samples_per_s),
+            *_origins(points),
+        ],
         "Every point": [_table(points, cheapest, varied)],
         "What does not fit": [f"Job {p['name']}: {p['problem']}" for p in points if p["problem"]],
     }
@@ -146,14 +166,35 @@ def _answer(
         wanted += f" and reaches {show_rate(min_samples_per_s)}"
     if cheapest is None:
         fastest = max((p["samples_per_s"] for p in points if p["fits"]), default=0)
-        return f"No machine {wanted}: the fastest of {len(points)} reaches {show_rate(fastest)}."
+        return f"No machine {wanted}: the fastest of {len(points)} reaches {_show_about(fastest)}."
     parts = [describe_world(cheapest), f"batch {show_count(cheapest['batch_size'])} per rank"]
     own = cheapest["overrides"]
     parts += [f"{key}={own[key]}" for key in varied if key in own]
     return (
         f"The cheapest machine {wanted}: {', '.join(parts)}: {cheapest['chosen']}, "
-        f"{show_rate(cheapest['samples_per_s'])} (job {cheapest['name']})."
+        f"{_show_about(cheapest['samples_per_s'])} (job {cheapest['name']})."
     )
+
+
+def _origins(points: Sequence[Point]) -> list[str]:
+    """A sentence for each set of costs that steps were predicted with."""
+    found = {(c["name"], c["origin"]): None for p in points if (c := p["costs"]) is not None}
+    return [
+        f"Predicted with the built-in costs {name}, never run on such a machine: they rank plans, "
+        "and promise no step time."
+        if origin == BUILT_IN
+        else f"Predicted with the costs {name}, {origin}."
+        for name, origin in found
+    ]
+
+
+def _show_about(per_s: float) -> str:
+    """A predicted rate: its third digit is uncertain already."""
+    return show_rate(float(f"{per_s:.3g}"))
+
+
+def _show_interval(interval_s: Sequence[float]) -> str:
+    return " to ".join(map(show_seconds, interval_s))
 
 
 def _table(points: Sequence[Point], cheapest: Point | None, varied: Sequence[str]) -> Table:
@@ -162,6 +203,7 @@ def _table(points: Sequence[Point], cheapest: Point | None, varied: Sequence[str
             **point["overrides"],
             **point,
             "fits": "cheapest" if point is cheapest else "yes" if point["fits"] else "no",
+            "ratio": _ratio(point),
         }
         for point in points
     ]
@@ -176,9 +218,18 @@ def _table(points: Sequence[Point], cheapest: Point | None, varied: Sequence[str
             ("fits", "fits", str),
             ("chosen", "chosen", str),
             ("step", "step_s", show_seconds),
-            ("samples", "samples_per_s", show_rate),
+            ("90% interval", "interval_s", _show_interval),
+            ("TorchRec's planner", "planner_step_s", show_seconds),
+            ("of its step", "ratio", str),
+            ("samples", "samples_per_s", _show_about),
             ("sent", "sent_bytes", show_bytes),
             ("device memory", "device_bytes", show_bytes),
             ("host memory", "host_bytes", show_bytes),
         ],
     )
+
+
+def _ratio(point: Point) -> str | None:
+    if point["planner_step_s"] is None:
+        return None
+    return show_ratio(point["step_s"], point["planner_step_s"])

@@ -143,6 +143,10 @@ def test_what_if_sweep(calibrated: Path) -> None:
     assert len(fits) == 4
     assert sorted(fits) == [False, False, True, True]
     assert (calibrated / "runs" / "what_if" / "what_if.html").exists()
+    # The table says what the jobs have found.
+    assert len(outcome.stderr.splitlines()) < 40
+    assert " I hotrec.planning" not in outcome.stderr
+    assert " I hotrec.planning" in (calibrated / "runs/what_if/0/log.txt").read_text()
 
 
 def losses(run_dir: Path) -> dict[int, float]:

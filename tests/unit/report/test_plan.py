@@ -102,3 +102,36 @@ def test_the_bars_of_the_figure_are_the_stages() -> None:
     assert axes.texts[1].get_text() == "45.5 ms, 4.00 MB sent, 0.70x of the time"
     assert axes.get_yticklabels()[1].get_text() == "hot_cold (chosen)"
     assert len(set(STAGE_LOOKS.values())) == len(STAGE_LOOKS)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        ("hot_cold", "hotrec, 130,007 hot rows"),
+        ("hot_cold look_ahead", "hotrec, 130,007 hot rows, look_ahead"),
+        ("all_cold", "hotrec, no hot rows"),
+        ("torchrec planner base", "TorchRec's planner, base"),
+        ("torchrec hand_tuned", "TorchRec's hand-tuned plan"),
+        ("torchrec table_wise base", "TorchRec's table-wise plan, base"),
+    ],
+)
+def test_the_chosen_plan_is_called_what_it_is(chosen: str, text: str) -> None:
+    plans = prediction()["plans"]
+    document = prediction() | {"chosen": chosen, "plans": plans | {chosen: plans["hot_cold"]}}
+    assert Prediction(document).chosen_text == text
+
+
+def test_a_placement_may_have_no_hot_rows() -> None:
+    tables = [{**of, "hot_rows": 0} for of in prediction()["tables"]]
+    assert Prediction(prediction() | {"tables": tables}).chosen_text == "hotrec, no hot rows"
+
+
+def test_the_planner_of_torchrec_is_that_of_its_fastest_pipeline() -> None:
+    plans = prediction()["plans"]
+    slow = {**plans["torchrec planner"], "step_s": 1.0}
+    for name in ("torchrec planner base", "torchrec planner"):
+        others = {"torchrec planner": slow, "torchrec planner base": slow}
+        document = prediction() | {"plans": plans | others | {name: plans["torchrec planner"]}}
+        assert Prediction(document).planner == name
+    del plans["torchrec planner"]
+    assert Prediction(prediction() | {"plans": plans}).planner is None

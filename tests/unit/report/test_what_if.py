@@ -70,6 +70,13 @@ def test_a_job_needs_one_of_its_files(tmp_path: Path) -> None:
     assert (point["num_ranks"], point["num_hosts"], point["batch_size"]) == (16, 2, 512)
 
 
+def test_what_was_predicted_for_a_machine_that_is_not_there_says_so(tmp_path: Path) -> None:
+    costs = {"name": "dgx", "origin": "built-in", "note": None}
+    write_job(tmp_path / "0", document(16) | {"costs": costs})
+    points = read_predictions(tmp_path)
+    assert "the built-in costs dgx, never run on such a machine" in what_if_text(points)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
