@@ -19,6 +19,10 @@ Files = dict[str, str]
 
 LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d (\[rank \d+\] )?[DIWEC] ")
 ERROR_LINE = re.compile(r"^(?:\[rank (\d+)\] )?error: (.*)$")
+# With which the commands of a case end that come before the one that fails.
+CLOSING_WORDS = "dataset|left out|profile|hot rows|picture|costs|chosen|page|next|done|AUC|best"
+CLOSING_WORDS += "|evaluate|export|exported|checkpoint|scored"
+CLOSING_LINE = re.compile(rf"^({CLOSING_WORDS}) +\S")
 LAUNCHER_LINE = re.compile(r"^rank \d+ ended first, with exit code -?\d+\.$")
 # <thing>: expected X, got Y. <what to do>.
 FORM = re.compile(r"^[^:].*?: expected .+?, got .+[.?!:] \S.*[.?!`]$")
@@ -136,7 +140,8 @@ def judge_output(case: Case, findings: Findings, code: int, out: str, err: str) 
         if out.count("\n") >= len(case.words):
             findings.add("unclear", f"expected nothing on stdout, got {out[-200:]!r}")
         for line in err.splitlines():
-            if line.strip() and not LOG_LINE.match(line) and not ERROR_LINE.match(line):
+            forms = (LOG_LINE, ERROR_LINE, CLOSING_LINE)
+            if line.strip() and not any(form.match(line) for form in forms):
                 findings.add("unclear", f"expected log and error lines on stderr, got {line[:200]}")
                 break
     if 2 not in case.stdio and case.speaks:
