@@ -66,6 +66,7 @@ install: $(INSTALLED) ## Make .venv with the pinned packages and hotrec in it.
 quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with two workers.
 	HOTREC_RUN_DIR=runs/quickstart/$$(date +%Y%m%d-%H%M%S) $(BIN)/hotrec run experiment=quickstart \
 	    launch.num_ranks=2 run.compare=true >/dev/null
+	@echo '`. $(BIN)/activate` puts hotrec on your path.'
 
 test: $(INSTALLED_DEV) ## Install what the tests need, then run the whole suite.
 	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --durations=10 $(ARGS)

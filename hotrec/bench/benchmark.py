@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from hotrec.config.groups import OrderAssign
 from hotrec.config.roots import BenchConfig, BenchRootConfig
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Rows, WireType
+
+logger = logging.getLogger(__name__)
 
 # Keys of bench that the document repeats.
 SETTINGS = (
@@ -60,9 +64,12 @@ def measure(
     batches = samples.batches(
         num_steps(bench), batch_size=bench.batch_size, rank=ranks.rank, world_size=ranks.world_size
     )
-    runners = [
-        build_runner(config, case, samples.schema, batches, ranks, samples) for case in cases
-    ]
+    runners = []
+    for case in cases:
+        start_s = time.perf_counter()
+        runners.append(build_runner(config, case, samples.schema, batches, ranks, samples))
+        if ranks.is_first:
+            logger.info("built %s in %.1f s", case.name, time.perf_counter() - start_s)
     operators_s = run_cases(runners, bench, ranks)
     measured = gather_measured(runners, ranks)
     figures = summarize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -67,8 +65,6 @@ from hotrec.types import (
     TorchrecPlan,
     WireType,
 )
-
-logger = logging.getLogger("hotrec.bench")
 
 
 @dataclass(frozen=True)
@@ -259,7 +255,6 @@ def build_runner(
     ``samples`` is the source of ``batches``, this rank's as read; a case that assigns samples by
     owner needs it.
     """
-    start = time.perf_counter()
     gc.collect()
     before = resident_bytes(ranks.device)
     # Free device memory differs between ranks, but all must plan the same.
@@ -292,8 +287,6 @@ def build_runner(
     runner.drain()
     gc.collect()
     runner.memory_bytes = resident_bytes(ranks.device) - before
-    if ranks.is_first:
-        logger.info("built %s in %.1f s", case.name, time.perf_counter() - start)
     return runner
 
 
