@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,6 +145,7 @@ def _templates() -> Environment:
     templates.filters |= {
         "as_cell": lambda cell: cell if isinstance(cell, Cell) else Cell(cell),
         "kind": lambda block: type(block).__name__,
+        "breakable": lambda text: re.sub(r"([._])(?=[^\W\d])", r"\1<wbr>", escape(text)),
     }
     templates.globals["markdown_table"] = markdown_table
     return templates

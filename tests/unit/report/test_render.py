@@ -81,3 +81,11 @@ def test_tables_keep_to_their_columns() -> None:
 )
 def test_numbers_carry_their_unit(show: Callable[[Any], str], shown: dict[Any, str]) -> None:
     assert {value: units.show_known(show, value) for value in shown} == shown
+
+
+def test_long_names_may_break_and_numbers_not() -> None:
+    texts = ["trainer.batch_size.of", "4.24 ms to 12.5 ms, all", "<b>data.source.columns"]
+    html = render_html(Page("T", {"S": [Table(["a", "b"], [[text, ""] for text in texts])]}))
+    assert "trainer.<wbr>batch_<wbr>size.<wbr>of" in html
+    assert "4.24 ms to 12.5 ms, all" in html
+    assert "&lt;b&gt;data.<wbr>source.<wbr>columns" in html
