@@ -15,6 +15,7 @@ from hydra.types import RunMode
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.made import command_text
 from hotrec.cli.store import quoted
+from hotrec.report.names import plan_name
 from hotrec.report.units import (
     show_bytes,
     show_count,
@@ -244,7 +245,7 @@ def _run(figures: Figures) -> Lines:
     run_dir, split = Path(figures["run_dir"]) / TRAINED, figures["split"]
     hot = f"{show_count(trained['hot_rows'])} of {show_count(trained['total_rows'])}"
     if str(trained.get("placement")).startswith(BASELINE_PLACEMENT):
-        hot += f": {trained['placement']}, a plan of TorchRec's own, was trained"
+        hot += f": {plan_name(trained['placement'], 0)} was trained"
     speed, theirs = trained.get("samples_per_s"), figures["compared_with"]
     lines: Lines = [
         *quality_lines(figures["quality"], split),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from hotrec.report.names import plan_name
 from hotrec.report.render import (
     Block,
     Column,
@@ -138,11 +139,9 @@ class Prediction:
         """The chosen plan as a user knows it, such as ``hotrec, 1,650 hot rows, look_ahead``."""
         kind, _, more = self.chosen.partition(" ")
         if kind == BASELINE_PREFIX:
-            plan, _, more = more.partition(" ")
-            text = f"TorchRec's {plan.replace('_', '-')}" + " plan" * (plan != "planner")
-        else:
-            hot = self.hot_rows if self.placed == self.chosen else 0
-            text = f"hotrec, {show_count(hot) if hot else 'no'} hot rows"
+            which, _, more = more.partition(" ")
+            kind = f"{kind} {which}"
+        text = plan_name(kind, self.hot_rows if self.placed == self.chosen else 0)
         return f"{text}, {more}" if more else text
 
     def label(self, name: str) -> str:

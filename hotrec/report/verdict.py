@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hotrec.report.names import plan_name
 from hotrec.report.read import Run
 from hotrec.report.units import show_error, show_seconds
 from hotrec.runtime.run_dir import PLAN_JSON
@@ -38,19 +39,17 @@ def verdicts(runs: Sequence[Run], baseline: Run | None) -> list[str]:
 def _verdict(run: Run, baseline: Run | None) -> str:
     step_s, predicted_s = run.number("step_p50_s"), run.number("predicted_step_s")
     assert step_s is not None
-    pipeline = run.summary.get("pipeline")
-    text = f"{run.name}{f' ({pipeline})' if pipeline else ''}: {show_seconds(step_s)} a step"
+    text = f"{_described(run)}: {show_seconds(step_s)} a step"
     if predicted_s is not None:
         # Of the numbers that stand here.
         text += f", predicted {show_seconds(predicted_s)} ({show_error(predicted_s / step_s - 1)})"
     if baseline is None or (their_s := baseline.number("step_p50_s")) is None:
         return f"{text}."
-    other = f"{baseline.name}{_whose(baseline)}"
-    text += f"; {other} took {show_seconds(their_s)}."
+    text += f"; {_described(baseline)} took {show_seconds(their_s)}."
     if have_same_plan(run, baseline):
         return f"{text} Both trained the same plan, so what differs is the machine."
     if is_torchrec(run) and is_torchrec(baseline):
-        text += f" Both are TorchRec's own plans: {run.name} trained {run.summary['placement']}."
+        text += " Both are TorchRec's own plans."
     return f"{text} {NO_CLAIM}"
 
 
@@ -76,8 +75,12 @@ def is_torchrec(run: Run) -> bool:
     return str(run.summary.get("placement")).startswith(BASELINE_PLACEMENT)
 
 
-def _whose(run: Run) -> str:
-    return " (TorchRec's plan)" if is_torchrec(run) else ""
+def _described(run: Run) -> str:
+    """The name of a run, and what it trained, as far as that was recorded."""
+    plan, pipeline = run.summary.get("placement"), run.summary.get("pipeline")
+    name = None if plan is None else plan_name(str(plan), run.number("hot_rows"))
+    told = ", ".join(filter(None, (name, pipeline)))
+    return f"{run.name} ({told})" if told else run.name
 
 
 def have_same_plan(run: Run, other: Run) -> bool:

@@ -172,7 +172,7 @@ def test_hot_rows_that_the_trial_threw_away_are_explained(
 ) -> None:
     machine.summary |= {"hot_rows": 0, "placement": "torchrec table_wise"}
     machine.run()
-    said = "hot rows   0 of 1,000: torchrec table_wise, a plan of TorchRec's own, was trained\n"
+    said = "hot rows   0 of 1,000: TorchRec's table-wise plan was trained\n"
     assert said in capsys.readouterr().err
 
 

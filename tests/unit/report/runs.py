@@ -40,7 +40,7 @@ SUMMARY: Record = {
 TORCHREC = {
     **SUMMARY,
     "name": "planner",
-    "placement": "torchrec_planner",
+    "placement": "torchrec planner",
     "auc": 0.78115,
     "step_p50_s": 0.248,
     "exposed_communication_s": 0.093,

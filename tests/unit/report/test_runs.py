@@ -192,10 +192,12 @@ def test_two_runs_never_give_a_claim_of_speed(tmp_path: Path, step_s: float) -> 
     runs = read_runs(paths)
     first, second = verdicts(runs, runs[1])
     shown = {0.150: "150 ms", 0.120: "120 ms", 0.030: "30.0 ms"}[step_s]
-    assert first.startswith(f"hot_cold (look_ahead): {shown} a step, predicted 100 ms (")
-    assert "planner (TorchRec's plan) took 120 ms. They did not take turns" in first
+    ours_is = "hot_cold (hotrec, 62,840 hot rows, look_ahead)"
+    assert first.startswith(f"{ours_is}: {shown} a step, predicted 100 ms (")
+    theirs_is = "planner (TorchRec's planner, sparse_dist)"
+    assert f"; {theirs_is} took 120 ms. They did not take turns" in first
     assert "no claim of speed; `hotrec bench` compares plans in turns." in first
-    assert second == "planner (sparse_dist): 120 ms a step."
+    assert second == f"{theirs_is}: 120 ms a step."
     document = write_report(paths, tmp_path / "out")
     assert document["verdict"] == [first, second]
     text = page_text(tmp_path / "out")
@@ -207,14 +209,18 @@ def test_two_runs_never_give_a_claim_of_speed(tmp_path: Path, step_s: float) -> 
 def test_the_error_is_that_of_the_numbers_beside_it(tmp_path: Path) -> None:
     summary = {**SUMMARY, **COMPARED, "step_p50_s": 0.0304, "predicted_step_s": 0.0227}
     (said,) = verdicts(read_runs([write_run(tmp_path / "a", summary)]), None)
-    assert said == "hot_cold: 30.4 ms a step, predicted 22.7 ms (-25.3%)."
+    assert said == "hot_cold (hotrec, 62,840 hot rows): 30.4 ms a step, predicted 22.7 ms (-25.3%)."
 
 
 @pytest.mark.parametrize(
     ("ours", "shards", "said"),
     [
         ({}, "{}", "Both trained the same plan"),
-        ({"placement": "torchrec table_wise"}, '{"t": 1}', "trained torchrec table_wise. They did"),
+        (
+            {"placement": "torchrec table_wise"},
+            '{"t": 1}',
+            "TorchRec's own plans. They did",
+        ),
         ({"placement": "hot_cold"}, '{"t": 1}', "took 248 ms. They did not take turns"),
     ],
 )

@@ -1,0 +1,23 @@
+"""Plans as a user knows them, from the names that runs and predictions record."""
+
+from __future__ import annotations
+
+from hotrec.report.units import show_count
+
+TORCHREC, PLANNER = "torchrec", "planner"
+
+
+def plan_name(plan: str, hot_rows: float | None) -> str:
+    """Such as ``hotrec, 1,650 hot rows`` or ``TorchRec's table-wise plan``.
+
+    Args:
+        plan: Such as ``hot_cold`` or ``torchrec table_wise``.
+        hot_rows: Their number; None where it is not known.
+    """
+    kind, _, which = plan.partition(" ")
+    if kind == TORCHREC:
+        is_planner = which in ("", PLANNER)
+        return "TorchRec's planner" if is_planner else f"TorchRec's {which.replace('_', '-')} plan"
+    if hot_rows is None:
+        return "hotrec"
+    return f"hotrec, {show_count(hot_rows) if hot_rows else 'no'} hot rows"
