@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.made import command_text
 from hotrec.cli.store import quoted
-from hotrec.report.names import plan_name
+from hotrec.report.names import TORCHREC, plan_name
 from hotrec.report.units import (
     show_bytes,
     show_count,
@@ -24,7 +24,7 @@ from hotrec.report.units import (
     show_quality,
     show_seconds,
 )
-from hotrec.report.verdict import BASELINE_PLACEMENT, suspicion
+from hotrec.report.verdict import suspicion
 from hotrec.runtime.run_dir import TRAINED
 
 Figures = Mapping[str, Any]
@@ -226,25 +226,25 @@ def _cache(figures: Figures) -> Lines:
 def _next_stage(command: str, figures: Figures, words: Sequence[str]) -> Lines:
     """The command that goes on from a stage, with the words of this one."""
     stage = _NEXT.get(command)
-    if stage is None or not words:
+    if stage is None:
         return []
     own = [word for word in words if not word.startswith(_OF_A_STAGE)]
     given = dict(word.partition("=")[::2] for word in own)
-    if command == "calibrate":
+    if command == "calibrate" and "plan.world_size" not in given:
         own.append(f"plan.world_size={given.get('launch.num_ranks', 1)}")
     if command == "plan":
         if given.get("plan.device", "auto") != "auto" or "planner.costs" in given:
             return []  # for machines that are not at hand
-        own = [word for word in own if not word.startswith("plan.")]
+        own = [word for word in own if not word.startswith(("plan.", "launch.num_ranks="))]
         own.append(f"launch.num_ranks={figures['world_size']}")
-    return [("next", command_text(stage, list(dict.fromkeys(own))))]
+    return [("next", command_text(stage, own))]
 
 
 def _run(figures: Figures) -> Lines:
     trained = figures["trained"]
     run_dir, split = Path(figures["run_dir"]) / TRAINED, figures["split"]
     hot = f"{show_count(trained['hot_rows'])} of {show_count(trained['total_rows'])}"
-    if str(trained.get("placement")).startswith(BASELINE_PLACEMENT):
+    if str(trained.get("placement")).startswith(TORCHREC):
         hot += f": {plan_name(trained['placement'], 0)} was trained"
     speed, theirs = trained.get("samples_per_s"), figures["compared_with"]
     lines: Lines = [

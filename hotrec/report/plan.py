@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from hotrec.report.names import plan_name
+from hotrec.report.names import PLANNER, TORCHREC, plan_name
 from hotrec.report.render import (
     Block,
     Column,
@@ -29,7 +29,7 @@ from hotrec.report.units import (
 )
 
 PREDICTION_JSON = "prediction.json"
-HOT_COLD, LOOK_AHEAD, BASELINE_PREFIX = "hot_cold", "look_ahead", "torchrec"
+HOT_COLD, LOOK_AHEAD = "hot_cold", "look_ahead"
 MAX_TABLES_SHOWN = 20
 NEEDED = ("world", "batch_size", "plans", "chosen")
 NEEDED_OF_PLAN = ("step_s", "stage_s", "sent_bytes", "total_sent_bytes", "samples_per_s")
@@ -100,7 +100,7 @@ class Prediction:
         for name, plan in self.plans.items():
             _check_needed(plan, NEEDED_OF_PLAN, f"{where} plan {name}")
         by_step = sorted(self.plans, key=lambda name: (self.plans[name]["step_s"], name))
-        own = [name for name in by_step if name.startswith(BASELINE_PREFIX)]
+        own = [name for name in by_step if name.startswith(TORCHREC)]
         self.baseline = own[0] if own else None
         """The fastest of TorchRec's own plans, if one was predicted."""
         ends = [self.chosen] if self.baseline is None else [self.baseline, self.chosen]
@@ -130,15 +130,15 @@ class Prediction:
 
     @property
     def planner(self) -> str | None:
-        """The plan of TorchRec's own planner in its fastest pipeline, if it was predicted."""
-        names = [name for name in self.plans if name.startswith(f"{BASELINE_PREFIX} planner")]
+        """The plan of TorchRec's own planner in its fastest pipeline and tier, if predicted."""
+        names = [name for name in self.plans if name.startswith(f"{TORCHREC} {PLANNER}")]
         return min(names, key=lambda name: self.plans[name]["step_s"], default=None)
 
     @property
     def chosen_text(self) -> str:
         """The chosen plan as a user knows it, such as ``hotrec, 1,650 hot rows, look_ahead``."""
         kind, _, more = self.chosen.partition(" ")
-        if kind == BASELINE_PREFIX:
+        if kind == TORCHREC:
             which, _, more = more.partition(" ")
             kind = f"{kind} {which}"
         text = plan_name(kind, self.hot_rows if self.placed == self.chosen else 0)

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotrec.report.names import plan_name
+from hotrec.report.names import TORCHREC, plan_name
 from hotrec.report.read import Run
 from hotrec.report.units import show_error, show_seconds
 from hotrec.runtime.run_dir import PLAN_JSON
 
-BASELINE_PLACEMENT = "torchrec"
 NO_CLAIM = "They did not take turns: no claim of speed; `hotrec bench` compares plans in turns."
 
 
@@ -72,7 +71,7 @@ def suspicion(summary: Mapping[str, Any]) -> list[str]:
 
 def is_torchrec(run: Run) -> bool:
     """Whether a run trained a plan of TorchRec's own, as it was configured or as hotrec chose."""
-    return str(run.summary.get("placement")).startswith(BASELINE_PLACEMENT)
+    return str(run.summary.get("placement")).startswith(TORCHREC)
 
 
 def _described(run: Run) -> str:

@@ -124,12 +124,22 @@ SAID = {
     "lfu        none of these sizes hits in 90% of the lookups\npicture    runs/c/cache.png\n",
     "doctor": "",
 }
+# Of stages without a word.
+GO_ON = {
+    "prepare": "next       hotrec profile\n",
+    "profile": "next       hotrec calibrate\n",
+    "calibrate": "next       hotrec plan plan.world_size=1\n",
+    "plan": "next       hotrec train launch.num_ranks=2\n",
+}
 NEXT = {
     "prepare data=a append=[b.csv]": "hotrec profile data=a",
     "profile --config-dir conf data=a profile.mode=sample": "hotrec calibrate data=a",
     "calibrate data=a launch.num_ranks=2 calibrate.budget_s=1": "hotrec plan data=a "
     "launch.num_ranks=2 plan.world_size=2",
     "plan data=a launch.num_ranks=2 plan.world_size=2": "hotrec train data=a launch.num_ranks=2",
+    "plan data=a launch.num_ranks=2": "hotrec train data=a launch.num_ranks=1",
+    "calibrate data=a plan.world_size=4": "hotrec plan data=a plan.world_size=4",
+    "prepare": "hotrec profile",
     "plan data=a plan.device=cuda": None,
     "plan data=a planner.costs=dgx_h100_infiniband": None,
     "train data=a": None,
@@ -139,17 +149,23 @@ NEXT = {
 @pytest.mark.parametrize("command", SAID)
 def test_a_command_ends_with_lines(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     print_closing(command, FIGURES.get(command, {}))
-    assert capsys.readouterr().err == SAID[command]
+    assert capsys.readouterr().err == SAID[command] + GO_ON.get(command, "")
 
 
 def test_every_command_ends_with_lines() -> None:
     assert set(_LINES) == set(COMMANDS)
 
 
+def given_size(words: list[str]) -> int:
+    """The ranks that were planned for."""
+    given = dict(word.split("=") for word in words if "=" in word)
+    return int(given.get("plan.world_size", 1))
+
+
 @pytest.mark.parametrize("line", NEXT)
 def test_a_stage_names_the_next(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, *words = line.split()
-    print_closing(command, FIGURES[command], words)
+    print_closing(command, {**FIGURES[command], "world_size": given_size(words)}, words)
     said = capsys.readouterr().err.removeprefix(SAID[command])
     assert said == ("" if NEXT[line] is None else f"next       {NEXT[line]}\n")
 
@@ -169,12 +185,12 @@ def test_json_is_for_programs(
     _print_figures(invocation, figures)
     out, err = capsys.readouterr()
     assert json.loads(out)["command"] == command
-    assert err == SAID[command]
+    assert err == SAID[command] + GO_ON.get(command, "")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     _print_figures(invocation, figures)
     assert terminal.getvalue() == ""
-    assert capsys.readouterr().err == SAID[command]
+    assert capsys.readouterr().err == err
 
 
 def test_a_stage_of_run_ends_without_lines(
