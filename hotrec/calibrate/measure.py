@@ -12,12 +12,7 @@ import torch
 
 from hotrec.calibrate.collectives import Network, measure_overlap, start_network
 from hotrec.calibrate.loader import measure_loader
-from hotrec.calibrate.noise import (
-    LoadMeter,
-    doubts_of,
-    median_drift,
-    noise_text,
-)
+from hotrec.calibrate.noise import doubts_of, median_drift, noise_text
 from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.steps import correct_by_steps, measure_steps
 from hotrec.calibrate.timing import (
@@ -33,6 +28,7 @@ from hotrec.calibrate.timing import (
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World, interval_text
 from hotrec.runtime.cores import cores_per_host
+from hotrec.runtime.load import LoadMeter
 from hotrec.runtime.memory import read_fingerprint, read_memory
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from hotrec.calibrate import noise
-from hotrec.calibrate.noise import HostLoad, LoadMeter, doubts_of, noise_text
+from hotrec.calibrate.noise import doubts_of, noise_text
 from hotrec.calibrate.timing import Repeats, slowest_median
+from hotrec.runtime import load as load_module
+from hotrec.runtime.load import HostLoad, LoadMeter
 from hotrec.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 1, 0, 1, torch.device("cpu"))
@@ -31,9 +34,10 @@ def test_the_work_of_others_is_what_the_cores_did_beside_this_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(load_module, "_ticks_of_children", lambda: 0)
     now = {"wall": 100.0, "own": 5.0}
-    monkeypatch.setattr(noise.time, "perf_counter", lambda: now["wall"])
-    monkeypatch.setattr(noise.time, "process_time", lambda: now["own"])
+    monkeypatch.setattr(load_module.time, "perf_counter", lambda: now["wall"])
+    monkeypatch.setattr(load_module.time, "process_time", lambda: now["own"])
     stat = write_stat(tmp_path / "stat", (50, 0), (60, 1), (70, 0))  # the third is not ours
     meter = LoadMeter(stat)
     now |= {"wall": 110.0, "own": 13.0}
@@ -42,6 +46,21 @@ def test_the_work_of_others_is_what_the_cores_did_beside_this_job(
     assert load.num_cores == 2
     assert load.others == pytest.approx((9 + 6 - 8) / 10)
     assert load.stolen == pytest.approx(0.2)
+
+
+def test_the_work_of_a_loader_worker_is_not_that_of_others() -> None:
+    before = load_module.read_cpu_times()
+    assert before is not None
+    code = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        after = load_module.read_cpu_times()
+        child.communicate(b"\n")
+    assert after is not None
+    assert after.own_s - before.own_s > 0.4
 
 
 def test_a_system_that_does_not_say_has_no_load(tmp_path: Path) -> None:
