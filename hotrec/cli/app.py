@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -178,6 +179,8 @@ def _complete(name: str, words: Sequence[str]) -> list[str]:
         overrides[: len(paths)] = [first.format(",".join(map(quoted, paths)))]
     names_one = any(flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR for flag in flags)
     own = None if names_one else user_conf_dir()
+    # "from" cannot be the name of a field.
+    overrides = [re.sub(r"^run\.from=", "run.from_=", word) for word in overrides]
     return [*(() if own is None else ("--config-dir", str(own))), *flags, *overrides]
 
 

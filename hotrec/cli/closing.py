@@ -246,27 +246,28 @@ def _run(figures: Figures) -> Lines:
     hot = f"{show_count(trained['hot_rows'])} of {show_count(trained['total_rows'])}"
     if str(trained.get("placement")).startswith(TORCHREC):
         hot += f": {plan_name(trained['placement'], 0)} was trained"
-    speed, theirs = trained.get("samples_per_s"), figures["compared_with"]
-    lines: Lines = [
+    speed = trained.get("samples_per_s")
+    return [
         *quality_lines(figures["quality"], split),
         *best_line(trained),
         ("chosen", figures["why"]),
-        *(("measured", sentence) for sentence in figures["verdict"] if theirs),
-    ]
-    if theirs:
-        if None not in (trained.get("auc"), theirs.get("auc")):
-            aucs = [show_quality(of["auc"]) for of in (trained, theirs)]
-            lines.append(("AUC", f"{aucs[0]} (TorchRec's plan: {aucs[1]})"))
-        sent = [show_bytes(of["sent_bytes_total"]) for of in (trained, theirs)]
-        lines.append(("sent", f"{sent[0]} a step (TorchRec's plan: {sent[1]})"))
-    return [
-        *lines,
+        *(("measured", sentence) for sentence in figures["verdict"] if figures["is_compared"]),
         ("speed", f"{speed:,.0f} samples/s" if speed else None),
         ("hot rows", hot),
         ("costs", figures["caveat"]),
         ("page", figures["page"]),
         *next_commands(run_dir, split),
         ("next", figures["next"]),
+    ]
+
+
+def _compare(figures: Figures) -> Lines:
+    runs = [str(shown(Path(run))) for run in figures["runs"]]
+    compared = shown(Path(figures["compared"]).parent)
+    words = [f"runs=[{','.join(map(quoted, runs))}]", f"compared={quoted(str(compared))}"]
+    return [
+        *(("measured", sentence) for sentence in figures["verdict"]),
+        ("report", command_text("report", words)),
     ]
 
 
@@ -280,6 +281,7 @@ _LINES: Mapping[str, Callable[[Figures], Lines]] = {
     "cache": _cache,
     "train": _train,
     "evaluate": _evaluate,
+    "compare": _compare,
     "export": _export,
     "predict": _predict,
     "bench": lambda _: [],

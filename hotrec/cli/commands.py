@@ -70,6 +70,12 @@ COMMANDS = {
         is_parallel=True,
         first="run_dir={}",
     ),
+    "compare": Command(
+        "train the plans of several runs in turns, and say which is faster and by how much",
+        "compare",
+        is_parallel=True,
+        first="runs=[{}]",
+    ),
     "export": Command(
         "write a run's model for serving: tables, vocabularies and layers",
         "export",

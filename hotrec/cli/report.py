@@ -46,6 +46,7 @@ def make_report_of(config: ReportConfig) -> Report:
         profile=profile,
         partition=partition if config.partition or is_recorded else None,
         baseline=config.baseline,
+        compared=Path(config.compared) if config.compared else None,
         title=config.title,
     )
 

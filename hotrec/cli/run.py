@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from hotrec.artifact import ArtifactError
@@ -26,6 +26,7 @@ from hotrec.cli.made import (
 from hotrec.cli.output import CommandFailed
 from hotrec.cli.store import quoted
 from hotrec.config.data import SourceSpec
+from hotrec.config.fields import VARIANTS
 from hotrec.config.groups import PlacementKind, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.profile import KIND as PROFILE
@@ -33,9 +34,12 @@ from hotrec.cost_model.store import KIND as COSTS
 from hotrec.cost_model.store import check_host, read_costs
 from hotrec.data.chunks import DATASET
 from hotrec.data.readers import find_files
+from hotrec.report.compared import COMPARED_JSON
+from hotrec.report.names import TORCHREC
 from hotrec.runtime.run_dir import (
     CHECKPOINTS,
     COMPARISON,
+    COUNTERPART,
     PREDICTION,
     RECORD,
     SUMMARY,
@@ -51,11 +55,14 @@ PURPOSE = {
     "calibrate": "what does this machine take for each part of a step",
     "plan": "which rows are hot and which pipeline trains, by predicted time",
     "train": "the fastest plan, which a short trial may decide",
-    "torchrec": "the same model with TorchRec's own plan, to compare with",
+    "torchrec": "the same model with the plan of TorchRec's planner",
+    "counterpart": "the same model with hot rows, or without where the chosen plan has some",
     "evaluate": "the checkpoint on held-out samples",
+    "compare": "the plans train in turns: which is faster, and by how much",
     "report": "one page of it all",
 }
 REPORT_PAGE, TEST = "report.html", "test"
+PLANNER = f"{TORCHREC} planner"  # the placement that a run of TorchRec's planner records
 
 
 def run(
@@ -105,8 +112,18 @@ class _Chain:
         self.run_dir = self.folder = run_dir
         self.environment = environment
         self.measures = config.planner.costs in ("auto", "measured")
-        is_left_out = {"calibrate": not self.measures, "torchrec": not config.run.compare}
+        compares = ("torchrec", "counterpart", "compare")
+        is_left_out = {"calibrate": not self.measures}
+        is_left_out |= dict.fromkeys(compares, not config.run.compare)
         self.names = [name for name in PURPOSE if not is_left_out.get(name)]
+        first = config.run.from_
+        if first is not None and first.name not in self.names:
+            raise ValueError(
+                f"run.from: expected one of the stages {', '.join(self.names)}, got {first.name}. "
+                "Choose another, or set run.compare=true if it is one of comparing."
+            )
+        at = len(self.names) if first is None else self.names.index(first.name)
+        self.anew = set(self.names[at:])
         self.figures: dict[str, Figures] = {}
         self.made: list[str] = []
 
@@ -135,16 +152,17 @@ class _Chain:
         self.do_recorded("plan", ["plan", *words, size], digest_of(self.inputs(), costs.digest))
         self.do("train", ["train", *words], lambda: read_finished(self.folder / "train"))
         if config.run.compare:
-            again = ["train", *words, "placement=torchrec"]
-            self.do("torchrec", again, lambda: read_finished(self.folder / "torchrec"))
+            self.train_others()
         self.evaluate()
+        if config.run.compare:
+            self.compare()
         self.report()
         return self.sum_up()
 
     def do(self, name: str, words: Sequence[str], find: Callable[[], Figures | None]) -> None:
         """Make a stage, unless it is current."""
         number = self.number(name)
-        figures = find()
+        figures = None if name in self.anew else find()
         if figures is None:
             logger.info("%s: %s", number, PURPOSE[name])
             figures = self.start(name, words)
@@ -231,7 +249,9 @@ class _Chain:
                 f"got {self.run_dir} of others. Name another directory."
             )
         beside = sorted(self.run_dir.parent.glob(f"*/{RECORD}"), key=lambda p: p.stat().st_mtime)
-        found = []
+        found: list[Path] = []
+        if TRAINED in self.anew:  # what was trained before stays
+            beside = []
         for path in beside:
             made = read_made(path, digest)
             trained = path.parent / TRAINED
@@ -245,6 +265,50 @@ class _Chain:
         if found[-1].resolve() != self.run_dir.resolve():
             logger.info("continuing %s, of the same configuration and data", found[-1])
         return found[-1]
+
+    def train_others(self) -> None:
+        """Train what the run is compared with: TorchRec's planner, and the other kind of plan.
+
+        With hot rows and without, the pipeline is the same, so that hot rows are what differs.
+        """
+        trained = self.figures[TRAINED]
+        words = self.without_placement()
+        if trained["placement"] == PLANNER:
+            logger.info("%s: done by train", self.number(COMPARISON))
+        else:
+            again = ["train", *words, "placement=torchrec"]
+            self.do(COMPARISON, again, lambda: read_finished(self.folder / COMPARISON))
+        kind = PlacementKind.all_cold if trained["hot_rows"] else PlacementKind.coverage
+        again = ["train", *words, f"placement={kind.name}", *self.settings_for(kind)]
+        if not str(trained["placement"]).startswith(TORCHREC):
+            again += [f"pipeline={trained['pipeline']}", "plan.trial=false"]
+        self.do(COUNTERPART, again, lambda: read_finished(self.folder / COUNTERPART))
+
+    def without_placement(self) -> list[str]:
+        """The words of this command but for its placement."""
+        groups = ("placement=", "placement.", "pipeline=")
+        return [word for word in self.words if not word.startswith(groups)]
+
+    def settings_for(self, kind: PlacementKind) -> list[str]:
+        """Those of the placement's settings, such as its tier, that another placement has, too."""
+        keys = {f"placement.{item.name}" for item in fields(VARIANTS["placement"][kind.name])}
+        return [word for word in self.words if word.partition("=")[0] in keys]
+
+    @property
+    def trained(self) -> list[Path]:
+        """The directories of what was trained: the run, and what it is compared with."""
+        names = (TRAINED, COMPARISON, COUNTERPART)
+        return [self.folder / name for name in names if name in self.figures]
+
+    def compare(self) -> None:
+        """Let the plans take turns."""
+        runs = f"runs=[{','.join(quoted(str(run)) for run in self.trained)}]"
+        config = self.config
+        words = ["compare", runs, f"launch.num_ranks={config.launch.num_ranks}"]
+        words += [f"device={config.trainer.device.name}"]
+        self.do_recorded(
+            "compare", words, digest_of([(r / SUMMARY).read_text() for r in self.trained])
+        )
 
     def evaluate(self) -> None:
         """Evaluate on the test split, or the validation split; training has often done that."""
@@ -269,11 +333,12 @@ class _Chain:
             self.do_recorded("evaluate", words, digest_of(trained, split))
 
     def report(self) -> None:
-        names = [name for name in ("train", "torchrec") if name in self.figures]
-        runs = [self.folder / name for name in names]
-        digest = digest_of([(run / SUMMARY).read_text() for run in runs])
-        words = ["report", f"runs=[{','.join(quoted(str(run)) for run in runs)}]"]
-        self.do_recorded("report", words, digest)
+        made_from = [(run / SUMMARY).read_text() for run in self.trained]
+        words = ["report", f"runs=[{','.join(quoted(str(run)) for run in self.trained)}]"]
+        if self.config.run.compare:
+            made_from.append((self.folder / "compare" / COMPARED_JSON).read_text())
+            words.append(f"compared={quoted(str(self.folder / 'compare'))}")
+        self.do_recorded("report", words, digest_of(made_from))
 
     def sum_up(self) -> Figures:
         figures, folder = self.figures, self.folder
@@ -302,8 +367,8 @@ class _Chain:
         more = {
             "trained": trained,
             "quality": quality,
-            "compared_with": figures.get(COMPARISON),
             "verdict": figures["report"]["verdict"],
+            "is_compared": self.config.run.compare,
             "next": self.next_step(),
         }
         print_closing("run", {**document, **more})
@@ -312,7 +377,7 @@ class _Chain:
     def next_step(self) -> str:
         if not self.config.run.compare:
             again = command_text("run", [*self.words, "run.compare=true"])
-            return f"`{again}` trains with TorchRec's plan, too"
+            return f"`{again}` also trains with TorchRec's planner, and lets the plans take turns"
         return "docs/sweeps.md compares other models, batches and machines"
 
 

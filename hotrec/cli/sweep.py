@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hotrec.cli.output import print_error
 from hotrec.config.roots import ReportConfig
-from hotrec.runtime.run_dir import COMPARISON, POINT, TRAINED
+from hotrec.runtime.run_dir import COMPARISON, COUNTERPART, POINT, TRAINED
 
 PLAN, TRAIN, RUN = "plan", "train", "run"
 # What the page of a sweep of plan needs of each job besides its overrides.
@@ -82,8 +82,8 @@ class Sweep(Callback):
             if self._command == RUN:  # which trains in directories of its own
                 points = {job_dir / TRAINED: point}
                 if config.run.compare:
-                    theirs = {**overrides, "placement": COMPARISON}
-                    points[job_dir / COMPARISON] = {"overrides": theirs}
+                    for name in (COMPARISON, COUNTERPART):
+                        points[job_dir / name] = {"overrides": {**overrides, "placement": name}}
             for folder, content in points.items():
                 folder.mkdir(exist_ok=True)
                 text = json.dumps(content, indent=2) + "\n"

@@ -27,6 +27,8 @@ from hotrec.types import ColdTier, HotExchange, PipelineKind, Precision, WireTyp
 
 Device = StrEnum("Device", "auto cpu cuda")
 ProfileMode = StrEnum("ProfileMode", "exact sample")
+# The stages of `hotrec run` that can begin anew.
+Stage = StrEnum("Stage", "prepare profile calibrate plan train evaluate compare report")
 BenchCase = StrEnum("BenchCase", "hot_cold all_cold all_hot table_wise planner hand_tuned")
 HotRowsRule = StrEnum("HotRowsRule", "top break_even")
 BenchRouting = StrEnum("BenchRouting", "main loader")
@@ -232,7 +234,15 @@ class RunConfig:
     """What ``hotrec run`` does besides its stages."""
 
     compare: bool = key(
-        "also train with TorchRec's own plan, on the same batches, and compare the two", False
+        "also train with the plan of TorchRec's planner, and with hot rows where the chosen plan "
+        "has none, or without where it has some; then let the plans take turns, and say which is "
+        "faster",
+        False,
+    )
+    from_: Stage | None = key(
+        "stage to begin again at: it and those after it are made anew, though they are current; "
+        "null: none",
+        None,
     )
 
 
@@ -603,6 +613,26 @@ class EvaluateConfig:
 
 
 @dataclass
+class CompareConfig:
+    """The configuration of compare."""
+
+    runs: list[str] = key(
+        "directories of training runs, of the same data, model and batch, whose plans train in "
+        "turns; `hotrec compare DIRECTORY DIRECTORY ...` sets them",
+        size=2,
+    )
+    seconds: float = key(
+        "seconds of training in turns; each plan has at least three of them",
+        20.0,
+        gt=0,
+        le=MAX_SECONDS,
+    )
+    device: Device = key(DEVICE, Device.auto)
+    timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
+    launch: LaunchConfig = section("the processes on this host", LaunchConfig)
+
+
+@dataclass
 class ExportFormConfig:
     """The form of the exported model."""
 
@@ -689,6 +719,9 @@ class ReportConfig:
     profile: str | None = key("profile to draw; null: that of the first run", None)
     partition: str | None = key("partition to draw; null: that of the first run", None)
     baseline: str | None = key("name of the run that the others are compared with", None)
+    compared: str | None = key(
+        "what `hotrec compare` wrote of these runs: its directory; null: no verdict on speed", None
+    )
     title: str = key("title of the page", "hotrec report")
 
     def rules(self) -> Rules:
@@ -724,6 +757,7 @@ ROOTS: dict[str, type] = {
     "config": Config,
     "bench": BenchRootConfig,
     "evaluate": EvaluateConfig,
+    "compare": CompareConfig,
     "export": ExportConfig,
     "predict": PredictConfig,
     "report": ReportConfig,

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ CONFIDENCE = 0.9  # of intervals, two-sided
 TOLERANCE = 0.02
 # Two blocks may agree by chance: the spread of ratios counts as at least this.
 LEAST_SPREAD = 0.01
+# Standard deviation of the logarithm of a ratio between starts of the same comparison, beside what
+# blocks of one start show: where memory, threads and ranks come to lie (benchmarks/repeats.py).
+START_SPREAD = 0.03
 # After one block the spread is unknown; a candidate that takes this much longer is out. Blocks of
 # one candidate on a busy machine were up to 1.4 times as long as one another.
 FIRST_RATIO = 1.5
@@ -97,8 +101,22 @@ class Trial:
         )
 
     def _ratio(self, name: str, first: str) -> tuple[float, float]:
+        """The interval of the ratio of a candidate's step to that of ``first``."""
         others = [blocks for n, blocks in self.block_s.items() if n not in (first, name)]
         return ratio_interval(self.block_s[first], self.block_s[name], *others)
+
+    def ratio(self, name: str, other: str) -> tuple[float, float, float]:
+        """The ratio of the step of ``name`` to that of ``other``, and where it would be next time.
+
+        Returns:
+            The ratio, and the ends of the interval in which that of another start of both lies with
+            the probability CONFIDENCE: wider than that of the mean, which knows this start alone.
+        """
+        low, high = self._ratio(name, other)
+        middle = math.sqrt(low * high)
+        normal = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+        half = math.sqrt(2) * math.hypot(math.log(high / middle), normal * START_SPREAD)
+        return middle, middle * math.exp(-half), middle * math.exp(half)
 
     def step_s(self, name: str) -> float:
         """The step of a candidate: the geometric mean of its blocks, whose ratios are compared."""

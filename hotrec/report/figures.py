@@ -16,13 +16,15 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from hotrec.artifact import read_artifact
+from hotrec.report.compared import ComparedPlan
 from hotrec.report.read import OTHER_STAGE, Run
 from hotrec.report.style import (
     HELDOUT_COLOR,
     INK,
     PART_COLORS,
+    PART_LABELS,
+    PART_LOOKS,
     SOFT_INK,
-    STAGE_LOOKS,
     TRAIN_COLOR,
     legend_columns,
     light_grid,
@@ -134,6 +136,36 @@ def draw_traffic(runs: Sequence[Run]) -> Figure | None:
     return bar_figure(len(runs), lambda axes: draw_bars(axes, parts, texts, show_bytes, bounds))
 
 
+def draw_lookups(plans: Mapping[str, ComparedPlan]) -> Figure:
+    """The lookups that each rank serves, a panel for each plan and a bar for each rank."""
+    parts = ("replicated", "own", "all_to_all")
+    labels = {"all_to_all": "rows of this rank, for samples of others"}
+    with report_style():
+        figure = Figure(figsize=(11, 2.9), layout="constrained")
+        row = figure.subplots(1, len(plans), squeeze=False, sharey=True)[0]
+        for axes, (name, plan) in zip(row, plans.items(), strict=True):
+            owned = np.array(plan.owned_fracs)
+            num_ranks = owned.size
+            replicated = np.full(num_ranks, plan.replicated_frac / num_ranks)
+            heights = (replicated, owned / num_ranks, owned * (1 - 1 / num_ranks))
+            bottom = np.zeros(num_ranks)
+            for part, height in zip(parts, heights, strict=True):
+                label = labels.get(part, PART_LABELS[part])
+                color, _ = PART_LOOKS[part]
+                axes.bar(range(num_ranks), height, 0.8, bottom, color=color, label=label)
+                bottom += height
+            axes.set_title(fill(name, LABEL_WIDTH))
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda rank, _: f"rank {rank:.0f}"))
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            axes.set_xlim(-0.6, num_ranks - 0.4)
+            light_grid(axes, "y")
+        row[0].set_ylabel("share of all lookups")
+        handles, texts = row[0].get_legend_handles_labels()
+        figure.legend(handles, texts, loc="outside upper left", ncols=len(texts), handlelength=1.3)
+    return figure
+
+
 def bar_figure(num_bars: int, draw: Callable[[Axes], None]) -> Figure:
     """A figure with a legend, as high as its horizontal bars need, drawn by ``draw``."""
     with report_style():
@@ -164,22 +196,21 @@ def draw_bars(
     """
     names = sorted(
         dict.fromkeys(name for parts in bars.values() for name, length in parts.items() if length),
-        key=lambda name: [*STAGE_LOOKS].index(name) if name in STAGE_LOOKS else -1,
+        # What has no look of its own comes after the wait for data.
+        key=lambda name: [*PART_LOOKS].index(name) if name in PART_LOOKS else 0.5,
     )
-    others = [name for name in names if name not in STAGE_LOOKS]
-    # Stages use the first colors, so that other parts beside them take the remaining ones.
-    colors = PART_COLORS[6:] if len(others) < len(names) else PART_COLORS
+    others = [name for name in names if name not in PART_LOOKS]
     ends = [0.0] * len(bars)
     for name in names:
-        color = colors[others.index(name) % len(colors)] if name in others else ""
-        facecolor, hatch = STAGE_LOOKS.get(name, (color, ""))
+        color = PART_COLORS[others.index(name) % len(PART_COLORS)] if name in others else ""
+        facecolor, hatch = PART_LOOKS.get(name, (color, ""))
         widths = [parts.get(name, 0.0) for parts in bars.values()]
         axes.barh(
             range(len(bars)),
             widths,
             left=ends,
             height=0.62,
-            label=name.replace("_", " "),
+            label=PART_LABELS.get(name, name.replace("_", " ")),
             facecolor=facecolor,
             hatch=hatch,
             edgecolor="white",

@@ -5,6 +5,13 @@ from __future__ import annotations
 from hotrec.report.units import show_count
 
 TORCHREC, PLANNER = "torchrec", "planner"
+# Placements that are another system's, by which they are named.
+_SYSTEMS = {
+    "fae": "FAE",
+    "freq_cache": "frequency-aware cache",
+    "hugectr": "HugeCTR's hybrid",
+    "scars": "SCARS",
+}
 
 
 def plan_name(plan: str, hot_rows: float | None) -> str:
@@ -18,6 +25,7 @@ def plan_name(plan: str, hot_rows: float | None) -> str:
     if kind == TORCHREC:
         is_planner = which in ("", PLANNER)
         return "TorchRec's planner" if is_planner else f"TorchRec's {which.replace('_', '-')} plan"
+    system = _SYSTEMS.get(kind, "hotrec")
     if hot_rows is None:
-        return "hotrec"
-    return f"hotrec, {show_count(hot_rows) if hot_rows else 'no'} hot rows"
+        return system
+    return f"{system}, {show_count(hot_rows) if hot_rows else 'no'} hot rows"

@@ -17,6 +17,8 @@ from statistics import fmean
 from typing import Any
 
 from hotrec.artifact import MANIFEST
+from hotrec.config.groups import PlacementKind
+from hotrec.report.names import plan_name
 from hotrec.report.units import (
     show_bytes,
     show_count,
@@ -154,7 +156,9 @@ class Run:
 
     Args:
         path: The directory.
-        name: The name of the run, unique within a report.
+        name: What the page calls the run, unique within a report: the name that it was given, or
+            its plan as a user knows it.
+        recorded_name: The name that it recorded.
         summary: The fields of ``summary.json``, completed from the other files. A field that was
             not recorded is absent or None; one of ``BY_NAME`` is then empty.
         metrics: The lines of ``metrics.jsonl``.
@@ -168,6 +172,7 @@ class Run:
 
     path: Path
     name: str
+    recorded_name: str
     summary: Mapping[str, Any]
     metrics: tuple[Line, ...]
     evals: tuple[Line, ...]
@@ -244,6 +249,8 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
         raise ValueError("report: expected at least one run directory, got none. Pass runs.")
     varied = varied_overrides(run for run in runs if not run.is_empty)
     runs = [run if run.is_empty else replace(run, name=_short_name(run, varied)) for run in runs]
+    shared = Counter(run.name for run in runs)
+    runs = [_with_pipeline(run) if shared[run.name] > 1 else run for run in runs]
     totals, seen = Counter(run.name for run in runs), Counter[str]()
     unique = []
     for run in runs:
@@ -251,6 +258,13 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
         is_shared = totals[run.name] > 1
         unique.append(replace(run, name=f"{run.name} ({seen[run.name]})") if is_shared else run)
     return unique
+
+
+def _with_pipeline(run: Run) -> Run:
+    """Tells runs of one plan apart by their pipelines, if they are named by it."""
+    pipeline = run.summary.get("pipeline")
+    is_named = not pipeline or run.overrides or run.name == run.recorded_name
+    return run if is_named else replace(run, name=f"{run.name}, {pipeline}")
 
 
 def find_jobs(sweep_dir: Path, *names: str) -> list[Path]:
@@ -299,7 +313,8 @@ def _read_run(path: Path) -> Run:
             parse_object(text, str(path / name))
     return Run(
         path=path,
-        name=str(summary.get("name") or path.name),
+        name=_shown_name(summary, path),
+        recorded_name=str(summary.get("name") or path.name),
         summary=_complete(path, summary, metrics, evals, notes),
         metrics=metrics,
         evals=evals,
@@ -309,6 +324,14 @@ def _read_run(path: Path) -> Run:
         overrides=_read_overrides(path / POINT),
         is_empty=is_empty,
     )
+
+
+def _shown_name(summary: Line, path: Path) -> str:
+    """The name that a run was given; one that was given none has its plan's."""
+    name, placement = summary.get("name"), summary.get("placement")
+    if placement is None or name not in {kind.name for kind in PlacementKind}:
+        return str(name or path.name)
+    return plan_name(str(placement), summary.get("hot_rows"))
 
 
 def _read_overrides(path: Path) -> dict[str, str]:

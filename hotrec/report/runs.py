@@ -14,9 +14,11 @@ from matplotlib.figure import Figure
 
 from hotrec.artifact import check_made_from, read_artifact
 from hotrec.report.alike import differences, is_as_large, unlike_sentences
+from hotrec.report.compared import Comparison
 from hotrec.report.figures import (
     draw_coverage,
     draw_learning,
+    draw_lookups,
     draw_steps,
     draw_traffic,
 )
@@ -60,12 +62,12 @@ from hotrec.report.units import (
     show_difference,
     show_error,
     show_frac,
+    show_known,
     show_quality,
     show_ratio,
     show_seconds,
 )
-from hotrec.report.verdict import is_torchrec, verdicts
-from hotrec.runtime.run_dir import is_comparison
+from hotrec.report.verdict import choose_baseline, verdicts
 
 HTML_NAME, JSON_NAME, CSV_NAME = "report.html", "report.json", "sweep.csv"
 
@@ -132,6 +134,7 @@ def make_report(
     profile: Path | None = None,
     partition: Path | None = None,
     baseline: str | None = None,
+    compared: Path | None = None,
     title: str = "hotrec report",
     made_at: datetime | None = None,
 ) -> Report:
@@ -143,6 +146,7 @@ def make_report(
         partition: A partition directory, to mark on the curves; needs its profile.
         baseline: The name of the run with which the others are compared; by default the first
             whose placement starts with "torchrec".
+        compared: What ``hotrec compare`` wrote of these runs.
         title: The title of the page.
         made_at: The time to print; now by default.
 
@@ -161,15 +165,18 @@ def make_report(
             f"report: expected a job with {SUMMARY} or {METRICS}, got {len(jobs)} that "
             "ended before. Correct what their messages name, and start the sweep again."
         )
-    against = _choose_baseline(read, baseline)
-    said = [*verdicts(read, against), *unlike_sentences(read, against)]
+    against = choose_baseline(read, baseline)
+    comparison = None if compared is None else Comparison.read(compared)
+    said = [*verdicts(read, against, comparison), *unlike_sentences(read, against)]
     counted = None if profile is None else read_artifact(profile, kind="profile")
     split = None if partition is None else read_artifact(partition, kind="partition")
     if counted is not None and split is not None:
         check_made_from(split, counted)
     contents = [None if artifact is None else artifact.content for artifact in (counted, split)]
     made_at = made_at or datetime.now(UTC)
-    page = report_page(jobs, against, *contents, title=title, made_at=made_at)
+    page = report_page(
+        jobs, against, *contents, comparison=comparison, title=title, made_at=made_at
+    )
     document: dict[str, Any] = _without_nan(
         {
             "title": title,
@@ -185,25 +192,13 @@ def make_report(
     return Report(page, document)
 
 
-def _choose_baseline(runs: Sequence[Run], name: str | None) -> Run | None:
-    if name is None:
-        # What hotrec trained may be a plan of TorchRec's, too; what was to compare comes first.
-        own = sorted(filter(is_torchrec, runs), key=lambda run: not is_comparison(run.path))
-        return next(iter(own), None)
-    for run in runs:
-        if run.name == name:
-            return run
-    raise ValueError(
-        f"report baseline: expected one of the runs {[run.name for run in runs]}, got {name!r}."
-    )
-
-
 def report_page(
     jobs: Sequence[Run],
     baseline: Run | None,
     profile: Content | None,
     partition: Content | None,
     *,
+    comparison: Comparison | None = None,
     title: str,
     made_at: datetime,
 ) -> Page:
@@ -216,6 +211,7 @@ def report_page(
     coverage, tables = _coverage(profile, partition)
     sections: dict[str, list[Block]] = {
         SWEEP_SECTION: [*sweep_notes(runs), sweep_table(jobs)] if is_sweep else [],
+        "Plans": _plans(runs, baseline, comparison),
         "Learning": _picture(
             learning,
             "Training loss and AUC over steps",
@@ -259,9 +255,57 @@ def report_page(
         )
     sections["Left out"] = _items(left_out)
     subtitle = "  |  ".join([num_runs, *models, made_at.strftime("%Y-%m-%d %H:%M %Z")])
-    tiles = best_tiles(runs) if is_sweep else _tiles(runs, baseline)
-    said = unlike if is_sweep else [*verdicts(runs, baseline), *unlike]
+    tiles = best_tiles(runs) if is_sweep else _tiles(runs, baseline, comparison)
+    said = unlike if is_sweep else [*verdicts(runs, baseline, comparison), *unlike]
     return Page(title, sections, subtitle, tiles, JSON_NAME, said)
+
+
+def _plans(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | None) -> list[Block]:
+    """What the plans that took turns do, side by side, and where their lookups go."""
+    took_part = [] if comparison is None else list(filter(comparison.has, runs))
+    if comparison is None or not took_part:
+        return []
+    position = {run.name: index for index, run in enumerate(runs)}
+    header: list[str | Cell] = [
+        "Plan",
+        "Hot rows",
+        "Lookups on the sample's rank",
+        "Sent, per step and rank",
+        "Busiest owner over the mean",
+        "Step, in turns",
+        *([f"against {baseline.name}"] if baseline and baseline in took_part else []),
+        "AUC",
+    ]
+    rows: list[Sequence[str | Cell]] = []
+    for run in took_part:
+        plan = comparison.plan(run)
+        against = []
+        if baseline is not None and baseline in took_part:
+            against = ["" if run is baseline else comparison.ratio(run, baseline).text]
+        rows.append(
+            (
+                Cell(run.name, color=run_color(position[run.name])),
+                show_known(show_count, run.number("hot_rows")),
+                show_frac(plan.at_home_frac),
+                show_known(show_bytes, run.number("sent_bytes_total")),
+                show_known("{:.2f}x".format, plan.most_over_mean),
+                show_seconds(plan.step_s),
+                *against,
+                show_known(show_quality, run.number("auc")),
+            )
+        )
+    note = (
+        f"The plans trained in turns for {show_seconds(comparison.seconds)}, a few steps each, "
+        "from the same weights on the same batches. In nine of ten comparisons the difference lies "
+        "within its interval. Less is better, but for AUC and the lookups that need no network."
+    )
+    places = {run.name: comparison.plan(run) for run in took_part}
+    picture = Picture(
+        to_svg(draw_lookups(places), "Where lookups go, by rank"),
+        "Which rank serves how many of all lookups. Hot rows are read where the sample is, and "
+        "leave every rank about as much of the rest.",
+    )
+    return [Table(header, rows), note, picture]
 
 
 def _picture(figure: Figure | None, label: str, caption: str) -> list[Block]:
@@ -290,24 +334,36 @@ def _items(sentences: Sequence[str]) -> list[Block]:
     return [Items(sentences)] if sentences else []
 
 
-def _tiles(runs: Sequence[Run], baseline: Run | None) -> list[Tile]:
-    """The headline: the first run with both hot and cold rows, else the first other one."""
+def _tiles(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | None) -> list[Tile]:
+    """The headline: the first run, or without a comparison the first with hot and cold rows."""
     others = [run for run in runs if run is not baseline] or list(runs)
     split = (run for run in others if 0.0 < (run.number("hot_rows_frac") or 0.0) < 1.0)
-    focus = next(split, others[0])
+    focus = others[0] if comparison is not None else next(split, others[0])
     tiles = []
-    for name, text in (
-        ("auc", f"AUC on {focus.summary.get('eval_split') or 'held-out samples'}"),
-        ("step_p50_s", "median step"),
-        ("sent_bytes_total", "sent per step and rank"),
-        ("hot_lookup_frac", "of lookups hit a hot row"),
+    for name, text, better in (
+        ("auc", f"AUC on {focus.summary.get('eval_split') or 'held-out samples'}", "more"),
+        ("step_p50_s", "median step", "less"),
+        ("sent_bytes_total", "sent per step and rank", "less"),
+        ("hot_lookup_frac", "of lookups hit a hot row", ""),
     ):
         value, relation = focus.number(name), _show_against(MEASURES[name], focus, baseline)
         if relation and baseline is not None:
             relation += f" {'against' if name == 'auc' else 'of'} {baseline.name}"
+        elif name == "step_p50_s" and comparison is not None and comparison.has(focus):
+            value, relation = comparison.plan(focus).step_s, _turns(focus, baseline, comparison)
+        note = f"{relation}; {better} is better" if relation and better else relation
         if value is not None:
-            tiles.append(Tile(MEASURES[name].show(value), text, relation))
+            tiles.append(Tile(MEASURES[name].show(value), text, note))
     return tiles
+
+
+def _turns(run: Run, baseline: Run | None, comparison: Comparison) -> str:
+    """How much longer the step of a plan takes than the baseline's, where they took turns."""
+    if baseline is None or run is baseline or not comparison.has(baseline):
+        return ""
+    if comparison.why_not(run, baseline) is not None:
+        return f"no claim against {baseline.name}"
+    return f"{comparison.ratio(run, baseline).text} against {baseline.name}"
 
 
 def _show_against(measure: Measure, run: Run, baseline: Run | None) -> str:

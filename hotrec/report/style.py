@@ -26,8 +26,11 @@ PART_COLORS = (
     *("#999933", "#882255", "#117733", "#661100", "#6699CC"),
 )
 REST_COLOR, CONNECTOR_COLOR = "#c9ced4", "#9aa5b1"
-# Computation is plain and communication hatched: eleven stage colors could not be told apart.
-STAGE_LOOKS: Mapping[str, tuple[str, str]] = {
+# What each part of a bar looks like, on all pages. Of a step computation is plain and communication
+# hatched: eleven stage colors could not be told apart. Bytes and lookups have the colors of the
+# collective that carries them.
+PART_LOOKS: Mapping[str, tuple[str, str]] = {
+    "data_wait": (PART_COLORS[6], ""),
     "route": (PART_COLORS[1], ""),
     "ids_exchange": (PART_COLORS[1], "////"),
     "row_lookup": (PART_COLORS[0], ""),
@@ -38,7 +41,22 @@ STAGE_LOOKS: Mapping[str, tuple[str, str]] = {
     "row_update": (PART_COLORS[2], ""),
     "hot_exchange": (PART_COLORS[5], "////"),
     "optimizer": (PART_COLORS[5], ""),
+    "replicated": (PART_COLORS[7], ""),
+    "own": (PART_COLORS[10], ""),
+    "all_to_all": (PART_COLORS[8], ""),
+    "all_reduce": (PART_COLORS[7], ""),
+    "all_gather": (PART_COLORS[9], ""),
+    "reduce_scatter": (PART_COLORS[10], ""),
+    "broadcast": (PART_COLORS[1], ""),
     "other": (REST_COLOR, ""),
+}
+# Where the name of a part does not say what it is.
+PART_LABELS: Mapping[str, str] = {
+    "hot_exchange": "all-reduce of dense layers and hot rows",
+    "replicated": "rows on every rank",
+    "own": "rows of this rank, for its own samples",
+    "all_to_all": "all-to-all",
+    "all_reduce": "all-reduce",
 }
 TRAIN_COLOR, HELDOUT_COLOR = "#0072B2", "#D55E00"
 

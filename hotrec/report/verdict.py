@@ -1,8 +1,7 @@
-"""Sentences on measured steps: against the prediction, and beside TorchRec's plan.
+"""Sentences on what was measured: hot rows, TorchRec's planner, and the prediction.
 
-Nothing here says that a run is faster than another: runs one after the other see another machine
-each, and differ by up to twice without a reason of their own. What compares two plans takes turns:
-the trial of a run, and ``hotrec bench``.
+A plan is called faster only where plans took turns (``hotrec compare``): runs one after the other
+see another machine each, and differ by up to twice without a reason of their own.
 """
 
 from __future__ import annotations
@@ -11,20 +10,48 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotrec.report.names import TORCHREC, plan_name
+from hotrec.report.compared import Comparison
+from hotrec.report.names import PLANNER, TORCHREC, plan_name
 from hotrec.report.read import Run
-from hotrec.report.units import show_error, show_seconds
-from hotrec.runtime.run_dir import PLAN_JSON
+from hotrec.report.units import show_bytes, show_count, show_error, show_frac, show_seconds
+from hotrec.runtime.run_dir import PLAN_JSON, is_comparison
 
-NO_CLAIM = "They did not take turns: no claim of speed; `hotrec bench` compares plans in turns."
+NO_CLAIM = "They did not take turns: no claim of speed; hotrec compare lets plans take turns."
+WHERE = "docs/why_and_when.md says where hot rows pay."
 
 
-def verdicts(runs: Sequence[Run], baseline: Run | None) -> list[str]:
-    """A sentence for each run that measured its steps: its step, the prediction, the baseline.
+def choose_baseline(runs: Sequence[Run], name: str | None = None) -> Run | None:
+    """The run that the others are compared with, by name or by default one of TorchRec's plans.
 
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if name is None:
+        # What hotrec trained may be a plan of TorchRec's, too; what was to compare comes first.
+        def order(run: Run) -> tuple[bool, bool]:
+            is_planner = str(run.summary.get("placement")) in (TORCHREC, f"{TORCHREC} {PLANNER}")
+            return not is_comparison(run.path), not is_planner
+
+        return min(filter(is_torchrec, runs), key=order, default=None)
+    for run in runs:
+        if name in (run.name, run.recorded_name):
+            return run
+    raise ValueError(
+        f"report baseline: expected one of the runs {[run.name for run in runs]}, got {name!r}."
+    )
+
+
+def verdicts(
+    runs: Sequence[Run], baseline: Run | None, comparison: Comparison | None = None
+) -> list[str]:
+    """What the hot rows did and what TorchRec's planner does, if the plans took turns.
+
+    Else a sentence for each run that measured its steps: its step, the prediction, the baseline.
     Before them, what is suspicious about a run's quality.
     """
     suspicions = [f"{run.name}: {text}" for run in runs for text in suspicion(run.summary)]
+    if comparison is not None:
+        return [*suspicions, *_compared(list(filter(comparison.has, runs)), baseline, comparison)]
     return [
         *suspicions,
         *(
@@ -50,6 +77,75 @@ def _verdict(run: Run, baseline: Run | None) -> str:
     if is_torchrec(run) and is_torchrec(baseline):
         text += " Both are TorchRec's own plans."
     return f"{text} {NO_CLAIM}"
+
+
+def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison) -> list[str]:
+    """On hot rows, on TorchRec's planner, and what is to be done where neither can be said."""
+    own = [run for run in runs if not is_torchrec(run)]
+    hot = next((run for run in own if run.number("hot_rows")), None)
+    cold = next((run for run in own if not run.number("hot_rows")), None)
+    said, doubts = [], []
+    if hot is not None and cold is not None:
+        doubts.append(comparison.why_not(hot, cold))
+        said += [_of_hot_rows(hot, cold, comparison)] if doubts[-1] is None else []
+    if baseline is not None and baseline in runs:
+        ours = next((run for run in runs if run is not baseline), None)
+        if ours is not None and is_torchrec(ours):
+            said.append(
+                f"{_capital(ours.name)} was chosen. It and {baseline.name} are both TorchRec's own "
+                "plans: no claim of speed."
+            )
+            ours = next(iter(own), None)
+        if ours is not None:
+            doubts.append(comparison.why_not(ours, baseline))
+            said += [_against(ours, baseline, comparison)] if doubts[-1] is None else []
+    found = list(dict.fromkeys(filter(None, doubts)))
+    if found:
+        said.append(
+            f"No claim of speed: {' '.join(found)[0].lower()}{' '.join(found)[1:]} Start the same "
+            "command again on a quiet machine, with run.from=compare."
+        )
+    return said
+
+
+def _of_hot_rows(hot: Run, cold: Run, comparison: Comparison) -> str:
+    """Whether the hot rows pay, by how much, and why."""
+    plan, ratio = comparison.plan(hot), comparison.ratio(hot, cold)
+    rows, frac = hot.number("hot_rows") or 0.0, hot.number("hot_rows_frac") or 0.0
+    what = f"with {show_count(rows)} rows ({show_frac(frac)}) on every rank, "
+    what += f"{show_frac(plan.replicated_frac)} of the lookups, a step takes"
+    sent = [run.sent_bytes for run in (hot, cold)]
+    saved = sent[1].get("all_to_all", 0.0) - sent[0].get("all_to_all", 0.0)
+    added = sent[0].get("all_reduce", 0.0) - sent[1].get("all_reduce", 0.0)
+    why = f"they take {show_bytes(saved)} from the all-to-all and add {show_bytes(added)} to the "
+    why += "all-reduce of each rank and step"
+    if ratio.is_less:
+        return f"Hot rows pay here: {what} {ratio.size} less than without; {why}."
+    if ratio.is_more:
+        return f"Hot rows do not pay here: {what} {ratio.size} longer than without; {why}. {WHERE}"
+    return f"Hot rows change little here: {what} as long as without ({ratio.text}); {why}. {WHERE}"
+
+
+def _against(run: Run, baseline: Run, comparison: Comparison) -> str:
+    """A plan with or without hot rows beside one of TorchRec's."""
+    plan, theirs, ratio = *map(comparison.plan, (run, baseline)), comparison.ratio(run, baseline)
+    steps = f"{show_seconds(plan.step_s)} a step, {baseline.name} {show_seconds(theirs.step_s)}"
+    sent = [of.number("sent_bytes_total") for of in (run, baseline)]
+    text = f"{_capital(run.name)}: {steps}, "
+    if ratio.is_less:
+        text += f"so {ratio.size} less"
+    elif ratio.is_more:
+        text += f"so {ratio.size} more"
+    else:
+        text += f"as fast within the noise ({ratio.text})"
+    if None not in sent:
+        text += f"; it sends {show_bytes(sent[0] or 0.0)} instead of {show_bytes(sent[1] or 0.0)}"
+    return f"{text}."
+
+
+def _capital(text: str) -> str:
+    """With a capital letter, but for the name of this program."""
+    return text if text.startswith("hotrec") else text[:1].upper() + text[1:]
 
 
 def suspicion(summary: Mapping[str, Any]) -> list[str]:
@@ -78,7 +174,7 @@ def _described(run: Run) -> str:
     """The name of a run, and what it trained, as far as that was recorded."""
     plan, pipeline = run.summary.get("placement"), run.summary.get("pipeline")
     name = None if plan is None else plan_name(str(plan), run.number("hot_rows"))
-    told = ", ".join(filter(None, (name, pipeline)))
+    told = ", ".join(t for t in (name, pipeline) if t and t not in run.name)
     return f"{run.name} ({told})" if told else run.name
 
 

@@ -118,7 +118,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     same_verdict(lambda: validate(given))
     same_verdict(lambda: check_records(run_dir))
     resume_from = same_verdict(lambda: _resume_from(given, run_dir))
-    dataset = same_verdict(lambda: _open_dataset(given, resume_from))
+    dataset = same_verdict(lambda: open_dataset(given, resume_from))
     config = replace(config, paths=replace(config.paths, dataset=str(dataset.artifact.path)))
     workers = num_workers(config.trainer.num_workers, ranks)
     config = replace(config, trainer=replace(config.trainer, num_workers=workers))
@@ -159,7 +159,7 @@ def _with_suspicion(
     return replace(result, summary={**summary, "suspicious": found}) if found else result
 
 
-def _open_dataset(config: Config, resume_from: Path | None) -> Dataset:
+def open_dataset(config: Config, resume_from: Path | None) -> Dataset:
     """The dataset, of which a resumed run goes on with the generation that it began with."""
     paths = config.paths
     if resume_from is None:
@@ -230,7 +230,7 @@ def _train(
             logger.info("%s: already finished with %d steps", run_dir, found["step"])
             return TrainResult(found["step"], is_finished=True, summary=finished)
     alternation = make_alternation(config, all_hot, ranks.world_size)
-    sharded = _build(training_plan, dataset, machine, ranks)
+    sharded = build_plan(training_plan, dataset, machine, ranks)
     if warm is not None:
         warm.load(sharded.model, sharded.optimizer)
     assign = choose_assign(config, dataset.schema, training_plan.placement, sharded.plan)
@@ -430,9 +430,10 @@ def placement_name(config: Config) -> str:
     return placement.kind.name
 
 
-def _build(
+def build_plan(
     training_plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ranks
 ) -> Sharded:
+    """The sharded model of a plan, with the first weights of its run; collective."""
     torch.manual_seed(training_plan.config.trainer.seed)
     return build_sharded(
         training_plan.config,
@@ -495,7 +496,7 @@ def _try_candidates(
     plans, recorded, run_s, longest_s = broadcast_object(same_verdict(describe))
     if len(plans) < 2 or recorded is not None:
         return recorded
-    candidates = {n: _candidate(plan, dataset, machine, ranks) for n, plan in plans.items()}
+    candidates = {n: make_candidate(plan, dataset, machine, ranks) for n, plan in plans.items()}
     limit_s, least_s = trial_seconds(config.plan.trial_s, run_s, candidates.values())
     if config.plan.trial_s is None and longest_s < max(limit_s, least_s):
         logger.info(
@@ -514,12 +515,16 @@ def _try_candidates(
     return found
 
 
-def _candidate(plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ranks) -> Candidate:
+def make_candidate(
+    plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ranks
+) -> Candidate:
+    """How to train a plan in turns with others, from the first weights and batches of its run."""
     config = plan.config
 
     def build() -> tuple[Sharded, Iterable[Batch]]:
-        sharded = _build(plan, dataset, machine, ranks)
-        return sharded, make_train_loader(config, ranks, sharded.transform, None, None, None)
+        sharded = build_plan(plan, dataset, machine, ranks)
+        assign = choose_assign(config, dataset.schema, plan.placement, sharded.plan)
+        return sharded, make_train_loader(config, ranks, sharded.transform, None, None, assign)
 
     # A window of batches is held for slots alone, with which there is nothing to choose.
     held = 2 * num_workers(config.trainer.num_workers, ranks) + config.pipeline.depth

@@ -115,16 +115,17 @@ def run_trial(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: flo
         The trial, equal on every rank.
     """
     trial = _Rounds(ranks, limit_s)
-    is_together = _fits(candidates.values(), ranks)
-    with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
-        if is_together:
-            trial.run_together(candidates)
-        else:
-            logger.info("trial: the candidates do not fit into memory together; one by one")
-            trial.run_alone(candidates)
-    gc.collect()
-    watchdog.enter(watchdog.MAIN, watchdog.START, None)
-    return trial.result()
+    return trial.run(candidates, trial.choose_together, 2)
+
+
+def run_turns(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: float) -> Trial:
+    """Train all candidates in turn until the time is over, to compare them; see ``run_trial``.
+
+    Returns:
+        The trial, equal on every rank; each candidate has as many blocks, at least three.
+    """
+    trial = _Rounds(ranks, limit_s)
+    return trial.run(candidates, trial.compare_together, len(candidates))
 
 
 def _fits(candidates: Iterable[Candidate], ranks: Ranks) -> bool:
@@ -150,23 +151,49 @@ class _Rounds:
         self._first_s: dict[str, list[float]] = {}  # of those that no round was spent on
         self._took_turns = True
 
-    def result(self) -> Trial:
+    def run(
+        self,
+        candidates: Mapping[str, Candidate],
+        together: Callable[[Mapping[str, Candidate]], None],
+        num_needed: int,
+    ) -> Trial:
+        """Run the candidates together, or alone if they do not fit, at least ``num_needed``."""
+        is_together = _fits(candidates.values(), self._ranks)
+        devices = [self._ranks.device] if self._ranks.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            if is_together:
+                together(candidates)
+            else:
+                logger.info("trial: the candidates do not fit into memory together; one by one")
+                self._run_alone(candidates, num_needed)
+        gc.collect()
+        watchdog.enter(watchdog.MAIN, watchdog.START, None)
         blocks = {**self._block_s, **self._first_s}
         return Trial(blocks, self._seconds(), took_turns=self._took_turns)
 
-    def run_together(self, candidates: Mapping[str, Candidate]) -> None:
+    def compare_together(self, candidates: Mapping[str, Candidate]) -> None:
+        """Rounds of all candidates."""
+        with Progress("turns", self._limit_s, unit="s", is_shown=self._ranks.is_first) as bar:
+            held = {}
+            for name, candidate in candidates.items():
+                bar.set_postfix_str(name)
+                held[name] = _Contender(candidate, self._ranks)
+            for number in itertools.count():
+                so_far = self._round(held, number, bar)
+                is_over = so_far.seconds + _round_s(held.values()) > self._limit_s
+                if number + 1 >= LEAST_ROUNDS and is_over:
+                    break
+        for contender in held.values():
+            contender.close()
+
+    def choose_together(self, candidates: Mapping[str, Candidate]) -> None:
+        """Rounds of the candidates that may still be fastest."""
         with Progress("trial", self._limit_s, unit="s", is_shown=self._ranks.is_first) as bar:
             held = self._build(candidates, bar)
             self._drop_late(held)
             for number in itertools.count():
-                names = list(held)
-                shift = number % len(names)
-                for name in (*names[shift:], *names[:shift]):
-                    bar.set_postfix_str(name)
-                    self._block_s.setdefault(name, []).append(held[name].block())
-                so_far = Trial(self._block_s, self._seconds())
-                bar.update(max(0.0, min(self._limit_s, so_far.seconds) - bar.n))
-                for name in [name for name in names if name not in so_far.open_candidates]:
+                so_far = self._round(held, number, bar)
+                for name in [name for name in held if name not in so_far.open_candidates]:
                     held.pop(name).close()
                 is_enough = number + 1 >= LEAST_ROUNDS or so_far.seconds >= MOST_S
                 is_over = so_far.seconds + _round_s(held.values()) > self._limit_s
@@ -174,6 +201,17 @@ class _Rounds:
                     break
         for contender in held.values():
             contender.close()
+
+    def _round(self, held: Mapping[str, _Contender], number: int, bar: Progress) -> Trial:
+        """A block of each; who comes first changes. Returns what was measured so far."""
+        names = list(held)
+        shift = number % len(names)
+        for name in (*names[shift:], *names[:shift]):
+            bar.set_postfix_str(name)
+            self._block_s.setdefault(name, []).append(held[name].block())
+        so_far = Trial(self._block_s, self._seconds())
+        bar.update(max(0.0, min(self._limit_s, so_far.seconds) - bar.n))
+        return so_far
 
     def _build(self, candidates: Mapping[str, Candidate], bar: Progress) -> dict[str, _Contender]:
         """Two candidates, and further ones as long as there is time to measure them.
@@ -208,14 +246,14 @@ class _Rounds:
         self._first_s[name] = [contender.step_s]
         contender.close()
 
-    def run_alone(self, candidates: Mapping[str, Candidate]) -> None:
+    def _run_alone(self, candidates: Mapping[str, Candidate], num_needed: int) -> None:
         self._took_turns = False
         for name, candidate in candidates.items():
             contender = _Contender(candidate, self._ranks)
             self._block_s[name] = [contender.block() for _ in range(LEAST_ROUNDS)]
             contender.close()
             gc.collect()
-            if self._seconds() >= self._limit_s and len(self._block_s) >= 2:
+            if self._seconds() >= self._limit_s and len(self._block_s) >= num_needed:
                 return
 
     @property

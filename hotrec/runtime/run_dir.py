@@ -21,9 +21,10 @@ POINT = "point.json"
 STAGED = ".staged"
 LOCK_FILE = ".lock"
 # In a directory of `hotrec run`, and beside artifacts: what it was made from. Such a directory
-# holds the run in TRAINED, and one with TorchRec's own plan, to compare with, in COMPARISON.
+# holds the run in TRAINED, and to compare with it one with TorchRec's own plan in COMPARISON, and
+# one with hot rows in COUNTERPART, or without if the run has some.
 RECORD = "made.json"
-TRAINED, COMPARISON = "train", "torchrec"
+TRAINED, COMPARISON, COUNTERPART = "train", "torchrec", "counterpart"
 RUNS = Path("runs")
 
 
@@ -99,5 +100,5 @@ def find_trained(path: str) -> Path:
 
 
 def is_comparison(run_dir: Path) -> bool:
-    """Whether ``hotrec run`` trained this with TorchRec's plan, to compare its own run with."""
-    return run_dir.name == COMPARISON and (run_dir.parent / RECORD).exists()
+    """Whether ``hotrec run`` trained this to compare its own run with."""
+    return run_dir.name in (COMPARISON, COUNTERPART) and (run_dir.parent / RECORD).exists()

@@ -24,6 +24,7 @@ GROUPS = (
 )
 # What these commands and models have no default for.
 REQUIRED = {
+    "compare": ["runs=[x,y]"],
     "export": ["output=x"],
     "predict": ["input=[x]", "output=x"],
     "din": ["+model.attention.history=item"],

@@ -21,6 +21,7 @@ from hotrec.runs.trial import (
     Candidate,
     _Contender,
     run_trial,
+    run_turns,
     trial_seconds,
 )
 from hotrec.runtime.ranks import all_gather_object
@@ -104,6 +105,22 @@ def test_two_candidates_are_tried_however_short_the_time() -> None:
     for trial in run_ranks(try_long, 2):
         assert set(trial.block_s) == {"a", "b"}
         assert min(map(len, trial.block_s.values())) > 1
+
+
+def take_turns(num_bytes: float) -> Trial:
+    sleeps_s = {"fast": 0.005, "slow": 0.03, "as fast": 0.005}
+    return run_turns(sleeping(sleeps_s, num_bytes), this_rank(), limit_s=5.0)
+
+
+@pytest.mark.parametrize(("num_bytes", "took_turns"), [(1.0, True), (1e18, False)])
+def test_plans_that_are_compared_all_take_all_turns(num_bytes: float, took_turns: bool) -> None:
+    """However slow one of them is, and after the fastest is known."""
+    for trial in run_ranks(take_turns, 2, num_bytes=num_bytes):
+        assert trial.took_turns is took_turns
+        assert [*trial.block_s] == ["fast", "slow", "as fast"]
+        (rounds,) = {len(blocks) for blocks in trial.block_s.values()}
+        assert rounds > LEAST_ROUNDS if took_turns else rounds == LEAST_ROUNDS
+        assert trial.ratio("slow", "fast")[1] > 2
 
 
 def try_slow_start() -> Trial:

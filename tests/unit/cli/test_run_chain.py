@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ TRAINED = {
     "hot_rows": 3,
     "total_rows": 1000,
     "placement": "hot_cold",
+    "pipeline": "look_ahead",
     "samples_per_s": 1000.0,
     "sent_bytes_total": 2e6,
     "auc": 0.7,
@@ -43,14 +45,23 @@ class Machine:
     summary: dict[str, Any] = field(default_factory=lambda: dict(TRAINED))
     is_killed: bool = False
     number: int = 0
+    started: dict[str, list[str]] = field(default_factory=dict)
 
-    def run(self, *words: str, name: str = "") -> tuple[dict[str, Any], list[str]]:
-        """Run the chain in a directory of its own; its figures, and the stages that were made."""
+    def run(
+        self, *overrides: str, name: str = "", words: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Run the chain in a directory of its own; its figures, and the stages that were made.
+
+        Args:
+            overrides: Of the configuration.
+            name: Of the directory.
+            words: What the stages are started with.
+        """
         self.number += 1
         folder = Path("runs/run", name or f"{self.number:02d}")
         folder.mkdir(parents=True, exist_ok=True)
-        composed = compose_config("config", ["data=synthetic", *words])
-        chain = _Chain(build_config(composed), folder, [], {})
+        composed = compose_config("config", ["data=synthetic", *overrides])
+        chain = _Chain(build_config(composed), folder, [*words], {})
         return chain.run(), chain.made
 
 
@@ -69,15 +80,17 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     def start(self: _Chain, name: str, words: list[str]) -> dict[str, Any]:
         made.add(name)
+        machine.started[name] = words
         if name == "prepare":
             return {"num_samples": {"valid": 9, "test": 9}}
         folder = self.folder / name
-        if name in ("train", "torchrec"):
+        if name in ("train", "torchrec", "counterpart"):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             summary = {**machine.summary, "finished": not machine.is_killed}
             (folder / "summary.json").write_text(json.dumps(summary))
             return summary
         folder.mkdir(exist_ok=True)
+        (folder / "compare.json").write_text("{}")
         return {"verdict": ["a sentence."]} if name == "report" else {"log_loss": 0.6, "auc": 0.6}
 
     def content_hash(path: str, kind: str) -> str:
@@ -164,7 +177,89 @@ def test_it_ends_with_the_commands_that_take_its_model(
     assert words == ["hotrec", "evaluate", f"run_dir={quoted('runs/run/a b=c/train')}"]
     assert lines["export"].endswith(" output=exported")
     assert lines["measured"] == "a sentence."
-    assert lines["sent"] == "2.00 MB a step (TorchRec's plan: 2.00 MB)"
+
+
+COMPARED = ["train", "torchrec", "counterpart", "evaluate", "compare", "report"]
+
+
+@pytest.mark.parametrize(
+    ("trained", "theirs", "counterpart"),
+    [
+        (
+            {},
+            "placement=torchrec",
+            "placement=all_cold placement.cold_tier=fused pipeline=look_ahead plan.trial=false",
+        ),
+        (
+            {"hot_rows": 0},
+            "placement=torchrec",
+            "placement=coverage placement.cold_tier=fused pipeline=look_ahead plan.trial=false",
+        ),
+        (
+            {"hot_rows": 0, "placement": "torchrec hand_tuned"},
+            "placement=torchrec",
+            "placement=coverage placement.cold_tier=fused",
+        ),
+        # What was chosen is what it would be compared with.
+        (
+            {"hot_rows": 0, "placement": "torchrec planner"},
+            None,
+            "placement=coverage placement.cold_tier=fused",
+        ),
+    ],
+)
+def test_it_is_compared_with_torchrecs_planner_and_the_other_kind_of_plan(
+    machine: Machine, trained: dict[str, Any], theirs: str | None, counterpart: str
+) -> None:
+    machine.summary |= trained
+    words = ["seed=1", "placement=cost", "placement.cold_tier=fused", "pipeline=auto"]
+    _, made = machine.run("run.compare=true", words=words)
+    expected = [stage for stage in COMPARED if theirs or stage != "torchrec"]
+    assert made[3:] == expected
+    assert machine.started.get("torchrec") == (theirs and ["train", "seed=1", theirs])
+    assert machine.started["counterpart"] == ["train", "seed=1", *counterpart.split()]
+    runs = [name for name in ("train", "torchrec", "counterpart") if name in made]
+    paths = [f"runs/run/01/{name}" for name in runs]
+    assert machine.started["compare"][1] == f"runs=[{','.join(map(quoted, paths))}]"
+    assert machine.started["report"][-1] == f"compared={quoted('runs/run/01/compare')}"
+    assert machine.run("run.compare=true", words=words)[1] == []
+
+
+def test_a_run_can_be_compared_later(machine: Machine) -> None:
+    first, _ = machine.run()
+    again, made = machine.run("run.compare=true")
+    assert (again["run_dir"], made) == (
+        first["run_dir"],
+        ["torchrec", "counterpart", "compare", "report"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "made", "is_same_directory"),
+    [
+        ("report", ["report"], True),
+        ("evaluate", ["evaluate", "report"], True),
+        # The directory is new, so the plan is written into it, too.
+        ("train", ["plan", "train", "evaluate", "report"], False),
+        ("calibrate", ["calibrate", "plan", "train", "evaluate", "report"], False),
+        ("prepare", STAGES, False),
+    ],
+)
+def test_it_begins_again_at_a_stage(
+    machine: Machine, stage: str, made: list[str], is_same_directory: bool
+) -> None:
+    machine.summary |= {"eval_split": "valid"}  # so that evaluate is a stage of its own
+    first, _ = machine.run()
+    again, found = machine.run(f"run.from_={stage}")
+    assert found == made
+    # What was trained before stays as it is.
+    assert (again["run_dir"] == first["run_dir"]) is is_same_directory
+    assert machine.run()[0]["run_dir"] == again["run_dir"]
+
+
+def test_it_cannot_begin_again_at_a_stage_that_it_has_not(machine: Machine) -> None:
+    with pytest.raises(ValueError, match=r"run.from: expected one of the stages .* got compare"):
+        machine.run("run.from_=compare")
 
 
 def test_hot_rows_that_the_trial_threw_away_are_explained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,14 @@ from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.forms import PipelineSpec, StepPrediction
 from hotrec.planning.optimum import MOST_TRIED, Decision, explain, in_doubt
 from hotrec.planning.predict import Predicted
-from hotrec.planning.trial import Trial, ratio_interval, read_trial, trial_file, write_trial
+from hotrec.planning.trial import (
+    START_SPREAD,
+    Trial,
+    ratio_interval,
+    read_trial,
+    trial_file,
+    write_trial,
+)
 from hotrec.types import PipelineKind
 
 COSTS = replace(BUILTIN["cpu_1gbit"], ratio_interval=(0.9, 1.2))
@@ -97,6 +105,23 @@ def test_the_interval_of_a_ratio_holds_it_as_often_as_it_says(
         held += low <= 1.1 <= high
         assert high / low < 1.5
     assert 0.85 < held / 400 < 0.95
+
+
+def test_the_ratio_of_another_start_lies_in_its_interval() -> None:
+    """Starts differ beside their blocks, so the interval is wider than that of this start alone."""
+    rng = np.random.default_rng(0)
+    inside = 0
+    for _ in range(300):
+        starts = []
+        for _ in range(2):
+            own = np.exp(rng.normal(0, START_SPREAD / math.sqrt(2), 2))
+            rounds = np.exp(rng.normal(0, 0.1, 20))
+            blocks = rounds * np.exp(rng.normal(0, 0.08, (2, 20))) * own[:, None]
+            starts.append(Trial({"a": [*blocks[0]], "b": [*(1.2 * blocks[1])]}, 1.0))
+        middle, low, high = starts[0].ratio("b", "a")
+        assert low < middle < high
+        inside += low <= starts[1].ratio("b", "a")[0] <= high
+    assert 0.86 < inside / 300 < 0.95
 
 
 @pytest.mark.parametrize(

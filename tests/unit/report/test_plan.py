@@ -15,7 +15,8 @@ from hotrec.report.plan import (
     plan_report_text,
 )
 from hotrec.report.plan_page import draw_stages, write_plan_page
-from hotrec.report.style import STAGE_LOOKS
+from hotrec.report.style import PART_LABELS, PART_LOOKS
+from hotrec.types import STAGES
 from tests.unit.report.golden import check_golden, check_html
 from tests.unit.report.predictions import prediction, table
 
@@ -93,15 +94,16 @@ def test_the_bars_of_the_figure_are_the_stages() -> None:
     document["plans"]["hot_cold"]["stage_s"]["pondering"] = 0.004  # a stage without a style
     plans = ["torchrec planner", "hot_cold"]
     (axes,) = bar_figure(2, lambda axes: draw_stages(axes, Prediction(document), plans)).axes
-    stages = ["pondering", *STAGE_LOOKS]
-    assert [str(c.get_label()) for c in axes.containers] == [s.replace("_", " ") for s in stages]
+    stages = ["pondering", *STAGES]
+    labels = [PART_LABELS.get(s, s.replace("_", " ")) for s in stages]
+    assert [str(c.get_label()) for c in axes.containers] == labels
     for stage, container in zip(stages, axes.containers, strict=True):
         widths = [document["plans"][plan]["stage_s"].get(stage, 0.0) for plan in plans]
         assert [patch.get_width() for patch in container.patches] == pytest.approx(widths), stage
     assert axes.containers[-1].patches[1].get_x() == pytest.approx(0.0485)
     assert axes.texts[1].get_text() == "45.5 ms, 4.00 MB sent, 0.70x of the time"
     assert axes.get_yticklabels()[1].get_text() == "hot_cold (chosen)"
-    assert len(set(STAGE_LOOKS.values())) == len(STAGE_LOOKS)
+    assert len({PART_LOOKS[stage] for stage in STAGES}) == len(STAGES)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_two_runs_never_give_a_claim_of_speed(tmp_path: Path, step_s: float) -> 
     assert first.startswith(f"{ours_is}: {shown} a step, predicted 100 ms (")
     theirs_is = "planner (TorchRec's planner, sparse_dist)"
     assert f"; {theirs_is} took 120 ms. They did not take turns" in first
-    assert "no claim of speed; `hotrec bench` compares plans in turns." in first
+    assert "no claim of speed; hotrec compare lets plans take turns." in first
     assert second == f"{theirs_is}: 120 ms a step."
     document = write_report(paths, tmp_path / "out")
     assert document["verdict"] == [first, second]
@@ -240,12 +240,15 @@ def test_what_both_trained_is_said(
 
 def test_what_run_compared_with_is_the_baseline(tmp_path: Path) -> None:
     """Even where hotrec chose a plan of TorchRec's, too."""
+    table_wise = {**TORCHREC, "name": "cost", "placement": "torchrec table_wise"}
     paths = [
-        write_run(tmp_path / "train", {**TORCHREC, "name": "cost"}),
+        write_run(tmp_path / "train", table_wise),
         write_run(tmp_path / "torchrec", {**TORCHREC, "name": "torchrec"}),
     ]
     (tmp_path / "made.json").write_text("{}")
-    assert write_report(paths, tmp_path / "out")["baseline"] == "torchrec"
+    assert write_report(paths, tmp_path / "out")["baseline"] == "TorchRec's planner"
+    named = write_report(paths, tmp_path / "out", baseline="cost")["baseline"]
+    assert named == "TorchRec's table-wise plan"
 
 
 GENERATION = {"dataset": "fedcba9876543210", "generation": 1}

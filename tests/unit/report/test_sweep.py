@@ -237,18 +237,19 @@ def test_jobs_of_run_are_compared_by_what_they_trained(
             "runtime": {"output_dir": str(tmp_path / str(number))},
         }
         config = OmegaConf.create({"hydra": hydra, "run": {"compare": compare}})
-        for name, summary in (("train", SUMMARY), ("torchrec", TORCHREC))[: 1 + compare]:
+        trained = {"train": SUMMARY, "torchrec": TORCHREC, "counterpart": SUMMARY}
+        for name, summary in [*trained.items()][: 3 if compare else 1]:
             write_run(tmp_path / str(number) / name, summary=summary)
         callback.on_job_start(config=config, task_function=lambda _: None)
     callback.on_multirun_end(config=config, config_name="config")
     with (tmp_path / "sweep.csv").open(newline="") as stream:
         records = list(csv.DictReader(stream))
-    jobs = [("9/train", "9"), ("9/torchrec", "9"), ("10/train", "10"), ("10/torchrec", "10")]
-    expected = jobs if compare else jobs[::2]
+    names = ["train", "torchrec", "counterpart"] if compare else ["train"]
+    expected = [(f"{number}/{name}", f"{number}") for number in (9, 10) for name in names]
     assert [(record["job"], record["model"]) for record in records] == expected
     assert all(record["auc"] for record in records)
-    assert [record.get("placement") for record in records][:2] == (
-        ["", "torchrec"] if compare else [None, None]
+    assert [record.get("placement") for record in records][: len(names)] == (
+        ["", "torchrec", "counterpart"] if compare else [None]
     )
     assert "10/train" in capsys.readouterr().err
 

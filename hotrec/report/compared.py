@@ -1,0 +1,134 @@
+"""What ``hotrec compare`` measured of plans that took turns, and what may be said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotrec.report.read import Run, parse_object
+
+COMPARED_JSON = "compare.json"
+# Where the interval of a ratio is wider than this, the blocks disagree: on a quiet machine it is a
+# fifth of it.
+MOST_WIDE = 1.5
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as long the step of a plan takes as another's.
+
+    Args:
+        middle: As measured.
+        low, high: The interval in which it would be in another comparison of both.
+    """
+
+    middle: float
+    low: float
+    high: float
+
+    @property
+    def is_less(self) -> bool:
+        return self.high < 1
+
+    @property
+    def is_more(self) -> bool:
+        return self.low > 1
+
+    @property
+    def text(self) -> str:
+        """Such as ``-23% to -15%``."""
+        return f"{self.low - 1:+z.0%} to {self.high - 1:+z.0%}"
+
+    @property
+    def size(self) -> str:
+        """Such as ``15% to 23%``, without the sign; the ends are equal if they are rounded so."""
+        ends = sorted(f"{abs(end - 1):.0%}" for end in (self.low, self.high))
+        ends.sort(key=lambda end: int(end.rstrip("%")))
+        return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+@dataclass(frozen=True)
+class ComparedPlan:
+    """A plan among those that took turns.
+
+    Args:
+        step_s: Seconds of a step.
+        ratios: How much longer it takes than each of the others, by resolved directory.
+        replicated_frac: Share of the lookups that a replica on the rank of the sample serves.
+        owned_fracs: Share that the shards of each rank serve.
+    """
+
+    step_s: float
+    ratios: Mapping[Path, Ratio]
+    replicated_frac: float
+    owned_fracs: tuple[float, ...]
+
+    @property
+    def at_home_frac(self) -> float:
+        """Share of the lookups that stay on the rank of the sample."""
+        return self.replicated_frac + sum(self.owned_fracs) / len(self.owned_fracs)
+
+    @property
+    def most_over_mean(self) -> float | None:
+        """Lookups that the busiest owner serves over those of the mean; None if none is owned."""
+        total = sum(self.owned_fracs)
+        return max(self.owned_fracs) * len(self.owned_fracs) / total if total else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The content of ``compare.json``, by resolved run directory."""
+
+    seconds: float
+    doubts: tuple[str, ...]
+    plans: Mapping[Path, ComparedPlan]
+
+    @classmethod
+    def read(cls, path: Path) -> Comparison:
+        """Read it from a file, or from the directory that holds it.
+
+        Raises:
+            ValueError: If there is none, or it is not what ``hotrec compare`` wrote.
+        """
+        file = path / COMPARED_JSON if path.is_dir() else path
+        try:
+            document = parse_object(file.read_text(encoding="utf-8"), str(file))
+            plans = {Path(name).resolve(): _plan(of) for name, of in document["plans"].items()}
+            doubts = tuple(str(doubt) for doubt in document["doubts"])
+            return cls(float(document["seconds"]), doubts, plans)
+        except (OSError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{file}: expected what `hotrec compare` wrote, got {error!r}. Compare again."
+            ) from error
+
+    def has(self, run: Run) -> bool:
+        """Whether the plan of a run took part."""
+        return run.path.resolve() in self.plans
+
+    def plan(self, run: Run) -> ComparedPlan:
+        """What was measured of the plan of a run that took part."""
+        return self.plans[run.path.resolve()]
+
+    def ratio(self, run: Run, other: Run) -> Ratio:
+        """How many times as long the steps of a run take as another's."""
+        return self.plan(run).ratios[other.path.resolve()]
+
+    def why_not(self, run: Run, other: Run) -> str | None:
+        """Why nothing follows for the plans of two runs, in a sentence; None if something does."""
+        if self.doubts:
+            return " ".join(self.doubts)
+        ratio = self.ratio(run, other)
+        if ratio.high / ratio.low > MOST_WIDE:
+            return f"Their blocks of steps disagree ({ratio.text})."
+        return None
+
+
+def _plan(of: Mapping[str, Any]) -> ComparedPlan:
+    return ComparedPlan(
+        float(of["step_s"]),
+        {Path(other).resolve(): Ratio(*map(float, ends)) for other, ends in of["ratios"].items()},
+        float(of["replicated_frac"]),
+        tuple(float(share) for share in of["owned_fracs"]),
+    )

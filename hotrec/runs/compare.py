@@ -1,0 +1,164 @@
+"""Compare the plans of several runs: they train in turns, from the same weights and batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hotrec.artifact import ArtifactError, read_record
+from hotrec.build import Sharded
+from hotrec.config.groups import AllHotOrder
+from hotrec.config.roots import Config
+from hotrec.cost_model.profile import read_profile
+from hotrec.data.batch import Batch
+from hotrec.data.chunks import Dataset
+from hotrec.planning.lookups import Destinations, destinations
+from hotrec.planning.machine import Machine
+from hotrec.planning.training_plan import MEMORIES, TrainingPlan, read_training_plan
+from hotrec.planning.trial import Trial
+from hotrec.runs.train import (
+    checkpoint_facts,
+    make_candidate,
+    make_run_machine,
+    open_dataset,
+)
+from hotrec.runs.trial import Candidate, run_turns
+from hotrec.runtime.cores import num_workers
+from hotrec.runtime.load import LoadMeter, disturbance
+from hotrec.runtime.ranks import Ranks, same_verdict
+from hotrec.runtime.run_dir import CHECKPOINTS, ENVIRONMENT
+from hotrec.train.checkpoint import find_latest
+
+# Settings of the trainer with which a step of the same plan would be another one.
+_TRAINER = ("batch_size", "seed", "precision", "compile", "grad_clip_norm")
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A run as it recorded itself."""
+
+    run_dir: Path
+    config: Config
+    dataset: Dataset
+    plan: TrainingPlan
+
+    @classmethod
+    def read(cls, run_dir: Path, config: Config, ranks: Ranks) -> _Recorded:
+        recorded = run_dir / ENVIRONMENT
+        try:
+            world_size = json.loads(read_record(recorded))["world_size"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ArtifactError(
+                f"{recorded}: expected the environment that the run recorded, got {error!r}. "
+                "Compare another run."
+            ) from error
+        if world_size != ranks.world_size:
+            raise ValueError(
+                f"launch.num_ranks: expected {world_size}, as {run_dir} had, got "
+                f"{ranks.world_size}. Set launch.num_ranks={world_size}."
+            )
+        if isinstance(config.order, AllHotOrder):
+            raise ValueError(
+                f"{run_dir}: expected order=shuffled or order=time, got all_hot, whose batches "
+                "belong to one plan. Compare other runs."
+            )
+        dataset = open_dataset(config, find_latest(run_dir / CHECKPOINTS))
+        paths = replace(config.paths, dataset=str(dataset.artifact.path))
+        workers = num_workers(config.trainer.num_workers, ranks)
+        trainer = replace(config.trainer, num_workers=workers)
+        config = replace(config, paths=paths, trainer=trainer)
+        return cls(run_dir, config, dataset, read_training_plan(config, run_dir))
+
+    def facts(self) -> dict[str, Any]:
+        """What must agree between runs for a comparison of their plans."""
+        trainer = {name: getattr(self.config.trainer, name) for name in _TRAINER}
+        order = {"order": asdict(self.config.order)}
+        return {**checkpoint_facts(self.config, self.dataset, None), **trainer, **order}
+
+    def candidate(
+        self, machine: Machine, ranks: Ranks, places: dict[str, Destinations]
+    ) -> Candidate:
+        """How to train its plan; ``places`` gets where its lookups go."""
+        made = make_candidate(self.plan, self.dataset, machine, ranks)
+        profile, _ = read_profile(Path(self.config.paths.profile))
+
+        def build() -> tuple[Sharded, Iterable[Batch]]:
+            sharded, loader = made.build()
+            places[str(self.run_dir)] = destinations(
+                sharded.plan, self.plan.partition, profile.counts, ranks.world_size
+            )
+            return sharded, loader
+
+        predicted = self.plan.predicted or {}
+        memory = predicted.get("memory") or [dict.fromkeys(MEMORIES, 0.0)]
+        most_bytes = tuple(max(rank[of] for rank in memory) for of in MEMORIES)
+        step_s = float(predicted.get("step_s", 0.0))
+        return replace(made, build=build, num_bytes=most_bytes, step_s=step_s)
+
+
+def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -> dict[str, Any]:
+    """Train the plans that runs recorded in turns, on their data and batches; collective.
+
+    Args:
+        runs: Configurations by run directory, as recorded.
+        ranks: The process group, of as many ranks as the runs had.
+        seconds: Seconds of training in turns.
+
+    Returns:
+        The content of ``compare.json``, equal on every rank.
+
+    Raises:
+        ArtifactError: If the dataset, the profile or a recorded plan is missing or altered.
+        ValueError: If the runs differ in more than their plans.
+    """
+    read = same_verdict(
+        lambda: [_Recorded.read(run_dir, config, ranks) for run_dir, config in runs.items()]
+    )
+    same_verdict(lambda: _check_alike(read))
+    machine = make_run_machine(read[0].config, ranks)
+    places: dict[str, Destinations] = {}
+    candidates = same_verdict(
+        lambda: {str(run.run_dir): run.candidate(machine, ranks, places) for run in read}
+    )
+    load = LoadMeter()
+    trial = run_turns(candidates, ranks, limit_s=seconds)
+    return _document(trial, places, disturbance(load.hosts(ranks)))
+
+
+def _check_alike(runs: list[_Recorded]) -> None:
+    expected = runs[0].facts()
+    for run in runs[1:]:
+        for name, value in run.facts().items():
+            if value != expected[name]:
+                raise ValueError(
+                    f"{run.run_dir} {name}: expected {expected[name]}, as in {runs[0].run_dir}, "
+                    f"got {value}. Compare runs that differ in their plans alone."
+                )
+
+
+def _document(
+    trial: Trial, places: Mapping[str, Destinations], disturbed: str | None
+) -> dict[str, Any]:
+    """What was measured, and why nothing follows from it, if so."""
+    doubts = []
+    if not trial.took_turns:
+        doubts.append("The plans do not fit into memory together and did not take turns.")
+    if disturbed is not None:
+        doubts.append(f"They were measured {disturbed}.")
+    return {
+        "seconds": trial.seconds,
+        "doubts": doubts,
+        "plans": {
+            name: {
+                "step_s": trial.step_s(name),
+                "block_s": list(blocks),
+                "ratios": {other: trial.ratio(name, other) for other in trial.block_s},
+                "replicated_frac": places[name].replicated,
+                "owned_fracs": places[name].owned,
+            }
+            for name, blocks in trial.block_s.items()
+        },
+    }
