@@ -332,7 +332,11 @@ class PlanConfig:
     world_size: int = key("number of ranks", 2, ge=1, le=2**20)
     ranks_per_host: int | None = key("number of ranks per host; null: all on one", None, ge=1)
     device: Device = key(DEVICE, Device.auto)
-    sensitivity: bool = key("also predict with half and twice the memory, batch and ranks", True)
+    sensitivity: bool | None = key(
+        "also predict with half and twice the memory, batch and ranks; null: unless it is a job of "
+        "a sweep, which varies them itself",
+        None,
+    )
     min_samples_per_s: float | None = key(
         "smallest rate of the machine that a sweep recommends; null: any rate", None, gt=0
     )

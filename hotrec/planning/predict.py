@@ -144,17 +144,25 @@ def with_pipeline(config: Config, kind: PipelineKind) -> Config:
 
 
 def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dict[str, Predicted]:
-    """Predicts TorchRec's own plans that differ and fit, and whose tier is in the costs."""
+    """Predicts TorchRec's own plans that differ and fit, and whose tier is in the costs.
+
+    Those of host tiers only where the tables do not fit the devices: they are never faster there.
+    """
     has_host = "pooled_host" in scenario.costs.kernels
     predicted = dict[str, Predicted]()
     device = scenario.machine.device if has_host else "cpu"
     for name, baseline in torchrec_baselines(config, device).items():
+        assert isinstance(baseline.placement, TorchrecPlacement)
         kind = baseline.pipeline.kind
         if kind is PipelineKind.base and config.pipeline.kind is PipelineKind.auto:
             in_line = predicted.get(name.removesuffix(f" {kind.name}"))
             if in_line is not None:
                 shardings = in_line.shardings
                 predicted[name] = predict_shardings(scenario.with_pipeline(kind), shardings)
+            continue
+        if baseline.placement.tier is not ColdTier.auto and any(
+            map(_is_in_device, predicted.values())
+        ):
             continue
         # An optimizer that the device cannot train is an error, tables that do not fit are not.
         unsharded = build_unsharded(baseline, schema, None, scenario.machine)
@@ -166,6 +174,10 @@ def predict_baselines(config: Config, schema: Schema, scenario: Scenario) -> dic
         if is_another(found, predicted.values()):
             predicted[name] = found
     return predicted
+
+
+def _is_in_device(plan: Predicted) -> bool:
+    return all(sharding.tier is Tier.DEVICE for sharding in plan.shardings.values())
 
 
 def is_another(plan: Predicted, others: Iterable[Predicted]) -> bool:

@@ -327,7 +327,7 @@ def propose(
             from hotrec.planning.optimum import decide, predict_sensitivity
 
             decision = decide(config, dataset.schema, scenario)
-            if is_plan and config.plan.sensitivity:
+            if is_plan and config.plan.sensitivity is not False:
                 best = fastest_of({n: p for n, p in decision.predicted.items() if is_own(n)})
                 sensitivity = predict_sensitivity(
                     kind, scenario, decision.predicted[best], describe
