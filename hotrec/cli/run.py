@@ -34,8 +34,8 @@ from hotrec.cost_model.store import KIND as COSTS
 from hotrec.cost_model.store import check_host, read_costs
 from hotrec.data.chunks import DATASET
 from hotrec.data.readers import find_files
+from hotrec.planning.names import TORCHREC
 from hotrec.report.compared import COMPARED_JSON
-from hotrec.report.names import TORCHREC
 from hotrec.runtime.run_dir import (
     CHECKPOINTS,
     COMPARISON,

@@ -18,6 +18,7 @@ from hotrec.cost_model.demand import (
 )
 from hotrec.cost_model.quantities import TableSharding, cached_rows, served_by_shard
 from hotrec.cost_model.step import break_even
+from hotrec.planning.names import candidate_name, with_names
 from hotrec.planning.optimum import Decision, fastest_of
 from hotrec.planning.predict import (
     ALL_COLD,
@@ -59,9 +60,10 @@ def prediction_document(
         "device": scenario.machine.device,
         "pipeline": chosen.pipeline.kind.value,
         "chosen": decision.chosen,
-        "why": decision.why,
+        "why": with_names(decision.why, candidate_names(decision)),
         "plans": {
             name: {
+                "hot_rows": sum(predicted.num_hot.values()),
                 "pipeline": predicted.pipeline.kind.value,
                 "wire": predicted.pipeline.wire,
                 **dataclasses.asdict(predicted.step),
@@ -86,13 +88,23 @@ def prediction_document(
     }
 
 
+def candidate_names(decision: Decision) -> dict[str, str]:
+    """The names of all predictions as a user knows them."""
+    return {
+        name: candidate_name(name, sum(predicted.num_hot.values()))
+        for name, predicted in decision.predicted.items()
+    }
+
+
 def _table_entry(
     scenario: Scenario, demand: TableDemand, best: Predicted, sharding: TableSharding | None
 ) -> dict[str, Any]:
     num_hot = best.num_hot.get(demand.name, 0)
     placed = best.tables.get(demand.name)
     rest = demand.num_rows - num_hot
-    in_device = rest if placed is not None and placed.tier is Tier.DEVICE else 0
+    # On CPU the kernels of a device read the host's memory.
+    is_device = scenario.machine.device != "cpu"
+    in_device = rest if is_device and placed is not None and placed.tier is Tier.DEVICE else 0
     return {
         "name": demand.name,
         "num_rows": demand.num_rows,

@@ -33,8 +33,9 @@ from hotrec.cost_model.costs import Costs, CostsError
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
-from hotrec.planning.document import prediction_document
+from hotrec.planning.document import candidate_names, prediction_document
 from hotrec.planning.machine import Machine
+from hotrec.planning.names import with_names
 from hotrec.planning.optimum import Decision, fastest_of, in_doubt
 from hotrec.planning.partition import read_placement, summarize_partition, write_partition
 from hotrec.planning.policies import choose_partition, choose_popular_rows, policy_parameters
@@ -231,7 +232,7 @@ class Proposal:
             decision = self.decision
             if trial is not None:
                 decision = replace(decision, chosen=trial.chosen, why=trial.why)
-            logger.info("%s", decision.why)
+            logger.info("%s", with_names(decision.why, candidate_names(decision)))
             plan = self._plan(decision.chosen)
             assert self.counted is not None
             document = prediction_document(

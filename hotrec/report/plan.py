@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from hotrec.report.names import PLANNER, TORCHREC, plan_name
+from hotrec.planning.names import PLANNER, TORCHREC, candidate_name
 from hotrec.report.render import (
     Block,
     Column,
@@ -104,11 +104,14 @@ class Prediction:
         self.baseline = own[0] if own else None
         """The fastest of TorchRec's own plans, if one was predicted."""
         ends = [self.chosen] if self.baseline is None else [self.baseline, self.chosen]
-        self.order = list(dict.fromkeys([*ends, *by_step]))
-        """All plans: the baseline, the chosen one, then the others by their step."""
         placed = [name for name in by_step if name.startswith(HOT_COLD)]
         self.placed = self.chosen if self.chosen in placed else next(iter(placed), None)
-        """The plan whose placement the tables show: the chosen, or the fastest with hot rows."""
+        """The plan whose placement the tables show: the chosen, or the fastest of hotrec's."""
+        named: dict[str, str] = {}
+        for name in (*ends, *by_step):
+            named.setdefault(self.name(name), name)
+        self.order = list(named.values())
+        """Plans that differ: the baseline, the chosen one, then the others by their step."""
         # Where a baseline was chosen, it is compared with what it was chosen over.
         if self.chosen in own and self.placed is not None:
             ends = [self.chosen, self.placed]
@@ -134,19 +137,16 @@ class Prediction:
         names = [name for name in self.plans if name.startswith(f"{TORCHREC} {PLANNER}")]
         return min(names, key=lambda name: self.plans[name]["step_s"], default=None)
 
-    @property
-    def chosen_text(self) -> str:
-        """The chosen plan as a user knows it, such as ``hotrec, 1,650 hot rows, look_ahead``."""
-        kind, _, more = self.chosen.partition(" ")
-        if kind == TORCHREC:
-            which, _, more = more.partition(" ")
-            kind = f"{kind} {which}"
-        text = plan_name(kind, self.hot_rows if self.placed == self.chosen else 0)
-        return f"{text}, {more}" if more else text
+    def name(self, plan: str) -> str:
+        """A plan as a user knows it, such as ``hotrec, 1,650 hot rows, look_ahead``."""
+        hot_rows = self.plans[plan].get("hot_rows")
+        if hot_rows is None:  # of earlier versions
+            hot_rows = self.hot_rows if plan == self.placed else 0
+        return candidate_name(plan, hot_rows)
 
-    def label(self, name: str) -> str:
+    def label(self, plan: str) -> str:
         """The name of a plan, with a note if it was chosen."""
-        return f"{name} (chosen)" if name == self.chosen else name
+        return f"{self.name(plan)} (chosen)" if plan == self.chosen else self.name(plan)
 
     def memory(self, name: str, tier: str) -> list[float]:
         """Bytes of each rank in one of ``TIERS``; empty if not known."""
@@ -194,7 +194,7 @@ def plan_sections(prediction: Prediction) -> dict[str, list[Block]]:
 def _choice(prediction: Prediction) -> list[str]:
     document, costs = prediction.document, prediction.document.get("costs") or {}
     return [
-        f"Chosen: {prediction.chosen}. {document.get('why') or ''}".strip(),
+        f"Chosen: {prediction.name(prediction.chosen)}. {document.get('why') or ''}".strip(),
         *([f"Costs: {costs.get('name')} ({costs.get('origin')})."] if costs else []),
         *([f"Note: {costs['note']}"] if costs.get("note") else []),
     ]
@@ -255,7 +255,7 @@ def _stages(prediction: Prediction) -> list[Block]:
     total: dict[str, Any] = {"stage": "step"}
     for what, part, show in STEP_COLUMNS:
         for name in compared:
-            key, values = f"{what}, {name}", plans[name].get(part) or {}
+            key, values = f"{what}, {prediction.name(name)}", plans[name].get(part) or {}
             columns.append((key, key, show))
             total[key] = sum(values.values()) or None
             for stage, record in records.items():
@@ -272,11 +272,12 @@ def _tables(prediction: Prediction) -> list[Block]:
         return []
     blocks: list[Block] = [
         "Where rows are stored: hot rows on every rank, each other row on one rank, in the memory "
-        "of its device or its host. The device may cache rows of the host. On CPU there is only "
-        "one memory, shown as device."
+        "of its device or its host. The device may cache rows of the host."
     ]
     if prediction.placed not in (None, prediction.chosen):
-        blocks.append(f"This is the placement of {prediction.placed}, which was not chosen.")
+        blocks.append(
+            f"This is the placement of {prediction.name(prediction.placed)}, which was not chosen."
+        )
 
     def total(name: str, parts: Sequence[Document]) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {k: [part.get(k) for part in parts] for k in SUMMED}
@@ -298,14 +299,14 @@ def _expected(document: Document) -> list[Block]:
     ]
     break_even = document.get("break_even") or {}
     for dim, rate in sorted(break_even.items(), key=lambda pair: int(pair[0])):
-        pays = "never, or always" if rate is None else f"from {rate:.3g} lookups per step on"
-        blocks.append(f"A row of D={dim} pays off as a replica {pays} (sparse_dist, all ranks).")
+        pays = "never" if rate is None else f"from {rate:.3g} lookups per step of all ranks on"
+        blocks.append(f"With sparse_dist a row of D={dim} is faster as a replica {pays}.")
     return blocks
 
 
 def _ranks(prediction: Prediction) -> list[Block]:
     columns: dict[str, tuple[Callable[[float], str], Sequence[float]]] = {
-        f"{tier.removesuffix('_bytes')}, {name}": (show_bytes, sizes)
+        f"{tier.removesuffix('_bytes')}, {prediction.name(name)}": (show_bytes, sizes)
         for name in prediction.compared
         for tier in TIERS
         if any(sizes := prediction.memory(name, tier))
@@ -329,8 +330,8 @@ def _sensitivity(prediction: Prediction) -> list[Block]:
     varied = prediction.placed or prediction.chosen
     base = prediction.plans[varied]
     blocks: list[Block] = [
-        f"Compared with {varied} as predicted above: {show_seconds(base['step_s'])}, "
-        f"{show_rate(base['samples_per_s'])}."
+        f"Compared with {prediction.name(varied)} as predicted above: "
+        f"{show_seconds(base['step_s'])}, {show_rate(base['samples_per_s'])}."
     ]
     blocks += [
         f"{entry['what']}: {entry.get('why') or 'not predicted.'}"

@@ -32,7 +32,7 @@ def write_plan_page(document: Document, directory: Path) -> Path:
         "Predicted time of a step. Hatched parts are communication that nothing hides.",
     )
     sections["Where a step's time and bytes go"].insert(0, picture)
-    title, subtitle = f"hotrec plan: {prediction.chosen}", prediction.describe()
+    title, subtitle = f"hotrec plan: {prediction.name(prediction.chosen)}", prediction.describe()
     page = Page(title, sections, subtitle, data_file=PREDICTION_JSON)
     write_files(directory, {PLAN_HTML: render_html(page)})
     return directory / PLAN_HTML

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hotrec.planning.names import PLANNER, TORCHREC, plan_name
 from hotrec.report.compared import Comparison
-from hotrec.report.names import PLANNER, TORCHREC, plan_name
 from hotrec.report.read import Run
 from hotrec.report.units import show_bytes, show_count, show_error, show_frac, show_seconds
 from hotrec.runtime.run_dir import PLAN_JSON, is_comparison

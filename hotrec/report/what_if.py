@@ -80,7 +80,7 @@ def _read_point(folder: Path, name: str) -> Point:
         planner = prediction.planner
         point |= {
             "batch_size": document["batch_size"],
-            "chosen": prediction.chosen_text,
+            "chosen": prediction.name(prediction.chosen),
             "step_s": plan["step_s"],
             "interval_s": plan.get("interval_s"),
             "planner_step_s": None if planner is None else prediction.plans[planner]["step_s"],

@@ -102,7 +102,7 @@ def test_the_bars_of_the_figure_are_the_stages() -> None:
         assert [patch.get_width() for patch in container.patches] == pytest.approx(widths), stage
     assert axes.containers[-1].patches[1].get_x() == pytest.approx(0.0485)
     assert axes.texts[1].get_text() == "45.5 ms, 4.00 MB sent, 0.70x of the time"
-    assert axes.get_yticklabels()[1].get_text() == "hot_cold (chosen)"
+    assert axes.get_yticklabels()[1].get_text() == "hotrec, 130,007 hot rows (chosen)"
     assert len({PART_LOOKS[stage] for stage in STAGES}) == len(STAGES)
 
 
@@ -112,6 +112,10 @@ def test_the_bars_of_the_figure_are_the_stages() -> None:
         ("hot_cold", "hotrec, 130,007 hot rows"),
         ("hot_cold look_ahead", "hotrec, 130,007 hot rows, look_ahead"),
         ("all_cold", "hotrec, no hot rows"),
+        (
+            "torchrec planner fused_uvm_caching prefetch",
+            "TorchRec's planner, fused_uvm_caching, prefetch",
+        ),
         ("torchrec planner base", "TorchRec's planner, base"),
         ("torchrec hand_tuned", "TorchRec's hand-tuned plan"),
         ("torchrec table_wise base", "TorchRec's table-wise plan, base"),
@@ -120,12 +124,22 @@ def test_the_bars_of_the_figure_are_the_stages() -> None:
 def test_the_chosen_plan_is_called_what_it_is(chosen: str, text: str) -> None:
     plans = prediction()["plans"]
     document = prediction() | {"chosen": chosen, "plans": plans | {chosen: plans["hot_cold"]}}
-    assert Prediction(document).chosen_text == text
+    assert Prediction(document).name(chosen) == text
 
 
 def test_a_placement_may_have_no_hot_rows() -> None:
     tables = [{**of, "hot_rows": 0} for of in prediction()["tables"]]
-    assert Prediction(prediction() | {"tables": tables}).chosen_text == "hotrec, no hot rows"
+    without = Prediction(prediction() | {"tables": tables})
+    assert without.name("hot_cold") == "hotrec, no hot rows"
+    # It is all_cold, which is not shown a second time.
+    assert "all_cold" not in without.order
+
+
+def test_each_plan_has_its_own_hot_rows() -> None:
+    plans = prediction()["plans"]
+    other = {**plans["hot_cold"], "hot_rows": 12}
+    document = prediction() | {"plans": plans | {"hot_cold look_ahead": other}}
+    assert Prediction(document).name("hot_cold look_ahead") == "hotrec, 12 hot rows, look_ahead"
 
 
 def test_the_planner_of_torchrec_is_that_of_its_fastest_pipeline() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hotrec.report.units import show_count
+import re
+from collections.abc import Mapping
 
 TORCHREC, PLANNER = "torchrec", "planner"
 # Placements that are another system's, by which they are named.
@@ -28,4 +29,26 @@ def plan_name(plan: str, hot_rows: float | None) -> str:
     system = _SYSTEMS.get(kind, "hotrec")
     if hot_rows is None:
         return system
-    return f"{system}, {show_count(hot_rows) if hot_rows else 'no'} hot rows"
+    return f"{system}, {f'{hot_rows:,.0f}' if hot_rows else 'no'} hot rows"
+
+
+def candidate_name(name: str, hot_rows: float) -> str:
+    """Such as ``hotrec, no hot rows, look_ahead``.
+
+    Args:
+        name: Of a prediction: ``hot_cold look_ahead``, or ``torchrec planner base``, with the tier
+            before the pipeline if it is not the default.
+        hot_rows: Their number.
+    """
+    kind, *more = name.split(" ")
+    if kind == TORCHREC and more:
+        kind = f"{kind} {more.pop(0)}"
+    return ", ".join([plan_name(kind, hot_rows), *more])
+
+
+def with_names(text: str, names: Mapping[str, str]) -> str:
+    """The text, in which predictions have the names that a user knows."""
+    if not names:
+        return text
+    by_length = sorted(names, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, by_length)), lambda match: names[match[0]], text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotrec.report.names import plan_name
+from hotrec.planning.names import plan_name
 
 
 @pytest.mark.parametrize(
