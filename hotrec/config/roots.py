@@ -437,7 +437,11 @@ class BenchConfig:
         "cases to compare: placements, names of bench.variants", [*map(str, BenchCase)], size=1
     )
     variants: dict[str, BenchVariant] = key("more cases by name", {})
-    table_rows: list[int] = key("rows of each table; each is read by one feature", ge=1, size=1)
+    table_rows: list[int] = key(
+        "rows of each table, each read by one feature; by default those of the bench= choice",
+        ge=1,
+        size=1,
+    )
     zipf_exponent: float = key("exponent of the k-th row's popularity, k^-exponent", 1.05, ge=0)
     num_dense: int = key("number of dense columns", 13, ge=0)
     batch_size: int = key(BATCH_SIZE, 2048, ge=1)
