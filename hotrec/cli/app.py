@@ -55,6 +55,7 @@ from hotrec.cli.launch import (
 )
 from hotrec.cli.made import (
     artifact_inputs,
+    check_data,
     check_inputs,
     command_text,
     record_artifact,
@@ -77,6 +78,7 @@ from hotrec.cli.store import (
     check_overrides,
     check_yaml_files,
     conf_dir,
+    options_of,
     quoted,
     register_schemas,
     user_conf_dir,
@@ -463,6 +465,7 @@ def _forget(run_dir: Path, invocation: Invocation) -> None:
 def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -> Figures | None:
     name = invocation.name
     config = build_config(composed)
+    check_data(name, config, list(options_of("data", _own_conf_dirs(invocation.words))))
     text = OmegaConf.to_yaml(composed, resolve=True)
     if name == "train" and config.trainer.resume == "latest":
         finished = read_finished(run_dir, as_yaml(as_document(config)))

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hotrec.cli.output import describe_unknown_field
 from hotrec.config.fields import VARIANTS
 from hotrec.config.reference import sentence
-from hotrec.config.roots import ROOTS, Config
+from hotrec.config.roots import ROOTS
 from hotrec.config.validate import validate
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -121,16 +121,6 @@ def build_config(composed: DictConfig) -> Any:
         ValueError: If a key is unknown or a value is out of range.
         MissingMandatoryValue: If a required value is missing.
     """
-    config = _to_object(composed)
-    if isinstance(config, Config) and config.data.source is None and config.data.synthetic is None:
-        raise ValueError(
-            "data: expected exactly one of source and synthetic, got none. Choose a dataset, e.g. "
-            "data=kuairand."
-        )
-    return config
-
-
-def _to_object(composed: DictConfig) -> Any:
     _check_known_keys(composed, "")
     config = OmegaConf.to_object(composed)
     validate(config)
@@ -157,6 +147,11 @@ def check_overrides(words: Sequence[str], *, is_multirun: bool = False) -> None:
         key = word.partition("=")[0].lstrip("+~").strip()
         if not key:
             raise ValueError(f"{word}: expected key=value, got no key. See --help.")
+        if "=" not in word and not word.startswith("~"):
+            raise ValueError(
+                f"{word}: expected key=value, got a word alone. Put paths before the keys of a "
+                "command that takes paths; see --help."
+            )
         try:
             override = _PARSER.parse_rule(word, "override")
             is_sweep = override.is_sweep_override()
@@ -298,8 +293,7 @@ def read_config(path: Path, root: type) -> Any:
                 schema[group] = OmegaConf.structured(variants[recorded[group].kind])
         merged = OmegaConf.merge(schema, recorded)
         assert isinstance(merged, DictConfig)
-        # A run made from Python need not say what its dataset was prepared from.
-        return _to_object(merged)
+        return build_config(merged)
     except Exception as error:
         raise ValueError(
             f"{path}: expected the configuration of a run of this version, got {error}. "
