@@ -74,7 +74,7 @@ def test_defaults_are_those_of_the_configuration(capsys: pytest.CaptureFixture[s
         "  model.pooling=sum  [sum, mean]",
         "  model.item_columns (required)  [list of str]",
         "  optimizer.learning_rate=0.02  [float > 0]",
-        "  launch.num_ranks=1  [int >= 1, <= 256]",
+        "  launch.num_ranks=1  [int >= 1, <= 1024]",
     ):
         assert f"\n{line}\n" in text, line
     said = " ".join(text.split())
