@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
 from hotrec.cli.commands import COMMANDS
-from hotrec.cli.store import conf_dir
+from hotrec.cli.store import conf_dir, options_of, settings_of, summary_of
 from hotrec.config.fields import VARIANTS
 from hotrec.config.reference import Key, keys_of, keys_of_choices, sentence
 from hotrec.config.roots import ROOTS
@@ -51,8 +50,8 @@ def commands_table() -> str:
 
 def options_table(group: str) -> str:
     """The choices of a group, with the comment that each file begins with."""
-    files = sorted((conf_dir() / group).glob("*.yaml"))
-    return table((f"`{group}=`", "Meaning"), [(f"`{f.stem}`", leading_comment(f)) for f in files])
+    rows = [(f"`{name}`", summary_of(file)) for name, file in options_of(group).items()]
+    return table((f"`{group}=`", "Meaning"), rows)
 
 
 def sections(root: str) -> str:
@@ -73,36 +72,17 @@ def sections(root: str) -> str:
             parts.append(options_table(item.name))
         prefix = f"{item.name}."
         if item.name in VARIANTS:
-            parts.append(variants_table(prefix, VARIANTS[item.name]))
+            choices = keys_of_choices(prefix, VARIANTS[item.name], settings_of(root, item.name))
+            parts.append(keys_table(choices) if choices else "No keys.")
         else:
             parts.append(keys_table(list(keys_of(hints[item.name], prefix))))
     return "\n\n".join(parts)
-
-
-def variants_table(prefix: str, variants: dict[str, type]) -> str:
-    """The keys of all choices of a group; a key that several choices share stands once."""
-    keys = keys_of_choices(prefix, variants)
-    return keys_table(keys) if keys else "No keys."
 
 
 def keys_table(keys: list[Key]) -> str:
     """A table of keys."""
     rows = [(f"`{key.name}`", key.meaning, key.default, key.values) for key in keys]
     return table(("Key", "Meaning", "Default", "Values"), rows)
-
-
-def leading_comment(path: Path) -> str:
-    """The first paragraph of comments in a YAML file, without Hydra's directives."""
-    lines = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        text = line.removeprefix("#").strip()
-        if not text and lines:
-            break
-        if not text.startswith("@package"):
-            lines.append(text)
-    return sentence(" ".join(lines))
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -52,7 +52,7 @@ def _run(words: list[str]) -> int:
         print(f"hotrec {_version()}")
         return 0
     if words[0] == "help":
-        words = [*words[1:], "--help"]
+        words = [words[1], "--help", *words[2:]]
     name, *overrides = words
     if name not in COMMANDS:
         print(f"error: {_unknown_command(name)}", file=sys.stderr)
@@ -80,8 +80,8 @@ def _overview() -> str:
             "",
             *lines,
             "",
-            "`hotrec <command> --help` lists a command's groups, keys and flags;",
-            "docs/configuration.md has the types and limits of the keys, too.",
+            "`hotrec <command> --help` lists a command's groups, keys and flags,",
+            "`hotrec <command> --help <section>` one section of the keys, such as trainer.",
             "Start here: hotrec init <a CSV or Parquet file>, or hotrec run experiment=quickstart",
         ]
     )

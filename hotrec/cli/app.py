@@ -54,7 +54,13 @@ from hotrec.cli.launch import (
     this_process,
     use_default_start_method,
 )
-from hotrec.cli.made import artifact_inputs, check_inputs, command_text, record_artifact
+from hotrec.cli.made import (
+    artifact_inputs,
+    check_data,
+    check_inputs,
+    command_text,
+    record_artifact,
+)
 from hotrec.cli.output import (
     FULL_TRACE,
     LOG_FILE,
@@ -73,6 +79,7 @@ from hotrec.cli.store import (
     check_overrides,
     check_yaml_files,
     conf_dir,
+    options_of,
     quoted,
     register_schemas,
     user_conf_dir,
@@ -99,8 +106,9 @@ FLAGS_WITH_VALUE = (
 FLAGS_OF_MULTIRUN = ("-m", "--multirun")
 FLAGS_OF_HELP = ("-h", "--help")
 FLAGS_OF_QUESTIONS = (
-    *FLAGS_OF_HELP,
-    *("--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"),
+    "--hydra-help",
+    "--version",
+    *("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"),
 )
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
@@ -147,8 +155,11 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
     """Run one command; the exit code."""
     invocation = Invocation(name, tuple(overrides), dict(os.environ))
     try:
+        if invocation.wants_help:
+            print(help_text(name, _topics(overrides), _own_conf_dirs(overrides)))
+            return 0
         invocation = replace(invocation, words=tuple(_complete(name, overrides)))
-        if name != "doctor" and not invocation.wants_help:
+        if name != "doctor":
             check_versions()
         if name != "doctor" and not invocation.is_question:
             _check_processes(invocation)
@@ -163,6 +174,20 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
             return EXIT_CODE_OF_SIGPIPE
         print_error(error, wants_trace=invocation.wants_trace)
         return 1
+
+
+def _topics(words: Sequence[str]) -> list[str]:
+    """What help is asked for: the words after its flag that are no flags and no overrides."""
+    at = next(at for at, word in enumerate(words) if word in FLAGS_OF_HELP)
+    return [word for word in _split_flags(words[at + 1 :])[1] if "=" not in word]
+
+
+def _own_conf_dirs(words: Sequence[str]) -> list[Path]:
+    """The user's directories of groups: those that flags name, or ``conf``."""
+    flags = _config_dir_flags(words)
+    named = [flag.partition("=")[2] if flag.startswith("-") else flag for flag in flags]
+    own = user_conf_dir()
+    return [Path(path) for path in named if path] or ([] if own is None else [own])
 
 
 def _complete(name: str, words: Sequence[str]) -> list[str]:
@@ -236,10 +261,6 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
         os.environ[FULL_TRACE] = "1"
         flags, overrides = _split_flags(invocation.words)
         sys.argv = [f"hotrec {invocation.name}", *flags, *_names_for_hydra(invocation), *overrides]
-        if invocation.wants_help:
-            # Hydra reads the overrides first, and fills in what begins with a single "$".
-            text = help_text(invocation.name).replace("$", "$$")
-            sys.argv.append(f"hydra.help.template={quoted(text)}")
         if PARENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
         # An exit unwinds, so that half-written artifacts are removed.
@@ -447,6 +468,7 @@ def _forget(run_dir: Path, invocation: Invocation) -> None:
 def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -> Figures | None:
     name = invocation.name
     config = build_config(composed)
+    check_data(name, config, list(options_of("data", _own_conf_dirs(invocation.words))))
     text = OmegaConf.to_yaml(composed, resolve=True)
     if name == "train" and config.trainer.resume == "latest":
         finished = read_finished(run_dir, as_yaml(as_document(config)))

@@ -45,7 +45,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         return _figures(costs, target, start_s)
     device = chosen_device(config.trainer.device)
     with watched_ranks(run_dir, device=device, timeout_s=config.trainer.timeout_s) as ranks:
-        sizes = same_verdict(lambda: _read_sizes(config.paths.dataset) if ranks.is_first else None)
+        sizes = same_verdict(lambda: _read_sizes(config) if ranks.is_first else None)
         sizes = broadcast_object(sizes)
         assert sizes is not None
         table_rows, num_dense, schema, exponents, bag_lengths = sizes
@@ -89,13 +89,16 @@ class Sizes(NamedTuple):
     bag_lengths: list[Rows] | None  # None if each has one id
 
 
-def _read_sizes(path: str) -> Sizes:
+def _read_sizes(config: Config) -> Sizes:
+    path = config.paths.dataset
     if not Path(path).exists():
+        is_named = config.dataset_name is not None
         logger.warning(
-            "paths.dataset %s does not exist: calibrating on %d tables of %d rows with one id "
-            "a sample each and %d dense columns, without the loader. Calibrate again after "
-            "prepare",
-            *(path, STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE),
+            "%s: calibrating on %d tables of %d rows with one id a sample each and %d dense "
+            "columns, without the loader. Calibrate again %s",
+            f"paths.dataset {path} does not exist" if is_named else "no data= was given",
+            *(STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE),
+            "after prepare" if is_named else "with it for a plan of that dataset",
         )
         return Sizes([STAND_IN_ROWS] * STAND_IN_TABLES, STAND_IN_DENSE, None, None, None)
     dataset = Dataset.open(path)

@@ -160,6 +160,25 @@ def _artifact_record(name: str, config: Config) -> Path:
 # What a command needs, checked before it starts ranks.
 
 
+def check_data(name: str, config: Any, known: Sequence[str]) -> None:
+    """Check that a dataset was chosen: a command must not read another than is meant.
+
+    Args:
+        name: The command. ``calibrate`` has a stand-in for a dataset.
+        config: Its configuration.
+        known: The choices of ``data=``.
+
+    Raises:
+        ValueError: If none was.
+    """
+    if name != "calibrate" and isinstance(config, Config) and not config.data.is_chosen:
+        raise ValueError(
+            "data: expected a dataset, got none. Choose experiment=quickstart, which trains on the "
+            f"sample data=kuairand, or data= with one of {', '.join(known)}; `hotrec init LOG` "
+            "describes a log of your own."
+        )
+
+
 def check_inputs(name: str, config: Any, run_dir: Path, words: Sequence[str]) -> None:
     """Check that the artifacts that a command reads are there.
 

@@ -253,12 +253,17 @@ def _describe_key_error(error: OmegaConfBaseException) -> str:
         return _describe_unknown_key(key, error.object_type)
     for pattern, expected, got in _OMEGACONF:
         if match := re.search(pattern, message):
-            text = f"expected {expected}, got {got}. See --help."
+            text = f"expected {expected}, got {got}. {_see_help(key)}"
             return f"{key or 'configuration'}: {match.expand(text)}"
     return (
         f"{key or 'configuration'}: expected a value of another form, got one of which OmegaConf "
         f"says {message!r}. See --help."
     )
+
+
+def _see_help(key: str) -> str:
+    section = key.partition(".")[0]
+    return f"See --help {section}." if section else "See --help."
 
 
 def _describe_unknown_key(full_key: str, kind: Any) -> str:
@@ -276,7 +281,7 @@ def describe_unknown_field(parent: str, name: str, kind: Any) -> str:
     known = [item.name for item in fields(kind)]
     prefix = f"{parent}." if parent else ""
     close = difflib.get_close_matches(name, known, n=1)
-    advice = f"Did you mean {prefix}{close[0]}?" if close else "See --help."
+    advice = f"Did you mean {prefix}{close[0]}?" if close else _see_help(parent)
     for group, variants in VARIANTS.items():
         if kind in variants.values():
             owners = [choice for choice, variant in variants.items() if _has_field(variant, name)]

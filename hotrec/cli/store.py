@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hotrec.cli.output import describe_unknown_field
 from hotrec.config.fields import VARIANTS
-from hotrec.config.roots import ROOTS, Config
+from hotrec.config.reference import sentence
+from hotrec.config.roots import ROOTS
 from hotrec.config.validate import validate
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -55,9 +56,39 @@ def user_conf_dir() -> Path | None:
     return USER_CONF if any((USER_CONF / group).is_dir() for group in groups) else None
 
 
-def options_of(group: str) -> list[str]:
-    """The choices of a configuration group."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+def options_of(group: str, own: Iterable[Path] = ()) -> dict[str, Path]:
+    """The choices of a configuration group, by name: those of the user's directories first."""
+    files = [file for path in (*own, conf_dir()) for file in sorted((path / group).glob("*.yaml"))]
+    return {file.stem: file for file in files}
+
+
+def settings_of(root: str, group: str) -> dict[str, dict[str, Any]]:
+    """What the files of a group's choices set, and the root configuration after them."""
+    own = _read_yaml(conf_dir() / f"{root}.yaml").get(group) or {}
+    return {name: _read_yaml(file) | own for name, file in options_of(group).items()}
+
+
+def groups_of(root: str) -> dict[str, str | None]:
+    """The groups of a root configuration, with the choice by default if there is one."""
+    entries = _read_yaml(conf_dir() / f"{root}.yaml").get("defaults", [])
+    pairs = (entry for entry in entries if isinstance(entry, dict) and "hydra" not in entry)
+    return {group: choice for pair in pairs for group, choice in pair.items()}
+
+
+def summary_of(file: Path) -> str:
+    """The first paragraph of comments in a YAML file, without Hydra's directives."""
+    lines: list[str] = []
+    for line in file.read_text().splitlines():
+        text = line.removeprefix("#").strip()
+        if not line.startswith("#") or (lines and not text):
+            break
+        if not text.startswith("@package"):
+            lines.append(text)
+    return sentence(" ".join(lines))
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    return yaml.safe_load(file.read_text()) or {}
 
 
 def register_schemas() -> None:
@@ -90,16 +121,6 @@ def build_config(composed: DictConfig) -> Any:
         ValueError: If a key is unknown or a value is out of range.
         MissingMandatoryValue: If a required value is missing.
     """
-    config = _to_object(composed)
-    if isinstance(config, Config) and config.data.source is None and config.data.synthetic is None:
-        raise ValueError(
-            "data: expected exactly one of source and synthetic, got none. Choose a dataset, e.g. "
-            "data=kuairand."
-        )
-    return config
-
-
-def _to_object(composed: DictConfig) -> Any:
     _check_known_keys(composed, "")
     config = OmegaConf.to_object(composed)
     validate(config)
@@ -126,6 +147,11 @@ def check_overrides(words: Sequence[str], *, is_multirun: bool = False) -> None:
         key = word.partition("=")[0].lstrip("+~").strip()
         if not key:
             raise ValueError(f"{word}: expected key=value, got no key. See --help.")
+        if "=" not in word and not word.startswith("~"):
+            raise ValueError(
+                f"{word}: expected key=value, got a word alone. Put paths before the keys of a "
+                "command that takes paths; see --help."
+            )
         try:
             override = _PARSER.parse_rule(word, "override")
             is_sweep = override.is_sweep_override()
@@ -267,8 +293,7 @@ def read_config(path: Path, root: type) -> Any:
                 schema[group] = OmegaConf.structured(variants[recorded[group].kind])
         merged = OmegaConf.merge(schema, recorded)
         assert isinstance(merged, DictConfig)
-        # A run made from Python need not say what its dataset was prepared from.
-        return _to_object(merged)
+        return build_config(merged)
     except Exception as error:
         raise ValueError(
             f"{path}: expected the configuration of a run of this version, got {error}. "

@@ -543,6 +543,11 @@ class DataSpec:
         "what `hotrec plan` plans with where paths.dataset does not exist; null: nothing", None
     )
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether there is a log to prepare."""
+        return self.source is not None or self.synthetic is not None
+
     def rules(self) -> Rules:
         given = [name for name in ("source", "synthetic") if getattr(self, name) is not None]
         yield (

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import re
 import types
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -41,19 +42,30 @@ def keys_of(kind: type, prefix: str) -> Iterator[Key]:
         yield Key(
             name,
             sentence(item.metadata["meaning"]),
-            shown_default(item),
+            default_of(item),
             shown_values(hints[item.name], item.metadata["limits"]),
         )
 
 
-def keys_of_choices(prefix: str, variants: dict[str, type]) -> list[Key]:
-    """The keys of all choices of a group; one that several choices share says which."""
-    choices: dict[Key, list[str]] = {}
+def keys_of_choices(
+    prefix: str, variants: Mapping[str, type], settings: Mapping[str, Mapping[str, Any]]
+) -> list[Key]:
+    """The keys of all choices of a group; one that several choices share says which.
+
+    Args:
+        prefix: The group's name and a dot.
+        variants: The dataclass of each choice.
+        settings: What the file of each choice sets.
+    """
+    choices: dict[Key, dict[str, str]] = {}
     for name, kind in variants.items():
         for key in keys_of(kind, prefix):
-            choices.setdefault(key, []).append(name)
+            given = settings.get(name, {}).get(key.name.removeprefix(prefix))
+            default = key.default if given is None else shown_default(given)
+            choices.setdefault(replace(key, default=""), {})[name] = default
     found = []
-    for key, names in choices.items():
+    for key, defaults in choices.items():
+        names = list(defaults)
         absent = [name for name in variants if name not in names]
         if not absent:
             of = ""
@@ -61,7 +73,10 @@ def keys_of_choices(prefix: str, variants: dict[str, type]) -> list[Key]:
             of = f" Not with {code_list(absent)}."
         else:
             of = f" Only with {code_list(names)}."
-        found.append(replace(key, meaning=key.meaning + of))
+        [(usual, _)] = Counter(defaults.values()).most_common(1)
+        others = ((name, default) for name, default in defaults.items() if default != usual)
+        of += "".join(f" With `{name}` by default {default}." for name, default in others)
+        found.append(replace(key, meaning=key.meaning + of, default=usual))
     return found
 
 
@@ -73,8 +88,8 @@ def inner_dataclass(hint: Any) -> tuple[type | None, bool]:
     return found, get_origin(hint) is dict
 
 
-def shown_default(item: dataclasses.Field[Any]) -> str:
-    """A default as one would write it on the command line."""
+def default_of(item: dataclasses.Field[Any]) -> str:
+    """The default of a field, for a table."""
     if item.default_factory is not dataclasses.MISSING:
         value: Any = item.default_factory()
     else:
@@ -82,6 +97,11 @@ def shown_default(item: dataclasses.Field[Any]) -> str:
     if value is dataclasses.MISSING or value == MISSING:
         # conf/ fills these in, from the name of a choice.
         return "see meaning" if "by default" in item.metadata["meaning"] else "required"
+    return shown_default(value)
+
+
+def shown_default(value: Any) -> str:
+    """A default as one would write it on the command line."""
     if isinstance(value, list):
         return f"`[{', '.join(json.dumps(v) if v == '' else str(v) for v in value)}]`"
     if isinstance(value, Enum):
@@ -89,7 +109,7 @@ def shown_default(item: dataclasses.Field[Any]) -> str:
     if value is None or isinstance(value, bool):
         return {None: "`null`", True: "`true`", False: "`false`"}[value]
     if isinstance(value, float):
-        return f"`{value:g}`"
+        return f"`{value:.10g}`"
     is_blank = isinstance(value, str) and not value.strip()
     return f"`{json.dumps(value) if is_blank else value}`"
 
@@ -97,7 +117,7 @@ def shown_default(item: dataclasses.Field[Any]) -> str:
 def shown_values(hint: Any, limits: dict[str, float]) -> str:
     """The type of a key, its members if it is an enumeration, and its limits."""
     bounds = [(LIMIT_SIGNS[name], at) for name, at in limits.items() if name in LIMIT_SIGNS]
-    signs = ", ".join(f"{sign} {at}" for sign, at in bounds)
+    signs = ", ".join(f"{sign} {at:.10g}" for sign, at in bounds)
     is_optional = get_origin(hint) in UNIONS and type(None) in get_args(hint)
     return " ".join(filter(None, [shown_type(hint), signs, "or `null`" if is_optional else ""]))
 

@@ -451,7 +451,11 @@ class BenchConfig:
         "cases to compare: placements, names of bench.variants", [*map(str, BenchCase)], size=1
     )
     variants: dict[str, BenchVariant] = key("more cases by name", {})
-    table_rows: list[int] = key("rows of each table; each is read by one feature", ge=1, size=1)
+    table_rows: list[int] = key(
+        "rows of each table, each read by one feature; by default those of the bench= choice",
+        ge=1,
+        size=1,
+    )
     zipf_exponent: float = key("exponent of the k-th row's popularity, k^-exponent", 1.05, ge=0)
     num_dense: int = key("number of dense columns", 13, ge=0)
     batch_size: int = key(BATCH_SIZE, 2048, ge=1)
@@ -527,7 +531,9 @@ class BenchRootConfig:
 class Config:
     """The configuration of prepare, profile, plan and train."""
 
-    dataset_name: str = key("directory of the dataset under data/; by default the data= choice")
+    dataset_name: str | None = key(
+        "directory of the dataset under data/; by default the data= choice"
+    )
     run_name: str = key("name of the run in reports; by default the placement= choice")
     data: DataSpec = section("the raw log and how to prepare it", DataSpec)
     append: list[str] = key(
@@ -566,9 +572,11 @@ class Config:
     paths: PathsConfig = section("the directories of each stage", PathsConfig)
 
     def rules(self) -> Rules:
-        parts = PurePath(self.dataset_name).parts
+        name = self.dataset_name or ""
+        parts = PurePath(name).parts
+        is_name = bool(parts) and name.isprintable() and not {"/", ".."} & set(parts)
         yield (
-            bool(parts) and self.dataset_name.isprintable() and not {"/", ".."} & set(parts),
+            is_name or (self.dataset_name is None and not self.data.is_chosen),
             "dataset_name: expected the name of a directory below data/, got "
             f"{self.dataset_name!r}. Set paths.dataset for a directory elsewhere.",
         )

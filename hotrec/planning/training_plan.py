@@ -200,14 +200,15 @@ class Proposal:
         assert self.scenario is not None
         assert self.decision is not None
         config, predicted = self.config, self.decision.predicted
-        trainer = config.trainer
+        trainer, optimizer = config.trainer, config.optimizer
         situation = {
             "versions": read_fingerprint(self.scenario.machine.device),
             # New costs are a new machine, or the same one in another state.
             "costs": self.scenario.costs.to_json(),
             "dataset": self.dataset.artifact.content_hash,
             "machine": replace(self.scenario.machine, costs=None, host_bytes=0, device_bytes=0),
-            "settings": [config.model, config.optimizer, config.pipeline, config.placement],
+            "settings": [config.model, config.pipeline, config.placement],
+            "optimizer": [optimizer.kind, optimizer.dense_kind],  # a step takes as long at any rate
             "trainer": [
                 *(trainer.batch_size, trainer.precision, trainer.compile, trainer.num_workers),
                 trainer.grad_clip_norm,

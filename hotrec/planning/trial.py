@@ -126,7 +126,7 @@ class Trial:
     def why(self) -> str:
         """The verdict for the user."""
         others = sorted((n for n in self.block_s if n != self.chosen), key=self.step_s)
-        when = "an earlier trial of the same run" if self.is_recorded else "a trial"
+        when = "an earlier run's trial" if self.is_recorded else "a trial"
         text = (
             f"{self.chosen} took {1e3 * self.step_s(self.chosen):.3g} ms a step, the least in "
             f"{when} of {self.seconds:.0f} s on this machine"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hotrec.cli.app import run_command
+from hotrec.cli.commands import COMMANDS
 
 # Words of the command line, the key that the error begins with, and what else it says.
 UNKNOWN = [
@@ -69,7 +70,7 @@ OUT_OF_RANGE = [
     ("paths.profile='s3://bucket/p'", "paths.profile: expected a directory of this host", "s3://"),
     ("dataset_name=", "dataset_name: expected the name", "''"),
     ("dataset_name=a/../../b", "dataset_name: expected the name", "'a/../../b'"),
-    ("data.source=null", "data: expected exactly one of source and synthetic", "none"),
+    ("data=kuairand data.source=null", "data: expected a dataset, got none", "data=kuairand,"),
 ]
 UNREADABLE = [
     ("trainer.batch_size={a:", "trainer.batch_size: expected an override", "'{a:'"),
@@ -143,6 +144,48 @@ def test_trace_on_request(
     err = capfd.readouterr().err
     assert "Traceback" in err
     assert "\nerror: trainer.batch_size: expected a value at least 1, got 0. " in err
+
+
+READERS = [name for name, command in COMMANDS.items() if command.config_name == "config"]
+
+
+@pytest.mark.parametrize("name", sorted({*READERS} - {"calibrate"}))
+def test_no_dataset_is_taken_unasked(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf/data").mkdir(parents=True)
+    (tmp_path / "conf/data/mine.yaml").write_text("synthetic: {num_rows: [3]}\n")
+    # As in a checkout, where the sample may have been prepared.
+    (tmp_path / "data/kuairand/dataset").mkdir(parents=True)
+    for words in ([], ["paths.dataset=data/kuairand/dataset"]):
+        assert run_command(name, words) == 1
+        out, err = capfd.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith("error: data: expected a dataset, got none. Choose experiment=quick")
+        assert "data= with one of mine, criteo_kaggle, " in err
+
+
+def test_a_sweep_takes_no_dataset_unasked(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_command("train", ["--multirun", "trainer.seed=1,2"]) == 1
+    assert capfd.readouterr().err.count("error: data: expected a dataset, got none.") == 2
+
+
+def test_questions_need_no_dataset(capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (["--cfg", "job"], ["--cfg", "job", "--resolve"], ["--info", "defaults-tree"]):
+        assert run_command("train", words) == 0
+        assert "kuairand" not in capfd.readouterr().out
+
+
+def test_a_dataset_without_a_choice_needs_a_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    own = "# @package _global_\ndata: {synthetic: {num_rows: [3], num_train: 9}}\n"
+    (tmp_path / "conf/experiment/own.yaml").write_text(own)
+    assert run_command("prepare", ["experiment=own"]) == 1
+    assert "error: dataset_name: expected the name of a directory" in capfd.readouterr().err
+    assert run_command("prepare", ["experiment=own", "dataset_name=x"]) == 0
+    assert (tmp_path / "data/x/dataset/manifest.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_bad_lines_are_skipped_on_request(
 
 
 def test_profile_without_a_dataset(refuse: Refuse, tmp_path: Path) -> None:
-    said = refuse("profile", "paths.dataset=absent")
+    said = refuse("profile", SMOKE, "paths.dataset=absent")
     assert "absent/manifest.json: expected the manifest of a dataset" in said
     assert not (tmp_path / "data").exists()
 

@@ -1,60 +1,213 @@
-"""Command lines in the documentation: a shell can read them, and the keys exist."""
+"""Command lines in the documentation: a shell reads them as they stand, and hotrec takes them."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
+from hotrec.cli.app import _check_flags, _complete, _split_flags, _topics
+from hotrec.cli.commands import COMMANDS
+from hotrec.cli.help import help_text
+from hotrec.cli.made import check_data
+from hotrec.cli.store import build_config, check_overrides, compose_config
 from hotrec.config.fields import VARIANTS
 from hotrec.config.roots import ROOTS
 from tests.policy.source import REPOSITORY
 
-PAGES = [
-    *(REPOSITORY / "docs").glob("*.md"),
-    *REPOSITORY.glob("*.md"),
-    *(path for path in (REPOSITORY / "launch").rglob("*") if path.is_file()),
+FILES = [
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted(REPOSITORY.glob("*.md")),
+    REPOSITORY / "docker" / "README.md",
+    *sorted(path for path in (REPOSITORY / "launch").rglob("*") if path.is_file()),
 ]
+# The log of changes has commands of earlier versions.
+PAGES = [path for path in FILES if path.suffix == ".md" and path.name != "CHANGELOG.md"]
 SECTIONS = [
     item.name
     for item in fields(ROOTS["config"])
     if is_dataclass(get_type_hints(ROOTS["config"])[item.name]) and item.name not in VARIANTS
 ]
 KEYS = re.compile(rf"(?<![\w./])({'|'.join(SECTIONS)})\.(\w+)=")
+# What zsh, the shell of macOS, or bash expands where it stands without quotes.
+EXPANDED = re.compile(r"[][(){}*?!^~]")
+PROGRAMS = r"hotrec|torchrun|sbatch|docker|launch/torchrun\.sh"
+NAMES = "|".join(COMMANDS)
 
 
-def console_lines(page: Path) -> list[str]:
-    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    return "".join(blocks).replace("\\\n", " ").splitlines()
+def lines_of(page: Path) -> Iterator[str]:
+    """The command lines of a page: of its blocks, and in its text those with words."""
+    text = page.read_text()
+    blocks = re.findall(r"^```console\n(.*?)^```|((?:^ {4}[^\n]*\n)+)", text, re.M | re.S)
+    for block in blocks:
+        for line in "".join(block).replace("\\\n", " ").splitlines():
+            if block[0] or re.match(rf" *(?:hotrec (?:{NAMES})|docker) ", line):
+                yield re.sub(r"<[\w ]+>", "x", line.strip())  # a placeholder
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    for span in re.findall(rf"`(hotrec\s(?:{NAMES})\s[^`]+)`", prose):
+        if "..." not in span:
+            yield re.sub(r"<[\w ]+>", "x", " ".join(span.split()))
+
+
+def command_in(line: str) -> tuple[str, list[str]] | None:
+    """The hotrec command of a line, with the words after its name."""
+    words = shlex.split(line, comments=True)
+    words = words[len(list(takewhile(lambda word: re.match(r"[A-Z_]+=", word), words))) :]
+    if not words or not re.fullmatch(PROGRAMS, words[0]) or any("examples/" in w for w in words):
+        return None
+    places = [place for place, word in enumerate(words) if word in COMMANDS]
+    if words[0] == "docker":
+        places = places[-1:] if any(word.startswith(("hotrec:", "--rm")) for word in words) else []
+    elif words != ["hotrec"]:
+        assert places, f"no command: {line}"
+        assert words[0] != "hotrec" or places[0] == 1, f"no command: {line}"
+    return (words[places[0]], words[places[0] + 1 :]) if places else None
+
+
+def jobs_of(overrides: list[str]) -> Iterator[list[str]]:
+    """The overrides of jobs in which each value of a sweep comes up."""
+    choices = []
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key, value = override.get_key_element(), override.value()
+        if isinstance(value, IntervalSweep):
+            choices.append([f"{key}={value.start}", f"{key}={value.end}"])
+        elif override.is_sweep_override():
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([str(override.input_line)])
+    for job in zip_longest(*choices):
+        yield [word or words[0] for word, words in zip(job, choices, strict=True)]
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the log that examples name, as one page describes it."""
+    shown = r"```yaml\n# conf/(data/\w+\.yaml)\n(.*?)```"
+    text = (REPOSITORY / "docs" / "your_own_data.md").read_text()
+    [(name, content)] = re.findall(shown, text, re.DOTALL)
+    (tmp_path / "own" / "data").mkdir(parents=True)
+    (tmp_path / "own" / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_shell_reads_the_lines(page: Path) -> None:
+    script = "\n".join(lines_of(page))
+    done = subprocess.run(["bash", "-n", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line in script.splitlines():
+        bare = re.sub(r"'[^']*'|\"[^\"$`]*\"|(?:^| )#.*", "", line)
+        assert not EXPANDED.search(bare), f"a shell expands what stands without quotes: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_hotrec_takes_the_lines(page: Path, conf: Path) -> None:
+    for line in lines_of(page):
+        found = command_in(line)
+        if found is None:
+            continue
+        name, words = found
+        if "--help" in words:
+            help_text(name, _topics(words))
+            continue
+        for word in words:
+            if word.startswith("runs/"):
+                Path(word).mkdir(parents=True, exist_ok=True)
+        flags, overrides = _split_flags(_complete(name, words))
+        _check_flags(flags)
+        check_overrides(overrides, is_multirun="--multirun" in flags)
+        # Hydra's launchers and sweepers may not be installed.
+        overrides = [word for word in overrides if not word.startswith("hydra")]
+        for job in jobs_of(overrides):
+            of_log = [f"hydra.searchpath=[file://{conf}]", *job]
+            config = build_config(compose_config(COMMANDS[name].config_name, of_log))
+            check_data(name, config, [])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_and_targets_of_lines_exist(page: Path) -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for line in lines_of(page):
+        words = shlex.split(line, comments=True)
+        for word in words:
+            if re.match(r"(launch|examples|benchmarks|docker)/", word):
+                assert (REPOSITORY / word.partition(":")[0]).exists(), line
+        if words[:1] == ["make"]:
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if p.suffix == ".md"], ids=lambda page: page.name
+    "line",
+    [
+        "hotrec train data=events trainer.bach_size=1",
+        "hotrec train trainer.batch_size=1",
+        "hotrec train data=event",
+        "hotrec train --multi data=events trainer.seed=1,2 --speed",
+        "hotrec train data=events trainer.seed=1,2",
+        "hotrec train --multirun data=events trainer.batch_size=1,0",
+        "hotrec trian data=events",
+        "hotrec train --help traner",
+        "launch/torchrun.sh --nnodes 2 train data=events model.depth=1",
+    ],
 )
-def test_a_shell_reads_the_lines_of_a_page(page: Path) -> None:
-    for line in console_lines(page):
-        plain = re.sub(r"<[\w ]+>", "x", line)  # a placeholder
-        done = subprocess.run(["bash", "-n", "-c", plain], capture_output=True, text=True)
-        assert done.returncode == 0, (line, done.stderr)
+def test_a_wrong_line_is_found(line: str, conf: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```console\n{line}\n```\n")
+    with pytest.raises((ValueError, AssertionError, HydraException, OmegaConfBaseException)):
+        test_hotrec_takes_the_lines(page, conf)
+
+
+def test_lines_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`hotrec` and `hotrec train\na=1`, `hotrec plan ...`:\n\n"
+        "    docker run \\\n        hotrec:cpu doctor\n    hotrec of old\n\n"
+        "```console\nhotrec train \\\n    b=<any name>\nA=1 hotrec run c=1  # so\n```\n"
+    )
+    commands = [command_in(line) for line in lines_of(page)]
+    assert commands == [
+        ("doctor", []),
+        ("train", ["b=x"]),
+        ("run", ["c=1"]),
+        ("train", ["a=1"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["hotrec prepare append=[a.csv]", "hotrec train a=choice(1,2)", "hotrec report runs/*"]
+)
+def test_an_unquoted_line_is_found(line: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"Run `{line}`.\n")
+    with pytest.raises(AssertionError):
+        test_a_shell_reads_the_lines(page)
 
 
 def test_extras_are_quoted() -> None:
-    for page in PAGES:
-        if page.suffix in (".md", ".py"):
-            found = re.findall(r"pip install hotrec\[\w+\]", page.read_text())
-            assert found == [], f"{page.name}: zsh reads brackets as a pattern"
+    for path in FILES:
+        if path.suffix in (".md", ".py"):
+            found = re.findall(r"pip install [^'\"`]*\[\w+\]", path.read_text())
+            assert found == [], f"{path.name}: zsh reads brackets as a pattern"
 
 
 def test_keys_exist() -> None:
     hints = get_type_hints(ROOTS["config"])
     seen = 0
-    for page in PAGES:
-        for section, name in KEYS.findall(page.read_text(errors="replace")):
+    for path in FILES:
+        for section, name in KEYS.findall(path.read_text(errors="replace")):
             seen += 1
             known = {item.name for item in fields(hints[section])}
-            assert name in known, f"{page.name}: {section}.{name}"
+            assert name in known, f"{path.name}: {section}.{name}"
     assert seen > 50

@@ -3,56 +3,30 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import builtins
+import importlib.util
 import inspect
 import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hotrec.cli.commands import COMMANDS
-from hotrec.cli.store import build_config, compose_config
 from tests.policy.source import REPOSITORY
 from tests.policy.test_layers import ORDER
 
 README = REPOSITORY / "README.md"
 DOCS = REPOSITORY / "docs"
 PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+# What is imported under these names everywhere; others in small letters may be the reader's own.
+USUAL = {"hotrec", "torch", "nn", "partial", "np", "pl"}
 # Directories whose files pages name in code spans.
 NAMED = r"`((?:benchmarks|conf|docker|examples|launch|requirements|tests)/[\w./-]+)`"
 
 
 def public_names() -> list[str]:
     return sorted(importlib.import_module("hotrec").__all__)
-
-
-def commands_on(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each hotrec command in the page's console blocks, with the words after its name."""
-    for block in re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            starts = ("hotrec", "torchrun", "launch/torchrun.sh", "sbatch")
-            if not words or words[0] not in starts or "examples/" in line:
-                continue
-            name = next((word for word in words[1:] if word in COMMANDS), None)
-            assert name is not None or words == ["hotrec"], f"{page.name}: {line}"
-            if name is not None:
-                yield name, words[words.index(name) + 1 :]
-
-
-def overrides_in(words: list[str], conf: Path) -> list[str]:
-    """The overrides of a command line: of a sweep the first point; placeholders are left out."""
-    kept = [f"hydra.searchpath=[file://{conf}]"]
-    for word in words:
-        key, is_override, value = word.partition("=")
-        if is_override and not word.startswith(("-", "hydra")) and "<" not in value:
-            if "(" in value:  # an interval of Optuna's sweeper
-                value = re.findall(r"[\d.]+", value)[0]
-            is_list = value.startswith(("[", "{"))
-            kept.append(word if is_list else f"{key}={value.split(',')[0]}")
-    return kept
 
 
 def test_public_names_have_docstrings() -> None:
@@ -119,11 +93,27 @@ def test_named_files_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_on_the_page_imports_what_exists(page: Path) -> None:
+def test_python_on_the_page_imports_what_it_uses(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks compile, import what exists, and work without the imports of the blocks above."""
+    # Every export brings files of this directory.
+    monkeypatch.syspath_prepend(REPOSITORY / "hotrec" / "models")
+    modules: set[str] = set()
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        compile(code, page.name, "exec")
-        for line in re.findall(r"^from hotrec.*", code, re.MULTILINE):
-            exec(line, {})
+        nodes = list(ast.walk(ast.parse(code, page.name)))
+        imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        names: dict[str, Any] = {}
+        for line in map(ast.unparse, imports):
+            if importlib.util.find_spec("onnxruntime") or line != "import onnxruntime":
+                exec(line, names)
+        modules |= {name for name, value in names.items() if inspect.ismodule(value)}
+        of_code = [node for node in nodes if isinstance(node, ast.Name)]
+        bound = {node.id for node in of_code if isinstance(node.ctx, ast.Store)}
+        free = (
+            {node.id for node in of_code} - bound - names.keys() - modules - vars(builtins).keys()
+        )
+        assert [name for name in free if name[0].isupper() or name in USUAL] == [], code
 
 
 def test_walks_are_short_and_name_files_that_exist() -> None:
@@ -133,19 +123,6 @@ def test_walks_are_short_and_name_files_that_exist() -> None:
         files = re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE)
         assert 0 < len(files) <= most
         assert [name for name in files if not (REPOSITORY / "hotrec" / name).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_compose(page: Path, tmp_path: Path) -> None:
-    # The log that examples name, as one page describes it.
-    shown = r"```yaml\n# conf/data/(\w+)\.yaml\n(.*?)```"
-    found = re.search(shown, (DOCS / "your_own_data.md").read_text(), re.DOTALL)
-    assert found is not None
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / f"{found[1]}.yaml").write_text(found[2])
-    for name, words in commands_on(page):
-        root = COMMANDS[name].config_name
-        build_config(compose_config(root, overrides_in(words, tmp_path)))
 
 
 @pytest.mark.parametrize("target", ["quickstart", "test", "lint", "docs", "bench", "clean", "help"])

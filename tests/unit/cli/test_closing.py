@@ -128,7 +128,6 @@ SAID = {
 GO_ON = {
     "prepare": "next       hotrec profile\n",
     "profile": "next       hotrec calibrate\n",
-    "calibrate": "next       hotrec plan plan.world_size=1\n",
     "plan": "next       hotrec train launch.num_ranks=2\n",
 }
 NEXT = {
@@ -140,6 +139,7 @@ NEXT = {
     "plan data=a launch.num_ranks=2": "hotrec train data=a launch.num_ranks=1",
     "calibrate data=a plan.world_size=4": "hotrec plan data=a plan.world_size=4",
     "prepare": "hotrec profile",
+    "calibrate": None,
     "plan data=a plan.device=cuda": None,
     "plan data=a planner.costs=dgx_h100_infiniband": None,
     "train data=a": None,

@@ -162,7 +162,9 @@ def test_a_trial_decides_and_is_read_back(folder: Path, one_rank: Any) -> None:
 
 def test_a_trial_is_recorded_for_its_situation(folder: Path, one_rank: Any) -> None:
     file = propose_plan(folder, "placement=cost").trial_file
-    assert propose_plan(folder, "placement=cost").trial_file == file
+    rates = ("optimizer.learning_rate=0.5", "optimizer.schedule.decay=cosine")
+    for same in ((), rates):
+        assert propose_plan(folder, "placement=cost", *same).trial_file == file
     for change in ("trainer.num_workers=2", "trainer.batch_size=16", "optimizer=adagrad"):
         assert propose_plan(folder, "placement=cost", change).trial_file != file
 
