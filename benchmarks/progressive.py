@@ -117,7 +117,8 @@ def cut_kuairand(folder: Path) -> Data:
     for day, of_day in sorted(lines.items()):
         days.append(Day(folder / f"{np.datetime64(day, 'D')}.tsv", day * MS_PER_DAY - offset_ms))
         days[-1].path.write_bytes(header + b"".join(of_day))
-    return Data(days, ["experiment=quickstart"])
+    words = ["experiment=quickstart", "model.embedding_dim=16", "trainer.batch_size=256"]
+    return Data(days, words)
 
 
 def cut_drift(folder: Path) -> Data:

@@ -52,7 +52,10 @@ FIXED = (
     "planner.host_gib=16",
 )
 SYNTHETIC = ("experiment=synthetic_smoke", *FIXED, "placement=coverage")
-QUICKSTART = ("experiment=quickstart", *FIXED)
+QUICKSTART = (
+    *("experiment=quickstart", "model.embedding_dim=16", "trainer.batch_size=256"),
+    *FIXED,
+)
 LOOK_AHEAD = (*SYNTHETIC, "pipeline=look_ahead")
 SPARSE_DIST = (*SYNTHETIC, "pipeline=sparse_dist")
 BASES = {"look_ahead": LOOK_AHEAD, "sparse_dist": SPARSE_DIST}

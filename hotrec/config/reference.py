@@ -34,7 +34,8 @@ def keys_of(kind: type, prefix: str) -> Iterator[Key]:
     for item in fields(kind):
         if item.metadata["meaning"].startswith("choose it with"):
             continue  # the group's own name chooses it
-        name = f"{prefix}{item.name}"
+        # A field cannot have the name of a keyword: run.from.
+        name = f"{prefix}{item.name.rstrip('_')}"
         inner, is_mapping = inner_dataclass(hints[item.name])
         if inner is not None:
             yield from keys_of(inner, f"{name}.<name>." if is_mapping else f"{name}.")

@@ -54,7 +54,12 @@ def prediction_document(
     baselines = [p for p in decision.predicted.values() if p.shardings]
     before = min(baselines, key=lambda p: p.step.step_s).shardings if baselines else {}
     return {
-        "costs": {"name": costs.name, "origin": costs.origin, "note": scenario.note},
+        "costs": {
+            "name": costs.name,
+            "origin": costs.origin,
+            "is_trusted": costs.is_trusted,
+            "note": scenario.note,
+        },
         "world": dataclasses.asdict(scenario.world),
         "batch_size": scenario.workload.batch_size,
         "device": scenario.machine.device,

@@ -101,9 +101,10 @@ def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison)
             said += [_against(ours, baseline, comparison)] if doubts[-1] is None else []
     found = list(dict.fromkeys(filter(None, doubts)))
     if found:
+        stage = "calibrate" if "calibrate" in " ".join(found) else "compare"
         said.append(
             f"No claim of speed: {' '.join(found)[0].lower()}{' '.join(found)[1:]} Start the same "
-            "command again on a quiet machine, with run.from=compare."
+            f"command again on a quiet machine, with run.from={stage}."
         )
     return said
 

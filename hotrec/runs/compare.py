@@ -125,7 +125,8 @@ def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -
     )
     load = LoadMeter()
     trial = run_turns(candidates, ranks, limit_s=seconds)
-    return _document(trial, places, disturbance(load.hosts(ranks)))
+    doubts = _doubts(trial, read[0].plan, disturbance(load.hosts(ranks)))
+    return _document(trial, places, doubts)
 
 
 def _check_alike(runs: list[_Recorded]) -> None:
@@ -139,15 +140,23 @@ def _check_alike(runs: list[_Recorded]) -> None:
                 )
 
 
-def _document(
-    trial: Trial, places: Mapping[str, Destinations], disturbed: str | None
-) -> dict[str, Any]:
-    """What was measured, and why nothing follows from it, if so."""
+def _doubts(trial: Trial, chosen: TrainingPlan, disturbed: str | None) -> list[str]:
+    """Why nothing follows from what was measured, in sentences."""
     doubts = []
     if not trial.took_turns:
         doubts.append("The plans do not fit into memory together and did not take turns.")
     if disturbed is not None:
         doubts.append(f"They were measured {disturbed}.")
+    costs = (chosen.prediction or {}).get("costs") or {}
+    if not costs.get("is_trusted", True):
+        doubts.append("The costs that the plan rests on are not to be trusted: calibrate again.")
+    return doubts
+
+
+def _document(
+    trial: Trial, places: Mapping[str, Destinations], doubts: list[str]
+) -> dict[str, Any]:
+    """What was measured, and why nothing follows from it, if so."""
     return {
         "seconds": trial.seconds,
         "doubts": doubts,

@@ -64,7 +64,7 @@ def test_composed_keys_are_on_the_page(root: str, overrides: list[str], page: st
         return [name]
 
     composed = OmegaConf.to_container(compose_config(root, overrides))
-    names = {leaf.lstrip(".") for leaf in leaves(composed, "")}
+    names = {leaf.lstrip(".").rstrip("_") for leaf in leaves(composed, "")}  # of run.from_
     # Entries of mappings have names of their own, and an empty source or mapping has no keys.
     entries = r"(source\.(?:columns|tables|joins)|outline\.tables|bench\.variants)\.\w+\."
     names = {re.sub(entries, r"\1.<name>.", name) for name in names}
