@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -106,6 +107,33 @@ def test_torchrec_learns_the_same(workspace: Workspace, trained: dict[str, Any])
     page = Path(report["page"]).read_text()
     assert "torchrec planner" in page
     assert "<svg" in page
+    compare_plans(workspace)
+
+
+def compare_plans(workspace: Workspace) -> None:
+    """The plans of the two runs take turns, and the page begins with them."""
+    words = ["compare", "runs/hotcold", "runs/torchrec", "launch.num_ranks=2"]
+    folder = workspace.folder
+    outcome = hotrec(*words, "seconds=2", cwd=folder, HOTREC_RUN_DIR="runs/compared")
+    ours, theirs = outcome.figures["plans"].values()
+    assert len(ours["block_s"]) == len(theirs["block_s"]) >= 3
+    assert ours["ratios"]["runs/torchrec"][0] == pytest.approx(ours["step_s"] / theirs["step_s"])
+    assert ours["replicated_frac"] == pytest.approx(workspace.planned["coverage_train"])
+    for plan in (ours, theirs):
+        assert plan["replicated_frac"] + sum(plan["owned_fracs"]) == pytest.approx(1)
+    said = outcome.stderr.splitlines()
+    assert sum(line.startswith("measured") for line in said) == len(outcome.figures["verdict"])
+    report = shlex.split(said[-1])
+    assert report[:2] == ["report", "hotrec"]
+    page = Path(hotrec_here(*report[2:], cwd=folder).figures["page"]).read_text()
+    assert 'id="Plans"' in page
+    for change, message in (
+        ("launch.num_ranks=1", "launch.num_ranks: expected 2, as runs/hotcold had, got 1."),
+        ("runs=[runs/hotcold,runs/hotcold]", "runs: expected two runs or more, got"),
+    ):
+        refused = hotrec(*words, change, cwd=folder)
+        assert refused.exit_code == 1
+        assert f"error: {message}" in refused.stderr
 
 
 def test_evaluate_repeats_the_last_evaluation(
