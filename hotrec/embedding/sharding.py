@@ -104,6 +104,8 @@ class ShardedHotColdEmbeddingBagCollection(
         self.layout = module.layout
         # Pickled into loader workers; ``_device_router`` has the maps on the device.
         self.router = module.router
+        for group in self.router.groups.values():
+            group.slots  # noqa: B018 (makes the map, which forked workers then share)
         self._device = settings.device
         self._device_router = module.router if self._device.type == "cpu" else None
         self._counters: list[Popularity] = []  # empty unless lookups are counted

@@ -88,19 +88,39 @@ class GroupRouter:
         self._num_rows_F = self._num_rows_T[table_of_F]
         self._begins = (self._table_ends - self._num_rows_T)[table_of_F].tolist()
         self._is_mean_F = find_means(columns)
-        self._slots = torch.full((self._total_rows,), COLD, dtype=torch.int32)
-        self._hot_keys: list[torch.Tensor] = []
-        self.follow(partition)
+        self._hot_keys = self._hot_keys_of(partition)
+        self._map: torch.Tensor | None = None
+
+    def _hot_keys_of(self, partition: Partition) -> list[torch.Tensor]:
+        """The hot rows of each table, counted over all tables."""
+        return [
+            hot_rows(partition, table) + (end - partition.num_rows[table])
+            for table, end in zip(self.tables, self._table_ends.tolist(), strict=True)
+        ]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """The hot slot of each row of all tables, or COLD; int32 (R,).
+
+        Made when it is first needed, which planning is not: 2 s for 200 M rows.
+        """
+        if self._map is None:
+            device = self._num_rows_T.device
+            self._map = torch.full((self._total_rows,), COLD, dtype=torch.int32, device=device)
+            self._write_slots(self._map)
+        return self._map
+
+    def _write_slots(self, slots: torch.Tensor) -> None:
+        for hot in self._hot_keys:
+            slots[hot] = torch.arange(hot.numel(), dtype=torch.int32, device=slots.device)
 
     def follow(self, partition: Partition) -> None:
         """Route by other hot rows, as many of each table."""
+        slots = self.slots
         for old in self._hot_keys:
-            self._slots[old] = COLD
-        self._hot_keys = []
-        for table, end in zip(self.tables, self._table_ends.tolist(), strict=True):
-            hot = hot_rows(partition, table) + (end - partition.num_rows[table])
-            self._slots[hot] = torch.arange(hot.numel(), dtype=torch.int32)
-            self._hot_keys.append(hot)
+            slots[old] = COLD
+        self._hot_keys = self._hot_keys_of(partition)
+        self._write_slots(slots)
 
     @torch.no_grad()
     def route(self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]) -> RoutedGroup:
@@ -118,7 +138,7 @@ class GroupRouter:
         key_K = rows_K.clone()
         torch._foreach_add_(key_K.split(sizes_F), self._begins)
         key_K.clamp_(0, self._total_rows - 1)
-        cold_K = self._slots.index_select(0, key_K).bitwise_right_shift_(31)  # -1 if COLD, else 0
+        cold_K = self.slots.index_select(0, key_K).bitwise_right_shift_(31)  # -1 if COLD, else 0
         key_K.sub_(cold_K, alpha=self._total_rows)
         sorted_K, by_row_K = sort_keys(key_K, 2 * self._total_rows)
         runs = find_runs(sorted_K)
@@ -172,7 +192,7 @@ class GroupRouter:
         lengths_here = [end - begin for begin, end in zip([0, *ends_here], ends_here, strict=False)]
         return KeyedJaggedTensor(
             keys=self.keys,
-            values=torch.cat([self._slots[hot].long(), cold - begin_of_cold]),
+            values=torch.cat([self.slots[hot].long(), cold - begin_of_cold]),
             lengths=lengths.index_select(0, self._kept_T).int(),
             stride=1,
             length_per_key=[lengths_here[at] for at in self._kept],

@@ -236,7 +236,7 @@ def test_features_that_are_routed_bring_no_map_to_the_device(one_rank: Ranks) ->
     assert of_rank._device_router is None
     moved = router.to(torch.device("meta"))
     pairs = zip(moved.groups.values(), router.groups.values(), strict=True)
-    assert {(a._slots.device.type, b._slots.device.type) for a, b in pairs} == {("meta", "cpu")}
+    assert {(a.slots.device.type, b.slots.device.type) for a, b in pairs} == {("meta", "cpu")}
 
 
 @pytest.mark.parametrize(("table", "other"), [("t", "t_hot"), ("v", "u_hot"), ("pooled t", "u")])
