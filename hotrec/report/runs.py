@@ -339,6 +339,7 @@ def _tiles(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
     others = [run for run in runs if run is not baseline] or list(runs)
     split = (run for run in others if 0.0 < (run.number("hot_rows_frac") or 0.0) < 1.0)
     focus = others[0] if comparison is not None else next(split, others[0])
+    turns = comparison if comparison is not None and comparison.has(focus) else None
     tiles = []
     for name, text, better in (
         ("auc", f"AUC on {focus.summary.get('eval_split') or 'held-out samples'}", "more"),
@@ -349,8 +350,16 @@ def _tiles(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
         value, relation = focus.number(name), _show_against(MEASURES[name], focus, baseline)
         if relation and baseline is not None:
             relation += f" {'against' if name == 'auc' else 'of'} {baseline.name}"
-        elif name == "step_p50_s" and comparison is not None and comparison.has(focus):
-            value, relation = comparison.plan(focus).step_s, _turns(focus, baseline, comparison)
+        elif name == "step_p50_s" and turns is not None:
+            value, relation = turns.plan(focus).step_s, _turns(focus, baseline, turns)
+        elif name == "hot_lookup_frac" and turns is not None:
+            value, text, better = (
+                turns.plan(focus).at_home_frac,
+                "of lookups need no network",
+                "more",
+            )
+            if baseline is not None and turns.has(baseline):
+                relation = f"{show_frac(turns.plan(baseline).at_home_frac)} with {baseline.name}"
         note = f"{relation}; {better} is better" if relation and better else relation
         if value is not None:
             tiles.append(Tile(MEASURES[name].show(value), text, note))

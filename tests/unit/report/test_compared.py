@@ -147,6 +147,9 @@ def test_the_page_begins_with_the_plans(tmp_path: Path) -> None:
     assert rows[0][5:7] == ["36.0 ms", "-24% to -16%"]
     assert rows[1][5:7] == ["45.0 ms", ""]
     assert rows[2][:5] == ["hotrec, 1,650 hot rows", "1,650", "90.0%", "2.60 MB", "1.00x"]
+    tile = report.page.tiles[3]
+    assert (tile.figure, tile.text) == ("50.0%", "of lookups need no network")
+    assert tile.note == "50.0% with TorchRec's planner; more is better"
     notes = [tile.note for tile in report.page.tiles]
     assert notes[1] == "-24% to -16% against TorchRec's planner; less is better"
     assert "step_p50_s" not in json.dumps(report.document["runs"][0]["relative_to_baseline"])
