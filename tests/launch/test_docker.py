@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tomllib
@@ -72,6 +73,49 @@ def test_what_is_copied_is_there_and_not_ignored(device: str) -> None:
 def compose() -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     return document
+
+
+def test_compose_file_is_for_compose_1_and_2() -> None:
+    """Each of these stopped a real start, with Compose 1 or under a daemon of low limits."""
+    document = compose()
+    # Compose 1 takes no other key, "name" among them.
+    extra = {key for key in document if not key.startswith("x-")} - {"services", "volumes"}
+    assert extra == set()
+    assert (DOCKER / ".env").read_text() == "COMPOSE_PROJECT_NAME=hotrec\n"
+    for name, service in document["services"].items():
+        # A container cannot have more than its daemon, and 1,024 open files are enough.
+        assert "ulimits" not in service, name
+        # Compose 1 passes a variable that is not set on as an empty text, as a base too.
+        for value in [service["image"], *service["build"]["args"].values()]:
+            assert ":-" in value, f"{name}: {value}"
+    [base] = [rest for name, rest in instructions("cpu") if rest.startswith("BASE_IMAGE=")]
+    default = document["services"]["prepare"]["build"]["args"]["BASE_IMAGE"]
+    assert default == f"${{BASE_IMAGE:-{base.removeprefix('BASE_IMAGE=')}}}"
+
+
+@pytest.mark.parametrize("command", ["docker-compose", "docker compose"])
+def test_compose_takes_the_file(command: str) -> None:
+    """Whichever is installed; this needs no engine."""
+    try:
+        subprocess.run([*command.split(), "version"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"{command} does not run here: {error}")
+    variables = set(re.findall(r"\$\{(\w+)", (DOCKER / "compose.yaml").read_text()))
+    kept = {name: value for name, value in os.environ.items() if name not in variables}
+    config = subprocess.run(
+        [*command.split(), "-f", str(DOCKER / "compose.yaml"), "config"],
+        capture_output=True,
+        text=True,
+        env={**kept, "RUN": "second"},
+    )
+    assert config.returncode == 0, config.stderr
+    services = yaml.safe_load(config.stdout)["services"]
+    assert services.keys() == compose()["services"].keys()
+    trainer = services["trainer-1"]
+    assert trainer["image"] == "hotrec:cpu"
+    assert trainer["build"]["args"]["BASE_IMAGE"] == "python:3.12-slim"
+    assert trainer["environment"]["HOTREC_RUN_DIR"] == "runs/compose/second"
+    assert trainer["depends_on"]["plan"]["condition"] == "service_completed_successfully"
 
 
 def test_trainers_share_data_runs_and_directory() -> None:
