@@ -41,7 +41,7 @@ CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distribute
 PAIR_TESTS := $(sort $(patsubst requirements/torch-%.lock,test-%,$(wildcard requirements/torch-*.lock)))
 
 .PHONY: help install quickstart test faults test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
-    test-wheel lint format docs bench clean
+    test-wheel test-docker lint format docs bench clean
 
 help: ## Show this text.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -89,6 +89,9 @@ test-cuda-lock: ## Install the CUDA lock into a temporary environment and import
 
 test-wheel: ## Install the wheel with the extra cpu into a bare environment by pip alone, and train with it.
 	requirements/check_wheel.sh
+
+test-docker: ## Build the CPU image and train on the two hosts of docker/compose.yaml; needs a Docker engine.
+	docker/try.sh $(ARGS)
 
 lint: $(INSTALLED_DEV) ## Run ruff and mypy.
 	$(BIN)/ruff check .

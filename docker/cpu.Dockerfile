@@ -4,6 +4,8 @@ ARG BASE_IMAGE=python:3.12-slim
 FROM ${BASE_IMAGE} AS build
 # A package index with torch's CPU builds keeps the image small: requirements/README.md.
 ARG TORCH_INDEX=
+# The package index; pip takes an empty one for the common index.
+ARG PIP_INDEX_URL=
 WORKDIR /build
 # The pins change seldom, the code often: two layers.
 COPY requirements requirements
