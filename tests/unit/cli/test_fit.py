@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from hotrec.cli import fit as module
 from hotrec.cli.fit import Run, fit, predict
 from hotrec.cli.store import build_config, compose_config
+from hotrec.config.data import ColumnKind, ColumnSpec, DataSpec, SourceFormat, SourceSpec
+from hotrec.config.groups import (
+    CostPlacement,
+    DlrmConfig,
+    NoProfiler,
+    RowwiseAdagradConfig,
+    ShuffledOrder,
+)
+from hotrec.config.roots import Config, PathsConfig, PredictConfig
 
 NUM = 400
 TABLE: dict[str, list[Any]] = {
@@ -160,3 +172,56 @@ def test_wrong_arguments_are_refused(
 def test_predict_needs_a_run() -> None:
     with pytest.raises(ValueError, match="^run_dir: expected a run directory with .*, got nope,"):
         predict("nope", TABLE)
+
+
+@pytest.mark.parametrize("labels", [["clicked"], ["clicked", "bought"]])
+def test_scores_stand_at_their_rows(
+    labels: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever the log's labels are, and where a row could not be read."""
+    columns = {"label" if len(labels) == 1 else name: ColumnSpec(ColumnKind.label, source=name)
+               for name in labels}  # fmt: skip
+    source = SourceSpec(SourceFormat.arrow, ["log"], columns=columns)
+    trained = Config(
+        dataset_name="events",
+        data=DataSpec(source=source),
+        model=DlrmConfig(),
+        optimizer=RowwiseAdagradConfig(learning_rate=0.1),
+        placement=CostPlacement(),
+        order=ShuffledOrder(),
+        profiler=NoProfiler(),
+        paths=PathsConfig("dataset"),
+    )
+
+    def score(config: PredictConfig, of_run: Any, trained_dir: Path) -> Any:
+        assert of_run.paths.dataset == str(tmp_path / "work" / "dataset")
+        assert pq.read_table(config.input[0]).column_names == ["user", "age", "price"]
+        found = {"line": [3, 1], **{f"score_{name}": [0.25, 0.5] for name in labels}}
+        if len(labels) == 1:
+            found["score"] = found.pop("score_clicked")
+        (Path(config.output) / "scores").mkdir(parents=True)
+        pq.write_table(pa.table(found), Path(config.output) / "scores" / "00000.parquet")
+        return SimpleNamespace(unknown_ids={})
+
+    monkeypatch.setattr(module, "find_trained", Path)
+    monkeypatch.setattr(module, "read_config", lambda *_: trained)
+    monkeypatch.setattr(module, "predict_run", score)
+    table = {name: values[:3] for name, values in TABLE.items() if name in {
+        *labels, "user", "age", "price"}}  # fmt: skip
+    scores = predict(Run(tmp_path / "run", tmp_path / "work", {}), table)
+    expected = np.array([0.5, np.nan, 0.25], np.float32)
+    if len(labels) == 1:
+        scores = {"clicked": scores}
+    assert list(scores) == labels
+    for values in scores.values():
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_a_run_on_text_is_scored_with_by_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SourceSpec(SourceFormat.delimited, ["log.csv"])
+    monkeypatch.setattr(module, "find_trained", Path)
+    for given, said in ((source, "a log of format delimited"), (None, "no log")):
+        trained = SimpleNamespace(data=DataSpec(source=given))
+        monkeypatch.setattr(module, "read_config", lambda *_, trained=trained: trained)
+        with pytest.raises(ValueError, match=rf"^run .*got one of {said}\. .*`hotrec predict`"):
+            predict("run", TABLE)
