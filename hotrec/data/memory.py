@@ -48,7 +48,8 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
         return pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
     if pa.types.is_dictionary(column.type) and pa.types.is_string_view(column.type.value_type):
         parts = [(part.indices, part.dictionary.cast(pa.string())) for part in column.chunks]
-        return pa.chunked_array([pa.DictionaryArray.from_arrays(*part) for part in parts])
+        kind = pa.dictionary(column.type.index_type, pa.string())
+        return pa.chunked_array([pa.DictionaryArray.from_arrays(*part) for part in parts], kind)
     return column
 
 

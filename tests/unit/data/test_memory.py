@@ -67,6 +67,7 @@ def test_a_table_of_polars_with_its_categories(tmp_path: Path) -> None:
     assert found.to_pydict() == {
         **EXPECTED, "kind": ["u", None, "v"], "many": [["u"], [], ["v", "w"]]
     }  # fmt: skip
+    assert to_arrow(table.clear()).num_rows == 0
     assert found.schema.field("kind").type == pa.string()
     assert found.schema.field("many").type.value_type == pa.string()
 
