@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
+    from hotrec.cli.call import command
+    from hotrec.cli.fit import Run, fit, predict
     from hotrec.cost_model.profile import Profile
     from hotrec.embedding.adapt import AdaptiveHotSet
     from hotrec.embedding.convert import check_replicas
@@ -48,6 +50,7 @@ __all__ = [
     "PipelineKind",
     "Placement",
     "Profile",
+    "Run",
     "Sharding",
     "TablePlacement",
     "Tier",
@@ -55,6 +58,8 @@ __all__ = [
     "apply_delta",
     "check_replicas",
     "choice_of",
+    "command",
+    "fit",
     "gather_tables",
     "load_checkpoint",
     "load_encoder",
@@ -62,6 +67,7 @@ __all__ = [
     "parallelize",
     "plan_document",
     "plan_text",
+    "predict",
     "profile",
     "save_checkpoint",
 ]
@@ -73,9 +79,12 @@ _HOME = {
     "OptimizerSpec": "hotrec.embedding.update_rules",
     "Pipeline": "hotrec.program.pipeline",
     "Profile": "hotrec.cost_model.profile",
+    "Run": "hotrec.cli.fit",
     "apply_delta": "hotrec.runs.delta",
     "check_replicas": "hotrec.embedding.convert",
     "choice_of": "hotrec.program.parallel",
+    "command": "hotrec.cli.call",
+    "fit": "hotrec.cli.fit",
     "gather_tables": "hotrec.embedding.tables",
     "load_checkpoint": "hotrec.program.checkpoint",
     "load_encoder": "hotrec.models.encoder",
@@ -83,6 +92,7 @@ _HOME = {
     "parallelize": "hotrec.program.parallel",
     "plan_document": "hotrec.planning.torchrec_plan",
     "plan_text": "hotrec.planning.torchrec_plan",
+    "predict": "hotrec.cli.fit",
     "profile": "hotrec.program.count",
     "save_checkpoint": "hotrec.program.checkpoint",
 }

@@ -33,47 +33,60 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
         raise ValueError("path: expected a file or directory, got none. Run `hotrec init PATH`.")
     name = config.name or _name_of(config.path)
     file = Path(config.directory) / "data" / f"{name}.yaml"
-    _check_name(name, file)
+    if file.exists():
+        raise ValueError(
+            f"{file}: expected no such file, got one. Use or remove it, or add name=<another name>."
+        )
+    check_name(name)
     sample = read_sample(config.path)
     found = infer(sample, _labels(config.label), config.time)
-    command = f"hotrec run {_config_dir(config.directory)}data={name} {_settings(sample)}".strip()
+    settings = [f"{key}={value}" for key, value in first_settings(sample).items()]
+    words = [*_config_dir(config.directory), f"data={name}", *settings]
+    command = shlex.join(["hotrec", "run", *words])
     heading = [
         f"Made by `hotrec init {shlex.quote(config.path)}`. Correct it, then:",
         f"  {command}",
     ]
     text = to_yaml(sample, found, heading)
-    _check_text(text)
+    check_text(text)
     file.parent.mkdir(parents=True, exist_ok=True)
     with naming(file), file.open("x", encoding="utf-8") as stream:
         stream.write(text)
-    used = [entry for entry in found.entries if entry.is_used]
-    kinds = [entry.spec["kind"] for entry in used]
-    left_out = sorted({entry.name for entry in found.entries} - {entry.name for entry in used})
     labels = [label.column.name for label in found.labels]
-    remarks = _remarks_of(sample, found)
+    remarks = remarks_of(sample, found)
     for remark in remarks:
         logger.warning("%s", remark)
-    logger.info(
-        "%s: label %s, %d dense, %d categorical, %d lists; split by %s; left out: %s",
-        *(file, ", ".join(labels), kinds.count("dense"), kinds.count("categorical")),
-        kinds.count("categorical_list"),
-        "time" if found.split["kind"] == "time" else "chance, at random",
-        ", ".join(left_out) or "nothing",
-    )
+    logger.info("%s: %s", file, summary_of(found))
     logger.info("look at it, then: %s", command)
     return {
         "command": "init",
         "file": file,
         "name": name,
         "label": labels[0] if len(labels) == 1 else labels,
-        "columns": {entry.name: entry.spec["kind"] for entry in used},
-        "left_out": left_out,
+        "columns": {entry.name: entry.spec["kind"] for entry in found.entries if entry.is_used},
+        "left_out": _left_out(found),
         "remarks": remarks,
         "split": found.split,
         "num_rows": sample.num_rows,
         "is_whole": sample.is_whole,
         "next": command,
     }
+
+
+def summary_of(found: Inferred) -> str:
+    """What was guessed of a log, in a line."""
+    kinds = [entry.spec["kind"] for entry in found.entries if entry.is_used]
+    split = "time" if found.split["kind"] == "time" else "chance, at random"
+    return (
+        f"label {', '.join(label.column.name for label in found.labels)}, {kinds.count('dense')} "
+        f"dense, {kinds.count('categorical')} categorical, {kinds.count('categorical_list')} "
+        f"lists; split by {split}; left out: {', '.join(_left_out(found)) or 'nothing'}"
+    )
+
+
+def _left_out(found: Inferred) -> list[str]:
+    used = {entry.name for entry in found.entries if entry.is_used}
+    return sorted({entry.name for entry in found.entries} - used)
 
 
 def _labels(asked: Any) -> list[str] | None:
@@ -86,7 +99,7 @@ def _labels(asked: Any) -> list[str] | None:
     return [str(name) for name in names]
 
 
-def _remarks_of(sample: Sample, found: Inferred) -> list[str]:
+def remarks_of(sample: Sample, found: Inferred) -> list[str]:
     """What is to be said of a log, a line each."""
     sources = {entry.spec.get("source", entry.name) for entry in found.entries if entry.is_used}
     remarks = [
@@ -115,13 +128,10 @@ def _name_of(path: str) -> str:
     return name if name[0].isalpha() else f"log_{name}"
 
 
-def _check_name(name: str, file: Path) -> None:
+def check_name(name: str) -> None:
+    """Refuse what cannot name a dataset, or names one that comes with hotrec."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, flags=re.ASCII):
         raise ValueError(f"name: expected letters, digits and '_', got {name!r}.")
-    if file.exists():
-        raise ValueError(
-            f"{file}: expected no such file, got one. Use or remove it, or add name=<another name>."
-        )
     if name in options_of("data"):
         raise ValueError(
             f"name: expected another name than {', '.join(options_of('data'))}, got {name}. Add "
@@ -129,7 +139,7 @@ def _check_name(name: str, file: Path) -> None:
         )
 
 
-def _check_text(text: str) -> None:
+def check_text(text: str) -> None:
     """Read the specification as Hydra will, and the log with it as far as ``prepare`` checks it."""
     merged = OmegaConf.merge(OmegaConf.structured(DataSpec), OmegaConf.create(text))
     spec: Any = OmegaConf.to_object(merged)
@@ -137,19 +147,23 @@ def _check_text(text: str) -> None:
     open_log(spec.source)
 
 
-def _config_dir(directory: str) -> str:
-    is_found = Path(directory) == USER_CONF
-    return "" if is_found else f"--config-dir {shlex.quote(directory)} "
+def _config_dir(directory: str) -> list[str]:
+    return [] if Path(directory) == USER_CONF else ["--config-dir", directory]
 
 
-def _settings(sample: Sample) -> str:
-    """What a first run of this log needs on this host besides the defaults."""
-    num_ranks = min(_MOST_RANKS, len(os.sched_getaffinity(0)))
+def first_settings(sample: Sample, num_ranks: int | None = None) -> dict[str, int]:
+    """What a first run of this log needs on this host besides the defaults.
+
+    Args:
+        sample: Rows of the log.
+        num_ranks: Number of ranks; None for what this host suits.
+    """
+    num_ranks = num_ranks or min(_MOST_RANKS, len(os.sched_getaffinity(0)))
     num_train = 0.8 * sample.num_rows
     batch_size = TrainerConfig().batch_size
     while batch_size > _LEAST_BATCH and num_train < _LEAST_STEPS * num_ranks * batch_size:
         batch_size //= 2
-    settings = [f"launch.num_ranks={num_ranks}"] if num_ranks > 1 else []
+    settings = {"launch.num_ranks": num_ranks} if num_ranks > 1 else {}
     if batch_size < TrainerConfig().batch_size:
-        settings.append(f"trainer.batch_size={batch_size}")
-    return " ".join(settings)
+        settings["trainer.batch_size"] = batch_size
+    return settings

@@ -135,7 +135,7 @@ def print_error(error: BaseException, *, wants_trace: bool) -> None:
     lines = []
     if wants_trace or not _explains_itself(error):
         lines += "".join(traceback.format_exception(error)).rstrip().splitlines()
-    lines.append(f"error: {_describe(error)}")
+    lines.append(f"error: {describe(error)}")
 
     def write() -> None:
         sys.stderr.write("".join(f"{rank_prefix()}{line}\n" for line in lines))
@@ -144,7 +144,7 @@ def print_error(error: BaseException, *, wants_trace: bool) -> None:
     print_once("\n".join(lines), write, origin=getattr(error, "of_rank", None))
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """One line, beginning with the full configuration key where the error has one."""
     text = " ".join(_describe_kind(error).split())
     # Refusals of a single value say all with what is expected.

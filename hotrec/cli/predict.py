@@ -33,7 +33,7 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
         scored = predict_run(config, trained, trained_dir)
     elapsed_s = time.perf_counter() - start_s
     if ranks.is_first:
-        _say_unknown(scored)
+        say_unknown(scored)
     return {
         "command": "predict",
         "run_dir": trained_dir,
@@ -53,7 +53,7 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _say_unknown(scored: ScoredFiles) -> None:
+def say_unknown(scored: ScoredFiles) -> None:
     """Say how many ids have no row, and how many that is in the held-out samples."""
     by_frac = sorted(scored.unknown_ids.items(), key=lambda item: -item[1]["unknown_frac"])
     shares, is_odd = [], False

@@ -17,7 +17,19 @@ FORBIDDEN = {
     ),
     "a ticket": r"\b" + "issue" + r" #?\d",
 }
-PROSE = {".md", ".py", ".sh", ".sbatch", ".toml", ".yaml", ".yml", ".lock", ".Dockerfile", ""}
+PROSE = {
+    ".md",
+    ".ipynb",
+    ".py",
+    ".sh",
+    ".sbatch",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".lock",
+    ".Dockerfile",
+    "",
+}
 
 
 @pytest.mark.parametrize("what", sorted(FORBIDDEN))

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 
-from hotrec.config.data import CRITEO_DENSE, EPOCH, SourceFormat, time_ms
+from hotrec.config.data import CRITEO_DENSE, EPOCH, FEATURE_KINDS, SourceFormat, time_ms
 from hotrec.config.names import MAX_NAME_BYTES, is_reserved
 from hotrec.data.alone import Bools
 from hotrec.data.inference.evidence import suspicion_of
@@ -92,16 +93,23 @@ class Inferred:
     remarks: list[str]
 
 
-def infer(sample: Sample, labels: list[str] | None = None, time: str | None = None) -> Inferred:
+def infer(
+    sample: Sample,
+    labels: list[str] | None = None,
+    time: str | None = None,
+    given: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({}),
+) -> Inferred:
     """Guess what the columns of a log are.
 
     Args:
         sample: Rows of the log.
         labels: The columns to train for; None to find one.
         time: The column to split by; None to find one.
+        given: Keys of entries that are known, by name; None to leave one out.
 
     Raises:
-        ValueError: If there is no label, no header, or nothing to learn from.
+        ValueError: If there is no label, no header, or nothing to learn from, or an entry is to be
+            left out that there is not.
     """
     columns, nulls = look_at(sample)
     _check_header(sample, columns)
@@ -111,7 +119,7 @@ def infer(sample: Sample, labels: list[str] | None = None, time: str | None = No
     if clock is not None and (bounds := _bounds(clock)) is not None:
         split = {"kind": "time", "column": clock.name, **bounds}
     taken = {"label", "dense"}
-    entries = [_entry_of(label, targets, taken) for label in targets]
+    entries = [_corrected(_entry_of(label, targets, taken), given) for label in targets]
     of_labels = [label.column for label in targets]
     columns = [column for column in columns if not any(column is other for other in of_labels)]
     remarks = _remarks_of_times(columns, clock, split, is_asked=time is not None)
@@ -140,17 +148,20 @@ def infer(sample: Sample, labels: list[str] | None = None, time: str | None = No
             spec = {**keys, **_source(entry, column.name)}
             if suspicion:
                 note = f"{note}; {suspicion}: is it known before the click?"
-            entries.append(Entry(entry, spec, note, is_used))
-            is_own = is_used and spec["kind"].startswith("categorical") and "table" not in spec
+            found = _corrected(Entry(entry, spec, note, is_used), given)
+            entries.append(found)
+            kind = found.spec["kind"] if found.is_used else ""
+            is_own = kind.startswith("categorical") and "table" not in found.spec
             if is_own and column.num_total > _MANY_VALUES:
                 size = {"encoding": "hashing", "num_rows": _round_up(column.num_total)}
                 tables[entry] = size, f"about {column.num_total:,} values"
         if suspicion and any(e.is_used and _source_of(e) == column.name for e in entries):
             remarks.append(f"{column.name}: {suspicion}. Is it known before the click? If not, "
                            "leave it out")  # fmt: skip
+    entries += _further({entry.name for entry in entries}, given)
     names = {_source_of(entry): entry.name for entry in entries if entry.is_used}
     entries = [_with_table_name(entry, names) for entry in entries]
-    if not any(e.is_used and e.spec["kind"].startswith("categorical") for e in entries):
+    if not any(e.is_used and e.spec.get("kind") in FEATURE_KINDS for e in entries):
         raise ValueError(
             f"path: expected a column of ids, got {[column.name for column in columns]}. "
             "Describe the log by hand, see docs/your_own_data.md."
@@ -496,8 +507,33 @@ def _with_table_name(entry: Entry, names: Mapping[str, str]) -> Entry:
     """The entry with its table by the name of the entry that shares it, not of the log's column."""
     if "table" not in entry.spec:
         return entry
-    table = names[entry.spec["table"]]
+    table = names.get(entry.spec["table"], entry.spec["table"])
     return Entry(entry.name, {**entry.spec, "table": table}, entry.note, entry.is_used)
+
+
+def _corrected(entry: Entry, given: Mapping[str, Mapping[str, Any] | None]) -> Entry:
+    """The entry with the keys that are given; one of another kind keeps none of its own."""
+    keys = given.get(entry.name, {})
+    if keys is None:
+        return replace(entry, note="left out: not wanted", is_used=False)
+    if not keys:
+        return entry
+    is_same = keys.get("kind", entry.spec["kind"]) == entry.spec["kind"]
+    kept = entry.spec if is_same else _source(entry.name, _source_of(entry))
+    return Entry(entry.name, {**kept, **keys}, "as given")
+
+
+def _further(found: set[str], given: Mapping[str, Mapping[str, Any] | None]) -> Iterator[Entry]:
+    """The entries that are given and were not found, which may read any column."""
+    for name, keys in given.items():
+        if name in found:
+            continue
+        if keys is None:
+            raise ValueError(
+                f"columns.{name}: expected one of {', '.join(sorted(found))} to leave out, got "
+                f"{name!r}. Correct the name."
+            )
+        yield Entry(name, keys, "as given")
 
 
 def _source(entry: str, column: str) -> dict[str, str]:

@@ -1,0 +1,270 @@
+"""Train on a table in memory, and score the rows of one.
+
+A table becomes a Parquet file, its description a file of the user's configuration, as ``hotrec
+init`` writes it, and ``hotrec run`` does the rest in processes of its own. What is left are files
+that every command reads. Another table has another name, so none is replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from omegaconf.errors import OmegaConfBaseException
+
+from hotrec.cli.call import command
+from hotrec.cli.init import check_name, check_text, first_settings, remarks_of, summary_of
+from hotrec.cli.made import digest_of
+from hotrec.cli.output import describe
+from hotrec.cli.predict import say_unknown
+from hotrec.cli.store import USER_CONF, read_config
+from hotrec.config.data import TEXT_FORMATS, ColumnKind, SourceFormat, columns_of
+from hotrec.config.roots import Config, PredictConfig, PredictFormConfig
+from hotrec.config.validate import validate
+from hotrec.data.encode import sources_of
+from hotrec.data.inference.spec import infer
+from hotrec.data.inference.written import to_yaml
+from hotrec.data.memory import to_arrow, write_table
+from hotrec.data.sample import read_sample
+from hotrec.runs.predict import SCORES, predict_run
+from hotrec.runtime.ranks import world_size
+from hotrec.runtime.run_dir import CONFIG_FILE, TRAINED, find_trained, read_finished
+
+Scores = npt.NDArray[np.float32]
+_FILE = "table.parquet"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that ``fit`` trained; its files are those of `hotrec run`.
+
+    Args:
+        directory: The run's directory, which every command takes as ``run_dir``.
+        workdir: The directory that paths in the run's files start from, where commands find them.
+        figures: What `hotrec run` says in its line of JSON.
+    """
+
+    directory: Path
+    workdir: Path
+    figures: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def auc(self) -> float | None:
+        """The AUC on the test split, or the validation split where there is no test split."""
+        return self.figures["auc"]
+
+    @property
+    def page(self) -> Path:
+        """The page of the run, in HTML."""
+        return self.workdir / self.figures["page"]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures of the training run: its quality, speed, bytes and hot rows."""
+        return read_finished(self.directory / TRAINED) or {}
+
+
+def fit(
+    table: Any,
+    *,
+    label: str | Sequence[str] | None = None,
+    time: str | None = None,
+    columns: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({}),
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    ranks: int | None = None,
+    name: str | None = None,
+    workdir: str | Path = ".",
+    quiet: bool = False,
+) -> Run:
+    """Train a model on a table of clicks in memory, a row per impression.
+
+    ::
+
+        run = hotrec.fit(events, label="clicked", time="shown_at", ranks=2)
+
+    The table is written to ``data/<name>/table.parquet`` in the working directory and described in
+    ``conf/data/<name>.yaml``, with the roles that `hotrec init` guesses. Then `hotrec run
+    data=<name>` trains on it. What is current is not made again, and no other table, description or
+    run is replaced.
+
+    Args:
+        table: A DataFrame of pandas, polars or another library with the Arrow or the DataFrame
+            protocol, an Arrow table or batch, or a dict of columns. NaN is a missing value; the
+            index of pandas is left out.
+        label: Column of 0 and 1 to train for, or several; None to find it.
+        time: Column of times to split by; None for the first there is, or else a split by chance.
+        columns: Corrections of guessed roles: keys of ``data.source.columns`` by entry, such as
+            ``{"zip": {"kind": "categorical"}}``; None leaves a column out.
+        settings: Values by key of the configuration, as on the command line, such as
+            ``{"model": "dcnv2", "trainer.batch_size": 512}``.
+        ranks: Number of processes that train; None for up to two.
+        name: Name of the dataset, which then stands for this table and description; None for one
+            that follows from them.
+        workdir: Working directory, which is made if need be.
+        quiet: Say nothing on standard error.
+
+    Raises:
+        ValueError: If the table, an argument or a setting is refused, or another table or
+            description has the name.
+        RuntimeError: If training ends in another way than the command line explains.
+    """
+    home, arrow = Path(workdir), to_arrow(table)
+    if not arrow.num_rows:
+        raise ValueError(
+            f"table: expected rows, got none in {arrow.num_columns} columns. Add some."
+        )
+    home.mkdir(parents=True, exist_ok=True)
+    if name is not None and not _description(home, name).exists():
+        check_name(name)
+    with TemporaryDirectory(prefix=".hotrec-fit-", dir=home) as scratch:
+        file = Path(scratch, _FILE)
+        with _saying_table(scratch):
+            write_table(arrow, file)
+            sample = read_sample(str(file))
+            labels = [label] if isinstance(label, str) else label
+            found = infer(sample, None if labels is None else list(labels), time, columns)
+            check_text(to_yaml(sample, found, []))
+        described = to_yaml(replace(sample, files=[]), found, [])
+        name = name or f"table_{digest_of(_hash(file), described)[:8]}"
+        kept = Path("data", name, file.name)
+        _keep(file, home / kept)
+    heading = [f"Made by hotrec.fit. `hotrec run data={name}` trains on it, too."]
+    text = to_yaml(replace(sample, files=[kept.as_posix()]), found, heading)
+    _keep_text(text, _description(home, name), name)
+    if not quiet:
+        remarks = "".join(f"{remark}\n" for remark in remarks_of(sample, found))
+        sys.stderr.write(f"{_description(Path(), name)}: {summary_of(found)}\n{remarks}")
+    proposed = first_settings(sample, ranks)
+    if ranks is not None:
+        proposed["launch.num_ranks"] = ranks
+    words = {"data": name, **proposed, **settings}
+    figures = command("run", words, workdir=home, quiet=quiet)
+    return Run(Path(figures["run_dir"]), home.resolve(), figures)
+
+
+def predict(
+    run: Run | str | Path,
+    table: Any,
+    *,
+    checkpoint: str = "auto",
+    max_unknown_frac: float = 0.5,
+) -> Scores | dict[str, Scores]:
+    """Score the rows of a table in memory, as `hotrec predict` scores a file of them.
+
+    Every call reads the model from the run's files. To score a few rows many times, export it
+    (``load_encoder``, ``load_model``).
+
+    Args:
+        run: A run of ``fit``, or the directory of one whose log was Parquet or Arrow; paths in that
+            start from the current directory.
+        table: The rows, as ``fit`` takes them, with the columns of the training log but for labels,
+            weight and the column of the split, which are not read.
+        checkpoint: Which one to score with, see `hotrec predict`.
+        max_unknown_frac: Largest share of a column's ids that may be new, of those that would be
+            known at the share of the held-out samples; 1 for any.
+
+    Returns:
+        The predicted rates of clicks, float32 (n,) in the order of the rows; of several labels by
+        name. NaN for rows that cannot be read, where the run's log has ``on_bad_line: skip``.
+
+    Raises:
+        ValueError: If the table lacks a column, a row cannot be read, too many ids are new, or the
+            run has not finished, or its dataset is gone.
+    """
+    if world_size() > 1:
+        raise ValueError(
+            f"hotrec.predict: expected one process, got {world_size()} ranks. Use `hotrec predict`."
+        )
+    home = run.workdir if isinstance(run, Run) else Path()
+    trained_dir = find_trained(str(run.directory if isinstance(run, Run) else run)).absolute()
+    trained: Config = read_config(trained_dir / CONFIG_FILE, Config)
+    source = trained.data.source
+    if source is None or source.format in TEXT_FORMATS:
+        what = "no log" if source is None else f"a log of format {source.format.name}"
+        raise ValueError(
+            f"run {trained_dir}: expected one that was trained on a table, or on a log of Parquet "
+            f"or Arrow, got one of {what}. Write the rows as that log has them, and use "
+            "`hotrec predict`."
+        )
+    # Columns of Parquet and Arrow are read alike.
+    data = replace(trained.data, source=replace(source, format=SourceFormat.parquet))
+    paths = replace(trained.paths, dataset=str(home / trained.paths.dataset))
+    trained = replace(trained, data=data, paths=paths)
+    labels = sources_of(columns_of(source), ColumnKind.label)
+    unread = {*labels.values(), *sources_of(columns_of(source), ColumnKind.weight).values()}
+    arrow = to_arrow(table)
+    arrow = arrow.select([name for name in arrow.column_names if name not in unread])
+    columns = {name: f"score_{name}" for name in labels} if len(labels) > 1 else {"": "score"}
+    scores = {name: np.full(arrow.num_rows, np.nan, np.float32) for name in columns}
+    if arrow.num_rows:
+        with TemporaryDirectory(prefix="hotrec-predict-") as scratch, _saying_table(scratch):
+            file, output = Path(scratch, _FILE), Path(scratch, "scores")
+            write_table(arrow, file)
+            form = PredictFormConfig(max_unknown_frac=max_unknown_frac)
+            config = PredictConfig([str(file)], str(output), checkpoint=checkpoint, predict=form)
+            validate(config)
+            scored = predict_run(config, trained, trained_dir)
+            say_unknown(scored)
+            found = pq.read_table(output / SCORES)
+        for name, column in columns.items():
+            scores[name][found["line"].to_numpy() - 1] = found[column].to_numpy()
+    return scores if len(labels) > 1 else scores[""]
+
+
+@contextmanager
+def _saying_table(scratch: str) -> Iterator[None]:
+    """Around what reads a file in a directory: an error is of the table, and is one line."""
+    try:
+        yield
+    except (ValueError, pa.ArrowException, OmegaConfBaseException) as error:
+        text = describe(error).replace(f"{scratch}/{_FILE}", "table")
+        raise ValueError(re.sub("^path: ", "table: ", text)) from error
+
+
+def _keep(file: Path, target: Path) -> None:
+    """Put a table to its place, where it may be already.
+
+    Raises:
+        ValueError: If another one is there.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists():
+        file.rename(target)
+    elif _hash(file) != _hash(target):
+        raise ValueError(
+            f"{target}: expected this table or none, got another one. Give another name, or none."
+        )
+
+
+def _keep_text(text: str, file: Path, name: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        if file.read_text(encoding="utf-8") != text:
+            raise ValueError(
+                f"{file}: expected the description that these arguments make, got another one. "
+                f"Give another name, or none; `hotrec run data={name}` trains with it as it is."
+            ) from None
+
+
+def _description(home: Path, name: str) -> Path:
+    return home / USER_CONF / "data" / f"{name}.yaml"
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
