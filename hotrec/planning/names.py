@@ -37,10 +37,12 @@ def candidate_name(name: str, hot_rows: float) -> str:
 
     Args:
         name: Of a prediction: ``hot_cold look_ahead``, or ``torchrec planner base``, with the tier
-            before the pipeline if it is not the default.
+            before the pipeline if it is not the default. Another name stays what it is.
         hot_rows: Their number.
     """
     kind, *more = name.split(" ")
+    if kind not in (TORCHREC, "hot_cold", "all_cold"):
+        return name
     if kind == TORCHREC and more:
         kind = f"{kind} {more.pop(0)}"
     return ", ".join([plan_name(kind, hot_rows), *more])
