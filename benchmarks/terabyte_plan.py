@@ -294,6 +294,7 @@ def setting_document(setting: Setting) -> dict[str, Any]:
     samples = setting.batch_size * setting.world.num_ranks
     plans = {
         name: {
+            "hot_rows": setting.hot_rows if name == "hot_cold" else 0,
             "step_s": case.prediction.step_s,
             "stage_s": dict(case.prediction.stage_s),
             "hidden_s": dict(case.prediction.hidden_s),

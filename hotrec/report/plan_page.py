@@ -41,6 +41,8 @@ def write_plan_page(document: Document, directory: Path) -> Path:
 def draw_stages(axes: Axes, prediction: Prediction, names: Sequence[str]) -> None:
     """Draw a stacked bar of stages for each of the named plans, with its step and bytes."""
     plans, baseline = prediction.plans, prediction.baseline
+    # Without hot rows two plans may be one.
+    names = list({prediction.name(name): name for name in names}.values())
     texts = []
     for name in names:
         plan = plans[name]
