@@ -242,6 +242,11 @@ def _next_stage(command: str, figures: Figures, words: Sequence[str]) -> Lines:
     return [("next", command_text(stage, own))]
 
 
+def _shortened(why: str | None) -> str | None:
+    """Why a plan was chosen, without what a trial measured of the others; plan.txt has it all."""
+    return None if why is None else f"{why.partition('; ')[0].rstrip('.')}."
+
+
 def _run(figures: Figures) -> Lines:
     trained = figures["trained"]
     run_dir, split = Path(figures["run_dir"]) / TRAINED, figures["split"]
@@ -252,7 +257,7 @@ def _run(figures: Figures) -> Lines:
     return [
         *quality_lines(figures["quality"], split),
         *best_line(trained),
-        ("chosen", figures["why"]),
+        ("chosen", _shortened(figures["why"])),
         *(("measured", sentence) for sentence in figures["verdict"] if figures["is_compared"]),
         ("speed", f"{speed:,.0f} samples/s" if speed else None),
         ("hot rows", hot),

@@ -34,7 +34,7 @@ TOLERANCE = 0.02
 LEAST_SPREAD = 0.01
 # Standard deviation of the logarithm of a ratio between starts of the same comparison, beside what
 # blocks of one start show: where memory, threads and ranks come to lie (benchmarks/repeats.py).
-START_SPREAD = 0.03
+START_SPREAD = 0.02
 # After one block the spread is unknown; a candidate that takes this much longer is out. Blocks of
 # one candidate on a busy machine were up to 1.4 times as long as one another.
 FIRST_RATIO = 1.5
@@ -128,8 +128,8 @@ class Trial:
         others = sorted((n for n in self.block_s if n != self.chosen), key=self.step_s)
         when = "an earlier run's trial" if self.is_recorded else "a trial"
         text = (
-            f"{self.chosen} took {1e3 * self.step_s(self.chosen):.3g} ms a step, the least in "
-            f"{when} of {self.seconds:.0f} s on this machine"
+            f"{self.chosen} took {1e3 * self.step_s(self.chosen):.3g} ms a step, the least of "
+            f"{len(self.block_s)} plans in {when} of {self.seconds:.0f} s on this machine"
         )
         if not self.took_turns:
             text += ", in which they did not take turns: no claim of speed"

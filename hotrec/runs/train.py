@@ -57,6 +57,7 @@ from hotrec.embedding.table_memory import (
     memory_by_tier,
 )
 from hotrec.planning.machine import Machine
+from hotrec.planning.names import candidate_name
 from hotrec.planning.training_plan import Proposal, TrainingPlan, propose, read_training_plan
 from hotrec.planning.trial import Trial, write_trial
 from hotrec.planning.unsharded import label_weights_of, make_machine
@@ -508,7 +509,8 @@ def _try_candidates(
     takes = f"about {limit_s:.0f} s"
     if least_s > OVERRUN * limit_s:
         takes = f"about {least_s:.0f} s instead of {limit_s:.0f}, for three rounds of two of them"
-    names = ", ".join(plans)
+    hot_rows = {n: p.partition.total_hot if p.partition else 0 for n, p in plans.items()}
+    names = "; ".join(candidate_name(name, number) for name, number in hot_rows.items())
     logger.info("trial of plans that predictions cannot tell apart, %s: %s", takes, names)
     found = run_trial(candidates, ranks, limit_s=limit_s)
     same_verdict(lambda: None if proposal is None else write_trial(found, proposal.trial_file))

@@ -139,7 +139,8 @@ def test_what_a_trial_knows(
     trial = Trial(block_s, 5.0)
     assert (trial.open_candidates, trial.is_decided) == (still_open, is_decided)
     assert trial.chosen == "a"
-    assert trial.why.startswith(f"a took {1e3 * trial.step_s('a'):.3g} ms a step, the least in a")
+    step = f"{1e3 * trial.step_s('a'):.3g} ms"
+    assert trial.why.startswith(f"a took {step} a step, the least of {len(block_s)} plans in a")
     of_b = trial.why.partition("; b ")[2].partition(")")[0]
     assert of_b.endswith("within the noise" if "b" in still_open else "slower")
 

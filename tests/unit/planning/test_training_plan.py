@@ -149,7 +149,7 @@ def test_a_trial_decides_and_is_read_back(folder: Path, one_rank: Any) -> None:
         assert made.prediction is not None
         assert made.prediction["chosen"] == name
         why = made.prediction["why"]
-        assert " took 10 ms a step, the least in a trial of 5 s" in why
+        assert " took 10 ms a step, the least of " in why
         # By names that a user knows.
         assert why.startswith("hotrec, " if name.startswith("hot_cold") else "TorchRec's ")
         assert "hot_cold" not in why
