@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ Figures = Mapping[str, Any]
 Lines = list[tuple[str, Any]]
 
 
+# Of the texts after their words, in a terminal's further lines.
+_INDENT = 11
 # The share of the rows by which the profile of a dataset is described.
 HOT_FRAC = 0.01
 # Commands whose sweeps end with a table.
@@ -53,9 +57,24 @@ def print_closing(command: str, figures: Figures, words: Sequence[str] = ()) -> 
 
 
 def print_lines(lines: Lines) -> None:
-    """Print lines of a word and a text; without a text there is no line."""
-    text = "".join(f"{what:<10} {text}\n" for what, text in lines if text is not None)
-    sys.stderr.write(text)
+    """Print lines of a word and a text; without a text there is no line.
+
+    A terminal gets sentences in lines of its width, and commands whole, to be pasted.
+    """
+    columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else 0
+    for what, text in lines:
+        if text is not None:
+            shown = f"{what:<10} {text}"
+            if columns > _INDENT and not str(text).startswith("hotrec "):
+                indent = " " * _INDENT
+                shown = textwrap.fill(
+                    shown,
+                    columns,
+                    subsequent_indent=indent,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            sys.stderr.write(f"{shown}\n")
     sys.stderr.flush()
 
 

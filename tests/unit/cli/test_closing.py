@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hotrec.cli.app import _print_figures
-from hotrec.cli.closing import _LINES, best_line, print_closing, quality_lines
+from hotrec.cli.closing import _LINES, best_line, print_closing, print_lines, quality_lines
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.launch import BRIEF
 
@@ -245,3 +245,16 @@ LAST = {"test": {"auc": 0.69}}
 def test_which_step_is_meant_is_said(figures: dict[str, Any], said: str | None) -> None:
     lines = best_line({**TRAIN, **figures})
     assert (said is None and lines == []) or said in lines[0][1]
+
+
+def test_a_terminal_gets_lines_of_its_width_and_commands_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "hotrec evaluate run_dir=runs/a/long/path/of/a/run split=valid"
+    print_lines([("measured", "one two three four five six seven eight"), ("next", command)])
+    said = capsys.readouterr().err
+    assert said == (
+        f"measured   one two three four five six\n           seven eight\nnext       {command}\n"
+    )
