@@ -222,7 +222,7 @@ def _plans_table(prediction: Prediction) -> Table:
             ("step", "step_s", show_seconds),
             ("90% interval", "interval_s", _show_interval),
             *(measured if prediction.trial else []),
-            ("of TorchRec's", "ratio", str),
+            ("of TorchRec's best", "ratio", str),
             ("samples", "samples_per_s", show_rate),
             ("sent", "total_sent_bytes", show_bytes),
             ("device memory", "device_bytes", show_bytes),

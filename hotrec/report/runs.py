@@ -406,7 +406,7 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
     ]
     by_kind = [
         Measure(
-            f"{name}.{kind}", f"{kind.replace('_', ' ')} on the {name.split('_')[0]}", show_bytes
+            f"{name}.{kind}", f"{_kind_text(kind)} on the {name.split('_')[0]}", show_bytes
         )
         for name in BY_KIND
         for kind in dict.fromkeys(
@@ -435,6 +435,12 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
         "is left out. Peaks include dense layers, activations, messages and libraries."
     )
     return [note, Table(("", *header), rows)]
+
+
+def _kind_text(kind: str) -> str:
+    """What a table's bytes are, in plans with hot rows and without."""
+    texts = {"hot_rows": "replicated rows", "cold_rows": "sharded rows"}
+    return texts.get(kind, kind.replace("_", " "))
 
 
 def _show_setting(value: object) -> str:
