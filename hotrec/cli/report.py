@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from hotrec.artifact import MANIFEST, read_artifact
 from hotrec.config.roots import ReportConfig
 from hotrec.report.read import find_jobs
 from hotrec.report.runs import Report, make_report
 from hotrec.runtime.run_dir import CONFIG_FILE, PARTITION, POINT, SUMMARY, find_run
 
+PARTITION_KIND = "partition"
 logger = logging.getLogger(__name__)
 
 
@@ -38,7 +41,7 @@ def make_report_of(config: ReportConfig) -> Report:
     runs = [run for path in config.runs for run in _find_runs(path)]
     if not runs:
         raise ValueError("runs: expected at least one run directory, got none.")
-    partition = Path(config.partition) if config.partition else runs[0] / PARTITION
+    partition = Path(config.partition) if config.partition else _recorded_partition(runs)
     profile = Path(config.profile) if config.profile else _recorded_profile(runs[0])
     is_recorded = partition.exists() and profile is not None
     return make_report(
@@ -49,6 +52,17 @@ def make_report_of(config: ReportConfig) -> Report:
         compared=Path(config.compared) if config.compared else None,
         title=config.title,
     )
+
+
+def _recorded_partition(runs: Sequence[Path]) -> Path:
+    """The partition of the first run that has hot rows, else of the first."""
+    found = [run / PARTITION for run in runs if (run / PARTITION / MANIFEST).exists()]
+
+    def has_hot_rows(partition: Path) -> bool:
+        content = read_artifact(partition, kind=PARTITION_KIND).content
+        return bool(content["total"]["hot_rows"])
+
+    return next(filter(has_hot_rows, found), runs[0] / PARTITION)
 
 
 def _find_runs(path: str) -> list[Path]:

@@ -39,7 +39,8 @@ class Ratio:
     @property
     def text(self) -> str:
         """Such as ``-23% to -15%``."""
-        return f"{self.low - 1:+z.0%} to {self.high - 1:+z.0%}"
+        ends = [f"{end - 1:+z.0%}" for end in (self.low, self.high)]
+        return " to ".join(end.replace("+0%", "0%") if end == "+0%" else end for end in ends)
 
     @property
     def size(self) -> str:

@@ -36,7 +36,7 @@ from hotrec.report.units import NOT_RECORDED, show_bytes, show_count, show_frac,
 
 # What the stages leave of the median step counts as "other" if it is more than rounding.
 MIN_REST_FRAC = 0.02
-BOUND_LABEL = "lower bound"
+BOUND_LABEL = "least that exchanging rows takes"
 # Rounding and seeds move an AUC by 1e-4 to 1e-3, which must not fill the axis.
 MIN_AUC_RANGE = 0.01
 # Letters of a bar's label in one line.
@@ -131,7 +131,7 @@ def draw_traffic(runs: Sequence[Run]) -> Figure | None:
     texts = []
     for sent, bound in zip(parts.values(), bounds, strict=True):
         total = sum(sent.values())
-        over = f", {total / bound:.2f}x the lower bound" if bound else ""
+        over = f", {total / bound:.2f}x the least" if bound else ""
         texts.append(f"{show_bytes(total)}{over}" if sent else NOT_RECORDED)
     return bar_figure(len(runs), lambda axes: draw_bars(axes, parts, texts, show_bytes, bounds))
 
@@ -340,7 +340,7 @@ def _mark_partition(axes: Axes, total: Content) -> None:
         axes.set_title("no hot rows", loc="right", fontsize=9, fontweight="normal", color=SOFT_INK)
         return
     axes.axvline(frac, color=INK, linewidth=1, linestyle=(0, (2, 2)))
-    text = [f"chosen: {show_count(total['hot_rows'])} hot rows ({show_frac(frac)})"]
+    text = [f"{show_count(total['hot_rows'])} hot rows ({show_frac(frac)})"]
     for part, name, color in (
         ("coverage_train", "train", TRAIN_COLOR),
         ("coverage_heldout", "held-out", HELDOUT_COLOR),

@@ -29,7 +29,7 @@ from hotrec.report.units import (
 )
 
 PREDICTION_JSON = "prediction.json"
-HOT_COLD, LOOK_AHEAD = "hot_cold", "look_ahead"
+HOT_COLD, ALL_COLD, LOOK_AHEAD = "hot_cold", "all_cold", "look_ahead"
 MAX_TABLES_SHOWN = 20
 NEEDED = ("world", "batch_size", "plans", "chosen")
 NEEDED_OF_PLAN = ("step_s", "stage_s", "sent_bytes", "total_sent_bytes", "samples_per_s")
@@ -142,7 +142,9 @@ class Prediction:
         hot_rows = self.plans[plan].get("hot_rows")
         if hot_rows is None:  # of earlier versions
             hot_rows = self.hot_rows if plan == self.placed else 0
-        return candidate_name(plan, hot_rows)
+        name = candidate_name(plan, hot_rows)
+        pipeline = self.plans[plan].get("pipeline")
+        return f"{name}, {pipeline}" if plan == ALL_COLD and pipeline else name
 
     def label(self, plan: str) -> str:
         """The name of a plan, with a note if it was chosen."""
@@ -299,8 +301,10 @@ def _expected(document: Document) -> list[Block]:
     ]
     break_even = document.get("break_even") or {}
     for dim, rate in sorted(break_even.items(), key=lambda pair: int(pair[0])):
-        pays = "never" if rate is None else f"from {rate:.3g} lookups per step of all ranks on"
-        blocks.append(f"With sparse_dist a row of D={dim} is faster as a replica {pays}.")
+        pays = "is never faster as a replica"
+        if rate is not None:
+            pays = f"is faster as a replica from {rate:.3g} lookups per step of all ranks on"
+        blocks.append(f"With sparse_dist a row of D={dim} {pays}.")
     return blocks
 
 

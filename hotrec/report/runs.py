@@ -53,7 +53,7 @@ from hotrec.report.render import (
     render_text,
     write_files,
 )
-from hotrec.report.style import run_color, to_svg
+from hotrec.report.style import PART_LABELS, run_color, to_svg
 from hotrec.report.sweep import best_tiles, sweep_notes, sweep_records, sweep_table, to_csv
 from hotrec.report.units import (
     NOT_RECORDED,
@@ -212,6 +212,7 @@ def report_page(
     sections: dict[str, list[Block]] = {
         SWEEP_SECTION: [*sweep_notes(runs), sweep_table(jobs)] if is_sweep else [],
         "Plans": _plans(runs, baseline, comparison),
+        "Where lookups go": _lookups(runs, comparison),
         "Learning": _picture(
             learning,
             "Training loss and AUC over steps",
@@ -222,16 +223,17 @@ def report_page(
         "Where a step's time goes": _picture(
             steps,
             "Time per step by stage",
-            "Medians over the measured steps, or means over the logged lines of an unfinished run. "
+            "Of whole runs, which did not take turns: compare stages, not totals. Medians over the "
+            "measured steps, or means over the logged lines of an unfinished run. "
             "In hatched stages the main thread waits for other ranks. Grey is the rest of the "
             "median step.",
         ),
         "What a step sends": _picture(
             traffic,
             "Bytes sent per step and rank by collective",
-            "The black line is the lower bound of plans that exchange rows: each distinct row of a "
-            "rank's batch is fetched once and its gradient is returned once. A plan that exchanges "
-            "pooled bags can send less, because it sends one vector for a whole bag.",
+            "The black line is the least that a plan takes that exchanges rows: each distinct row "
+            "of a rank's batch is fetched once and its gradient is returned once. A plan that "
+            "exchanges pooled bags can send less, because it sends one vector for a whole bag.",
         ),
         "What is hot": coverage,
         "Side by side": _comparison(runs, baseline),
@@ -268,13 +270,13 @@ def _plans(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
     position = {run.name: index for index, run in enumerate(runs)}
     header: list[str | Cell] = [
         "Plan",
+        "Step, in turns",
+        *([f"Against {baseline.name}"] if baseline and baseline in took_part else []),
+        "AUC",
+        "Sent, per step and rank",
         "Hot rows",
         "Lookups on the sample's rank",
-        "Sent, per step and rank",
         "Busiest owner over the mean",
-        "Step, in turns",
-        *([f"against {baseline.name}"] if baseline and baseline in took_part else []),
-        "AUC",
     ]
     rows: list[Sequence[str | Cell]] = []
     for run in took_part:
@@ -285,27 +287,36 @@ def _plans(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
         rows.append(
             (
                 Cell(run.name, color=run_color(position[run.name])),
-                show_known(show_count, run.number("hot_rows")),
-                show_frac(plan.at_home_frac),
-                show_known(show_bytes, run.number("sent_bytes_total")),
-                show_known("{:.2f}x".format, plan.most_over_mean),
                 show_seconds(plan.step_s),
                 *against,
                 show_known(show_quality, run.number("auc")),
+                show_known(show_bytes, run.number("sent_bytes_total")),
+                show_known(show_count, run.number("hot_rows")),
+                show_frac(plan.at_home_frac),
+                show_known("{:.2f}x".format, plan.most_over_mean),
             )
         )
     note = (
         f"The plans trained in turns for {show_seconds(comparison.seconds)}, a few steps each, "
-        "from the same weights on the same batches. In nine of ten comparisons the difference lies "
-        "within its interval. Less is better, but for AUC and the lookups that need no network."
+        "from the same weights on the same batches. Intervals are of 90%: another start of the "
+        "comparison lies in them nine times of ten. Hot rows have a copy on every rank; an owner "
+        "is the one rank that holds a row. Less is better, but for AUC and lookups that need no "
+        "network."
     )
-    places = {run.name: comparison.plan(run) for run in took_part}
-    picture = Picture(
-        to_svg(draw_lookups(places), "Where lookups go, by rank"),
-        "Which rank serves how many of all lookups. Hot rows are read where the sample is, and "
-        "leave every rank about as much of the rest.",
+    return [Table(header, rows), note]
+
+
+def _lookups(runs: Sequence[Run], comparison: Comparison | None) -> list[Block]:
+    """The picture of where the lookups of the plans that took turns go."""
+    if comparison is None:
+        return []
+    plans = {run.name: comparison.plan(run) for run in runs if comparison.has(run)}
+    return _picture(
+        draw_lookups(plans) if plans else None,
+        "Where lookups go, by rank",
+        "The share of all lookups that each rank serves; the bars of a plan add up to 100%. Green "
+        "crosses the network. Hot rows are read on the rank of the sample.",
     )
-    return [Table(header, rows), note, picture]
 
 
 def _picture(figure: Figure | None, label: str, caption: str) -> list[Block]:
@@ -337,42 +348,52 @@ def _items(sentences: Sequence[str]) -> list[Block]:
 def _tiles(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | None) -> list[Tile]:
     """The headline: the first run, or without a comparison the first with hot and cold rows."""
     others = [run for run in runs if run is not baseline] or list(runs)
+    if comparison is not None and comparison.has(others[0]):
+        return _tiles_of_turns(others[0], baseline, comparison)
     split = (run for run in others if 0.0 < (run.number("hot_rows_frac") or 0.0) < 1.0)
-    focus = others[0] if comparison is not None else next(split, others[0])
-    turns = comparison if comparison is not None and comparison.has(focus) else None
-    tiles = []
-    for name, text, better in (
-        ("auc", f"AUC on {focus.summary.get('eval_split') or 'held-out samples'}", "more"),
-        ("step_p50_s", "median step", "less"),
-        ("sent_bytes_total", "sent per step and rank", "less"),
-        ("hot_lookup_frac", "of lookups hit a hot row", ""),
-    ):
-        value, relation = focus.number(name), _show_against(MEASURES[name], focus, baseline)
-        if relation and baseline is not None:
-            relation += f" {'against' if name == 'auc' else 'of'} {baseline.name}"
-        elif name == "step_p50_s" and turns is not None:
-            value, relation = turns.plan(focus).step_s, _turns(focus, baseline, turns)
-        elif name == "hot_lookup_frac" and turns is not None:
-            value, text, better = (
-                turns.plan(focus).at_home_frac,
-                "of lookups need no network",
-                "more",
-            )
-            if baseline is not None and turns.has(baseline):
-                relation = f"{show_frac(turns.plan(baseline).at_home_frac)} with {baseline.name}"
-        note = f"{relation}; {better} is better" if relation and better else relation
-        if value is not None:
-            tiles.append(Tile(MEASURES[name].show(value), text, note))
-    return tiles
+    focus = next(split, others[0])
+    tiles = [
+        _tile("auc", _auc_text(focus), "more", focus, baseline),
+        _tile("step_p50_s", "median step", "less", focus, baseline),
+        _tile("sent_bytes_total", "sent per step and rank", "less", focus, baseline),
+        _tile("hot_lookup_frac", "of lookups hit a hot row", "", focus, baseline),
+    ]
+    return [tile for tile in tiles if tile is not None]
 
 
-def _turns(run: Run, baseline: Run | None, comparison: Comparison) -> str:
-    """How much longer the step of a plan takes than the baseline's, where they took turns."""
-    if baseline is None or run is baseline or not comparison.has(baseline):
-        return ""
-    if comparison.why_not(run, baseline) is not None:
-        return f"no claim against {baseline.name}"
-    return f"{comparison.ratio(run, baseline).text} against {baseline.name}"
+def _auc_text(run: Run) -> str:
+    return f"AUC on {run.summary.get('eval_split') or 'held-out samples'}"
+
+
+def _tile(name: str, text: str, better: str, run: Run, baseline: Run | None) -> Tile | None:
+    """A figure of a run, beside the baseline's; None if it was not recorded."""
+    value, relation = run.number(name), _show_against(MEASURES[name], run, baseline)
+    if value is None:
+        return None
+    if relation == show_difference(0.0) and baseline is not None:
+        relation = f"the same as {baseline.name}"
+    elif relation and baseline is not None:
+        relation += f" {'against' if name == 'auc' else 'of'} {baseline.name}; {better} is better"
+    return Tile(MEASURES[name].show(value), text, relation)
+
+
+def _tiles_of_turns(run: Run, baseline: Run | None, comparison: Comparison) -> list[Tile]:
+    """The chosen plan beside the baseline, where they took turns."""
+    plan, step, owner = comparison.plan(run), "", ""
+    if baseline is not None and baseline is not run and comparison.has(baseline):
+        step = f"no claim against {baseline.name}"
+        if comparison.why_not(run, baseline) is None:
+            step = f"{comparison.ratio(run, baseline).text} against {baseline.name}; less is better"
+        theirs = show_known("{:.2f}x".format, comparison.plan(baseline).most_over_mean)
+        owner = f"{theirs} with {baseline.name}; less is better"
+    busiest = show_known("{:.2f}x".format, plan.most_over_mean)
+    tiles = [
+        Tile(show_seconds(plan.step_s), "a step, in turns", step),
+        _tile("sent_bytes_total", "sent per step and rank", "less", run, baseline),
+        Tile(busiest, "lookups of the busiest owner, over the mean", owner),
+        _tile("auc", _auc_text(run), "more", run, baseline),
+    ]
+    return [tile for tile in tiles if tile is not None]
 
 
 def _show_against(measure: Measure, run: Run, baseline: Run | None) -> str:
@@ -405,9 +426,7 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
         for name, label in SETTINGS.items()
     ]
     by_kind = [
-        Measure(
-            f"{name}.{kind}", f"{_kind_text(kind)} on the {name.split('_')[0]}", show_bytes
-        )
+        Measure(f"{name}.{kind}", f"{_kind_text(kind)} on the {name.split('_')[0]}", show_bytes)
         for name in BY_KIND
         for kind in dict.fromkeys(
             k for run in runs for k, size in run.by_name(name).items() if size
@@ -465,7 +484,7 @@ def _coverage(
         f"Counted {how}. Rows are ranked by how often the training samples read them. Where the "
         "held-out curve is lower, popularity has shifted since.",
     )
-    if partition is None:
+    if partition is None or not partition["total"]["hot_rows"]:
         return [picture], []
     tables = [{"name": name, **facts} for name, facts in partition["tables"].items()]
     tables.sort(key=lambda table: (-table["num_rows"], table["name"]))
@@ -509,7 +528,10 @@ def _predicted_table(run: Run) -> Table:
 
     return Table(
         ("Stage", "Predicted", f"Measured from step {first:.0f}", "Slowest rank", "Error, of step"),
-        [row(s.replace("_", " "), *(times.get(s, 0.0) for times in by_stage)) for s in stages],
+        [
+            row(PART_LABELS.get(s, s.replace("_", " ")), *(times.get(s, 0.0) for times in by_stage))
+            for s in stages
+        ],
         [row("Step", run.number("predicted_step_s") or 0.0, step_s)],
     )
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.planning.names import PLANNER, TORCHREC, plan_name
-from hotrec.report.compared import Comparison
-from hotrec.report.read import Run
+from hotrec.report.compared import Comparison, Ratio
+from hotrec.report.plan import Prediction
+from hotrec.report.read import Run, parse_object
 from hotrec.report.units import show_bytes, show_count, show_error, show_frac, show_seconds
-from hotrec.runtime.run_dir import PLAN_JSON, is_comparison
+from hotrec.runtime.run_dir import PLAN_JSON, PREDICTION, is_comparison
 
 NO_CLAIM = "They did not take turns: no claim of speed; hotrec compare lets plans take turns."
 WHERE = "docs/why_and_when.md says where hot rows pay."
@@ -85,9 +86,6 @@ def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison)
     hot = next((run for run in own if run.number("hot_rows")), None)
     cold = next((run for run in own if not run.number("hot_rows")), None)
     said, doubts = [], []
-    if hot is not None and cold is not None:
-        doubts.append(comparison.why_not(hot, cold))
-        said += [_of_hot_rows(hot, cold, comparison)] if doubts[-1] is None else []
     if baseline is not None and baseline in runs:
         ours = next((run for run in runs if run is not baseline), None)
         if ours is not None and is_torchrec(ours):
@@ -98,7 +96,14 @@ def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison)
             ours = next(iter(own), None)
         if ours is not None:
             doubts.append(comparison.why_not(ours, baseline))
-            said += [_against(ours, baseline, comparison)] if doubts[-1] is None else []
+            chosen = f"Chosen: {ours.name}. " if ours is runs[0] else f"{_capital(ours.name)}. "
+            against = f"{chosen}{_against(ours, baseline, comparison)}"
+            said += [against] if doubts[-1] is None else []
+    if hot is not None and cold is not None:
+        doubts.append(comparison.why_not(hot, cold))
+        said += [_of_hot_rows(hot, cold, comparison)] if doubts[-1] is None else []
+    if runs and None in doubts:
+        said += _of_trial(runs[0])
     found = list(dict.fromkeys(filter(None, doubts)))
     if found:
         stage = "calibrate" if "calibrate" in " ".join(found) else "compare"
@@ -113,8 +118,8 @@ def _of_hot_rows(hot: Run, cold: Run, comparison: Comparison) -> str:
     """Whether the hot rows pay, by how much, and why."""
     plan, ratio = comparison.plan(hot), comparison.ratio(hot, cold)
     rows, frac = hot.number("hot_rows") or 0.0, hot.number("hot_rows_frac") or 0.0
-    what = f"with {show_count(rows)} rows ({show_frac(frac)}) on every rank, "
-    what += f"{show_frac(plan.replicated_frac)} of the lookups, a step takes"
+    what = f"with the {show_count(rows)} rows ({show_frac(frac)}) that serve "
+    what += f"{show_frac(plan.replicated_frac)} of the lookups copied to every rank, a step takes"
     sent = [run.sent_bytes for run in (hot, cold)]
     saved = sent[1].get("all_to_all", 0.0) - sent[0].get("all_to_all", 0.0)
     added = sent[0].get("all_reduce", 0.0) - sent[1].get("all_reduce", 0.0)
@@ -128,20 +133,39 @@ def _of_hot_rows(hot: Run, cold: Run, comparison: Comparison) -> str:
 
 
 def _against(run: Run, baseline: Run, comparison: Comparison) -> str:
-    """A plan with or without hot rows beside one of TorchRec's."""
+    """The step and the bytes of a plan beside those of one of TorchRec's."""
     plan, theirs, ratio = *map(comparison.plan, (run, baseline)), comparison.ratio(run, baseline)
-    steps = f"{show_seconds(plan.step_s)} a step, {baseline.name} {show_seconds(theirs.step_s)}"
+    text = f"A step takes {show_seconds(plan.step_s)}, with {baseline.name} "
+    text += f"{show_seconds(theirs.step_s)}: "
     sent = [of.number("sent_bytes_total") for of in (run, baseline)]
-    text = f"{_capital(run.name)}: {steps}, "
-    if ratio.is_less:
-        text += f"so {ratio.size} less"
-    elif ratio.is_more:
-        text += f"so {ratio.size} more"
+    if ratio.is_less or ratio.is_more:
+        change, sign = abs(ratio.middle - 1), "less" if ratio.is_less else "more"
+        text += f"{change:.0%} {sign} ({ratio.size})"
     else:
         text += f"as fast within the noise ({ratio.text})"
     if None not in sent:
-        text += f"; it sends {show_bytes(sent[0] or 0.0)} instead of {show_bytes(sent[1] or 0.0)}"
+        text += f". It sends {show_bytes(sent[0] or 0.0)} instead of {show_bytes(sent[1] or 0.0)}"
     return f"{text}."
+
+
+def _of_trial(run: Run) -> list[str]:
+    """The best of TorchRec's plans in the run's trial, where that is not the planner's."""
+    try:
+        prediction = Prediction(parse_object((run.path / PREDICTION).read_text(), PREDICTION))
+    except (OSError, ValueError):
+        return []
+    of_trial = {name: plan["step_s"] for name, plan in prediction.trial.items()}
+    theirs = [name for name in of_trial if name.startswith(TORCHREC)]
+    best = min(theirs, key=lambda name: of_trial[name], default=prediction.chosen)
+    if best == prediction.chosen or best.startswith(f"{TORCHREC} {PLANNER}"):
+        return []
+    low, high = prediction.trial[best]["slower"]
+    ours = of_trial[prediction.chosen]
+    return [
+        f"{_capital(prediction.name(best))}, the best of TorchRec's in the trial before the run: "
+        f"{show_seconds(of_trial[best])} a step where {prediction.name(prediction.chosen)} took "
+        f"{show_seconds(ours)} ({Ratio(of_trial[best] / ours, low, high).text})."
+    ]
 
 
 def _capital(text: str) -> str:

@@ -83,10 +83,10 @@ def test_traffic_stacks_collectives_and_marks_the_bound(runs: list[Run]) -> None
         "hot gradients": [(2.5e6, 2.0e6), (0, 0)],
         "embedding all to all": [(4.5e6, 0), (0, 15.0e6)],
     }
-    assert texts(axes) == ["4.50 MB, 1.12x the lower bound", "15.0 MB, 3.75x the lower bound"]
+    assert texts(axes) == ["4.50 MB, 1.12x the least", "15.0 MB, 3.75x the least"]
     assert [set(line.get_xdata()) for line in axes.lines[:2]] == [{4.0e6}, {4.0e6}]
     labels = [text.get_text() for text in axes.figure.legends[0].get_texts()]
-    assert labels.count("lower bound") == 1
+    assert labels.count("least that exchanging rows takes") == 1
     assert [axes.xaxis.get_major_formatter()(x) for x in (2.5e6, 10e6)] == ["2.5 MB", "10 MB"]
 
 
@@ -107,7 +107,7 @@ def test_coverage_curves_and_the_mark() -> None:
     assert by_label["train"].get_xdata().tolist() == [0.01, 0.1, 1.0]
     assert by_label["train"].get_ydata().tolist() == [0.5, 0.8, 1.0]
     assert by_label["held out, later"].get_ydata().tolist() == [0.4, 0.7, 1.0]
-    assert "chosen: 10 hot rows (10.0%)\n81.2% of the train" in texts(curves)[0]
+    assert "10 hot rows (10.0%)\n81.2% of the train" in texts(curves)[0]
     assert curves.get_title(loc="left") == "All 2 tables, 100 rows"
     (curves,) = draw_coverage(profile_content(heldout=False), partition_content(hot=False)).axes
     assert [line.get_label() for line in curves.lines] == ["train"]
