@@ -489,7 +489,7 @@ def _coverage(
     tables = [{"name": name, **facts} for name, facts in partition["tables"].items()]
     tables.sort(key=lambda table: (-table["num_rows"], table["name"]))
     table = record_table(tables, HOT_COLUMNS, [{"name": "All tables", **partition["total"]}])
-    return [picture], [f"Policy: {partition['policy']}", table]
+    return [picture], [f"Hot rows by the policy {partition['policy']}:", table]
 
 
 def _predicted(runs: Sequence[Run]) -> list[Block]:
@@ -503,7 +503,8 @@ def _predicted(runs: Sequence[Run]) -> list[Block]:
         return []
     blocks: list[Block] = [
         "Medians over the compared steps: the mean over the ranks, and the slowest rank. Because "
-        "each stage has its own median, the stages need not add up to the median step."
+        "each stage has its own median, the stages need not add up to the median step. Ids that "
+        "the loader routes are measured as a part of the wait for data, which is in other."
     ]
     for run in runs:
         if run.by_name("predicted_stage_s") and run.by_name("measured_stage_s"):

@@ -159,12 +159,14 @@ def _of_trial(run: Run) -> list[str]:
     best = min(theirs, key=lambda name: of_trial[name], default=prediction.chosen)
     if best == prediction.chosen or best.startswith(f"{TORCHREC} {PLANNER}"):
         return []
-    low, high = prediction.trial[best]["slower"]
     ours = of_trial[prediction.chosen]
+    ratio = Ratio(of_trial[best] / ours, *prediction.trial[best]["slower"])
+    longer = f"{ratio.size} longer" if ratio.is_more else f"as long within the noise, {ratio.text}"
     return [
-        f"{_capital(prediction.name(best))}, the best of TorchRec's in the trial before the run: "
-        f"{show_seconds(of_trial[best])} a step where {prediction.name(prediction.chosen)} took "
-        f"{show_seconds(ours)} ({Ratio(of_trial[best] / ours, low, high).text})."
+        f"{_capital(prediction.name(best))}, the best of TorchRec's in the trial before the run, "
+        f"took {show_seconds(of_trial[best])} a step where the chosen plan took "
+        f"{show_seconds(ours)} ({longer}), and is predicted to send "
+        f"{show_bytes(prediction.plans[best]['total_sent_bytes'])}."
     ]
 
 
