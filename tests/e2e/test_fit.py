@@ -148,6 +148,8 @@ def test_ctrl_c_ends_the_run_and_its_ranks(folder: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=folder, env=environment(), stderr=subprocess.PIPE,
         text=True, process_group=0,
+        # A shell starts a background job with SIGINT ignored, and what it starts inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert child.stderr is not None
     for line in child.stderr:

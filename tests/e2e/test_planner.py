@@ -11,6 +11,7 @@ import pytest
 
 from hotrec.artifact import commit_artifact, scratch_directory
 from hotrec.cost_model.store import read_costs
+from hotrec.planning.names import candidate_name
 from hotrec.planning.partition import read_placement
 from tests.e2e.conftest import SMOKE, Workspace, hotrec, hotrec_here
 
@@ -74,7 +75,7 @@ def test_plan_uses_what_was_measured(calibrated: Path, planned: dict[str, Any]) 
     hot = {t["name"]: t["hot_rows"] for t in document["tables"]}
     assert hot == {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
     text = (calibrated / planned["plan_text"]).read_text()
-    assert "pays off as a replica" in text
+    assert "faster as a replica" in text
     page = (calibrated / planned["page"]).read_text()
     assert "<svg" in page
     assert "<td>look_ahead</td>" in page
@@ -171,7 +172,8 @@ def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:
     assert all(len(of["block_s"]) >= 1 for of in trial["plans"].values())
     assert len(trial["plans"]) >= 2
     assert chosen == min(trial["plans"], key=lambda n: trial["plans"][n]["step_s"])
-    assert document["why"].startswith(f"{chosen} took ")
+    name = candidate_name(chosen, document["plans"][chosen]["hot_rows"])
+    assert document["why"].startswith(f"{name} took ")
     assert figures["pipeline"] == document["plans"][chosen]["pipeline"]
 
     placement = ["placement=torchrec", f"placement.plan={chosen.split()[1]}"]

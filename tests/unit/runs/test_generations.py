@@ -30,7 +30,7 @@ DAYS = [["a", "b", "b", "c", "c", "d", "d"], ["x", "b", "x", "y"]]
 
 def config_of(folder: Path, *words: str) -> Config:
     words = (
-        *(f"paths.dataset={folder}/dataset", "model.embedding_dim=4"),
+        *("data=kuairand", f"paths.dataset={folder}/dataset", "model.embedding_dim=4"),
         "model.dense_layer_sizes=[4]",
         *("model.over_layer_sizes=[4,1]", "placement=torchrec", "trainer.num_workers=0"),
         *("trainer.batch_size=2", "trainer.eval_splits=[]", "order=time", *words),
