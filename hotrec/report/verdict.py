@@ -88,7 +88,9 @@ def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison)
     said, doubts = [], []
     if baseline is not None and baseline in runs:
         ours = next((run for run in runs if run is not baseline), None)
-        if ours is not None and is_torchrec(ours):
+        if runs[0] is baseline:
+            said.append(f"Chosen: {baseline.name}.")
+        elif ours is not None and is_torchrec(ours):
             said.append(
                 f"{_capital(ours.name)} was chosen. It and {baseline.name} are both TorchRec's own "
                 "plans: no claim of speed."

@@ -142,6 +142,15 @@ def test_two_plans_of_torchrec_are_not_told_apart(tmp_path: Path) -> None:
     )
 
 
+def test_the_planner_may_be_what_was_chosen(tmp_path: Path) -> None:
+    _, planner, hot = write_all(tmp_path, steps_ms={"hot": 60.0})
+    runs = read_runs([planner, hot])
+    chosen, against = verdicts(runs, choose_baseline(runs), Comparison.read(tmp_path))
+    assert chosen == "Chosen: TorchRec's planner."
+    assert against.startswith("hotrec, 1,650 hot rows. A step takes 60.0 ms, with TorchRec's")
+    assert "33% more (27% to 40%)" in against
+
+
 def test_the_best_of_torchrecs_in_the_trial_is_said(tmp_path: Path) -> None:
     """Not only what is easiest to beat."""
     paths = write_all(tmp_path)
