@@ -246,7 +246,7 @@ def _describe_os_error(error: OSError) -> str:
 
 def _describe_key_error(error: OmegaConfBaseException) -> str:
     message = (error.msg or str(error)).split("\n")[0].strip()
-    key = str(error.full_key or "")
+    key = str(error.full_key or "").rstrip("_")  # of run.from_
     if isinstance(error, MissingMandatoryValue):
         return f"{key}: expected a value, got none. Give {key}=..."
     if isinstance(error, ConfigKeyError | ConfigAttributeError):

@@ -29,8 +29,10 @@ def validate(section: Any, key: str = "") -> None:
     for item in fields(section):
         value, name = getattr(section, item.name), f"{prefix}{item.name}"
         entries = _entries(name, value)
-        if len(entries) < item.metadata["limits"].get("size", 0):
-            raise ValueError(f"{name}: expected at least one value, got {value}.")
+        least = item.metadata["limits"].get("size", 0)
+        if len(entries) < least:
+            number = "one value" if least == 1 else f"{least} values"
+            raise ValueError(f"{name}: expected at least {number}, got {value}.")
         for full_key, entry in entries.items():
             if is_dataclass(entry):
                 validate(entry, full_key)

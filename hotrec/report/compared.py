@@ -99,6 +99,11 @@ class Comparison:
             plans = {Path(name).resolve(): _plan(of) for name, of in document["plans"].items()}
             doubts = tuple(str(doubt) for doubt in document["doubts"])
             return cls(float(document["seconds"]), doubts, plans)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"compared {file}: expected what `hotrec compare` wrote, got no such file. Name "
+                "its directory."
+            ) from error
         except (OSError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{file}: expected what `hotrec compare` wrote, got {error!r}. Compare again."

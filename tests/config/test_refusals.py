@@ -61,6 +61,7 @@ OUT_OF_RANGE = [
     ),
     ("trainer.precision=tf32 trainer.device=cpu", "trainer.precision: expected fp32", "got tf32"),
     ("model.dense_layer_sizes=[64,32]", "model.dense_layer_sizes: expected the last", "64"),
+    ("run.from=bogus", "run.from: expected one of prepare, ", "'bogus'"),
     ("model.over_layer_sizes=[]", "model.over_layer_sizes: expected at least one value", "[]"),
     ("model.over_layer_sizes=[0,1]", "model.over_layer_sizes[0]: expected a value", "got 0"),
     ("model.over_layer_sizes=[8,2]", "model.over_layer_sizes: expected the last", "1"),
