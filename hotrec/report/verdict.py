@@ -108,11 +108,13 @@ def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison)
         said += _of_trial(runs[0])
     found = list(dict.fromkeys(filter(None, doubts)))
     if found:
-        stage = "calibrate" if "calibrate" in " ".join(found) else "compare"
-        said.append(
-            f"No claim of speed: {' '.join(found)[0].lower()}{' '.join(found)[1:]} Start the same "
-            f"command again on a quiet machine, with run.from={stage}."
-        )
+        why, stage = " ".join(found), "compare"
+        if "calibrate" in why:
+            stage = "calibrate"
+        again = "Start the same command again on a quiet machine"
+        if any(is_comparison(run.path) for run in runs):  # by `hotrec run`
+            again += f", with run.from={stage}"
+        said.append(f"No claim of speed: {why[0].lower()}{why[1:]} {again}.")
     return said
 
 

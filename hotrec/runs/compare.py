@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,10 @@ class _Recorded:
     def facts(self) -> dict[str, Any]:
         """What must agree between runs for a comparison of their plans."""
         trainer = {name: getattr(self.config.trainer, name) for name in _TRAINER}
-        order = {"order": asdict(self.config.order)}
-        return {**checkpoint_facts(self.config, self.dataset, None), **trainer, **order}
+        order = {name: getattr(of, "name", of) for name, of in vars(self.config.order).items()}
+        del order["assign"]  # of the samples of the same batches
+        facts = checkpoint_facts(self.config, self.dataset, None)
+        return {**facts, **trainer, "order": order}
 
     def candidate(
         self, machine: Machine, ranks: Ranks, places: dict[str, Destinations]

@@ -92,7 +92,7 @@ from hotrec.train.metrics_server import serve_metrics
 from hotrec.train.run_log import Listener, check_records, replace_text
 from hotrec.train.schedule import Cadence, Schedule, count_steps
 from hotrec.train.trace import TraceWindow
-from hotrec.types import ColdTier, Partition
+from hotrec.types import ColdTier, Partition, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -528,8 +528,10 @@ def make_candidate(
         assign = choose_assign(config, dataset.schema, plan.placement, sharded.plan)
         return sharded, make_train_loader(config, ranks, sharded.transform, None, None, assign)
 
-    # A window of batches is held for slots alone, with which there is nothing to choose.
     held = 2 * num_workers(config.trainer.num_workers, ranks) + config.pipeline.depth
+    tables = {} if plan.placement is None else plan.placement.tables
+    if any(table.tier is Tier.CACHED for table in tables.values()):
+        held += config.pipeline.window  # a window of batches is held for slots alone
     return Candidate(build, plan.most_bytes, held, plan.step_s)
 
 
