@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,6 +11,16 @@ import pytest
 
 if TYPE_CHECKING:
     from hotrec.runtime.ranks import Ranks
+
+
+@pytest.fixture(autouse=True)
+def _run_dir_of_no_other_test() -> Iterator[None]:
+    """Commands keep their directory in the environment, where a test must not leave it."""
+    before = os.environ.get("HOTREC_RUN_DIR")
+    yield
+    os.environ.pop("HOTREC_RUN_DIR", None)
+    if before is not None:
+        os.environ["HOTREC_RUN_DIR"] = before
 
 
 @pytest.fixture(scope="module")

@@ -419,7 +419,9 @@ def wait_for_child(
         exit_code = child.wait()
     exit_code = exit_code if exit_code >= 0 else 128 - exit_code
     if received:
-        raise SystemExit(exit_code)
+        # A library whose own code a signal meets, such as while it is imported, may abort.
+        is_aborted = exit_code == 128 + signal.SIGABRT
+        raise SystemExit(128 + received[0] if is_aborted else exit_code)
     return exit_code
 
 

@@ -1,8 +1,12 @@
 """What launchers leave in the environment, against each other and the command line."""
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 
 import pytest
 
@@ -11,6 +15,7 @@ from hotrec.cli.launch import (
     check_network,
     is_under_torchrun,
     run_under_torchrun,
+    wait_for_child,
 )
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "PET_", "SLURM_", "TORCHELASTIC_")
@@ -135,3 +140,22 @@ def test_without_a_loopback_interface():
     )
     assert "ValueError: network: expected the loopback address 127.0.0.1" in done.stderr
     check_network(is_standalone=True)
+
+
+def test_a_signal_upon_which_a_child_aborts_is_what_ended_it() -> None:
+    """A library may abort where an interrupt meets its own code."""
+    code = "import os, signal, time; signal.signal(signal.SIGINT, lambda *_: os.abort())\n"
+    code += "print('ready', flush=True)\ntime.sleep(60)"
+    with tempfile.TemporaryFile("w+") as stdout:
+
+        def interrupt() -> None:
+            while not os.fstat(stdout.fileno()).st_size:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(SystemExit) as ended:
+            wait_for_child([sys.executable, "-c", code], dict(os.environ), stdout)
+        thread.join()
+    assert ended.value.code == 128 + signal.SIGINT
