@@ -10,7 +10,7 @@ import numpy as np
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.bench.cases import Block, Case, Runner, step_seconds
-from hotrec.planning.torchrec_plan import plan_document
+from hotrec.planning.torchrec_plan import plan_document, rank_of_shard
 from hotrec.runtime.ranks import Ranks, all_gather_object
 from hotrec.runtime.stages import exposed_s
 from hotrec.runtime.traffic import (
@@ -94,8 +94,7 @@ def _served_values(
             for shard in facts["shards"]:
                 (first_row, _), (num_rows, num_columns) = shard["offsets"], shard["sizes"]
                 is_here = (rows >= first_row) & (rows < first_row + num_rows)
-                rank = int(shard["placement"].split("/")[0].removeprefix("rank:"))  # "rank:1/cpu"
-                served[rank] += int(is_here.sum()) * num_columns
+                served[rank_of_shard(shard)] += int(is_here.sum()) * num_columns
     return served
 
 

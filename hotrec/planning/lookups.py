@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.cost_model.demand import Floats
-from hotrec.cost_model.histogram import slices
-from hotrec.planning.torchrec_plan import plan_document
+from hotrec.planning.torchrec_plan import plan_document, rank_of_shard
 from hotrec.types import Partition, Rows
 
 
@@ -50,25 +48,15 @@ def destinations(
     }
     for table, by_row in counts.items():
         total += int(by_row.sum())
-        cold_from = _cold_lookups(by_row, None if partition is None else partition.hot(table))
+        hot_rows = np.empty(0, np.int64) if partition is None else partition.hot(table)
         shards = shards_of.get(table, ())
         num_columns = max((s["offsets"][1] + s["sizes"][1] for s in shards), default=0)
         for shard in shards:
             (first_row, _), (num_rows, columns) = shard["offsets"], shard["sizes"]
-            lookups = cold_from[first_row + num_rows] - cold_from[first_row]
-            rank = int(shard["placement"].split("/")[0].removeprefix("rank:"))  # "rank:1/cpu"
-            owned[rank] += lookups * columns / num_columns
+            end_row = first_row + num_rows
+            hot = hot_rows[(hot_rows >= first_row) & (hot_rows < end_row)]
+            lookups = int(by_row[first_row:end_row].sum()) - int(by_row[hot].sum())
+            owned[rank_of_shard(shard)] += lookups * columns / num_columns
     if total:
         owned /= total
     return Destinations(1.0 - float(owned.sum()), tuple(float(share) for share in owned))
-
-
-def _cold_lookups(by_row: Rows, hot_rows: Rows | None) -> Floats:
-    """Lookups of the cold rows before each row, float64 (R + 1,)."""
-    before = np.zeros(by_row.size + 1)
-    is_hot = np.zeros(by_row.size, bool)
-    if hot_rows is not None:
-        is_hot[hot_rows] = True
-    for part in slices(by_row.size):
-        before[part.start + 1 : part.stop + 1] = np.where(is_hot[part], 0, by_row[part])
-    return np.cumsum(before, out=before)

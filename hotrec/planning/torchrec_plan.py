@@ -263,6 +263,11 @@ def plan_document(plan: ShardingPlan) -> dict[str, Any]:
     return document
 
 
+def rank_of_shard(shard: Mapping[str, Any]) -> int:
+    """The rank that holds a shard of ``plan_document``, whose placement is such as "rank:1/cpu"."""
+    return int(shard["placement"].split("/")[0].removeprefix("rank:"))
+
+
 def plan_text(plan: ShardingPlan) -> str:
     """Formats a plan as text, one line for each table."""
     lines = []

@@ -158,6 +158,8 @@ def _of_trial(run: Run) -> list[str]:
         prediction = Prediction(parse_object((run.path / PREDICTION).read_text(), PREDICTION))
     except (OSError, ValueError):
         return []
+    if not (prediction.document.get("trial") or {}).get("took_turns"):
+        return []
     of_trial = {name: plan["step_s"] for name, plan in prediction.trial.items()}
     theirs = [name for name in of_trial if name.startswith(TORCHREC)]
     best = min(theirs, key=lambda name: of_trial[name], default=prediction.chosen)

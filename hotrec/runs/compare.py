@@ -67,9 +67,7 @@ class _Recorded:
             )
         dataset = open_dataset(config, find_latest(run_dir / CHECKPOINTS))
         paths = replace(config.paths, dataset=str(dataset.artifact.path))
-        workers = num_workers(config.trainer.num_workers, ranks)
-        trainer = replace(config.trainer, num_workers=workers)
-        config = replace(config, paths=paths, trainer=trainer)
+        config = replace(config, paths=paths)
         return cls(run_dir, config, dataset, read_training_plan(config, run_dir))
 
     def facts(self) -> dict[str, Any]:
@@ -116,8 +114,14 @@ def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -
         ArtifactError: If the dataset, the profile or a recorded plan is missing or altered.
         ValueError: If the runs differ in more than their plans.
     """
+    # Collective, so not where one rank may fail alone.
+    workers = [num_workers(config.trainer.num_workers, ranks) for config in runs.values()]
+    configs = [
+        replace(config, trainer=replace(config.trainer, num_workers=number))
+        for config, number in zip(runs.values(), workers, strict=True)
+    ]
     read = same_verdict(
-        lambda: [_Recorded.read(run_dir, config, ranks) for run_dir, config in runs.items()]
+        lambda: [_Recorded.read(*of_run, ranks) for of_run in zip(runs, configs, strict=True)]
     )
     same_verdict(lambda: _check_alike(read))
     machine = make_run_machine(read[0].config, ranks)

@@ -166,7 +166,8 @@ def test_the_best_of_torchrecs_in_the_trial_is_said(tmp_path: Path) -> None:
         "torchrec planner": {"step_s": 0.025, "slower": [1.2, 1.3]},
         "torchrec hand_tuned": {"step_s": 0.021, "slower": [1.01, 1.11]},
     }
-    document = prediction() | {"chosen": "hot_cold base", "trial": {"plans": plans}}
+    trial = {"plans": plans, "took_turns": True}
+    document = prediction() | {"chosen": "hot_cold base", "trial": trial}
     document["plans"] |= {"hot_cold base": {**document["plans"]["hot_cold"], "hot_rows": 0}}
     (paths[0] / "prediction.json").write_text(json.dumps(document))
     runs = read_runs(paths)
@@ -176,6 +177,9 @@ def test_the_best_of_torchrecs_in_the_trial_is_said(tmp_path: Path) -> None:
         "ms a step where the chosen plan took 20.0 ms (1% to 11% longer), and is predicted to send "
         "14.5 MB."
     )
+    document["trial"]["took_turns"] = False
+    (paths[0] / "prediction.json").write_text(json.dumps(document))
+    assert "trial" not in " ".join(verdicts(runs, choose_baseline(runs), Comparison.read(tmp_path)))
 
 
 def test_the_page_begins_with_the_plans(tmp_path: Path) -> None:
