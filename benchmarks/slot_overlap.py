@@ -55,7 +55,7 @@ def link(bytes_per_s: float | None) -> Iterator[None]:
         return here(mover, held)
 
     def slow_to_device(mover: RowMover, rows: Any, gathered: Any) -> Any:
-        _sleep(rows.size * mover.row_bytes, bytes_per_s)
+        _sleep(rows.numel() * mover.row_bytes, bytes_per_s)
         return there(mover, rows, gathered)
 
     patched: Any = RowMover

@@ -9,7 +9,6 @@ from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -27,7 +26,7 @@ from hotrec.calibrate.timing import Probe, Work
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
 from hotrec.data.batch import Batch
-from hotrec.embedding.cached_rows import RowMover
+from hotrec.embedding.cached_rows import RowMover, to_device
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.hot_reduce import HotReducer
@@ -41,7 +40,7 @@ from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedGroup
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
-from hotrec.types import HotExchange, OptimizerKind, RowFetch, Rows
+from hotrec.types import HotExchange, OptimizerKind, RowFetch
 
 # At most this many ranks' requests are merged into one lookup.
 MAX_REQUESTING_RANKS = 8
@@ -463,17 +462,18 @@ def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int
     held = [torch.ones(most_rows, *part.shape[1:], device=workload.device) for part in host]
     is_mapped = name == FETCHES[RowFetch.mapped]
     mover = RowMover(host, held, workload.device, mapped if is_mapped else None)
-    turns = cycle(order[: num_all // num_rows * num_rows].view(-1, num_rows).numpy())
-    slots = np.arange(num_rows, dtype=np.int32)
+    turns = cycle(order[: num_all // num_rows * num_rows].view(-1, num_rows))
+    slots = torch.arange(num_rows, device=workload.device)
 
-    def fetch(rows: Rows) -> None:
-        mover.put_in_slots(slots, mover.copy_to_device(rows, mover.gather(rows)))
+    def fetch(rows: torch.Tensor) -> None:
+        numbers = to_device(rows, workload.device)
+        mover.put_in_slots(slots, mover.copy_to_device(numbers, mover.gather(rows)))
 
-    def return_rows(rows: Rows) -> None:
+    def return_rows(rows: torch.Tensor) -> None:
         mover.put_back(rows, mover.copy_to_host(mover.read_slots(slots)), 0)
 
     run = fetch if name in FETCHES.values() else return_rows
-    return Work(run, num_rows, mover.row_bytes * num_rows, lambda: np.sort(next(turns)))
+    return Work(run, num_rows, mover.row_bytes * num_rows, lambda: next(turns).sort().values)
 
 
 def _host_rows(

@@ -53,7 +53,7 @@ NUM_WORKERS = (
 )
 WINDOW = (
     "number of further batches whose rows look_ahead knows, to choose which rows stay in the slots "
-    "of placement.cold_tier=cached"
+    "of placement.cold_tier=cached; 32 at most"
 )
 DEPTH = "number of batches whose rows look_ahead exchanges in advance; 0: none"
 MICRO_BATCHES = "let look_ahead first compute the samples that need no row of another rank"
@@ -74,7 +74,7 @@ class PipelineConfig:
         PipelineKind.auto,
     )
     depth: int = key(DEPTH, 1, ge=0, le=16)
-    window: int = key(WINDOW, 32, ge=0, le=256)
+    window: int = key(WINDOW, 32, ge=0, le=32)
     micro_batches: bool = key(MICRO_BATCHES, False)
     wire: WireType = key(WIRE, WireType.fp32)
 

@@ -26,11 +26,10 @@ CACHE_TAG_BYTES = 8
 CACHE_CLOCK_BYTES = 8
 CACHE_LOCK_BYTES = 4
 CACHE_MAP_BYTES = 4
-# Our slots (embedding/slots.py): the slot, the decayed lookups and the place in the window of a
-# row; the row, the last batch that reads it in flight, the last and the first one of those known, a
-# mark and a scratch number of a slot. All on the host.
-SLOT_MAP_BYTES = 4 + 4 + 4
-SLOT_BYTES = 8 + 8 + 8 + 8 + 1 + 8
+# The map of our slots (embedding/slots.py), on the device: the place or the decayed lookups, and
+# the known batches, of a row and of a slot, and the row of a slot and the last batch that reads it.
+SLOT_MAP_BYTES = 4 + 4
+SLOT_BYTES = 4 + 4 + 8 + 4
 # Copies of a replica's gradient in the first step, the peak: autograd's, which DDP copies into its
 # bucket.
 NUM_REPLICA_GRADIENTS = 2
@@ -52,9 +51,8 @@ def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
     if tier is Tier.DEVICE:
         return demand.row_bytes, 0
     on_host = BYTES_PER_FLOAT * demand.dim + host_state_bytes(demand)
-    maps = CACHE_MAP_BYTES if tier is Tier.HOST_CACHED else 0
-    own_maps = SLOT_MAP_BYTES if tier is Tier.CACHED else 0
-    return demand.row_bytes - on_host + maps, on_host + own_maps
+    maps = {Tier.HOST_CACHED: CACHE_MAP_BYTES, Tier.CACHED: SLOT_MAP_BYTES}
+    return demand.row_bytes - on_host + maps.get(tier, 0), on_host
 
 
 def cached_row_bytes(
@@ -167,5 +165,5 @@ def _shard_bytes(
         shard[0] += num_rows * cached_rows(demand, placed) / demand.num_rows * slot_bytes
     elif placed.tier is Tier.CACHED:
         num_slots = num_rows * cached_rows(demand, placed) / demand.num_rows
-        shard += num_slots * np.array([demand.row_bytes, SLOT_BYTES])
+        shard[0] += num_slots * (demand.row_bytes + SLOT_BYTES)
     return shard

@@ -11,8 +11,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,29 +21,60 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.cpu_rows import RowsInMemory, fbgemm_rows, mapped_rows
 from hotrec.embedding.flat import put_rows, table_begins
 from hotrec.embedding.random_bits import round_randomly
-from hotrec.embedding.slots import Moves, SlotMap, Slots
+from hotrec.embedding.slots import Moves, SlotMap, fetches
 from hotrec.embedding.snapshot import keep
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, record_use
+from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, OnHost, record_use
 from hotrec.runtime.stages import named_range
 from hotrec.types import POPULAR_ROW, Placement, PopularRows, RowFetch, Rows, Tier
 
 
-def to_device(numbers: Slots | Rows, device: torch.device) -> torch.Tensor:
-    """Slots or rows as int64 on a device; the host does not wait for the copy."""
-    here = torch.from_numpy(numbers).long()
-    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
+def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device; the host does not wait for the copy."""
+    here = numbers.pin_memory() if device.type == "cuda" else numbers
+    return here.to(device, non_blocking=True)
 
 
-# Rows that are moved at once where slots begin.
-MOST_FIRST = 1 << 16
+# Rows that are moved at once where slots begin, and where all are written back.
+MOST_AT_ONCE = 1 << 16
 
 
-def _split(moves: Moves) -> Iterator[Moves]:
-    """Rows to fetch alone, in parts of MOST_FIRST."""
-    for begin in range(0, moves.in_rows.size, MOST_FIRST):
-        part = slice(begin, begin + MOST_FIRST)
-        yield replace(moves, in_rows=moves.in_rows[part], in_slots=moves.in_slots[part])
+class _MovesOnHost:
+    """What the host has to know of moves, on its way there; asked for by the mover's threads."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        parts = [moves.in_rows, moves.out_rows, moves.is_changed, moves.out_worth.view(torch.int32)]
+        self._sizes = [part.numel() for part in parts]
+        # In one copy.
+        self._message = OnHost(torch.cat(parts)) if moves.in_rows.is_cuda else None
+        self._parts = parts
+
+    def _part(self, at: int) -> torch.Tensor:
+        if self._message is None:
+            return self._parts[at]
+        return self._message.tensor().split(self._sizes)[at]
+
+    def in_rows(self) -> torch.Tensor:
+        """Rows to fetch."""
+        return self._part(0)
+
+    def out_rows(self) -> torch.Tensor:
+        """Rows that may be changed, of those that leave."""
+        is_changed = self._part(2).bool()
+        return self._part(1)[is_changed]
+
+    def out_slots(self) -> torch.Tensor:
+        """Their slots, on the device."""
+        is_changed = self._part(2).bool()
+        if is_changed.all():
+            return self._moves.out_slots
+        at = to_device(is_changed.nonzero()[:, 0], self._moves.out_slots.device)
+        return self._moves.out_slots.index_select(0, at)
+
+    def next_read(self) -> int:
+        """The first batch that may read a row that leaves."""
+        return self._moves.next_read(float(self._part(3).int().view(torch.float32)))
 
 
 class RowMover:
@@ -79,75 +108,82 @@ class RowMover:
         self._filling = CommunicationThread(device, "fill slots")
         self._returning = CommunicationThread(device, "return rows", is_apart=True)
         self._writing = CommunicationThread(device, "write rows back", is_apart=True)
-        self._leaving: deque[tuple[Rows, CommunicationFuture[None]]] = deque()
+        self._leaving: deque[tuple[_MovesOnHost, CommunicationFuture[None]]] = deque()
         self.row_bytes = sum(part[:1].numel() * part.element_size() for part in host)
+        self.num_written = 0
 
     def submit(self, moves: Moves, key: int) -> CommunicationFuture[None]:
         """Start to move rows, see ``put_back``; those fetched are there with the result."""
         while self._leaving and self._leaving[0][1].done():
             self._leaving.popleft()
-        before = [
-            written
-            for rows, written in self._leaving
-            if np.isin(moves.in_rows, rows, assume_unique=True).any()
-        ]
-        gathered = self._gathering.submit(partial(self.gather, moves.in_rows, before))
-        fetched = self._fetching.submit(lambda: self.copy_to_device(moves.in_rows, gathered.wait()))
-        if moves.out_rows.size:
+        here, before = _MovesOnHost(moves), list(self._leaving)
+
+        def gather() -> list[torch.Tensor | None]:
+            rows = here.in_rows()
+            for left, written in before:
+                if left.next_read() <= moves.number:
+                    written.result()
+            return self.gather(rows)
+
+        def fetch() -> list[torch.Tensor]:
+            gathered_now = gathered.wait()
+            if known is not None:
+                torch.cuda.current_stream(self._device).wait_event(known)
+                record_use(moves.in_rows)
+            return self.copy_to_device(moves.in_rows, gathered_now)
+
+        known = torch.cuda.current_stream().record_event() if moves.in_rows.is_cuda else None
+        gathered = self._gathering.submit(gather)
+        fetched = self._fetching.submit(fetch)
+        if moves.out_rows.numel():
             # Before others are put there.
-            held = self._filling.submit(partial(self.read_slots, moves.out_slots))
+            held = self._filling.submit(lambda: self.read_slots(here.out_slots()))
             returned = self._returning.submit(lambda: self.copy_to_host(held.wait()))
             written = self._writing.submit(
-                lambda: self.put_back(moves.out_rows, returned.wait(), key)
+                lambda: self.put_back(here.out_rows(), returned.wait(), key)
             )
-            self._leaving.append((moves.out_rows, written))
+            self._leaving.append((here, written))
         return self._filling.submit(lambda: self.put_in_slots(moves.in_slots, fetched.wait()))
 
-    def gather(
-        self, rows: Rows, before: Sequence[CommunicationFuture[None]] = ()
-    ) -> list[torch.Tensor | None]:
-        """Rows and states of host memory, None for those that the device reads itself."""
-        for written in before:
-            written.result()
+    def gather(self, rows: torch.Tensor) -> list[torch.Tensor | None]:
+        """Rows int64 (K,) of host memory with states, None for what the device reads itself."""
         with named_range("gather rows"):
-            index = torch.from_numpy(rows)
             return [
-                None if mapped is not None else self._staged(host, rows.size, index)
+                None if mapped is not None else self._staged(host, rows)
                 for host, mapped, _ in self._parts
             ]
 
-    def _staged(self, host: torch.Tensor, num_rows: int, index: torch.Tensor) -> torch.Tensor:
+    def _staged(self, host: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         # Gathered into pinned memory at once, from which the copy does not wait.
         is_pinned = self._device.type == "cuda"
-        staged = torch.empty((num_rows, *host.shape[1:]), dtype=host.dtype, pin_memory=is_pinned)
-        return torch.index_select(host, 0, index, out=staged)
+        shape = (rows.numel(), *host.shape[1:])
+        staged = torch.empty(shape, dtype=host.dtype, pin_memory=is_pinned)
+        return torch.index_select(host, 0, rows, out=staged)
 
     def copy_to_device(
-        self, rows: Rows, gathered: Sequence[torch.Tensor | None]
+        self, rows: torch.Tensor, gathered: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor]:
-        """What ``gather`` returned of rows on the device, with what it left to the device."""
+        """What ``gather`` returned on the device, with what it left to the device of these rows."""
         with named_range("fetch rows"):
-            index, arrived = None, []
+            arrived = []
             for (_, mapped, _), staged in zip(self._parts, gathered, strict=True):
                 if staged is not None:
                     arrived.append(staged.to(self._device, non_blocking=True))
                 else:
                     assert mapped is not None
-                    index = to_device(rows, self._device) if index is None else index
-                    arrived.append(mapped.index_select(0, index))
+                    arrived.append(mapped.index_select(0, rows))
             return arrived
 
-    def put_in_slots(self, slots: Slots, fetched: Sequence[torch.Tensor]) -> None:
-        """Write what ``copy_to_device`` returned into slots."""
-        record_use(*fetched)
-        index = to_device(slots, self._device)
+    def put_in_slots(self, slots: torch.Tensor, fetched: Sequence[torch.Tensor]) -> None:
+        """Write what ``copy_to_device`` returned into slots int64 (K,)."""
+        record_use(slots, *fetched)
         for (_, _, of_slots), values in zip(self._parts, fetched, strict=True):
-            put_rows(of_slots, index, values.to(of_slots.dtype))
+            put_rows(of_slots, slots, values.to(of_slots.dtype))
 
-    def read_slots(self, slots: Slots) -> list[torch.Tensor]:
-        """Rows and states of slots, on the device."""
-        index = to_device(slots, self._device)
-        return [of_slots.index_select(0, index) for _, _, of_slots in self._parts]
+    def read_slots(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Rows and states of slots int64 (K,), on the device."""
+        record_use(slots)
+        return [of_slots.index_select(0, slots) for _, _, of_slots in self._parts]
 
     def copy_to_host(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What ``read_slots`` returned, on its way to the host."""
@@ -157,8 +193,8 @@ class RowMover:
         here = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in held]
         return [to.copy_(part, non_blocking=True) for to, part in zip(here, held, strict=True)]
 
-    def put_back(self, rows: Rows, returned: Sequence[torch.Tensor], key: int) -> None:
-        """Write to the host what ``copy_to_host`` returned.
+    def put_back(self, rows: torch.Tensor, returned: Sequence[torch.Tensor], key: int) -> None:
+        """Write to rows int64 (K,) of the host what ``copy_to_host`` returned.
 
         Rows of another type than in the slots are rounded at random, by a key of this moment.
         """
@@ -166,7 +202,7 @@ class RowMover:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
             for (host, _, _), here in zip(self._parts, returned, strict=True):
-                index, values = torch.from_numpy(rows).to(host.device), here.to(host.device)
+                index, values = rows.to(host.device), here.to(host.device)
                 keep(host, index)
                 if host.dtype is values.dtype:
                     put_rows(host, index, values)
@@ -175,6 +211,7 @@ class RowMover:
                     put_rows(host.view(torch.int16), index, rounded.view(torch.int16))
             if any(host.is_cuda for host, _, _ in self._parts):  # FBGEMM's state of a float a row
                 torch.cuda.current_stream(self._device).synchronize()
+        self.num_written += rows.numel()
 
     def drain(self) -> None:
         """Wait until all rows have been moved."""
@@ -208,6 +245,7 @@ class CachedRows:
         spec: The update rule.
         device: Where the slots are.
         mapped: What the device reads in host memory itself, see ``RowMover``.
+        is_distinct: Whether a batch never repeats a row, as with one rank.
     """
 
     def __init__(
@@ -219,6 +257,8 @@ class CachedRows:
         spec: OptimizerSpec,
         device: torch.device,
         mapped: Sequence[torch.Tensor | None] | None = None,
+        *,
+        is_distinct: bool = False,
     ) -> None:
         weights, states = host
         self._is_rounded = weights.dtype is not torch.float32
@@ -233,8 +273,10 @@ class CachedRows:
         )
         self._tensors, self._mapped = ([weights, *states.values()], empty), mapped
         self._device = device
-        self.slots = SlotMap(weights.shape[0], num_slots, popular)
-        self.read_bytes = self.written_bytes = 0
+        self.slots = SlotMap(weights.shape[0], num_slots, popular, device)
+        self._is_distinct = is_distinct
+        self._started: RowMover | None = None
+        self.num_lookups = self.read_bytes = self._written_bytes = 0
         self.wait_s = 0.0
         self.restart()
 
@@ -254,12 +296,25 @@ class CachedRows:
         return self._tensors[0]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The slots, and the maps on the host."""
-        return self._tensors[1] + [torch.from_numpy(array) for array in self.slots.arrays()]
+        """The slots and their map."""
+        return self._tensors[1] + self.slots.tensors()
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of rows that were written back so far."""
+        mover = self._started
+        return self._written_bytes + (mover.num_written * mover.row_bytes if mover else 0)
+
+    @property
+    def _mover(self) -> RowMover:
+        # Made when rows first move: the streams of a process are few.
+        if self._started is None:
+            self._started = RowMover(*self._tensors, self._device, self._mapped)
+        return self._started
 
     def restart(self) -> None:
         """Forget what the slots hold, since the rows may have been written; start new numbers."""
-        self._mover = RowMover(*self._tensors, self._device, self._mapped)
+        self._written_bytes, self._started = self.written_bytes, None
         # What was started for each batch, in the order of their numbers.
         self._moved: deque[tuple[int, CommunicationFuture[None]]] = deque()
         # Fetched later: the rows may not have been initialised or loaded.
@@ -267,10 +322,10 @@ class CachedRows:
 
     def foresee(self, rows_K: torch.Tensor, number: int) -> None:
         """Say which rows, int64 (K,), a batch will reserve slots for."""
-        self.slots.foresee(rows_K.cpu().numpy(), number)
+        self.slots.foresee(rows_K if self._is_distinct else rows_K.unique(), number)
 
     def reserve(self, rows_K: torch.Tensor, number: int) -> torch.Tensor:
-        """Give a batch slots for its rows, int64 (K,), with repetition, and start to fill them.
+        """Give a batch slots for its rows, int64 (K,), and start to fill them.
 
         Returns:
             The slot of each row, int64 (K,), on the device.
@@ -278,24 +333,28 @@ class CachedRows:
         Raises:
             TooFewSlotsError: if the batches in flight hold too many slots.
         """
-        slots_K, moves = self.slots.reserve(rows_K.cpu().numpy(), number)
+        rows_U, inverse_K = rows_K, None
+        if not self._is_distinct:
+            rows_U, inverse_K = rows_K.unique(return_inverse=True)
+        slots_U, moves = self.slots.reserve(rows_U, number)
+        self.num_lookups += rows_K.numel()
         if self._first is not None:
             self._wait_for_writes()
             # The slots' memory is not taken a second time: two of these are on their way at once.
-            for part in _split(self._first):
-                self._move(part, number)
+            first = self._first
+            for rows, slots in _parts(first.in_rows, first.in_slots):
+                self._move(fetches(rows, slots), number)
                 if len(self._moved) > 1:
                     self._moved[-2][1].wait()
             self._first = None
         self._move(moves, number)
-        return to_device(slots_K, self._device)
+        return slots_U if inverse_K is None else slots_U.index_select(0, inverse_K)
 
     def _move(self, moves: Moves, number: int) -> None:
-        if moves.in_rows.size:
+        if moves.in_rows.numel():
             moved = self._mover.submit(moves, int(self.update_count))
             self._moved.append((number, moved))
-            self.read_bytes += moves.in_rows.size * self._mover.row_bytes
-            self.written_bytes += moves.out_rows.size * self._mover.row_bytes
+            self.read_bytes += moves.in_rows.numel() * self._mover.row_bytes
 
     def wait(self, number: int) -> None:
         """Wait until the slots of all batches up to a number hold their rows."""
@@ -326,20 +385,20 @@ class CachedRows:
         after a checkpoint reads the rows that one resumed from it reads, and evicts as it does.
         """
         self._mover.drain()
-        rows, slots = self.slots.take_changed()
-        held = self._mover.copy_to_host(self._mover.read_slots(slots))
-        self._mover.put_back(rows, held, int(self.update_count))
-        self.written_bytes += rows.size * self._mover.row_bytes
+        # In parts, since the slots may fill the device.
+        for rows, slots in _parts(*self.slots.take_changed()):
+            held = self._mover.copy_to_host(self._mover.read_slots(slots))
+            self._mover.put_back(rows.cpu(), held, int(self.update_count))
         if self._is_rounded and not self.slots.has_batches:
             self._first = self.slots.clear()
 
     def refresh(self, rows: Rows) -> None:
         """Fetch rows again that were written in host memory, with no batch in flight."""
-        slots = self.slots.slots_of(rows)
-        here, nothing = slots >= 0, slots[:0]
-        moves = Moves(rows[:0], nothing, rows[here], slots[here])
+        wanted = to_device(torch.from_numpy(rows), self._device)
+        slots = self.slots.slots_of(wanted)
+        here = slots >= 0
         self._wait_for_writes()
-        self._mover.submit(moves, int(self.update_count)).wait()
+        self._mover.submit(fetches(wanted[here], slots[here]), int(self.update_count)).wait()
 
     def _wait_for_writes(self) -> None:
         """Wait for what the device was told to write in host memory, which the mover does not."""
@@ -348,7 +407,12 @@ class CachedRows:
 
     def close(self) -> None:
         """Let the mover's threads end."""
-        self._mover.close()
+        if self._started is not None:
+            self._started.close()
+
+
+def _parts(rows: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(rows.split(MOST_AT_ONCE), slots.split(MOST_AT_ONCE), strict=True)
 
 
 def is_cached(placement: Placement, tables: Sequence[str]) -> bool:
@@ -368,7 +432,12 @@ def is_cached(placement: Placement, tables: Sequence[str]) -> bool:
 
 
 def use_cached_rows(
-    lookup: nn.Module, spec: OptimizerSpec, placement: Placement, device: torch.device
+    lookup: nn.Module,
+    spec: OptimizerSpec,
+    placement: Placement,
+    device: torch.device,
+    *,
+    is_distinct: bool,
 ) -> None:
     """Replace the kernels of TorchRec's ``GroupedEmbeddingsLookup`` by ``CachedRows``, in place."""
     kernels: Any = lookup._emb_modules
@@ -393,6 +462,7 @@ def use_cached_rows(
             spec,
             device,
             mapped_rows(kernel.emb_module, spec, is_wanted=is_mapped),
+            is_distinct=is_distinct,
         )
 
 

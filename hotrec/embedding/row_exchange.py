@@ -273,7 +273,8 @@ class ShardedRows(ShardedEmbeddingCollection):
                 num_rows_T = [config.num_embeddings for config in tables]
                 self.hot = _hook_up(lookup, num_rows_T, self.dim, settings)
             elif has_slots:
-                use_cached_rows(lookup, spec, placement, device)
+                is_distinct = self._env.world_size == 1
+                use_cached_rows(lookup, spec, placement, device, is_distinct=is_distinct)
             elif not self._is_cuda:
                 use_cpu_rows(lookup, spec)
 

@@ -1,9 +1,14 @@
-"""Which rows have a device slot: decided on the host, from the rows that batches in flight read.
+"""Which rows have a device slot: decided where the slots are, from the rows that batches read.
 
 Slots begin with the rows that the profile found most popular. Rows of batches in flight stay. Of
 the rest, rows that no known batch reads go first, by the smallest decayed count of lookups, which
 begins with the profile's, then those that known batches read last (Colossal-AI's frequency-ordered
 cache and ScratchPipe's look-forward cache, in one; Belady's rule as far as batches are known).
+
+No step looks at all rows or all slots. A hand goes round over the slots, as that of a clock, and
+the rows to be given up are the least of those that it passes, a few times as many as are needed
+(CLOCK: Corbato, 1968; ranking a sample: Redis). What is looked up here lies where the slots are, so
+a device decides alone; of a step the host reads how many rows are missing, and later their numbers.
 """
 
 from __future__ import annotations
@@ -11,27 +16,26 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
-from hotrec.types import PopularRows, Rows
-
-Slots = npt.NDArray[np.int32]
+from hotrec.embedding.flat import put_rows
+from hotrec.types import PopularRows
 
 # Batches after which a lookup counts half.
 HALF_LIFE = 512
 # New lookups weigh more instead of old ones less, up to this weight.
-MOST_WEIGHT = 1e30
-# More than the decayed lookups of any row.
-FORESEEN_WORTH = 1e60
-# Slots that are ranked at once, as a share of all, and the share of them that
-# batches may read until they are ranked again: a ranking knows nothing of the batches that come
-# into the window after it.
-QUEUE_FRAC = 1 / 8
-# No known batch reads the row.
-NEVER = np.iinfo(np.int64).max
+MOST_WEIGHT = 1e20
+# More than the decayed lookups of any row, at most MOST_WEIGHT / (1 - 2^(-1 / HALF_LIFE)).
+FORESEEN_WORTH = 1e24
+# More than that of any row that known batches read.
+IN_FLIGHT = 1e37
+# Slots that the hand passes for each that is needed, beside those of batches in flight.
+EXAMINED = 6
+# Batches that may be known and not yet have slots: each has a bit of a row's int32, but the sign.
+MOST_KNOWN = 31
+_ALL_BITS = (1 << MOST_KNOWN) - 1
 
 
 class TooFewSlotsError(ValueError):
@@ -44,218 +48,282 @@ class TooFewSlotsError(ValueError):
 
 @dataclass(frozen=True)
 class Moves:
-    """Rows to write back from slots, then rows to fetch, into these slots among others."""
+    """Rows to write back from slots, then rows to fetch, into these slots among others.
 
-    out_rows: Rows
-    out_slots: Slots
-    in_rows: Rows
-    in_slots: Slots
+    Args:
+        out_rows: Rows that leave, int64 (O,).
+        out_slots: Their slots, int64 (O,).
+        is_changed: Whether host memory may hold another value than the slot, bool (O,).
+        out_worth: Minus what the one of these is worth that is worth most, float32 (1,).
+        in_rows: Rows to fetch, int64 (I,), distinct.
+        in_slots: Their slots, int64 (I,).
+        number: The batch that reads them.
+        last_known: The last known batch, this one or a later one.
+    """
+
+    out_rows: torch.Tensor
+    out_slots: torch.Tensor
+    is_changed: torch.Tensor
+    out_worth: torch.Tensor
+    in_rows: torch.Tensor
+    in_slots: torch.Tensor
+    number: int = -1
+    last_known: int = -1
+
+    def next_read(self, out_worth: float) -> int:
+        """The first batch that may read one of the rows that leave, from the value above."""
+        bits = -out_worth / FORESEEN_WORTH
+        if bits < 1:
+            return self.last_known + 1
+        return self.number + MOST_KNOWN - 1 - int(math.log2(bits))
 
 
-class _Window:
-    """Rows of the known batches, and the batch that reads each of them next."""
-
-    def __init__(self, num_rows: int) -> None:
-        # Where the last known batch that reads a row has it. Valid if the row is there.
-        self.place_of_row = np.full(num_rows, -1, np.int32)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all batches."""
-        self._rows = np.empty(0, np.int64)
-        self._next = np.empty(0, np.int64)
-        self._batches: deque[tuple[int, int, int]] = deque()  # number, begin and end of its rows
-        self._begin = self._end = 0
-
-    @property
-    def last(self) -> int | None:
-        """The number of the last known batch, if any."""
-        return self._batches[-1][0] if self._batches else None
-
-    def add(self, rows: Rows, number: int) -> None:
-        """Add a batch, rows in any order, with repetition."""
-        if self._end + rows.size > self._rows.size:
-            self._make_room(rows.size)
-        places = self.place_of_row[rows]
-        known = np.flatnonzero((places >= self._begin) & (places < self._end))
-        known = known[self._rows[places[known]] == rows[known]]
-        self._next[places[known]] = number
-        begin, self._end = self._end, self._end + rows.size
-        self._rows[begin : self._end] = rows
-        self._next[begin : self._end] = NEVER
-        self.place_of_row[rows] = np.arange(begin, self._end, dtype=np.int32)
-        self._batches.append((number, begin, self._end))
-
-    def take(self, number: int) -> tuple[Rows, Rows] | None:
-        """Forget the batches up to ``number``: its rows, and when they are read next, if known."""
-        found = None
-        while self._batches and self._batches[0][0] <= number:
-            of_batch, begin, self._begin = self._batches.popleft()
-            if of_batch == number:
-                found = self._rows[begin : self._begin], self._next[begin : self._begin]
-        return found
-
-    def _make_room(self, num_added: int) -> None:
-        """Move the known batches to the front of arrays that hold twice as much."""
-        shift, num_known = self._begin, self._end - self._begin
-        rows, following = np.empty((2, 2 * (num_known + num_added)), np.int64)
-        rows[:num_known] = self._rows[shift : self._end]
-        following[:num_known] = self._next[shift : self._end]
-        self.place_of_row[rows[:num_known]] = np.arange(num_known, dtype=np.int32)
-        self._batches = deque((n, b - shift, e - shift) for n, b, e in self._batches)
-        self._rows, self._next, self._begin, self._end = rows, following, 0, num_known
+def fetches(rows: torch.Tensor, slots: torch.Tensor) -> Moves:
+    """Moves of rows int64 (I,) into slots int64 (I,), which give up nothing."""
+    return Moves(rows[:0], slots[:0], rows[:0].bool(), rows[:0].float(), rows, slots)
 
 
 class SlotMap:
     """Gives batches slots for their rows; batches have rising numbers.
 
+    Rows and slots have places: that of a row is its number, that of slot s is R + s. A place has
+    two numbers. For a row that is not in a slot they are minus the decayed count of its lookups
+    (float32) and a bit for each known batch that reads it (int32), at the row's place. For a row in
+    a slot they are at the slot's place, and the row's has that place instead of a count. As
+    integers counts are negative and places are not.
+
     Args:
         num_rows: The number of rows R.
         num_slots: The number of slots S.
         popular: Rows whose popularity is known, distinct; as many as fit begin in slots.
+        device: Where the map is.
+
+    Raises:
+        ValueError: if places do not fit into int32.
     """
 
-    def __init__(self, num_rows: int, num_slots: int, popular: PopularRows) -> None:
-        self.num_slots = num_slots
+    def __init__(
+        self, num_rows: int, num_slots: int, popular: PopularRows, device: torch.device
+    ) -> None:
+        num_places = num_rows + num_slots
+        if num_places >= 1 << 31:
+            raise ValueError(
+                f"rows behind slots: expected fewer than {1 << 31} rows and slots on a rank, got "
+                f"{num_places}. Use more ranks."
+            )
+        self.num_slots, self._num_rows = num_slots, num_rows
         self._popular = popular[np.argsort(-popular["prob"], kind="stable")]
-        self._lookups = np.zeros(num_rows, np.float32)  # decayed
-        self._slot_of_row = np.full(num_rows, -1, np.int32)
-        self._first = np.zeros(num_slots, np.int64)  # scratch
-        self._window = _Window(num_rows)
-        self.num_lookups = self.num_read = self.num_misses = self.num_evictions = 0
+        # As one number for moving both.
+        self._pairs = torch.empty(num_places, dtype=torch.int64, device=device)
+        halves = self._pairs.view(torch.int32).view(-1, 2)
+        self._places, self._reads = halves[:, 0], halves[:, 1]
+        self._counts = self._places.view(torch.float32)
+        self._row_of_slot = torch.empty(num_slots, dtype=torch.int64, device=device)
+        # The last batch that reads a slot, after that of none.
+        self._last_use = torch.empty(num_slots + 1, dtype=torch.int32, device=device)
+        self._one = torch.ones(1, device=device)
+        self._bits = torch.tensor([_bit(number) for number in range(MOST_KNOWN)])
+        self._bits = self._bits.to(device, torch.int32)
+        self.num_read = self.num_misses = self.num_evictions = 0
         self.clear()
 
-    def arrays(self) -> list[npt.NDArray[Any]]:
-        """The maps."""
-        maps: list[npt.NDArray[Any]] = [self._slot_of_row, self._lookups]
-        maps += [self._window.place_of_row, self._row_of_slot, self._last_use]
-        maps += [self._last_foreseen, self._next_use]
-        return [*maps, self._is_changed, self._first]
+    def tensors(self) -> list[torch.Tensor]:
+        """The map."""
+        return [self._pairs, self._row_of_slot, self._last_use]
 
     @property
     def has_batches(self) -> bool:
         """Whether batches hold slots."""
-        return bool(self._reserved)
+        return bool(self._held)
 
     def clear(self) -> Moves:
         """Forget slots, lookups and numbers; the rows to fetch, with which the slots begin."""
-        self._lookups.fill(0)
+        device = self._pairs.device
+        self._counts.fill_(-0.0)
+        self._reads.zero_()
+        rows = torch.from_numpy(self._popular["row"].copy()).to(device)
         # As many as if batches had read them for ever: 1 + 2^(-1 / HALF_LIFE) + ... in each.
         most = 1 / -math.expm1(-math.log(2) / HALF_LIFE)
-        self._lookups[self._popular["row"]] = most * self._popular["prob"]
+        counts = torch.from_numpy(self._popular["prob"].astype(np.float32))
+        self._counts.index_copy_(0, rows, counts.to(device) * -most)
         self._weight = 1.0  # of a lookup now
-        self._slot_of_row.fill(-1)
-        self._row_of_slot = np.full(self.num_slots, -1, np.int64)
-        self._last_use = np.full(self.num_slots, -1, np.int64)  # the last batch that reads it
-        self._is_changed = np.zeros(self.num_slots, np.bool_)
-        self._reserved: deque[tuple[int, Slots]] = deque()
-        self._released = -1
-        self._window.clear()
-        # The last and the first known batch that reads the row.
-        self._last_foreseen = np.full(self.num_slots, -1, np.int64)
-        self._next_use = np.full(self.num_slots, NEVER, np.int64)
-        self._queue = np.empty(0, np.int32)  # slots to give away, the first first
-        # When they were ranked, the batch that was released, and the last one known.
-        self._queued_at = self._queued_until = -1
-        self._num_read_since = 0
-        rows = self._popular["row"][: self.num_slots].copy()
-        slots = np.arange(rows.size, dtype=np.int32)
-        self._row_of_slot[slots], self._slot_of_row[rows] = rows, slots
-        return Moves(rows[:0], slots[:0], rows, slots)
+        self._row_of_slot.fill_(-1)
+        self._last_use.fill_(-1)
+        self._held: deque[tuple[int, int]] = deque()  # batches that hold slots, and how many
+        self._num_held = 0
+        # Slots that only batches up to these read: may be given up; hold what host memory holds.
+        self._released = self._unchanged = -1
+        self._last_reserved = self._last_known = -1
+        self._announced: deque[tuple[torch.Tensor, int]] = deque()
+        rows = rows[: self.num_slots]
+        self._num_filled, self._hand = rows.numel(), 0
+        slots = _spread(rows.numel(), device)
+        self._give(rows, slots, -1)
+        return fetches(rows, slots)
 
-    def foresee(self, rows: Rows, number: int) -> None:
-        """Say which rows a batch will reserve slots for, before ``reserve``."""
-        self._window.add(rows, number)
-        slots = self._slot_of_row[rows]
-        slots = slots[slots >= 0]
-        self._last_foreseen[slots] = number
-        self._next_use[slots] = np.minimum(self._next_use[slots], number)
+    def foresee(self, rows: torch.Tensor, number: int) -> None:
+        """Say which rows, int64 (U,), distinct, a batch will reserve slots for."""
+        self._announced.append((rows, number))
+        self._learn()
 
-    def reserve(self, rows: Rows, number: int) -> tuple[Slots, Moves]:
-        """Give a batch slots for its rows, (K,) with repetition, until ``release(number)``.
+    def _learn(self) -> None:
+        """Know the rows of as many announced batches as there are bits for."""
+        while self._announced and self._announced[0][1] <= self._last_reserved + MOST_KNOWN:
+            rows, number = self._announced.popleft()
+            places = self._places.index_select(0, rows)
+            self._mark_read(torch.where(places < 0, rows, places), number, 1)
+            self._last_known = number
+
+    def _mark_read(self, places: torch.Tensor, number: int, sign: int) -> None:
+        """Set the bits of a batch, which are not set, or clear them."""
+        at = number % MOST_KNOWN
+        self._reads.index_add_(
+            0, places, self._bits[at : at + 1].expand(places.numel()), alpha=sign
+        )
+
+    def reserve(self, rows: torch.Tensor, number: int) -> tuple[torch.Tensor, Moves]:
+        """Give a batch slots for its rows, int64 (U,), distinct, until ``release(number)``.
+
+        The host waits for the number of rows that are missing, and for nothing else.
 
         Returns:
-            The slot of each row, (K,), and what has to be moved.
+            The slot of each row, int64 (U,), and what has to be moved.
 
         Raises:
             TooFewSlotsError: if the batches in flight hold too many slots.
         """
-        known = self._window.take(number)
-        slots = self._slot_of_row[rows]
-        self._last_use[slots[slots >= 0]] = number  # before others are given away
-        missing = np.unique(rows[slots < 0])
-        taken = self._take(missing.size, number)
-        old, is_changed = self._row_of_slot[taken], self._is_changed[taken]
-        self._slot_of_row[old[old >= 0]] = -1
-        self._slot_of_row[missing] = taken
-        self._row_of_slot[taken], self._last_use[taken] = missing, number
-        self._is_changed[taken] = False
-        self._next_use[taken] = NEVER
-        if known is not None:
-            self._next_use[self._slot_of_row[known[0]]] = known[1]
-        slots = self._slot_of_row[rows]
-        self._num_read_since += slots.size
-        self._reserved.append((number, slots))
-        self._count(rows, slots)
-        self.num_misses += missing.size
-        self.num_evictions += int(np.count_nonzero(old >= 0))
-        return slots, Moves(old[is_changed], taken[is_changed], missing, taken)
+        places = self._places.index_select(0, rows)
+        # Before others are given up; the first is for rows without a slot.
+        used = places.clamp(min=self._num_rows - 1).sub_(self._num_rows - 1).long()
+        self._last_use.index_fill_(0, used, number)
+        missing = _positions(places < 0)
+        moves = self._take(rows.index_select(0, missing), rows.numel(), number)
+        places = places.long().index_copy_(0, missing, moves.in_slots + self._num_rows)
+        self._counts.index_add_(0, places, self._one.expand(rows.numel()), alpha=-self._weight)
+        if number <= self._last_known:
+            self._mark_read(places, number, -1)
+        self._held.append((number, rows.numel()))
+        self._num_held += rows.numel()
+        self._last_reserved = number
+        self._learn()
+        self._count(rows.numel(), moves)
+        return places - self._num_rows, moves
 
-    def _take(self, num: int, number: int) -> Slots:
-        """Slots of no batch in flight, of the rows that are known to be read last or least."""
-        is_left = self._last_use[self._queue] <= self._queued_at
-        queue = self._queue[is_left & (self._last_foreseen[self._queue] <= self._queued_until)]
-        is_stale = num > 0 and self._num_read_since > QUEUE_FRAC * self.num_slots
-        if queue.size < num or is_stale:
-            free = np.flatnonzero(self._last_use <= self._released).astype(np.int32)
-            if free.size < num:
-                raise TooFewSlotsError(self.num_slots - free.size + num, self.num_slots)
-            # Ranking all slots in every step would cost more than moving the rows.
-            size = min(free.size, max(num, math.ceil(QUEUE_FRAC * self.num_slots)))
-            worth = self._worth(free, number)
-            least = np.flatnonzero(worth <= np.partition(worth, size - 1)[size - 1])
-            # Of equal ones the first, however much of the window is known: many are read seldom.
-            queue = free[least[np.argsort(worth[least], kind="stable")]][:size]
-            self._queued_at = self._released
-            last = self._window.last
-            self._queued_until = self._released if last is None else last
-            self._num_read_since = 0
-        self._queue = queue[num:]
-        return queue[:num]
+    def _take(self, rows: torch.Tensor, num_read: int, number: int) -> Moves:
+        """Slots for rows that have none, of those that a batch reads: first those of no row."""
+        first, num = self._num_filled, rows.numel()
+        self._num_filled = min(first + num, self.num_slots)
+        slots = torch.arange(first, self._num_filled, device=rows.device)
+        if slots.numel() == num:
+            self._give(rows, slots, number)
+            return fetches(rows, slots)
+        if slots.numel():
+            self._give(rows[: slots.numel()], slots, number)
+        old_slots, worth = self._choose(num - slots.numel(), num_read, number)
+        old = self._row_of_slot.index_select(0, old_slots)
+        is_changed = self._last_use[1:].index_select(0, old_slots) > self._unchanged
+        put_rows(self._pairs, old, self._pairs.index_select(0, old_slots + self._num_rows))
+        self._give(rows[slots.numel() :], old_slots, number)
+        slots = torch.cat([slots, old_slots]) if slots.numel() else old_slots
+        known = max(number, self._last_known)
+        return Moves(old, old_slots, is_changed, worth, rows, slots, number, known)
 
-    def _worth(self, slots: Slots, number: int) -> npt.NDArray[np.float64]:
-        """Those to be given away first have the smallest."""
-        rows = self._row_of_slot[slots]
-        worth = np.where(rows < 0, -1.0, self._lookups[rows]).astype(np.float64)
-        next_use = self._next_use[slots]
-        is_read = next_use != NEVER
-        worth[is_read] = FORESEEN_WORTH / np.maximum(next_use[is_read] - number, 1)
-        return worth
+    def _give(self, rows: torch.Tensor, slots: torch.Tensor, number: int) -> None:
+        """Give rows slots, for a batch."""
+        places = slots + self._num_rows
+        put_rows(self._pairs, places, self._pairs.index_select(0, rows))
+        put_rows(self._pairs, rows, places)  # and no bits
+        put_rows(self._row_of_slot, slots, rows)
+        self._last_use[1:].index_fill_(0, slots, number)
 
-    def _count(self, rows: Rows, slots: Slots) -> None:
-        self._lookups[rows] += self._weight  # once per batch, also where a row is repeated
+    def _choose(self, num: int, num_read: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of rows to be given up, of no batch in flight, int64 (num,), and their worth."""
+        most_held = self._num_held + num_read
+        size = min(self.num_slots, EXAMINED * num + most_held)
+        begin = min(self._hand, self.num_slots - size)
+        worth = self._minus_worth(begin, begin + size, number)
+        if size < num + most_held:  # these are all slots
+            num_free = int((worth > -IN_FLIGHT).sum())
+            if num_free < num:
+                raise TooFewSlotsError(self.num_slots - num_free + num, self.num_slots)
+        self._hand = (begin + size) % self.num_slots
+        positions, least = _largest(worth, num)
+        return positions + begin, least
+
+    def _minus_worth(self, begin: int, end: int, number: int) -> torch.Tensor:
+        """Minus the worth of the rows in a range of slots, float32."""
+        here = slice(self._num_rows + begin, self._num_rows + end)
+        counts, reads = self._counts[here], self._reads[here]
+        # The bits as a number, turned so that this batch has the highest and the next one the next.
+        turn = number % MOST_KNOWN
+        low = reads & (_ALL_BITS >> turn)
+        worth = torch.add(counts, low, alpha=-FORESEEN_WORTH * 2.0**turn)
+        worth.add_(reads >> (MOST_KNOWN - turn), alpha=-FORESEEN_WORTH)
+        is_held = self._last_use[1 + begin : 1 + end] > self._released
+        return worth.add_(is_held, alpha=-IN_FLIGHT)
+
+    def _count(self, num_rows: int, moves: Moves) -> None:
+        self.num_read += num_rows
+        self.num_misses += moves.in_rows.numel()
+        self.num_evictions += moves.out_rows.numel()
         self._weight *= 2 ** (1 / HALF_LIFE)
         if self._weight > MOST_WEIGHT:
-            self._lookups /= self._weight
+            scaled = (self._counts / self._weight).view(torch.int32)
+            self._places.copy_(torch.where(self._places < 0, scaled, self._places))
             self._weight = 1.0
-        self._first[slots] = order = np.arange(slots.size)
-        self.num_lookups += slots.size
-        self.num_read += int(np.count_nonzero(self._first[slots] == order))
 
-    def slots_of(self, rows: Rows) -> Slots:
-        """The slot of each row, (K,); -1 for none."""
-        return self._slot_of_row[rows]
+    def slots_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The slot of each row, int64 (K,); negative for none."""
+        places = self._places.index_select(0, rows).long()
+        return torch.where(places < 0, -1, places - self._num_rows)
 
     def release(self, number: int, *, is_changed: bool) -> None:
         """Give back the slots of the batches up to ``number``, whose updates are all made."""
-        while self._reserved and self._reserved[0][0] <= number:
-            _, slots = self._reserved.popleft()
-            if is_changed:
-                self._is_changed[slots] = True
+        while self._held and self._held[0][0] <= number:
+            self._num_held -= self._held.popleft()[1]
+        if not is_changed and self._unchanged == self._released:
+            self._unchanged = number
         self._released = number
 
-    def take_changed(self) -> tuple[Rows, Slots]:
-        """The changed rows and their slots, which from now on count as unchanged."""
-        slots = np.flatnonzero(self._is_changed).astype(np.int32)
-        self._is_changed[slots] = False
-        return self._row_of_slot[slots], slots
+    def take_changed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows that may be changed and their slots, which from now on count as unchanged."""
+        slots = _positions(self._last_use[1:] > self._unchanged)
+        self._unchanged = self._released
+        return self._row_of_slot.index_select(0, slots), slots
+
+
+def _bit(number: int) -> int:
+    """The bit of a batch; that of the next one is lower, but where they begin anew."""
+    return 1 << (MOST_KNOWN - 1 - number % MOST_KNOWN)
+
+
+def _spread(num: int, device: torch.device) -> torch.Tensor:
+    """0..num - 1 in an order in which neighbours are far apart.
+
+    The hand should find rows of all popularities wherever it is.
+    """
+    step = max(1, round(0.618 * num))
+    while math.gcd(step, num) > 1:
+        step += 1
+    return torch.arange(num, device=device) * step % max(num, 1)
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    """Where a mask is set, int64; the host waits for their number."""
+    if mask.is_cuda:
+        return mask.nonzero()[:, 0]
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))
+
+
+def _largest(values: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the largest values, int64 (num,), of equal ones the first; the least (1,)."""
+    if values.is_cuda:
+        ranked, order = values.sort(descending=True, stable=True)
+        return order[:num], ranked[num - 1 : num]
+    # Torch's sort takes a hundred times as long.
+    here = values.numpy()
+    cut = here.size - num
+    least = np.partition(here, cut)[cut : cut + 1].copy()
+    above = np.flatnonzero(here > least)
+    equal = np.flatnonzero(here == least)[: num - above.size]
+    return torch.from_numpy(np.concatenate([above, equal])), torch.from_numpy(least)

@@ -160,7 +160,7 @@ class SlotCounters:
         for cache in self._caches:
             slots = cache.slots
             total += CacheFigures(
-                num_lookups=slots.num_lookups,
+                num_lookups=cache.num_lookups,
                 num_rows=slots.num_read,
                 num_hits=slots.num_read - slots.num_misses,
                 num_misses=slots.num_misses,

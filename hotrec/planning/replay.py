@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import torch
 
 from hotrec.config.groups import TimeOrder
 from hotrec.config.roots import Config
@@ -359,16 +360,17 @@ def replay(
 def _look_ahead(
     stream: Stream, num_slots: int, depth: int, window: int, popular: PopularRows
 ) -> Iterator[Step]:
-    slots = SlotMap(stream.counts.size, num_slots, popular)
+    slots = SlotMap(stream.counts.size, num_slots, popular, torch.device("cpu"))
     known = 0
     for number, rows in enumerate(stream.rows):
         while window and known <= min(max(number, depth) + window, len(stream.rows) - 1):
-            slots.foresee(stream.rows[known], known)
+            slots.foresee(torch.from_numpy(stream.rows[known]), known)
             known += 1
         if number > depth:
             slots.release(number - depth - 1, is_changed=True)
-        _, moves = slots.reserve(rows, number)
-        yield np.isin(rows, moves.in_rows, assume_unique=True), moves.out_rows.size
+        _, moves = slots.reserve(torch.from_numpy(rows), number)
+        is_missing = np.isin(rows, moves.in_rows.numpy(), assume_unique=True)
+        yield is_missing, moves.out_rows.numel()
 
 
 # The rank of each row of a batch among the rows that leave, the least first, so many batches later.

@@ -146,13 +146,13 @@ class CommunicationThread:
                     future.set_exception(error)
 
 
-class HostInts:
-    """Integers that a device holds, copied to the host in the order of the current stream.
+class OnHost:
+    """A tensor that is copied to the host in the order of the current stream.
 
-    A plain ``tolist`` would wait for all that the device has been given on that stream.
+    A plain ``cpu`` would wait for all that the device has been given on that stream.
 
     Args:
-        values: int64, of any shape; not to be changed on another stream until the copy is made.
+        values: Not to be changed on another stream until the copy is made. On CPU not copied.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -163,11 +163,19 @@ class HostInts:
             self._values = here.copy_(values, non_blocking=True)
             self._is_here = torch.cuda.current_stream(values.device).record_event()
 
-    def wait(self) -> list[int]:
-        """The values, flat; waits for the copy."""
+    def tensor(self) -> torch.Tensor:
+        """The tensor on the host; waits for the copy."""
         if self._is_here is not None:
             self._is_here.synchronize()
-        values: list[int] = self._values.view(-1).tolist()
+        return self._values
+
+
+class HostInts(OnHost):
+    """Integers, int64 of any shape, that are copied to the host."""
+
+    def wait(self) -> list[int]:
+        """The values, flat; waits for the copy."""
+        values: list[int] = self.tensor().view(-1).tolist()
         return values
 
 

@@ -66,15 +66,16 @@ def test_tiers_by_hand():
 def test_slots_filled_ahead_hold_rows_with_their_state():
     slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5)
     full = make_demand("a", 4, state_bytes=16)
-    # A slot of each rank with row and state, 2 rows on the host with maps of 12 each, and the maps
-    # of the slot.
-    assert memory([full], {}, {"a": slots}) == [(32 + 16, 2 * (32 + 12) + 41 + 16)] * 2
+    # 2 rows of each rank on the host, a slot with row and state, and the map: 8 of a row, 20 of a
+    # slot.
+    on_device = 32 + 2 * 8 + 20 + 16
+    assert memory([full], {}, {"a": slots}) == [(on_device, 2 * 32 + 16)] * 2
     half = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5, row_type=WireType.bf16)
     # 2 rows of 4 floats take 2 bytes less each.
-    assert memory([full], {}, {"a": half}) == [(32 + 16, 2 * (32 + 12 - 8) + 41 + 16)] * 2
+    assert memory([full], {}, {"a": half}) == [(on_device, 2 * (32 - 8) + 16)] * 2
     # A state of one float stays on the device for every row, and is in the slot too.
     small = make_demand("a", 4)
-    assert memory([small], {}, {"a": slots}) == [(20 + 2 * 4 + 16, 2 * (16 + 12) + 41 + 16)] * 2
+    assert memory([small], {}, {"a": slots}) == [(on_device - 12 + 2 * 4, 2 * 16 + 16)] * 2
 
 
 def test_slots_are_as_wide_as_the_widest_table_that_shares_the_cache():

@@ -13,7 +13,7 @@ import torch
 import hotrec.embedding.cached_rows as cached_rows_module
 import hotrec.embedding.slots as slots_module
 from hotrec.embedding.cached_rows import CachedRows, RowMover
-from hotrec.embedding.slots import Moves, TooFewSlotsError
+from hotrec.embedding.slots import SlotMap, TooFewSlotsError, fetches
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import POPULAR_ROW, OptimizerKind
 
@@ -54,8 +54,7 @@ def test_the_device_reads_what_is_mapped_and_the_host_gathers_the_rest() -> None
     seen = torch.arange(NUM_ROWS).float()[:, None].repeat(1, DIM)
     held = [torch.zeros(4, DIM), torch.zeros(4)]
     mover = RowMover([host, state], held, torch.device("cpu"), [seen, None])
-    rows, slots = np.array([3, 9, 11]), np.array([2, 0, 1], np.int32)
-    mover.submit(Moves(rows[:0], slots[:0], rows, slots), 0).wait()
+    mover.submit(fetches(torch.tensor([3, 9, 11]), torch.tensor([2, 0, 1])), 0).wait()
     assert held[0][:, 0].tolist() == [9, 11, 3, 0]
     assert held[1].tolist() == [9, 11, 3, 0]
     mover.close()
@@ -92,7 +91,7 @@ def test_released_rows_stay_until_their_slots_are_needed_those_looked_up_least_l
 @pytest.mark.parametrize("most", [1, 3, 1 << 16])
 def test_slots_begin_with_the_most_popular_rows(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of any size; rows without a slot are popular too, but fetched when they are read."""
-    monkeypatch.setattr(cached_rows_module, "MOST_FIRST", most)
+    monkeypatch.setattr(cached_rows_module, "MOST_AT_ONCE", most)
     rows, _ = make_rows(
         num_slots=5, popular=((4, 0.5), (2, 0.1), (7, 0.2), *((11 + n, 0.3) for n in range(3)))
     )
@@ -112,7 +111,7 @@ def test_popular_rows_stay_until_others_are_read_more() -> None:
         rows.reserve(torch.tensor([9 + number % 2]), number)
         rows.release(number, is_changed=False)
         for row in (4, 7):
-            if rows.slots.slots_of(np.array([row])) >= 0:
+            if rows.slots.slots_of(torch.tensor([row])) >= 0:
                 last[row] = number
     # Rows 9 and 10 are read by every other batch: 2/3 2^-t = 1/2 (1 - 2^-t) after t half-lives.
     assert last == {4: pytest.approx(512 * np.log2(7 / 3), abs=2), 7: -1}
@@ -122,13 +121,19 @@ def test_only_changed_rows_are_written_back_with_their_state() -> None:
     rows, host = make_rows(num_slots=4)
     row_bytes = 4 * DIM + 4
     train(rows, 0, 1, 2)
+    assert host.weights[1, 0] == 1
+    rows.flush()  # as before an evaluation
+    assert rows.written_bytes == 2 * row_bytes
     rows.reserve(torch.tensor([3, 4]), 1)
     rows.release(1, is_changed=False)
-    assert host.weights[1, 0] == 1
     rows.reserve(torch.tensor([5, 6, 7, 8]), 2)
     rows.release(2, is_changed=False)
     rows.flush()  # writes no more, and waits
     assert rows.written_bytes == 2 * row_bytes
+    train(rows, 3, 5, 6)
+    rows.reserve(torch.tensor([9, 10, 11, 12]), 4)  # rows 7 and 8 leave unchanged
+    rows.flush()
+    assert rows.written_bytes == 4 * row_bytes + 4 * row_bytes  # of a batch that holds slots, too
     assert host.weights[:5, 0].tolist() == [0, 0, 1, 3, 4]
     assert host.state[:5].tolist() == [0, 1, 1, 0, 0]
 
@@ -215,27 +220,62 @@ def test_a_lookup_of_another_pipeline_is_refused() -> None:
         rows(None)  # type: ignore[arg-type]
 
 
-def test_the_window_knows_the_next_batch_that_reads_each_row() -> None:
-    """Against a search of the known batches; rows in any order, repeated, batches left out."""
-    rng = np.random.default_rng(0)
-    batches = [rng.integers(0, 30, rng.integers(0, 12)) for _ in range(80)]
-    window = slots_module._Window(30)
-    for begin in (0, 40):  # after a restart, too
-        window.clear()
-        known = begin
-        for number in range(begin, begin + 40):
-            if number % 7 == 3:
-                continue
-            while known <= min(number + rng.integers(1, 6), 79):
-                window.add(batches[known], known)
-                known += 1
-            found = window.take(number)
-            assert found is not None
-            rows, following = found
-            assert np.array_equal(rows, batches[number])
-            for row in set(rows.tolist()):
-                reads = [n for n in range(number + 1, known) if row in batches[n]]
-                last_place = int(np.flatnonzero(rows == row)[-1])
-                expected = reads[0] if reads else slots_module.NEVER
-                assert following[last_place] == expected
-        assert window.take(999) is None
+@pytest.mark.parametrize("window", [0, 1, 5, 31])
+def test_rows_leave_that_known_batches_read_last_or_not_and_then_seldom(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a search of the known batches; each batch holds its slots until two later ones."""
+    monkeypatch.setattr("hotrec.embedding.slots.EXAMINED", 24)  # all slots
+    rng = np.random.default_rng(window)
+    batches = [np.unique(rng.integers(0, 60, 6) * rng.integers(0, 2, 6)) for _ in range(150)]
+    slots = SlotMap(60, 24, np.empty(0, POPULAR_ROW), torch.device("cpu"))
+    counts, here, known, num_ranked = np.zeros(60), set[int](), 0, 0
+    for number, batch in enumerate(batches):
+        while window and known < min(number + window, len(batches)):
+            slots.foresee(torch.from_numpy(batches[known]), known)
+            known += 1
+        slots.release(number - 3, is_changed=True)
+        _, moves = slots.reserve(torch.from_numpy(batch), number)
+        assert sorted(moves.in_rows.tolist()) == sorted(set(batch.tolist()) - here)
+
+        reads = {
+            row: next((n for n in range(number + 1, known) if row in batches[n]), np.inf)
+            for row in here
+        }
+        left = set(moves.out_rows.tolist())
+        held = set(np.concatenate(batches[max(0, number - 2) : number + 1]).tolist())
+        assert left <= here - held
+        worth = {row: (-reads[row], counts[row]) for row in here - held}
+        kept = [worth[row] for row in here - held - left]
+        if left and kept:
+            num_ranked += 1
+            most = max(worth[row] for row in left)
+            assert most[0] <= min(of for of, _ in kept)
+            if most[0] == -np.inf:  # counts are compared where nothing is known, in float32
+                least = min((times for of, times in kept if of == -np.inf), default=np.inf)
+                assert most[1] <= least * (1 + 1e-6)
+        if left:
+            expected = min(max(known, number + 1), *(reads[row] for row in left))
+            assert moves.next_read(float(moves.out_worth)) == expected
+        here = (here - left) | set(batch.tolist())
+        counts *= 2 ** (-1 / slots_module.HALF_LIFE)
+        counts[batch] += 1
+    assert num_ranked > 50
+
+
+def test_more_batches_than_have_bits_are_known_in_turn() -> None:
+    """A pipeline that begins announces all of its batches before the first has slots."""
+    slots = SlotMap(100, 4, np.empty(0, POPULAR_ROW), torch.device("cpu"))
+    for number in range(50):
+        slots.foresee(torch.tensor([number]), number)
+    missed = []
+    for number in range(50):
+        slots.release(number - 1, is_changed=True)
+        missed.append(slots.reserve(torch.tensor([number]), number)[1].in_rows.tolist())
+    assert missed == [[number] for number in range(50)]
+    assert not slots._reads.any()
+
+
+def test_as_many_rows_and_slots_as_int32_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected fewer than 2147483648 rows and slots"):
+        SlotMap((1 << 31) - 1, 1, np.empty(0, POPULAR_ROW), torch.device("cpu"))

@@ -97,7 +97,7 @@ def test_no_policy_moves_fewer_rows_than_belady(seed: int, num_slots: int) -> No
 def test_look_ahead_that_knows_all_batches_moves_as_few_rows_as_belady(
     num_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotrec.embedding.slots.QUEUE_FRAC", 0)  # ranked for every batch
+    monkeypatch.setattr("hotrec.embedding.slots.EXAMINED", NUM_ROWS)  # all slots
     stream = make_stream()
     least = run(stream, "belady", num_slots)
     assert least is not None
