@@ -33,6 +33,10 @@ OF_THE_LIBRARY = [
 ]
 
 
+# One rank whose rows are all in the device's memory fetches none ahead, and sorts none.
+OF_ONE_RANK = OF_THE_LIBRARY[:-1]
+
+
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, str | None]:
     found: dict[str, str | None] = run_on_device(
@@ -44,6 +48,19 @@ def verdicts() -> dict[str, str | None]:
 @pytest.mark.parametrize("check", OF_THE_TOOL + OF_THE_LIBRARY)
 def test_on_the_device(verdicts: dict[str, str | None], check: str) -> None:
     assert verdicts[check] is None, verdicts[check]
+
+
+@pytest.fixture(scope="module")
+def verdicts_of_one() -> dict[str, str | None]:
+    found: dict[str, str | None] = run_on_device(
+        "tests.stand_in.checks:run_all", 1, timeout_s=300, names=OF_ONE_RANK
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize("check", OF_ONE_RANK)
+def test_on_one_device(verdicts_of_one: dict[str, str | None], check: str) -> None:
+    assert verdicts_of_one[check] is None, verdicts_of_one[check]
 
 
 class Bound(NamedTuple):
@@ -116,8 +133,8 @@ def test_all_ranks_call_collectives_in_one_order(
 
 @pytest.mark.parametrize("name", list(BOUNDS))
 def test_no_kernel_gets_a_long_segment(trained: dict[str, list[Trained]], name: str) -> None:
-    has_slots = BOUNDS[name].run.get("tier") == "cached"
-    lookups = set() if has_slots else {"stand_in::lookup"}  # FBGEMM's, which slots do without
+    is_ahead = BOUNDS[name].run["pipeline"] == "look_ahead"
+    lookups = set() if is_ahead else {"stand_in::lookup"}  # FBGEMM's, which look-ahead does without
     for of_rank in trained[name]:
         for step in of_rank.steps:
             assert {*lookups, "aten::_embedding_bag"} <= set(step.longest)

@@ -203,7 +203,7 @@ class RowsAhead:
         batch = self._current
         assert batch is not None
         whole = Part(None, batch.features, batch.routed, True)
-        if not split:
+        if not split or self._cold.is_alone:
             return [whole]
         if len(self._collections) != 1 or batch.routed[0].pooled is not None:
             raise ValueError(
@@ -254,10 +254,12 @@ class RowsAhead:
 
     @torch.no_grad()
     def _read_hot(self, batch: PrefetchedBatch) -> None:
-        for group, routed, rows in zip(self._groups, batch.groups, batch.rows, strict=True):
-            if group.replica is not None:
-                slots = group.hot_slots(routed.rows)
-                torch.index_select(group.replica.rows, 0, slots, out=rows[: slots.numel()])
+        has_hot = [
+            rows for group, rows in zip(self._groups, batch.rows, strict=True) if group.replica
+        ]
+        for replica, slots, rows in zip(self._replicas, batch.hot_slots, has_hot, strict=True):
+            record_use(slots)
+            torch.index_select(replica.rows, 0, slots, out=rows[: slots.numel()])
         mark("row_lookup")
 
     def _make_forward(
@@ -325,25 +327,29 @@ class RowsAhead:
             # First: the optimizer waits for hot gradients, the next forward for urgent rows.
             self._hot_future = self._thread.submit(lambda: self._reduce_hot(batch, gradients))
         following = self._requested[0] if self._requested else None
+        late = partial(self._cold.send_late, batch, gradients)
+        if self._cold.is_alone:
+            self._thread.submit(late)
         if following is not None:
             following.all_rows = self._thread.submit(
                 lambda: self._cold.exchange_urgent(batch, gradients, following)
             )
         # After the urgent ones, since no rank waits for these before the next step.
-        self._thread.submit(lambda: self._cold.send_late(batch, gradients))
+        if not self._cold.is_alone:
+            self._thread.submit(late)
 
     def _request_in_thread(self, batch: PrefetchedBatch) -> None:
         """Exchange what else depends on the ids alone, on the communication thread."""
         self._cold.request_rows(batch)
+        batch.hot_slots = [
+            group.hot_slots(routed.rows)
+            for group, routed in zip(self._groups, batch.groups, strict=True)
+            if group.replica is not None
+        ]
         if self._reducer is not None and batch.will_update:
             enter(COMMUNICATION, "hot_exchange")
             with named_range("hot slots"):
-                slots = [
-                    group.hot_slots(routed.rows)
-                    for group, routed in zip(self._groups, batch.groups, strict=True)
-                    if group.replica is not None
-                ]
-                batch.hot_plan = self._reducer.plan(slots, batch.hot_counts)
+                batch.hot_plan = self._reducer.plan(batch.hot_slots, batch.hot_counts)
 
     def _reduce_hot(self, batch: PrefetchedBatch, gradients: Gradients) -> list[SparseGradient]:
         """Average the gradients of touched hot rows, on the communication thread."""
