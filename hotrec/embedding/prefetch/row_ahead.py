@@ -127,6 +127,8 @@ class RowsAhead:
     ) -> None:
         """Name a batch's rows to their owners, who send them up to ``depth`` steps ahead.
 
+        On CUDA another stream than the steps' may be current, which these then wait for.
+
         Args:
             features: By collection, ids, or what the router made of them.
             will_update: Whether the batch is trained on; the same for all batches held.
@@ -154,12 +156,14 @@ class RowsAhead:
         batch = PrefetchedBatch(
             number, list(features), routed, groups, will_update, is_all_hot, num_hot
         )
+        batch.hot_slots = [
+            group.hot_slots(of_batch.rows) for group, of_batch in pairs if group.replica is not None
+        ]
         mark("route")
         self._num_prefetched += 1
         self._known.append(batch)
         # Made and freed on this stream, used on the communication thread's.
-        for part in routed:
-            self._thread.will_use(part)
+        self._thread.will_use(*routed, *batch.hot_slots)
         self._thread.submit(lambda: self._cold.send_ids(batch))
 
     def _request_known(self) -> None:
@@ -254,12 +258,12 @@ class RowsAhead:
 
     @torch.no_grad()
     def _read_hot(self, batch: PrefetchedBatch) -> None:
-        has_hot = [
-            rows for group, rows in zip(self._groups, batch.rows, strict=True) if group.replica
-        ]
-        for replica, slots, rows in zip(self._replicas, batch.hot_slots, has_hot, strict=True):
-            record_use(slots)
-            torch.index_select(replica.rows, 0, slots, out=rows[: slots.numel()])
+        hot_slots = iter(batch.hot_slots)
+        for group, rows in zip(self._groups, batch.rows, strict=True):
+            if group.replica is not None:
+                slots = next(hot_slots)
+                record_use(slots)
+                torch.index_select(group.replica.rows, 0, slots, out=rows[: slots.numel()])
         mark("row_lookup")
 
     def _make_forward(
@@ -341,11 +345,6 @@ class RowsAhead:
     def _request_in_thread(self, batch: PrefetchedBatch) -> None:
         """Exchange what else depends on the ids alone, on the communication thread."""
         self._cold.request_rows(batch)
-        batch.hot_slots = [
-            group.hot_slots(routed.rows)
-            for group, routed in zip(self._groups, batch.groups, strict=True)
-            if group.replica is not None
-        ]
         if self._reducer is not None and batch.will_update:
             enter(COMMUNICATION, "hot_exchange")
             with named_range("hot slots"):
