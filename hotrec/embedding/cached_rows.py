@@ -368,11 +368,17 @@ class CachedRows:
         return self._rows.read(slots_K)
 
     def update(
-        self, slots_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float, num_updates: int
+        self,
+        slots_K: torch.Tensor,
+        grad_KD: torch.Tensor,
+        learning_rate: float,
+        num_updates: int,
+        *,
+        is_distinct: bool = False,
     ) -> None:
         """Update the rows of slots once, see ``RowsInMemory.update``."""
         self.update_count.fill_(num_updates)
-        self._rows.update(slots_K, grad_KD, learning_rate, num_updates)
+        self._rows.update(slots_K, grad_KD, learning_rate, num_updates, is_distinct=is_distinct)
 
     def release(self, number: int, *, is_changed: bool) -> None:
         """Give back the slots of the batches up to ``number``, whose updates are all made."""

@@ -129,13 +129,18 @@ class RowsInMemory:
         grad_KD: torch.Tensor,
         learning_rate: float | None = None,
         num_updates: int = 1,
+        *,
+        is_distinct: bool = False,
     ) -> None:
         """Update rows int64 (K,) once; gradients float (K, D) of the same row are summed in order.
 
         The learning rate is the optimizer's current one by default; only Adam reads
-        ``num_updates``, 1 at the first update.
+        ``num_updates``, 1 at the first update. If the rows are known to be distinct, they are not
+        sorted, and the gradients are overwritten.
         """
-        rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous(), self.weights_RD.shape[0])
+        rows_U, grad_UD = rows_K, grad_KD
+        if not is_distinct:
+            rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous(), self.weights_RD.shape[0])
         for value in (self.weights_RD, *self.states.values()):
             keep(value, rows_U)
         update_rows(

@@ -109,6 +109,18 @@ def update_counters(module: nn.Module) -> list[torch.Tensor]:
     return [counter for counter in found if counter is not None]
 
 
+def update_count(module: nn.Module) -> int:
+    """The number of updates that a fused module has made so far."""
+    # That on the host is 0 until the first update after loading.
+    return next(filter(None, map(int, reversed(update_counters(module)))), 0)
+
+
+def set_update_count(module: nn.Module, count: int) -> None:
+    """Set the number of previous updates, for Adam's bias correction."""
+    for counter in update_counters(module):
+        counter.fill_(count)
+
+
 def undo_update_count(lookup: nn.Module) -> None:
     """Undo the update that FBGEMM counts in forward for Adam, after a forward without backward."""
     kernels: Any = lookup._emb_modules

@@ -20,28 +20,24 @@ MOST_IDS = 256
 
 
 def cut_segments(offsets_S: torch.Tensor, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut segments into pieces of at most ``MOST_IDS`` ids, without waiting for the device.
+    """Cut segments at every multiple of ``MOST_IDS`` ids, without waiting for the device.
+
+    Args:
+        offsets_S: The start of each segment, int64 (S,), ascending from 0.
+        num_ids: The number of ids K.
 
     Returns:
-        The start of each piece among the ids, int64 (P,) with P = S + K // MOST_IDS, where excess
-        pieces are empty and last; and the start of each segment among the pieces, int64 (S + P',),
-        where the last P' hold the excess pieces.
+        The start of each piece among the ids, int64 (S + K / MOST_IDS,), and the start of each
+        segment among the pieces, int64 (S,).
     """
-    num_segments = offsets_S.numel()
-    num_spare = num_ids // MOST_IDS
-    num_most = num_segments + num_spare
-    ends_S = torch.cat([offsets_S[1:], offsets_S.new_full((1,), num_ids)])
-    # An empty segment keeps one piece, so that it has a sum.
-    num_pieces_S = ((ends_S - offsets_S + (MOST_IDS - 1)) // MOST_IDS).clamp_(min=1)
-    last_S = num_pieces_S.cumsum(0)
-    first_S = last_S - num_pieces_S
-    piece_P = torch.arange(num_most, device=offsets_S.device)
-    segment_P = torch.searchsorted(last_S, piece_P, right=True).clamp_(max=num_segments - 1)
-    begins_P = offsets_S[segment_P] + (piece_P - first_S[segment_P]) * MOST_IDS
-    # Without their own segments, the excess pieces would belong to the last segment.
-    spare = torch.arange(0, num_spare, MOST_IDS, device=offsets_S.device)
-    spare_begins = (last_S[-1:] + spare).clamp_(max=num_most)
-    return begins_P.clamp_(max=num_ids), torch.cat([first_S, spare_begins])
+    cuts_C = torch.arange(0, num_ids, MOST_IDS, device=offsets_S.device)
+    num_segments, num_cuts = offsets_S.numel(), cuts_C.numel()
+    places_P = torch.arange(num_segments + num_cuts, device=offsets_S.device)
+    # Both merged, a segment's start before a cut at the same id.
+    first_S = torch.searchsorted(cuts_C, offsets_S) + places_P[:num_segments]
+    place_C = torch.searchsorted(offsets_S, cuts_C, right=True) + places_P[:num_cuts]
+    begins_P = torch.empty_like(places_P).index_copy_(0, first_S, offsets_S)
+    return begins_P.index_copy_(0, place_C, cuts_C), first_S
 
 
 def sum_segments(
@@ -72,11 +68,10 @@ def sum_in_pieces(
     """``sum_segments`` without sums of more than ``MOST_IDS`` values."""
     if longest <= MOST_IDS:
         return _sum(source, positions_K, offsets_S, scales_K)
-    begins_P, firsts = cut_segments(offsets_S, positions_K.numel())
+    begins_P, firsts_S = cut_segments(offsets_S, positions_K.numel())
     sums_PD = _sum(source, positions_K, begins_P, scales_K)
     pieces_P = torch.arange(begins_P.numel(), device=source.device)
-    sums = sum_in_pieces(sums_PD, pieces_P, firsts, None, -(-longest // MOST_IDS))
-    return sums[: offsets_S.numel()]
+    return sum_in_pieces(sums_PD, pieces_P, firsts_S, None, 1 + -(-longest // MOST_IDS))
 
 
 def _sum(

@@ -253,7 +253,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         super().__init__(module, sharding, env, fused_params(spec), device, codecs, module_fqn=name)
         self.hot: HotReplicas | None = None
         self._num_hot = len(hot_tables)
-        self.dim = module.embedding_dim()
+        self.dim, self.spec = module.embedding_dim(), spec
         self._keys = [config.name for config in module.embedding_configs()]
         # TorchRec groups tables by sharding, by owner if table-wise, and by compute kernel.
         self._arriving = [list(names) for names in self._embedding_names_per_sharding]

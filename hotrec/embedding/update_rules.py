@@ -1,7 +1,7 @@
 """Optimizer update rules for the rows that a step touches.
 
-They update the hot replicas (on every device) and the cold shards on CPU, with the arithmetic of
-FBGEMM's fused kernels, which update the cold shards on CUDA.
+They update the hot replicas, the cold shards on CPU and, under look-ahead, those on CUDA, with the
+arithmetic of FBGEMM's fused kernels, which update the cold shards on CUDA otherwise.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def update_rows(
     learning_rate: float,
     num_updates: int,
 ) -> None:
-    """Apply one update to distinct rows int64 (U,), in place; other rows and their state stay.
+    """Apply one update to rows int64 (U,), in place; other rows and their state stay.
 
     With w weight, g gradient of the global batch's mean loss, m and v state:
 
@@ -93,7 +93,7 @@ def update_rows(
         spec: The rule and its constants.
         weights_RD: The weights float (R, D).
         states: State tensors by ``spec.state_names``, of shape ``spec.state_shape(R, D)``.
-        rows_U: The rows.
+        rows_U: The rows; distinct, or on CUDA with equal gradients where they are equal.
         grad_UD: Their gradients float (U, D), which are overwritten.
         learning_rate: The learning rate of this step.
         num_updates: The update count t, 1 at the first update.
@@ -110,7 +110,8 @@ def update_rows(
         case OptimizerKind.rowwise_adagrad:
             sum_U = states["momentum1"].index_select(0, rows_U)
             # The norm reads the gradient once; squaring first would write and read a copy.
-            sum_U += torch.linalg.vector_norm(grad_UD, dim=1).square_().div_(grad_UD.shape[1])
+            norm_U = torch.linalg.vector_norm(grad_UD, dim=1)
+            sum_U.addcmul_(norm_U, norm_U, value=1 / grad_UD.shape[1])
             states["momentum1"].index_copy_(0, rows_U, sum_U)
             direction_UD = grad_UD.div_(sum_U.sqrt_().add_(spec.eps)[:, None])
         case OptimizerKind.adam:
@@ -150,8 +151,25 @@ class RowSums:
 def sum_by_row(
     rows_K: torch.Tensor, grad_KD: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct rows int64 (U,), ascending, and the sums of their gradients float (U, D)."""
+    """The distinct rows int64 (U,), ascending, and the sums of their gradients float (U, D).
+
+    On CUDA, where the host would wait for U, rows repeat (K,), each time with the whole sum.
+    """
     if rows_K.numel() == 0:
         return rows_K, grad_KD
+    if rows_K.is_cuda:
+        return repeat_sums(rows_K, grad_KD)
     sums = RowSums(rows_K, num_rows)
     return sums.rows_U, sums(grad_KD)
+
+
+def repeat_sums(rows_K: torch.Tensor, grad_KD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows, ascending, and for each the sum of the gradients of its row, in their order."""
+    sorted_K, order_K = torch.sort(rows_K, stable=True)
+    first_K = torch.searchsorted(sorted_K, sorted_K)
+    ends_K = torch.searchsorted(sorted_K, sorted_K, right=True)
+    # The first gradient of a row begins a bag of all of them, the others have empty bags after it.
+    is_first_K = first_K == torch.arange(rows_K.numel(), device=rows_K.device)
+    begins_K = torch.where(is_first_K, first_K, ends_K)
+    sums_KD = embedding_bag(order_K, grad_KD, begins_K, mode="sum")
+    return sorted_K, sums_KD.index_select(0, first_K)

@@ -26,6 +26,7 @@ from hotrec.embedding.optimizers import ModelOptimizer, hot_replicas
 from hotrec.embedding.prefetch.row_ahead import Part, RowsAhead
 from hotrec.embedding.tables import outermost_sharded
 from hotrec.routing.batches import features_of_each
+from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.stages import backward_point, mark, mark_backward, named_range
 from hotrec.train.dense_sync import DenseSync, dense_parameters
 from hotrec.train.traced import attributes_kept, first_line
@@ -368,7 +369,9 @@ class LookAheadPipeline(Pipeline):
         except BaseException:
             self._rows.close()
             raise
-        self._held: deque[Any] = deque()
+        # Batches, and when they have arrived where a stream of their own copies them.
+        self._held: deque[tuple[Any, Any]] = deque()
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._source: Iterator[Any] | None = None
         self._has_ended = False
         self._was_training: bool | None = None
@@ -391,7 +394,10 @@ class LookAheadPipeline(Pipeline):
         self._fill(batches, is_training)
         if not self._held:
             raise self._no_batch()
-        batch = self._held.popleft()
+        batch, copied = self._held.popleft()
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+            batch.record_stream(torch.cuda.current_stream())
         self._rows.start_step()
         if is_training:
             output = self._train(batch)
@@ -408,11 +414,15 @@ class LookAheadPipeline(Pipeline):
             if batch is None:
                 self._has_ended = True
                 return
-            batch = batch.to(self.device, non_blocking=True)
-            features = features_of_each(batch, self._feature_names)
-            is_all_hot = isinstance(batch, Batch) and batch.is_all_hot
-            self._rows.prefetch(features, will_update=is_training, is_all_hot=is_all_hot)
-            self._held.append(batch)
+            # What a loader has routed, the step needs only when its turn comes.
+            is_routed = isinstance(batch, Batch) and isinstance(batch.sparse, RoutedFeatures)
+            with torch.cuda.stream(self._copies if is_routed else None):
+                batch = batch.to(self.device, non_blocking=True)
+                features = features_of_each(batch, self._feature_names)
+                is_all_hot = isinstance(batch, Batch) and batch.is_all_hot
+                self._rows.prefetch(features, will_update=is_training, is_all_hot=is_all_hot)
+                copied = self._copies.record_event() if self._copies and is_routed else None
+            self._held.append((batch, copied))
 
     def _train(self, batch: Any) -> Any:
         parts = self._rows.parts(split=self._micro_batches)

@@ -23,7 +23,7 @@ from tests.stand_in.log import Entry, Kind, note_step, recording, steps_of, stre
 from tests.stand_in.order import Calls, calls, differences
 
 # Operators that start no kernel.
-_NO_KERNEL = ("c10d::", "aten::set_", "aten::unfold")
+NO_KERNEL = ("c10d::", "aten::set_", "aten::unfold")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def figures(entries: Sequence[Entry]) -> Step:
     operators = [
         entry
         for entry in entries
-        if entry.kind is Kind.OPERATOR and not entry.name.startswith(_NO_KERNEL)
+        if entry.kind is Kind.OPERATOR and not entry.name.startswith(NO_KERNEL)
     ]
     longest: dict[str, int] = {}
     for entry in operators:
@@ -128,7 +128,7 @@ def _train(run: dict[str, Any], num_steps: int) -> Trained:
         for _ in range(num_steps):
             loss, _, _ = training.pipeline.progress(stream)
             if training.run.pipeline == "look_ahead":
-                _wait_for_thread(training)
+                wait_for_thread(training.pipeline)
             note_step()
             losses.append(loss)
         del loss
@@ -142,12 +142,12 @@ def _train(run: dict[str, Any], num_steps: int) -> Trained:
     )
 
 
-def _wait_for_thread(training: Any) -> None:
+def wait_for_thread(pipeline: Any) -> None:
     """Have the communication thread's tasks of the step in its log; nothing of it is counted."""
     import threading
 
     done = threading.Event()
-    training.pipeline._rows._thread.submit(done.set)
+    pipeline._rows._thread.submit(done.set)
     done.wait()
 
 

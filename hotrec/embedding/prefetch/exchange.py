@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -35,58 +36,60 @@ class Selection:
         index = self.indices[group]
         return values if index is None else values.index_select(0, index)
 
+    def rows(self, group: int, order_U: torch.Tensor | None) -> torch.Tensor | None:
+        """The selected ones of rows in this order, None for 0..U - 1."""
+        return self.indices[group] if order_U is None else self.of(group, order_U)
+
 
 class RowsByClass:
-    """The rows of each group, sorted by rank and, within a rank, by class.
+    """The rows of each group, sorted by rank and, within a rank, by class; see ``sort_by_class``.
 
     Both sides of an exchange sort the same rows by the same classes, so a range of classes has the
-    same rows in the same order on both. Selecting one does not wait for the device, since
-    ``read_class_ends`` copies the ends of classes to the host.
+    same rows in the same order on both. Selecting one does not wait for the device.
     """
 
     def __init__(
         self, classes: Sequence[torch.Tensor], num_classes: int, counts: RowCounts
     ) -> None:
-        num_ranks, device = len(counts), classes[0].device
-        self._num_classes = num_classes
-        self._num_ranks = num_ranks
+        self.classes, self.num_classes, self.counts = classes, num_classes, counts
         self.orders: list[torch.Tensor] = []
-        ends = []
-        lengths = ints_on(device, [n for row in counts for n in row]).view(num_ranks, -1)
-        first_key_W = torch.arange(0, num_ranks * num_classes, num_classes, device=device)
-        bounds = torch.arange(1, num_ranks * num_classes + 1, device=device)
-        for group, class_K in enumerate(classes):
-            key_K = class_K + torch.repeat_interleave(
-                first_key_W, lengths[:, group], output_size=class_K.numel()
-            )
-            sorted_K, order_K = sort_keys(key_K, num_ranks * num_classes)
-            self.orders.append(order_K)
-            ends.append(torch.searchsorted(sorted_K, bounds))
-        self.ends = torch.cat(ends)
-        self.ends_here: list[int] = []
+        self.ends: list[list[int]] = []  # by group, of the classes of each rank
 
     def select(self, first: int, end: int) -> Selection:
         """The rows of the classes first..end - 1."""
-        size = self._num_ranks * self._num_classes
         indices: list[torch.Tensor | None] = []
-        counts: RowCounts = [[] for _ in range(self._num_ranks)]
-        for group, order_K in enumerate(self.orders):
-            ends = [0, *self.ends_here[group * size : (group + 1) * size]]
-            pieces = []
+        counts: RowCounts = [[] for _ in self.counts]
+        for order_K, ends in zip(self.orders, self.ends, strict=True):
+            bounds, pieces = [0, *ends], []
             for rank, row in enumerate(counts):
-                begin = ends[rank * self._num_classes + first]
-                until = ends[rank * self._num_classes + end]
+                begin = bounds[rank * self.num_classes + first]
+                until = bounds[rank * self.num_classes + end]
                 pieces.append(order_K[begin:until])
                 row.append(until - begin)
             indices.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
         return Selection(indices, counts)
 
 
-def read_class_ends(parts: Sequence[RowsByClass]) -> None:
-    """Read the ends of the classes of all parts from the device, in one copy."""
-    ends = HostInts(torch.cat([part.ends for part in parts])).wait()
-    for part in parts:
-        part.ends_here, ends = ends[: part.ends.numel()], ends[part.ends.numel() :]
+def sort_by_class(parts: Sequence[RowsByClass]) -> None:
+    """Sort the rows of all parts at once, and read where classes end in one copy."""
+    groups = [
+        (part, group, class_K) for part in parts for group, class_K in enumerate(part.classes)
+    ]
+    sizes = [row[group] for part, group, _ in groups for row in part.counts]
+    widths = [part.num_classes for part, _, _ in groups for _ in part.counts]
+    *firsts, num_keys = accumulate(widths, initial=0)
+    keys = torch.cat([class_K for _, _, class_K in groups]).long()
+    torch._foreach_add_(keys.split(sizes), firsts)
+    sorted_K, order_K = sort_keys(keys, num_keys)
+    ends_here = HostInts(
+        torch.searchsorted(sorted_K, torch.arange(1, num_keys + 1, device=keys.device))
+    ).wait()
+    begin = at = 0
+    for part, _, class_K in groups:
+        end, until = begin + class_K.numel(), at + part.num_classes * len(part.counts)
+        part.orders.append(order_K[begin:end] - begin if begin else order_K[begin:end])
+        part.ends.append([value - begin for value in ends_here[at:until]])
+        begin, at = end, until
 
 
 Sides = tuple[RowsByClass, RowsByClass]  # the requested rows, and those requested from this rank
@@ -130,6 +133,7 @@ class PrefetchedBatch:
     rows: list[torch.Tensor] = field(default_factory=list)
     request: RowRequest | None = None  # None if no cold rows are exchanged
     hot_counts: RowCounts = field(default_factory=list)  # [rank][group with hot rows]
+    hot_slots: list[torch.Tensor] = field(default_factory=list)  # of the same groups
     hot_plan: HotPlan | None = None  # None without hot rows, and in evaluation
     first_rows: CommunicationFuture[None] | None = None  # all rows but those with a lag of 1
     all_rows: CommunicationFuture[None] | None = None
@@ -166,7 +170,7 @@ class RowGroup:
     def hot_slots(self, rows: KeyedJaggedTensor) -> torch.Tensor:
         """The hot slots of a batch in the replica, int64, distinct, in the order of the rows."""
         assert self.replica is not None
-        lengths_T, num_hot = rows.lengths()[: self.num_hot_keys].long(), self.num_hot(rows)
+        lengths_T, num_hot = rows.lengths()[: self.num_hot_keys], self.num_hot(rows)
         begins_U = torch.repeat_interleave(self.replica.begins_T, lengths_T, output_size=num_hot)
         return rows.values()[:num_hot] + begins_U
 
@@ -191,6 +195,10 @@ class ColdExchange:
     a row of s is urgent or late, the same for all ranks, so it is updated once. All but the
     construction and ``late_rows`` runs on the communication thread.
 
+    One rank whose rows are all in its device's memory (``is_alone``) has nothing to fetch ahead: it
+    tells no classes apart, and reads all rows of s + 1 at once in exchange_urgent(s), before which
+    it runs send_late(s).
+
     ``groups`` have the same order on all ranks; only the communication thread uses ``wire``.
     """
 
@@ -211,11 +219,16 @@ class ColdExchange:
         self._window = window
         self._device = device
         self._is_cached = any(group.is_cached for group in groups)
+        self.is_alone = (
+            device.type == "cuda"
+            and wire.world_size == 1
+            and all(groups[index].owned.is_on_device for index in self._cold)
+        )
         # The last batch that reads the row at each place; at first long ago. A slot is given to
         # another row when all updates of that batch are made, which is long ago too.
         self._last_read = [
             torch.full((groups[index].owned.num_places,), -LONG_AGO - 1, device=device)
-            for index in self._cold
+            for index in ([] if self.is_alone else self._cold)
         ]
         self._newest: PrefetchedBatch | None = None
 
@@ -225,16 +238,15 @@ class ColdExchange:
         with named_range("ids_exchange"):
             requested = self._find_owners(batch)
             num_requested: RowCounts = [[] for _ in range(self._wire.world_size)]
-            if requested:
-                num_to_WG = torch.stack([part.num_to_W for part in requested], dim=1)
-                num_requested = row_counts(HostInts(num_to_WG).wait(), len(requested))
+            if self._wire.world_size == 1:
+                num_requested = [[part.positions_U.numel() for part in requested]]
+            elif requested:
+                num_to_G = [part.num_to_W for part in requested if part.num_to_W is not None]
+                num_to_WG = HostInts(torch.stack(num_to_G, dim=1)).wait()
+                num_requested = row_counts(num_to_WG, len(requested))
             num_hot = [batch.num_hot[index] for index in self._hot]
             # The number of touched hot rows goes along in the same message, for the hot reducer.
-            width = len(requested) + len(num_hot)
-            sent = ints_on(self._device, [num for row in num_requested for num in (*row, *num_hot)])
-            sizes = [width] * self._wire.world_size
-            received = self._wire.all_to_all(sent, sizes, sizes)
-            counts = row_counts(HostInts(received).wait(), width) if width else num_requested
+            counts = self._exchange_counts([[*row, *num_hot] for row in num_requested])
             batch.hot_counts = [row[len(requested) :] for row in counts]
             if requested:
                 num_served = [row[: len(requested)] for row in counts]
@@ -242,6 +254,16 @@ class ColdExchange:
                 if self._window:
                     for index, positions_R in zip(self._cold, batch.request.positions, strict=True):
                         self._groups[index].owned.foresee(positions_R, batch.number)
+
+    def _exchange_counts(self, sent: RowCounts) -> RowCounts:
+        """Send each rank as many numbers, and return those of each rank."""
+        width, world_size = len(sent[0]), self._wire.world_size
+        if world_size == 1 or width == 0:
+            return sent
+        sizes = [width] * world_size
+        numbers = ints_on(self._device, [*chain.from_iterable(sent)])
+        received = self._wire.all_to_all(numbers, sizes, sizes)
+        return row_counts(HostInts(received).wait(), width)
 
     def reserve_slots(self, batch: PrefetchedBatch) -> None:
         """Let the owners of a batch's rows start to fetch them into slots, before the request."""
@@ -259,7 +281,7 @@ class ColdExchange:
             enter(COMMUNICATION, "ids_exchange")
             with named_range("ids_exchange"):
                 self._reserve(batch.number, batch.request)
-                if batch.will_update and self._depth > 0:
+                if batch.will_update and self._depth > 0 and not self.is_alone:
                     self._find_conflicts(batch, batch.request)
         self._newest = batch
 
@@ -299,10 +321,7 @@ class ColdExchange:
             except TooFewSlotsError as error:
                 missing = max(missing, (error.num_needed, error.num_slots))
         if self._is_cached:
-            world_size = self._wire.world_size
-            sent = ints_on(self._device, [*missing] * world_size)
-            found = HostInts(self._wire.all_to_all(sent, [2] * world_size, [2] * world_size)).wait()
-            needed, num_slots = max(zip(found[::2], found[1::2], strict=True))
+            needed, num_slots = max(self._exchange_counts([[*missing]] * self._wire.world_size))
             if needed:
                 num_held = self._depth + 1 + (self._window > 0)
                 raise ValueError(
@@ -317,8 +336,8 @@ class ColdExchange:
         number, num_lags = batch.number, self._depth + 1
         lags_served, needs_served = [], []
         for last_read, places in zip(self._last_read, request.places, strict=True):
-            lag_R = number - last_read.index_select(0, places)
-            lags_served.append((lag_R.clamp_(max=num_lags) - 1).to(torch.uint8))
+            lag_R = number - 1 - last_read.index_select(0, places)
+            lags_served.append(lag_R.clamp_(max=self._depth).to(torch.uint8))
             # After the lags of all ranks, so that readers of the same row get the same answer.
             last_read[places] = number
         before = self._request_before(batch)
@@ -326,7 +345,7 @@ class ColdExchange:
         if before is not None:
             for last_read, places in zip(self._last_read, before.places, strict=True):
                 is_late = last_read.index_select(0, places) != number
-                needs_served.append(is_late.to(torch.uint8))
+                needs_served.append(is_late.view(torch.uint8))
             num_sent = [[*a, *b] for a, b in zip(num_sent, before.num_served, strict=True)]
             num_received = [
                 [*a, *b] for a, b in zip(num_received, before.num_requested, strict=True)
@@ -335,18 +354,19 @@ class ColdExchange:
         received = exchange_rows(self._wire, sent, num_sent, num_received, [1] * len(sent))
         answers = [part.view(-1) for part in received]
         lags, needs = answers[: len(lags_served)], answers[len(lags_served) :]
-        request.by_lag = (
-            RowsByClass(lags, num_lags, request.num_requested),
-            RowsByClass(lags_served, num_lags, request.num_served),
-        )
+        requested = RowsByClass(lags, num_lags, request.num_requested)
+        served = RowsByClass(lags_served, num_lags, request.num_served)
+        request.by_lag = self._sides(requested, served)
         sorted_rows = [*request.by_lag]
         if before is not None:
-            before.by_need = (
-                RowsByClass(needs, 2, before.num_requested),
-                RowsByClass(needs_served, 2, before.num_served),
-            )
+            requested = RowsByClass(needs, 2, before.num_requested)
+            served = RowsByClass(needs_served, 2, before.num_served)
+            before.by_need = self._sides(requested, served)
             sorted_rows += before.by_need
-        read_class_ends(sorted_rows)
+        sort_by_class([*dict.fromkeys(sorted_rows)])
+
+    def _sides(self, requested: RowsByClass, served: RowsByClass) -> Sides:
+        return (served, served) if self._wire.world_size == 1 else (requested, served)
 
     def _request_before(self, batch: PrefetchedBatch) -> RowRequest | None:
         """The request of the previous batch, if that one updates rows."""
@@ -377,8 +397,11 @@ class ColdExchange:
     def _send_rows(self, batch: PrefetchedBatch, first: int, end: int) -> None:
         """Send the rows of the lag classes first..end - 1."""
         request = batch.request
-        # Without updates all rows are final, so all are in the last class.
-        if request is None or (request.by_lag is None and end <= self._depth):
+        if request is None:
+            return
+        # Without classes, all rows are in one: without updates all are final.
+        only = 0 if self.is_alone and batch.will_update else self._depth
+        if request.by_lag is None and not first <= only < end:
             return
         arriving, leaving = request.select(request.by_lag, first, end)
         for index in self._cold:
@@ -389,8 +412,8 @@ class ColdExchange:
         ]
         received = exchange_rows(self._wire, parts, leaving.counts, arriving.counts, self._dims)
         for at, index in enumerate(self._cold):
-            order = arriving.of(at, request.requested[at].order_U)
-            put_rows(batch.rows[index][batch.num_hot[index] :], order, received[at])
+            rows = arriving.rows(at, request.requested[at].order_U)
+            put_rows(batch.rows[index][batch.num_hot[index] :], rows, received[at])
 
     def late_rows(self, batch: PrefetchedBatch) -> list[torch.Tensor]:
         """Mark the rows that arrive with the last fetch, bool (U,) of each group.
@@ -409,9 +432,11 @@ class ColdExchange:
             last = by_lag.select(0, 1)
             for at, index in enumerate(self._cold):
                 order_U = request.requested[at].order_U
-                late[index][batch.num_hot[index] :].index_fill_(0, last.of(at, order_U), True)
+                rows = last.rows(at, order_U)
+                assert rows is not None
+                late[index][batch.num_hot[index] :].index_fill_(0, rows, True)
                 # Made on the communication thread's stream, used on this one.
-                record_use(by_lag.orders[at], order_U)
+                record_use(*(o for o in (by_lag.orders[at], order_U) if o is not None))
         return late
 
     def exchange_urgent(
@@ -426,7 +451,7 @@ class ColdExchange:
         enter(COMMUNICATION, "rows_exchange")
         with named_range("urgent rows"):
             # A batch without cold rows updates none for the next one.
-            if request is not None:
+            if request is not None or self.is_alone:
                 self._send_rows(following, 0, 1)
 
     def send_late(self, batch: PrefetchedBatch, gradients: Gradients) -> None:
@@ -446,7 +471,8 @@ class ColdExchange:
         parts = []
         for at, index in enumerate(self._cold):
             cold_UD = gradients.rows[index][batch.num_hot[index] :]
-            part = cold_UD.index_select(0, leaving.of(at, request.requested[at].order_U))
+            rows = leaving.rows(at, request.requested[at].order_U)
+            part = cold_UD if rows is None else cold_UD.index_select(0, rows)
             # Owners sum, so each rank sends its share of the mean.
             parts.append(part.div_(world_size) if world_size > 1 else part)
         received = exchange_rows(self._wire, parts, leaving.counts, arriving.counts, self._dims)
@@ -456,4 +482,5 @@ class ColdExchange:
                 received[at],
                 gradients.learning_rates[index],
                 gradients.num_updates,
+                is_distinct=world_size == 1,
             )

@@ -1,7 +1,7 @@
 """The owners of cold rows, and reads and updates of the rows that this rank owns.
 
-A rank's rows of one embedding dimension have consecutive positions, shard after shard. On CUDA,
-FBGEMM's forward reads them and its fused backward updates them, with its UVM caches.
+A rank's rows of one embedding dimension have consecutive positions, shard after shard. They are
+read and updated in FBGEMM's memory, on CUDA too; FBGEMM's kernels do so where it has a UVM cache.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel as _Kind
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cached_rows import CachedRows
-from hotrec.embedding.cpu_rows import ColdRowsOnCpu
+from hotrec.embedding.cpu_rows import ColdRowsOnCpu, RowsInMemory, mapped_rows
 from hotrec.embedding.flat import cut_lengths
-from hotrec.embedding.fused import update_counters
+from hotrec.embedding.fused import set_update_count, update_count
 from hotrec.embedding.row_exchange import ShardedRows
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import HostInts, ints_on
 
@@ -38,9 +40,9 @@ class Shard:
 class RequestedRows:
     """The cold rows of one group that a batch reads, by owner."""
 
-    order_U: torch.Tensor  # the batch's cold rows in the order of their owners, int64
-    positions_U: torch.Tensor  # their positions on the owner, int32, in that order
-    num_to_W: torch.Tensor  # rows requested from each rank, int64
+    order_U: torch.Tensor | None  # the batch's cold rows in the order of their owners, int64
+    positions_U: torch.Tensor  # their positions on the owner in that order, as they are sent
+    num_to_W: torch.Tensor | None  # rows requested from each rank, int64; None for one rank
 
 
 class RowOwners:
@@ -77,6 +79,8 @@ class RowOwners:
                 f"or an overlap at row {wrong[0]} of the tables laid one after the other. Use the "
                 "pinned torchrec (see `hotrec doctor`)."
             )
+        if self._world_size == 1:  # which holds whole tables: keys are positions
+            begins = {shard.table: shard.position for shard in shards[0]}
         self._begins_T = torch.tensor([begins[table] for table in tables], device=device)
         self._first_S = torch.tensor([piece[0] for piece in pieces], device=device)
         self._rank_S = torch.tensor([piece[2] for piece in pieces], device=device)
@@ -84,10 +88,12 @@ class RowOwners:
 
     def find(self, rows: KeyedJaggedTensor, num_hot_keys: int) -> RequestedRows:
         """Find the owners of the cold rows of a routed batch, which ascend within a table."""
-        lengths_T = rows.lengths()[num_hot_keys:].long()
+        lengths_T = rows.lengths()[num_hot_keys:]
         cold_U = rows.values()[sum(rows.length_per_key()[:num_hot_keys]) :]
         num = cold_U.numel()
         key_U = cold_U + torch.repeat_interleave(self._begins_T, lengths_T, output_size=num)
+        if self._world_size == 1:
+            return RequestedRows(None, key_U, None)
         # Keys ascend, so the rows of a shard end where the next shard's first row would be.
         ends_S = torch.searchsorted(key_U, self._first_S[1:])
         lengths_S = ends_S.diff(prepend=ends_S.new_zeros(1), append=ends_S.new_full((1,), num))
@@ -98,14 +104,30 @@ class RowOwners:
         return RequestedRows(order_U, position_U.index_select(0, order_U).int(), num_to_W)
 
 
+class RowsOnDevice(RowsInMemory):
+    """The rows of TorchRec's ``BatchedFusedEmbedding`` in memory that the device reads itself.
+
+    They are updated as hot rows are, without a forward pass of FBGEMM's.
+    """
+
+    def __init__(self, kernel: Any, spec: OptimizerSpec) -> None:
+        weights_RD, *states = mapped_rows(kernel.emb_module, spec, is_wanted=True)
+        assert weights_RD is not None
+        of_name = {n: s for n, s in zip(spec.state_names, states, strict=True) if s is not None}
+        # On a rank without rows they are empty ones of the host.
+        weights_RD = weights_RD.to(kernel.emb_module.current_device)
+        super().__init__(weights_RD, of_name, kernel.fused_optimizer, spec)
+        self.module = kernel.emb_module
+
+
 class FbgemmRows:
-    """``ColdRowsOnCpu`` for TorchRec's ``BatchedFusedEmbedding``, through FBGEMM's kernels."""
+    """The same behind FBGEMM's UVM cache, through its kernels."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._module = kernel.emb_module
+        self.module = kernel.emb_module
         local_rows = [table.local_rows for table in kernel.config.embedding_tables]
-        device = self._module.current_device
+        device = self.module.current_device
         self._ends_T = torch.tensor(local_rows, device=device).cumsum(0)
         self._begins_T = self._ends_T - torch.tensor(local_rows, device=device)
 
@@ -122,35 +144,24 @@ class FbgemmRows:
         begins_K = torch.repeat_interleave(self._begins_T, lengths_T, output_size=num_ids)
         lengths = cut_lengths(lengths_T, num_ids).view(-1)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        return self._module(sorted_K - begins_K, offsets), order_K
+        return self.module(sorted_K - begins_K, offsets), order_K
 
     def read(self, rows_K: torch.Tensor) -> torch.Tensor:
         # FBGEMM counts every forward pass as an update, which a read is not.
-        count = self.update_count
+        count = update_count(self.module)
         found, order_K = self._look_up(rows_K)
-        self.set_update_count(count)
+        set_update_count(self.module, count)
         return torch.empty_like(found).index_copy_(0, order_K, found)
 
     def update(self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float) -> None:
-        self._module.set_learning_rate(learning_rate)
+        self.module.set_learning_rate(learning_rate)
         with torch.enable_grad():
             found, order_K = self._look_up(rows_K)
             found.backward(grad_KD.index_select(0, order_K))
 
-    @property
-    def update_count(self) -> int:
-        """The number of updates made so far."""
-        # That on the host is 0 until the first update after loading.
-        return next(filter(None, map(int, reversed(update_counters(self._module)))), 0)
-
-    def set_update_count(self, count: int) -> None:
-        """Set the number of previous updates, for Adam's bias correction."""
-        for counter in update_counters(self._module):
-            counter.fill_(count)
-
 
 # Begin, end and rows of a part.
-Part = tuple[int, int, ColdRowsOnCpu | CachedRows | FbgemmRows]
+Part = tuple[int, int, ColdRowsOnCpu | CachedRows | RowsOnDevice | FbgemmRows]
 
 
 class OwnedRows:
@@ -162,6 +173,7 @@ class OwnedRows:
 
     def __init__(self, rows: ShardedRows) -> None:
         self.shards: list[Shard] = []
+        self.is_on_device = True  # all of them, or their slots; not in mapped memory of the host
         self._by_position: list[Part] = []
         self._parts: list[Part] = []  # by place
         end, num_places = 0, 0
@@ -176,13 +188,22 @@ class OwnedRows:
                     self.shards.append(Shard(table.name, first_row, table.local_rows, end))
                     end += table.local_rows
                 own = kernel.forward
-                is_own = isinstance(own, ColdRowsOnCpu | CachedRows)
-                part = own if is_own else FbgemmRows(kernel)
+                kinds = {table.compute_kernel for table in kernel.config.embedding_tables}
+                part: ColdRowsOnCpu | CachedRows | RowsOnDevice | FbgemmRows
+                if isinstance(own, ColdRowsOnCpu | CachedRows):
+                    part = own
+                elif kinds in ({_Kind.FUSED}, {_Kind.FUSED_UVM}):
+                    part = RowsOnDevice(kernel, rows.spec)
+                else:  # with a cache, or in memory of both kinds
+                    part = FbgemmRows(kernel)
+                is_here = isinstance(part, CachedRows) or kinds == {_Kind.FUSED}
+                self.is_on_device = self.is_on_device and is_here
                 size = part.slots.num_slots if isinstance(part, CachedRows) else end - begin
                 self._by_position.append((begin, end, part))
                 self._parts.append((num_places, num_places + size, part))
                 num_places += size
         self.num_places = num_places
+        self._last_update: tuple[int, float] | None = None  # that FBGEMM does not know of
         self.caches = [part for _, _, part in self._parts if isinstance(part, CachedRows)]
         for cache in self.caches:
             cache.restart()
@@ -196,8 +217,12 @@ class OwnedRows:
     def num_updates(self) -> int:
         """The number of updates made so far; 0 where they are not counted."""
         parts = (part for _, _, part in self._parts)
-        counted = (part for part in parts if isinstance(part, FbgemmRows | CachedRows))
-        return max((int(part.update_count) for part in counted), default=0)
+        of_parts = [
+            int(part.update_count) if isinstance(part, CachedRows) else update_count(part.module)
+            for part in parts
+            if not isinstance(part, ColdRowsOnCpu)
+        ]
+        return max(of_parts, default=0)
 
     def _split(
         self, places_K: torch.Tensor, parts: Sequence[Part]
@@ -249,9 +274,16 @@ class OwnedRows:
             cache.release(number, is_changed=is_changed)
 
     def flush(self) -> None:
-        """Write changed rows back to where state dicts read them."""
+        """Write changed rows, and the count of updates, back to where state dicts read them."""
         for cache in self.caches:
             cache.flush()
+        if self._last_update is None:
+            return
+        (count, learning_rate), self._last_update = self._last_update, None
+        for _, _, part in self._parts:
+            if isinstance(part, RowsOnDevice):
+                set_update_count(part.module, count)
+                part.module.set_learning_rate(learning_rate)
 
     def close(self) -> None:
         """Let the threads of caches end."""
@@ -274,14 +306,22 @@ class OwnedRows:
         return out.index_copy_(0, order_K, torch.cat(found))
 
     def update(
-        self, places_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float, count: int
+        self,
+        places_K: torch.Tensor,
+        grad_KD: torch.Tensor,
+        learning_rate: float,
+        count: int,
+        *,
+        is_distinct: bool,
     ) -> None:
         """Update the rows at the places once; gradients of the same row are summed in order.
 
-        ``count`` is the number of previous updates, for Adam's bias correction.
+        ``count`` is the number of previous updates, for Adam's bias correction. Where the rows are
+        known to be distinct, the gradients are overwritten.
         """
         if places_K.numel() == 0:
             return
+        self._last_update = (count + 1, learning_rate)
         rows, grads = [places_K], [grad_KD]
         if len(self._parts) > 1:
             order_K, rows = self._split(places_K, self._parts)
@@ -291,7 +331,7 @@ class OwnedRows:
             if rows_K.numel() == 0:
                 continue
             if isinstance(part, FbgemmRows):
-                part.set_update_count(count)
+                set_update_count(part.module, count)
                 part.update(rows_K, part_grads, learning_rate)
             else:
-                part.update(rows_K, part_grads, learning_rate, count + 1)
+                part.update(rows_K, part_grads, learning_rate, count + 1, is_distinct=is_distinct)

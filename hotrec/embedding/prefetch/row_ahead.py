@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,7 +97,11 @@ class RowsAhead:
         self._cold = ColdExchange(self._groups, wire, depth, device, self.window)
         self._replicas: list[HotReplicas] = [g.replica for g in self._groups if g.replica]
         shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
-        self._reducer = HotReducer(shapes, wire, hot_exchange, device=device) if shapes else None
+        # None without hot rows, and for one rank, whose gradients are the mean.
+        has_reducer = bool(shapes) and wire.world_size > 1
+        self._reducer = (
+            HotReducer(shapes, wire, hot_exchange, device=device) if has_reducer else None
+        )
         self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
         self._known: deque[PrefetchedBatch] = deque()  # after those requested
         self._requested: deque[PrefetchedBatch] = deque()
@@ -127,6 +131,8 @@ class RowsAhead:
     ) -> None:
         """Name a batch's rows to their owners, who send them up to ``depth`` steps ahead.
 
+        On CUDA another stream than the steps' may be current, which these then wait for.
+
         Args:
             features: By collection, ids, or what the router made of them.
             will_update: Whether the batch is trained on; the same for all batches held.
@@ -154,12 +160,14 @@ class RowsAhead:
         batch = PrefetchedBatch(
             number, list(features), routed, groups, will_update, is_all_hot, num_hot
         )
+        batch.hot_slots = [
+            group.hot_slots(of_batch.rows) for group, of_batch in pairs if group.replica is not None
+        ]
         mark("route")
         self._num_prefetched += 1
         self._known.append(batch)
         # Made and freed on this stream, used on the communication thread's.
-        for part in routed:
-            self._thread.will_use(part)
+        self._thread.will_use(*routed, *batch.hot_slots)
         self._thread.submit(lambda: self._cold.send_ids(batch))
 
     def _request_known(self) -> None:
@@ -203,7 +211,7 @@ class RowsAhead:
         batch = self._current
         assert batch is not None
         whole = Part(None, batch.features, batch.routed, True)
-        if not split:
+        if not split or self._cold.is_alone:
             return [whole]
         if len(self._collections) != 1 or batch.routed[0].pooled is not None:
             raise ValueError(
@@ -254,10 +262,10 @@ class RowsAhead:
 
     @torch.no_grad()
     def _read_hot(self, batch: PrefetchedBatch) -> None:
-        for group, routed, rows in zip(self._groups, batch.groups, batch.rows, strict=True):
-            if group.replica is not None:
-                slots = group.hot_slots(routed.rows)
-                torch.index_select(group.replica.rows, 0, slots, out=rows[: slots.numel()])
+        parts = self._hot_parts(batch, batch.rows)
+        for replica, slots, rows_UD in zip(self._replicas, batch.hot_slots, parts, strict=True):
+            record_use(slots)
+            torch.index_select(replica.rows, 0, slots, out=rows_UD)
         mark("row_lookup")
 
     def _make_forward(
@@ -324,13 +332,19 @@ class RowsAhead:
         if self._reducer is not None:
             # First: the optimizer waits for hot gradients, the next forward for urgent rows.
             self._hot_future = self._thread.submit(lambda: self._reduce_hot(batch, gradients))
+        else:
+            self._set_reduced(zip(batch.hot_slots, self._hot_parts(batch, grads), strict=True))
         following = self._requested[0] if self._requested else None
+        late = partial(self._cold.send_late, batch, gradients)
+        if self._cold.is_alone:
+            self._thread.submit(late)
         if following is not None:
             following.all_rows = self._thread.submit(
                 lambda: self._cold.exchange_urgent(batch, gradients, following)
             )
         # After the urgent ones, since no rank waits for these before the next step.
-        self._thread.submit(lambda: self._cold.send_late(batch, gradients))
+        if not self._cold.is_alone:
+            self._thread.submit(late)
 
     def _request_in_thread(self, batch: PrefetchedBatch) -> None:
         """Exchange what else depends on the ids alone, on the communication thread."""
@@ -338,38 +352,39 @@ class RowsAhead:
         if self._reducer is not None and batch.will_update:
             enter(COMMUNICATION, "hot_exchange")
             with named_range("hot slots"):
-                slots = [
-                    group.hot_slots(routed.rows)
-                    for group, routed in zip(self._groups, batch.groups, strict=True)
-                    if group.replica is not None
-                ]
-                batch.hot_plan = self._reducer.plan(slots, batch.hot_counts)
+                batch.hot_plan = self._reducer.plan(batch.hot_slots, batch.hot_counts)
 
     def _reduce_hot(self, batch: PrefetchedBatch, gradients: Gradients) -> list[SparseGradient]:
         """Average the gradients of touched hot rows, on the communication thread."""
         assert batch.hot_plan is not None
         enter(COMMUNICATION, "hot_exchange")
         with named_range("hot_exchange"):
-            return batch.hot_plan.reduce(
-                [
-                    grad_UD[:num_hot]
-                    for group, num_hot, grad_UD in zip(
-                        self._groups, batch.num_hot, gradients.rows, strict=True
-                    )
-                    if group.replica is not None
-                ]
-            )
+            return batch.hot_plan.reduce(self._hot_parts(batch, gradients.rows))
+
+    def _hot_parts(
+        self, batch: PrefetchedBatch, of_groups: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The hot rows (U, D) of the groups that have any."""
+        return [
+            rows[:num_hot]
+            for group, num_hot, rows in zip(self._groups, batch.num_hot, of_groups, strict=True)
+            if group.replica is not None
+        ]
 
     def wait_for_hot_gradients(self) -> None:
         """Wait for the hot rows' gradients and pass them to the replicas."""
         future, self._hot_future = self._hot_future, None
-        if future is None:  # there are no hot rows
+        if future is None:  # there is nothing to reduce
             return
         with named_range("wait for hot gradients"):
             reduced = future.wait()
         mark("hot_exchange")
+        for gradient in reduced:
+            record_use(*gradient)
+        self._set_reduced(reduced)
+
+    def _set_reduced(self, reduced: Iterable[SparseGradient]) -> None:
         for replica, (slots_U, grad_UD) in zip(self._replicas, reduced, strict=True):
-            record_use(slots_U, grad_UD)
             replica.set_reduced(slots_U, grad_UD)
 
     def drain(self) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
+from hotrec.embedding.update_rules import OptimizerSpec, repeat_sums, sum_by_row, update_rows
 from hotrec.types import OptimizerKind
 
 NUM_ROWS, DIM, NUM_STEPS = 12, 5, 6
@@ -130,6 +130,9 @@ def test_sum_by_row() -> None:
     dense = torch.zeros(30, DIM).index_add(0, rows, grad)
     torch.testing.assert_close(sums, dense[distinct], rtol=1e-6, atol=1e-6)
     assert torch.equal(sum_by_row(rows, grad, 100)[1], sums)
+    repeated, of_each = repeat_sums(rows, grad)
+    assert torch.equal(repeated, rows.sort().values)
+    assert torch.equal(of_each, sums[torch.searchsorted(distinct, repeated)])
     empty_rows, empty_sums = sum_by_row(rows[:0], grad[:0], 100)
     assert empty_rows.shape == (0,)
     assert empty_sums.shape == (0, DIM)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.embedding.messages import message_sizes, pack, row_counts, unpack
-from hotrec.embedding.prefetch.exchange import RowRequest, RowsByClass, read_class_ends
+from hotrec.embedding.prefetch.exchange import RowRequest, RowsByClass, sort_by_class
 
 counts_of_ranks = st.integers(1, 3).flatmap(
     lambda num_groups: st.lists(
@@ -51,7 +51,7 @@ def test_classes_are_chosen_in_the_same_order_by_rank(
         classes.append(torch.tensor(drawn, dtype=torch.uint8))
     rows = RowsByClass(classes, num_classes, counts)
     again = RowsByClass(classes, num_classes, counts)
-    read_class_ends([rows, again])
+    sort_by_class([rows, again])
     for first, end in [(0, 1), (1, 2), (1, 3), (0, 3), (2, 2)]:
         chosen = rows.select(first, end)
         assert chosen.counts == again.select(first, end).counts

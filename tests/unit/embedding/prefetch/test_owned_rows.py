@@ -43,9 +43,19 @@ def test_rows_go_to_their_owners(
     positions_U: list[int],
 ) -> None:
     requested = RowOwners(["a", "b"], NUM_ROWS, shards, CPU).find(_rows(*rows), num_hot_keys=1)
+    assert requested.num_to_W is not None
+    assert requested.order_U is not None
     assert requested.num_to_W.tolist() == num_to_W
     assert requested.order_U.tolist() == order_U
     assert requested.positions_U.tolist() == positions_U
+
+
+def test_one_rank_owns_all_rows_in_their_order() -> None:
+    shards = [[Shard("b", 0, 4, 0), Shard("a", 0, 10, 4)]]
+    rows = _rows([1], [0, 9], [3])
+    requested = RowOwners(["a", "b"], NUM_ROWS, shards, CPU).find(rows, num_hot_keys=1)
+    assert requested.num_to_W is requested.order_U is None
+    assert requested.positions_U.tolist() == [4, 13, 3]
 
 
 @pytest.mark.parametrize(
