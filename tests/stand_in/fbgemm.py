@@ -15,6 +15,8 @@ from typing import Any
 import fbgemm_gpu.split_embedding_codegen_lookup_invokers as invokers
 import torch
 
+from tests.stand_in.operators import REPLACED
+
 NONE, MEAN = 2, 1  # PoolingMode
 _ops = torch.library.Library("stand_in", "DEF")
 _ops.define(
@@ -244,11 +246,18 @@ def _keep_nothing(*args: Any) -> None:
 
 
 _fbgemm = torch.library.Library("fbgemm", "IMPL")
+
+
+def _implement(name: str, function: Any, key: str) -> None:
+    assert name in REPLACED, name  # so that a test knows whether every release has it
+    _fbgemm.impl(name, function, key)
+
+
 for _name in (
     "lru_cache_populate", "lfu_cache_populate", "lxu_cache_flush",
     "lxu_cache_locking_counter_decrement", "lxu_cache_locations_update",
 ):  # fmt: skip
-    _fbgemm.impl(_name, _keep_nothing, "CPU")
+    _implement(_name, _keep_nothing, "CPU")
 
 
 def _on_the_host(uvm: torch.Tensor) -> torch.Tensor:
@@ -264,8 +273,8 @@ def _unified_tensor(like: torch.Tensor, sizes: list[int], is_host_mapped: bool) 
     return torch.empty(sizes, dtype=like.dtype, device=like.device)
 
 
-_fbgemm.impl("uvm_to_cpu", _on_the_host, "CUDA")
-_fbgemm.impl("new_unified_tensor", _unified_tensor, "CUDA")
+_implement("uvm_to_cpu", _on_the_host, "CUDA")
+_implement("new_unified_tensor", _unified_tensor, "CUDA")
 
 
 class _Replicated(torch.autograd.Function):
@@ -308,7 +317,7 @@ def _look_replicas_up(
     return rows
 
 
-_fbgemm.impl("dense_embedding_codegen_lookup_function", _look_replicas_up, "AutogradCUDA")
+_implement("dense_embedding_codegen_lookup_function", _look_replicas_up, "AutogradCUDA")
 
 
 class _Fused(torch.autograd.Function):
@@ -363,5 +372,6 @@ def _invoker(rule: str, invoke: Any) -> Any:
 
 
 for _rule in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
+    assert f"split_embedding_codegen_lookup_{_rule}_function_pt2" in REPLACED
     _module = getattr(invokers, f"lookup_{_rule}")
     _module.invoke = _invoker(_rule, _module.invoke)
