@@ -24,6 +24,7 @@ OF_THE_TOOL = [
     "memory_freed_too_early_is_seen",
     "generators_are_the_devices",
     "unified_memory_has_its_size",
+    "host_mapped_memory_is_no_tensor_of_the_host",
     "replicated_tables_have_gradients",
     "another_order_is_seen",
 ]

@@ -256,6 +256,21 @@ def unified_memory_has_its_size() -> None:
         assert made.fill_(2).sum().item() == 24
 
 
+def host_mapped_memory_is_no_tensor_of_the_host() -> None:
+    """``uvm_to_cpu`` takes managed memory alone, as below FBGEMM 1.8."""
+    like = torch.zeros(1, device=device())
+    managed, mapped = (
+        torch.ops.fbgemm.new_unified_tensor(like, [4], is_host_mapped)
+        for is_host_mapped in (False, True)
+    )
+    torch.ops.fbgemm.uvm_to_cpu(managed[1:]).fill_(3)
+    assert managed[1:].tolist() == [3, 3, 3]
+    # FBGEMM fills a table's memory so.
+    for wrong in (mapped, mapped[1:], torch.zeros(4, out=mapped), like):
+        with pytest.raises(RuntimeError, match=r"^fbgemm::uvm_to_cpu: expected managed memory"):
+            torch.ops.fbgemm.uvm_to_cpu(wrong)
+
+
 def replicated_tables_have_gradients() -> None:
     """FBGEMM's lookup of tables that TorchRec replicates, against torch's own on CPU."""
     tables, offsets = [(7, 4), (5, 8)], torch.tensor([0, 2, 2, 5, 6, 9, 9])

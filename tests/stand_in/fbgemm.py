@@ -8,6 +8,7 @@ behind it.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -260,17 +261,30 @@ for _name in (
     _implement(_name, _keep_nothing, "CPU")
 
 
-def _on_the_host(uvm: torch.Tensor) -> torch.Tensor:
-    """A tensor of the host that shares the memory of a mapped one."""
-    if uvm.numel() == 0:
-        return torch.empty(uvm.shape, dtype=uvm.dtype)
-    size = uvm.numel() * uvm.element_size()
-    memory = (ctypes.c_char * size).from_address(uvm.data_ptr())
-    return torch.frombuffer(memory, dtype=uvm.dtype).view(uvm.shape)
+# Of unified memory, whether it is host memory that the device maps, by where it begins.
+_is_mapped: dict[int, bool] = {}
 
 
 def _unified_tensor(like: torch.Tensor, sizes: list[int], is_host_mapped: bool) -> torch.Tensor:
-    return torch.empty(sizes, dtype=like.dtype, device=like.device)
+    made = torch.empty(sizes, dtype=like.dtype, device=like.device)
+    storage = made.untyped_storage()
+    _is_mapped[storage.data_ptr()] = is_host_mapped
+    weakref.finalize(storage, _is_mapped.pop, storage.data_ptr())
+    return made
+
+
+def _on_the_host(uvm: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host that shares managed memory, as FBGEMM below 1.8 has it."""
+    if _is_mapped.get(uvm.untyped_storage().data_ptr()) is not False:
+        raise RuntimeError(
+            "fbgemm::uvm_to_cpu: expected managed memory, got host-mapped or device memory, which "
+            "no release below 1.8 takes. Share the memory without it."
+        )
+    size = uvm.numel() * uvm.element_size()
+    if size == 0:
+        return torch.empty(uvm.shape, dtype=uvm.dtype)
+    memory = (ctypes.c_char * size).from_address(uvm.data_ptr())
+    return torch.frombuffer(memory, dtype=uvm.dtype).view(uvm.shape)
 
 
 _implement("uvm_to_cpu", _on_the_host, "CUDA")
